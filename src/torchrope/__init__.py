@@ -1,0 +1,76 @@
+"""torchrope: rotary position encodings for data with any number of axes.
+
+    p   = torchrope.grid(14, 14)                                                   # positions (196, 2)
+    enc = torchrope.LieRE(num_axes=2, num_heads=12, head_dim=64, block_size=8)     # an encoding: parameters
+    q, k = torchrope.rotate(q, k, enc(p))                                          # R(p) q, R(p) k
+
+Names load on first use, so that `torchrope --help` need not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from torchrope._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from torchrope import testing as testing
+    from torchrope.attention import Attention as Attention
+    from torchrope.backbones import ViT as ViT
+    from torchrope.encodings import AbsoluteEncoding as AbsoluteEncoding
+    from torchrope.encodings import AxialRoPE as AxialRoPE
+    from torchrope.encodings import ComRoPEAP as ComRoPEAP
+    from torchrope.encodings import ComRoPELD as ComRoPELD
+    from torchrope.encodings import Encoding as Encoding
+    from torchrope.encodings import LearnedAPE as LearnedAPE
+    from torchrope.encodings import LieRE as LieRE
+    from torchrope.encodings import MixedRoPE as MixedRoPE
+    from torchrope.encodings import NoEncoding as NoEncoding
+    from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
+    from torchrope.encodings import choose as choose
+    from torchrope.ops import rotate as rotate
+    from torchrope.ops import skew_exp as skew_exp
+    from torchrope.positions import grid as grid
+    from torchrope.positions import jitter as jitter
+    from torchrope.positions import prefix as prefix
+    from torchrope.positions import rescale as rescale
+    from torchrope.positions import shift as shift
+    from torchrope.rotations import Block as Block
+    from torchrope.rotations import Planar as Planar
+    from torchrope.rotations import Rotation as Rotation
+
+_ROOMS = {
+    "torchrope.positions": ("grid", "jitter", "prefix", "rescale", "shift"),
+    "torchrope.rotations": ("Block", "Planar", "Rotation"),
+    "torchrope.ops": ("rotate", "skew_exp"),
+    "torchrope.encodings": (
+        "AbsoluteEncoding",
+        "AxialRoPE",
+        "ComRoPEAP",
+        "ComRoPELD",
+        "Encoding",
+        "LearnedAPE",
+        "LieRE",
+        "MixedRoPE",
+        "NoEncoding",
+        "SinusoidalAPE",
+        "choose",
+    ),
+    "torchrope.attention": ("Attention",),
+    "torchrope.backbones": ("ViT",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+__all__ = ["__version__", "testing", *sorted(_ROOM_OF)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> object:
+    if name == "testing":
+        return import_module("torchrope.testing")
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'torchrope' has no attribute {name!r}")
+    value = getattr(import_module(_ROOM_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,55 @@
+"""Attention that takes a rotation as an argument."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.ops import rotate
+from torchrope.rotations import Rotation
+
+
+class Attention(nn.Module):
+    """Attend among tokens whose queries and keys are rotated:  softmax(q^T R(p)^T R(p') k / √d) v.
+
+    Args:
+        dim: Channels of a token, divisible by num_heads.
+        num_heads: Attention heads.
+        dropout: Probability of dropping an output channel.
+        attention_dropout: Probability of dropping an attention weight.
+
+    Raises:
+        ValueError: dim is not divisible by num_heads.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, *, dropout: float = 0.0, attention_dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
+        self.num_heads = num_heads
+        self.attention_dropout = attention_dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation | None = None, *, bias: Tensor | None = None
+    ) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            x: Tokens `(batch, tokens, dim)`.
+            rotation: The rotation of their positions; None rotates nothing.
+            bias: Added to the scores, broadcast to `(batch, heads, tokens, tokens)`; or a boolean mask.
+
+        Returns:
+            Tokens `(batch, tokens, dim)`.
+        """
+        heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
+        if rotation is not None:
+            q, k = rotate(q, k, rotation)
+        dropout = self.attention_dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+        return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))

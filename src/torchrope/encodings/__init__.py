@@ -1,0 +1,14 @@
+"""Position encodings, one file per family. `Encoding` has one method to write: `generators`."""
+
+from torchrope.encodings.absolute import AbsoluteEncoding as AbsoluteEncoding
+from torchrope.encodings.absolute import LearnedAPE as LearnedAPE
+from torchrope.encodings.absolute import SinusoidalAPE as SinusoidalAPE
+from torchrope.encodings.axial import AxialRoPE as AxialRoPE
+from torchrope.encodings.base import Encoding as Encoding
+from torchrope.encodings.comrope import ComRoPEAP as ComRoPEAP
+from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
+from torchrope.encodings.liere import LieRE as LieRE
+from torchrope.encodings.mixed import MixedRoPE as MixedRoPE
+from torchrope.encodings.names import Choice as Choice
+from torchrope.encodings.names import choose as choose
+from torchrope.encodings.none import NoEncoding as NoEncoding

@@ -1,0 +1,142 @@
+"""Absolute position encodings: vectors that are added to the tokens before the first layer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.positions import grid
+
+
+class AbsoluteEncoding(nn.Module, ABC):
+    """Give every place of a lattice a vector, added to its token:  x_p + e(p).
+
+    Args:
+        sizes: Tokens along each axis at the training size.
+        dim: Channels of a token.
+
+    Raises:
+        ValueError: a size or dim below 1.
+    """
+
+    title: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+
+    def __init__(self, *, sizes: Sequence[int], dim: int) -> None:
+        super().__init__()
+        if not sizes or min(sizes) < 1 or dim < 1:
+            raise ValueError(f"sizes and dim must be 1 or more, got sizes {tuple(sizes)}, dim {dim}")
+        self.sizes = tuple(sizes)
+        self.dim = dim
+
+    @abstractmethod
+    def forward(self, *sizes: int) -> Tensor:
+        """Vectors `(prod(sizes), dim)` for a lattice of these sizes, row-major like `torchrope.grid`."""
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as at construction; for modules that were built on the meta device."""
+
+    def extra_repr(self) -> str:
+        """Show what the module was built with."""
+        return f"sizes={self.sizes}, dim={self.dim}"
+
+    def _check_axes(self, sizes: Sequence[int]) -> None:
+        if len(sizes) != len(self.sizes):
+            raise ValueError(f"{type(self).__name__} needs {len(self.sizes)} sizes, one per axis, got {len(sizes)}")
+
+
+class LearnedAPE(AbsoluteEncoding):
+    """Look the vector up in a learned table:  e(p) = T[p].  Other lattices get the table resampled.
+
+    Args:
+        sizes: Tokens along each axis at the training size.
+        dim: Channels of a token.
+
+    References:
+        Dosovitskiy et al., An Image is Worth 16x16 Words, sections 3.1 and 3.2 (resampling).
+
+    Example:
+        >>> LearnedAPE(sizes=(4, 4), dim=8)(6, 6).shape
+        torch.Size([36, 8])
+    """
+
+    title = "learned APE"
+    formula = "xₚ + T[p],  T learned"
+    summary = "A learned vector per place, added to the token; resampled at other sizes. The standard of ViT."
+    source = "Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.1"
+
+    def __init__(self, *, sizes: Sequence[int], dim: int) -> None:
+        super().__init__(sizes=sizes, dim=dim)
+        self.table = nn.Parameter(torch.empty(*self.sizes, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw from a normal distribution of standard deviation 0.02, cut at two deviations."""
+        nn.init.trunc_normal_(self.table, std=0.02, a=-0.04, b=0.04)
+
+    def forward(self, *sizes: int) -> Tensor:
+        self._check_axes(sizes)
+        table = self.table
+        for axis, size in enumerate(sizes):
+            if size != self.sizes[axis]:
+                table = _resample_axis(table, axis, size)
+        return table.flatten(0, -2)
+
+
+class SinusoidalAPE(AbsoluteEncoding):
+    """Give each axis its own channels of sines and cosines:  sin(p_a ω_t), cos(p_a ω_t),  ω_t = base^(-t / n).
+
+    n = dim div (2 N) is the number of frequencies of an axis; channels left over are zero.
+
+    Args:
+        sizes: Tokens along each axis at the training size.
+        dim: Channels of a token, 2 N or more.
+        base: Ratio that the ladder of frequencies spans.
+
+    Raises:
+        ValueError: dim is below 2 N.
+
+    References:
+        Vaswani et al., Attention Is All You Need, section 3.5, one axis after the other.
+
+    Example:
+        >>> SinusoidalAPE(sizes=(2,), dim=4)(2).round(decimals=3).tolist()
+        [[0.0, 1.0, 0.0, 1.0], [0.8410000205039978, 0.5400000214576721, 0.009999999776482582, 1.0]]
+    """
+
+    title = "sinusoidal APE"
+    formula = "xₚ + (sin pₐωₜ, cos pₐωₜ),  ωₜ = base^(−t/n) fixed"
+    summary = "Fixed sines and cosines of the position, added to the token; nothing learned."
+    source = "Vaswani et al., Attention Is All You Need, section 3.5"
+
+    def __init__(self, *, sizes: Sequence[int], dim: int, base: float = 10_000.0) -> None:
+        super().__init__(sizes=sizes, dim=dim)
+        if dim < 2 * len(self.sizes):
+            raise ValueError(f"dim must be at least 2·num_axes = {2 * len(self.sizes)}, got {dim}")
+        self.base = base
+        # Empty, and there only to follow the model to its device.
+        self.register_buffer("_anchor", torch.empty(0), persistent=False)
+
+    def forward(self, *sizes: int) -> Tensor:
+        self._check_axes(sizes)
+        n = self.dim // (2 * len(sizes))
+        positions = grid(*sizes, device=self._anchor.device)  # (tokens, axes)
+        omega = self.base ** (-torch.arange(n, device=positions.device) / n)
+        phase = positions.unsqueeze(-1) * omega  # (tokens, axes, n)
+        waves = torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(1)  # (tokens, 2 axes n)
+        return functional.pad(waves, (0, self.dim - waves.shape[-1])).to(self._anchor.dtype)
+
+    _anchor: Tensor
+
+
+def _resample_axis(table: Tensor, axis: int, size: int) -> Tensor:
+    """Cubic resampling along one axis of `(*sizes, dim)`, smoothed when it shrinks; any number of axes in turn."""
+    lines = table.movedim(axis, -1)  # (..., dim, old)
+    plane = lines.reshape(1, -1, lines.shape[-1], 1).float()  # (1, lines, old, 1)
+    resized = functional.interpolate(plane, size=(size, 1), mode="bicubic", antialias=True)
+    return resized.reshape(*lines.shape[:-1], size).movedim(-1, axis).to(table.dtype)

@@ -1,0 +1,99 @@
+"""RoPE and RoPE-Axial: fixed frequencies, each pair of channels turns with one axis."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings.base import Encoding, planar
+
+
+class AxialRoPE(Encoding):
+    """Turn each pair of channels with one axis:  a_j = p_{j mod N} θ_{j div N},  θ_t = base^(-t / n).
+
+    n = head_dim / (2 N) is the number of frequencies of an axis. With one axis this is RoPE (RoFormer,
+    base 10,000), with two it is RoPE-Axial (base 100). Frequencies are fixed and no parameters; they stay
+    float32 in a model that is cast to bfloat16.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by 2 N.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        base: Ratio that the ladder of frequencies spans; 10,000^(1 / N) by default.
+
+    Raises:
+        ValueError: head_dim is not divisible by 2 N.
+
+    References:
+        Su et al., RoFormer, equation 15. Heo et al., Rotary Position Embedding for Vision Transformer,
+        equations 12 and 13.
+
+    Example:
+        >>> AxialRoPE(num_axes=2, num_heads=1, head_dim=8).frequencies.tolist()
+        [[1.0, 0.0, 0.10000000149011612, 0.0], [0.0, 1.0, 0.0, 0.10000000149011612]]
+    """
+
+    title = "RoPE-Axial"
+    formula = "angle of pair j = p_{j mod N} · θ_{j div N},  θₜ = base^(−t/n) fixed"
+    summary = "RoPE with each pair of channels given to one axis; fixed frequencies, nothing learned."
+    source = "Heo et al., RoPE for Vision Transformer, eq. 12-13; one axis: Su et al., RoFormer, eq. 15"
+
+    frequencies: Tensor
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        base: float | None = None,
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=2,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        self._require_divisible(2 * num_axes, "2·num_axes")
+        self.base = 10_000.0 ** (1 / num_axes) if base is None else base
+        self.register_buffer("frequencies", torch.empty(num_axes, self.num_blocks))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Write the ladder of frequencies."""
+        with torch.no_grad():
+            self.frequencies.copy_(axial_ladder(self.num_axes, self.num_blocks, self.base))
+
+    def generators(self) -> Tensor:
+        return planar(self.frequencies).unsqueeze(1).expand(-1, self.parameter_heads, -1, -1, -1)
+
+    def _take_generators(self, generators: Tensor) -> None:
+        frequencies = generators[..., 1, 0]  # (axes, heads, pairs)
+        if not torch.equal(frequencies, frequencies[:, :1].expand_as(frequencies)):
+            raise ValueError("AxialRoPE turns all heads alike, got generators whose heads differ")
+        axes_used = (frequencies[:, 0] != 0).sum(dim=0)
+        if (axes_used > 1).any():
+            raise ValueError(f"AxialRoPE gives a pair to one axis, got a pair that turns with {axes_used.max().item()}")
+        self.frequencies.copy_(frequencies[:, 0])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        exact = self.frequencies
+        super()._apply(fn, recurse)
+        if self.frequencies.dtype not in (torch.float32, torch.float64):
+            self.frequencies = exact.to(self.frequencies.device)
+        return self
+
+
+def axial_ladder(num_axes: int, num_pairs: int, base: float) -> Tensor:
+    """Frequencies `(num_axes, num_pairs)`: pair j turns with axis j mod N by base^(-(j div N) / (num_pairs / N))."""
+    pair = torch.arange(num_pairs)
+    step = torch.div(pair, num_axes, rounding_mode="floor")
+    theta = base ** (-step.double() * num_axes / max(num_pairs, 1))
+    own_axis = pair % num_axes == torch.arange(num_axes).unsqueeze(1)
+    return theta * own_axis

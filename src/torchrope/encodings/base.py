@@ -1,0 +1,242 @@
+"""What every rotary encoding is: generators, one a axis, and R(p) = exp(sum_a p_a A_a)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.ops import skew_exp
+from torchrope.rotations import Block, Planar, Rotation, block_diagonal
+
+Init = Literal["paper", "zeros"]
+
+
+class Encoding(nn.Module, ABC):
+    """Give every position a rotation:  R(p) = exp(sum_a p_a A_a),  A_a skew-symmetric.
+
+    A subclass must write `generators`, and `reset_parameters` if it has parameters. It should write
+    `_take_generators`, the way back from generators to its parameters, and say in `relative` whether its
+    generators commute. The laws in `torchrope.testing` then hold or tell what is wrong.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head.
+        block_size: Generators are block diagonal with blocks of this size, b.
+        rotary_dim: Rotate only the first so many channels of a head; all by default.
+        shared_heads: One set of parameters for all heads.
+
+    Raises:
+        ValueError: a number out of range, or a head_dim that blocks of this size do not fill.
+    """
+
+    title: ClassVar[str] = ""
+    """Name in the literature."""
+    formula: ClassVar[str] = "R(p) = exp(Σₐ pₐ Aₐ)"
+    """The generators in one line of text."""
+    summary: ClassVar[str] = ""
+    """What it is, in one sentence."""
+    source: ClassVar[str] = ""
+    """Paper and equation."""
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in dict(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim).items():
+            if value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        if block_size < 2:
+            raise ValueError(f"block_size must be 2 or more, got {block_size}")
+        if rotary_dim is not None and not 0 <= rotary_dim <= head_dim:
+            raise ValueError(f"rotary_dim must be between 0 and head_dim = {head_dim}, got {rotary_dim}")
+        self.num_axes = num_axes
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.shared_heads = shared_heads
+        self._require_divisible(block_size, "block_size")
+
+    @abstractmethod
+    def generators(self) -> Tensor:
+        """Skew blocks in radians per unit of position, `(num_axes, num_heads, rotary_dim / b, b, b)`.
+
+        Differentiable in the parameters; `num_heads` is 1 where heads share.
+        """
+
+    @property
+    def relative(self) -> bool:
+        """Whether the generators commute, so that R(p)^T R(p') depends on p' - p alone."""
+        return self.block_size == 2 or self.num_axes == 1
+
+    @classmethod
+    def lattice(cls, *sizes: int) -> dict[str, Any]:
+        """Spacing and origin, as `torchrope.grid` takes them, for which the paper chose its initialisation.
+
+        Args:
+            sizes: Tokens along each axis at the training size.
+        """
+        return {"spacing": 1.0, "origin": 0.0}
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """Rotate each of the positions:  R(p) = exp(sum_a p_a A_a).
+
+        Args:
+            positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`; integers work.
+
+        Returns:
+            A `Planar` rotation for blocks of 2, a `Block` otherwise. Angles are float32, or float64 where the
+            positions or the parameters are; autocast never touches them.
+
+        Raises:
+            ValueError: wrong shape or number of axes; NaN or infinity (not looked for inside torch.compile).
+        """
+        self._check_positions(positions)
+        generators = self.generators()
+        wide = torch.promote_types(torch.promote_types(positions.dtype, generators.dtype), torch.float32)
+        positions, generators = positions.to(wide), generators.to(wide)
+        if self.block_size == 2:
+            return Planar(_combine(positions, generators[..., 1, 0]), self.head_dim)
+        return Block(skew_exp(_combine(positions, generators)), self.head_dim)
+
+    def set_generators(self, generators: Tensor) -> None:
+        """Take generators over from another encoding, a checkpoint or a formula.
+
+        Args:
+            generators: `(num_axes, num_heads or 1, n, c, c)` skew blocks; blocks of another size c are regrouped.
+
+        Raises:
+            ValueError: wrong shape, not skew, or what this family cannot represent.
+        """
+        with torch.no_grad():
+            self._take_generators(self._regrouped(generators.detach()))
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, as at construction; for modules that were built on the meta device."""
+
+    def extra_repr(self) -> str:
+        """Show what the module was built with."""
+        shown = ["num_axes", "num_heads", "head_dim", "block_size"]
+        words = [f"{name}={getattr(self, name)}" for name in shown]
+        words += [f"rotary_dim={self.rotary_dim}"] if self.rotary_dim != self.head_dim else []
+        words += ["shared_heads=True"] if self.shared_heads else []
+        return ", ".join(words)
+
+    def _take_generators(self, generators: Tensor) -> None:
+        """Set the parameters from checked generators `(num_axes, parameter_heads, num_blocks, b, b)`."""
+        raise ValueError(f"{type(self).__name__} cannot take generators over, got {tuple(generators.shape)}")
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a head."""
+        return self.rotary_dim // self.block_size
+
+    @property
+    def parameter_heads(self) -> int:
+        """Heads that have parameters of their own."""
+        return 1 if self.shared_heads else self.num_heads
+
+    def _require_divisible(self, divisor: int, meaning: str) -> None:
+        """Refuse channels that blocks cannot fill; each family names its own rule."""
+        if self.rotary_dim % divisor:
+            name = "head_dim" if self.rotary_dim == self.head_dim else "rotary_dim"
+            largest = self.rotary_dim // divisor * divisor
+            hint = f"; rotary_dim={largest} would leave the rest unrotated" if largest else ""
+            raise ValueError(f"{name} must be divisible by {meaning} = {divisor}, got {self.rotary_dim}{hint}")
+
+    def _check_positions(self, positions: Tensor) -> None:
+        if positions.ndim not in (2, 3):
+            raise ValueError(
+                f"positions must be (tokens, axes) or (batch, tokens, axes), got shape {tuple(positions.shape)}"
+            )
+        if positions.shape[-1] != self.num_axes:
+            raise ValueError(f"positions must have num_axes = {self.num_axes} axes, got {positions.shape[-1]}")
+        if positions.is_complex() or positions.dtype == torch.bool:
+            raise ValueError(f"positions must be real numbers, got {positions.dtype}")
+        if torch.compiler.is_compiling() or positions.is_meta or not positions.is_floating_point():
+            return
+        if not torch.isfinite(positions).all():
+            bad = int((~torch.isfinite(positions)).any(dim=-1).sum())
+            raise ValueError(f"positions must be finite, got NaN or infinity in {bad} of {positions[..., 0].numel()}")
+
+    def _regrouped(self, generators: Tensor) -> Tensor:
+        """Check generators from elsewhere and cut them into blocks of this family's size."""
+        a, b = generators, self.block_size
+        fits = a.ndim == 5 and a.shape[0] == self.num_axes and a.shape[1] in (1, self.num_heads)
+        if not fits or a.shape[2] * a.shape[3] != self.rotary_dim or a.shape[3] != a.shape[4]:
+            rule = f"({self.num_axes}, {self.num_heads} or 1, n, c, c) with n c = {self.rotary_dim}"
+            raise ValueError(f"generators must be {rule}, got {tuple(a.shape)}")
+        if not a.numel():
+            return a
+        slack = max(1e-5 * a.abs().max().item(), 1e-12)
+        lopsided = (a + a.mT).abs().max().item()
+        if not lopsided <= slack:
+            raise ValueError(f"generators must be skew-symmetric, got A + A^T of up to {lopsided:.3g}")
+        if a.shape[-1] != b:
+            dense = block_diagonal(a, self.rotary_dim)
+            cells = dense.unflatten(-1, (-1, b)).unflatten(-3, (-1, b))  # (axes, heads, n, b, n, b)
+            a = cells.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).contiguous()
+            if (block_diagonal(a, self.rotary_dim) - dense).abs().max().item() > slack:
+                raise ValueError(f"{type(self).__name__} needs generators within blocks of {b}, got larger ones")
+        if not self.shared_heads:
+            return a.expand(-1, self.num_heads, -1, -1, -1)
+        if (a - a[:, :1]).abs().max().item() > slack:
+            raise ValueError(f"{type(self).__name__} shares its generators among heads, got heads that differ")
+        return a[:, :1]
+
+
+def skew(upper: Tensor, block_size: int) -> Tensor:
+    """Build skew blocks from their strict upper triangles, row by row:  A_ij = u, A_ji = -u for i < j.
+
+    Args:
+        upper: `(..., b (b - 1) / 2)`.
+        block_size: b.
+
+    Returns:
+        Blocks `(..., b, b)`.
+    """
+    rows, columns = torch.triu_indices(block_size, block_size, 1, device=upper.device)
+    flat = upper.new_zeros(*upper.shape[:-1], block_size * block_size)
+    square = flat.index_copy(-1, rows * block_size + columns, upper).unflatten(-1, (block_size, block_size))
+    return square - square.mT
+
+
+def upper_triangle(blocks: Tensor) -> Tensor:
+    """Read the strict upper triangles `(..., b (b - 1) / 2)` of blocks `(..., b, b)`: the inverse of `skew`."""
+    rows, columns = torch.triu_indices(blocks.shape[-1], blocks.shape[-1], 1, device=blocks.device)
+    return blocks[..., rows, columns]
+
+
+def planar(frequencies: Tensor) -> Tensor:
+    """Write frequencies `(...)` as generators `(..., 2, 2)` of counter-clockwise turns:  [[0, -f], [f, 0]]."""
+    return skew(-frequencies.unsqueeze(-1), 2)
+
+
+def check_init(init: str) -> Init:
+    """Pass "paper" or "zeros" through; refuse anything else."""
+    if init == "paper" or init == "zeros":
+        return init  # type: ignore[return-value]
+    raise ValueError(f"init must be 'paper' or 'zeros', got {init!r}")
+
+
+def _combine(positions: Tensor, per_axis: Tensor) -> Tensor:
+    """sum_a p_a X_a for p `(..., tokens, axes)` and X `(axes, heads, ...)`, to `(..., heads, tokens, ...)`.
+
+    A sum of products, not a matmul: a GPU would round a matmul to TensorFloat-32.
+    """
+    trailing = (1,) * (per_axis.ndim - 2)
+    terms: Sequence[Tensor] = [
+        p.unsqueeze(-2).unflatten(-1, (-1, *trailing)) * x.unsqueeze(1)  # (..., 1, tokens, ...) (heads, 1, ...)
+        for p, x in zip(positions.unbind(-1), per_axis.unbind(0), strict=True)
+    ]
+    return sum(terms[1:], start=terms[0])

@@ -1,0 +1,193 @@
+"""ComRoPE: learned generators that commute, so that scores depend on relative position alone."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings.base import Encoding, Init, check_init, skew, upper_triangle
+
+# P is standard normal in the paper, so P - P^T has this standard deviation above the diagonal.
+_STD = math.sqrt(2)
+
+
+def _lattice(*sizes: int) -> dict[str, Any]:
+    """Patch centres, with the training image [0, 1] long along every axis."""
+    return {"spacing": tuple(1 / size for size in sizes), "origin": tuple(0.5 / size for size in sizes)}
+
+
+class ComRoPEAP(Encoding):
+    """Give each block to one axis:  A_a = diag over blocks j of (P_j - P_j^T if j mod N = a else 0).
+
+    Blocks of different axes never overlap, so the generators commute. Parameters are the strict upper triangles
+    of P_j - P_j^T.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by N block_size.
+        block_size: b.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: One set of generators for all heads.
+        init: "paper" draws P from N(0, 1) per unit of position, where the image is 1 long; "zeros" starts the
+            model as if it had no encoding.
+
+    Raises:
+        ValueError: head_dim is not divisible by N block_size.
+
+    References:
+        ComRoPE, section on axial partition (AP); supplement E.2.3.
+
+    Example:
+        >>> ComRoPEAP(num_axes=2, num_heads=12, head_dim=64, block_size=8).generators().shape
+        torch.Size([2, 12, 8, 8, 8])
+    """
+
+    title = "ComRoPE-AP"
+    formula = "Aₐ = diagⱼ(Pⱼ − Pⱼᵀ if j mod N = a else 0)"
+    summary = "Learned blocks, each given to one axis, so that the generators commute and scores are relative."
+    source = "ComRoPE, axial partition; supplement E.2.3"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int = 8,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        init: Init = "paper",
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        self._require_divisible(num_axes * block_size, "num_axes·block_size")
+        self.init = check_init(init)
+        entries = block_size * (block_size - 1) // 2
+        self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
+        self.reset_parameters()
+
+    @property
+    def relative(self) -> bool:
+        return True
+
+    lattice = staticmethod(_lattice)  # type: ignore[assignment]
+
+    def reset_parameters(self) -> None:
+        """Draw P from N(0, 1), or start from zero."""
+        with torch.no_grad():
+            if self.init == "zeros":
+                self.upper.zero_()
+            else:
+                self.upper.normal_(0, _STD)
+
+    def generators(self) -> Tensor:
+        own_axis = self._own_axis(self.upper.device)  # (axes, 1, blocks, 1, 1)
+        return skew(self.upper, self.block_size) * own_axis
+
+    def _take_generators(self, generators: Tensor) -> None:
+        foreign = generators * ~self._own_axis(generators.device)
+        if foreign.any():
+            raise ValueError(
+                f"ComRoPEAP gives block j to axis j mod {self.num_axes}, got a block that turns with another axis"
+            )
+        self.upper.copy_(upper_triangle(generators.sum(dim=0)))
+
+    def _own_axis(self, device: torch.device) -> Tensor:
+        block = torch.arange(self.num_blocks, device=device)
+        axis = torch.arange(self.num_axes, device=device).unsqueeze(1)
+        return (block % self.num_axes == axis)[:, None, :, None, None]
+
+
+class ComRoPELD(Encoding):
+    """Make all axes multiples of one base:  A_a = θ_a (P - P^T) in each block, θ a factor per axis, head, block.
+
+    Multiples of one matrix commute. Parameters are the factors and the strict upper triangle of P - P^T.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by block_size.
+        block_size: b.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: One set of bases and factors for all heads.
+        init: "paper" draws P and θ from N(0, 1) per unit of position, where the image is 1 long; "zeros" sets the
+            factors to zero, and the model starts as if it had no encoding.
+
+    Raises:
+        ValueError: head_dim is not divisible by block_size.
+
+    References:
+        ComRoPE, section on linear dependence (LD); supplement E.2.4, whose factors are per head (the published
+        code shares them among heads).
+
+    Example:
+        >>> encoding = ComRoPELD(num_axes=3, num_heads=2, head_dim=16)
+        >>> encoding.factors.shape, encoding.upper.shape
+        (torch.Size([3, 2, 2]), torch.Size([2, 2, 28]))
+    """
+
+    title = "ComRoPE-LD"
+    formula = "Aₐ = θₐ (P − Pᵀ) in each block,  θ and P learned"
+    summary = "One learned block for all axes, times a factor per axis; the generators commute, scores are relative."
+    source = "ComRoPE, linear dependence; supplement E.2.4"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int = 8,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        init: Init = "paper",
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        self.init = check_init(init)
+        entries = block_size * (block_size - 1) // 2
+        self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
+        self.factors = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks))
+        self.reset_parameters()
+
+    @property
+    def relative(self) -> bool:
+        return True
+
+    lattice = staticmethod(_lattice)  # type: ignore[assignment]
+
+    def reset_parameters(self) -> None:
+        """Draw P and θ from N(0, 1); "zeros" sets θ alone to zero, or no gradient would reach either."""
+        with torch.no_grad():
+            self.upper.normal_(0, _STD)
+            if self.init == "zeros":
+                self.factors.zero_()
+            else:
+                self.factors.normal_()
+
+    def generators(self) -> Tensor:
+        return self.factors[..., None, None] * skew(self.upper, self.block_size)
+
+    def _take_generators(self, generators: Tensor) -> None:
+        entries = upper_triangle(generators).movedim(0, -2)  # (heads, blocks, axes, entries)
+        left, scale, right = torch.linalg.svd(entries.double(), full_matrices=False)
+        if scale.shape[-1] > 1 and (scale[..., 1] > 1e-5 * scale[..., 0]).any():
+            raise ValueError("ComRoPELD makes all axes multiples of one base, got generators that are not")
+        found = scale[..., 0] > 0  # (heads, blocks)
+        base = right[..., 0, :] * scale[..., :1]
+        self.upper.copy_(torch.where(found.unsqueeze(-1), base, self.upper.double()))
+        self.factors.copy_((left[..., 0] * found.unsqueeze(-1)).movedim(-1, 0))

@@ -1,0 +1,87 @@
+"""LieRE: free skew-symmetric generators, one per axis."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings.base import Encoding, Init, check_init, skew, upper_triangle
+
+
+class LieRE(Encoding):
+    """Exponentiate free generators:  R(p) = exp(sum_a p_a A_a),  A_a block diagonal, skew, learned.
+
+    Blocks of different axes need not commute, so scores may depend on absolute position too; for blocks of 2
+    they commute and LieRE is RoPE-Mixed. Parameters are the strict upper triangles.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by block_size.
+        block_size: b, written LieRE_b; head_dim by default, as in the paper.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: One set of generators for all heads.
+        init: "paper" draws uniformly from [0, 2π) per unit of position, where the image is 1 long;
+            "zeros" starts the model as if it had no encoding.
+
+    Raises:
+        ValueError: head_dim is not divisible by block_size.
+
+    References:
+        LieRE: Generalizing Rotary Position Encodings to Higher Dimensional Inputs, algorithm 1 and listing B.5.
+
+    Example:
+        >>> vit_b = [LieRE(num_axes=2, num_heads=12, head_dim=64, block_size=8) for layer in range(12)]
+        >>> sum(p.numel() for encoding in vit_b for p in encoding.parameters())
+        64512
+    """
+
+    title = "LieRE"
+    formula = "R(p) = exp(Σₐ pₐ Aₐ),  Aₐ = Uₐ − Uₐᵀ free, block by block"
+    summary = "A learned generator per axis, free within its blocks; more than RoPE can say, relative only nearly."
+    source = "LieRE, ICLR 2025 submission, algorithm 1"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int | None = None,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        init: Init = "paper",
+    ) -> None:
+        full = head_dim if rotary_dim is None else rotary_dim
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=full if block_size is None else block_size,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        self.init = check_init(init)
+        entries = self.block_size * (self.block_size - 1) // 2
+        self.upper = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks, entries))
+        self.reset_parameters()
+
+    @classmethod
+    def lattice(cls, *sizes: int) -> dict[str, Any]:
+        """The training image is [0, 1) along every axis."""
+        return {"spacing": tuple(1 / size for size in sizes), "origin": 0.0}
+
+    def reset_parameters(self) -> None:
+        """Draw uniformly from [0, 2π), or start from zero."""
+        with torch.no_grad():
+            if self.init == "zeros":
+                self.upper.zero_()
+            else:
+                self.upper.uniform_(0, 2 * math.pi)
+
+    def generators(self) -> Tensor:
+        return skew(self.upper, self.block_size)
+
+    def _take_generators(self, generators: Tensor) -> None:
+        self.upper.copy_(upper_triangle(generators))

@@ -1,0 +1,87 @@
+"""RoPE-Mixed: learned frequencies, every pair of channels turns with every axis."""
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings.axial import axial_ladder
+from torchrope.encodings.base import Encoding, Init, check_init, planar
+
+
+class MixedRoPE(Encoding):
+    """Turn each pair of channels with all axes:  a_j = sum_a p_a θ_aj,  θ learned.
+
+    Starts from the axial ladder turned by one random rotation of the axes per head, so that at first each head
+    looks along axes of its own.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, even.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: One set of frequencies for all heads.
+        base: Ratio that the ladder of the start spans.
+        init: "paper", or "zeros", where the model starts as if it had no encoding.
+
+    Raises:
+        ValueError: head_dim is odd.
+
+    References:
+        Heo et al., Rotary Position Embedding for Vision Transformer, equation 14.
+
+    Example:
+        >>> sum(p.numel() for p in MixedRoPE(num_axes=2, num_heads=12, head_dim=64).parameters())
+        768
+    """
+
+    title = "RoPE-Mixed"
+    formula = "angle of pair j = Σₐ pₐ θₐⱼ,  θ learned"
+    summary = "RoPE with learned frequencies, so that each pair of channels turns along a direction of its own."
+    source = "Heo et al., RoPE for Vision Transformer, eq. 14"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        base: float = 10.0,
+        init: Init = "paper",
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=2,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        self.base = base
+        self.init = check_init(init)
+        self.frequencies = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Turn the axial ladder by a random rotation per head, or start from zero."""
+        with torch.no_grad():
+            if self.init == "zeros":
+                self.frequencies.zero_()
+                return
+            turns = _random_rotations(self.parameter_heads, self.num_axes)  # (heads, axes, axes)
+            ladder = axial_ladder(self.num_axes, self.num_blocks, self.base)  # (axes, pairs)
+            self.frequencies.copy_((turns @ ladder.to(turns)).transpose(0, 1))
+
+    def generators(self) -> Tensor:
+        return planar(self.frequencies)
+
+    def _take_generators(self, generators: Tensor) -> None:
+        self.frequencies.copy_(generators[..., 1, 0])
+
+
+def _random_rotations(count: int, num_axes: int) -> Tensor:
+    """Uniform rotations `(count, num_axes, num_axes)`: QR of a Gaussian, signs made unique, determinant 1."""
+    q, r = torch.linalg.qr(torch.randn(count, num_axes, num_axes))
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    determinant = torch.linalg.det(q)
+    return torch.cat([q[..., :1] * determinant[:, None, None], q[..., 1:]], dim=-1)

@@ -1,0 +1,39 @@
+"""The truth in plain PyTorch: short, slow where it must be, and right."""
+
+import torch
+from torch import Tensor
+
+from torchrope.rotations import Planar, Rotation
+
+
+def skew_exp(generator: Tensor) -> Tensor:
+    """exp of skew matrices `(..., b, b)`, float32 or float64."""
+    # torch.matrix_exp refuses strides that einsum leaves behind.
+    return torch.linalg.matrix_exp(generator.contiguous())
+
+
+def rotate_one(x: Tensor, rotation: Rotation) -> Tensor:
+    """R x for x `(*batch, heads, tokens, head_dim)`, both of the same floating dtype."""
+    turn = _turn_pairs if isinstance(rotation, Planar) else _turn_blocks
+    turning, resting = x.split([rotation.rotary_dim, x.shape[-1] - rotation.rotary_dim], dim=-1)
+    turned = turn(turning, _spread_over_heads(rotation, x.shape[-3]))
+    return torch.cat([turned, resting], dim=-1) if resting.shape[-1] else turned
+
+
+def _turn_pairs(x: Tensor, angles: Tensor) -> Tensor:
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # (*batch, heads, tokens, pairs)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([cos * even - sin * odd, sin * even + cos * odd], dim=-1).flatten(-2)
+
+
+def _turn_blocks(x: Tensor, blocks: Tensor) -> Tensor:
+    columns = x.unflatten(-1, (-1, blocks.shape[-1]))  # (*batch, heads, tokens, num_blocks, b)
+    return torch.einsum("...htnij,...htnj->...htni", blocks, columns).flatten(-2)
+
+
+def _spread_over_heads(rotation: Rotation, heads: int) -> Tensor:
+    """Give each group of heads the table of its own; one table for all heads broadcasts as it is."""
+    own = rotation.shape[-2]
+    if own in (1, heads):
+        return rotation.table
+    return rotation.table.repeat_interleave(heads // own, dim=len(rotation.shape) - 2)

@@ -1,0 +1,100 @@
+"""Rotations: values. Sign and layout are stated here, once.
+
+A vector x of `head_dim` channels is cut into consecutive blocks. A planar rotation turns channels (2i, 2i+1)
+by the angle a_i, counter-clockwise:
+
+    [y_2i  ]   [cos a  -sin a] [x_2i  ]           [0  -a]
+    [y_2i+1] = [sin a   cos a] [x_2i+1]  = exp(   [a   0]   ) x
+
+A block rotation multiplies channels [i b, (i+1) b) by an orthogonal b x b matrix. Channels beyond the rotated
+ones (`rotary_dim` < `head_dim`) pass unchanged. Tokens are second to last, heads before them, as in q and k.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation(ABC):
+    """What an encoding returns for positions: one rotation a head and token. Immutable.
+
+    Attributes:
+        table: The numbers it is made of, `(*batch, heads or 1, tokens, ...)`.
+        head_dim: Channels of a head, rotated or not.
+    """
+
+    table: Tensor
+    head_dim: int
+
+    @property
+    @abstractmethod
+    def rotary_dim(self) -> int:
+        """Number of channels that turn."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """`(*batch, heads or 1, tokens)`; no batch where positions are shared, 1 where heads share."""
+
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """The same rotation as a dense matrix `(*batch, heads or 1, tokens, head_dim, head_dim)`."""
+
+    @abstractmethod
+    def inverse(self) -> "Rotation":
+        """The rotation that undoes this one:  R(p)^-1 = R(p)^T."""
+
+    def to(self, *args: Any, **kwargs: Any) -> "Rotation":
+        """The same rotation elsewhere; takes what `torch.Tensor.to` takes."""
+        return type(self)(self.table.to(*args, **kwargs), self.head_dim)
+
+
+class Planar(Rotation):
+    """Rotation of channel pairs; the table holds angles in radians, `(*batch, heads or 1, tokens, rotary_dim / 2)`."""
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.table.shape[-1]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.table.shape[:-1]
+
+    def matrix(self) -> Tensor:
+        cos, sin = self.table.cos(), self.table.sin()
+        rows = [torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)]
+        return block_diagonal(torch.stack(rows, dim=-2), self.head_dim)
+
+    def inverse(self) -> "Planar":
+        return Planar(-self.table, self.head_dim)
+
+
+class Block(Rotation):
+    """Rotation of channel blocks; the table holds orthogonal matrices, `(*batch, heads or 1, tokens, num_blocks, b, b)`."""
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.table.shape[-3] * self.table.shape[-1]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.table.shape[:-3]
+
+    def matrix(self) -> Tensor:
+        return block_diagonal(self.table, self.head_dim)
+
+    def inverse(self) -> "Block":
+        return Block(self.table.mT, self.head_dim)
+
+
+def block_diagonal(blocks: Tensor, size: int) -> Tensor:
+    """Lay blocks `(..., n, b, b)` on the diagonal of a `size` square; the diagonal left over is 1."""
+    *batch, n, b, _ = blocks.shape
+    dense = torch.eye(size, dtype=blocks.dtype, device=blocks.device).repeat(*batch, 1, 1)
+    cells = dense[..., : n * b, : n * b].unflatten(-1, (n, b)).unflatten(-3, (n, b))  # (..., n, b, n, b)
+    cells.diagonal(dim1=-4, dim2=-2).copy_(blocks.movedim(-3, -1))  # (..., b, b, n)
+    return dense

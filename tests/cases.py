@@ -1,0 +1,42 @@
+"""The encodings that every law runs over: each family, one to four axes, small and full blocks, shared and partial."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torchrope as tr
+from torchrope.encodings import Encoding
+
+CASES: dict[str, Callable[[], Encoding]] = {
+    "none-N2": partial(tr.NoEncoding, num_axes=2, num_heads=2, head_dim=8),
+    "axial-N1": partial(tr.AxialRoPE, num_axes=1, num_heads=2, head_dim=8),
+    "axial-N2": partial(tr.AxialRoPE, num_axes=2, num_heads=2, head_dim=8),
+    "axial-N3-rest": partial(tr.AxialRoPE, num_axes=3, num_heads=2, head_dim=16, rotary_dim=12),
+    "axial-N4-shared": partial(tr.AxialRoPE, num_axes=4, num_heads=3, head_dim=16, shared_heads=True),
+    "mixed-N1": partial(tr.MixedRoPE, num_axes=1, num_heads=2, head_dim=8),
+    "mixed-N2": partial(tr.MixedRoPE, num_axes=2, num_heads=2, head_dim=8),
+    "mixed-N3-rest": partial(tr.MixedRoPE, num_axes=3, num_heads=2, head_dim=8, rotary_dim=6),
+    "mixed-N4-shared": partial(tr.MixedRoPE, num_axes=4, num_heads=3, head_dim=8, shared_heads=True),
+    "liere2-N2": partial(tr.LieRE, num_axes=2, num_heads=2, head_dim=8, block_size=2),
+    "liere3-N3": partial(tr.LieRE, num_axes=3, num_heads=2, head_dim=9, block_size=3),
+    "liere4-N1": partial(tr.LieRE, num_axes=1, num_heads=2, head_dim=8, block_size=4),
+    "liere4-N2-rest": partial(tr.LieRE, num_axes=2, num_heads=2, head_dim=10, block_size=4, rotary_dim=8),
+    "liere8-N4-shared": partial(tr.LieRE, num_axes=4, num_heads=2, head_dim=16, block_size=8, shared_heads=True),
+    "liere-full-N2": partial(tr.LieRE, num_axes=2, num_heads=2, head_dim=16),
+    "liere-zeros-N2": partial(tr.LieRE, num_axes=2, num_heads=2, head_dim=8, init="zeros"),
+    "comrope-ap2-N2": partial(tr.ComRoPEAP, num_axes=2, num_heads=2, head_dim=8, block_size=2),
+    "comrope-ap4-N1": partial(tr.ComRoPEAP, num_axes=1, num_heads=2, head_dim=8, block_size=4),
+    "comrope-ap4-N3": partial(tr.ComRoPEAP, num_axes=3, num_heads=2, head_dim=12, block_size=4),
+    "comrope-ap8-N2-shared": partial(tr.ComRoPEAP, num_axes=2, num_heads=2, head_dim=16, shared_heads=True),
+    "comrope-ap3-N4-rest": partial(
+        tr.ComRoPEAP, num_axes=4, num_heads=2, head_dim=16, block_size=3, rotary_dim=12
+    ),
+    "comrope-ld2-N3": partial(tr.ComRoPELD, num_axes=3, num_heads=2, head_dim=8, block_size=2),
+    "comrope-ld4-N1": partial(tr.ComRoPELD, num_axes=1, num_heads=2, head_dim=8, block_size=4),
+    "comrope-ld8-N2": partial(tr.ComRoPELD, num_axes=2, num_heads=2, head_dim=16),
+    "comrope-ld5-N4-rest": partial(
+        tr.ComRoPELD, num_axes=4, num_heads=2, head_dim=16, block_size=5, rotary_dim=15
+    ),
+    "comrope-ld4-N2-zeros-shared": partial(
+        tr.ComRoPELD, num_axes=2, num_heads=2, head_dim=8, block_size=4, shared_heads=True, init="zeros"
+    ),
+}
