@@ -104,10 +104,17 @@ class ViT(nn.Module):
         self.num_prefix = num_registers + (pool == "cls")
         self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim))
         self.dropout = nn.Dropout(dropout)
-        rates = torch.linspace(0, drop_path, depth).tolist()
         self.layers = nn.ModuleList(
-            Layer(dim, num_heads, mlp_dim or 4 * dim, dropout, attention_dropout, rate, layer_scale)
-            for rate in rates
+            Layer(
+                dim,
+                num_heads,
+                mlp_dim or 4 * dim,
+                dropout=dropout,
+                attention_dropout=attention_dropout,
+                drop_path=drop_path * index / max(depth - 1, 1),
+                layer_scale=layer_scale,
+            )
+            for index in range(depth)
         )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
@@ -208,6 +215,7 @@ class Layer(nn.Module):
         dim: int,
         num_heads: int,
         mlp_dim: int,
+        *,
         dropout: float,
         attention_dropout: float,
         drop_path: float,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.ops import skew_exp
+from torchrope.ops.precision import wide_dtype
 from torchrope.rotations import Block, Planar, Rotation, block_diagonal
 
 Init = Literal["paper", "zeros"]
@@ -103,7 +104,7 @@ class Encoding(nn.Module, ABC):
         """
         self._check_positions(positions)
         generators = self.generators()
-        wide = torch.promote_types(torch.promote_types(positions.dtype, generators.dtype), torch.float32)
+        wide = wide_dtype(positions, generators)
         positions, generators = positions.to(wide), generators.to(wide)
         if self.block_size == 2:
             return Planar(_combine(positions, generators[..., 1, 0]), self.head_dim)

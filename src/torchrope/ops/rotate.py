@@ -1,9 +1,9 @@
 """The one verb of the library."""
 
-import torch
 from torch import Tensor
 
 from torchrope.ops import reference
+from torchrope.ops.precision import wide_dtype, without_autocast
 from torchrope.rotations import Rotation
 
 BACKENDS = ("auto", "reference")
@@ -36,7 +36,7 @@ def rotate(
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; an unknown backend.
 
     Example:
-        >>> import torchrope as tr
+        >>> import torch, torchrope as tr
         >>> q = k = torch.randn(1, 2, 9, 8)
         >>> rotation = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3))
         >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
@@ -55,8 +55,8 @@ def _rotate_wide(name: str, x: Tensor, rotation: Rotation) -> Tensor:
     _check(name, x, rotation)
     if rotation.rotary_dim == 0:
         return x
-    wide = torch.promote_types(torch.promote_types(x.dtype, rotation.table.dtype), torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
+    wide = wide_dtype(x, rotation.table)
+    with without_autocast(x):
         return reference.rotate_one(x.to(wide), rotation.to(wide)).to(x.dtype)
 
 

@@ -1,9 +1,9 @@
 """Exponential of skew-symmetric matrices."""
 
-import torch
 from torch import Tensor
 
 from torchrope.ops import reference
+from torchrope.ops.precision import wide_dtype, without_autocast
 
 
 def skew_exp(generator: Tensor) -> Tensor:
@@ -20,11 +20,11 @@ def skew_exp(generator: Tensor) -> Tensor:
         ValueError: the last two dimensions differ.
 
     Example:
+        >>> import torch
         >>> skew_exp(torch.tensor([[0.0, -torch.pi / 2], [torch.pi / 2, 0.0]])).round().tolist()
         [[-0.0, -1.0], [1.0, -0.0]]
     """
     if generator.ndim < 2 or generator.shape[-1] != generator.shape[-2]:
         raise ValueError(f"skew_exp needs square matrices (..., b, b), got {tuple(generator.shape)}")
-    with torch.autocast(generator.device.type, enabled=False):
-        wide = generator.to(torch.promote_types(generator.dtype, torch.float32))
-        return reference.skew_exp(wide)
+    with without_autocast(generator):
+        return reference.skew_exp(generator.to(wide_dtype(generator)))

@@ -1,0 +1,7 @@
+"""`python -m torchrope`."""
+
+import sys
+
+from torchrope.cli import main
+
+sys.exit(main())

@@ -1,0 +1,248 @@
+"""The command line: argument parsing only. Heavy imports wait until a command needs them."""
+
+import argparse
+import difflib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from torchrope._version import __version__
+
+HELP = """\
+usage: torchrope COMMAND [options]
+
+Rotary position encodings for data with any number of axes, and the tool to choose among them.
+
+commands:
+  compare    train the same model once per encoding and report which one suits the data, and what it costs
+  train      train one model
+  evaluate   measure a trained model
+  report     write the page of a comparison anew
+
+  torchrope COMMAND --help    explains a command
+  torchrope --version         tells the version
+
+start here:
+  torchrope compare                                    handwritten digits, about four minutes on two CPU cores
+  torchrope compare --data motion                      moving digits: time, height, width
+  torchrope compare --data images --data.root DIR      your own images, a folder per class
+"""
+
+COMPARE = """\
+Train the same vision transformer once per position encoding, on the same data, seeds and schedule, and write
+OUT/report/index.html: which encoding suits the data, and what it costs.
+
+Stopped or killed, the same command goes on where it was. Short forms: --data NAME for --data.name NAME,
+--epochs N for --optim.epochs N, --encodings a,b,c. Defaults below are those of the data set named.
+
+Encodings: none, learned, sinusoidal, axial, mixed, liere, comrope-ap, comrope-ld; a block size as liere:8,
+an absolute and a rotary one together as learned+mixed.
+"""
+
+TRAIN = """\
+Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. Stopped or killed, the same
+command goes on where it was. --trainer.* are the options of Lightning's Trainer.
+"""
+
+_SHORT = {"--data": "--data.name", "--epochs": "--optim.epochs"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `torchrope`.
+
+    Returns:
+        The exit status: 0, 2 for a user's mistake (told in one line), 130 where Ctrl-C stopped it.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if arguments[0] == "--version":
+        print(f"torchrope {__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in _COMMANDS:
+        return _fail(f"commands are {', '.join(_COMMANDS)}, got {command!r}{_nearest(command, _COMMANDS)}")
+    try:
+        return _COMMANDS[command](rest)
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command goes on where it was: torchrope {shlex.join(arguments)}", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        return _fail(_one_line(error), command)
+
+
+def _compare(arguments: list[str]) -> int:
+    from torchrope.studies.config import CompareConfig
+
+    config = _parse("compare", COMPARE, CompareConfig, arguments)
+    from rich.console import Console
+
+    from torchrope.studies.compare import compare
+
+    console = Console()
+    command = shlex.join(["torchrope", "compare", *arguments])
+    results = compare(config, command=command, console=console)
+    return _write_report(results.parent)
+
+
+def _train(arguments: list[str]) -> int:
+    from torchrope.training.lightning_cli import TrainCLI
+
+    options = _with_long_names(arguments)
+    recipe = _recipe(_data_name(options))
+    cli = TrainCLI(
+        args=options,
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+        parser_kwargs={"prog": "torchrope train", "description": TRAIN, "default_config_files": [recipe]},
+    )
+    print(f"trained: {cli.out}  (torchrope evaluate {cli.out})")
+    return 0
+
+
+def _evaluate(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="torchrope evaluate", description="Measure a trained model.")
+    parser.add_argument("folder", type=Path, help="what `torchrope train --out` or a run of a comparison left")
+    folder = parser.parse_args(arguments).folder
+    from torchrope.files import write_whole
+    from torchrope.studies.config import SCALES
+    from torchrope.training.evaluate import evaluate, interval
+    from torchrope.training.run import load
+
+    _, data, classifier = load(folder)
+    evaluation = evaluate(classifier.model, data, SCALES)
+    measures = {**evaluation.measures(), "interval": interval(evaluation.correct)}
+    text = json.dumps(measures, indent=1)
+    write_whole(folder / "evaluation.json", text + "\n")
+    print(text)
+    return 0
+
+
+def _report(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="torchrope report", description="Write the page of a comparison anew.")
+    parser.add_argument("out", type=Path, nargs="?", default=Path("torchrope-compare"), help="its folder")
+    parser.add_argument("--readme", type=Path, help="also write the table between the markers of this file")
+    options = parser.parse_args(arguments)
+    if options.readme is not None:
+        from torchrope.report.readme import write_readme
+
+        write_readme(options.readme, options.out / "results.json")
+    return _write_report(options.out)
+
+
+def _write_report(out: Path) -> int:
+    from torchrope.report.load import read_results
+    from torchrope.report.page import write_report
+    from torchrope.report.tables import plain_table
+
+    results = read_results(out / "results.json")
+    page = write_report(out)
+    print(plain_table(results))
+    print(f"\n{results['answer']}\n\nreport: {page.resolve()}")
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "compare": _compare,
+    "train": _train,
+    "evaluate": _evaluate,
+    "report": _report,
+}
+
+
+def _parse(command: str, description: str, config: type, arguments: list[str]) -> Any:
+    """Parse into a dataclass, over the recipe of the data set named; a mistake becomes a ValueError of one line."""
+    from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
+
+    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        """Types and defaults with every option, paragraphs as they are written."""
+
+    options = _with_long_names(arguments)
+    parser = ArgumentParser(
+        prog=f"torchrope {command}",
+        usage=f"torchrope {command} [options]",
+        description=description,
+        formatter_class=Formatter,
+        default_config_files=[_recipe(_data_name(options))],
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_class_arguments(config)
+    try:
+        given = parser.instantiate_classes(parser.parse_args(options))
+    except ArgumentError as error:
+        raise ValueError(_explain(str(error), parser)) from None
+    return config(**{field.name: given[field.name] for field in fields(config)})
+
+
+def _with_long_names(arguments: list[str]) -> list[str]:
+    """Write short forms out: --data NAME, --epochs N, --encodings a,b,c."""
+    long: list[str] = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if long and long[-1] == "--encodings":
+            argument = _as_list(argument)
+        elif name == "--encodings" and equals:
+            argument = f"{name}={_as_list(value)}"
+        long.append(_SHORT[name] + equals + value if name in _SHORT else argument)
+    return long
+
+
+def _as_list(names: str) -> str:
+    return names if names.startswith("[") else json.dumps([name.strip() for name in names.split(",") if name.strip()])
+
+
+def _data_name(options: list[str]) -> str:
+    """The data set that the options or the configuration file name, the last word counting."""
+    import yaml
+
+    name = "digits"
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        key, equals, value = option.partition("=")
+        value = value if equals else following
+        if key == "--data.name":
+            name = value
+        elif key == "--config" and Path(value).is_file():
+            stored = yaml.safe_load(Path(value).read_text())
+            data = stored.get("data", {}) if isinstance(stored, dict) else {}
+            name = data.get("name", name) if isinstance(data, dict) else name
+    return name
+
+
+def _recipe(name: str) -> str:
+    from torchrope.data.config import DATA_NAMES
+
+    if name not in DATA_NAMES:
+        raise ValueError(f"--data is one of {', '.join(DATA_NAMES)}, got {name!r}{_nearest(name, DATA_NAMES)}")
+    return str(files("torchrope.recipes") / f"{name}.yaml")
+
+
+def _explain(message: str, parser: argparse.ArgumentParser) -> str:
+    """Shorten what the parser says to one line, and suggest the nearest option for a typo."""
+    unknown = re.search(r"[Uu]nrecognized arguments: (--[\w.\-]+)", message)
+    if unknown:
+        options = [option for action in parser._actions for option in action.option_strings]
+        return f"there is no option {unknown[1]}{_nearest(unknown[1], options)}"
+    return _one_line(message)
+
+
+def _nearest(word: str, known: Any) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def _fail(message: str, command: str | None = None) -> int:
+    print(f"torchrope{' ' + command if command else ''}: {message}", file=sys.stderr)
+    return 2

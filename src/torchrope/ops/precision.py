@@ -1,0 +1,18 @@
+"""Angles are float32 or wider, whatever the model's dtype and whether or not autocast is on."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """The narrowest floating dtype that holds all of them, float32 at least."""
+    return reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager:
+    """Switch autocast off on the device of a tensor; devices that know no autocast need nothing."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -1,0 +1,1 @@
+"""Turn the `results.json` of a study into tables, figures and one HTML page; no model is imported."""

@@ -1,0 +1,1 @@
+"""Experiments, one file each: they train and measure, and leave typed results in plain files. No plotting."""

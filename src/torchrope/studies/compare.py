@@ -1,0 +1,224 @@
+"""Train the same model once per encoding and seed, measure it, and write down what came out."""
+
+import json
+import math
+from dataclasses import asdict
+from datetime import date
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from torchrope.backbones import ViT
+from torchrope.data.build import make_data
+from torchrope.data.datamodule import DataModule
+from torchrope.encodings import Encoding, NoEncoding, choose
+from torchrope.studies.config import CompareConfig
+from torchrope.studies.folder import Run, StudyFolder, plain, write_json
+from torchrope.studies.progress import StudyProgress
+from torchrope.studies.provenance import provenance
+from torchrope.studies.ranking import Accuracy, Place, rank, spread
+from torchrope.training.classifier import build_vit
+from torchrope.training.config import RunConfig
+from torchrope.training.cost import measure_costs
+from torchrope.training.evaluate import evaluate, interval
+from torchrope.training.run import train
+
+
+def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
+    """Train, evaluate and measure every encoding; do nothing twice that is finished in the folder.
+
+    Args:
+        config: What to compare, and where to leave it.
+        command: How the user started it, for the report.
+        console: Where progress goes.
+
+    Returns:
+        The folder's `results.json`.
+
+    Raises:
+        ValueError: a setting, the data or the folder is not as it must be; nothing was trained then.
+        KeyboardInterrupt: stopped; the same call goes on with the epoch that was under way.
+    """
+    data = make_data(config.data)
+    data.setup()
+    for name in config.encodings:
+        _blueprint(name, config, data)  # refuses a bad setting before hours of training
+    folder = StudyFolder(Path(config.out))
+    asked = folder.claim(config)
+
+    runs = [Run(name, seed) for seed in range(config.seeds) for name in config.encodings]
+    unfinished = [run for run in runs if folder.result(run) is None]
+    with StudyProgress(len(unfinished), config.optim.epochs, console) as progress:
+        for run in unfinished:
+            progress.begin(run)
+            result = _train_and_evaluate(run, data, config, folder, progress)
+            folder.write_result(run, result)
+            progress.end(result["top1"])
+
+    measured = {name: _finished(folder, name, asked.seeds) for name in asked.encodings}
+    measured = {name: results for name, results in measured.items() if results}
+    costs = _costs(folder, list(measured), data, config)
+    run_again = {"command": command, "date": date.today().isoformat(), "config": plain(asked), **provenance()}
+    write_json(folder.results_file, _results(asked, data, measured, costs, run_again))
+    return folder.results_file
+
+
+def _blueprint(name: str, config: CompareConfig, data: DataModule) -> ViT:
+    """The model without its numbers."""
+    with torch.device("meta"):
+        return build_vit(name, config.model, data)
+
+
+def _train_and_evaluate(
+    run: Run, data: DataModule, config: CompareConfig, folder: StudyFolder, progress: StudyProgress
+) -> dict[str, Any]:
+    settings = RunConfig(
+        encoding=run.encoding, seed=run.seed, data=config.data, model=config.model, optim=config.optim
+    )
+    classifier, history = train(settings, data, folder.run_folder(run), on_epoch=progress.epoch)
+    evaluation = evaluate(classifier.model, data, config.scales)
+    return {
+        "seed": run.seed,
+        **evaluation.measures(),
+        "curve": history.rows,
+        "seconds": sum(row["seconds"] for row in history.rows),
+        "labels": evaluation.labels,
+        "predicted": evaluation.predicted,
+    }
+
+
+def _finished(folder: StudyFolder, name: str, seeds: int) -> list[dict[str, Any]]:
+    results = (folder.result(Run(name, seed)) for seed in range(seeds))
+    return [result for result in results if result is not None]
+
+
+def _costs(folder: StudyFolder, names: list[str], data: DataModule, config: CompareConfig) -> dict[str, Any]:
+    """Measure all encodings in one sitting, unless that has been done."""
+    if folder.costs_file.exists():
+        known = json.loads(folder.costs_file.read_text())
+        if set(names) <= set(known):
+            return known
+    inputs, labels = next(iter(data.train_dataloader()))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    builders = {name: partial(build_vit, name, config.model, data) for name in names}
+    costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
+    known = {name: asdict(cost) for name, cost in costs.items()}
+    write_json(folder.costs_file, known)
+    return known
+
+
+def _results(
+    asked: CompareConfig,
+    data: DataModule,
+    measured: dict[str, list[dict[str, Any]]],
+    costs: dict[str, Any],
+    run_again: dict[str, Any],
+) -> dict[str, Any]:
+    """Everything that a report shows, as `results.json` keeps it."""
+    blueprints = {name: _blueprint(name, asked, data) for name in measured}
+    places = rank([Accuracy(name, _correct(results)) for name, results in measured.items()])
+    runs = [Run(name, seed) for name in asked.encodings for seed in range(asked.seeds)]
+    done = {Run(name, result["seed"]) for name, results in measured.items() for result in results}
+    seconds = sum(result["seconds"] for results in measured.values() for result in results)
+    return {
+        "schema": 1,
+        "study": "compare",
+        "data": _describe_data(data, blueprints),
+        "encodings": [
+            _describe_encoding(name, results, costs[name], blueprints[name]) for name, results in measured.items()
+        ],
+        "ranking": [asdict(place) for place in places],
+        "answer": _answer(places, costs, data),
+        "run": {**run_again, "seeds": list(range(asked.seeds)), "seconds": seconds},
+        "unfinished": [str(run) for run in runs if run not in done],
+    }
+
+
+def _describe_data(data: DataModule, blueprints: dict[str, ViT]) -> dict[str, Any]:
+    embed = next(iter(blueprints.values())).embed
+    train_count, val_count = data.counts
+    return {
+        "name": data.name,
+        "title": data.title,
+        "description": data.description,
+        "axes": list(data.axes),
+        "input_size": list(data.input_size),
+        "patch_size": list(embed.patch_size),
+        "tokens": math.prod(embed.lattice(data.input_size)),
+        "num_classes": data.num_classes,
+        "train": train_count,
+        "val": val_count,
+        "chance": 1 / data.num_classes,
+        "skipped": [f"{path} ({reason})" for path, reason in data.skipped],
+    }
+
+
+def _describe_encoding(
+    name: str, results: list[dict[str, Any]], cost: dict[str, Any], blueprint: ViT
+) -> dict[str, Any]:
+    parts = choose(name).parts
+    rotary = [part for part in parts if issubclass(part, Encoding) and part is not NoEncoding]
+    correct = _correct(results)
+    return {
+        "name": name,
+        "label": " + ".join(part.title for part in parts) + _block_size(name),
+        "summary": " ".join(part.summary for part in parts),
+        "formula": ";  ".join(part.formula for part in parts),
+        "source": "; ".join(part.source for part in parts),
+        "rotary": bool(rotary),
+        "relative": blueprint.encodings[0].relative if rotary else None,
+        "seeds": [{key: value for key, value in r.items() if key not in ("labels", "predicted")} for r in results],
+        "top1": {**_over_seeds(correct.mean(axis=1).tolist()), "interval": interval(correct.mean(axis=0))},
+        "val_loss": _over_seeds([result["val_loss"] for result in results]),
+        "shuffled_top1": _over_seeds([result["shuffled_top1"] for result in results]),
+        "resolutions": [
+            {"size": at["size"], **_over_seeds([result["resolutions"][i]["top1"] for result in results])}
+            for i, at in enumerate(results[0]["resolutions"])
+        ],
+        "cost": cost,
+    }
+
+
+def _correct(results: list[dict[str, Any]]) -> np.ndarray:
+    """Right or not, `(seeds, examples)`."""
+    return np.array([np.equal(result["labels"], result["predicted"]) for result in results], dtype=float)
+
+
+def _over_seeds(values: list[float | None]) -> dict[str, float | None]:
+    """Mean and standard deviation; None where a run diverged."""
+    finite = [value for value in values if value is not None]
+    if len(finite) < len(values):
+        return {"mean": None, "spread": None}
+    return {"mean": fmean(finite), "spread": spread(finite)}
+
+
+def _block_size(name: str) -> str:
+    block = name.rpartition(":")[2] if ":" in name else ""
+    return f", blocks of {block}" if block else ""
+
+
+def _answer(places: list[Place], costs: dict[str, Any], data: DataModule) -> str:
+    """Recommend the cheapest encoding among those that no measured difference sets apart."""
+    best = places[0]
+    equals = [place for place in places if place.verdict != "behind"]
+    cheapest = min(equals, key=lambda place: costs[place.name]["step_seconds"])
+    if len(places) == 1:
+        return f"Only {best.name} was measured: name several encodings to compare them."
+    if any(place.name == "none" for place in equals):
+        return f"Position does not matter here: no encoding is measurably better than none on {data.title}."
+    if len(equals) == 1:
+        return f"Use {best.name}: it is measurably better than all others on {data.title}."
+    ties = ", ".join(place.name for place in equals if place is not best)
+    if cheapest is best:
+        return f"Use {best.name}: it has the highest top-1 and costs least among its equals ({ties})."
+    ratio = costs[best.name]["step_seconds"] / costs[cheapest.name]["step_seconds"]
+    return (
+        f"Use {cheapest.name}: it cannot be told apart from {best.name}, which has the highest top-1, "
+        f"and {best.name} takes {ratio:.2f} times as long per training step. "
+        f"Not told apart either: {', '.join(p.name for p in equals if p not in (best, cheapest)) or 'none else'}."
+    )

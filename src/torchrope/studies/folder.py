@@ -1,0 +1,114 @@
+"""The folder of a study: who it belongs to, and what is finished in it."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrope.files import write_whole
+from torchrope.studies.config import CompareConfig
+
+MAY_GROW = ("encodings", "seeds", "out")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One encoding trained with one seed."""
+
+    encoding: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.encoding} seed {self.seed}"
+
+
+class StudyFolder:
+    """`config.yaml`, `runs/<encoding>-seed<n>/`, `costs.json`, `results.json`, and the report beside them.
+
+    Args:
+        path: The folder; made when it is claimed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.yaml"
+        self.costs_file = path / "costs.json"
+        self.results_file = path / "results.json"
+
+    def claim(self, config: CompareConfig) -> CompareConfig:
+        """Make the folder this configuration's; encodings and seeds may be added to those already there.
+
+        Returns:
+            The configuration with all encodings and seeds that the folder was ever asked for.
+
+        Raises:
+            ValueError: it belongs to another configuration, or holds files that no comparison wrote.
+        """
+        mine = plain(config)
+        if self.config_file.exists():
+            theirs = self._stored_config()
+            different = sorted(_differences(theirs, mine))
+            if different:
+                shown = "; ".join(different[:3]) + (" ..." if len(different) > 3 else "")
+                raise ValueError(
+                    f"--out must be a new folder or one of the same configuration, got {self.path} with {shown}"
+                )
+            mine["encodings"] = list(dict.fromkeys([*theirs["encodings"], *mine["encodings"]]))
+            mine["seeds"] = max(theirs["seeds"], mine["seeds"])
+        elif self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
+            raise ValueError(f"--out must be a new folder, an empty one, or one of torchrope compare, got {self.path}")
+        write_whole(self.config_file, yaml.safe_dump(mine, sort_keys=False))
+        return replace(config, encodings=mine["encodings"], seeds=mine["seeds"])
+
+    def run_folder(self, run: Run) -> Path:
+        """Where a run keeps its files."""
+        return self.path / "runs" / f"{run.encoding.replace(':', '-')}-seed{run.seed}"
+
+    def result(self, run: Run) -> dict[str, Any] | None:
+        """The measures of a finished run, None where it is not finished."""
+        file = self.run_folder(run) / "result.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def write_result(self, run: Run, result: dict[str, Any]) -> None:
+        """Finish a run."""
+        write_json(self.run_folder(run) / "result.json", result)
+
+    def _stored_config(self) -> dict[str, Any]:
+        stored = yaml.safe_load(self.config_file.read_text())
+        if not isinstance(stored, dict) or not {"encodings", "seeds"} <= set(stored):
+            raise ValueError(f"{self.config_file} must be a configuration of torchrope compare, got something else")
+        return stored
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration as dicts, lists, numbers and strings, as YAML and JSON keep it."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON, whole or not at all; NaN and infinity become null."""
+    write_whole(path, json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+def _differences(theirs: dict[str, Any], mine: dict[str, Any], prefix: str = "") -> list[str]:
+    """Say which settings differ, as "optim.lr 0.001 instead of 0.002"."""
+    found: list[str] = []
+    for key in dict.fromkeys([*theirs, *mine]):
+        if not prefix and key in MAY_GROW:
+            continue
+        old, new = theirs.get(key), mine.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} {old} instead of {new}")
+    return found

@@ -1,0 +1,70 @@
+"""Live progress: which run of how many, how far, how well, time left."""
+
+import time
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from torchrope.studies.folder import Run
+
+
+class StudyProgress(AbstractContextManager):
+    """A bar over all epochs that are left; without a terminal, one line per finished run.
+
+    Args:
+        runs: Number of runs that are left.
+        epochs: Epochs of one run.
+        console: Where to write.
+    """
+
+    def __init__(self, runs: int, epochs: int, console: Console) -> None:
+        self.runs, self.epochs, self.console = runs, epochs, console
+        self.number = 0
+        self.started = time.monotonic()
+        self.title = ""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task("starting", total=runs * epochs)
+
+    def __enter__(self) -> "StudyProgress":
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def begin(self, run: Run) -> None:
+        """A run starts, or goes on."""
+        self.number += 1
+        self.title = f"run {self.number} of {self.runs}: {run}"
+        self.bar.update(self.task, description=self.title)
+
+    def epoch(self, row: dict[str, float]) -> None:
+        """An epoch ended; a run that goes on from a checkpoint jumps to where it is."""
+        done = (self.number - 1) * self.epochs + int(row["epoch"])
+        described = f"{self.title}, epoch {row['epoch']:.0f}/{self.epochs}, top-1 {100 * row['val_top1']:.0f} %"
+        self.bar.update(self.task, completed=done, description=described)
+
+    def end(self, top1: float) -> None:
+        """A run is finished and measured."""
+        self.bar.update(self.task, completed=self.number * self.epochs)
+        elapsed = time.monotonic() - self.started
+        left = elapsed / self.number * (self.runs - self.number)
+        times = f"{_clock(elapsed)} elapsed, about {_clock(left)} left"
+        self.console.print(f"{self.title}: top-1 {100 * top1:.1f} %  ({times})", highlight=False)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:")

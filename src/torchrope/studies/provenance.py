@@ -1,0 +1,65 @@
+"""Where numbers come from: versions, commit, machine."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrope._version import __version__
+
+PACKAGES = ("torch", "torchvision", "pytorch-lightning", "torchmetrics", "scikit-learn", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit and machine of this process."""
+    return {"torchrope": __version__, "commit": commit(), "versions": versions(), "machine": machine()}
+
+
+def commit() -> str | None:
+    """The commit of the source that runs, marked "-dirty" where it was changed; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        _git(here, "ls-files", "--error-unmatch", Path(__file__).name)
+        return _git(here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that the numbers depend on."""
+    installed = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, and the accelerator where there is one."""
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gb": round(pages * page / 2**30),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "os": platform.system(),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()

@@ -1,0 +1,1 @@
+"""Training and measuring one model: configuration, the Lightning module, checkpoints, evaluation, cost."""

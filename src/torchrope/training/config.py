@@ -1,0 +1,103 @@
+"""Settings of model and optimiser, as plain values: imports no torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchrope.data.config import DataConfig
+
+
+@dataclass
+class ModelConfig:
+    """The vision transformer around the encoding.
+
+    Attributes:
+        size: The papers' sizes by name; dim, depth, num_heads and mlp_dim below then override it one by one.
+        dim: Channels of a token.
+        depth: Layers.
+        num_heads: Attention heads.
+        mlp_dim: Channels inside the MLP.
+        patch_size: Extent of a patch along each axis; one number means all axes.
+        pool: "cls" reads a class token at the origin, "mean" averages the patches.
+        num_registers: Extra tokens without a place.
+        dropout: Probability of dropping a channel.
+        attention_dropout: Probability of dropping an attention weight.
+        drop_path: Probability of skipping a branch in the last layer.
+        layer_scale: Initial factor on each branch; none by default.
+        share_layers: One encoding for all layers.
+        share_heads: One set of generators for all heads.
+        spacing: Distance between patches for the encoding, one number or one per axis; by default the convention
+            of each encoding's paper.
+        origin: Position of the first patch, likewise.
+    """
+
+    size: Literal["tiny", "small", "base", "large"] | None = None
+    dim: int | None = None
+    depth: int | None = None
+    num_heads: int | None = None
+    mlp_dim: int | None = None
+    patch_size: list[int] = field(default_factory=lambda: [1])
+    pool: Literal["cls", "mean"] = "cls"
+    num_registers: int = 0
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    drop_path: float = 0.0
+    layer_scale: float | None = None
+    share_layers: bool = False
+    share_heads: bool = False
+    spacing: list[float] | None = None
+    origin: list[float] | None = None
+
+    @property
+    def patch(self) -> int | list[int]:
+        """The patch as `ViT` takes it."""
+        return self.patch_size[0] if len(self.patch_size) == 1 else self.patch_size
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay to zero.
+
+    Attributes:
+        epochs: Passes over the training data.
+        lr: Highest learning rate.
+        weight_decay: Decay of weight matrices; never of encodings, norms, biases or tokens.
+        betas: Averaging of gradients and of their squares.
+        warmup_epochs: Epochs of linear warm-up.
+        clip: Largest norm of a gradient; 0 does not clip.
+        label_smoothing: Share of the label that is spread over all classes.
+    """
+
+    epochs: int = 15
+    lr: float = 2e-3
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_epochs: float = 2.0
+    clip: float = 1.0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs must be 1 or more, got {self.epochs}")
+        if not self.lr > 0:
+            raise ValueError(f"lr must be above 0, got {self.lr}")
+        if not 0 <= self.warmup_epochs <= self.epochs:
+            raise ValueError(f"warmup_epochs must be between 0 and epochs = {self.epochs}, got {self.warmup_epochs}")
+
+
+@dataclass
+class RunConfig:
+    """One model to train.
+
+    Attributes:
+        encoding: A name such as "mixed", "liere:8" or "learned+axial".
+        seed: Decides initial weights, the order of the data and dropout.
+        data: Which data.
+        model: The model around the encoding.
+        optim: The optimiser.
+    """
+
+    encoding: str = "mixed"
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)

@@ -1,0 +1,125 @@
+"""What an encoding costs: parameters, floating-point operations, time and memory of a training step."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchrope.encodings import AbsoluteEncoding, Encoding
+
+# torch.linalg.matrix_exp evaluates a Taylor polynomial of degree 18 in five products (Bader, Blanes, Casas 2019);
+# the squarings that large generators add depend on values and are not counted.
+_EXP_PRODUCTS = 5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Costs of one model.
+
+    Attributes:
+        parameters: Numbers that are learned.
+        encoding_parameters: Those of the position encoding.
+        flops: Operations of a forward pass per input; a multiply-add is two. Matrix products, attention and matrix
+            exponentials count, element-wise work does not. Rotations are made once for a batch and shared by it.
+        step_seconds: Median time of a training step.
+        peak_memory_bytes: Most memory that tensors of a training step hold at once, parameters included.
+    """
+
+    parameters: int
+    encoding_parameters: int
+    flops: int
+    step_seconds: float
+    peak_memory_bytes: int
+
+
+def measure_costs(
+    builders: Mapping[str, Callable[[], nn.Module]], batch: tuple[Tensor, Tensor], *, rounds: int = 12
+) -> dict[str, Cost]:
+    """Measure models side by side: one step of each in turn, so that the machine's moods hit all alike.
+
+    Args:
+        builders: What builds each model, by name.
+        batch: Inputs and labels of a training step, on the device to measure.
+        rounds: Steps of each model; the first quarter warms up.
+    """
+    inputs, labels = batch
+    models = {name: build().to(inputs.device) for name, build in builders.items()}
+    steps = {name: _training_step(model, inputs, labels) for name, model in models.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            seconds[name].append(_seconds(step, inputs.device))
+    return {
+        name: Cost(
+            parameters=sum(p.numel() for p in model.parameters()),
+            encoding_parameters=count_encoding_parameters(model),
+            flops=count_flops(builders[name], inputs.shape) // len(inputs),
+            step_seconds=statistics.median(seconds[name][rounds // 4 :]),
+            peak_memory_bytes=_peak_memory(model, steps[name], inputs.device),
+        )
+        for name, model in models.items()
+    }
+
+
+def count_encoding_parameters(model: nn.Module) -> int:
+    """Learned numbers of the position encodings, rotary and absolute; shared ones count once."""
+    encodings = (module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding))
+    return sum({p: p.numel() for module in encodings for p in module.parameters()}.values())
+
+
+def count_flops(build: Callable[[], nn.Module], input_shape: torch.Size) -> int:
+    """Operations of one forward pass, on the meta device, where nothing is computed."""
+    formulas = {torch.ops.aten.linalg_matrix_exp: _matrix_exp_flops}
+    with torch.device("meta"), torch.no_grad():
+        model = build().eval()
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            model(torch.empty(input_shape))
+    return counter.get_total_flops()
+
+
+def _matrix_exp_flops(shape: torch.Size, *_: object, out_shape: object = None, **__: object) -> int:
+    return _EXP_PRODUCTS * 2 * shape.numel() * shape[-1]
+
+
+def _training_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    step()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _peak_memory(model: nn.Module, step: Callable[[], None], device: torch.device) -> int:
+    if device.type == "cuda":
+        others = torch.cuda.memory_allocated(device) - sum(p.nbytes for p in model.parameters())
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - others
+    # torch keeps no peak for the CPU; its memory tracker sees every tensor that a step makes.
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        step()
+    return max(int(kinds["Total"]) for kinds in tracker.get_tracker_snapshot("peak").values())
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,126 @@
+"""What a trained classifier can do: accuracy, loss, and what shuffled patches and other resolutions leave of it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import bootstrap
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.backbones import ViT
+from torchrope.data.datamodule import DataModule
+from torchrope.data.transforms import resize, shuffle_patches
+
+Change = Callable[[Tensor], Tensor]
+SHUFFLE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Measures of one trained model on the validation set.
+
+    Attributes:
+        labels: True class of every example.
+        predicted: Predicted class of every example.
+        val_loss: Mean cross-entropy.
+        shuffled_top1: Top-1 after every example's patches have changed places at random.
+        resolutions: Top-1 by input size, the training size among them.
+    """
+
+    labels: list[int]
+    predicted: list[int]
+    val_loss: float
+    shuffled_top1: float
+    resolutions: list[tuple[tuple[int, ...], float]]
+
+    @property
+    def top1(self) -> float:
+        """Share of right predictions."""
+        return float(self.correct.mean())
+
+    def measures(self) -> dict[str, Any]:
+        """The measures alone, as JSON keeps them."""
+        return {
+            "top1": self.top1,
+            "val_loss": self.val_loss,
+            "shuffled_top1": self.shuffled_top1,
+            "resolutions": [{"size": list(size), "top1": top1} for size, top1 in self.resolutions],
+        }
+
+    @property
+    def correct(self) -> np.ndarray:
+        """1.0 where the prediction is right, `(examples,)`."""
+        return np.equal(self.labels, self.predicted).astype(float)
+
+
+def evaluate(model: ViT, data: DataModule, scales: Iterable[float]) -> Evaluation:
+    """Measure a trained model on the validation set of its data.
+
+    Args:
+        model: Evaluated on the device that it is on.
+        data: Its data.
+        scales: Sizes to evaluate at beside the training size, as multiples of it.
+    """
+    patch_size = model.embed.patch_size
+    labels, logits = predict(model, data)
+    shuffled, moved = predict(model, data, _shuffler(patch_size))
+    resolutions = [(size, _top1_at(model, data, size)) for size in scaled_sizes(data, patch_size, scales)]
+    return Evaluation(
+        labels=labels.tolist(),
+        predicted=logits.argmax(dim=-1).tolist(),
+        val_loss=functional.cross_entropy(logits, labels).item(),
+        shuffled_top1=_top1(shuffled, moved),
+        resolutions=resolutions,
+    )
+
+
+@torch.no_grad()
+def predict(model: nn.Module, data: DataModule, change: Change = lambda inputs: inputs) -> tuple[Tensor, Tensor]:
+    """Labels `(examples,)` and logits `(examples, classes)` of the validation set, its inputs changed."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    pairs = [(labels, model(change(inputs).to(device)).float().cpu()) for inputs, labels in data.val_dataloader()]
+    model.train(was_training)
+    labels, logits = zip(*pairs, strict=True)
+    return torch.cat(labels), torch.cat(logits)
+
+
+def scaled_sizes(
+    data: DataModule, patch_size: Sequence[int], scales: Iterable[float]
+) -> list[tuple[int, ...]]:
+    """Input sizes whose lattice of patches is about `scale` times the trained one along every axis but time."""
+    sizes = {tuple(data.input_size)}
+    for scale in scales:
+        lattice = [
+            size // patch if axis == "time" else max(1, round(scale * size / patch))
+            for axis, size, patch in zip(data.axes, data.input_size, patch_size, strict=True)
+        ]
+        sizes.add(tuple(n * patch for n, patch in zip(lattice, patch_size, strict=True)))
+    return sorted(sizes)
+
+
+def interval(correct: np.ndarray, *, seed: int = 0) -> tuple[float, float]:
+    """Bootstrapped 95 % interval of the mean over examples (percentiles of 2,000 resamples)."""
+    if len(correct) < 2 or np.ptp(correct) == 0:
+        return float(correct.mean()), float(correct.mean())
+    drawn = bootstrap((correct,), np.mean, n_resamples=2000, method="percentile", batch=100, rng=seed)
+    return float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
+
+
+def _shuffler(patch_size: Sequence[int]) -> Change:
+    generator = torch.Generator().manual_seed(SHUFFLE_SEED)
+    return lambda inputs: shuffle_patches(inputs, patch_size, generator)
+
+
+def _top1_at(model: nn.Module, data: DataModule, size: tuple[int, ...]) -> float:
+    if size == tuple(data.input_size):
+        return _top1(*predict(model, data))
+    return _top1(*predict(model, data, lambda inputs: resize(inputs, size)))
+
+
+def _top1(labels: Tensor, logits: Tensor) -> float:
+    return (logits.argmax(dim=-1) == labels).float().mean().item()

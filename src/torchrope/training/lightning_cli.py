@@ -1,0 +1,34 @@
+"""`torchrope train`: one run, with every option of Lightning's Trainer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+
+from torchrope.data.build import make_data
+from torchrope.training.config import RunConfig
+from torchrope.training.run import train
+
+# Set from the other options, so that resuming works and settings have one name each.
+_OURS = {"max_epochs", "gradient_clip_val", "default_root_dir", "plugins"}
+
+
+class TrainCLI(LightningCLI):
+    """Lightning's command line over our configuration: encoding, seed, data, model, optim, out, trainer."""
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add our settings, and the Trainer's beside them."""
+        parser.add_class_arguments(RunConfig)
+        parser.add_argument("--out", type=str, default="torchrope-train", help="Folder of everything it leaves.")
+        parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False, skip=_OURS)
+
+    def instantiate_classes(self) -> None:
+        """Train, once the configuration stands."""
+        config: Any = self.parser.instantiate_classes(self.config)
+        settings = RunConfig(**{key: config[key] for key in ("encoding", "seed", "data", "model", "optim")})
+        data = make_data(settings.data)
+        data.setup()
+        given = {key: value for key, value in config["trainer"].as_dict().items() if value is not None}
+        self.out = Path(config["out"])
+        train(settings, data, self.out, **{"enable_progress_bar": True, **given})
