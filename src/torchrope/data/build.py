@@ -1,0 +1,30 @@
+"""From the choice of a data set to the data module."""
+
+from torchrope.data.config import DATA_NAMES, DataConfig
+from torchrope.data.datamodule import DataModule
+
+
+def make_data(config: DataConfig) -> DataModule:
+    """Make the data module that `config.name` names, importing that one alone.
+
+    Raises:
+        ValueError: the name is unknown, or the data set refuses its configuration.
+    """
+    match config.name:
+        case "digits":
+            from torchrope.data.digits import Digits
+
+            return Digits(config)
+        case "motion":
+            from torchrope.data.motion import Motion
+
+            return Motion(config)
+        case "fashion-mnist":
+            from torchrope.data.fashion import FashionMNIST
+
+            return FashionMNIST(config)
+        case "images":
+            from torchrope.data.images import Images
+
+            return Images(config)
+    raise ValueError(f"name must be one of {', '.join(DATA_NAMES)}, got {config.name!r}")

@@ -1,0 +1,120 @@
+"""What every data set tells about itself, and how its batches are drawn."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+
+from torchrope.data.config import DataConfig
+
+VAL_BATCH_FACTOR = 4  # no gradients are kept, so more examples fit
+
+
+class DataModule(pl.LightningDataModule, ABC):
+    """A data set with its training and validation batches.
+
+    A subclass MUST set the attributes below and write `datasets`. They are complete after `setup()`; all but
+    those of a folder of images are known before.
+
+    Attributes:
+        name: The name in `DataConfig`.
+        title: The name for people.
+        description: One sentence: what the data is, how much, whether it is real, and what the class is.
+        axes: Names of the axes that positions have, ("height", "width") or ("time", "height", "width").
+        in_channels: Channels of an input.
+        input_size: Extent of every axis, in pixels (and frames).
+        classes: Names of the classes; a label is an index into them.
+        skipped: Files left out, as (path below root, reason).
+        run_seed: Seed of the run, set by the caller before it; decides the order of the training examples.
+    """
+
+    name: str
+    title: str
+    description: str
+    axes: tuple[str, ...]
+    in_channels: int
+    input_size: tuple[int, ...]
+    classes: tuple[str, ...]
+    skipped: list[tuple[str, str]]
+    run_seed: int = 0
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.skipped = []
+        self._datasets: tuple[Dataset, Dataset] | None = None
+
+    @abstractmethod
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """Make the training and the validation set.
+
+        Returns:
+            Two sets of (float32 `(channels, *input_size)`, int label), inputs normalised per channel with
+            mean and standard deviation of the training set. A set may have `__getitems__` that returns a
+            whole batch as a tuple of tensors; such batches are not collated again.
+
+        Raises:
+            ValueError: the data is missing or cannot be used; the message is one line.
+        """
+
+    @property
+    def num_axes(self) -> int:
+        """Number of axes that positions have."""
+        return len(self.axes)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.classes)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of training and of validation examples in use."""
+        train, val = self._made_datasets()
+        return len(train), len(val)  # type: ignore[arg-type]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Make both sets, once, whatever the stage."""
+        self._made_datasets()
+
+    def train_dataloader(self) -> DataLoader:
+        """Draw training batches in an order that depends on `run_seed` and the epoch alone.
+
+        Lightning passes the epoch to the sampler, so a resumed run sees what an uninterrupted one sees.
+        """
+        train, _ = self._made_datasets()
+        # The sampler adds the epoch to its seed; the factor keeps one run's epochs from being another's.
+        seed = self.run_seed * 1_000_003
+        sampler: DistributedSampler = DistributedSampler(
+            train, num_replicas=1, rank=0, shuffle=True, seed=seed
+        )
+        # Where a run resumes, workers draw the first indices before Lightning passes the epoch on.
+        if self.trainer is not None:
+            sampler.set_epoch(self.trainer.current_epoch)
+        return self._loader(train, self.config.batch_size, sampler)
+
+    def val_dataloader(self) -> DataLoader:
+        """Draw validation batches in the order of the set."""
+        _, val = self._made_datasets()
+        return self._loader(val, VAL_BATCH_FACTOR * self.config.batch_size, None)
+
+    def _loader(self, dataset: Dataset, batch_size: int, sampler: DistributedSampler | None) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            collate_fn=collate_once,
+            num_workers=self.config.workers,
+        )
+
+    def _made_datasets(self) -> tuple[Dataset, Dataset]:
+        if self._datasets is None:
+            self._datasets = self.datasets()
+        return self._datasets
+
+
+def collate_once(batch: Any) -> tuple[Tensor, Tensor] | list[Tensor]:
+    """Pass on a batch that the set indexed as a whole; collate a list of samples."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)

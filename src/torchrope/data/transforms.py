@@ -1,0 +1,88 @@
+"""Operations on batches of inputs `(batch, channels, *sizes)`, whatever the number of axes."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int], generator: torch.Generator) -> Tensor:
+    """Permute the patches of every sample with a random permutation of its own.
+
+    What is inside the patches stays as it is, so a model that does as well on the result makes no use of
+    where they are. This is the test in LieRE (Ostmeier et al., arXiv:2406.10322).
+
+    Args:
+        inputs: `(batch, channels, *sizes)`.
+        patch_size: Extent of a patch, one number or one per axis.
+        generator: Draws the permutations; on any device.
+
+    Returns:
+        Shuffled inputs, same shape.
+
+    Raises:
+        ValueError: a size is not divisible by its patch.
+
+    Example:
+        >>> shuffle_patches(torch.arange(6).view(1, 1, 6), 2, torch.Generator().manual_seed(0)).shape
+        torch.Size([1, 1, 6])
+    """
+    batch, channels, *sizes = inputs.shape
+    patch = _one_per_axis(patch_size, len(sizes), "patch_size")
+    if any(size % extent for size, extent in zip(sizes, patch, strict=True)):
+        raise ValueError(f"sizes must be divisible by patch_size = {patch}, got {tuple(sizes)}")
+    counts = [size // extent for size, extent in zip(sizes, patch, strict=True)]
+    tokens = math.prod(counts)
+
+    split = [number for pair in zip(counts, patch, strict=True) for number in pair]
+    grid_axes = [2 + 2 * axis for axis in range(len(sizes))]
+    pixel_axes = [3 + 2 * axis for axis in range(len(sizes))]
+    apart = inputs.reshape(batch, channels, *split).permute(0, *grid_axes, 1, *pixel_axes)
+    patches = apart.reshape(batch, tokens, -1)  # [b, tokens, channels * pixels]
+
+    order = torch.rand(batch, tokens, generator=generator, device=generator.device).argsort(1)
+    sample = torch.arange(batch, device=inputs.device)[:, None]
+    shuffled = patches[sample, order.to(inputs.device)].reshape(apart.shape)
+
+    axes = len(sizes)
+    together = [number for axis in range(axes) for number in (1 + axis, 2 + axes + axis)]
+    return shuffled.permute(0, 1 + axes, *together).reshape(inputs.shape)
+
+
+def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
+    """Resample the axes to `size` by linear interpolation between pixel centres.
+
+    Two axes are smoothed first where they shrink; one and three are not.
+
+    Args:
+        inputs: Floating point `(batch, channels, *sizes)` with one to three axes.
+        size: New extent, one number or one per axis.
+
+    Returns:
+        `(batch, channels, *size)`.
+
+    Raises:
+        ValueError: another number of axes.
+
+    Example:
+        >>> resize(torch.zeros(2, 1, 8, 8), 16).shape
+        torch.Size([2, 1, 16, 16])
+    """
+    axes = inputs.ndim - 2
+    if axes not in INTERPOLATION:
+        raise ValueError(f"inputs must have 1 to 3 axes after batch and channels, got {axes}")
+    target = _one_per_axis(size, axes, "size")
+    if target == tuple(inputs.shape[2:]):
+        return inputs
+    return F.interpolate(inputs, target, mode=INTERPOLATION[axes], align_corners=False, antialias=axes == 2)
+
+
+def _one_per_axis(value: int | Sequence[int], axes: int, name: str) -> tuple[int, ...]:
+    values = (value,) * axes if isinstance(value, int) else tuple(value)
+    if len(values) != axes or min(values, default=1) < 1:
+        raise ValueError(f"{name} must be one positive integer or one per axis = {axes}, got {value}")
+    return values

@@ -1,0 +1,253 @@
+"""The families against their papers, each other, and others' code."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from cases import CASES
+
+import torchrope as tr
+from torchrope.encodings.base import planar, skew, upper_triangle
+
+
+def count(encoding: torch.nn.Module) -> int:
+    return sum(p.numel() for p in encoding.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        (partial(tr.LieRE, block_size=64), 580_608),
+        (partial(tr.LieRE, block_size=8), 64_512),
+        (tr.MixedRoPE, 9_216),
+        (tr.AxialRoPE, 0),
+    ],
+)
+def test_vit_b_has_the_papers_number_of_encoding_parameters(family: type, expected: int) -> None:
+    layers = [family(num_axes=2, num_heads=12, head_dim=64) for _ in range(12)]
+    assert sum(map(count, layers)) == expected
+
+
+def test_one_shared_liere_has_the_papers_4032_parameters() -> None:
+    assert count(tr.LieRE(num_axes=2, num_heads=12, head_dim=64, shared_heads=True)) == 4032
+
+
+def test_axial_with_one_axis_is_roformers_rope() -> None:
+    head_dim, tokens = 16, 50
+    theta = 10_000.0 ** (-2 * torch.arange(head_dim // 2, dtype=torch.float64) / head_dim)  # RoFormer, eq. 15
+    angle = torch.arange(tokens, dtype=torch.float64).unsqueeze(-1) * theta
+    x = torch.randn(1, 1, tokens, head_dim, dtype=torch.float64)
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angle), angle)
+    encoding = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=head_dim)
+    mine, _ = tr.rotate(x, x, encoding(tr.grid(tokens)))
+    assert (mine - torch.view_as_real(turned).flatten(-2)).abs().max() < 1e-4
+
+
+def test_axial_with_two_axes_has_the_frequencies_of_rope_vit() -> None:
+    frequencies = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=64).frequencies
+    theta = 100.0 ** (-torch.arange(16) / 16)  # RoPE-ViT, eq. 13 with head_dim / 4 = 16
+    assert torch.allclose(frequencies[0, 0::2], theta)
+    assert torch.allclose(frequencies[1, 1::2], theta)
+    assert not frequencies[0, 1::2].any()
+    assert not frequencies[1, 0::2].any()
+
+
+def test_mixed_starts_from_the_axial_ladder_turned_per_head() -> None:
+    encoding = tr.MixedRoPE(num_axes=2, num_heads=4, head_dim=64)
+    lengths = encoding.frequencies.norm(dim=0)  # (heads, pairs)
+    ladder = 10.0 ** (-torch.arange(16) / 16)
+    assert torch.allclose(lengths, ladder.repeat_interleave(2).expand(4, -1), atol=1e-6)
+    directions = torch.atan2(encoding.frequencies[1, :, 0], encoding.frequencies[0, :, 0])
+    assert len(directions.round(decimals=3).unique()) == 4
+
+
+@pytest.mark.parametrize("num_axes", [1, 2, 3])
+def test_blocks_of_two_are_one_and_the_same_family(num_axes: int) -> None:
+    sizes = dict(num_axes=num_axes, num_heads=2, head_dim=12)
+    axial = tr.AxialRoPE(**sizes).double()
+    positions = torch.randn(7, num_axes, dtype=torch.float64)
+    truth = axial(positions).matrix()
+    for family in (tr.MixedRoPE, partial(tr.LieRE, block_size=2), partial(tr.ComRoPEAP, block_size=2)):
+        other = family(**sizes).double()
+        other.set_generators(axial.generators())
+        assert (other(positions).matrix() - truth).abs().max() < 1e-12
+
+
+def test_larger_blocks_take_smaller_ones_over_and_refuse_the_reverse() -> None:
+    sizes = dict(num_axes=2, num_heads=2, head_dim=16)
+    mixed = tr.MixedRoPE(**sizes)
+    liere = tr.LieRE(**sizes, block_size=8)
+    liere.set_generators(mixed.generators())
+    positions = torch.randn(5, 2)
+    assert torch.allclose(liere(positions).matrix(), mixed(positions).matrix(), atol=1e-5)
+    back = tr.MixedRoPE(**sizes)
+    back.set_generators(liere.generators())
+    assert torch.allclose(back.frequencies, mixed.frequencies)
+    with pytest.raises(ValueError, match="MixedRoPE needs generators within blocks of 2"):
+        back.set_generators(tr.LieRE(**sizes, block_size=8).generators())
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (tr.AxialRoPE, "AxialRoPE turns all heads alike"),
+        (partial(tr.AxialRoPE, shared_heads=True), "shares its generators among heads"),
+        (partial(tr.ComRoPEAP, block_size=2), "ComRoPEAP gives block j to axis j mod 2"),
+        (partial(tr.ComRoPELD, block_size=4), "ComRoPELD makes all axes multiples of one base"),
+        (tr.NoEncoding, r"generators must be \(2, 2 or 1, n, c, c\) with n c = 0"),
+    ],
+)
+def test_a_family_refuses_generators_that_it_cannot_represent(family: type, message: str) -> None:
+    sizes = dict(num_axes=2, num_heads=2, head_dim=8)
+    with pytest.raises(ValueError, match=message):
+        family(**sizes).set_generators(tr.LieRE(**sizes, block_size=2).generators())
+
+
+def test_linear_dependence_takes_multiples_of_one_base_and_survives_zero() -> None:
+    sizes = dict(num_axes=3, num_heads=2, head_dim=8, block_size=4)
+    source, target = tr.ComRoPELD(**sizes), tr.ComRoPELD(**sizes)
+    target.set_generators(source.generators())
+    assert torch.allclose(target.generators(), source.generators(), atol=1e-5)
+    target.set_generators(torch.zeros_like(source.generators()))
+    assert not target.generators().any()
+    target.generators().square().sum()
+    weight = torch.randn_like(target.generators())
+    (target.generators() * weight).sum().backward()
+    assert target.factors.grad.abs().min() > 0
+
+
+def test_axis_partition_is_rope_axial_with_learned_blocks() -> None:
+    generators = tr.ComRoPEAP(num_axes=3, num_heads=2, head_dim=12, block_size=2).generators()
+    for block in range(6):
+        used = generators[:, :, block].flatten(1).any(dim=1)
+        assert used.tolist() == [axis == block % 3 for axis in range(3)]
+
+
+@pytest.mark.parametrize("family", [tr.LieRE, tr.ComRoPEAP, tr.ComRoPELD, tr.MixedRoPE])
+def test_initial_values_follow_the_papers_and_zeros_rotate_nothing(family: type) -> None:
+    sizes = dict(num_axes=2, num_heads=64, head_dim=64)
+    zeros = family(**sizes, init="zeros")
+    assert not zeros.generators().any()
+    values = upper_triangle(family(**sizes).generators()).detach()
+    if family is tr.LieRE:  # uniform in [0, 2 pi)
+        assert 0 <= values.min() < 0.01
+        assert 2 * math.pi - 0.01 < values.max() < 2 * math.pi
+        assert values.mean().item() == pytest.approx(math.pi, rel=0.02)
+    if family is tr.ComRoPEAP:  # P - P^T of standard normal P
+        assert values[values != 0].std().item() == pytest.approx(math.sqrt(2), rel=0.02)
+    with pytest.raises(ValueError, match="init must be 'paper' or 'zeros', got 'ones'"):
+        family(**sizes, init="ones")
+
+
+def test_fixed_frequencies_stay_float32_in_a_bfloat16_model() -> None:
+    encoding = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=16)
+    exact = encoding.frequencies.clone()
+    assert torch.equal(encoding.to(torch.bfloat16).frequencies, exact)
+    assert torch.equal(encoding.half().float().frequencies, exact)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            partial(tr.AxialRoPE, num_axes=3, num_heads=1, head_dim=64),
+            r"head_dim must be divisible by 2·num_axes = 6, got 64; rotary_dim=60 would leave the rest unrotated",
+        ),
+        (partial(tr.MixedRoPE, num_axes=2, num_heads=1, head_dim=7), "head_dim must be divisible by block_size = 2"),
+        (partial(tr.LieRE, num_axes=2, num_heads=1, head_dim=64, block_size=48), "divisible by block_size = 48, got 64"),
+        (partial(tr.ComRoPEAP, num_axes=3, num_heads=1, head_dim=64), "divisible by num_axes·block_size = 24, got 64"),
+        (partial(tr.MixedRoPE, num_axes=0, num_heads=1, head_dim=8), "num_axes must be 1 or more, got 0"),
+        (partial(tr.MixedRoPE, num_axes=2, num_heads=1, head_dim=8, rotary_dim=10), "rotary_dim must be between 0 and"),
+        (partial(tr.LieRE, num_axes=2, num_heads=1, head_dim=8, block_size=1), "block_size must be 2 or more, got 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told_in_one_line(build: partial, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_positions_are_told_in_one_line() -> None:
+    encoding = tr.MixedRoPE(num_axes=2, num_heads=1, head_dim=8)
+    for positions, message in [
+        (torch.zeros(4, 3), "positions must have num_axes = 2 axes, got 3"),
+        (torch.zeros(2), r"positions must be \(tokens, axes\) or \(batch, tokens, axes\), got shape \(2,\)"),
+        (torch.tensor([[0.0, torch.nan], [0.0, 1.0]]), "positions must be finite, got NaN or infinity in 1 of 2"),
+        (torch.zeros(4, 2, dtype=torch.bool), "positions must be real numbers, got torch.bool"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            encoding(positions)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_repr_shows_what_was_asked_for(case: str) -> None:
+    encoding = CASES[case]()
+    assert f"num_axes={encoding.num_axes}, num_heads={encoding.num_heads}" in repr(encoding)
+
+
+def test_skew_and_upper_triangle_undo_each_other() -> None:
+    upper = torch.randn(3, 10)
+    blocks = skew(upper, 5)
+    assert torch.equal(upper_triangle(blocks), upper)
+    assert blocks[0, 0, 1] == upper[0, 0]
+    assert blocks[0, 3, 4] == upper[0, 9]
+    assert planar(torch.tensor(2.0)).tolist() == [[0.0, -2.0], [2.0, 0.0]]
+
+
+def test_names_find_encodings() -> None:
+    both = tr.choose("learned+liere:8")
+    assert both.rotary(num_axes=2, num_heads=4, head_dim=16).block_size == 8
+    assert both.absolute is tr.LearnedAPE
+    assert both.parts == [tr.LearnedAPE, tr.LieRE]
+    assert tr.choose("sinusoidal").parts == [tr.SinusoidalAPE]
+    assert tr.choose("none").parts == [tr.NoEncoding]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lire", "got 'lire'; did you mean 'liere'"),
+        ("comrope-dl", "did you mean 'comrope-"),
+        ("axial:4", "only liere, comrope-ap, comrope-ld take a block size, got 'axial:4'"),
+        ("liere:eight", "block size must be a whole number of 2 or more, got 'liere:eight'"),
+        ("mixed+axial", "at most one absolute and one rotary name"),
+        ("learned+sinusoidal", "at most one absolute and one rotary name"),
+        ("learned:3", "got 'learned:3'; did you mean 'learned'"),
+        ("", "encodings are none, axial"),
+    ],
+)
+def test_a_wrong_name_is_told_with_the_nearest_one(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tr.choose(name)
+
+
+class Spiral(tr.Encoding):
+    """The README's own encoding: one learned frequency for all pairs and axes of a head."""
+
+    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
+        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2)
+        self.frequency = torch.nn.Parameter(torch.empty(num_axes, num_heads, 1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.normal_(self.frequency)
+
+    def generators(self) -> torch.Tensor:
+        return planar(self.frequency.expand(-1, -1, self.num_blocks))
+
+
+def test_ones_own_encoding_needs_one_method_and_keeps_the_laws() -> None:
+    make = partial(Spiral, num_axes=2, num_heads=2, head_dim=8)
+    tr.testing.check(make)
+    with pytest.raises(ValueError, match="Spiral cannot take generators over"):
+        make().set_generators(make().generators())
+
+
+def test_a_broken_encoding_is_named_with_its_law() -> None:
+    class Lopsided(Spiral):
+        def generators(self) -> torch.Tensor:
+            return super().generators().abs()
+
+    with pytest.raises(AssertionError, match="breaks the law 'generators are skew blocks': A\\^T = -A fails"):
+        tr.testing.check(partial(Lopsided, num_axes=2, num_heads=2, head_dim=8))

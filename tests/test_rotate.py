@@ -1,0 +1,132 @@
+"""The verb: layouts, heads, precision, errors."""
+
+import math
+
+import pytest
+import torch
+
+import torchrope as tr
+
+
+def rotation(heads: int = 2, tokens: int = 9, head_dim: int = 8) -> tr.Rotation:
+    return tr.MixedRoPE(num_axes=1, num_heads=heads, head_dim=head_dim)(tr.grid(tokens))
+
+
+def test_a_planar_rotation_turns_pairs_counter_clockwise() -> None:
+    quarter = tr.Planar(torch.full((1, 1, 1), math.pi / 2), head_dim=2)
+    turned, _ = tr.rotate(torch.tensor([[[1.0, 0.0]]]), torch.zeros(1, 1, 2), quarter)
+    assert torch.allclose(turned, torch.tensor([[[0.0, 1.0]]]), atol=1e-6)
+
+
+def test_strides_do_not_matter() -> None:
+    turn = rotation()
+    packed = torch.randn(3, 9, 2, 2, 8)  # (batch, tokens, q or k, heads, head_dim)
+    q, k = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    assert not q.is_contiguous()
+    for strided, dense in zip(tr.rotate(q, k, turn), tr.rotate(q.contiguous(), k.contiguous(), turn), strict=True):
+        assert torch.equal(strided, dense)
+
+
+@pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE])
+def test_grouped_queries_turn_like_their_key_head(family: type[tr.Encoding]) -> None:
+    turn = family(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3))
+    q, k = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8)
+    turned_q, turned_k = tr.rotate(q, k, turn)
+    assert torch.allclose(turned_k, tr.rotate(k, k, turn)[1])
+    for head in range(6):
+        own = q[:, head : head + 1].expand(-1, 2, -1, -1)
+        assert torch.allclose(turned_q[:, head], tr.rotate(own, own, turn)[0][:, head // 3], atol=1e-6)
+
+
+def test_keys_may_sit_elsewhere() -> None:
+    encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4)
+    here, there = encoding(tr.grid(3, 3)), encoding(tr.grid(2, 2))
+    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 4, 8)
+    turned_q, turned_k = tr.rotate(q, k, here, key_rotation=there)
+    assert torch.equal(turned_q, tr.rotate(q, q, here)[0])
+    assert torch.equal(turned_k, tr.rotate(k, k, there)[0])
+
+
+def test_more_leading_dimensions_and_none_at_all() -> None:
+    turn = rotation()
+    q = torch.randn(4, 3, 2, 9, 8)
+    many, _ = tr.rotate(q, q, turn)
+    for i in range(4):
+        assert torch.allclose(many[i], tr.rotate(q[i], q[i], turn)[0])
+    assert torch.allclose(many[0, 0], tr.rotate(q[0, 0], q[0, 0], turn)[0])
+
+
+def test_channels_beyond_rotary_dim_pass_bit_for_bit() -> None:
+    encoding = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=10, rotary_dim=8)
+    q = torch.randn(2, 2, 9, 10)
+    turned, _ = tr.rotate(q, q, encoding(tr.grid(3, 3)))
+    assert torch.equal(turned[..., 8:], q[..., 8:])
+    assert not torch.allclose(turned[..., :8], q[..., :8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_angles_of_far_positions_keep_float32_in_narrow_models(dtype: torch.dtype) -> None:
+    encoding = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=8).to(dtype)
+    exact = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=8).double()
+    positions = torch.arange(4090, 4096).unsqueeze(-1)  # bfloat16 cannot tell these apart
+    q = torch.randn(1, 1, 6, 8).to(dtype)
+    turned, _ = tr.rotate(q, q, encoding(positions))
+    truth, _ = tr.rotate(q.double(), q.double(), exact(positions))
+    tr.testing.assert_close(turned, truth, "rotated")
+
+
+def test_autocast_leaves_rotation_and_vectors_alone() -> None:
+    encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=8)
+    q = torch.randn(2, 2, 9, 8)
+    plain, _ = tr.rotate(q, q, encoding(tr.grid(3, 3, spacing=1 / 3)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast, _ = tr.rotate(q, q, encoding(tr.grid(3, 3, spacing=1 / 3)))
+    assert torch.equal(plain, cast)
+
+
+def test_a_rotation_is_a_value() -> None:
+    turn = rotation()
+    with pytest.raises(AttributeError):
+        turn.head_dim = 4  # type: ignore[misc]
+    assert turn.to(torch.float64).matrix().dtype == torch.float64
+    assert turn.shape == (2, 9)
+
+
+def test_skew_exp_takes_strided_and_narrow_input() -> None:
+    upper = torch.randn(4, 5, 5).triu(1)
+    generator = (upper - upper.mT).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    truth = torch.linalg.matrix_exp(generator.double().contiguous())
+    assert not generator.is_contiguous()
+    assert (tr.skew_exp(generator).double() - truth).abs().max() < 1e-5
+    narrow = generator.to(torch.bfloat16)
+    exact = torch.linalg.matrix_exp(narrow.double().contiguous())
+    assert tr.skew_exp(narrow).dtype == torch.float32
+    assert (tr.skew_exp(narrow).double() - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(q=torch.zeros(1, 2, 9, 6)), "head_dim of q must be the rotation's 8, got 6"),
+        (dict(k=torch.zeros(1, 2, 7, 8)), "k must have the rotation's 9 tokens, got 7"),
+        (dict(q=torch.zeros(1, 3, 9, 8)), "heads of q must be a multiple of the rotation's 2, got 3"),
+        (dict(q=torch.zeros(9, 8)), r"q must be floating point \(batch, heads, tokens, head_dim\)"),
+        (dict(k=torch.zeros(1, 2, 9, 8, dtype=torch.long)), "k must be floating point"),
+        (dict(backend="cuda-graph"), "backend must be one of auto, reference, got 'cuda-graph'"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(change: dict, message: str) -> None:
+    good = dict(q=torch.zeros(1, 2, 9, 8), k=torch.zeros(1, 2, 9, 8), rotation=rotation())
+    with pytest.raises(ValueError, match=message) as caught:
+        tr.rotate(**{**good, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_of_positions_must_be_that_of_the_vectors() -> None:
+    encoding = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8)
+    turn = encoding(tr.grid(9).expand(3, -1, -1))
+    good = torch.zeros(3, 2, 9, 8)
+    assert tr.rotate(good, good, turn)[0].shape == good.shape
+    bad = torch.zeros(4, 2, 9, 8)
+    with pytest.raises(ValueError, match=r"positions must have no batch or the batch of q \(4,\), got \(3,\)"):
+        tr.rotate(bad, bad, turn)
