@@ -14,6 +14,7 @@ class Attention(nn.Module):
     Args:
         dim: Channels of a token, divisible by num_heads.
         num_heads: Attention heads.
+        qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping an output channel.
         attention_dropout: Probability of dropping an attention weight.
 
@@ -22,14 +23,20 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, dim: int, num_heads: int, *, dropout: float = 0.0, attention_dropout: float = 0.0
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
         self.num_heads = num_heads
         self.attention_dropout = attention_dropout
-        self.qkv = nn.Linear(dim, 3 * dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
 

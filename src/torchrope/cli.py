@@ -177,7 +177,7 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_class_arguments(config)
     try:
-        given = parser.instantiate_classes(parser.parse_args(options))
+        given = parser.instantiate(parser.parse_args(options))
     except ArgumentError as error:
         raise ValueError(_explain(str(error), parser)) from None
     return config(**{field.name: given[field.name] for field in fields(config)})

@@ -19,6 +19,9 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """The papers' sizes: small, base, large are those of DeiT and RoPE-ViT; tiny is LieRE's, 384 wide."""
 
+# The first ViT's; torch's default of 1e-5 drowns tokens that start near zero, and pretrained weights expect this.
+_EPS = 1e-6
+
 
 class ViT(nn.Module):
     """Classify data with any number of axes.
@@ -43,6 +46,7 @@ class ViT(nn.Module):
         origin: Position of the first patch, likewise.
         pool: "cls" reads a class token that sits at the origin, "mean" averages the patches.
         num_registers: Extra tokens without a place, dropped before pooling.
+        qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
         dropout: Probability of dropping a channel after the embedding, attention projection and MLP (LieRE: 0.1).
         attention_dropout: Probability of dropping an attention weight.
         drop_path: Probability of skipping a branch for a sample, growing linearly from 0 to this in the last
@@ -77,6 +81,7 @@ class ViT(nn.Module):
         origin: PerAxis | None = None,
         pool: Literal["cls", "mean"] = "cls",
         num_registers: int = 0,
+        qkv_bias: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
@@ -109,6 +114,7 @@ class ViT(nn.Module):
                 dim,
                 num_heads,
                 mlp_dim or 4 * dim,
+                qkv_bias=qkv_bias,
                 dropout=dropout,
                 attention_dropout=attention_dropout,
                 drop_path=drop_path * index / max(depth - 1, 1),
@@ -116,7 +122,7 @@ class ViT(nn.Module):
             )
             for index in range(depth)
         )
-        self.norm = nn.LayerNorm(dim)
+        self.norm = nn.LayerNorm(dim, eps=_EPS)
         self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
         self.reset_parameters()
 
@@ -216,15 +222,18 @@ class Layer(nn.Module):
         num_heads: int,
         mlp_dim: int,
         *,
+        qkv_bias: bool,
         dropout: float,
         attention_dropout: float,
         drop_path: float,
         layer_scale: float | None,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim)
-        self.attention = Attention(dim, num_heads, dropout=dropout, attention_dropout=attention_dropout)
-        self.norm2 = nn.LayerNorm(dim)
+        self.norm1 = nn.LayerNorm(dim, eps=_EPS)
+        self.attention = Attention(
+            dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
+        )
+        self.norm2 = nn.LayerNorm(dim, eps=_EPS)
         self.mlp = nn.Sequential(
             nn.Linear(dim, mlp_dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp_dim, dim), nn.Dropout(dropout)
         )

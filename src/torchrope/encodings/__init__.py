@@ -9,6 +9,8 @@ from torchrope.encodings.comrope import ComRoPEAP as ComRoPEAP
 from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
 from torchrope.encodings.liere import LieRE as LieRE
 from torchrope.encodings.mixed import MixedRoPE as MixedRoPE
+from torchrope.encodings.names import ABSOLUTE as ABSOLUTE
+from torchrope.encodings.names import ROTARY as ROTARY
 from torchrope.encodings.names import Choice as Choice
 from torchrope.encodings.names import choose as choose
 from torchrope.encodings.none import NoEncoding as NoEncoding

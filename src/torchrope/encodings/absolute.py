@@ -137,6 +137,7 @@ class SinusoidalAPE(AbsoluteEncoding):
 def _resample_axis(table: Tensor, axis: int, size: int) -> Tensor:
     """Cubic resampling along one axis of `(*sizes, dim)`, smoothed when it shrinks; any number of axes in turn."""
     lines = table.movedim(axis, -1)  # (..., dim, old)
-    plane = lines.reshape(1, -1, lines.shape[-1], 1).float()  # (1, lines, old, 1)
-    resized = functional.interpolate(plane, size=(size, 1), mode="bicubic", antialias=True)
+    # The axis goes last: torch 2.14 repeats the first value where the last dimension is 1.
+    plane = lines.reshape(1, -1, 1, lines.shape[-1]).float()  # (1, lines, 1, old)
+    resized = functional.interpolate(plane, size=(1, size), mode="bicubic", antialias=True)
     return resized.reshape(*lines.shape[:-1], size).movedim(-1, axis).to(table.dtype)

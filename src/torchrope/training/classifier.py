@@ -43,6 +43,7 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         origin=_one_or_all(config.origin),
         pool=config.pool,
         num_registers=config.num_registers,
+        qkv_bias=config.qkv_bias,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
         drop_path=config.drop_path,

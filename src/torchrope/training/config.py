@@ -19,6 +19,7 @@ class ModelConfig:
         patch_size: Extent of a patch along each axis; one number means all axes.
         pool: "cls" reads a class token at the origin, "mean" averages the patches.
         num_registers: Extra tokens without a place.
+        qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel.
         attention_dropout: Probability of dropping an attention weight.
         drop_path: Probability of skipping a branch in the last layer.
@@ -38,6 +39,7 @@ class ModelConfig:
     patch_size: list[int] = field(default_factory=lambda: [1])
     pool: Literal["cls", "mean"] = "cls"
     num_registers: int = 0
+    qkv_bias: bool = True
     dropout: float = 0.0
     attention_dropout: float = 0.0
     drop_path: float = 0.0

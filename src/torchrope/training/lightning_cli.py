@@ -25,7 +25,7 @@ class TrainCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Train, once the configuration stands."""
-        config: Any = self.parser.instantiate_classes(self.config)
+        config: Any = self.parser.instantiate(self.config)
         settings = RunConfig(**{key: config[key] for key in ("encoding", "seed", "data", "model", "optim")})
         data = make_data(settings.data)
         data.setup()
