@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
@@ -82,29 +83,37 @@ class DataModule(pl.LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader:
         """Draw training batches in an order that depends on `run_seed` and the epoch alone.
 
-        Lightning passes the epoch to the sampler, so a resumed run sees what an uninterrupted one sees.
+        Made anew for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
+        random state, so a resumed run sees what an uninterrupted one sees.
         """
         train, _ = self._made_datasets()
+        epoch = 0 if self.trainer is None else self.trainer.current_epoch
         # The sampler adds the epoch to its seed; the factor keeps one run's epochs from being another's.
         seed = self.run_seed * 1_000_003
         sampler: DistributedSampler = DistributedSampler(
             train, num_replicas=1, rank=0, shuffle=True, seed=seed
         )
-        # Where a run resumes, workers draw the first indices before Lightning passes the epoch on.
-        if self.trainer is not None:
-            sampler.set_epoch(self.trainer.current_epoch)
-        return self._loader(train, self.config.batch_size, sampler)
+        sampler.set_epoch(epoch)
+        generator = torch.Generator().manual_seed(seed + epoch)  # seeds worker processes
+        return self._loader(train, self.config.batch_size, sampler, generator)
 
     def val_dataloader(self) -> DataLoader:
         """Draw validation batches in the order of the set."""
         _, val = self._made_datasets()
-        return self._loader(val, VAL_BATCH_FACTOR * self.config.batch_size, None)
+        return self._loader(val, VAL_BATCH_FACTOR * self.config.batch_size)
 
-    def _loader(self, dataset: Dataset, batch_size: int, sampler: DistributedSampler | None) -> DataLoader:
+    def _loader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        sampler: DistributedSampler | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DataLoader:
         return DataLoader(
             dataset,
             batch_size=batch_size,
             sampler=sampler,
+            generator=generator,
             collate_fn=collate_once,
             num_workers=self.config.workers,
         )

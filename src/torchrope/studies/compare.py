@@ -28,6 +28,9 @@ from torchrope.training.cost import measure_costs
 from torchrope.training.evaluate import evaluate, interval
 from torchrope.training.run import train
 
+CLEARLY_CHEAPER = 1.05
+"""Times per step closer than this are no reason to choose."""
+
 
 def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
     """Train, evaluate and measure every encoding; do nothing twice that is finished in the folder.
@@ -203,22 +206,21 @@ def _block_size(name: str) -> str:
 
 
 def _answer(places: list[Place], costs: dict[str, Any], data: DataModule) -> str:
-    """Recommend the cheapest encoding among those that no measured difference sets apart."""
-    best = places[0]
-    equals = [place for place in places if place.verdict != "behind"]
-    cheapest = min(equals, key=lambda place: costs[place.name]["step_seconds"])
+    """Recommend the best, or a clearly cheaper one that no measured difference sets apart from it."""
+    best = places[0].name
+    equals = [place.name for place in places if place.verdict != "behind"]
+    seconds = {name: costs[name]["step_seconds"] for name in equals}
+    cheapest = min(equals, key=lambda name: seconds[name])
     if len(places) == 1:
-        return f"Only {best.name} was measured: name several encodings to compare them."
-    if any(place.name == "none" for place in equals):
+        return f"Only {best} was measured: name several encodings to compare them."
+    if "none" in equals:
         return f"Position does not matter here: no encoding is measurably better than none on {data.title}."
     if len(equals) == 1:
-        return f"Use {best.name}: it is measurably better than all others on {data.title}."
-    ties = ", ".join(place.name for place in equals if place is not best)
-    if cheapest is best:
-        return f"Use {best.name}: it has the highest top-1 and costs least among its equals ({ties})."
-    ratio = costs[best.name]["step_seconds"] / costs[cheapest.name]["step_seconds"]
-    return (
-        f"Use {cheapest.name}: it cannot be told apart from {best.name}, which has the highest top-1, "
-        f"and {best.name} takes {ratio:.2f} times as long per training step. "
-        f"Not told apart either: {', '.join(p.name for p in equals if p not in (best, cheapest)) or 'none else'}."
-    )
+        return f"Use {best}: it is measurably better than all others on {data.title}."
+    if seconds[best] <= CLEARLY_CHEAPER * seconds[cheapest]:
+        others = ", ".join(equals[1:])
+        return f"Use {best}: it has the highest top-1, and no equal ({others}) takes clearly less time per training step."
+    saved = f"{100 * (1 - seconds[cheapest] / seconds[best]):.0f} % less time per training step"
+    others = [name for name in equals if name not in (best, cheapest)]
+    also = f" Not told apart either: {', '.join(others)}." if others else ""
+    return f"Use {cheapest}: it cannot be told apart from {best}, which has the highest top-1, and takes {saved}.{also}"

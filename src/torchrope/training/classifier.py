@@ -91,9 +91,9 @@ class Classifier(pl.LightningModule):
         """Report the epoch; Lightning resets the metrics."""
         self.log_dict({"val_loss": self.val_loss, "val_top1": self.val_top1})
 
-    def on_train_epoch_end(self) -> None:
-        """Report the epoch's training loss."""
-        self.log("train_loss", self.train_loss)
+    def on_train_epoch_start(self) -> None:
+        """Forget the last epoch's losses."""
+        self.train_loss.reset()
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW whose weight decay spares encodings, with the schedule taken step by step."""

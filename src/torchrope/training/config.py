@@ -78,6 +78,7 @@ class OptimConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
+        self.betas = tuple(self.betas)  # type: ignore[assignment]  # YAML has lists alone
         if self.epochs < 1:
             raise ValueError(f"epochs must be 1 or more, got {self.epochs}")
         if not self.lr > 0:

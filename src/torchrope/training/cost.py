@@ -77,7 +77,7 @@ def count_flops(build: Callable[[], nn.Module], input_shape: torch.Size) -> int:
     """Operations of one forward pass, on the meta device, where nothing is computed."""
     formulas = {torch.ops.aten.linalg_matrix_exp: _matrix_exp_flops}
     with torch.device("meta"):
-        model = build().eval().requires_grad_(False)
+        model = build().to("meta").eval().requires_grad_(False)
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
             model(torch.empty(input_shape))
     return counter.get_total_flops()

@@ -69,6 +69,7 @@ def train(
             callbacks=[SeedEpoch(config.seed), history, every_epoch(folder), *trainer_settings.pop("callbacks", [])],
             plugins=[WholeCheckpoints()],
             default_root_dir=folder,
+            reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
             **{**QUIET, **trainer_settings},
         )
         try:
@@ -168,8 +169,9 @@ class History(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the epoch that ended, and write the file anew."""
-        names = ("train_loss", "val_loss", "val_top1")
-        metrics = {name: float(trainer.callback_metrics[name]) for name in names if name in trainer.callback_metrics}
+        # Read from the metric itself: callbacks are called before the module can log the epoch that ends.
+        known = {"train_loss": pl_module.train_loss.compute(), **trainer.callback_metrics}  # type: ignore[operator]
+        metrics = {name: round(float(known[name]), 6) for name in ("train_loss", "val_loss", "val_top1")}
         seconds = round(time.perf_counter() - self.epoch_started, 3)
         self.rows.append({"epoch": trainer.current_epoch + 1, **metrics, "seconds": seconds})
         self._write()

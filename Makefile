@@ -1,0 +1,32 @@
+# make demo   the main job on the embedded data        make check   lint, types, architecture
+# make test   the tests                                make readme  the README's table, from committed results
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check readme clean
+
+demo: $(READY)
+	$(BIN)/torchrope compare --out runs/demo
+
+test: $(READY)
+	$(BIN)/pytest -n 2
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+readme: $(READY)
+	$(BIN)/torchrope report docs/results/digits --readme README.md
+
+clean:
+	rm -rf .venv runs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+# Made anew where the versions or the extras change; a broken install leaves no mark.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
