@@ -27,15 +27,11 @@ CASES: dict[str, Callable[[], Encoding]] = {
     "comrope-ap4-N1": partial(tr.ComRoPEAP, num_axes=1, num_heads=2, head_dim=8, block_size=4),
     "comrope-ap4-N3": partial(tr.ComRoPEAP, num_axes=3, num_heads=2, head_dim=12, block_size=4),
     "comrope-ap8-N2-shared": partial(tr.ComRoPEAP, num_axes=2, num_heads=2, head_dim=16, shared_heads=True),
-    "comrope-ap3-N4-rest": partial(
-        tr.ComRoPEAP, num_axes=4, num_heads=2, head_dim=16, block_size=3, rotary_dim=12
-    ),
+    "comrope-ap3-N4-rest": partial(tr.ComRoPEAP, num_axes=4, num_heads=2, head_dim=16, block_size=3, rotary_dim=12),
     "comrope-ld2-N3": partial(tr.ComRoPELD, num_axes=3, num_heads=2, head_dim=8, block_size=2),
     "comrope-ld4-N1": partial(tr.ComRoPELD, num_axes=1, num_heads=2, head_dim=8, block_size=4),
     "comrope-ld8-N2": partial(tr.ComRoPELD, num_axes=2, num_heads=2, head_dim=16),
-    "comrope-ld5-N4-rest": partial(
-        tr.ComRoPELD, num_axes=4, num_heads=2, head_dim=16, block_size=5, rotary_dim=15
-    ),
+    "comrope-ld5-N4-rest": partial(tr.ComRoPELD, num_axes=4, num_heads=2, head_dim=16, block_size=5, rotary_dim=15),
     "comrope-ld4-N2-zeros-shared": partial(
         tr.ComRoPELD, num_axes=2, num_heads=2, head_dim=8, block_size=4, shared_heads=True, init="zeros"
     ),

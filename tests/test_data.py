@@ -141,9 +141,7 @@ def test_every_data_set_keeps_the_contract(any_data):
 
 
 def test_batches_hold_every_example_once(any_data):
-    for loader, count in zip(
-        (any_data.train_dataloader(), any_data.val_dataloader()), any_data.counts, strict=True
-    ):
+    for loader, count in zip((any_data.train_dataloader(), any_data.val_dataloader()), any_data.counts, strict=True):
         batches = list(loader)
         assert sum(len(labels) for _, labels in batches) == count
         assert batches[0][0].shape[1:] == (any_data.in_channels, *any_data.input_size)
@@ -402,18 +400,14 @@ def test_a_download_is_read_from_the_cache(tmp_path, monkeypatch):
     assert make_data(DataConfig("fashion-mnist")).counts == (40, 20)
 
 
-@pytest.mark.parametrize(
-    "failure", [URLError("no network"), RuntimeError("Tried a mirror, got:\nno network\n")]
-)
+@pytest.mark.parametrize("failure", [URLError("no network"), RuntimeError("Tried a mirror, got:\nno network\n")])
 def test_a_failed_download_says_what_is_expected_where(tmp_path, monkeypatch, failure):
     def fail(*_, **__):
         raise failure
 
     without_files(monkeypatch, tmp_path)
     monkeypatch.setattr(torchvision_datasets, "FashionMNIST", fail)
-    message = (
-        r"apt install dataset-fashion-mnist.*train-images-idx3-ubyte.*root|root.*train-images-idx3-ubyte"
-    )
+    message = r"apt install dataset-fashion-mnist.*train-images-idx3-ubyte.*root|root.*train-images-idx3-ubyte"
     with pytest.raises(ValueError, match=message) as error:
         make_data(DataConfig("fashion-mnist")).setup("fit")
     assert one_line(error)
@@ -702,9 +696,7 @@ def test_an_unreadable_root_is_refused(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(
-        ValueError, match=r"^every folder below root must be readable, got '.*': Permission denied$"
-    ):
+    with pytest.raises(ValueError, match=r"^every folder below root must be readable, got '.*': Permission denied$"):
         load_images(tmp_path)
 
 
@@ -718,9 +710,7 @@ def test_an_unreadable_class_is_refused_and_not_taken_for_an_empty_one(tmp_path,
 
     root = picture_folder(tmp_path, 3)
     monkeypatch.setattr(images.os, "scandir", refuse_dogs)
-    with pytest.raises(
-        ValueError, match=r"^every folder below root must be readable, got '.*dog': Permission denied$"
-    ):
+    with pytest.raises(ValueError, match=r"^every folder below root must be readable, got '.*dog': Permission denied$"):
         load_images(root)
 
 
@@ -738,9 +728,7 @@ def cut(sample: torch.Tensor, patch) -> list[tuple]:
     patch = (patch,) * (sample.ndim - 1) if isinstance(patch, int) else patch
     for axis, extent in enumerate(patch):
         sample = sample.unfold(1 + axis, extent, extent)
-    return [
-        tuple(p.flatten().tolist()) for p in sample.movedim(0, -len(patch) - 1).flatten(0, len(patch) - 1)
-    ]
+    return [tuple(p.flatten().tolist()) for p in sample.movedim(0, -len(patch) - 1).flatten(0, len(patch) - 1)]
 
 
 @pytest.mark.parametrize(("sizes", "patch"), SHAPES)
@@ -769,9 +757,7 @@ def test_every_permutation_of_patches_occurs_about_equally_often():
 
 def test_shuffling_repeats_with_its_generator():
     inputs = torch.rand(4, 1, 8, 8)
-    first, again, other = (
-        shuffle_patches(inputs, 2, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)
-    )
+    first, again, other = (shuffle_patches(inputs, 2, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 

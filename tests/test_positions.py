@@ -59,7 +59,10 @@ def test_jitter_stays_in_its_cell_and_repeats_with_its_generator() -> None:
         (lambda: tr.grid(), r"one size per axis, each 0 or more, got \(\)"),
         (lambda: tr.grid(2, -1), r"got \(2, -1\)"),
         (lambda: tr.grid(2, 2, spacing=(1.0,)), r"spacing must be one number or one per axis \(2\), got 1"),
-        (lambda: tr.grid(2, dtype=torch.bfloat16), "positions must be float32 or float64, got torch.bfloat16"),
+        (
+            lambda: tr.grid(2, dtype=torch.bfloat16),
+            "positions must be float32 or float64, got torch.bfloat16",
+        ),
         (lambda: tr.prefix(tr.grid(2), -1), "count of 0 or more, got -1"),
         (lambda: tr.shift(tr.grid(2, 2), (1.0, 2.0, 3.0)), r"offset must be .* \(2\), got 3"),
     ],

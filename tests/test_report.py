@@ -87,15 +87,12 @@ def fake_encoding(name, label, top1, shuffled, parameters, mflops, step_seconds,
         "source": "A paper (Author et al.), Eq. 3",
         "rotary": relative is not None,
         "relative": relative,
-        "seeds": [
-            fake_seed(seed, top1 + 0.006 * (seed - (seeds - 1) / 2), shuffled) for seed in range(seeds)
-        ],
+        "seeds": [fake_seed(seed, top1 + 0.006 * (seed - (seeds - 1) / 2), shuffled) for seed in range(seeds)],
         "top1": {"mean": top1, "spread": spread, "interval": [top1 - 0.021, min(1.0, top1 + 0.017)]},
         "val_loss": {"mean": 1.3 * (1 - top1) + 0.07, "spread": spread},
         "shuffled_top1": {"mean": shuffled, "spread": spread},
         "resolutions": [
-            {"size": size, "mean": top1 * kept ** (1 if relative else 2), "spread": spread}
-            for size, kept in sizes
+            {"size": size, "mean": top1 * kept ** (1 if relative else 2), "spread": spread} for size, kept in sizes
         ],
         "cost": {
             "parameters": 210_000 + parameters,
@@ -113,9 +110,7 @@ def fake_seed(seed, top1, shuffled):
             "epoch": epoch,
             "train_loss": 2.3 * math.exp(-epoch / 5),
             "val_loss": 2.1 * math.exp(-epoch / (4 + 8 * (1 - top1))) + 1.3 * (1 - top1),
-            "val_top1": top1
-            - 0.85 * math.exp(-epoch / (3 + 12 * (1 - top1)))
-            + 0.01 * math.sin(3 * epoch + seed),
+            "val_top1": top1 - 0.85 * math.exp(-epoch / (3 + 12 * (1 - top1))) + 0.01 * math.sin(3 * epoch + seed),
             "seconds": 1.2,
         }
         for epoch in range(1, 21)
@@ -235,9 +230,7 @@ def test_spread_shows_only_where_there_are_several_seeds(tmp_path):
 
 def test_page_loads_nothing_from_outside(tmp_path):
     tags = Tags(written(tmp_path, few_results(3)))
-    loads = [
-        attrs[key] for _, attrs in tags.found for key in ("src", "href", "xlink:href", "data") if key in attrs
-    ]
+    loads = [attrs[key] for _, attrs in tags.found for key in ("src", "href", "xlink:href", "data") if key in attrs]
     assert loads
     assert all(load.startswith(("#", "data:")) for load in loads)
     assert not tags.of("script")
@@ -345,9 +338,7 @@ def test_looks_differ_for_every_encoding_and_keep_none_grey():
 
 
 def test_missing_parts_leave_dashes_and_no_empty_figure(tmp_path):
-    results = without(
-        few_results(), "resolutions", "shuffled_top1", "cost", "val_loss", "seeds", "summary", "formula"
-    )
+    results = without(few_results(), "resolutions", "shuffled_top1", "cost", "val_loss", "seeds", "summary", "formula")
     for key in ("commit", "config", "machine", "seconds"):
         del results["run"][key]
     for encoding in results["encodings"]:
@@ -357,9 +348,7 @@ def test_missing_parts_leave_dashes_and_no_empty_figure(tmp_path):
     assert "Full configuration" not in html
     assert "not recorded" in html
     row = tables.result_rows(results)[0]
-    assert {row.interval, row.spread, row.val_loss, row.shuffled, row.drop, row.mflops, row.step_ratio} == {
-        "–"
-    }
+    assert {row.interval, row.spread, row.val_loss, row.shuffled, row.drop, row.mflops, row.step_ratio} == {"–"}
 
 
 def test_one_tested_size_makes_no_resolution_table():

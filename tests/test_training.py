@@ -80,13 +80,15 @@ def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path: Path) -> None:
     train(config, data_of(config), tmp_path)
     checkpoint = tmp_path / "checkpoint.ckpt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"a checkpoint must be whole, got a damaged one; delete it: .*checkpoint.ckpt"):
+    with pytest.raises(
+        ValueError, match=r"a checkpoint must be whole, got a damaged one; delete it: .*checkpoint.ckpt"
+    ):
         train(config, data_of(config), tmp_path)
 
 
 @pytest.mark.parametrize("content", ["- a list\n", "encoding: mixed\n"])
 def test_a_folder_that_holds_no_run_is_told_in_one_line(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ValueError, match="a run's folder holds config.yaml and checkpoint.ckpt, got"):
+    with pytest.raises(ValueError, match=r"a run's folder holds config\.yaml and checkpoint\.ckpt, got"):
         load(tmp_path)
     (tmp_path / "checkpoint.ckpt").touch()
     (tmp_path / "config.yaml").write_text(content)
@@ -140,7 +142,10 @@ def test_the_interval_is_the_bootstraps_and_repeats() -> None:
     correct = np.repeat([1.0, 0.0], [80, 20])
     low, high = interval(correct)
     deviation = 1.96 * math.sqrt(0.8 * 0.2 / 100)  # normal approximation
-    assert (low, high) == (pytest.approx(0.8 - deviation, abs=0.015), pytest.approx(0.8 + deviation, abs=0.015))
+    assert (low, high) == (
+        pytest.approx(0.8 - deviation, abs=0.015),
+        pytest.approx(0.8 + deviation, abs=0.015),
+    )
     assert interval(correct) == (low, high)
     assert interval(np.ones(50)) == (1.0, 1.0)
 
@@ -202,7 +207,11 @@ def test_bad_settings_are_told_in_one_line(settings: dict, message: str) -> None
 def test_a_size_by_name_is_overridden_one_by_one() -> None:
     with torch.device("meta"):
         model = build_vit("none", ModelConfig(size="small", depth=2, patch_size=[4]), make_data(DataConfig()))
-    assert (len(model.layers), model.norm.normalized_shape, model.layers[0].attention.num_heads) == (2, (384,), 6)
+    assert (len(model.layers), model.norm.normalized_shape, model.layers[0].attention.num_heads) == (
+        2,
+        (384,),
+        6,
+    )
 
 
 def test_the_stored_configuration_is_plain_yaml(tmp_path: Path) -> None:

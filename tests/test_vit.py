@@ -19,11 +19,15 @@ tiny = partial(tr.ViT, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=
 
 def test_it_computes_what_timm_computes_with_the_same_weights() -> None:
     theirs = VisionTransformer(
-        img_size=(32, 48), patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=7, no_embed_class=True
+        img_size=(32, 48),
+        patch_size=8,
+        embed_dim=48,
+        depth=3,
+        num_heads=4,
+        num_classes=7,
+        no_embed_class=True,
     ).eval()
-    mine = tr.ViT(
-        (32, 48), patch_size=8, num_classes=7, dim=48, depth=3, num_heads=4, encoding="learned"
-    ).eval()
+    mine = tr.ViT((32, 48), patch_size=8, num_classes=7, dim=48, depth=3, num_heads=4, encoding="learned").eval()
     mine.load_state_dict(_from_timm(theirs))
     x = torch.randn(2, 3, 32, 48)
     assert (mine(x) - theirs(x)).abs().max() < 1e-5
@@ -196,12 +200,18 @@ def test_bfloat16_models_keep_float32_rotations() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (partial(tiny, (9, 8), patch_size=2), r"input sizes must be multiples of the patch \(2, 2\), got \(9, 8\)"),
+        (
+            partial(tiny, (9, 8), patch_size=2),
+            r"input sizes must be multiples of the patch \(2, 2\), got \(9, 8\)",
+        ),
         (partial(tiny, (8, 8), patch_size=(2, 2, 2)), "patch_size must be one number or 2, got 3"),
         (partial(tiny, (8, 8), patch_size=2, num_heads=5), "dim must be divisible by num_heads = 5, got 48"),
         (partial(tiny, (8, 8), patch_size=2, pool="max"), "pool must be 'cls' or 'mean', got 'max'"),
         (partial(tiny, (8, 8), patch_size=2, encoding="mxed"), "did you mean 'mixed'"),
-        (partial(tiny, (8, 8), patch_size=2, encoding="learned", absolute=tr.SinusoidalAPE), "one absolute encoding"),
+        (
+            partial(tiny, (8, 8), patch_size=2, encoding="learned", absolute=tr.SinusoidalAPE),
+            "one absolute encoding",
+        ),
     ],
 )
 def test_bad_settings_are_told_in_one_line(build: partial, message: str) -> None:

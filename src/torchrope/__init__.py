@@ -59,7 +59,7 @@ _ROOMS = {
     "torchrope.backbones": ("ViT",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-__all__ = ["__version__", "testing", *sorted(_ROOM_OF)]  # noqa: PLE0604
+__all__ = ["__version__", "testing", *sorted(_ROOM_OF)]
 
 
 def __getattr__(name: str) -> object:

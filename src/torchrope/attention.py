@@ -1,6 +1,5 @@
 """Attention that takes a rotation as an argument."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -40,9 +39,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: Tensor, rotation: Rotation | None = None, *, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None = None, *, bias: Tensor | None = None) -> Tensor:
         """Mix tokens.
 
         Args:

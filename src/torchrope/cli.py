@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.resources import files
@@ -72,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[command](rest)
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on where it was: torchrope {shlex.join(arguments)}", file=sys.stderr)
+        print(
+            f"\nstopped; the same command goes on where it was: torchrope {shlex.join(arguments)}",
+            file=sys.stderr,
+        )
         return 130
     except (ValueError, OSError) as error:
         return _fail(_one_line(error), command)
@@ -93,17 +97,31 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from torchrope.training.lightning_cli import TrainCLI
-
     options = _with_long_names(arguments)
     recipe = _recipe(_data_name(options))
-    cli = TrainCLI(
-        args=options,
-        run=False,
-        save_config_callback=None,
-        seed_everything_default=False,
-        parser_kwargs={"prog": "torchrope train", "description": TRAIN, "default_config_files": [recipe]},
-    )
+    from jsonargparse import ArgumentError
+
+    from torchrope.training.lightning_cli import TrainCLI
+
+    class OneLineErrors(TrainCLI):
+        """Tell mistakes as the other commands do."""
+
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            try:
+                super().parse_arguments(parser, args)
+            except ArgumentError as error:
+                raise ValueError(_explain(str(error), parser)) from None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own: on arguments given as a list, and on its use of jsonargparse
+        cli = OneLineErrors(
+            args=options,
+            run=False,
+            save_config_callback=None,
+            seed_everything_default=False,
+            parser_kwargs=_parser_settings("train", TRAIN, recipe),
+        )
+    cli.fit()
     print(f"trained: {cli.out}  (torchrope evaluate {cli.out})")
     return 0
 
@@ -160,20 +178,10 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 def _parse(command: str, description: str, config: type, arguments: list[str]) -> Any:
     """Parse into a dataclass, over the recipe of the data set named; a mistake becomes a ValueError of one line."""
-    from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
-
-    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        """Types and defaults with every option, paragraphs as they are written."""
+    from jsonargparse import ArgumentError, ArgumentParser
 
     options = _with_long_names(arguments)
-    parser = ArgumentParser(
-        prog=f"torchrope {command}",
-        usage=f"torchrope {command} [options]",
-        description=description,
-        formatter_class=Formatter,
-        default_config_files=[_recipe(_data_name(options))],
-        exit_on_error=False,
-    )
+    parser = ArgumentParser(**_parser_settings(command, description, _recipe(_data_name(options))))
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_class_arguments(config)
     try:
@@ -181,6 +189,22 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
     except ArgumentError as error:
         raise ValueError(_explain(str(error), parser)) from None
     return config(**{field.name: given[field.name] for field in fields(config)})
+
+
+def _parser_settings(command: str, description: str, recipe: str) -> dict[str, Any]:
+    from jsonargparse import DefaultHelpFormatter
+
+    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        """Types and defaults with every option, paragraphs as they are written."""
+
+    return {
+        "prog": f"torchrope {command}",
+        "usage": f"torchrope {command} [options]",
+        "description": description,
+        "formatter_class": Formatter,
+        "default_config_files": [recipe],
+        "exit_on_error": False,
+    }
 
 
 def _with_long_names(arguments: list[str]) -> list[str]:

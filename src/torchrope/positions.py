@@ -125,7 +125,5 @@ def jitter(positions: Tensor, amount: PerAxis, *, generator: torch.Generator | N
         Positions of the same shape.
     """
     width = positions.new_tensor(per_axis("amount", amount, positions.shape[-1]))
-    noise = torch.randn(
-        positions.shape, dtype=positions.dtype, device=positions.device, generator=generator
-    )
+    noise = torch.randn(positions.shape, dtype=positions.dtype, device=positions.device, generator=generator)
     return positions + noise.clamp(-1, 1) * width / 2

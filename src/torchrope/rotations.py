@@ -74,7 +74,7 @@ class Planar(Rotation):
 
 
 class Block(Rotation):
-    """Rotation of channel blocks; the table holds orthogonal matrices, `(*batch, heads or 1, tokens, num_blocks, b, b)`."""
+    """Rotation of channel blocks; the table holds orthogonal matrices `(*batch, heads or 1, tokens, blocks, b, b)`."""
 
     @property
     def rotary_dim(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 from torch.func import functional_call
 
 from torchrope.encodings import Encoding
@@ -143,7 +144,10 @@ def scores_are_relative_where_claimed(make: Make) -> None:
     if encoding.relative:
         _require(error <= 1e-9, f"claims to be relative, but a common shift changes R(p)^T R(p') by {error:.3g}")
     elif encoding.generators().any():
-        _require(error >= 1e-3, f"claims not to be relative, but a common shift changes R(p)^T R(p') by {error:.3g}")
+        _require(
+            error >= 1e-3,
+            f"claims not to be relative, but a common shift changes R(p)^T R(p') by {error:.3g}",
+        )
 
 
 @law
@@ -163,7 +167,10 @@ def gradients_are_exact(make: Make) -> None:
     """torch.autograd.gradcheck to q, k, positions and parameters; at zero and at equal frequencies too."""
     _gradcheck(make().double(), "as built")
     if takes_generators(make()):
-        for where, change in (("at zero generators", torch.zeros_like), ("at equal frequencies", _equal_frequencies)):
+        for where, change in (
+            ("at zero generators", torch.zeros_like),
+            ("at equal frequencies", _equal_frequencies),
+        ):
             encoding = make().double()
             encoding.set_generators(change(encoding.generators().detach()))
             _gradcheck(encoding, where)
@@ -194,7 +201,11 @@ def survives_saving_and_copying(make: Make) -> None:
     """state_dict, deepcopy and pickle give the same generators back."""
     encoding, other = make(), make()
     other.load_state_dict(encoding.state_dict())
-    copies = {"state_dict": other, "deepcopy": copy.deepcopy(encoding), "pickle": pickle.loads(pickle.dumps(encoding))}
+    copies = {
+        "state_dict": other,
+        "deepcopy": copy.deepcopy(encoding),
+        "pickle": pickle.loads(pickle.dumps(encoding)),
+    }
     for road, same in copies.items():
         _require(torch.equal(same.generators(), encoding.generators()), f"{road} changed the generators")
 
@@ -268,7 +279,9 @@ def refuses_bad_positions(make: Make) -> None:
     encoding = make()
     good = _positions(encoding)
     bad = {"one axis more": torch.cat([good, good[:, :1]], dim=-1), "one dimension": good[:, 0]}
-    bad |= {str(value): torch.where(torch.arange(len(good))[:, None] == 1, value, good) for value in (torch.nan, torch.inf)}
+    bad |= {
+        str(value): torch.where(torch.arange(len(good))[:, None] == 1, value, good) for value in (torch.nan, torch.inf)
+    }
     for what, positions in bad.items():
         try:
             encoding(positions)
@@ -342,7 +355,7 @@ def _gradcheck(encoding: Encoding, where: str) -> None:
     free = [p.detach().clone().requires_grad_() for p in parameters.values()]
     try:
         torch.autograd.gradcheck(turned, (q, k, positions, *free), fast_mode=True, atol=1e-5, rtol=1e-4)
-    except torch.autograd.gradcheck.GradcheckError as error:
+    except GradcheckError as error:
         raise AssertionError(f"gradient {where}: {str(error).splitlines()[0]}") from error
 
 

@@ -101,8 +101,9 @@ class ViT(nn.Module):
         rotary, absolute = _resolve(encoding, absolute)
         self.absolute = None if absolute is None else absolute(sizes=sizes, dim=dim)
         head = dict(num_axes=len(sizes), num_heads=num_heads, head_dim=dim // num_heads)
-        self.encodings = nn.ModuleList(rotary(**head) for _ in range(1 if share_layers else depth))
-        paper = self.encodings[0].lattice(*sizes)
+        encodings = [rotary(**head) for _ in range(1 if share_layers else depth)]
+        self.encodings = nn.ModuleList(encodings)
+        paper = encodings[0].lattice(*sizes)
         self.spacing = paper["spacing"] if spacing is None else spacing
         self.origin = paper["origin"] if origin is None else origin
 
@@ -235,7 +236,11 @@ class Layer(nn.Module):
         )
         self.norm2 = nn.LayerNorm(dim, eps=_EPS)
         self.mlp = nn.Sequential(
-            nn.Linear(dim, mlp_dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp_dim, dim), nn.Dropout(dropout)
+            nn.Linear(dim, mlp_dim),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(mlp_dim, dim),
+            nn.Dropout(dropout),
         )
         self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
         self.drop_path = DropPath(drop_path)

@@ -90,9 +90,7 @@ class DataModule(pl.LightningDataModule, ABC):
         epoch = 0 if self.trainer is None else self.trainer.current_epoch
         # The sampler adds the epoch to its seed; the factor keeps one run's epochs from being another's.
         seed = self.run_seed * 1_000_003
-        sampler: DistributedSampler = DistributedSampler(
-            train, num_replicas=1, rank=0, shuffle=True, seed=seed
-        )
+        sampler: DistributedSampler = DistributedSampler(train, num_replicas=1, rank=0, shuffle=True, seed=seed)
         sampler.set_epoch(epoch)
         generator = torch.Generator().manual_seed(seed + epoch)  # seeds worker processes
         return self._loader(train, self.config.batch_size, sampler, generator)

@@ -23,9 +23,7 @@ class Digits(DataModule):
 
     name = "digits"
     title = "Handwritten digits"
-    description = (
-        "1,797 real handwritten digits of 8×8 grey pixels (UCI, from scikit-learn); the class is the digit."
-    )
+    description = "1,797 real handwritten digits of 8×8 grey pixels (UCI, from scikit-learn); the class is the digit."
     axes = ("height", "width")
     in_channels = 1
     classes = tuple("0123456789")

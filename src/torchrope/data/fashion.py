@@ -65,18 +65,12 @@ class FashionMNIST(DataModule):
         val = self._part(paths[2], paths[3], config.val_size, "val_size")
         return normalised_sets(*train, *val)
 
-    def _part(
-        self, images_path: Path, labels_path: Path, size: int | None, name: str
-    ) -> tuple[Tensor, Tensor]:
+    def _part(self, images_path: Path, labels_path: Path, size: int | None, name: str) -> tuple[Tensor, Tensor]:
         images, labels = read_idx(images_path, axes=3), read_idx(labels_path, axes=1).long()
         if len(images) != len(labels):
-            raise ValueError(
-                f"{labels_path} must hold one label per image = {len(images)}, got {len(labels)}"
-            )
+            raise ValueError(f"{labels_path} must hold one label per image = {len(images)}, got {len(labels)}")
         if int(labels.max()) >= self.num_classes:
-            raise ValueError(
-                f"{labels_path} must hold labels below {self.num_classes}, got {int(labels.max())}"
-            )
+            raise ValueError(f"{labels_path} must hold labels below {self.num_classes}, got {int(labels.max())}")
         chosen = balanced_subset(labels, size, self.config.split_seed, name)
         inputs = images[chosen, None].float() / 255  # [n, 1, 28, 28]
         return resize(inputs, self.input_size), labels[chosen]
@@ -93,8 +87,7 @@ def find_files(root: str | None) -> list[Path]:
     paths = files_in(Path(root).expanduser())
     if not paths:
         raise ValueError(
-            f"root must hold the four files {', '.join(FILES)} (plain or .gz), itself or in {BELOW_ROOT}, "
-            f"got {root!r}"
+            f"root must hold the four files {', '.join(FILES)} (plain or .gz), itself or in {BELOW_ROOT}, got {root!r}"
         )
     return paths
 
@@ -148,12 +141,8 @@ def read_idx(path: Path, axes: int) -> Tensor:
         raise ValueError(f"{path} must be a readable, whole file, got: {error}") from error
     start = 4 + 4 * axes
     if len(content) < start or content[:4] != bytes([0, 0, UNSIGNED_BYTE, axes]):
-        raise ValueError(
-            f"{path} must be an idx file of bytes with {axes} axes, got {content[:4].hex() or 'nothing'}"
-        )
+        raise ValueError(f"{path} must be an idx file of bytes with {axes} axes, got {content[:4].hex() or 'nothing'}")
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
     if len(content) - start != math.prod(shape) or not math.prod(shape):
-        raise ValueError(
-            f"{path} must hold the {math.prod(shape)} values of its header, got {len(content) - start}"
-        )
+        raise ValueError(f"{path} must hold the {math.prod(shape)} values of its header, got {len(content) - start}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).view(shape)

@@ -81,9 +81,7 @@ class Images(DataModule):
         self.root = existing_folder(config.root)
         self.folders, self.classes = find_classes(self.root)
         self.title = f"Images in {self.root.name}"
-        self.description = (
-            f"Pictures from a folder of one's own, {self.root.name}; the class is the sub-folder."
-        )
+        self.description = f"Pictures from a folder of one's own, {self.root.name}; the class is the sub-folder."
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
         """Decode every file once, split, choose `train_size` and `val_size` of them, measure mean and std."""
@@ -99,17 +97,13 @@ class Images(DataModule):
         mean, std = measure_statistics(ImageSet(self.root, train, side, v2.Compose([*centre, *to_float()])))
         normalise = [*to_float(), v2.Normalize(mean, std)]
         return (
-            ImageSet(
-                self.root, train, side, v2.Compose([v2.RandomResizedCrop(side, scale=CROP_SCALE), *normalise])
-            ),
+            ImageSet(self.root, train, side, v2.Compose([v2.RandomResizedCrop(side, scale=CROP_SCALE), *normalise])),
             ImageSet(self.root, val, side, v2.Compose([*centre, *normalise])),
         )
 
     def _readable_samples(self) -> dict[str, list[Sample]]:
         """List the pictures of each part that can be decoded; name the others in `skipped`."""
-        listed = {
-            part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()
-        }
+        listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
         paths = [path for samples in listed.values() for path, _ in samples]
         with ThreadPoolExecutor() as pool:
             faults = dict(zip(paths, pool.map(self._fault, paths), strict=True))
@@ -120,9 +114,7 @@ class Images(DataModule):
                 + (f": {name_some(self.skipped)}" if paths else "")
             )
         if self.skipped:
-            logger.warning(
-                "skipped %d of %d images: %s", len(self.skipped), len(paths), name_some(self.skipped)
-            )
+            logger.warning("skipped %d of %d images: %s", len(self.skipped), len(paths), name_some(self.skipped))
         return {part: [s for s in samples if faults[s[0]] is None] for part, samples in listed.items()}
 
     def _split(self, parts: dict[str, list[Sample]]) -> tuple[list[Sample], list[Sample]]:
@@ -184,9 +176,7 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     if not parts:
         return {"": root}, at_least_two(names, root)
     if len(parts) == 1:
-        raise ValueError(
-            f"root must hold train and val with one sub-folder per class in each, got {', '.join(names)}"
-        )
+        raise ValueError(f"root must hold train and val with one sub-folder per class in each, got {', '.join(names)}")
     train, val = (subfolders(folder) for folder in parts.values())
     if train != val:
         alone = [f"{name!r} in train alone" for name in train if name not in val]
@@ -198,18 +188,14 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
 def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
     """Check that there is something to tell apart."""
     if len(names) < 2:
-        raise ValueError(
-            f"root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}"
-        )
+        raise ValueError(f"root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}")
     return tuple(names)
 
 
 def subfolders(folder: Path) -> list[str]:
     """Names of the folders in a folder, sorted, without hidden ones."""
     try:
-        return sorted(
-            entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-        )
+        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
         raise unreadable(error) from error
 

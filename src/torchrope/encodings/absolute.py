@@ -81,7 +81,7 @@ class LearnedAPE(AbsoluteEncoding):
 
     def forward(self, *sizes: int) -> Tensor:
         self._check_axes(sizes)
-        table = self.table
+        table: Tensor = self.table
         for axis, size in enumerate(sizes):
             if size != self.sizes[axis]:
                 table = _resample_axis(table, axis, size)

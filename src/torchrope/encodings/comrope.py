@@ -78,7 +78,7 @@ class ComRoPEAP(Encoding):
     def relative(self) -> bool:
         return True
 
-    lattice = staticmethod(_lattice)  # type: ignore[assignment]
+    lattice = staticmethod(_lattice)
 
     def reset_parameters(self) -> None:
         """Draw P from N(0, 1), or start from zero."""
@@ -168,7 +168,7 @@ class ComRoPELD(Encoding):
     def relative(self) -> bool:
         return True
 
-    lattice = staticmethod(_lattice)  # type: ignore[assignment]
+    lattice = staticmethod(_lattice)
 
     def reset_parameters(self) -> None:
         """Draw P and θ from N(0, 1); "zeros" sets θ alone to zero, or no gradient would reach either."""

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torchrope.encodings.absolute import AbsoluteEncoding, LearnedAPE, SinusoidalAPE
 from torchrope.encodings.axial import AxialRoPE
@@ -42,8 +43,8 @@ class Choice:
     @property
     def parts(self) -> list[type[Encoding] | type[AbsoluteEncoding]]:
         """The named classes, absolute first."""
-        rotary = self.rotary.func if isinstance(self.rotary, partial) else self.rotary
-        parts: list = [] if self.absolute is None else [self.absolute]
+        rotary: Any = self.rotary.func if isinstance(self.rotary, partial) else self.rotary
+        parts: list[Any] = [] if self.absolute is None else [self.absolute]
         return parts if parts and rotary is NoEncoding else [*parts, rotary]
 
 

@@ -29,7 +29,12 @@ class NoEncoding(Encoding):
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
         super().__init__(
-            num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2, rotary_dim=0, shared_heads=True
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=2,
+            rotary_dim=0,
+            shared_heads=True,
         )
         # A buffer, so that it follows the model to its device.
         self.register_buffer("_nothing", torch.empty(num_axes, 1, 0, 2, 2), persistent=False)

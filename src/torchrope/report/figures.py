@@ -132,9 +132,7 @@ def cost(results: Results) -> Drawing | None:
         return None
     with _house_style():
         figure, axes = _canvas(height=4.4)
-        points = [
-            _point_with_interval(axes, encoding, {**look, "linestyle": "none"}) for encoding, look in timed
-        ]
+        points = [_point_with_interval(axes, encoding, {**look, "linestyle": "none"}) for encoding, look in timed]
         _time_axis(axes, [x for x, _ in points])
         axes.set(xlabel="milliseconds per training step", ylabel="top-1, %")
         labels = [(encoding["name"], look["color"]) for encoding, look in timed]
@@ -276,9 +274,7 @@ def _plain_log(axes: Axes, direction: str) -> None:
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
-def _label_points(
-    figure: Figure, axes: Axes, points: list[tuple[float, float]], labels: list[tuple[str, str]]
-) -> None:
+def _label_points(figure: Figure, axes: Axes, points: list[tuple[float, float]], labels: list[tuple[str, str]]) -> None:
     """Write every label beside its point, at the nearest place that covers nothing else."""
     figure.draw_without_rendering()
     pixels = axes.transData.transform(points)

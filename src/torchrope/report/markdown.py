@@ -44,18 +44,14 @@ def _resolutions(results: Results) -> list[str]:
     table = resolution_table(results)
     if table is None:
         return []
-    headings = [
-        f"{size} (trained)" if index == table.trained else size for index, size in enumerate(table.sizes)
-    ]
+    headings = [f"{size} (trained)" if index == table.trained else size for index, size in enumerate(table.sizes)]
     rows = [[name, *cells] for name, cells in table.rows]
     numeric = [False] + [True] * len(headings)
     return ["## Top-1 % at other input sizes", markdown_table(["Encoding", *headings], rows, numeric)]
 
 
 def _drawings(drawings: list[Drawing]) -> list[str]:
-    return [
-        part for drawing in drawings for part in (f"### {drawing.title}", _image(drawing), drawing.caption)
-    ]
+    return [part for drawing in drawings for part in (f"### {drawing.title}", _image(drawing), drawing.caption)]
 
 
 def _image(drawing: Drawing) -> str:
@@ -64,10 +60,7 @@ def _image(drawing: Drawing) -> str:
 
 def _encodings(results: Results) -> str:
     headings = ["Encoding", "Name", "What it is", "Formula", "Source", "Kind"]
-    rows = [
-        [row.label, row.name, row.summary, row.formula, row.source, row.kind]
-        for row in encoding_rows(results)
-    ]
+    rows = [[row.label, row.name, row.summary, row.formula, row.source, row.kind] for row in encoding_rows(results)]
     return markdown_table(headings, rows, [False] * len(headings))
 
 

@@ -144,6 +144,4 @@ def _machine(machine: dict[str, Any]) -> str:
         "memory_gb": lambda gigabytes: f"{gigabytes:.0f} GB memory",
         "device": lambda device: f"device {device}",
     }
-    return ", ".join(
-        written.get(name, str)(value) for name, value in machine.items() if value not in (None, "")
-    )
+    return ", ".join(written.get(name, str)(value) for name, value in machine.items() if value not in (None, ""))

@@ -49,9 +49,7 @@ def write_report(out: Path) -> Path:
 
 def render_page(results: Results, drawings: list[Drawing]) -> str:
     """Render the HTML page, style and figures inside it."""
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters["formula"] = formula_html
     template = environment.from_string(_shipped("template.html"))
     rows = result_rows(results)

@@ -145,9 +145,7 @@ def encoding_rows(results: Results) -> list[EncodingRow]:
 
 def tested_sizes(results: Results) -> list[list[int]]:
     """List every input size that some encoding was tested at, smallest first."""
-    sizes = {
-        tuple(at["size"]) for encoding in results["encodings"] for at in encoding.get("resolutions") or []
-    }
+    sizes = {tuple(at["size"]) for encoding in results["encodings"] for at in encoding.get("resolutions") or []}
     return [list(lengths) for lengths in sorted(sizes, key=lambda lengths: (math.prod(lengths), lengths))]
 
 

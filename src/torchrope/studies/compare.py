@@ -80,9 +80,7 @@ def _blueprint(name: str, config: CompareConfig, data: DataModule) -> ViT:
 def _train_and_evaluate(
     run: Run, data: DataModule, config: CompareConfig, folder: StudyFolder, progress: StudyProgress
 ) -> dict[str, Any]:
-    settings = RunConfig(
-        encoding=run.encoding, seed=run.seed, data=config.data, model=config.model, optim=config.optim
-    )
+    settings = RunConfig(encoding=run.encoding, seed=run.seed, data=config.data, model=config.model, optim=config.optim)
     classifier, history = train(settings, data, folder.run_folder(run), on_epoch=progress.epoch)
     evaluation = evaluate(classifier.model, data, config.scales)
     return {
@@ -219,8 +217,8 @@ def _answer(places: list[Place], costs: dict[str, Any], data: DataModule) -> str
         return f"Use {best}: it is measurably better than all others on {data.title}."
     if seconds[best] <= CLEARLY_CHEAPER * seconds[cheapest]:
         others = ", ".join(equals[1:])
-        return f"Use {best}: it has the highest top-1, and no equal ({others}) takes clearly less time per training step."
+        return f"Use {best}: it has the highest top-1, and no equal ({others}) takes clearly less time per step."
     saved = f"{100 * (1 - seconds[cheapest] / seconds[best]):.0f} % less time per training step"
-    others = [name for name in equals if name not in (best, cheapest)]
-    also = f" Not told apart either: {', '.join(others)}." if others else ""
+    rest = ", ".join(name for name in equals if name not in (best, cheapest))
+    also = f" Not told apart either: {rest}." if rest else ""
     return f"Use {cheapest}: it cannot be told apart from {best}, which has the highest top-1, and takes {saved}.{also}"

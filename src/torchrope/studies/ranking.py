@@ -1,6 +1,7 @@
 """Who is best, and which differences are none."""
 
 from dataclasses import dataclass
+from math import hypot
 from statistics import stdev
 
 import numpy as np
@@ -67,9 +68,8 @@ def _place(other: Accuracy, best: Accuracy, position: int) -> Place:
     if low <= 0:
         why = f"{points}, within the sampling error of the validation set (95 % interval {_points(low, high)})"
         return Place(other.name, position, gap, "tied", why)
-    spreads = [a.spread for a in (best, other) if a.spread is not None]
-    together = float(np.hypot(*spreads)) if len(spreads) == 2 else None
-    if together is not None and gap <= together:
+    together = hypot(best.spread or 0.0, other.spread or 0.0)
+    if gap <= together:
         why = f"{points}, within the spread over seeds of {100 * together:.1f} points"
         return Place(other.name, position, gap, "tied", why)
     return Place(other.name, position, gap, "behind", f"{points} (95 % interval {_points(low, high)})")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import MeanMetric
@@ -61,7 +62,7 @@ class Classifier(pl.LightningModule):
         optim: Settings of the optimiser.
     """
 
-    def __init__(self, model: nn.Module, num_classes: int, optim: OptimConfig) -> None:
+    def __init__(self, model: ViT, num_classes: int, optim: OptimConfig) -> None:
         super().__init__()
         self.model = model
         self.optim = optim
@@ -95,7 +96,7 @@ class Classifier(pl.LightningModule):
         """Forget the last epoch's losses."""
         self.train_loss.reset()
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW whose weight decay spares encodings, with the schedule taken step by step."""
         groups = decay_groups(self.model, self.optim.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=self.optim.lr, betas=self.optim.betas)
@@ -113,7 +114,8 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         if isinstance(module, Encoding | AbsoluteEncoding)
         for parameter in module.parameters()
     }
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         spare = parameter in spared or parameter.ndim < 2 or name.endswith("prefix_tokens")
         (others if spare else decayed).append(parameter)

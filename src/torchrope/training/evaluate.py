@@ -89,9 +89,7 @@ def predict(model: nn.Module, data: DataModule, change: Change = lambda inputs: 
     return torch.cat(labels), torch.cat(logits)
 
 
-def scaled_sizes(
-    data: DataModule, patch_size: Sequence[int], scales: Iterable[float]
-) -> list[tuple[int, ...]]:
+def scaled_sizes(data: DataModule, patch_size: Sequence[int], scales: Iterable[float]) -> list[tuple[int, ...]]:
     """Input sizes whose lattice of patches is about `scale` times the trained one along every axis but time."""
     sizes = {tuple(data.input_size)}
     for scale in scales:

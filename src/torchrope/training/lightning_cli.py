@@ -1,5 +1,6 @@
 """`torchrope train`: one run, with every option of Lightning's Trainer."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ from torchrope.training.config import RunConfig
 from torchrope.training.run import train
 
 # Set from the other options, so that resuming works and settings have one name each.
-_OURS = {"max_epochs", "gradient_clip_val", "default_root_dir", "plugins"}
+_OURS = {
+    "max_epochs",
+    "gradient_clip_val",
+    "default_root_dir",
+    "plugins",
+    "reload_dataloaders_every_n_epochs",
+}
 
 
 class TrainCLI(LightningCLI):
@@ -24,11 +31,14 @@ class TrainCLI(LightningCLI):
         parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False, skip=_OURS)
 
     def instantiate_classes(self) -> None:
-        """Train, once the configuration stands."""
+        """Turn the configuration into settings; `fit` builds from them."""
         config: Any = self.parser.instantiate(self.config)
-        settings = RunConfig(**{key: config[key] for key in ("encoding", "seed", "data", "model", "optim")})
-        data = make_data(settings.data)
-        data.setup()
-        given = {key: value for key, value in config["trainer"].as_dict().items() if value is not None}
+        self.settings = RunConfig(**{field.name: config[field.name] for field in fields(RunConfig)})
         self.out = Path(config["out"])
-        train(settings, data, self.out, **{"enable_progress_bar": True, **given})
+        self.trainer_settings = {key: value for key, value in config["trainer"].as_dict().items() if value is not None}
+
+    def fit(self) -> None:
+        """Train, from the checkpoint in `out` where there is one."""
+        data = make_data(self.settings.data)
+        data.setup()
+        train(self.settings, data, self.out, **{"enable_progress_bar": True, **self.trainer_settings})

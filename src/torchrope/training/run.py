@@ -35,7 +35,12 @@ OnEpoch = Callable[[dict[str, float]], None]
 
 
 def train(
-    config: RunConfig, data: DataModule, folder: Path, *, on_epoch: OnEpoch | None = None, **trainer_settings: Any
+    config: RunConfig,
+    data: DataModule,
+    folder: Path,
+    *,
+    on_epoch: OnEpoch | None = None,
+    **trainer_settings: Any,
 ) -> tuple[Classifier, "History"]:
     """Train to the last epoch, from the checkpoint in `folder` where there is one.
 
@@ -66,7 +71,12 @@ def train(
         trainer = pl.Trainer(
             max_epochs=config.optim.epochs,
             gradient_clip_val=config.optim.clip or None,
-            callbacks=[SeedEpoch(config.seed), history, every_epoch(folder), *trainer_settings.pop("callbacks", [])],
+            callbacks=[
+                SeedEpoch(config.seed),
+                history,
+                every_epoch(folder),
+                *trainer_settings.pop("callbacks", []),
+            ],
             plugins=[WholeCheckpoints()],
             default_root_dir=folder,
             reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
@@ -104,8 +114,13 @@ def build_classifier(config: RunConfig, data: DataModule) -> Classifier:
 def read_config(stored: Any) -> RunConfig:
     """Turn a stored configuration back into its dataclasses."""
     try:
-        parts = {"data": DataConfig(**stored["data"]), "model": ModelConfig(**stored["model"])}
-        return RunConfig(stored["encoding"], stored["seed"], optim=OptimConfig(**stored["optim"]), **parts)
+        return RunConfig(
+            encoding=stored["encoding"],
+            seed=stored["seed"],
+            data=DataConfig(**stored["data"]),
+            model=ModelConfig(**stored["model"]),
+            optim=OptimConfig(**stored["optim"]),
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{CONFIG} must be that of a torchrope run, got something else: {error}") from None
 
@@ -124,7 +139,11 @@ def every_epoch(folder: Path) -> ModelCheckpoint:
     """Keep one checkpoint, that of the last finished epoch."""
     name = CHECKPOINT.removesuffix(".ckpt")
     return ModelCheckpoint(
-        folder, filename=name, save_on_train_epoch_end=True, enable_version_counter=False, save_weights_only=False
+        folder,
+        filename=name,
+        save_on_train_epoch_end=True,
+        enable_version_counter=False,
+        save_weights_only=False,
     )
 
 
@@ -170,7 +189,7 @@ class History(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the epoch that ended, and write the file anew."""
         # Read from the metric itself: callbacks are called before the module can log the epoch that ends.
-        known = {"train_loss": pl_module.train_loss.compute(), **trainer.callback_metrics}  # type: ignore[operator]
+        known = {"train_loss": pl_module.train_loss.compute(), **trainer.callback_metrics}  # type: ignore[union-attr, operator]
         metrics = {name: round(float(known[name]), 6) for name in ("train_loss", "val_loss", "val_top1")}
         seconds = round(time.perf_counter() - self.epoch_started, 3)
         self.rows.append({"epoch": trainer.current_epoch + 1, **metrics, "seconds": seconds})

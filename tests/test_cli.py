@@ -1,0 +1,277 @@
+"""The command line as a user meets it."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torchrope.cli import main
+
+SMALL = [
+    "--epochs=1",
+    "--optim.warmup_epochs=0",
+    "--model.dim=16",
+    "--model.depth=1",
+    "--model.num_heads=1",
+    "--model.mlp_dim=16",
+    "--model.patch_size=[2]",
+    "--data.train_size=80",
+    "--data.val_size=40",
+    "--scales=[1.0,1.5]",
+]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def rows_of(curve: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(curve.read_text().splitlines()))
+
+
+def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    status, printed, _ = run("compare", *SMALL, "--encodings", "none,learned+liere:4", "--seeds", 2, "--out", out)
+    assert status == 0
+    assert f"report: {out}/report/index.html" in printed
+    assert "run 4 of 4: learned+liere:4 seed 1: top-1" in printed
+
+    results = json.loads((out / "results.json").read_text())
+    page = (out / "report" / "index.html").read_text()
+    assert [entry["name"] for entry in results["encodings"]] == ["none", "learned+liere:4"]
+    for entry in results["encodings"]:
+        assert [seed["seed"] for seed in entry["seeds"]] == [0, 1]
+        assert entry["top1"]["mean"] == pytest.approx(sum(seed["top1"] for seed in entry["seeds"]) / 2)
+        assert entry["top1"]["interval"][0] <= entry["top1"]["mean"] <= entry["top1"]["interval"][1]
+        assert [at["size"] for at in entry["resolutions"]] == [[8, 8], [12, 12]]
+        assert f"{100 * entry['top1']['mean']:.1f}" in page
+        folder = out / "runs" / f"{entry['name'].replace(':', '-')}-seed1"
+        stored = json.loads((folder / "result.json").read_text())
+        hits = sum(a == b for a, b in zip(stored["labels"], stored["predicted"], strict=True))
+        assert hits / 40 == pytest.approx(entry["seeds"][1]["top1"])
+        assert len(rows_of(folder / "curve.csv")) == 1
+        assert yaml.safe_load((folder / "config.yaml").read_text())["encoding"] == entry["name"]
+    assert results["encodings"][1]["cost"]["encoding_parameters"] == 16 * 16 + 2 * 4 * 6
+    assert results["encodings"][1]["relative"] is False
+    assert results["encodings"][0]["relative"] is None
+    assert results["run"]["config"]["data"]["train_size"] == 80
+    assert results["run"]["command"].startswith("torchrope compare --epochs=1")
+
+
+def test_compare_does_nothing_twice_and_grows_by_encodings_and_seeds(tmp_path: Path, run: Run) -> None:
+    first = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    again = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    assert "run 1 of 1" in first[1]
+    assert "run " not in again[1].split("rank")[0]
+    _, grown, _ = run("compare", *SMALL, "--encodings", "none,mixed", "--seeds", 2, "--out", tmp_path)
+    assert "run 3 of 3" in grown
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [(e["name"], len(e["seeds"])) for e in results["encodings"]] == [("none", 2), ("mixed", 2)]
+
+
+def test_a_folder_of_another_configuration_is_refused_untouched(tmp_path: Path, run: Run) -> None:
+    run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    status, _, error = run("compare", *SMALL, "--encodings", "none", "--optim.lr", 0.5, "--out", tmp_path)
+    assert status == 2
+    assert "--out must be a new folder or one of the same configuration" in error
+    assert "optim.lr 0.002 instead of 0.5" in error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_of_somebody_elses_files_is_refused(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    status, _, error = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    assert status == 2
+    assert "--out must be a new folder, an empty one, or one of torchrope compare" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_configuration_file_and_the_command_line_say_the_same(tmp_path: Path, run: Run) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("data: {name: motion, train_size: 24, val_size: 16}\noptim: {epochs: 1, warmup_epochs: 0}\n")
+    run(
+        "compare",
+        "--config",
+        recipe,
+        "--encodings=none",
+        "--model.depth=1",
+        "--scales=[1]",
+        "--out",
+        tmp_path / "out",
+    )
+    stored = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    assert (stored["data"]["name"], stored["data"]["train_size"], stored["model"]["depth"]) == (
+        "motion",
+        24,
+        1,
+    )
+    assert stored["model"]["patch_size"] == [1, 4, 4]  # from the recipe of the data set
+
+
+def test_train_and_evaluate_go_on_where_they_were(tmp_path: Path, run: Run) -> None:
+    options = [option for option in SMALL if not option.startswith("--scales")]
+    quiet = ["--trainer.enable_progress_bar=false"]
+    assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
+    status, printed, _ = run("evaluate", tmp_path)
+    assert status == 0
+    measured = json.loads(printed)
+    assert 0 <= measured["interval"][0] <= measured["top1"] <= measured["interval"][1] <= 1
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == measured
+    assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
+    assert json.loads(run("evaluate", tmp_path)[1]) == measured
+
+
+def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
+    run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    page = tmp_path / "report" / "index.html"
+    written = page.read_bytes()
+    page.unlink()
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- results:begin -->\nold\n<!-- results:end -->\nb\n")
+    assert run("report", tmp_path, "--readme", readme)[0] == 0
+    assert page.read_bytes() == written
+    assert "old" not in readme.read_text()
+    assert "| none |" in readme.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("compair", "commands are compare, train, evaluate, report, got 'compair'; did you mean 'compare'?"),
+        ("compare --encodings lier", "got 'lier'; did you mean 'liere'?"),
+        ("compare --encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
+        ("compare --encodings ,", "encodings must name at least one, got none"),
+        ("compare --data digit", "got 'digit'; did you mean 'digits'?"),
+        ("compare --data=motoin", "got 'motoin'; did you mean 'motion'?"),
+        ("compare --optim.lrr 3", "there is no option --optim.lrr; did you mean '--optim.lr'?"),
+        ("compare --seeds 0", "seeds must be 1 or more, got 0"),
+        ("compare --seeds two", "seeds"),
+        ("compare --scales [-1]", "scales must be above 0, got [-1.0]"),
+        ("compare --data images", "root"),
+        ("compare --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
+        ("compare --data digits --data.root x", "root is read by fashion-mnist and images alone"),
+        ("compare --model.num_heads 7", "dim must be divisible by num_heads = 7, got 64"),
+        (
+            "compare --encodings comrope-ap:16",
+            "head_dim must be divisible by num_axes·block_size = 32, got 16",
+        ),
+        (
+            "compare --data motion --model.patch_size [3]",
+            "input sizes must be multiples of the patch (3, 3, 3)",
+        ),
+        ("compare --config missing.yaml", "missing.yaml"),
+        (
+            "evaluate /nowhere/at/all",
+            "a run's folder holds config.yaml and checkpoint.ckpt, got /nowhere/at/all",
+        ),
+        ("report /nowhere/at/all", "/nowhere/at/all/results.json"),
+        ("train --encoding lieer --out unused", "did you mean 'liere'?"),
+        ("train --optim.lrr 3", "--optim.lrr"),
+    ],
+)
+def test_a_users_mistake_is_told_in_one_line(
+    arguments: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run(*arguments.split())
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
+    status, printed, _ = run(*arguments)
+    assert status == 0
+    for command in ("compare", "train", "evaluate", "report"):
+        assert f"\n  {command} " in printed
+
+
+def test_help_of_compare_names_every_encoding_and_the_defaults_of_the_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--data", "motion", "--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    for name in (
+        "none",
+        "learned",
+        "sinusoidal",
+        "axial",
+        "mixed",
+        "liere",
+        "comrope-ap",
+        "comrope-ld",
+        "liere:8",
+    ):
+        assert name in printed
+    assert "default: [1, 4, 4]" in printed
+
+
+@pytest.mark.parametrize("arguments", ["--help", "compare --help", "--version"])
+def test_help_waits_for_no_heavy_import(arguments: str) -> None:
+    script = (
+        "import sys, torchrope.cli\n"
+        f"try: torchrope.cli.main({arguments.split()})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'pytorch_lightning', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_library_imports_torch_alone_and_quickly() -> None:
+    script = (
+        "import sys, time, torch\n"
+        "before, started = set(sys.modules), time.perf_counter()\n"
+        "import torchrope\n"
+        "names = [getattr(torchrope, name) for name in torchrope.__all__ if name != 'testing']\n"
+        "seconds = time.perf_counter() - started\n"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
+        "assert new <= {'torchrope', 'torch'}, new\n"
+        "assert seconds < 0.3, seconds\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_an_ended_comparison_goes_on_where_it_was(tmp_path: Path, end: signal.Signals) -> None:
+    options = [*SMALL, "--epochs=5000", "--encodings=mixed", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "torchrope", "compare", *options]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    curve = tmp_path / "runs" / "mixed-seed0" / "curve.csv"
+    while first.poll() is None and not (curve.exists() and curve.read_text().count("\n") > 3):
+        pass
+    first.send_signal(end)
+    _, error = first.communicate(timeout=60)
+    assert first.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)
+    if end == signal.SIGINT:
+        assert "stopped; the same command goes on where it was: torchrope compare" in error
+    rows = rows_of(curve)
+    assert 3 <= len(rows) < 5000
+    assert not (curve.parent / "result.json").exists()
+
+    second = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while second.poll() is None and curve.read_text().count("\n") < len(rows) + 4:
+        pass
+    second.kill()
+    second.wait()
+    assert rows_of(curve)[: len(rows) - 1] == rows[:-1]
