@@ -5,6 +5,8 @@ from torchrope.encodings.absolute import LearnedAPE as LearnedAPE
 from torchrope.encodings.absolute import SinusoidalAPE as SinusoidalAPE
 from torchrope.encodings.axial import AxialRoPE as AxialRoPE
 from torchrope.encodings.base import Encoding as Encoding
+from torchrope.encodings.base import planar as planar
+from torchrope.encodings.base import skew as skew
 from torchrope.encodings.comrope import ComRoPEAP as ComRoPEAP
 from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
 from torchrope.encodings.liere import LieRE as LieRE

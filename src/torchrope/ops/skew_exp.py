@@ -21,8 +21,9 @@ def skew_exp(generator: Tensor) -> Tensor:
 
     Example:
         >>> import torch
-        >>> skew_exp(torch.tensor([[0.0, -torch.pi / 2], [torch.pi / 2, 0.0]])).round().tolist()
-        [[-0.0, -1.0], [1.0, -0.0]]
+        >>> quarter_turn = skew_exp(torch.tensor([[0.0, -torch.pi / 2], [torch.pi / 2, 0.0]]))
+        >>> torch.allclose(quarter_turn, torch.tensor([[0.0, -1.0], [1.0, 0.0]]), atol=1e-6)
+        True
     """
     if generator.ndim < 2 or generator.shape[-1] != generator.shape[-2]:
         raise ValueError(f"skew_exp needs square matrices (..., b, b), got {tuple(generator.shape)}")
