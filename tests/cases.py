@@ -8,6 +8,7 @@ from torchrope.encodings import Encoding
 
 CASES: dict[str, Callable[[], Encoding]] = {
     "none-N2": partial(tr.NoEncoding, num_axes=2, num_heads=2, head_dim=8),
+    "none-N3-odd-shared": partial(tr.NoEncoding, num_axes=3, num_heads=2, head_dim=7, shared_heads=True),
     "axial-N1": partial(tr.AxialRoPE, num_axes=1, num_heads=2, head_dim=8),
     "axial-N2": partial(tr.AxialRoPE, num_axes=2, num_heads=2, head_dim=8),
     "axial-N3-rest": partial(tr.AxialRoPE, num_axes=3, num_heads=2, head_dim=16, rotary_dim=12),

@@ -4,15 +4,17 @@ import torch
 from torch import Tensor
 
 from torchrope.encodings.base import Encoding
+from torchrope.rotations import Planar, Rotation
 
 
 class NoEncoding(Encoding):
-    """Rotate nothing:  R(p) = I.  The model sees a bag of tokens.
+    """Rotate nothing:  R(p) = I,  A_a = 0.  The model sees a bag of tokens.
 
     Args:
         num_axes: Length of a position, N.
         num_heads: Attention heads.
         head_dim: Channels of a head.
+        shared_heads: True shortens `generators` to one head.
 
     Example:
         >>> import torchrope as tr
@@ -25,22 +27,30 @@ class NoEncoding(Encoding):
     summary = "No position at all: the model sees a bag of tokens. The baseline."
     source = "Vaswani et al. 2017, section 3.5, left out"
 
-    _nothing: Tensor
+    _anchor: Tensor
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
+    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, shared_heads: bool = False) -> None:
         super().__init__(
             num_axes=num_axes,
             num_heads=num_heads,
             head_dim=head_dim,
             block_size=2,
-            rotary_dim=0,
-            shared_heads=True,
+            rotary_dim=head_dim - head_dim % 2,
+            shared_heads=shared_heads,
         )
-        # A buffer, so that it follows the model to its device.
-        self.register_buffer("_nothing", torch.empty(num_axes, 1, 0, 2, 2), persistent=False)
+        # Empty, and there only to follow the model to its device.
+        self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
     def generators(self) -> Tensor:
-        return self._nothing
+        return self._anchor.new_zeros(self.num_axes, self.parameter_heads, self.num_blocks, 2, 2)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """A rotation that turns no channel of any position."""
+        self._check_positions(positions)
+        *batch, tokens, _ = positions.shape
+        angles = positions.new_zeros(*batch, self.parameter_heads, tokens, 0, dtype=torch.float32)
+        return Planar(angles, self.head_dim)
 
     def _take_generators(self, generators: Tensor) -> None:
-        pass  # the one shape that passes the check holds no numbers
+        if generators.any():
+            raise ValueError(f"NoEncoding has zero generators alone, got some of up to {generators.abs().max():.3g}")
