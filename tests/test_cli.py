@@ -135,6 +135,13 @@ def test_train_and_evaluate_go_on_where_they_were(tmp_path: Path, run: Run) -> N
     assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
     assert json.loads(run("evaluate", tmp_path)[1]) == measured
 
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    status, _, error = run("train", *options, *quiet, "--encoding=mixed", "--seed=3", "--out", tmp_path)
+    assert status == 2
+    assert "a run's folder must be new or of the same configuration" in error
+    assert "encoding liere:4 instead of mixed; seed 0 instead of 3" in error
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
 
 def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
     run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)

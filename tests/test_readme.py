@@ -10,7 +10,9 @@ import pytest
 import torch
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-EXAMPLES = [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```", README, re.DOTALL | re.MULTILINE)]
+EXAMPLES = [
+    textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```", README, re.DOTALL | re.MULTILINE)
+]
 
 
 def test_the_library_example_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:

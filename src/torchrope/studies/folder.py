@@ -1,7 +1,7 @@
 """The folder of a study: who it belongs to, and what is finished in it."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import yaml
 
 from torchrope.files import write_whole
 from torchrope.studies.config import CompareConfig
+from torchrope.training.config import differences, plain
 
 MAY_GROW = ("encodings", "seeds", "out")
 
@@ -49,12 +50,10 @@ class StudyFolder:
         mine = plain(config)
         if self.config_file.exists():
             theirs = self._stored_config()
-            different = sorted(_differences(theirs, mine))
+            different = differences(theirs, mine, but=MAY_GROW)
             if different:
-                shown = "; ".join(different[:3]) + (" ..." if len(different) > 3 else "")
-                raise ValueError(
-                    f"--out must be a new folder or one of the same configuration, got {self.path} with {shown}"
-                )
+                rule = "--out must be a new folder or one of the same configuration"
+                raise ValueError(f"{rule}, got {self.path} with {different}")
             mine["encodings"] = list(dict.fromkeys([*theirs["encodings"], *mine["encodings"]]))
             mine["seeds"] = max(theirs["seeds"], mine["seeds"])
         elif self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
@@ -82,11 +81,6 @@ class StudyFolder:
         return stored
 
 
-def plain(config: Any) -> dict[str, Any]:
-    """A configuration as dicts, lists, numbers and strings, as YAML and JSON keep it."""
-    return json.loads(json.dumps(asdict(config)))
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, whole or not at all; NaN and infinity become null."""
     write_whole(path, json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
@@ -98,17 +92,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and value - value != 0 else value
-
-
-def _differences(theirs: dict[str, Any], mine: dict[str, Any], prefix: str = "") -> list[str]:
-    """Say which settings differ, as "optim.lr 0.001 instead of 0.002"."""
-    found: list[str] = []
-    for key in dict.fromkeys([*theirs, *mine]):
-        if not prefix and key in MAY_GROW:
-            continue
-        old, new = theirs.get(key), mine.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += _differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append(f"{prefix}{key} {old} instead of {new}")
-    return found

@@ -1,7 +1,9 @@
 """Settings of model and optimiser, as plain values: imports no torch."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from torchrope.data.config import DataConfig
 
@@ -104,3 +106,30 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration as dicts, lists, numbers and strings, as YAML and JSON keep it."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def differences(theirs: dict[str, Any], mine: dict[str, Any], *, but: Sequence[str] = ()) -> str:
+    """Say which settings differ, as "optim.lr 0.001 instead of 0.002"; nothing where they agree.
+
+    Args:
+        theirs: A stored configuration.
+        mine: The present one.
+        but: Settings that may differ.
+    """
+    old, new = _flat(theirs), _flat(mine)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name not in but]
+    told = [f"{name} {old.get(name)} instead of {new.get(name)}" for name in names]
+    return "; ".join(told[:3]) + ("; ..." if len(told) > 3 else "")
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one dict of dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,14 +1,12 @@
 """One training run that survives being killed: a checkpoint after every epoch, written whole."""
 
 import io
-import json
 import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from csv import DictWriter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.files import write_whole
 from torchrope.training.classifier import Classifier, build_vit
-from torchrope.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, differences, plain
 
 CHECKPOINT = "checkpoint.ckpt"
 CONFIG = "config.yaml"
@@ -57,13 +55,13 @@ def train(
         The trained model, on the device it was trained on, and its learning curve.
 
     Raises:
-        ValueError: the checkpoint is damaged.
+        ValueError: the folder belongs to another configuration, or its checkpoint is damaged.
         KeyboardInterrupt: stopped by Ctrl-C; the same call goes on with the epoch that was under way.
     """
     pl.seed_everything(config.seed, verbose=False)
     classifier = build_classifier(config, data)
     data.run_seed = config.seed
-    write_whole(folder / CONFIG, yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False))
+    _claim(folder, config)
     checkpoint = folder / CHECKPOINT
     resume = _checked(checkpoint) if checkpoint.exists() else None
     history = History(folder / "curve.csv", on_epoch)
@@ -87,6 +85,17 @@ def train(
         except SystemExit:  # Lightning's answer to Ctrl-C
             raise KeyboardInterrupt from None
     return classifier, history
+
+
+def _claim(folder: Path, config: RunConfig) -> None:
+    """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
+    file = folder / CONFIG
+    if file.exists():
+        different = differences(plain(read_config(yaml.safe_load(file.read_text()))), plain(config))
+        if different:
+            rule = "a run's folder must be new or of the same configuration"
+            raise ValueError(f"{rule}, got {folder} with {different}")
+    write_whole(file, yaml.safe_dump(plain(config), sort_keys=False))
 
 
 def load(folder: Path) -> tuple[RunConfig, DataModule, Classifier]:
@@ -122,7 +131,7 @@ def read_config(stored: Any) -> RunConfig:
             optim=OptimConfig(**stored["optim"]),
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{CONFIG} must be that of a torchrope run, got something else: {error}") from None
+        raise ValueError(f"{CONFIG} must be that of a torchrope run, got something else: {error!r}") from None
 
 
 @contextmanager
