@@ -117,6 +117,25 @@ def test_linear_dependence_takes_multiples_of_one_base_and_survives_zero() -> No
     assert target.factors.grad.abs().min() > 0
 
 
+@pytest.mark.parametrize("family", [tr.ComRoPEAP, tr.ComRoPELD, tr.LieRE, tr.MixedRoPE, tr.AxialRoPE])
+def test_generators_that_were_rounded_to_bfloat16_are_taken(family: type) -> None:
+    encoding = family(num_axes=2, num_heads=2, head_dim=16)
+    rounded = encoding.generators().detach().to(torch.bfloat16)
+    encoding.set_generators(rounded)
+    error = (encoding.generators() - rounded.float()).abs().max()
+    assert error <= 0.02 * rounded.abs().max()
+
+
+def test_encodings_build_under_a_narrow_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        axial, mixed = (f(num_axes=2, num_heads=1, head_dim=16) for f in (tr.AxialRoPE, tr.MixedRoPE))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert axial.frequencies.dtype == torch.float32
+    assert mixed(tr.grid(3, 3)).table.dtype == torch.float32
+
+
 def test_axis_partition_is_rope_axial_with_learned_blocks() -> None:
     generators = tr.ComRoPEAP(num_axes=3, num_heads=2, head_dim=12, block_size=2).generators()
     for block in range(6):

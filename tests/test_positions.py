@@ -53,6 +53,14 @@ def test_jitter_stays_in_its_cell_and_repeats_with_its_generator() -> None:
     assert torch.equal(moved, tr.jitter(positions, (1.0, 0.5), generator=torch.Generator().manual_seed(3)))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
+def test_functions_on_positions_never_round_below_float32(dtype: torch.dtype) -> None:
+    whole = torch.arange(256, 260).unsqueeze(-1).to(dtype)
+    assert tr.shift(whole, 0.5).tolist() == [[v + 0.5] for v in whole.flatten().tolist()]
+    assert tr.rescale(whole, 0.5).dtype == torch.float32
+    assert tr.jitter(whole, 1.0).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

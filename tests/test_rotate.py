@@ -38,6 +38,25 @@ def test_grouped_queries_turn_like_their_key_head(family: type[tr.Encoding]) -> 
         assert torch.allclose(turned_q[:, head], tr.rotate(own, own, turn)[0][:, head // 3], atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        tr.AxialRoPE(num_axes=2, num_heads=6, head_dim=8),
+        tr.LieRE(num_axes=2, num_heads=6, head_dim=8, shared_heads=True),
+    ],
+)
+def test_heads_that_share_a_rotation_serve_any_group(encoding: tr.Encoding) -> None:
+    turn = encoding(tr.grid(3, 3))
+    q, k = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8)
+    turned_q, turned_k = tr.rotate(q, k, turn)
+    dense = turn.matrix()
+    assert dense.shape == (6, 9, 8, 8)
+    for turned, x in ((turned_q, q), (turned_k, k)):
+        assert torch.allclose(turned, (dense[0] @ x.unsqueeze(-1)).squeeze(-1), atol=1e-5)
+    with pytest.raises(ValueError, match="heads must be the rotation's 6, got 8 of q and 4 of k"):
+        tr.rotate(torch.zeros(2, 8, 9, 8), torch.zeros(2, 4, 9, 8), turn)
+
+
 def test_keys_may_sit_elsewhere() -> None:
     encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4)
     here, there = encoding(tr.grid(3, 3)), encoding(tr.grid(2, 2))
@@ -89,6 +108,7 @@ def test_a_rotation_is_a_value() -> None:
     with pytest.raises(AttributeError):
         turn.head_dim = 4  # type: ignore[misc]
     assert turn.to(torch.float64).matrix().dtype == torch.float64
+    assert torch.equal(turn.to(torch.bfloat16).table, turn.table)  # angles are never rounded
     assert turn.shape == (2, 9)
 
 
@@ -109,7 +129,15 @@ def test_skew_exp_takes_strided_and_narrow_input() -> None:
     [
         (dict(q=torch.zeros(1, 2, 9, 6)), "head_dim of q must be the rotation's 8, got 6"),
         (dict(k=torch.zeros(1, 2, 7, 8)), "k must have the rotation's 9 tokens, got 7"),
-        (dict(q=torch.zeros(1, 3, 9, 8)), "heads of q must be a multiple of the rotation's 2, got 3"),
+        (dict(q=torch.zeros(1, 3, 9, 8)), "heads of q must be a multiple of the heads of k, got 3 and 2"),
+        (
+            dict(q=torch.zeros(1, 6, 9, 8), k=torch.zeros(1, 3, 9, 8)),
+            "heads must be the rotation's 2, got 6 of q and 3 of k",
+        ),
+        (
+            dict(k=torch.zeros(1, 1, 9, 8)),
+            "heads of k must be the rotation's 2, got 1; for grouped queries build the encoding with num_heads=1",
+        ),
         (dict(q=torch.zeros(9, 8)), r"q must be floating point \(batch, heads, tokens, head_dim\)"),
         (dict(k=torch.zeros(1, 2, 9, 8, dtype=torch.long)), "k must be floating point"),
         (dict(backend="cuda-graph"), "backend must be one of auto, reference, got 'cuda-graph'"),

@@ -4,7 +4,8 @@ Positions are data, so everything that changes them is a function from positions
 jitter. Their unit is whatever the lattice says, one patch by default.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def grid(
         >>> grid(2, 3).tolist()
         [[0.0, 0.0], [0.0, 1.0], [0.0, 2.0], [1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]
     """
-    if not sizes or any(size < 0 for size in sizes):
+    if not sizes or any(operator.index(size) < 0 for size in sizes):
         raise ValueError(f"grid needs one size per axis, each 0 or more, got {sizes}")
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"positions must be float32 or float64, got {dtype}")
@@ -54,7 +55,7 @@ def grid(
 
 def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     """Spread one number over all axes, or check that there is one number per axis."""
-    values = (value,) * num_axes if isinstance(value, int | float) else tuple(value)
+    values = tuple(map(float, value)) if isinstance(value, Iterable) else (float(value),) * num_axes
     if len(values) != num_axes:
         raise ValueError(f"{name} must be one number or one per axis ({num_axes}), got {len(values)}")
     return values
@@ -90,6 +91,7 @@ def shift(positions: Tensor, offset: PerAxis | Tensor) -> Tensor:
     Returns:
         Positions of the broadcast shape.
     """
+    positions = _wide(positions)
     if not isinstance(offset, Tensor):
         offset = positions.new_tensor(per_axis("offset", offset, positions.shape[-1]))
     return positions + offset
@@ -105,6 +107,7 @@ def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
     Returns:
         Positions of the broadcast shape.
     """
+    positions = _wide(positions)
     if not isinstance(factor, Tensor):
         factor = positions.new_tensor(per_axis("factor", factor, positions.shape[-1]))
     return positions * factor
@@ -124,6 +127,12 @@ def jitter(positions: Tensor, amount: PerAxis, *, generator: torch.Generator | N
     Returns:
         Positions of the same shape.
     """
+    positions = _wide(positions)
     width = positions.new_tensor(per_axis("amount", amount, positions.shape[-1]))
     noise = torch.randn(positions.shape, dtype=positions.dtype, device=positions.device, generator=generator)
     return positions + noise.clamp(-1, 1) * width / 2
+
+
+def _wide(positions: Tensor) -> Tensor:
+    """Positions in float32 or wider: integers and half precision would lose what is done to them."""
+    return positions.to(torch.promote_types(positions.dtype, torch.float32))

@@ -23,12 +23,14 @@ class Rotation(ABC):
     """What an encoding returns for positions: one rotation a head and token. Immutable.
 
     Attributes:
-        table: The numbers it is made of, `(*batch, heads or 1, tokens, ...)`.
+        table: The numbers it is made of, `(*batch, heads or 1, tokens, ...)`, float32 or float64.
         head_dim: Channels of a head, rotated or not.
+        num_heads: Heads that it was made for; those of the table by default. A table of one head serves them all.
     """
 
     table: Tensor
     head_dim: int
+    num_heads: int | None = None
 
     @property
     @abstractmethod
@@ -38,19 +40,32 @@ class Rotation(ABC):
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """`(*batch, heads or 1, tokens)`; no batch where positions are shared, 1 where heads share."""
+        """`(*batch, heads or 1, tokens)` of the table: no batch where positions are shared, 1 where heads share."""
+
+    @property
+    def heads(self) -> int:
+        """Heads that it was made for."""
+        return self.shape[-2] if self.num_heads is None else self.num_heads
+
+    def matrix(self) -> Tensor:
+        """The same rotation as a dense matrix `(*batch, heads, tokens, head_dim, head_dim)`."""
+        dense = block_diagonal(self._blocks(), self.head_dim)
+        return dense.expand(*self.shape[:-2], self.heads, *dense.shape[-3:])
 
     @abstractmethod
-    def matrix(self) -> Tensor:
-        """The same rotation as a dense matrix `(*batch, heads or 1, tokens, head_dim, head_dim)`."""
+    def _blocks(self) -> Tensor:
+        """The matrices on the diagonal, `(*batch, heads or 1, tokens, num_blocks, b, b)`."""
 
     @abstractmethod
     def inverse(self) -> "Rotation":
         """The rotation that undoes this one:  R(p)^-1 = R(p)^T."""
 
     def to(self, *args: Any, **kwargs: Any) -> "Rotation":
-        """The same rotation elsewhere; takes what `torch.Tensor.to` takes."""
-        return type(self)(self.table.to(*args, **kwargs), self.head_dim)
+        """The same rotation elsewhere; takes what `torch.Tensor.to` takes, but never narrows below float32."""
+        table = self.table.to(*args, **kwargs)
+        if table.dtype not in (torch.float32, torch.float64):
+            table = self.table.to(table.device)
+        return type(self)(table, self.head_dim, self.num_heads)
 
 
 class Planar(Rotation):
@@ -64,13 +79,13 @@ class Planar(Rotation):
     def shape(self) -> torch.Size:
         return self.table.shape[:-1]
 
-    def matrix(self) -> Tensor:
+    def _blocks(self) -> Tensor:
         cos, sin = self.table.cos(), self.table.sin()
         rows = [torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)]
-        return block_diagonal(torch.stack(rows, dim=-2), self.head_dim)
+        return torch.stack(rows, dim=-2)
 
     def inverse(self) -> "Planar":
-        return Planar(-self.table, self.head_dim)
+        return Planar(-self.table, self.head_dim, self.num_heads)
 
 
 class Block(Rotation):
@@ -84,11 +99,11 @@ class Block(Rotation):
     def shape(self) -> torch.Size:
         return self.table.shape[:-3]
 
-    def matrix(self) -> Tensor:
-        return block_diagonal(self.table, self.head_dim)
+    def _blocks(self) -> Tensor:
+        return self.table
 
     def inverse(self) -> "Block":
-        return Block(self.table.mT, self.head_dim)
+        return Block(self.table.mT, self.head_dim, self.num_heads)
 
 
 def block_diagonal(blocks: Tensor, size: int) -> Tensor:

@@ -135,9 +135,12 @@ class SinusoidalAPE(AbsoluteEncoding):
 
 
 def _resample_axis(table: Tensor, axis: int, size: int) -> Tensor:
-    """Cubic resampling along one axis of `(*sizes, dim)`, smoothed when it shrinks; any number of axes in turn."""
-    lines = table.movedim(axis, -1)  # (..., dim, old)
-    # The axis goes last: torch 2.14 repeats the first value where the last dimension is 1.
-    plane = lines.reshape(1, -1, 1, lines.shape[-1]).float()  # (1, lines, 1, old)
-    resized = functional.interpolate(plane, size=(1, size), mode="bicubic", antialias=True)
-    return resized.reshape(*lines.shape[:-1], size).movedim(-1, axis).to(table.dtype)
+    """Cubic resampling along one axis of `(*sizes, dim)`, smoothed when it shrinks; any number of axes in turn.
+
+    Resampling is linear, so its matrix is what it does to the identity; gradients and compilers see a product.
+    """
+    old = table.shape[axis]
+    identity = torch.eye(old, device=table.device).reshape(1, old, 1, old)  # the last dimension is resampled
+    resampled = functional.interpolate(identity, size=(1, size), mode="bicubic", antialias=True)
+    matrix = resampled.reshape(old, size).to(table.dtype)
+    return (table.movedim(axis, -1) @ matrix).movedim(-1, axis)

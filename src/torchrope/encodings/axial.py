@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings.base import Encoding, planar
+from torchrope.encodings.base import Encoding, planar, rounding
 
 
 class AxialRoPE(Encoding):
@@ -62,7 +62,8 @@ class AxialRoPE(Encoding):
         )
         self._require_divisible(2 * num_axes, "2·num_axes")
         self.base = 10_000.0 ** (1 / num_axes) if base is None else base
-        self.register_buffer("frequencies", torch.empty(num_axes, self.num_blocks))
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.register_buffer("frequencies", torch.empty(num_axes, self.num_blocks, dtype=wide))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -75,9 +76,10 @@ class AxialRoPE(Encoding):
 
     def _take_generators(self, generators: Tensor) -> None:
         frequencies = generators[..., 1, 0]  # (axes, heads, pairs)
-        if not torch.equal(frequencies, frequencies[:, :1].expand_as(frequencies)):
+        slack = rounding(generators)
+        if (frequencies - frequencies[:, :1]).abs().max() > slack:
             raise ValueError("AxialRoPE turns all heads alike, got generators whose heads differ")
-        axes_used = (frequencies[:, 0] != 0).sum(dim=0)
+        axes_used = (frequencies[:, 0].abs() > slack).sum(dim=0)
         if (axes_used > 1).any():
             raise ValueError(f"AxialRoPE gives a pair to one axis, got a pair that turns with {axes_used.max().item()}")
         self.frequencies.copy_(frequencies[:, 0])

@@ -105,10 +105,12 @@ class Encoding(nn.Module, ABC):
         self._check_positions(positions)
         generators = self.generators()
         wide = wide_dtype(positions, generators)
+        if generators.stride(1) == 0:  # one head's numbers, seen by all
+            generators = generators[:, :1]
         positions, generators = positions.to(wide), generators.to(wide)
         if self.block_size == 2:
-            return Planar(_combine(positions, generators[..., 1, 0]), self.head_dim)
-        return Block(skew_exp(_combine(positions, generators)), self.head_dim)
+            return Planar(_combine(positions, generators[..., 1, 0]), self.head_dim, self.num_heads)
+        return Block(skew_exp(_combine(positions, generators)), self.head_dim, self.num_heads)
 
     def set_generators(self, generators: Tensor) -> None:
         """Take generators over from another encoding, a checkpoint or a formula.
@@ -173,13 +175,15 @@ class Encoding(nn.Module, ABC):
     def _regrouped(self, generators: Tensor) -> Tensor:
         """Check generators from elsewhere and cut them into blocks of this family's size."""
         a, b = generators, self.block_size
+        if not a.is_floating_point():
+            raise ValueError(f"generators must be floating point, got {a.dtype}")
         fits = a.ndim == 5 and a.shape[0] == self.num_axes and a.shape[1] in (1, self.num_heads)
         if not fits or a.shape[2] * a.shape[3] != self.rotary_dim or a.shape[3] != a.shape[4]:
             rule = f"({self.num_axes}, {self.num_heads} or 1, n, c, c) with n c = {self.rotary_dim}"
             raise ValueError(f"generators must be {rule}, got {tuple(a.shape)}")
         if not a.numel():
             return a
-        slack = max(1e-5 * a.abs().max().item(), 1e-12)
+        slack = rounding(a)
         lopsided = (a + a.mT).abs().max().item()
         if not lopsided <= slack:
             raise ValueError(f"generators must be skew-symmetric, got A + A^T of up to {lopsided:.3g}")
@@ -221,6 +225,12 @@ def upper_triangle(blocks: Tensor) -> Tensor:
 def planar(frequencies: Tensor) -> Tensor:
     """Write frequencies `(...)` as generators `(..., 2, 2)` of counter-clockwise turns:  [[0, -f], [f, 0]]."""
     return skew(-frequencies.unsqueeze(-1), 2)
+
+
+def rounding(generators: Tensor) -> float:
+    """Differences that the rounding of generators from elsewhere explains: 1e-5 of the largest, or twice its dtype's."""
+    share = max(1e-5, 2 * torch.finfo(generators.dtype).eps)
+    return max(share * generators.abs().max().item(), 1e-12)
 
 
 def check_init(init: str) -> Init:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings.base import Encoding, Init, check_init, skew, upper_triangle
+from torchrope.encodings.base import Encoding, Init, check_init, rounding, skew, upper_triangle
 
 # P is standard normal in the paper, so P - P^T has this standard deviation above the diagonal.
 _STD = math.sqrt(2)
@@ -94,11 +94,11 @@ class ComRoPEAP(Encoding):
 
     def _take_generators(self, generators: Tensor) -> None:
         foreign = generators * ~self._own_axis(generators.device)
-        if foreign.any():
+        if foreign.abs().max() > rounding(generators):
             raise ValueError(
                 f"ComRoPEAP gives block j to axis j mod {self.num_axes}, got a block that turns with another axis"
             )
-        self.upper.copy_(upper_triangle(generators.sum(dim=0)))
+        self.upper.copy_(upper_triangle((generators - foreign).sum(dim=0)))
 
     def _own_axis(self, device: torch.device) -> Tensor:
         block = torch.arange(self.num_blocks, device=device)
@@ -185,7 +185,7 @@ class ComRoPELD(Encoding):
     def _take_generators(self, generators: Tensor) -> None:
         entries = upper_triangle(generators).movedim(0, -2)  # (heads, blocks, axes, entries)
         left, scale, right = torch.linalg.svd(entries.double(), full_matrices=False)
-        if scale.shape[-1] > 1 and (scale[..., 1] > 1e-5 * scale[..., 0]).any():
+        if scale.shape[-1] > 1 and (scale[..., 1] > rounding(generators) * len(entries)).any():
             raise ValueError("ComRoPELD makes all axes multiples of one base, got generators that are not")
         found = scale[..., 0] > 0  # (heads, blocks)
         base = right[..., 0, :] * scale[..., :1]

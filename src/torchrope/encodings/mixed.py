@@ -81,7 +81,7 @@ class MixedRoPE(Encoding):
 
 def _random_rotations(count: int, num_axes: int) -> Tensor:
     """Uniform rotations `(count, num_axes, num_axes)`: QR of a Gaussian, signs made unique, determinant 1."""
-    q, r = torch.linalg.qr(torch.randn(count, num_axes, num_axes))
+    q, r = torch.linalg.qr(torch.randn(count, num_axes, num_axes, dtype=torch.float32))
     q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     determinant = torch.linalg.det(q)
     return torch.cat([q[..., :1] * determinant[:, None, None], q[..., 1:]], dim=-1)

@@ -77,7 +77,7 @@ def _with_block_size(name: str, block: str) -> Callable[..., Encoding]:
         return ROTARY[name]
     if name not in WITH_BLOCKS:
         raise ValueError(f"only {', '.join(WITH_BLOCKS)} take a block size, got '{name}:{block}'")
-    if not block.isdecimal() or int(block) < 2:
+    if not block.isdecimal() or int(block) < 2 or block != str(int(block)):
         raise ValueError(f"block size must be a whole number of 2 or more, got '{name}:{block}'")
     return partial(ROTARY[name], block_size=int(block))
 

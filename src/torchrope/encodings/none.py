@@ -48,8 +48,8 @@ class NoEncoding(Encoding):
         """A rotation that turns no channel of any position."""
         self._check_positions(positions)
         *batch, tokens, _ = positions.shape
-        angles = positions.new_zeros(*batch, self.parameter_heads, tokens, 0, dtype=torch.float32)
-        return Planar(angles, self.head_dim)
+        angles = positions.new_zeros(*batch, 1, tokens, 0, dtype=torch.float32)
+        return Planar(angles, self.head_dim, self.num_heads)
 
     def _take_generators(self, generators: Tensor) -> None:
         if generators.any():
