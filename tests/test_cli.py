@@ -189,6 +189,16 @@ def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
         ("report /nowhere/at/all", "/nowhere/at/all/results.json"),
         ("train --encoding lieer --out unused", "did you mean 'liere'?"),
         ("train --optim.lrr 3", "--optim.lrr"),
+        ("train --trainer.devices 5 --trainer.accelerator gpu", "--trainer options must fit this machine"),
+        ("train --config /nowhere/at/all.yaml", "--config must be a readable file, got /nowhere/at/all.yaml"),
+        ("compare --model.num_registers -1", "num_registers must be 0 or more, got -1"),
+        ("compare --model.dim 0", "dim must be 1 or more, got 0"),
+        ("compare --model.drop_path 1.5", "drop_path must be at least 0 and below 1, got 1.5"),
+        ("compare --optim.clip -1", "clip must be 0 or more, got -1.0"),
+        ("compare --encodings liere:8,liere:08", "block size must be a whole number of 2 or more, got 'liere:08'"),
+        ("compare --out /dev/full", "/dev/full"),
+        ("report a b c", "unrecognized arguments: b c"),
+        ("evaluate", "the following arguments are required: folder"),
     ],
 )
 def test_a_users_mistake_is_told_in_one_line(
@@ -200,6 +210,84 @@ def test_a_users_mistake_is_told_in_one_line(
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+@pytest.mark.parametrize(
+    "content", [b"data: {name: [digits\n", b"- a\n- b\n", b"", b"\xff\xfe\x00", b"optim: {lrr: 3}\n"]
+)
+def test_a_bad_configuration_file_is_told_in_one_line(command: str, content: bytes, tmp_path: Path, run: Run) -> None:
+    bad = tmp_path / "mine.yaml"
+    bad.write_bytes(content)
+    status, _, error = run(command, "--config", bad, "--out", tmp_path / "out")
+    assert status == 2
+    assert "mine.yaml" in error or "lrr" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "data.json", "costs.json", "runs/none-seed0/result.json"])
+@pytest.mark.parametrize("content", ["{{{:", "{}", "[1]"])
+def test_a_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content: str, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    run("compare", *SMALL, "--encodings", "none", "--out", out)
+    (out / name).write_text(content)
+    status, _, error = run("compare", *SMALL, "--encodings", "none", "--out", out)
+    if (name, content) == ("costs.json", "{}"):  # nothing measured yet
+        assert status == 0
+        return
+    assert status == 2
+    assert error.count("\n") == 1
+    assert Path(name).name in error or str(out) in error
+
+
+def test_train_refuses_a_folder_of_somebody_else(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "config.yaml").write_text("thesis: years of work\n")
+    status, _, error = run("train", *[o for o in SMALL if "scales" not in o], "--out", tmp_path)
+    assert (status, error.count("\n")) == (2, 1)
+    assert (tmp_path / "config.yaml").read_text() == "thesis: years of work\n"
+
+
+def test_one_epoch_is_enough_to_ask_for(tmp_path: Path, run: Run) -> None:
+    options = [option for option in SMALL if "warmup" not in option]
+    assert run("compare", *options, "--encodings", "none", "--out", tmp_path)[0] == 0
+
+
+def test_a_size_by_name_puts_the_recipes_size_aside(tmp_path: Path, run: Run) -> None:
+    sizes = [
+        "--model.size=small",
+        "--model.depth=1",
+        "--data.train_size=20",
+        "--data.val_size=20",
+        "--model.patch_size=[4]",
+    ]
+    run("compare", *sizes, "--epochs=1", "--encodings=none", "--scales=[1]", "--out", tmp_path)
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]
+    assert (stored["size"], stored["depth"], stored["dim"]) == ("small", 1, None)
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["encodings"][0]["cost"]["parameters"] > 384 * 3 * 384
+
+
+def test_a_model_whose_layers_and_heads_share_compares_every_encoding(tmp_path: Path, run: Run) -> None:
+    shared = ["--model.share_heads=true", "--model.share_layers=true", "--model.dim=32", "--model.num_heads=2"]
+    names = "none,learned,sinusoidal,axial,mixed,liere,comrope-ap,comrope-ld"
+    assert run("compare", *SMALL, *shared, "--encodings", names, "--out", tmp_path)[0] == 0
+
+
+def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_path: Path, run: Run) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    for name in ("red", "blue"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for i in range(10):
+            Image.new("RGB", (8, 8), name).save(tmp_path / "pictures" / name / f"{i}.png")
+    options = ["--data=images", "--data.root", tmp_path / "pictures", "--data.size=8", "--epochs=1", "--scales=[1]"]
+    options += ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.patch_size=[4]"]
+    assert run("compare", *options, "--encodings=none", "--out", tmp_path / "out")[0] == 0
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "pictures" / "red" / "new.png")
+    status, _, error = run("compare", *options, "--encodings=none,mixed", "--out", tmp_path / "out")
+    assert status == 2
+    assert "the data must be what it was, got other examples" in error
+    assert not (tmp_path / "out" / "runs" / "mixed-seed0").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])

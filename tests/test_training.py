@@ -92,7 +92,7 @@ def test_a_folder_that_holds_no_run_is_told_in_one_line(tmp_path: Path, content:
         load(tmp_path)
     (tmp_path / "checkpoint.ckpt").touch()
     (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ValueError, match=r"config.yaml must be that of a torchrope run, got something else"):
+    with pytest.raises(ValueError, match=r"config.yaml must (be that of a torchrope run|hold named settings), got"):
         load(tmp_path)
 
 
@@ -196,7 +196,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     [
         (dict(epochs=0), "epochs must be 1 or more, got 0"),
         (dict(lr=0.0), "lr must be above 0, got 0.0"),
-        (dict(epochs=2, warmup_epochs=3.0), "warmup_epochs must be between 0 and epochs = 2, got 3.0"),
+        (dict(warmup_epochs=-1.0), "warmup_epochs must be 0 or more, got -1.0"),
     ],
 )
 def test_bad_settings_are_told_in_one_line(settings: dict, message: str) -> None:

@@ -191,6 +191,15 @@ def test_it_compiles_and_checkpoints_and_builds_on_meta() -> None:
     assert torch.isfinite(empty(x)).all()
 
 
+def test_it_trains_compiled_at_two_sizes_with_learned_positions() -> None:
+    model = tiny((8, 8), patch_size=2, encoding="learned")
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for size in ((8, 8), (12, 8)):
+        compiled(torch.randn(2, 1, *size)).square().sum().backward()
+        assert torch.isfinite(model.absolute.table.grad).all()
+
+
 def test_bfloat16_models_keep_float32_rotations() -> None:
     model = tiny((8, 8), patch_size=2, encoding="liere:8").to(torch.bfloat16)
     assert model(torch.randn(2, 1, 8, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16

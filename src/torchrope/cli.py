@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torchrope._version import __version__
+from torchrope.files import read_mapping, write_whole
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -97,40 +98,41 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    options = _with_long_names(arguments)
-    recipe = _recipe(_data_name(options))
     from jsonargparse import ArgumentError
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     from torchrope.training.lightning_cli import TrainCLI
 
-    class OneLineErrors(TrainCLI):
-        """Tell mistakes as the other commands do."""
+    class OverRecipe(TrainCLI):
+        """Parse as the other commands do."""
 
         def parse_arguments(self, parser: Any, args: Any) -> None:
             try:
-                super().parse_arguments(parser, args)
+                self.config = _parse_over_recipe(parser, args)
             except ArgumentError as error:
                 raise ValueError(_explain(str(error), parser)) from None
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own: on arguments given as a list, and on its use of jsonargparse
-        cli = OneLineErrors(
-            args=options,
+        cli = OverRecipe(
+            args=_with_long_names(arguments),
             run=False,
             save_config_callback=None,
             seed_everything_default=False,
-            parser_kwargs=_parser_settings("train", TRAIN, recipe),
+            parser_kwargs=_parser_settings("train", TRAIN),
         )
-    cli.fit()
+    try:
+        cli.fit()
+    except MisconfigurationException as error:
+        raise ValueError(f"--trainer options must fit this machine, got: {error}") from error
     print(f"trained: {cli.out}  (torchrope evaluate {cli.out})")
     return 0
 
 
 def _evaluate(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="torchrope evaluate", description="Measure a trained model.")
+    parser = _OneLineParser(prog="torchrope evaluate", description="Measure a trained model.")
     parser.add_argument("folder", type=Path, help="what `torchrope train --out` or a run of a comparison left")
     folder = parser.parse_args(arguments).folder
-    from torchrope.files import write_whole
     from torchrope.studies.config import SCALES
     from torchrope.training.evaluate import evaluate, interval
     from torchrope.training.run import load
@@ -145,7 +147,7 @@ def _evaluate(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="torchrope report", description="Write the page of a comparison anew.")
+    parser = _OneLineParser(prog="torchrope report", description="Write the page of a comparison anew.")
     parser.add_argument("out", type=Path, nargs="?", default=Path("torchrope-compare"), help="its folder")
     parser.add_argument("--readme", type=Path, help="also write the table between the markers of this file")
     options = parser.parse_args(arguments)
@@ -176,22 +178,40 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """Tells mistakes as ValueErrors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; {self.format_usage().strip()}")
+
+
 def _parse(command: str, description: str, config: type, arguments: list[str]) -> Any:
-    """Parse into a dataclass, over the recipe of the data set named; a mistake becomes a ValueError of one line."""
+    """Parse into a dataclass; a mistake becomes a ValueError of one line."""
     from jsonargparse import ArgumentError, ArgumentParser
 
-    options = _with_long_names(arguments)
-    parser = ArgumentParser(**_parser_settings(command, description, _recipe(_data_name(options))))
+    parser = ArgumentParser(**_parser_settings(command, description))
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_class_arguments(config)
     try:
-        given = parser.instantiate(parser.parse_args(options))
+        given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments)))
     except ArgumentError as error:
         raise ValueError(_explain(str(error), parser)) from None
     return config(**{field.name: given[field.name] for field in fields(config)})
 
 
-def _parser_settings(command: str, description: str, recipe: str) -> dict[str, Any]:
+def _parse_over_recipe(parser: Any, options: list[str]) -> Any:
+    """Parse with the recipe of the named data set for defaults; a size by name puts the recipe's own size aside."""
+    asking = ("-h", "--help", "--print_config")
+    given = parser.parse_args([option for option in options if option.partition("=")[0] not in asking])
+    parser.default_config_files = [str(files("torchrope.recipes") / f"{given.data.name}.yaml")]
+    settings = parser.parse_args(options)
+    if given.model.size is not None:
+        for name in ("dim", "depth", "num_heads", "mlp_dim"):
+            settings.model[name] = given.model[name]
+    return settings
+
+
+def _parser_settings(command: str, description: str) -> dict[str, Any]:
     from jsonargparse import DefaultHelpFormatter
 
     class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -202,21 +222,21 @@ def _parser_settings(command: str, description: str, recipe: str) -> dict[str, A
         "usage": f"torchrope {command} [options]",
         "description": description,
         "formatter_class": Formatter,
-        "default_config_files": [recipe],
         "exit_on_error": False,
     }
 
 
 def _with_long_names(arguments: list[str]) -> list[str]:
-    """Write short forms out: --data NAME, --epochs N, --encodings a,b,c."""
+    """Write short forms out (--data NAME, --epochs N, --encodings a,b,c) and look at names and files they give."""
     long: list[str] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if long and long[-1] == "--encodings":
-            argument = _as_list(argument)
-        elif name == "--encodings" and equals:
-            argument = f"{name}={_as_list(value)}"
-        long.append(_SHORT[name] + equals + value if name in _SHORT else argument)
+        if long and long[-1] in _LOOKED_AT:
+            argument = _LOOKED_AT[long[-1]](argument)
+        elif name in _SHORT or (name in _LOOKED_AT and equals):
+            name = _SHORT.get(name, name)
+            argument = f"{name}={_LOOKED_AT.get(name, str)(value)}" if equals else name
+        long.append(argument)
     return long
 
 
@@ -224,29 +244,24 @@ def _as_list(names: str) -> str:
     return names if names.startswith("[") else json.dumps([name.strip() for name in names.split(",") if name.strip()])
 
 
-def _data_name(options: list[str]) -> str:
-    """The data set that the options or the configuration file name, the last word counting."""
-    import yaml
-
-    name = "digits"
-    for option, following in zip(options, [*options[1:], ""], strict=True):
-        key, equals, value = option.partition("=")
-        value = value if equals else following
-        if key == "--data.name":
-            name = value
-        elif key == "--config" and Path(value).is_file():
-            stored = yaml.safe_load(Path(value).read_text())
-            data = stored.get("data", {}) if isinstance(stored, dict) else {}
-            name = data.get("name", name) if isinstance(data, dict) else name
-    return name
-
-
-def _recipe(name: str) -> str:
+def _known_data(name: str) -> str:
     from torchrope.data.config import DATA_NAMES
 
     if name not in DATA_NAMES:
         raise ValueError(f"--data is one of {', '.join(DATA_NAMES)}, got {name!r}{_nearest(name, DATA_NAMES)}")
-    return str(files("torchrope.recipes") / f"{name}.yaml")
+    return name
+
+
+def _readable_config(path: str) -> str:
+    read_mapping(Path(path), "--config")
+    return path
+
+
+_LOOKED_AT: dict[str, Callable[[str], str]] = {
+    "--encodings": _as_list,
+    "--data.name": _known_data,
+    "--config": _readable_config,
+}
 
 
 def _explain(message: str, parser: argparse.ArgumentParser) -> str:

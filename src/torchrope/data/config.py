@@ -1,5 +1,6 @@
 """The choice of a data set, as plain values: imports no torch."""
 
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -39,6 +40,8 @@ class DataConfig:
     workers: int = 0
 
     def __post_init__(self) -> None:
+        if self.root is not None:
+            self.root = os.path.abspath(os.path.expanduser(self.root))  # stored, it must mean the same from anywhere
         if self.name not in DATA_NAMES:
             raise ValueError(f"name must be one of {', '.join(DATA_NAMES)}, got {self.name!r}")
         if self.root is not None and self.name not in NAMES_WITH_ROOT:

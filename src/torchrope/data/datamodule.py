@@ -1,5 +1,7 @@
 """What every data set tells about itself, and how its batches are drawn."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -76,6 +78,12 @@ class DataModule(pl.LightningDataModule, ABC):
         train, val = self._made_datasets()
         return len(train), len(val)  # type: ignore[arg-type]
 
+    @property
+    def fingerprint(self) -> str:
+        """Tells the same examples, in the same split and order, from others."""
+        parts = [getattr(part, "samples", None) or part.labels.tolist() for part in self._made_datasets()]  # type: ignore[attr-defined]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
     def setup(self, stage: str | None = None) -> None:
         """Make both sets, once, whatever the stage."""
         self._made_datasets()
@@ -87,10 +95,14 @@ class DataModule(pl.LightningDataModule, ABC):
         random state, so a resumed run sees what an uninterrupted one sees.
         """
         train, _ = self._made_datasets()
-        epoch = 0 if self.trainer is None else self.trainer.current_epoch
+        epoch, replicas, rank = 0, 1, 0
+        if self.trainer is not None:
+            epoch, replicas, rank = self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
         # The sampler adds the epoch to its seed; the factor keeps one run's epochs from being another's.
         seed = self.run_seed * 1_000_003
-        sampler: DistributedSampler = DistributedSampler(train, num_replicas=1, rank=0, shuffle=True, seed=seed)
+        sampler: DistributedSampler = DistributedSampler(
+            train, num_replicas=replicas, rank=rank, shuffle=True, seed=seed
+        )
         sampler.set_epoch(epoch)
         generator = torch.Generator().manual_seed(seed + epoch)  # seeds worker processes
         return self._loader(train, self.config.batch_size, sampler, generator)

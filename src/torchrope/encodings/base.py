@@ -228,7 +228,7 @@ def planar(frequencies: Tensor) -> Tensor:
 
 
 def rounding(generators: Tensor) -> float:
-    """Differences that the rounding of generators from elsewhere explains: 1e-5 of the largest, or twice its dtype's."""
+    """The difference that rounding explains: 1e-5 of the largest generator, or two steps of its dtype."""
     share = max(1e-5, 2 * torch.finfo(generators.dtype).eps)
     return max(share * generators.abs().max().item(), 1e-12)
 

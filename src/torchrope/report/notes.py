@@ -17,8 +17,9 @@ TIED = (
     "they are listed in. The reason stands beside every verdict. Among tied encodings, choose by cost."
 )
 SIZES = (
-    "The model is tested at sizes it never saw, without further training. This shows how an encoding "
-    "behaves outside its training range; fine-tuning at the new size would usually raise these numbers."
+    "The model is tested on the same inputs, resampled to sizes it never saw, without further training. "
+    "This shows how an encoding behaves outside its training range; fine-tuning at the new size would "
+    "usually raise these numbers."
 )
 MFLOPS = (
     "Matrix products, attention and matrix exponentials are counted; element-wise work (norms, "

@@ -1,6 +1,5 @@
 """Train the same model once per encoding and seed, measure it, and write down what came out."""
 
-import json
 import math
 from dataclasses import asdict
 from datetime import date
@@ -17,6 +16,7 @@ from torchrope.backbones import ViT
 from torchrope.data.build import make_data
 from torchrope.data.datamodule import DataModule
 from torchrope.encodings import Encoding, NoEncoding, choose
+from torchrope.files import read_mapping
 from torchrope.studies.config import CompareConfig
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
@@ -52,7 +52,7 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
     for name in config.encodings:
         _blueprint(name, config, data)  # refuses a bad setting before hours of training
     folder = StudyFolder(Path(config.out))
-    asked = folder.claim(config)
+    asked = folder.claim(config, data.fingerprint)
 
     runs = [Run(name, seed) for seed in range(config.seeds) for name in config.encodings]
     unfinished = [run for run in runs if folder.result(run) is None]
@@ -101,7 +101,7 @@ def _finished(folder: StudyFolder, name: str, seeds: int) -> list[dict[str, Any]
 def _costs(folder: StudyFolder, names: list[str], data: DataModule, config: CompareConfig) -> dict[str, Any]:
     """Measure all encodings in one sitting, unless that has been done."""
     if folder.costs_file.exists():
-        known = json.loads(folder.costs_file.read_text())
+        known = read_mapping(folder.costs_file, "costs")
         if set(names) <= set(known):
             return known
     inputs, labels = next(iter(data.train_dataloader()))
@@ -134,7 +134,7 @@ def _results(
             _describe_encoding(name, results, costs[name], blueprints[name]) for name, results in measured.items()
         ],
         "ranking": [asdict(place) for place in places],
-        "answer": _answer(places, costs, data),
+        "answer": _answer(places, costs, data, asked.seeds),
         "run": {**run_again, "seeds": list(range(asked.seeds)), "seconds": seconds},
         "unfinished": [str(run) for run in runs if run not in done],
     }
@@ -203,18 +203,19 @@ def _block_size(name: str) -> str:
     return f", blocks of {block}" if block else ""
 
 
-def _answer(places: list[Place], costs: dict[str, Any], data: DataModule) -> str:
+def _answer(places: list[Place], costs: dict[str, Any], data: DataModule, seeds: int) -> str:
     """Recommend the best, or a clearly cheaper one that no measured difference sets apart from it."""
     best = places[0].name
     equals = [place.name for place in places if place.verdict != "behind"]
     seconds = {name: costs[name]["step_seconds"] for name in equals}
+    caveat = "" if seeds > 1 else ", in one training; more seeds would tell luck from difference"
     cheapest = min(equals, key=lambda name: seconds[name])
     if len(places) == 1:
         return f"Only {best} was measured: name several encodings to compare them."
     if "none" in equals:
         return f"Position does not matter here: no encoding is measurably better than none on {data.title}."
     if len(equals) == 1:
-        return f"Use {best}: it is measurably better than all others on {data.title}."
+        return f"Use {best}: it is measurably better than all others on {data.title}{caveat}."
     if seconds[best] <= CLEARLY_CHEAPER * seconds[cheapest]:
         others = ", ".join(equals[1:])
         return f"Use {best}: it has the highest top-1, and no equal ({others}) takes clearly less time per step."

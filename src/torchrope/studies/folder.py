@@ -7,11 +7,12 @@ from typing import Any
 
 import yaml
 
-from torchrope.files import write_whole
+from torchrope.files import read_mapping, write_whole
 from torchrope.studies.config import CompareConfig
 from torchrope.training.config import differences, plain
 
 MAY_GROW = ("encodings", "seeds", "out")
+MEASURES = {"seed", "top1", "val_loss", "shuffled_top1", "resolutions", "curve", "seconds", "labels", "predicted"}
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,16 @@ class StudyFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_file = path / "config.yaml"
+        self.data_file = path / "data.json"
         self.costs_file = path / "costs.json"
         self.results_file = path / "results.json"
 
-    def claim(self, config: CompareConfig) -> CompareConfig:
+    def claim(self, config: CompareConfig, fingerprint: str) -> CompareConfig:
         """Make the folder this configuration's; encodings and seeds may be added to those already there.
+
+        Args:
+            config: What is asked for now.
+            fingerprint: Of the data; runs over other examples cannot be compared.
 
         Returns:
             The configuration with all encodings and seeds that the folder was ever asked for.
@@ -54,10 +60,13 @@ class StudyFolder:
             if different:
                 rule = "--out must be a new folder or one of the same configuration"
                 raise ValueError(f"{rule}, got {self.path} with {different}")
+            if read_mapping(self.data_file, "data.json").get("fingerprint") != fingerprint:
+                raise ValueError(f"the data must be what it was, got other examples than {self.path} was trained on")
             mine["encodings"] = list(dict.fromkeys([*theirs["encodings"], *mine["encodings"]]))
             mine["seeds"] = max(theirs["seeds"], mine["seeds"])
         elif self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
             raise ValueError(f"--out must be a new folder, an empty one, or one of torchrope compare, got {self.path}")
+        write_json(self.data_file, {"fingerprint": fingerprint})
         write_whole(self.config_file, yaml.safe_dump(mine, sort_keys=False))
         return replace(config, encodings=mine["encodings"], seeds=mine["seeds"])
 
@@ -68,15 +77,20 @@ class StudyFolder:
     def result(self, run: Run) -> dict[str, Any] | None:
         """The measures of a finished run, None where it is not finished."""
         file = self.run_folder(run) / "result.json"
-        return json.loads(file.read_text()) if file.exists() else None
+        if not file.exists():
+            return None
+        result = read_mapping(file, "a result")
+        if not set(result) >= MEASURES:
+            raise ValueError(f"a result must hold {', '.join(sorted(MEASURES))}, got {file} without; delete it")
+        return result
 
     def write_result(self, run: Run, result: dict[str, Any]) -> None:
         """Finish a run."""
         write_json(self.run_folder(run) / "result.json", result)
 
     def _stored_config(self) -> dict[str, Any]:
-        stored = yaml.safe_load(self.config_file.read_text())
-        if not isinstance(stored, dict) or not {"encodings", "seeds"} <= set(stored):
+        stored = read_mapping(self.config_file, "config.yaml")
+        if not {"encodings", "seeds", "data", "model", "optim"} <= set(stored):
             raise ValueError(f"{self.config_file} must be a configuration of torchrope compare, got something else")
         return stored
 

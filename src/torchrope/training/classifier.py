@@ -101,7 +101,7 @@ class Classifier(pl.LightningModule):
         groups = decay_groups(self.model, self.optim.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=self.optim.lr, betas=self.optim.betas)
         total = int(self.trainer.estimated_stepping_batches)
-        warmup = round(total * self.optim.warmup_epochs / self.optim.epochs)
+        warmup = round(total * min(self.optim.warmup_epochs / self.optim.epochs, 0.5))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warmup_cosine, warmup=warmup, total=total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -51,6 +51,19 @@ class ModelConfig:
     spacing: list[float] | None = None
     origin: list[float] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("dim", "depth", "num_heads", "mlp_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        if not self.patch_size or min(self.patch_size) < 1:
+            raise ValueError(f"patch_size must be 1 or more along each axis, got {self.patch_size}")
+        if self.num_registers < 0:
+            raise ValueError(f"num_registers must be 0 or more, got {self.num_registers}")
+        for name in ("dropout", "attention_dropout", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+
     @property
     def patch(self) -> int | list[int]:
         """The patch as `ViT` takes it."""
@@ -66,7 +79,7 @@ class OptimConfig:
         lr: Highest learning rate.
         weight_decay: Decay of weight matrices; never of encodings, norms, biases or tokens.
         betas: Averaging of gradients and of their squares.
-        warmup_epochs: Epochs of linear warm-up.
+        warmup_epochs: Epochs of linear warm-up, at most half of all.
         clip: Largest norm of a gradient; 0 does not clip.
         label_smoothing: Share of the label that is spread over all classes.
     """
@@ -85,8 +98,11 @@ class OptimConfig:
             raise ValueError(f"epochs must be 1 or more, got {self.epochs}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, got {self.lr}")
-        if not 0 <= self.warmup_epochs <= self.epochs:
-            raise ValueError(f"warmup_epochs must be between 0 and epochs = {self.epochs}, got {self.warmup_epochs}")
+        for name in ("weight_decay", "warmup_epochs", "clip"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
 
 
 @dataclass

@@ -108,6 +108,7 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
 
 def _peak_memory(model: nn.Module, step: Callable[[], None], device: torch.device) -> int:
     if device.type == "cuda":
+        model.zero_grad()
         others = torch.cuda.memory_allocated(device) - sum(p.nbytes for p in model.parameters())
         torch.cuda.reset_peak_memory_stats(device)
         step()

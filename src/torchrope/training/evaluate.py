@@ -64,16 +64,17 @@ def evaluate(model: ViT, data: DataModule, scales: Iterable[float]) -> Evaluatio
         data: Its data.
         scales: Sizes to evaluate at beside the training size, as multiples of it.
     """
-    patch_size = model.embed.patch_size
+    patch_size, trained_at = model.embed.patch_size, tuple(data.input_size)
     labels, logits = predict(model, data)
     shuffled, moved = predict(model, data, _shuffler(patch_size))
-    resolutions = [(size, _top1_at(model, data, size)) for size in scaled_sizes(data, patch_size, scales)]
+    at = {size: _top1_at(model, data, size) for size in scaled_sizes(data, patch_size, scales) if size != trained_at}
+    at[trained_at] = _top1(labels, logits)
     return Evaluation(
         labels=labels.tolist(),
         predicted=logits.argmax(dim=-1).tolist(),
         val_loss=functional.cross_entropy(logits, labels).item(),
         shuffled_top1=_top1(shuffled, moved),
-        resolutions=resolutions,
+        resolutions=sorted(at.items()),
     )
 
 
@@ -115,8 +116,6 @@ def _shuffler(patch_size: Sequence[int]) -> Change:
 
 
 def _top1_at(model: nn.Module, data: DataModule, size: tuple[int, ...]) -> float:
-    if size == tuple(data.input_size):
-        return _top1(*predict(model, data))
     return _top1(*predict(model, data, lambda inputs: resize(inputs, size)))
 
 

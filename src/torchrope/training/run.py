@@ -19,14 +19,19 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
-from torchrope.files import write_whole
+from torchrope.files import read_mapping, write_whole
 from torchrope.training.classifier import Classifier, build_vit
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, differences, plain
 
 CHECKPOINT = "checkpoint.ckpt"
 CONFIG = "config.yaml"
 QUIET: dict[str, Any] = dict(
-    devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0
+    accelerator="gpu" if torch.cuda.is_available() else "cpu",
+    devices=1,
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    num_sanity_val_steps=0,
 )
 
 OnEpoch = Callable[[dict[str, float]], None]
@@ -61,7 +66,6 @@ def train(
     pl.seed_everything(config.seed, verbose=False)
     classifier = build_classifier(config, data)
     data.run_seed = config.seed
-    _claim(folder, config)
     checkpoint = folder / CHECKPOINT
     resume = _checked(checkpoint) if checkpoint.exists() else None
     history = History(folder / "curve.csv", on_epoch)
@@ -80,18 +84,21 @@ def train(
             reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
             **{**QUIET, **trainer_settings},
         )
+        _claim(folder, config)
         try:
             trainer.fit(classifier, datamodule=data, ckpt_path=resume, weights_only=True)
         except SystemExit:  # Lightning's answer to Ctrl-C
             raise KeyboardInterrupt from None
-    return classifier, history
+    return classifier.to(trainer.strategy.root_device), history
 
 
 def _claim(folder: Path, config: RunConfig) -> None:
     """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
     file = folder / CONFIG
+    if not file.exists() and folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     if file.exists():
-        different = differences(plain(read_config(yaml.safe_load(file.read_text()))), plain(config))
+        different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config))
         if different:
             rule = "a run's folder must be new or of the same configuration"
             raise ValueError(f"{rule}, got {folder} with {different}")
@@ -102,17 +109,20 @@ def load(folder: Path) -> tuple[RunConfig, DataModule, Classifier]:
     """Read a run back: its configuration, its data, and the model of its last finished epoch.
 
     Raises:
-        ValueError: the folder holds no run, or its checkpoint is damaged.
+        ValueError: the folder holds no run, or its files are damaged or of another run.
     """
     if not (folder / CONFIG).exists() or not (folder / CHECKPOINT).exists():
         raise ValueError(f"a run's folder holds {CONFIG} and {CHECKPOINT}, got {folder}")
-    config = read_config(yaml.safe_load((folder / CONFIG).read_text()))
+    config = read_config(read_mapping(folder / CONFIG, CONFIG))
     data = make_data(config.data)
     data.setup()
     classifier = build_classifier(config, data)
     saved = torch.load(_checked(folder / CHECKPOINT), map_location="cpu", weights_only=True)
-    classifier.load_state_dict(saved["state_dict"])
-    return config, data, classifier
+    try:
+        classifier.load_state_dict(saved["state_dict"])
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint must be of the run's own model, got another in {folder}") from error
+    return config, data, classifier.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def build_classifier(config: RunConfig, data: DataModule) -> Classifier:
@@ -224,7 +234,13 @@ class History(Callback):
 
 def _checked(checkpoint: Path) -> Path:
     try:
-        torch.load(checkpoint, map_location="meta", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"a checkpoint must be whole, got a damaged one; delete it: {checkpoint}") from error
+        whole = {"state_dict", "pytorch-lightning_version"} <= set(
+            torch.load(checkpoint, map_location="meta", weights_only=True)
+        )
+    except (OSError, MemoryError):
+        raise
+    except Exception:
+        whole = False
+    if not whole:
+        raise ValueError(f"a checkpoint must be whole, got a damaged one; delete it: {checkpoint}")
     return checkpoint
