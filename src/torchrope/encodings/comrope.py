@@ -12,12 +12,43 @@ from torchrope.encodings.base import Encoding, Init, check_init, rounding, skew,
 _STD = math.sqrt(2)
 
 
-def _lattice(*sizes: int) -> dict[str, Any]:
-    """Patch centres, with the training image [0, 1] long along every axis."""
-    return {"spacing": tuple(1 / size for size in sizes), "origin": tuple(0.5 / size for size in sizes)}
+class ComRoPE(Encoding):
+    """Both kinds of ComRoPE: blocks P - P^T, of which the strict upper triangles are the parameter `upper`."""
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int = 8,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        init: Init = "paper",
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        self.init = check_init(init)
+        entries = block_size * (block_size - 1) // 2
+        self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
+
+    @property
+    def relative(self) -> bool:
+        return True
+
+    @classmethod
+    def lattice(cls, *sizes: int) -> dict[str, Any]:
+        """Patch centres, with the training image [0, 1] long along every axis."""
+        return {"spacing": tuple(1 / size for size in sizes), "origin": tuple(0.5 / size for size in sizes)}
 
 
-class ComRoPEAP(Encoding):
+class ComRoPEAP(ComRoPE):
     """Give each block to one axis:  A_a = diag over blocks j of (P_j - P_j^T if j mod N = a else 0).
 
     Blocks of different axes never overlap, so the generators commute. Parameters are the strict upper triangles
@@ -49,36 +80,10 @@ class ComRoPEAP(Encoding):
     summary = "Learned blocks, each given to one axis, so that the generators commute and scores are relative."
     source = "ComRoPE, axial partition; supplement E.2.3"
 
-    def __init__(
-        self,
-        *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
-        block_size: int = 8,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
-        init: Init = "paper",
-    ) -> None:
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
-        self._require_divisible(num_axes * block_size, "num_axes·block_size")
-        self.init = check_init(init)
-        entries = block_size * (block_size - 1) // 2
-        self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
+    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, **settings: Any) -> None:
+        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, **settings)
+        self._require_divisible(num_axes * self.block_size, "num_axes·block_size")
         self.reset_parameters()
-
-    @property
-    def relative(self) -> bool:
-        return True
-
-    lattice = staticmethod(_lattice)
 
     def reset_parameters(self) -> None:
         """Draw P from N(0, 1), or start from zero."""
@@ -106,7 +111,7 @@ class ComRoPEAP(Encoding):
         return (block % self.num_axes == axis)[:, None, :, None, None]
 
 
-class ComRoPELD(Encoding):
+class ComRoPELD(ComRoPE):
     """Make all axes multiples of one base:  A_a = θ_a (P - P^T) in each block, θ a factor per axis, head, block.
 
     Multiples of one matrix commute. Parameters are the factors and the strict upper triangle of P - P^T.
@@ -139,36 +144,10 @@ class ComRoPELD(Encoding):
     summary = "One learned block for all axes, times a factor per axis; the generators commute, scores are relative."
     source = "ComRoPE, linear dependence; supplement E.2.4"
 
-    def __init__(
-        self,
-        *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
-        block_size: int = 8,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
-        init: Init = "paper",
-    ) -> None:
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
-        self.init = check_init(init)
-        entries = block_size * (block_size - 1) // 2
-        self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
+    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, **settings: Any) -> None:
+        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, **settings)
         self.factors = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks))
         self.reset_parameters()
-
-    @property
-    def relative(self) -> bool:
-        return True
-
-    lattice = staticmethod(_lattice)
 
     def reset_parameters(self) -> None:
         """Draw P and θ from N(0, 1); "zeros" sets θ alone to zero, or no gradient would reach either."""
