@@ -28,7 +28,8 @@ class Cost:
         flops: Operations of a forward pass per input; a multiply-add is two. Matrix products, attention and matrix
             exponentials count, element-wise work does not. Rotations are made once for a batch and shared by it.
         step_seconds: Median time of a training step.
-        peak_memory_bytes: Most memory that tensors of a training step hold at once, parameters included.
+        peak_memory_bytes: Most memory that tensors of a training step hold at once: parameters, gradients, activations
+            and temporary ones; the moments that the optimiser keeps are not counted.
     """
 
     parameters: int
