@@ -62,5 +62,5 @@ def _replace(path: Path, data: bytes) -> None:
         os.chmod(unfinished, 0o644)
         os.replace(unfinished, path)
     except BaseException:
-        os.unlink(unfinished)
+        Path(unfinished).unlink(missing_ok=True)  # Ctrl-C may come right after the replacement
         raise

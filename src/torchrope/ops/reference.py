@@ -28,7 +28,8 @@ def _turn_pairs(x: Tensor, angles: Tensor) -> Tensor:
 
 def _turn_blocks(x: Tensor, blocks: Tensor) -> Tensor:
     columns = x.unflatten(-1, (-1, blocks.shape[-1]))  # (*batch, heads, tokens, num_blocks, b)
-    return torch.einsum("...htnij,...htnj->...htni", blocks, columns).flatten(-2)
+    turned = torch.einsum("...htnij,...htnj->...htni", blocks, columns).flatten(-2)
+    return turned.contiguous()  # torch 2.6 leaves channels apart, which fused attention refuses
 
 
 def _spread_over_heads(rotation: Rotation, heads: int) -> Tensor:
