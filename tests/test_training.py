@@ -1,6 +1,7 @@
 """Training: the schedule, what decays, resuming, measures and costs."""
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +190,19 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         write_whole(file, "new")
     assert file.read_text() == "old"
     assert [path.name for path in file.parent.iterdir()] == ["file.txt"]
+
+
+def test_ctrl_c_right_after_a_file_was_written_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def interrupted(old: str, new: Path) -> None:
+        replace(old, new)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file.txt", "new")
+    assert (tmp_path / "file.txt").read_text() == "new"
 
 
 @pytest.mark.parametrize(
