@@ -133,7 +133,7 @@ def test_encodings_build_under_a_narrow_default_dtype() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert axial.frequencies.dtype == torch.float32
-    assert mixed(tr.grid(3, 3)).table.dtype == torch.float32
+    assert mixed(tr.grid(3, 3)).dtype == torch.float32
 
 
 def test_axis_partition_is_rope_axial_with_learned_blocks() -> None:

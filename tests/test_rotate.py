@@ -13,7 +13,7 @@ def rotation(heads: int = 2, tokens: int = 9, head_dim: int = 8) -> tr.Rotation:
 
 
 def test_a_planar_rotation_turns_pairs_counter_clockwise() -> None:
-    quarter = tr.Planar(torch.full((1, 1, 1), math.pi / 2), head_dim=2)
+    quarter = tr.Planar(positions=torch.full((1, 1), math.pi / 2), frequencies=torch.ones(1, 1, 1), head_dim=2)
     turned, _ = tr.rotate(torch.tensor([[[1.0, 0.0]]]), torch.zeros(1, 1, 2), quarter)
     assert torch.allclose(turned, torch.tensor([[[0.0, 1.0]]]), atol=1e-6)
 
@@ -108,7 +108,7 @@ def test_a_rotation_is_a_value() -> None:
     with pytest.raises(AttributeError):
         turn.head_dim = 4  # type: ignore[misc]
     assert turn.to(torch.float64).matrix().dtype == torch.float64
-    assert torch.equal(turn.to(torch.bfloat16).table, turn.table)  # angles are never rounded
+    assert torch.equal(turn.to(torch.bfloat16).angles(), turn.angles())  # angles are never rounded
     assert turn.shape == (2, 9)
 
 
@@ -140,7 +140,7 @@ def test_skew_exp_takes_strided_and_narrow_input() -> None:
         ),
         (dict(q=torch.zeros(9, 8)), r"q must be floating point \(batch, heads, tokens, head_dim\)"),
         (dict(k=torch.zeros(1, 2, 9, 8, dtype=torch.long)), "k must be floating point"),
-        (dict(backend="cuda-graph"), "backend must be one of auto, reference, got 'cuda-graph'"),
+        (dict(backend="cuda-graph"), "backend must be one of auto, reference, native, triton, got 'cuda-graph'"),
     ],
 )
 def test_bad_input_is_told_in_one_line(change: dict, message: str) -> None:

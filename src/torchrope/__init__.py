@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from torchrope.positions import rescale as rescale
     from torchrope.positions import shift as shift
     from torchrope.rotations import Block as Block
+    from torchrope.rotations import Commuting as Commuting
     from torchrope.rotations import Planar as Planar
     from torchrope.rotations import Rotation as Rotation
 
 _ROOMS = {
     "torchrope.positions": ("grid", "jitter", "prefix", "rescale", "shift"),
-    "torchrope.rotations": ("Block", "Planar", "Rotation"),
+    "torchrope.rotations": ("Block", "Commuting", "Planar", "Rotation"),
     "torchrope.ops": ("rotate", "skew_exp"),
     "torchrope.encodings": (
         "AbsoluteEncoding",

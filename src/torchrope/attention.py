@@ -53,7 +53,7 @@ class Attention(nn.Module):
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
         if rotation is not None:
-            q, k = rotate(q, k, rotation)
+            q, k = rotate(q, k, rotation, scores_only=True)
         dropout = self.attention_dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
         return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))

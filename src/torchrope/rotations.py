@@ -11,24 +11,23 @@ ones (`rotary_dim` < `head_dim`) pass unchanged. Tokens are second to last, head
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Rotation(ABC):
     """What an encoding returns for positions: one rotation a head and token. Immutable.
 
     Attributes:
-        table: The numbers it is made of, `(*batch, heads or 1, tokens, ...)`, float32 or float64.
         head_dim: Channels of a head, rotated or not.
-        num_heads: Heads that it was made for; those of the table by default. A table of one head serves them all.
+        num_heads: Heads that it was made for; its own by default. A rotation of one head serves them all.
     """
 
-    table: Tensor
     head_dim: int
     num_heads: int | None = None
 
@@ -40,20 +39,30 @@ class Rotation(ABC):
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """`(*batch, heads or 1, tokens)` of the table: no batch where positions are shared, 1 where heads share."""
+        """`(*batch, heads or 1, tokens)`: no batch where positions are shared, 1 where heads share."""
 
     @property
     def heads(self) -> int:
         """Heads that it was made for."""
         return self.shape[-2] if self.num_heads is None else self.num_heads
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32 or float64."""
+        return self._tensors()[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._tensors()[0].device
+
     def matrix(self) -> Tensor:
         """The same rotation as a dense matrix `(*batch, heads, tokens, head_dim, head_dim)`."""
-        dense = block_diagonal(self._blocks(), self.head_dim)
+        dense = block_diagonal(self.blocks(), self.head_dim)
         return dense.expand(*self.shape[:-2], self.heads, *dense.shape[-3:])
 
     @abstractmethod
-    def _blocks(self) -> Tensor:
+    def blocks(self) -> Tensor:
         """The matrices on the diagonal, `(*batch, heads or 1, tokens, num_blocks, b, b)`."""
 
     @abstractmethod
@@ -62,34 +71,124 @@ class Rotation(ABC):
 
     def to(self, *args: Any, **kwargs: Any) -> "Rotation":
         """The same rotation elsewhere; takes what `torch.Tensor.to` takes, but never narrows below float32."""
-        table = self.table.to(*args, **kwargs)
-        if table.dtype not in (torch.float32, torch.float64):
-            table = self.table.to(table.device)
-        return type(self)(table, self.head_dim, self.num_heads)
+
+        def moved(tensor: Tensor) -> Tensor:
+            there = tensor.to(*args, **kwargs)
+            return there if there.dtype in (torch.float32, torch.float64) else tensor.to(there.device)
+
+        return self._mapped(moved)
+
+    def detach(self) -> "Rotation":
+        """The same rotation without a gradient."""
+        return self._mapped(Tensor.detach)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Rotation":
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+    def _tensors(self) -> list[Tensor]:
+        return [value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Planar(Rotation):
-    """Rotation of channel pairs; the table holds angles in radians, `(*batch, heads or 1, tokens, rotary_dim / 2)`."""
+    """Rotation of channel pairs by the angles  a_i = sum_a p_a f_ai,  in radians.
+
+    Attributes:
+        positions: `(*batch, tokens, axes)`.
+        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
+        table: cos and sin of the angles, `(*batch, heads or 1, tokens, pairs, 2)`, where they were worked out
+            beforehand; otherwise made where they are needed.
+    """
+
+    positions: Tensor
+    frequencies: Tensor
+    table: Tensor | None = None
 
     @property
     def rotary_dim(self) -> int:
-        return 2 * self.table.shape[-1]
+        return 2 * self.frequencies.shape[-1]
 
     @property
     def shape(self) -> torch.Size:
-        return self.table.shape[:-1]
+        *batch, tokens, _ = self.positions.shape
+        return torch.Size((*batch, self.frequencies.shape[1], tokens))
 
-    def _blocks(self) -> Tensor:
-        cos, sin = self.table.cos(), self.table.sin()
+    def angles(self) -> Tensor:
+        """Angles in radians, `(*batch, heads or 1, tokens, pairs)`."""
+        return combine(self.positions, self.frequencies)
+
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles, each `(*batch, heads or 1, tokens, pairs)`."""
+        if self.table is not None:
+            cos, sin = self.table.unbind(-1)
+            return cos, sin
+        angles = self.angles()
+        return angles.cos(), angles.sin()
+
+    def tabulated(self) -> "Planar":
+        """The same rotation with cos and sin worked out."""
+        return replace(self, table=torch.stack(self.cos_sin(), dim=-1))
+
+    def blocks(self) -> Tensor:
+        cos, sin = self.cos_sin()
         rows = [torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)]
         return torch.stack(rows, dim=-2)
 
     def inverse(self) -> "Planar":
-        return Planar(-self.table, self.head_dim, self.num_heads)
+        turned = replace(self, positions=-self.positions, table=None)
+        return turned if self.table is None else turned.tabulated()
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Commuting(Rotation):
+    """Rotation by multiples of one skew base B per block:  R(p) = exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a.
+
+    Attributes:
+        positions: `(*batch, tokens, axes)`.
+        factors: c, `(axes, heads or 1, blocks)`.
+        base: B, `(heads or 1, blocks, b, b)`, b even.
+        basis: U, `(heads or 1, blocks, b, b)`, orthogonal, the planes in pairs of columns.
+        angular: w, `(heads or 1, blocks, b / 2)`:  B = U diag([[0, -w], [w, 0]]) U^T.
+    """
+
+    positions: Tensor
+    factors: Tensor
+    base: Tensor
+    basis: Tensor
+    angular: Tensor
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.base.shape[-3] * self.base.shape[-1]
+
+    @property
+    def shape(self) -> torch.Size:
+        *batch, tokens, _ = self.positions.shape
+        return torch.Size((*batch, self.base.shape[0], tokens))
+
+    def blocks(self) -> Tensor:
+        along = combine(self.positions, self.factors)  # (*batch, heads, tokens, blocks)
+        exponents = along[..., None, None] * self.base.unsqueeze(1)
+        return torch.linalg.matrix_exp(exponents.contiguous())
+
+    def inverse(self) -> "Commuting":
+        return replace(self, positions=-self.positions)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Block(Rotation):
-    """Rotation of channel blocks; the table holds orthogonal matrices `(*batch, heads or 1, tokens, blocks, b, b)`."""
+    """Rotation of channel blocks by orthogonal matrices.
+
+    Attributes:
+        table: The matrices `(*batch, heads or 1, tokens, blocks, b, b)`.
+        tangent: Zeros `(*batch, heads or 1, tokens, blocks, b (b - 1) / 2)` without memory. Kernels return the
+            gradient to Ω in exp(Ω) R at Ω = 0 through it, above the diagonal, half the size of a matrix's.
+    """
+
+    table: Tensor
+    tangent: Tensor | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -99,11 +198,24 @@ class Block(Rotation):
     def shape(self) -> torch.Size:
         return self.table.shape[:-3]
 
-    def _blocks(self) -> Tensor:
+    def blocks(self) -> Tensor:
         return self.table
 
     def inverse(self) -> "Block":
-        return Block(self.table.mT, self.head_dim, self.num_heads)
+        return replace(self, table=self.table.mT, tangent=None)
+
+
+def combine(positions: Tensor, per_axis: Tensor) -> Tensor:
+    """sum_a p_a X_a for p `(*batch, tokens, axes)` and X `(axes, heads, ...)`, to `(*batch, heads, tokens, ...)`.
+
+    A sum of products, not a matmul: a GPU would round a matmul to TensorFloat-32.
+    """
+    trailing = (1,) * (per_axis.ndim - 2)
+    terms: Sequence[Tensor] = [
+        p.unsqueeze(-2).unflatten(-1, (-1, *trailing)) * x.unsqueeze(1)  # (*batch, 1, tokens, ...) (heads, 1, ...)
+        for p, x in zip(positions.unbind(-1), per_axis.unbind(0), strict=True)
+    ]
+    return sum(terms[1:], start=terms[0])
 
 
 def block_diagonal(blocks: Tensor, size: int) -> Tensor:

@@ -74,6 +74,9 @@ class AxialRoPE(Encoding):
     def generators(self) -> Tensor:
         return planar(self.frequencies).unsqueeze(1).expand(-1, self.parameter_heads, -1, -1, -1)
 
+    def frequencies_per_axis(self) -> Tensor:
+        return self.frequencies.unsqueeze(1)
+
     def _take_generators(self, generators: Tensor) -> None:
         frequencies = generators[..., 1, 0]  # (axes, heads, pairs)
         slack = rounding(generators)

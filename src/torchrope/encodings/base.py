@@ -1,15 +1,15 @@
 """What every rotary encoding is: generators, one a axis, and R(p) = exp(sum_a p_a A_a)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from torchrope.ops import skew_exp
+from torchrope.ops.backends import takes_kernels
 from torchrope.ops.precision import wide_dtype
-from torchrope.rotations import Block, Planar, Rotation, block_diagonal
+from torchrope.ops.skew_exp import LARGEST_BLOCK, exp_generators, skew_eig, skew_exp
+from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal, combine
 
 Init = Literal["paper", "zeros"]
 
@@ -89,28 +89,54 @@ class Encoding(nn.Module, ABC):
         """
         return {"spacing": 1.0, "origin": 0.0}
 
-    def forward(self, positions: Tensor) -> Rotation:
+    def frequencies_per_axis(self) -> Tensor:
+        """For blocks of 2, the generators' one number each: `(num_axes, num_heads or 1, rotary_dim / 2)`."""
+        return self.generators()[..., 1, 0]
+
+    def factors_and_base(self) -> tuple[Tensor, Tensor] | None:
+        """The generators as multiples of one base per block,  A_a = c_a B, where the family is so made.
+
+        Returns:
+            Factors c `(num_axes, num_heads or 1, blocks)` and base B `(num_heads or 1, blocks, b, b)`, or None.
+        """
+        return None
+
+    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         """Rotate each of the positions:  R(p) = exp(sum_a p_a A_a).
 
         Args:
             positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`; integers work.
+            backend: How matrices are exponentiated, as `rotate`'s.
 
         Returns:
-            A `Planar` rotation for blocks of 2, a `Block` otherwise. Angles are float32, or float64 where the
-            positions or the parameters are; autocast never touches them.
+            A `Planar` rotation for blocks of 2, a `Commuting` one for multiples of one base, a `Block` otherwise.
+            Angles are float32, or float64 where the positions or the parameters are; autocast never touches them.
 
         Raises:
-            ValueError: wrong shape or number of axes; NaN or infinity (not looked for inside torch.compile).
+            ValueError: wrong shape or number of axes; NaN or infinity (not looked for on a GPU, which would have to
+                be waited for, nor inside torch.compile); a backend that cannot serve.
         """
         self._check_positions(positions)
+        made_for: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
+        if self.block_size == 2:
+            positions, frequencies = _widened(positions, self.frequencies_per_axis())
+            return Planar(positions=positions, frequencies=frequencies, **made_for)
+        factored = self.factors_and_base()
+        if factored is not None and self.block_size % 2 == 0:
+            positions, factors, base = _widened(positions, *factored)
+            if takes_kernels(backend, positions, factors, base):
+                basis, angular = skew_eig(base)
+                return Commuting(
+                    positions=positions, factors=factors, base=base, basis=basis, angular=angular, **made_for
+                )
         generators = self.generators()
-        wide = wide_dtype(positions, generators)
         if generators.stride(1) == 0:  # one head's numbers, seen by all
             generators = generators[:, :1]
-        positions, generators = positions.to(wide), generators.to(wide)
-        if self.block_size == 2:
-            return Planar(_combine(positions, generators[..., 1, 0]), self.head_dim, self.num_heads)
-        return Block(skew_exp(_combine(positions, generators)), self.head_dim, self.num_heads)
+        positions, generators = _widened(positions, generators)
+        if takes_kernels(backend, positions, generators) and self.block_size <= LARGEST_BLOCK:
+            table, tangent = exp_generators(positions, generators)
+            return Block(table=table, tangent=tangent, **made_for)
+        return Block(table=skew_exp(combine(positions, generators), backend="reference"), **made_for)
 
     def set_generators(self, generators: Tensor) -> None:
         """Take generators over from another encoding, a checkpoint or a formula.
@@ -166,7 +192,7 @@ class Encoding(nn.Module, ABC):
             raise ValueError(f"positions must have num_axes = {self.num_axes} axes, got {positions.shape[-1]}")
         if positions.is_complex() or positions.dtype == torch.bool:
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
-        if torch.compiler.is_compiling() or positions.is_meta or not positions.is_floating_point():
+        if torch.compiler.is_compiling() or positions.device.type != "cpu" or not positions.is_floating_point():
             return
         if not torch.isfinite(positions).all():
             bad = int((~torch.isfinite(positions)).any(dim=-1).sum())
@@ -240,14 +266,7 @@ def check_init(init: str) -> Init:
     raise ValueError(f"init must be 'paper' or 'zeros', got {init!r}")
 
 
-def _combine(positions: Tensor, per_axis: Tensor) -> Tensor:
-    """sum_a p_a X_a for p `(..., tokens, axes)` and X `(axes, heads, ...)`, to `(..., heads, tokens, ...)`.
-
-    A sum of products, not a matmul: a GPU would round a matmul to TensorFloat-32.
-    """
-    trailing = (1,) * (per_axis.ndim - 2)
-    terms: Sequence[Tensor] = [
-        p.unsqueeze(-2).unflatten(-1, (-1, *trailing)) * x.unsqueeze(1)  # (..., 1, tokens, ...) (heads, 1, ...)
-        for p, x in zip(positions.unbind(-1), per_axis.unbind(0), strict=True)
-    ]
-    return sum(terms[1:], start=terms[0])
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All in the narrowest dtype that holds them, float32 at least."""
+    wide = wide_dtype(*tensors)
+    return tuple(tensor.to(wide) for tensor in tensors)

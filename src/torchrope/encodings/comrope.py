@@ -1,6 +1,7 @@
 """ComRoPE: learned generators that commute, so that scores depend on relative position alone."""
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ class ComRoPE(Encoding):
     @property
     def relative(self) -> bool:
         return True
+
+    @abstractmethod
+    def factors_and_base(self) -> tuple[Tensor, Tensor]:
+        """Factors `(num_axes, heads, blocks)` and P - P^T `(heads, blocks, b, b)`:  A_a = c_a (P - P^T)."""
+
+    def generators(self) -> Tensor:
+        factors, base = self.factors_and_base()
+        return factors[..., None, None] * base
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
@@ -93,12 +102,12 @@ class ComRoPEAP(ComRoPE):
             else:
                 self.upper.normal_(0, _STD)
 
-    def generators(self) -> Tensor:
-        own_axis = self._own_axis(self.upper.device)  # (axes, 1, blocks, 1, 1)
-        return skew(self.upper, self.block_size) * own_axis
+    def factors_and_base(self) -> tuple[Tensor, Tensor]:
+        own_axis = self._own_axis(self.upper.device)  # (axes, 1, blocks)
+        return own_axis.to(self.upper.dtype).expand(-1, self.parameter_heads, -1), skew(self.upper, self.block_size)
 
     def _take_generators(self, generators: Tensor) -> None:
-        foreign = generators * ~self._own_axis(generators.device)
+        foreign = generators * ~self._own_axis(generators.device)[..., None, None]
         if foreign.abs().max() > rounding(generators):
             raise ValueError(
                 f"ComRoPEAP gives block j to axis j mod {self.num_axes}, got a block that turns with another axis"
@@ -108,7 +117,7 @@ class ComRoPEAP(ComRoPE):
     def _own_axis(self, device: torch.device) -> Tensor:
         block = torch.arange(self.num_blocks, device=device)
         axis = torch.arange(self.num_axes, device=device).unsqueeze(1)
-        return (block % self.num_axes == axis)[:, None, :, None, None]
+        return (block % self.num_axes == axis).unsqueeze(1)
 
 
 class ComRoPELD(ComRoPE):
@@ -158,8 +167,8 @@ class ComRoPELD(ComRoPE):
             else:
                 self.factors.normal_()
 
-    def generators(self) -> Tensor:
-        return self.factors[..., None, None] * skew(self.upper, self.block_size)
+    def factors_and_base(self) -> tuple[Tensor, Tensor]:
+        return self.factors, skew(self.upper, self.block_size)
 
     def _take_generators(self, generators: Tensor) -> None:
         entries = upper_triangle(generators).movedim(0, -2)  # (heads, blocks, axes, entries)

@@ -75,6 +75,9 @@ class MixedRoPE(Encoding):
     def generators(self) -> Tensor:
         return planar(self.frequencies)
 
+    def frequencies_per_axis(self) -> Tensor:
+        return self.frequencies
+
     def _take_generators(self, generators: Tensor) -> None:
         self.frequencies.copy_(generators[..., 1, 0])
 

@@ -44,12 +44,12 @@ class NoEncoding(Encoding):
     def generators(self) -> Tensor:
         return self._anchor.new_zeros(self.num_axes, self.parameter_heads, self.num_blocks, 2, 2)
 
-    def forward(self, positions: Tensor) -> Rotation:
+    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         """A rotation that turns no channel of any position."""
         self._check_positions(positions)
-        *batch, tokens, _ = positions.shape
-        angles = positions.new_zeros(*batch, 1, tokens, 0, dtype=torch.float32)
-        return Planar(angles, self.head_dim, self.num_heads)
+        frequencies = positions.new_zeros(self.num_axes, 1, 0, dtype=torch.float32)
+        where = positions.to(torch.float32)
+        return Planar(positions=where, frequencies=frequencies, head_dim=self.head_dim, num_heads=self.num_heads)
 
     def _take_generators(self, generators: Tensor) -> None:
         if generators.any():

@@ -14,15 +14,17 @@ def skew_exp(generator: Tensor) -> Tensor:
 
 def rotate_one(x: Tensor, rotation: Rotation) -> Tensor:
     """R x for x `(*batch, heads, tokens, head_dim)`, both of the same floating dtype."""
-    turn = _turn_pairs if isinstance(rotation, Planar) else _turn_blocks
     turning, resting = x.split([rotation.rotary_dim, x.shape[-1] - rotation.rotary_dim], dim=-1)
-    turned = turn(turning, _spread_over_heads(rotation, x.shape[-3]))
+    if isinstance(rotation, Planar):
+        cos, sin = (_spread_over_heads(part, x.shape[-3], of_head=2) for part in rotation.cos_sin())
+        turned = _turn_pairs(turning, cos, sin)
+    else:
+        turned = _turn_blocks(turning, _spread_over_heads(rotation.blocks(), x.shape[-3], of_head=4))
     return torch.cat([turned, resting], dim=-1) if resting.shape[-1] else turned
 
 
-def _turn_pairs(x: Tensor, angles: Tensor) -> Tensor:
+def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # (*batch, heads, tokens, pairs)
-    cos, sin = angles.cos(), angles.sin()
     return torch.stack([cos * even - sin * odd, sin * even + cos * odd], dim=-1).flatten(-2)
 
 
@@ -32,9 +34,12 @@ def _turn_blocks(x: Tensor, blocks: Tensor) -> Tensor:
     return turned.contiguous()  # torch 2.6 leaves channels apart, which fused attention refuses
 
 
-def _spread_over_heads(rotation: Rotation, heads: int) -> Tensor:
-    """Give each group of heads the table of its own; one table for all heads broadcasts as it is."""
-    own = rotation.shape[-2]
+def _spread_over_heads(per_head: Tensor, heads: int, of_head: int) -> Tensor:
+    """Give each group of heads its own of `(*batch, own heads, ...)`; one for all heads broadcasts as it is.
+
+    `of_head` is the number of dimensions behind the heads.
+    """
+    own = per_head.shape[-1 - of_head]
     if own in (1, heads):
-        return rotation.table
-    return rotation.table.repeat_interleave(heads // own, dim=len(rotation.shape) - 2)
+        return per_head
+    return per_head.repeat_interleave(heads // own, dim=-1 - of_head)

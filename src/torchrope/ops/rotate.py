@@ -1,12 +1,13 @@
 """The one verb of the library."""
 
+import torch
 from torch import Tensor
 
 from torchrope.ops import reference
+from torchrope.ops.backends import takes_kernels
+from torchrope.ops.library import OPS
 from torchrope.ops.precision import wide_dtype, without_autocast
-from torchrope.rotations import Rotation
-
-BACKENDS = ("auto", "reference")
+from torchrope.rotations import Block, Commuting, Planar, Rotation
 
 
 def rotate(
@@ -16,6 +17,7 @@ def rotate(
     *,
     key_rotation: Rotation | None = None,
     backend: str = "auto",
+    scores_only: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k.
 
@@ -28,13 +30,16 @@ def rotate(
             and the encoding was built with num_heads = the key heads, or its heads share one rotation.
         rotation: What an encoding returned for the positions of q, and of k where `key_rotation` is not given.
         key_rotation: The rotation of k, where queries and keys sit at other positions.
-        backend: "auto" or "reference".
+        backend: "auto" takes the fastest path that serves; "native" (CPU), "triton" (GPU) and "reference" (plain
+            PyTorch, any device, differentiable any number of times) name one.
+        scores_only: Allow an orthogonal basis that q and k share to be left out, because only q'^T k' matters.
 
     Returns:
         Rotated q and k, each in the dtype it came in. The arithmetic is float32, or float64 for float64.
 
     Raises:
-        ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; an unknown backend.
+        ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; a backend that is
+            unknown or cannot serve.
 
     Example:
         >>> import torch, torchrope as tr
@@ -43,22 +48,83 @@ def rotate(
         >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
         True
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     of_keys = rotation if key_rotation is None else key_rotation
     _check("q", q, rotation)
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
-    return _rotate_wide(q, rotation), _rotate_wide(k, of_keys)
+    if not takes_kernels(backend, q, k, *_inputs(rotation), *_inputs(of_keys)) or _needs_reference(rotation, of_keys):
+        return _rotate_wide(q, rotation), _rotate_wide(k, of_keys)
+    if key_rotation is None:
+        return _rotate_fast(q, k, rotation, scores_only)
+    # The basis of one may be left out only where the other's is: two rotations of one encoding share it.
+    shared = isinstance(rotation, Commuting) and isinstance(of_keys, Commuting) and rotation.basis is of_keys.basis
+    turned_q, _ = _rotate_fast(q, q.new_empty((*q.shape[:-4], 0, *q.shape[-3:])), rotation, scores_only and shared)
+    turned_k, _ = _rotate_fast(k, k.new_empty((*k.shape[:-4], 0, *k.shape[-3:])), of_keys, scores_only and shared)
+    return turned_q, turned_k
 
 
 def _rotate_wide(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate in the wider dtype of x, the rotation and float32; give back x's own."""
     if rotation.rotary_dim == 0:
         return x
-    wide = wide_dtype(x, rotation.table)
+    wide = torch.promote_types(wide_dtype(x), rotation.dtype)
     with without_autocast(x):
         return reference.rotate_one(x.to(wide), rotation.to(wide)).to(x.dtype)
+
+
+def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) -> tuple[Tensor, Tensor]:
+    """Rotate both by the kernels, which know one dimension of samples."""
+    if rotation.rotary_dim == 0:
+        return q, k
+    flat = (q.reshape(-1, *q.shape[-3:]) if q.ndim != 4 else q, k.reshape(-1, *k.shape[-3:]) if k.ndim != 4 else k)
+    if isinstance(rotation, Planar):
+        positions = _with_sets(rotation.positions, 3)
+        table = None if rotation.table is None else _with_sets(rotation.table, 5)
+        turned = OPS.rotate_planar(*flat, positions, rotation.frequencies, table)
+    elif isinstance(rotation, Commuting):
+        turned = OPS.rotate_basis(
+            *flat,
+            _with_sets(rotation.positions, 3),
+            rotation.factors,
+            rotation.base,
+            rotation.basis,
+            rotation.angular,
+            not scores_only,
+        )
+    else:
+        assert isinstance(rotation, Block)
+        table = _with_sets(rotation.table, 6)
+        tangent = table.new_empty(0) if rotation.tangent is None else _with_sets(rotation.tangent, 5)
+        turned = OPS.rotate_block(*flat, table.detach(), tangent)
+    return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
+
+
+def _with_sets(x: Tensor, ndim: int) -> Tensor:
+    """Give what all samples share a leading dimension of 1."""
+    return x if x.ndim == ndim else x.unsqueeze(0)
+
+
+def _inputs(rotation: Rotation) -> tuple[Tensor, ...]:
+    if isinstance(rotation, Planar):
+        return rotation.positions, rotation.frequencies
+    if isinstance(rotation, Commuting):
+        return rotation.positions, rotation.factors, rotation.base
+    return (rotation.table,) if isinstance(rotation, Block) else (rotation.blocks(),)
+
+
+def _needs_reference(*rotations: Rotation) -> bool:
+    """What no kernel knows: a gradient to matrices that no encoding made, and rotations of other kinds.
+
+    And positions of several leading dimensions.
+    """
+    for rotation in rotations:
+        if not isinstance(rotation, Planar | Commuting | Block) or len(rotation.shape) > 3:
+            return True
+        if isinstance(rotation, Block) and rotation.tangent is None and rotation.table.requires_grad:
+            return True
+        if isinstance(rotation, Planar) and rotation.table is not None and rotation.table.requires_grad:
+            return True
+    return False
 
 
 def _check(name: str, x: Tensor, rotation: Rotation) -> None:

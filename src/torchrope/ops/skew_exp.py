@@ -3,21 +3,29 @@
 from torch import Tensor
 
 from torchrope.ops import reference
+from torchrope.ops.backends import takes_kernels
+from torchrope.ops.library import OPS
 from torchrope.ops.precision import wide_dtype, without_autocast
 
+LARGEST_BLOCK = 128
 
-def skew_exp(generator: Tensor) -> Tensor:
+
+def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
     """Exponentiate skew-symmetric matrices:  R = exp(G),  an orthogonal matrix of determinant 1.
+
+    The gradient is the skew one, along the matrices that G may become:  dL/dG = ∫₀¹ e^(-uG) M e^(uG) du,
+    M = (H R^T - R H^T) / 2  for the gradient H to R.
 
     Args:
         generator: Skew blocks `(..., b, b)`, G^T = -G. Any strides; float16 and bfloat16 are computed in float32,
             and autocast never touches the arithmetic.
+        backend: As `rotate`'s.
 
     Returns:
         Rotations `(..., b, b)`, float32 (float64 for float64).
 
     Raises:
-        ValueError: the last two dimensions differ.
+        ValueError: the last two dimensions differ, or the backend cannot serve.
 
     Example:
         >>> import torch
@@ -27,5 +35,33 @@ def skew_exp(generator: Tensor) -> Tensor:
     """
     if generator.ndim < 2 or generator.shape[-1] != generator.shape[-2]:
         raise ValueError(f"skew_exp needs square matrices (..., b, b), got {tuple(generator.shape)}")
-    with without_autocast(generator):
-        return reference.skew_exp(generator.to(wide_dtype(generator)))
+    wide = generator.to(wide_dtype(generator))
+    fast = takes_kernels(backend, generator)
+    if not fast or not wide.numel() or not 2 <= generator.shape[-1] <= LARGEST_BLOCK:
+        with without_autocast(generator):
+            return reference.skew_exp(wide)
+    return OPS.skew_exp(wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
+
+
+def exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(sum_a p_a A_a) by kernels:  a table and its tangent, as `Block` takes them.
+
+    Args:
+        positions: `(*batch, tokens, axes)`, float32, one dimension of batch at most.
+        generators: `(axes, heads or 1, blocks, b, b)`, skew, float32.
+    """
+    shared = positions.ndim == 2
+    table, tangent = OPS.exp_generators(positions.unsqueeze(0) if shared else positions, generators)
+    return (table[0], tangent[0]) if shared else (table, tangent)
+
+
+def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
+    """The planes that skew blocks turn, and how fast:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0.
+
+    Args:
+        base: `(..., b, b)`, skew, float32, b even. No gradient flows through it; `Commuting` has its own.
+
+    Returns:
+        U `(..., b, b)`, orthogonal, planes in pairs of columns, and w `(..., b / 2)`.
+    """
+    return OPS.skew_eig(base.detach().contiguous())

@@ -1,0 +1,57 @@
+"""Which path computes: the plain reference, the kernels for CPUs ("native") or those for GPUs ("triton")."""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from torchrope.ops.native import LIBRARY
+
+BACKENDS = ("auto", "reference", "native", "triton")
+
+_HAS_TRITON = find_spec("triton") is not None
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes_kernels(backend: str, *tensors: Tensor) -> bool:
+    """Whether kernels compute, or the reference.
+
+    Args:
+        backend: "auto" takes kernels where they can serve; "reference", "native" and "triton" are taken at their word.
+        tensors: What they are asked to compute with.
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot serve, with the reason.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "reference":
+        return False
+    hindrance = _hindrance(backend, tensors)
+    if hindrance is not None and backend != "auto":
+        raise ValueError(f"backend {backend!r} {hindrance}")
+    # A graph that is exported should run where torchrope is not.
+    return hindrance is None and not (backend == "auto" and _is_exporting())
+
+
+def _hindrance(backend: str, tensors: tuple[Tensor, ...]) -> str | None:
+    """Why kernels cannot serve, or None."""
+    kind = tensors[0].device.type
+    serving = {"cpu": "native", "cuda": "triton"}.get(kind)
+    if backend not in ("auto", serving):
+        return f"needs {'CPU' if backend == 'native' else 'CUDA or ROCm'} tensors, got {kind}"
+    if serving is None:
+        return f"has no kernels for {kind}"
+    for tensor in tensors:
+        if tensor.device.type != kind:
+            return f"needs all tensors on one device, got {kind} and {tensor.device.type}"
+        if tensor.dtype not in _NARROW:
+            return f"computes in float32, got {tensor.dtype}"
+    if serving == "native":
+        return None if LIBRARY is not None else "needs kernels that were not built when torchrope was installed"
+    return None if _HAS_TRITON else "needs the package triton"
+
+
+def _is_exporting() -> bool:
+    asked = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
+    return torch.onnx.is_in_onnx_export() if asked is None else asked() or torch.onnx.is_in_onnx_export()

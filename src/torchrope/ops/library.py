@@ -1,0 +1,403 @@
+"""The kernels as operators of PyTorch: schema, shapes, gradient and batching rule of each.
+
+An operator runs the kernels of the device that its tensors are on: `native` on a CPU, `gpu` on CUDA and ROCm.
+Gradients of gradients are left to the reference.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrope.ops import reference
+from torchrope.rotations import Block, Commuting, Planar
+
+OPS = torch.ops.torchrope
+"""The operators, by name."""
+
+_ROOMS = {"cpu": "torchrope.ops.native", "cuda": "torchrope.ops.gpu"}
+
+
+def kernels(like: Tensor) -> ModuleType:
+    """The kernels of a tensor's device."""
+    return import_module(_ROOMS[like.device.type])
+
+
+def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
+    """Define an operator; the function decorated runs it on every device that has kernels."""
+    torch.library.define(f"torchrope::{name}", schema)
+
+    def implement(run: Callable) -> Callable:
+        torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(run)
+        return run
+
+    return implement
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """What an operator returns for a gradient that nobody wants."""
+    return like.new_empty(0, dtype=torch.float32)
+
+
+def _vectors_like(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _float_like(x: Tensor, wanted: bool) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32) if wanted else _nothing(x)
+
+
+def _wanted(gradient: Tensor, wanted: bool) -> Tensor | None:
+    return gradient if wanted else None
+
+
+# Planar: q, k (batch, heads, tokens, head_dim), positions (1 or batch, tokens, axes), frequencies (axes, heads, pairs).
+
+
+@_operator(
+    "rotate_planar", "(Tensor q, Tensor k, Tensor positions, Tensor frequencies, Tensor? table) -> (Tensor, Tensor)"
+)
+def _rotate_planar(
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return kernels(q).rotate_planar(q, k, positions, frequencies, table)
+
+
+@torch.library.register_fake("torchrope::rotate_planar")
+def _(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _vectors_like(q, k)
+
+
+@_operator(
+    "rotate_planar_backward",
+    "(Tensor grad_q, Tensor grad_k, Tensor q, Tensor k, Tensor positions, Tensor frequencies, Tensor? table,"
+    " bool[2] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _rotate_planar_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    table: Tensor | None,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    *vectors, d_positions, d_frequencies = kernels(q).rotate_planar_backward(
+        grad_q, grad_k, q, k, positions, frequencies, table, wanted
+    )
+    parameters = (_nothing(q) if gradient is None else gradient for gradient in (d_positions, d_frequencies))
+    return (*vectors, *parameters)
+
+
+@torch.library.register_fake("torchrope::rotate_planar_backward")
+def _(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    table: Tensor | None,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    return (*_vectors_like(q, k), _float_like(positions, wanted[0]), _float_like(frequencies, wanted[1]))
+
+
+def _save_planar(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+    wanted = list(ctx.needs_input_grad[2:4])
+    dq, dk, d_positions, d_frequencies = OPS.rotate_planar_backward(grad_q, grad_k, *ctx.saved_tensors, wanted)
+    return dq, dk, _wanted(d_positions, wanted[0]), _wanted(d_frequencies, wanted[1]), None
+
+
+torch.library.register_autograd("torchrope::rotate_planar", _planar_gradient, setup_context=_save_planar)
+
+
+# Commuting: factors (axes, heads, blocks), base and basis (heads, blocks, b, b), angular (heads, blocks, b / 2).
+
+
+@_operator(
+    "rotate_basis",
+    "(Tensor q, Tensor k, Tensor positions, Tensor factors, Tensor base, Tensor basis, Tensor angular, bool outer)"
+    " -> (Tensor, Tensor)",
+)
+def _rotate_basis(
+    q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, outer: bool
+) -> tuple[Tensor, Tensor]:
+    return kernels(q).rotate_basis(q, k, positions, factors, basis, angular, outer)
+
+
+@torch.library.register_fake("torchrope::rotate_basis")
+def _(
+    q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, outer: bool
+) -> tuple[Tensor, Tensor]:
+    return _vectors_like(q, k)
+
+
+@_operator(
+    "rotate_basis_backward",
+    "(Tensor grad_q, Tensor grad_k, Tensor q, Tensor k, Tensor positions, Tensor factors, Tensor basis,"
+    " Tensor angular, bool outer, bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _rotate_basis_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    factors: Tensor,
+    basis: Tensor,
+    angular: Tensor,
+    outer: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    dq, dk, *parameters = kernels(q).rotate_basis_backward(
+        grad_q, grad_k, q, k, positions, factors, basis, angular, outer, wanted
+    )
+    returned = zip(parameters, wanted, strict=True)
+    return (dq, dk, *(gradient if needed else _nothing(q) for gradient, needed in returned))
+
+
+@torch.library.register_fake("torchrope::rotate_basis_backward")
+def _(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    factors: Tensor,
+    basis: Tensor,
+    angular: Tensor,
+    outer: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    return (
+        *_vectors_like(q, k),
+        *(_float_like(x, needed) for x, needed in zip((positions, factors, basis), wanted, strict=True)),
+    )
+
+
+def _save_basis(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, positions, factors, _, basis, angular, ctx.outer = inputs
+    ctx.save_for_backward(q, k, positions, factors, basis, angular)
+
+
+def _basis_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+    wanted = list(ctx.needs_input_grad[2:5])
+    dq, dk, *parameters = OPS.rotate_basis_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.outer, wanted)
+    return (dq, dk, *map(_wanted, parameters, wanted), None, None, None)
+
+
+torch.library.register_autograd("torchrope::rotate_basis", _basis_gradient, setup_context=_save_basis)
+
+
+@_operator("skew_eig", "(Tensor base) -> (Tensor, Tensor)")
+def _skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
+    basis, angular = kernels(base).skew_eig(base.flatten(0, -3))
+    return basis.view(base.shape), angular.view(*base.shape[:-2], -1)
+
+
+@torch.library.register_fake("torchrope::skew_eig")
+def _(base: Tensor) -> tuple[Tensor, Tensor]:
+    return base.new_empty(base.shape), base.new_empty((*base.shape[:-2], base.shape[-1] // 2))
+
+
+# Block: table (1 or batch, heads, tokens, blocks, b, b), its gradient by way of the tangent.
+
+
+@_operator("rotate_block", "(Tensor q, Tensor k, Tensor table, Tensor tangent) -> (Tensor, Tensor)")
+def _rotate_block(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    return kernels(q).rotate_block(q, k, table)
+
+
+@torch.library.register_fake("torchrope::rotate_block")
+def _(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    return _vectors_like(q, k)
+
+
+@_operator(
+    "rotate_block_backward",
+    "(Tensor grad_q, Tensor grad_k, Tensor q, Tensor k, Tensor table, bool wanted) -> (Tensor, Tensor, Tensor)",
+)
+def _rotate_block_backward(
+    grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool
+) -> tuple[Tensor, ...]:
+    dq, dk, d_tangent = kernels(q).rotate_block_backward(grad_q, grad_k, q, k, table, wanted)
+    return dq, dk, _nothing(q) if d_tangent is None else d_tangent
+
+
+@torch.library.register_fake("torchrope::rotate_block_backward")
+def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool) -> tuple[Tensor, ...]:
+    b = table.shape[-1]
+    tangent = table.new_empty((*table.shape[:4], b * (b - 1) // 2)) if wanted else _nothing(q)
+    return (*_vectors_like(q, k), tangent)
+
+
+def _save_block(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _block_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+    wanted = ctx.needs_input_grad[3]
+    dq, dk, d_tangent = OPS.rotate_block_backward(grad_q, grad_k, *ctx.saved_tensors, wanted)
+    return dq, dk, None, _wanted(d_tangent, wanted)
+
+
+torch.library.register_autograd("torchrope::rotate_block", _block_gradient, setup_context=_save_block)
+
+
+# exp: positions (sets, tokens, axes), generators (axes, heads, blocks, b, b) to a table and its tangent.
+
+
+def _table_and_tangent(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tensor]:
+    (sets, tokens, _), (_, heads, blocks, b, _) = positions.shape, generators.shape
+    shape = (sets, heads, tokens, blocks)
+    table = generators.new_empty((*shape, b, b), dtype=torch.float32).mT
+    return table, _zero_tangent(generators, shape, b)
+
+
+def _zero_tangent(like: Tensor, shape: tuple[int, ...], b: int) -> Tensor:
+    return like.new_zeros((), dtype=torch.float32).expand(*shape, b * (b - 1) // 2)
+
+
+@_operator("exp_generators", "(Tensor positions, Tensor generators) -> (Tensor, Tensor)")
+def _exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tensor]:
+    table = kernels(generators).exp_generators(positions, generators)
+    return table, _zero_tangent(generators, table.shape[:4], table.shape[-1])
+
+
+torch.library.register_fake("torchrope::exp_generators", _table_and_tangent)
+
+
+@_operator(
+    "exp_generators_backward",
+    "(Tensor positions, Tensor generators, Tensor d_tangent, bool wanted) -> (Tensor, Tensor)",
+)
+def _exp_generators_backward(
+    positions: Tensor, generators: Tensor, d_tangent: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor]:
+    d_positions, d_generators = kernels(generators).exp_generators_backward(positions, generators, d_tangent, wanted)
+    return _nothing(positions) if d_positions is None else d_positions, d_generators
+
+
+@torch.library.register_fake("torchrope::exp_generators_backward")
+def _(positions: Tensor, generators: Tensor, d_tangent: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+    return _float_like(positions, wanted), _float_like(generators, True)
+
+
+def _save_exponents(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)  # or an unused table would cost as much again
+    ctx.save_for_backward(*inputs, output[0])
+
+
+def _exp_gradient(ctx: Any, d_table: Tensor | None, d_tangent: Tensor | None) -> tuple:
+    positions, generators, table = ctx.saved_tensors
+    if d_table is not None:
+        own = tangent_of(d_table, table)
+        d_tangent = own if d_tangent is None else d_tangent + own
+    if d_tangent is None:
+        return None, None
+    wanted = ctx.needs_input_grad[0]
+    d_positions, d_generators = OPS.exp_generators_backward(positions, generators, d_tangent, wanted)
+    return _wanted(d_positions, wanted), d_generators
+
+
+def tangent_of(d_table: Tensor, table: Tensor) -> Tensor:
+    """The gradient to Ω in exp(Ω) R at Ω = 0, above the diagonal, from the gradient to R:  X - X^T,  X = dL/dR R^T."""
+    product = d_table @ table.mT
+    rows, columns = torch.triu_indices(table.shape[-1], table.shape[-1], 1, device=table.device)
+    return (product - product.mT)[..., rows, columns]
+
+
+torch.library.register_autograd("torchrope::exp_generators", _exp_gradient, setup_context=_save_exponents)
+
+
+@_operator("skew_exp", "(Tensor exponents) -> Tensor")
+def _skew_exp(exponents: Tensor) -> Tensor:
+    return kernels(exponents).skew_exp(exponents)
+
+
+@torch.library.register_fake("torchrope::skew_exp")
+def _(exponents: Tensor) -> Tensor:
+    return exponents.new_empty(exponents.shape).mT
+
+
+@_operator("skew_exp_backward", "(Tensor exponents, Tensor d_tangent) -> Tensor")
+def _skew_exp_backward(exponents: Tensor, d_tangent: Tensor) -> Tensor:
+    return kernels(exponents).skew_exp_backward(exponents, d_tangent)
+
+
+@torch.library.register_fake("torchrope::skew_exp_backward")
+def _(exponents: Tensor, d_tangent: Tensor) -> Tensor:
+    return exponents.new_empty(exponents.shape)
+
+
+def _save_exponent(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+def _skew_exp_gradient(ctx: Any, d_table: Tensor) -> Tensor:
+    exponents, table = ctx.saved_tensors
+    return OPS.skew_exp_backward(exponents, tangent_of(d_table, table))
+
+
+torch.library.register_autograd("torchrope::skew_exp", _skew_exp_gradient, setup_context=_save_exponent)
+
+
+# vmap: what is elementwise in its batch takes one dimension more; the rest is left to the reference.
+
+
+def _batched(info: Any, in_dims: tuple, exponents: Tensor) -> tuple[Tensor, int]:
+    flat = exponents.movedim(in_dims[0], 0)
+    return OPS.skew_exp(flat.flatten(0, 1)).unflatten(0, flat.shape[:2]), 0
+
+
+def _batched_backward(info: Any, in_dims: tuple, exponents: Tensor, d_tangent: Tensor) -> tuple[Tensor, int]:
+    flat, tangent = (
+        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip((exponents, d_tangent), in_dims, strict=True)
+    )
+    gradient = OPS.skew_exp_backward(flat.flatten(0, 1), tangent.flatten(0, 1))
+    return gradient.unflatten(0, flat.shape[:2]), 0
+
+
+def _by_reference(truth: Callable) -> Callable:
+    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        return torch.vmap(truth, in_dims)(*args), (0, 0)
+
+    return rule
+
+
+def _both(q: Tensor, k: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
+    return tuple(reference.rotate_one(x.to(rotation.dtype), rotation).to(x.dtype) for x in (q, k))  # type: ignore
+
+
+def _planar_truth(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None) -> tuple:
+    rotation = Planar(head_dim=q.shape[-1], positions=positions, frequencies=frequencies, table=table)
+    return _both(q, k, rotation)
+
+
+def _basis_truth(q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, *rest: Any) -> tuple:
+    basis, angular, _ = rest
+    rotation = Commuting(
+        head_dim=q.shape[-1], positions=positions, factors=factors, base=base, basis=basis, angular=angular
+    )
+    return _both(q, k, rotation)
+
+
+def _block_truth(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> tuple:
+    return _both(q, k, Block(head_dim=q.shape[-1], table=table))
+
+
+torch.library.register_vmap("torchrope::skew_exp", _batched)
+torch.library.register_vmap("torchrope::skew_exp_backward", _batched_backward)
+torch.library.register_vmap("torchrope::rotate_planar", _by_reference(_planar_truth))
+torch.library.register_vmap("torchrope::rotate_basis", _by_reference(_basis_truth))
+torch.library.register_vmap("torchrope::rotate_block", _by_reference(_block_truth))

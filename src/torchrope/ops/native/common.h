@@ -1,0 +1,220 @@
+/* What every kernel needs: vectors, rows of any dtype, a parallel loop over torch's own threads. */
+#ifndef TORCHROPE_COMMON_H
+#define TORCHROPE_COMMON_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(_WIN32)
+#define API __declspec(dllexport)
+#else
+#define API __attribute__((visibility("default")))
+#endif
+
+#if defined(__AVX512F__)
+#define VW 16
+#elif defined(__AVX__)
+#define VW 8
+#else
+#define VW 4
+#endif
+
+/* Vectors without alignment: any float pointer may be read through them. */
+typedef float vf __attribute__((vector_size(4 * VW), aligned(4), may_alias));
+typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+/* ---- rows: channels of one head and token, as they lie in a tensor ---- */
+
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+typedef struct {
+    void *data; /* NULL: absent */
+    int64_t stride[3]; /* elements from one sample, head, token to the next */
+    int64_t dtype;
+} Rows;
+
+/* Queries or keys: what is read, the gradient that came, what is written. */
+typedef struct {
+    int64_t batch, heads;
+    Rows x, grad, out;
+} Side;
+
+INLINE int64_t row_offset(const Rows *rows, int64_t sample, int64_t head, int64_t token) {
+    return sample * rows->stride[0] + head * rows->stride[1] + token * rows->stride[2];
+}
+
+/* Read n channels as float; float32 is read where it lies. */
+INLINE const float *load_row(const Rows *rows, int64_t at, int64_t n, float *scratch) {
+    if (rows->dtype == FLOAT32) return (const float *)rows->data + at;
+    if (rows->dtype == BFLOAT16) {
+        const uint16_t *source = (const uint16_t *)rows->data + at;
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t bits = (uint32_t)source[i] << 16;
+            memcpy(scratch + i, &bits, 4);
+        }
+    } else {
+        const _Float16 *source = (const _Float16 *)rows->data + at;
+        for (int64_t i = 0; i < n; i++) scratch[i] = (float)source[i];
+    }
+    return scratch;
+}
+
+/* Round n floats to the dtype of the rows, to nearest, ties to even. */
+INLINE void store_row(const Rows *rows, int64_t at, int64_t n, const float *values) {
+    if (rows->dtype == FLOAT32) {
+        float *target = (float *)rows->data + at;
+        if (target != values) memcpy(target, values, 4 * n);
+    } else if (rows->dtype == BFLOAT16) {
+        uint16_t *target = (uint16_t *)rows->data + at;
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t bits;
+            memcpy(&bits, values + i, 4);
+            uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+            target[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded); /* NaN stays */
+        }
+    } else {
+        _Float16 *target = (_Float16 *)rows->data + at;
+        for (int64_t i = 0; i < n; i++) target[i] = (_Float16)values[i];
+    }
+}
+
+/* Copy n channels untouched. */
+INLINE void copy_row(const Rows *from, int64_t at, const Rows *to, int64_t target, int64_t skip, int64_t n) {
+    int64_t size = from->dtype == FLOAT32 ? 4 : 2;
+    memcpy((char *)to->data + (target + skip) * size, (char *)from->data + (at + skip) * size, n * size);
+}
+
+/* ---- threads ---- */
+
+/* OpenMP's entry points, found in the process that torch has loaded; where there are none, one thread does it all. */
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+
+typedef struct {
+    void (*work)(void *, int64_t);
+    void *context;
+    int64_t count, next;
+} Loop;
+
+static void drain(void *data) {
+    Loop *loop = data;
+    for (;;) {
+        int64_t item = __atomic_fetch_add(&loop->next, 1, __ATOMIC_RELAXED);
+        if (item >= loop->count) return;
+        loop->work(loop->context, item);
+    }
+}
+
+/* Run work(context, 0 ... count - 1); what an item computes never depends on the thread that runs it. */
+INLINE void parallel_for(int64_t count, int64_t threads, void (*work)(void *, int64_t), void *context) {
+    Loop loop = {work, context, count, 0};
+    threads = least(threads, count);
+    if (threads > 1 && GOMP_parallel)
+        GOMP_parallel(drain, &loop, (unsigned)threads, 0);
+    else
+        drain(&loop);
+}
+
+INLINE void *scratch(int64_t bytes) {
+    void *memory = NULL;
+    return posix_memalign(&memory, 64, (size_t)(bytes > 0 ? bytes : 64)) ? NULL : memory;
+}
+
+/* ---- angles ---- */
+
+/* cos and sin of n angles. Reduced in double, so that far positions lose nothing; cos 0 = 1 and sin 0 = 0 exactly. */
+INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) {
+    const double rounder = 6755399441055744.0; /* 1.5 * 2^52: adding it rounds to an integer */
+    for (int64_t i = 0; i < n; i++) {
+        double quarters = angle[i] * 0.63661977236758134308 + rounder;
+        int64_t bits;
+        memcpy(&bits, &quarters, 8);
+        int32_t quadrant = (int32_t)bits;
+        float r = (float)(angle[i] - (quarters - rounder) * 1.57079632679489661923);
+        float z = r * r;
+        float s = r + r * z * (-1.6666654611e-1f + z * (8.3321608736e-3f + z * -1.9515295891e-4f));
+        float c = 1.0f - 0.5f * z
+                  + z * z * (4.166664568298827e-2f + z * (-1.388731625493765e-3f + z * 2.443315711809948e-5f));
+        float first = quadrant & 1 ? s : c, second = quadrant & 1 ? c : s;
+        cosine[i] = (quadrant + 1) & 2 ? -first : first;
+        sine[i] = quadrant & 2 ? -second : second;
+    }
+}
+
+/* ---- products ---- */
+
+/* C (+)= A B for R rows and NV vectors of columns; A[i][k] lies at a[i ai + k ak]. */
+#define DEFINE_TILE(NAME, V, WIDTH)                                                                                   \
+    INLINE void NAME(int R, int NV, int64_t depth, const float *a, int64_t ai, int64_t ak, const float *b,            \
+                     int64_t ldb, float *c, int64_t ldc, int accumulate) {                                            \
+        V sum[8][4];                                                                                                  \
+        _Pragma("GCC unroll 8") for (int i = 0; i < R; i++)                                                           \
+            _Pragma("GCC unroll 4") for (int j = 0; j < NV; j++)                                                      \
+                sum[i][j] = accumulate ? *(const V *)(c + i * ldc + j * WIDTH) : (V){0};                              \
+        for (int64_t k = 0; k < depth; k++) {                                                                         \
+            V right[4];                                                                                               \
+            _Pragma("GCC unroll 4") for (int j = 0; j < NV; j++) right[j] = *(const V *)(b + k * ldb + j * WIDTH);    \
+            _Pragma("GCC unroll 8") for (int i = 0; i < R; i++) {                                                     \
+                float left = a[i * ai + k * ak];                                                                      \
+                _Pragma("GCC unroll 4") for (int j = 0; j < NV; j++) sum[i][j] += left * right[j];                    \
+            }                                                                                                         \
+        }                                                                                                             \
+        _Pragma("GCC unroll 8") for (int i = 0; i < R; i++)                                                           \
+            _Pragma("GCC unroll 4") for (int j = 0; j < NV; j++)                                                      \
+                *(V *)(c + i * ldc + j * WIDTH) = sum[i][j];                                                          \
+    }
+
+DEFINE_TILE(tile_wide, vf, VW)
+DEFINE_TILE(tile_8, v8, 8)
+DEFINE_TILE(tile_4, v4, 4)
+
+/* Columns that products of blocks of size b are computed with: a whole number of vectors. */
+INLINE int64_t padded(int64_t b) { return b <= 4 ? 4 : b <= 8 ? 8 : round_up(b, VW < 8 ? 8 : VW); }
+
+#define EACH_ROW_TILE(TILE, NV, STEP)                                                                                 \
+    do {                                                                                                              \
+        int64_t i = 0;                                                                                                \
+        for (; i + STEP <= rows; i += STEP)                                                                           \
+            TILE(STEP, NV, depth, a + i * ai, ai, ak, b, ldb, c + i * ldc, ldc, accumulate);                          \
+        for (; i < rows; i++) TILE(1, NV, depth, a + i * ai, ai, ak, b, ldb, c + i * ldc, ldc, accumulate);           \
+    } while (0)
+
+/* C (+)= A B, C rows x columns, columns as `padded` gives them. */
+INLINE void product(int64_t rows, int64_t depth, int64_t columns, const float *a, int64_t ai, int64_t ak,
+                    const float *b, int64_t ldb, float *c, int64_t ldc, int accumulate) {
+    if (columns == 4) {
+        EACH_ROW_TILE(tile_4, 1, 8);
+        return;
+    }
+    if (columns == 8) {
+        EACH_ROW_TILE(tile_8, 1, 8);
+        return;
+    }
+    while (columns > 0) {
+        if (VW == 16 && columns >= 64) {
+            EACH_ROW_TILE(tile_wide, 4, 4);
+            columns -= 64, b += 64, c += 64;
+        } else if (columns >= 2 * VW) {
+            EACH_ROW_TILE(tile_wide, 2, 4);
+            columns -= 2 * VW, b += 2 * VW, c += 2 * VW;
+        } else {
+            EACH_ROW_TILE(tile_wide, 1, 8);
+            columns -= VW, b += VW, c += VW;
+        }
+    }
+}
+
+/* Parts that tokens are cut into, so that heads and parts together keep all threads busy. */
+INLINE int64_t parts_of(int64_t heads, int64_t tokens, int64_t threads) {
+    if (heads >= 4 * threads || heads == 0) return 1;
+    int64_t wanted = (4 * threads + heads - 1) / heads;
+    return tokens < 1 ? 1 : least(wanted, tokens);
+}
+
+#endif
