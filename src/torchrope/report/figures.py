@@ -342,10 +342,10 @@ def canvas(height: float = HEIGHT) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def finish(figure: Figure, name: str, legend: bool = True) -> str:
+def finish(figure: Figure, name: str, legend: bool = True, legend_columns: int = 3) -> str:
     """Write a figure as SVG text whose ids begin with its name."""
     if legend:
-        figure.legend(loc="outside lower center", ncols=3, columnspacing=1.2)
+        figure.legend(loc="outside lower center", ncols=legend_columns, columnspacing=1.2)
     text = io.StringIO()
     # Without metadata the file holds no date and no outside address.
     figure.savefig(text, format="svg", metadata=dict.fromkeys(["Date", "Creator", "Format", "Type"]))

@@ -36,7 +36,7 @@ def setting_line(bench: dict[str, Any]) -> str:
     """Shape, threads, rounds and machine in one line."""
     source = bench["source"]
     return (
-        f"{_shape(bench['setting'])}, tokens on {_lattice(bench)}; {source['threads']} threads, median of "
+        f"{_shape(bench['setting'])}, tokens on {_lattice(bench)}; threads: {source['threads']}; median of "
         f"{bench['rounds']} rounds; {_machine(source)}"
     )
 
@@ -84,7 +84,7 @@ def _bench_block(suite: dict[str, Any]) -> str:
     headings, rows = _bench_table(suite["bench"])
     table = markdown_table(headings, rows, [False] + [True] * (len(headings) - 1))
     notes = "".join(f"\n- {note}" for note in bench_notes(suite["bench"]))
-    return f"{table}\n" + (f"{notes}\n" if notes else "")
+    return f"{table}\n{notes}\n\n![Time of a step](speed/bench.svg)"
 
 
 def _training_block(suite: dict[str, Any]) -> str:

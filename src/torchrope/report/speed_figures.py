@@ -29,7 +29,7 @@ def step_times(bench: dict[str, Any]) -> Drawing:
         axes.set_yticks(range(len(encodings)), [compared["encoding"] for compared in encodings])
         axes.set(xlabel="milliseconds per step, forward and backward", ylim=(len(encodings) - 0.5, -0.5))
         plain_log(axes, "x")
-        svg = finish(figure, "bench")
+        svg = finish(figure, "bench", legend_columns=2)
     return Drawing(
         name="bench",
         title="Time of a step",
@@ -57,7 +57,7 @@ def growth(suite: dict[str, Any], over: str) -> Drawing | None:
         axes.xaxis.set_major_locator(FixedLocator(sizes))
         axes.xaxis.set_major_formatter(FixedFormatter([str(size) for size in sizes]))
         axes.xaxis.set_minor_locator(NullLocator())
-        svg = finish(figure, f"growth-{over}")
+        svg = finish(figure, f"growth-{over}", legend_columns=2)
     return Drawing(
         name=f"growth-{over}",
         title=f"Time over {over}",

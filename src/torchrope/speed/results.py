@@ -169,7 +169,7 @@ class Judged:
     Attributes:
         name: Short name of the row.
         what: What is compared with what.
-        unit: "×" or "%".
+        unit: What follows the number: "×", " %" or nothing.
         at_most: Whether smaller is better.
         must: What must be reached, None where nothing was promised.
         reach: What to reach for.

@@ -40,7 +40,7 @@ class Row:
         must: What must be reached, None where nothing was promised.
         reach: What to reach for.
         find: The value among the measurements.
-        unit: "×", "%" or nothing.
+        unit: "×", " %" or nothing.
         at_most: Whether smaller is better.
     """
 
@@ -88,7 +88,7 @@ def training_overhead(encoding: str, must: float, reach: float) -> Row:
         return Quartiles(100 * share.low, 100 * share.median, 100 * share.high)
 
     what = f"training step of a ViT with {encoding}: what it adds to one without encoding"
-    return Row(f"training {encoding}", what, must, reach, find, "%", at_most=True)
+    return Row(f"training {encoding}", what, must, reach, find, " %", at_most=True)
 
 
 def peak_memory(batch: int, training: bool, must: float) -> Row:
