@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrope.cli import main
+from torchrope.cli import _show_bench, main
 from torchrope.report.speed import render_docs, verdict
 from torchrope.report.speed_figures import growth, step_times
 from torchrope.rotations import Block, Rotation
@@ -24,7 +24,7 @@ from torchrope.speed.measure import interleaved_seconds, peak_bytes, quartiles, 
 from torchrope.speed.parity import RedGate, require_parity
 from torchrope.speed.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
 from torchrope.speed.results import Bench, Suite, Training, read_results, write_results
-from torchrope.speed.rows import ROWS
+from torchrope.speed.rows import ROWS, Measurements
 from torchrope.speed.suite import Plan, promised, run_suite
 from torchrope.testing import assert_close
 
@@ -297,6 +297,44 @@ def test_every_promise_is_judged_once_and_every_part_is_there(suite: Suite, tmp_
         assert peak.peak_bytes > peak.rotation_bytes == 5 * 64 * 64 * 4
     write_results(tmp_path / "cpu.json", suite)
     assert read_results(tmp_path / "cpu.json", Suite) == suite
+
+
+def test_rows_say_what_was_measured(suite: Suite) -> None:
+    said = {row.name: row.value.median for row in suite.rows if row.value is not None}
+    for encoding in ("comrope-ap:8", "comrope-ld:8"):
+        mixed = suite.bench.of(encoding).of("mixed")
+        assert mixed is not None
+        assert said[f"{encoding} / mixed"] == pytest.approx(1 / mixed.ratio.median)
+    timm = suite.bench.of("mixed").of("timm")
+    assert timm is not None
+    assert said["mixed / timm"] == timm.ratio.median
+    for overhead in suite.training.overheads[1:]:
+        assert said[f"training {overhead.encoding}"] == pytest.approx(100 * overhead.share.median)
+    training, inference = suite.memory[0], suite.memory[2]
+    assert training.training
+    assert training.peak_bytes > inference.peak_bytes
+    assert said["memory training, batch 1"] == training.peak_bytes / training.rotation_bytes
+    assert said["memory inference, batch 1"] == inference.peak_bytes / inference.rotation_bytes
+
+
+def test_a_row_without_its_peer_says_why(suite: Suite) -> None:
+    mixed = suite.bench.of("mixed")
+    alone = replace(mixed, timed=mixed.timed[:1], left_out={"timm": "not installed"})
+    measurements = Measurements(replace(suite.bench, encodings=(alone,)), suite.training, suite.memory, suite.growth)
+    judged = ROWS[0].judge(measurements)
+    assert (judged.value, judged.why_not) == (None, "timm: not installed")
+
+
+def test_without_matplotlib_the_numbers_stand_and_the_figure_is_missed(
+    suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchrope.report.speed_figures", None)
+    write_results(tmp_path / "bench.json", suite.bench)
+    assert _show_bench(tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "no figure: matplotlib is not installed" in printed
+    assert "liere:64" in printed
+    assert not (tmp_path / "bench.svg").exists()
 
 
 def test_the_plan_is_the_one_that_was_promised() -> None:
