@@ -87,7 +87,7 @@ def test_bench_leaves_numbers_a_table_and_a_figure(tmp_path: Path, run: Run) -> 
 
     table = [line.split("  ") for line in printed.splitlines() if line.startswith(("encoding", "mixed"))]
     headings, row = ([cell.strip() for cell in cells if cell.strip()] for cells in table)
-    assert headings[:5] == ["encoding", "ms", "× reference", "× compiled", "× timm"]
+    assert headings[:6] == ["encoding", "backend", "ms", "× reference", "× compiled", "× timm"]
     assert dict(zip(headings, row, strict=True))["× timm"] == f"{timed['timm'].ratio.median:.2f}"
     assert "matrix_exp was not measured" in printed
     assert ElementTree.parse(tmp_path / "bench.svg").getroot().tag.endswith("svg")
@@ -231,6 +231,22 @@ def test_encodings_that_the_shape_does_not_fit_are_told() -> None:
     assert [compared.encoding for compared in bench.encodings] == ["mixed", "liere"]
     assert "head_dim must be divisible by block_size = 8, got 6" in bench.not_fitting["liere:8"]
     assert set(bench.not_fitting) == {"axial", "liere:8", "comrope-ap", "comrope-ld"}
+
+
+@pytest.mark.parametrize(("serving", "expected"), [("native", "native"), ("nothing", "reference")])
+def test_the_kernels_that_serve_are_named(serving: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = peers.rotate
+
+    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, backend: str) -> tuple[Tensor, Tensor]:
+        if backend not in ("auto", "reference", serving):
+            raise ValueError(f"backend {backend!r} cannot serve")
+        return right(q, k, rotation, backend="reference")
+
+    task = make_task("mixed", SMALL)
+    monkeypatch.setattr(peers, "BACKENDS", ("auto", "reference", "triton", "native"))
+    monkeypatch.setattr(peers, "rotate", rotate)
+    monkeypatch.setattr(type(task.encoding), "__call__", lambda self, positions, backend: self.forward(positions))
+    assert peers.serving_backend(task) == expected
 
 
 def test_rounds_take_turns_and_begin_with_another_one_each(monkeypatch: pytest.MonkeyPatch) -> None:

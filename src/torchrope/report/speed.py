@@ -18,7 +18,7 @@ _COLUMNS = {"reference": "× reference", "compiled reference": "× compiled"}
 def terminal_table(bench: dict[str, Any]) -> str:
     """Lay a comparison out for a terminal: how many times as fast torchrope is as each of the others."""
     headings, rows = _bench_table(bench)
-    return aligned_table(headings, rows, [False] + [True] * (len(headings) - 1))
+    return aligned_table(headings, rows, [False, False] + [True] * (len(headings) - 2))
 
 
 def bench_notes(bench: dict[str, Any]) -> list[str]:
@@ -82,7 +82,7 @@ def _rows_block(suite: dict[str, Any]) -> str:
 
 def _bench_block(suite: dict[str, Any]) -> str:
     headings, rows = _bench_table(suite["bench"])
-    table = markdown_table(headings, rows, [False] + [True] * (len(headings) - 1))
+    table = markdown_table(headings, rows, [False, False] + [True] * (len(headings) - 2))
     notes = "".join(f"\n- {note}" for note in bench_notes(suite["bench"]))
     return f"{table}\n{notes}\n\n![Time of a step](speed/bench.svg)"
 
@@ -149,8 +149,8 @@ def _bench_table(bench: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     for compared in bench["encodings"]:
         timed = {entry["name"]: entry for entry in compared["timed"]}
         own = _number(timed[OURS]["milliseconds"]["median"])
-        rows.append([compared["encoding"], own, *(_ratio(timed.get(name)) for name in names)])
-    return ["encoding", "ms", *(_COLUMNS.get(name, f"× {name}") for name in names)], rows
+        rows.append([compared["encoding"], compared["backend"], own, *(_ratio(timed.get(name)) for name in names)])
+    return ["encoding", "backend", "ms", *(_COLUMNS.get(name, f"× {name}") for name in names)], rows
 
 
 def _names(bench: dict[str, Any]) -> list[str]:

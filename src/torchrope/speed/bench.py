@@ -9,7 +9,7 @@ from torchrope.provenance import provenance
 from torchrope.speed.config import ENCODINGS, Setting
 from torchrope.speed.measure import interleaved_seconds, milliseconds, ratio, threads
 from torchrope.speed.parity import require_parity
-from torchrope.speed.peers import OURS, available_peers, make_encoding, make_step, make_task, ours
+from torchrope.speed.peers import OURS, available_peers, make_encoding, make_step, make_task, ours, serving_backend
 from torchrope.speed.results import VERSION, Bench, Compared, Source, Timed
 
 PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
@@ -108,4 +108,4 @@ def _compare(name: str, setting: Setting, rounds: int, companions: Sequence[str]
             steps[companion] = make_step(other, ours(other))
     seconds = interleaved_seconds(steps, rounds=rounds, device=setting.device)
     timed = (Timed(who, milliseconds(own), ratio(own, seconds[OURS])) for who, own in seconds.items())
-    return Compared(name, tuple(timed), left_out)
+    return Compared(name, serving_backend(task), tuple(timed), left_out)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE, choose
-from torchrope.ops import rotate
+from torchrope.ops import BACKENDS, rotate
 from torchrope.positions import grid, prefix
 from torchrope.speed.config import Setting
 
@@ -118,6 +118,20 @@ def ours(task: Task, backend: str = "auto", name: str = OURS) -> Peer:
         return rotate(q, k, task.encoding(task.positions, backend=backend), backend=backend)
 
     return Peer(name, turn, tuple(task.encoding.parameters()))
+
+
+def serving_backend(task: Task) -> str:
+    """The kernels that serve a task by their own name; "reference" where none do, so that "auto" is no more than it."""
+    for backend in BACKENDS:
+        if backend in ("auto", "reference"):
+            continue
+        try:
+            with torch.no_grad():
+                ours(task, backend).turn(task.q, task.k)
+        except (ValueError, RuntimeError):
+            continue
+        return backend
+    return "reference"
 
 
 def reference(task: Task) -> Peer:

@@ -44,11 +44,13 @@ class Compared:
 
     Attributes:
         encoding: Its name.
+        backend: The kernels that torchrope took; "reference" where it has none for this device and dtype.
         timed: Everybody who could be measured.
         left_out: Why others could not, by name.
     """
 
     encoding: str
+    backend: str
     timed: tuple[Timed, ...]
     left_out: dict[str, str]
 
