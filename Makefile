@@ -1,6 +1,6 @@
 # make demo   the main job on the embedded data        make check   lint, types, architecture
 # make test   the tests                                make readme  the README's table, from committed results
-# make bench  every promised row of speed, half an hour, into benchmarks/results and docs/speed.md
+# make bench  every promised row of speed, into benchmarks/results and docs/speed.md
 
 PYTHON ?= python3.11
 BIN := .venv/bin
