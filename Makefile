@@ -1,11 +1,12 @@
 # make demo   the main job on the embedded data        make check   lint, types, architecture
 # make test   the tests                                make readme  the README's table, from committed results
+# make bench  every promised row of speed, into benchmarks/results and docs/speed.md
 
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check readme clean
+.PHONY: demo test check readme bench clean
 
 demo: $(READY)
 	$(BIN)/torchrope compare --out runs/demo
@@ -21,6 +22,9 @@ check: $(READY)
 
 readme: $(READY)
 	$(BIN)/torchrope report docs/results/digits --readme README.md
+
+bench: $(READY)
+	$(BIN)/python benchmarks/cpu.py
 
 clean:
 	rm -rf .venv runs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

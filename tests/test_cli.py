@@ -159,7 +159,7 @@ def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("compair", "commands are compare, train, evaluate, report, got 'compair'; did you mean 'compare'?"),
+        ("compair", "commands are compare, train, evaluate, report, bench, got 'compair'; did you mean 'compare'?"),
         ("compare --encodings lier", "got 'lier'; did you mean 'liere'?"),
         ("compare --encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
         ("compare --encodings ,", "encodings must name at least one, got none"),
@@ -294,7 +294,7 @@ def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_pa
 def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
     status, printed, _ = run(*arguments)
     assert status == 0
-    for command in ("compare", "train", "evaluate", "report"):
+    for command in ("compare", "train", "evaluate", "report", "bench"):
         assert f"\n  {command} " in printed
 
 
@@ -320,7 +320,7 @@ def test_help_of_compare_names_every_encoding_and_the_defaults_of_the_data(
     assert "default: [1, 4, 4]" in printed
 
 
-@pytest.mark.parametrize("arguments", ["--help", "compare --help", "--version"])
+@pytest.mark.parametrize("arguments", ["--help", "compare --help", "bench --help", "--version"])
 def test_help_waits_for_no_heavy_import(arguments: str) -> None:
     script = (
         "import sys, torchrope.cli\n"

@@ -26,6 +26,7 @@ commands:
   train      train one model
   evaluate   measure a trained model
   report     write the page of a comparison anew
+  bench      measure how fast every encoding is here, beside the reference and others' code
 
   torchrope COMMAND --help    explains a command
   torchrope --version         tells the version
@@ -52,6 +53,21 @@ Train one model: torchrope train --data digits --encoding liere:8 --out runs/lie
 command goes on where it was. --trainer.* are the options of Lightning's Trainer.
 """
 
+BENCH = """\
+Measure how fast rotations are built and applied here, forward and backward, and write OUT/bench.json and
+OUT/bench.svg.
+
+First every encoding must agree with the float64 reference, values and gradients; otherwise the differences are told
+and nothing is measured. Then come torchrope, its reference, the compiled reference, and others' code where it is
+installed (timm, rotary-embedding-torch), in one process and in turn. Numbers under "×" say how many times as fast as
+that one torchrope is.
+
+Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; a block size as liere:16.
+
+Tokens stand on a lattice as nearly square as their number allows, with one in front where that helps: 65 are 8x8
+and a class token.
+"""
+
 _SHORT = {"--data": "--data.name", "--epochs": "--optim.epochs"}
 
 
@@ -59,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `torchrope`.
 
     Returns:
-        The exit status: 0, 2 for a user's mistake (told in one line), 130 where Ctrl-C stopped it.
+        The exit status: 0, 1 where `bench` found a wrong result, 2 for a user's mistake (told in one line), 130 where
+        Ctrl-C stopped it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -74,10 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[command](rest)
     except KeyboardInterrupt:
-        print(
-            f"\nstopped; the same command goes on where it was: torchrope {shlex.join(arguments)}",
-            file=sys.stderr,
-        )
+        again = "starts anew" if command == "bench" else "goes on where it was"
+        print(f"\nstopped; the same command {again}: torchrope {shlex.join(arguments)}", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
         return _fail(_one_line(error), command)
@@ -158,6 +173,75 @@ def _report(arguments: list[str]) -> int:
     return _write_report(options.out)
 
 
+def _bench(arguments: list[str]) -> int:
+    from torchrope.speed.config import Setting, parse_shape
+
+    options = _bench_parser().parse_args(arguments)
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out must be a folder, got the file {options.out}")
+    shape = {} if options.shape is None else parse_shape(options.shape)
+    setting = Setting(**shape, axes=options.axes, dtype=options.dtype, device=options.device)
+    encodings = None if options.encodings is None else json.loads(_as_list(options.encodings))
+    from torchrope.speed.bench import run_bench
+    from torchrope.speed.parity import RedGate
+    from torchrope.speed.results import write_results
+
+    try:
+        bench = run_bench(
+            setting,
+            encodings=encodings,
+            rounds=options.rounds,
+            num_threads=options.threads,
+            command=shlex.join(["torchrope", "bench", *arguments]),
+        )
+    except RedGate as red:
+        print(f"torchrope bench: no numbers, {red}:", *red.failures, sep="\n", file=sys.stderr)
+        return 1
+    write_results(options.out / "bench.json", bench)
+    return _show_bench(options.out)
+
+
+def _bench_parser() -> argparse.ArgumentParser:
+    from torchrope.speed.config import DEVICES, DTYPES
+
+    parser = _OneLineParser(
+        prog="torchrope bench",
+        usage="torchrope bench [options]",
+        description=BENCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", type=_one_of(DEVICES), default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--shape", metavar="BATCH,HEADS,TOKENS,HEAD_DIM", help="of q and k (default: 8,12,65,64)")
+    parser.add_argument("--axes", type=int, default=2, metavar="N", help="length of a position (default: 2)")
+    parser.add_argument(
+        "--dtype", type=_one_of(DTYPES), default="float32", help=f"{', '.join(DTYPES)} (default: float32)"
+    )
+    parser.add_argument("--encodings", metavar="A,B,C", help="by name (default: those above that fit the shape)")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads on the CPU (default: torch's own number)")
+    parser.add_argument("--rounds", type=int, default=21, metavar="N", help="medians are over so many (default: 21)")
+    parser.add_argument("--out", type=Path, default=Path("torchrope-bench"), help="folder (default: torchrope-bench)")
+    return parser
+
+
+def _show_bench(out: Path) -> int:
+    from torchrope.report.speed import bench_notes, setting_line, terminal_table
+
+    bench = read_mapping(out / "bench.json", "benchmark results")
+    print(f"\n{setting_line(bench)}\n\n{terminal_table(bench)}\n")
+    for note in bench_notes(bench):
+        print(note)
+    print(f"numbers: {(out / 'bench.json').resolve()}")
+    try:
+        from torchrope.report.speed_figures import step_times
+    except ImportError:
+        print("no figure: matplotlib is not installed (pip install 'torchrope[report]')")
+        return 0
+    write_whole(out / "bench.svg", step_times(bench).svg + "\n")
+    print(f"figure:  {(out / 'bench.svg').resolve()}")
+    return 0
+
+
 def _write_report(out: Path) -> int:
     from torchrope.report.load import read_results
     from torchrope.report.page import write_report
@@ -175,6 +259,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "evaluate": _evaluate,
     "report": _report,
+    "bench": _bench,
 }
 
 
@@ -182,6 +267,8 @@ class _OneLineParser(argparse.ArgumentParser):
     """Tells mistakes as ValueErrors of one line."""
 
     def error(self, message: str) -> NoReturn:
+        if "unrecognized arguments: --" in message:
+            raise ValueError(_explain(message, self))
         raise ValueError(f"{message}; {self.format_usage().strip()}")
 
 
@@ -250,6 +337,17 @@ def _known_data(name: str) -> str:
     if name not in DATA_NAMES:
         raise ValueError(f"--data is one of {', '.join(DATA_NAMES)}, got {name!r}{_nearest(name, DATA_NAMES)}")
     return name
+
+
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    """What argparse calls to check a name."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(names)}, got {name!r}{_nearest(name, names)}")
+        return name
+
+    return check
 
 
 def _readable_config(path: str) -> str:

@@ -105,8 +105,8 @@ def resolutions(results: Results) -> Drawing | None:
     sizes = tested_sizes(results)
     if len(sizes) < 2:
         return None
-    with _house_style():
-        figure, axes = _canvas()
+    with house_style():
+        figure, axes = canvas()
         for encoding, look in _looks(results):
             means = {tuple(at["size"]): at.get("mean") for at in encoding.get("resolutions") or []}
             tested = [(x, means.get(tuple(lengths))) for x, lengths in enumerate(sizes)]
@@ -115,7 +115,7 @@ def resolutions(results: Results) -> Drawing | None:
         axes.set(xlabel="input size at test time", ylabel="top-1, %")
         axes.set_xticks(range(len(sizes)), [size(lengths) for lengths in sizes])
         _mark_training_size(axes, sizes, results["data"]["input_size"])
-        svg = _finish(figure, "resolutions")
+        svg = finish(figure, "resolutions")
     return Drawing(
         name="resolutions",
         title="Accuracy at other input sizes",
@@ -130,14 +130,14 @@ def cost(results: Results) -> Drawing | None:
     timed = [pair for pair in _looks(results) if (pair[0].get("cost") or {}).get("step_seconds")]
     if not timed:
         return None
-    with _house_style():
-        figure, axes = _canvas(height=4.4)
+    with house_style():
+        figure, axes = canvas(height=4.4)
         points = [_point_with_interval(axes, encoding, {**look, "linestyle": "none"}) for encoding, look in timed]
         _time_axis(axes, [x for x, _ in points])
         axes.set(xlabel="milliseconds per training step", ylabel="top-1, %")
         labels = [(encoding["name"], look["color"]) for encoding, look in timed]
         _label_points(figure, axes, points, labels)
-        svg = _finish(figure, "cost", legend=False)
+        svg = finish(figure, "cost", legend=False)
     return Drawing(
         name="cost",
         title="Accuracy against cost",
@@ -153,8 +153,8 @@ def shuffling(results: Results) -> Drawing | None:
     if not tested:
         return None
     chance = 100 * results["data"]["chance"]
-    with _house_style():
-        figure, axes = _canvas(height=1.5 + 0.3 * len(tested))
+    with house_style():
+        figure, axes = canvas(height=1.5 + 0.3 * len(tested))
         for y, (encoding, look) in enumerate(tested):
             before, after = 100 * encoding["top1"]["mean"], 100 * _shuffled(encoding)
             axes.plot([after, before], [y, y], color=look["color"], linewidth=1.6)
@@ -168,7 +168,7 @@ def shuffling(results: Results) -> Drawing | None:
         axes.set_yticks(range(len(tested)), [encoding["name"] for encoding, _ in tested])
         axes.set(xlabel="top-1, %", xlim=(0, 103), ylim=(len(tested) - 0.4, -0.6))
         axes.grid(axis="y", visible=False)
-        svg = _finish(figure, "shuffling", legend=False)
+        svg = finish(figure, "shuffling", legend=False)
     return Drawing(
         name="shuffling",
         title="What is lost when tokens are shuffled",
@@ -208,8 +208,8 @@ def _curves(results: Results, name: str, key: str, ylabel: str, scale: float) ->
     drawn = [(encoding, look, points) for encoding, look, points in curves if points]
     if not drawn:
         return None
-    with _house_style():
-        figure, axes = _canvas()
+    with house_style():
+        figure, axes = canvas()
         for order, (encoding, look, points) in enumerate(drawn):
             epochs, means, lows, highs = _columns(points)
             # Markers of neighbouring lines fall on different epochs.
@@ -224,8 +224,8 @@ def _curves(results: Results, name: str, key: str, ylabel: str, scale: float) ->
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         values = [value for _, _, points in drawn for point in points for value in point[1:]]
         if key == "val_loss" and max(values) > 3 * min(values) > 0:
-            _plain_log(axes, "y")
-        return _finish(figure, name)
+            plain_log(axes, "y")
+        return finish(figure, name)
 
 
 def _over_epochs(encoding: dict[str, Any], key: str, scale: float) -> list[tuple[float, ...]]:
@@ -260,10 +260,10 @@ def _time_axis(axes: Axes, times: list[float]) -> None:
         axes.set_xlim(low - 0.12 * (high - low or low), high + 0.3 * (high - low or low))
     else:
         axes.set_xlim(low / 1.2, high * 1.7)
-        _plain_log(axes, "x")
+        plain_log(axes, "x")
 
 
-def _plain_log(axes: Axes, direction: str) -> None:
+def plain_log(axes: Axes, direction: str) -> None:
     """Make an axis logarithmic, with ticks at 1, 2, 3, 5 and their tenfolds written without exponents."""
     axes.set(**{f"{direction}scale": "log"})
     axis = {"x": axes.xaxis, "y": axes.yaxis}[direction]
@@ -330,19 +330,22 @@ def _shared_area(one: Bbox, other: Bbox) -> float:
     return shared.width * shared.height if shared is not None else 0.0
 
 
-def _house_style() -> Any:
+def house_style() -> Any:
+    """The look of every figure, as a context."""
     return style.context(["default", STYLE])
 
 
-def _canvas(height: float = HEIGHT) -> tuple[Figure, Axes]:
+def canvas(height: float = HEIGHT) -> tuple[Figure, Axes]:
+    """An empty figure with one pair of axes."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots()
 
 
-def _finish(figure: Figure, name: str, legend: bool = True) -> str:
+def finish(figure: Figure, name: str, legend: bool = True, legend_columns: int = 3) -> str:
+    """Write a figure as SVG text whose ids begin with its name."""
     if legend:
-        figure.legend(loc="outside lower center", ncols=3, columnspacing=1.2)
+        figure.legend(loc="outside lower center", ncols=legend_columns, columnspacing=1.2)
     text = io.StringIO()
     # Without metadata the file holds no date and no outside address.
     figure.savefig(text, format="svg", metadata=dict.fromkeys(["Date", "Creator", "Format", "Type"]))

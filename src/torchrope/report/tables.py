@@ -203,9 +203,14 @@ def terminal_columns() -> list[Column]:
 def plain_table(results: Results) -> str:
     """Lay the results out for a terminal, best first, without a final newline."""
     columns = terminal_columns()
-    rows = result_rows(results)
-    texts = [[column.heading, *(_one_line(column.cell(row)) for row in rows)] for column in columns]
-    aligned = [_align(cells, column.numeric) for cells, column in zip(texts, columns, strict=True)]
+    cells = [[column.cell(row) for column in columns] for row in result_rows(results)]
+    return aligned_table([column.heading for column in columns], cells, [column.numeric for column in columns])
+
+
+def aligned_table(headings: list[str], rows: list[list[str]], numeric: list[bool]) -> str:
+    """Lay cells out in columns for a terminal, without a final newline."""
+    texts = [[_one_line(cell) for cell in column] for column in zip(headings, *rows, strict=True)]
+    aligned = [_align(cells, is_number) for cells, is_number in zip(texts, numeric, strict=True)]
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
     rule = "  ".join("-" * len(cells[0]) for cells in aligned)
     return "\n".join([lines[0], rule, *lines[1:]])

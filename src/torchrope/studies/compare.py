@@ -17,10 +17,10 @@ from torchrope.data.build import make_data
 from torchrope.data.datamodule import DataModule
 from torchrope.encodings import Encoding, NoEncoding, choose
 from torchrope.files import read_mapping
+from torchrope.provenance import provenance
 from torchrope.studies.config import CompareConfig
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
-from torchrope.studies.provenance import provenance
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
 from torchrope.training.classifier import build_vit
 from torchrope.training.config import RunConfig, plain

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torchrope._version import __version__
 PACKAGES = ("torch", "torchvision", "pytorch-lightning", "torchmetrics", "scikit-learn", "numpy")
 
 
-def provenance() -> dict[str, Any]:
+def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """Versions, commit and machine of this process."""
-    return {"torchrope": __version__, "commit": commit(), "versions": versions(), "machine": machine()}
+    return {"torchrope": __version__, "commit": commit(), "versions": versions(packages), "machine": machine()}
 
 
 def commit() -> str | None:
@@ -29,10 +30,10 @@ def commit() -> str | None:
         return None
 
 
-def versions() -> dict[str, str]:
-    """Python and the packages that the numbers depend on."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Python and those of the packages that are installed."""
     installed = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

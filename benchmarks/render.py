@@ -1,0 +1,29 @@
+"""Write the tables of docs/speed.md and its figures from benchmarks/results/cpu.json."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from torchrope.files import write_whole
+from torchrope.report.speed import render_docs
+from torchrope.report.speed_figures import growth, step_times
+from torchrope.speed.results import Suite, read_results
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
+DOCS = ROOT / "docs"
+
+
+def render(results: Path, docs: Path) -> None:
+    page = docs / "speed.md"
+    suite = asdict(read_results(results, Suite)) if results.exists() else None
+    write_whole(page, render_docs(page.read_text(encoding="utf-8"), suite))
+    if suite is None:
+        return
+    drawings = [step_times(suite["bench"]), growth(suite, "tokens"), growth(suite, "batch")]
+    for drawing in drawings:
+        if drawing is not None:
+            write_whole(docs / "speed" / f"{drawing.name}.svg", drawing.svg + "\n")
+
+
+if __name__ == "__main__":
+    render(RESULTS, DOCS)

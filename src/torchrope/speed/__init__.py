@@ -1,0 +1,1 @@
+"""How fast: parity first, then time and memory beside the reference and others' code, in one process."""

@@ -1,0 +1,94 @@
+"""What is measured. Free of torch, so that help is quick."""
+
+from dataclasses import dataclass, fields
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+ENCODINGS = ("axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Queries and keys `(batch, heads, tokens, head_dim)` and the positions of their tokens.
+
+    Tokens stand on a lattice as nearly cubic as their number allows, with one more token at the origin in front
+    where that makes it more nearly so: 65 tokens with two axes are 8x8 and one, 64 are 8x8.
+
+    Args:
+        batch: Samples.
+        heads: Attention heads.
+        tokens: Tokens of a sample.
+        head_dim: Channels of a head.
+        axes: Length of a position.
+        dtype: Dtype of q and k; parameters and angles stay float32 or wider.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: a number below 1, an unknown dtype or device.
+    """
+
+    batch: int = 8
+    heads: int = 12
+    tokens: int = 65
+    head_dim: int = 64
+    axes: int = 2
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{field.name} must be 1 or more, got {value}")
+        for name, value, known in (("dtype", self.dtype, DTYPES), ("device", self.device, DEVICES)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+    @property
+    def lattice(self) -> tuple[int, ...]:
+        """Tokens along each axis, without those in front."""
+        return nearest_to_cube(self.tokens - self.prefix, self.axes)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens at the origin in front of the lattice, 0 or 1."""
+        return min(range(min(2, self.tokens)), key=lambda count: _oblong(self.tokens - count, self.axes))
+
+    def describe(self) -> str:
+        """The setting in words."""
+        lattice = "×".join(map(str, self.lattice))
+        front = " and one in front" if self.prefix else ""
+        shape = f"batch {self.batch}, {self.heads} heads of {self.head_dim}"
+        return f"{shape}, {self.tokens} tokens ({lattice}{front}), {self.dtype}, {self.device}"
+
+
+def nearest_to_cube(tokens: int, axes: int) -> tuple[int, ...]:
+    """Factor a number of tokens into one size per axis, as nearly equal as they can be.
+
+    Example:
+        >>> nearest_to_cube(64, 2), nearest_to_cube(24, 3), nearest_to_cube(7, 2)
+        ((8, 8), (2, 3, 4), (1, 7))
+    """
+    if axes == 1:
+        return (tokens,)
+    divisors = (size for size in range(1, tokens + 1) if tokens % size == 0)
+    factorings = ((size, *nearest_to_cube(tokens // size, axes - 1)) for size in divisors)
+    return min(factorings, key=lambda sizes: max(sizes) / min(sizes))
+
+
+def parse_shape(text: str) -> dict[str, int]:
+    """Read "BATCH,HEADS,TOKENS,HEAD_DIM" as the settings of those names.
+
+    Raises:
+        ValueError: not four whole numbers.
+    """
+    numbers = [part.strip() for part in text.split(",")]
+    if len(numbers) != 4 or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"--shape must be four whole numbers BATCH,HEADS,TOKENS,HEAD_DIM, got {text!r}")
+    return dict(zip(("batch", "heads", "tokens", "head_dim"), map(int, numbers), strict=True))
+
+
+def _oblong(tokens: int, axes: int) -> float:
+    """How far from a cube the best lattice of so many tokens is, 1 for a cube."""
+    sizes = nearest_to_cube(tokens, axes)
+    return max(sizes) / min(sizes)
