@@ -52,7 +52,8 @@ def exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tenso
     """
     shared = positions.ndim == 2
     table, tangent = OPS.exp_generators(positions.unsqueeze(0) if shared else positions, generators)
-    return (table[0], tangent[0]) if shared else (table, tangent)
+    # Not [0], whose gradient would fill a second tensor of this size with zeros.
+    return (table.squeeze(0), tangent.squeeze(0)) if shared else (table, tangent)
 
 
 def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,7 @@ static void turn_token(const Block *p, int64_t set, int64_t head, int64_t token,
     Panel panel;
     while (next_panel(&walk, &panel)) {
         gather(&panel, token, n, 0, room.x, room.row);
+        if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t i = 0; i < p->blocks; i++) {
             /* y^T = x^T R^T */
             copy_block(block_of(p, set, head, token, i), p->table_stride[5], p->table_stride[4], b, room.transposed,
@@ -84,6 +85,7 @@ static void turn_token_back(const Block *p, int64_t set, int64_t head, int64_t t
     Panel panel;
     while (next_panel(&walk, &panel)) {
         gather(&panel, token, n, 1, room.grad, room.row);
+        if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         if (tangent) gather(&panel, token, n, 0, room.x, room.row);
         for (int64_t i = 0; i < p->blocks; i++) {
             const float *block = block_of(p, set, head, token, i);

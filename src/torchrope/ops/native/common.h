@@ -157,7 +157,7 @@ INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) 
         _Pragma("GCC unroll 8") for (int i = 0; i < R; i++)                                                           \
             _Pragma("GCC unroll 4") for (int j = 0; j < NV; j++)                                                      \
                 sum[i][j] = accumulate ? *(const V *)(c + i * ldc + j * WIDTH) : (V){0};                              \
-        for (int64_t k = 0; k < depth; k++) {                                                                         \
+        _Pragma("GCC unroll 8") for (int64_t k = 0; k < depth; k++) {                                                                     \
             V right[4];                                                                                               \
             _Pragma("GCC unroll 4") for (int j = 0; j < NV; j++) right[j] = *(const V *)(b + k * ldb + j * WIDTH);    \
             _Pragma("GCC unroll 8") for (int i = 0; i < R; i++) {                                                     \

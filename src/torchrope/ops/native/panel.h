@@ -59,6 +59,22 @@ INLINE void gather(const Panel *panel, int64_t token, int64_t n, int of_gradient
     }
 }
 
+/* Ask for the rows of the next token while this one is worked on: samples lie too far apart for the hardware. */
+INLINE void fetch_ahead(const Rows *rows, const Panel *panel, int64_t i, int64_t token, int64_t n) {
+    if (!rows->data) return;
+    int64_t size = rows->dtype == FLOAT32 ? 4 : 2;
+    const char *row = (const char *)rows->data + row_offset(rows, panel->sample[i], panel->head[i], token) * size;
+    for (int64_t byte = 0; byte < n * size; byte += 64) __builtin_prefetch(row + byte);
+}
+
+INLINE void fetch_panel(const Panel *panel, int64_t token, int64_t n) {
+    for (int64_t i = 0; i < panel->count; i++) {
+        fetch_ahead(&panel->side[i]->x, panel, i, token, n);
+        fetch_ahead(&panel->side[i]->grad, panel, i, token, n);
+        fetch_ahead(&panel->side[i]->out, panel, i, token, n);
+    }
+}
+
 /* Write n channels of every row; those beyond pass as they came. */
 INLINE void spread(const Panel *panel, int64_t token, int64_t n, int64_t head_dim, int of_gradient,
                    const float *source, int64_t width) {

@@ -190,6 +190,14 @@ static inline __attribute__((always_inline)) int64_t exponentiate(Layout y, Memo
     return squarings;
 }
 
+/* result = R^T x R with R = 1 + E */
+INLINE void conjugate(Layout y, const float *e, const float *x, float *t, float *result) {
+    memcpy(t, x, 4 * y.size);
+    multiply(y, t, x, e, 0, 1);
+    memcpy(result, t, 4 * y.size);
+    multiply(y, result, e, t, 1, 1);
+}
+
 /* From M in m->x to  J = integral_0^1 e^(-uG) M e^(uG) du  in m->x. */
 static inline __attribute__((always_inline)) void carry_back(Layout y, Memory *m, int64_t squarings) {
     float *power = m->x, *sum = m->s, *next = m->s2, *turned = m->s3;
@@ -205,13 +213,10 @@ static inline __attribute__((always_inline)) void carry_back(Layout y, Memory *m
         power = next;
         next = spare;
     }
-    float *j = sum, *half = m->t, *result = m->s4;
+    float *j = sum, *result = m->s4;
     for (int64_t h = 0; h < squarings; h++) { /* J <- (J + R^T J R) / 2 with R = 1 + E */
-        memcpy(half, j, 4 * y.size);
-        multiply(y, half, j, m->level[h], 0, 1);
-        for (int64_t i = 0; i < y.size; i++) result[i] = j[i] + half[i];
-        multiply(y, result, m->level[h], half, 1, 1);
-        for (int64_t i = 0; i < y.size; i++) result[i] *= 0.5f;
+        conjugate(y, m->level[h], j, m->t, result);
+        for (int64_t i = 0; i < y.size; i++) result[i] = 0.5f * (j[i] + result[i]);
         float *spare = j;
         j = result;
         result = spare;
@@ -337,8 +342,139 @@ INLINE void write_sums(Layout y, const SkewExp *p, const Group *g, int64_t part,
     }
 }
 
+/* ---- rays: tokens at whole multiples of one position ----
+
+   R(g p) = R(p)^g costs a product a step instead of an exponential, and with R = R(p), G = sum_a p_a A_a
+   sum_g g J_gG(M_g) = J_G(sum_m R^-m (sum_(g > m) M_g) R^m),  by Horner's rule: one J for the whole ray.
+   On a lattice through the origin two tokens in five lie on the ray of another. */
+
+enum { LONGEST = 32, GAP = 4 };
+
+typedef struct {
+    int64_t count;     /* rays */
+    int64_t *first;    /* of each ray, in the members; one more at the end */
+    int64_t *member;   /* tokens, by ray, then by multiple */
+    int64_t *multiple; /* of the ray's first token */
+} Rays;
+
+typedef struct {
+    float length;
+    int64_t token;
+} Place;
+
+static int by_length(const void *a, const void *b) {
+    const Place *x = a, *y = b;
+    if (x->length != y->length) return x->length < y->length ? -1 : 1;
+    return x->token < y->token ? -1 : 1;
+}
+
+/* The whole number g with  p = g base  to the last bit, or 0. */
+static int64_t multiple_of(int64_t axes, const float *p, const float *base) {
+    int64_t widest = 0;
+    for (int64_t axis = 1; axis < axes; axis++)
+        if (fabsf(base[axis]) > fabsf(base[widest])) widest = axis;
+    float ratio = base[widest] != 0 ? roundf(p[widest] / base[widest]) : 1;
+    if (!(ratio >= 1 && ratio <= LONGEST)) return 0;
+    for (int64_t axis = 0; axis < axes; axis++)
+        if (ratio * base[axis] != p[axis]) return 0;
+    return (int64_t)ratio;
+}
+
+/* Rays of every set of positions; without `together`, each token is one of its own. */
+static Rays find_rays(const SkewExp *p, int together) {
+    int64_t all = p->sets * p->tokens;
+    Rays rays = {0, scratch(8 * (3 * all + 1)), NULL, NULL};
+    rays.member = rays.first + all + 1;
+    rays.multiple = rays.member + all;
+    Place *places = scratch(sizeof(Place) * p->tokens);
+    char *taken = scratch(p->tokens);
+    int64_t members = 0;
+    for (int64_t set = 0; set < p->sets; set++) {
+        const float *positions = p->positions + set * p->tokens * p->axes;
+        for (int64_t i = 0; i < p->tokens; i++) {
+            float length = 0;
+            for (int64_t axis = 0; axis < p->axes; axis++) length += positions[i * p->axes + axis] * positions[i * p->axes + axis];
+            places[i] = (Place){length, i};
+        }
+        qsort(places, p->tokens, sizeof(Place), by_length);
+        memset(taken, 0, p->tokens);
+        for (int64_t i = 0; i < p->tokens; i++) {
+            if (taken[i]) continue;
+            const float *base = positions + places[i].token * p->axes;
+            rays.first[rays.count++] = members;
+            int64_t last = 1;
+            for (int64_t j = i; j < p->tokens && (together || j == i); j++) {
+                int64_t g = taken[j] ? 0 : multiple_of(p->axes, positions + places[j].token * p->axes, base);
+                if (g < last || g > last + GAP) continue;
+                taken[j] = 1;
+                rays.member[members] = set * p->tokens + places[j].token;
+                rays.multiple[members++] = last = g;
+            }
+        }
+    }
+    rays.first[rays.count] = members;
+    free(places);
+    free(taken);
+    return rays;
+}
+
+INLINE void forward_ray(Layout y, const SkewExp *p, const Rays *rays, int64_t ray, Group g, Memory *m) {
+    g.first = rays->member[rays->first[ray]];
+    g.count = 1;
+    read_exponents(y, p, &g, m->a);
+    exponentiate(y, m, 0);
+    float *e = m->s, *next = m->s2;
+    memcpy(e, m->level[0], 4 * y.size);
+    int64_t power = 1;
+    for (int64_t i = rays->first[ray]; i < rays->first[ray + 1]; i++) {
+        for (; power < rays->multiple[i]; power++) { /* (1 + E)(1 + E1) - 1 */
+            for (int64_t at = 0; at < y.size; at++) next[at] = e[at] + m->level[0][at];
+            multiply(y, next, e, m->level[0], 0, 1);
+            float *spare = e;
+            e = next;
+            next = spare;
+        }
+        g.first = rays->member[i];
+        write_table(y, p, &g, e);
+    }
+}
+
+INLINE void backward_ray(Layout y, const SkewExp *p, const Rays *rays, int64_t ray, Group g, Memory *m, float *sums) {
+    int64_t start = rays->first[ray], i = rays->first[ray + 1] - 1;
+    g.first = rays->member[start];
+    g.count = 1;
+    read_exponents(y, p, &g, m->a);
+    int64_t squarings = exponentiate(y, m, 1);
+    float *e = m->level[squarings], *sum = m->s, *x = m->s2, *next = m->s3;
+    memset(sum, 0, 4 * y.size);
+    memset(x, 0, 4 * y.size);
+    for (int64_t step = rays->multiple[i] - 1; step >= 0; step--) {
+        for (; i >= start && rays->multiple[i] == step + 1; i--) {
+            g.first = rays->member[i];
+            read_tangent(y, p, &g, m->x);
+            for (int64_t at = 0; at < y.size; at++) sum[at] += m->x[at];
+        }
+        if (step < rays->multiple[rays->first[ray + 1] - 1] - 1) {
+            conjugate(y, e, x, m->t, next);
+            for (int64_t at = 0; at < y.size; at++) x[at] = next[at] + sum[at];
+        } else {
+            memcpy(x, sum, 4 * y.size);
+        }
+    }
+    memcpy(m->x, x, 4 * y.size);
+    carry_back(y, m, squarings);
+    g.first = rays->member[start];
+    collect(y, p, &g, m->x, sums);
+}
+
 /* ---- the loop ---- */
 
+typedef struct {
+    const SkewExp *p;
+    Rays rays; /* none where matrices lie side by side, or have no positions */
+} Job;
+
+static int has_rays(const SkewExp *p) { return p->positions && p->b > 8; }
 static int64_t columns_of(const SkewExp *p) { return p->positions ? p->heads * p->blocks : 1; }
 static int64_t length_of(const SkewExp *p) { return p->positions ? p->sets * p->tokens : p->heads * p->blocks; }
 static int64_t groups_of(const SkewExp *p) {
@@ -346,8 +482,11 @@ static int64_t groups_of(const SkewExp *p) {
     return (length_of(p) + lanes - 1) / lanes;
 }
 
-INLINE void run_part(Layout y, const SkewExp *p, int64_t item, int backward) {
-    int64_t groups = groups_of(p), parts = parts_of(columns_of(p), groups, p->threads);
+static int64_t parts_for(const SkewExp *p) { return parts_of(columns_of(p), groups_of(p), p->threads); }
+
+INLINE void run_part(Layout y, const Job *job, int64_t item, int backward) {
+    const SkewExp *p = job->p;
+    int64_t parts = parts_for(p), count = has_rays(p) ? job->rays.count : groups_of(p);
     int64_t column = item / parts, part = item % parts;
     Memory m;
     memset(&m, 0, sizeof m);
@@ -357,7 +496,14 @@ INLINE void run_part(Layout y, const SkewExp *p, int64_t item, int backward) {
     for (int i = 0; i < 8; i++) *places[i] = memory + i * y.size;
     float *sums = memory + 8 * y.size;
     Group g = {column / p->blocks, column % p->blocks, 0, 0};
-    for (int64_t group = groups * part / parts; group < groups * (part + 1) / parts; group++) {
+    for (int64_t group = count * part / parts; group < count * (part + 1) / parts; group++) {
+        if (has_rays(p)) {
+            if (backward)
+                backward_ray(y, p, &job->rays, group, g, &m, sums);
+            else
+                forward_ray(y, p, &job->rays, group, g, &m);
+            continue;
+        }
         g.first = group * y.lanes;
         g.count = least(y.lanes, length_of(p) - g.first);
         read_exponents(y, p, &g, m.a);
@@ -378,15 +524,15 @@ INLINE void run_part(Layout y, const SkewExp *p, int64_t item, int backward) {
     free(memory);
 }
 
-static void any_part(const SkewExp *p, int64_t item, int backward) {
-    Layout y = layout_for(p->b);
-    if (p->b == 8) { /* sizes that the compiler should know */
+static void any_part(const Job *job, int64_t item, int backward) {
+    Layout y = layout_for(job->p->b);
+    if (y.b == 8) { /* a size that the compiler should know */
         y.b = y.width = 8;
         y.lanes = VW;
         y.size = 64 * VW;
-        run_part(y, p, item, backward);
+        run_part(y, job, item, backward);
     } else {
-        run_part(y, p, item, backward);
+        run_part(y, job, item, backward);
     }
 }
 
@@ -394,11 +540,11 @@ static void forward_part(void *context, int64_t item) { any_part(context, item, 
 static void backward_part(void *context, int64_t item) { any_part(context, item, 1); }
 
 /* Parts that the tokens of a column are cut into: the first dimension of d_generators. */
-API int64_t torchrope_skew_exp_parts(const SkewExp *p) {
-    return p->positions ? parts_of(columns_of(p), groups_of(p), p->threads) : 1;
-}
+API int64_t torchrope_skew_exp_parts(const SkewExp *p) { return p->positions ? parts_for(p) : 1; }
 
 API void torchrope_skew_exp(const SkewExp *p, int64_t backward) {
-    int64_t items = columns_of(p) * parts_of(columns_of(p), groups_of(p), p->threads);
-    parallel_for(items, p->threads, backward ? backward_part : forward_part, (void *)p);
+    Job job = {p, {0, NULL, NULL, NULL}};
+    if (has_rays(p)) job.rays = find_rays(p, !p->d_positions); /* a position's own gradient needs a J of its own */
+    parallel_for(columns_of(p) * parts_for(p), p->threads, backward ? backward_part : forward_part, &job);
+    free(job.rays.first);
 }
