@@ -1,0 +1,110 @@
+"""Every Triton kernel compiles ahead of time for the GPUs that we name; no device is needed for it."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and what it was launched with."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def planar(dtype: torch.dtype, axes: int) -> None:
+    from torchrope.ops.gpu import planar
+
+    q, k = vectors(dtype)
+    positions, frequencies = torch.zeros(1, 5, axes), torch.zeros(axes, 2, 32)
+    planar.rotate(q, k, positions, frequencies)
+    planar.rotate_backward(q, k, q, k, positions, frequencies, True, True)
+
+
+def block(dtype: torch.dtype, batch: int, b: int) -> None:
+    from torchrope.ops.gpu import block
+
+    q, k = vectors(dtype, batch, max(64, b))
+    table = torch.zeros(1, 2, 5, max(64 // b, 1), b, b)
+    block.rotate(q, k, table)
+    block.rotate_backward(q, k, q, k, table)
+
+
+FAMILIES: dict[str, Callable[[], None]] = {
+    "planar-bf16": lambda: planar(torch.bfloat16, 2),
+    "planar-fp32": lambda: planar(torch.float32, 4),
+    "block-products-bf16-b8": lambda: block(torch.bfloat16, 16, 8),
+    "block-products-bf16-b64": lambda: block(torch.bfloat16, 16, 64),
+    "block-products-fp32-b64": lambda: block(torch.float32, 16, 64),
+    "block-sums-fp32-b8": lambda: block(torch.float32, 2, 8),
+    "block-sums-bf16-b128": lambda: block(torch.bfloat16, 2, 128),
+}
+
+
+def vectors(dtype: torch.dtype, batch: int = 2, channels: int = 64) -> tuple[Tensor, Tensor]:
+    q, k, _ = torch.zeros(batch, 5, 3, 2, channels, dtype=dtype).permute(2, 0, 3, 1, 4)
+    return q, k
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Record what would be launched, instead of launching it."""
+    seen: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        arguments = dict(zip(names, args, strict=False)) | {name: kwargs.pop(name) for name in names if name in kwargs}
+        seen.append(Launch(kernel, arguments, kwargs))
+
+    monkeypatch.setattr(triton.JITFunction, "run", record)
+    return seen
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compile(family: str, target: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    FAMILIES[family]()
+    assert launches
+    monkeypatch.undo()
+    for launch in launches:
+        binary = compiled(launch, target)
+        code = "amdgcn" if target.startswith("gfx") else "ptx"
+        assert binary.asm[code]
+        assert "tf32" not in binary.asm[code]
+        assert "sin.approx" not in binary.asm[code]
+        assert "cos.approx" not in binary.asm[code]
+
+
+def compiled(launch: Launch, target: str) -> Any:
+    """Compile a launch, whichever names this Triton gives to the parts of a source."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: kind(launch, name, value) for name, value in launch.arguments.items()}
+    constants = {name: value for name, value in launch.arguments.items() if signature[name] == "constexpr"}
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        source = ASTSource(launch.kernel, signature, constexprs=constants)
+    else:
+        source = ASTSource(launch.kernel, signature, constants=constants)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=launch.options)
+
+
+def kind(launch: Launch, name: str, value: Any) -> str:
+    """The type of an argument in Triton's words."""
+    if next(p for p in launch.kernel.params if p.name == name).is_constexpr:
+        return "constexpr"
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype]
+    return "i32"
