@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrope.ops.gpu import block, planar
+from torchrope.ops.gpu import block, planar, skew_exp
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -199,3 +199,64 @@ def turn_blocks(x: Tensor, turn: Tensor) -> Tensor:
     size = turn.shape[-3] * turn.shape[-1]
     columns = x[..., :size].unflatten(-1, turn.shape[-3:-1])
     return torch.cat([(turn @ columns.unsqueeze(-1)).flatten(-3), x[..., size:]], dim=-1)
+
+
+SKEW_EXP: dict[str, dict[str, Any]] = {
+    "b2": dict(tokens=9, axes=1, heads=1, blocks=1, b=2),
+    "b3-own-positions": dict(sets=2, tokens=1, axes=3, heads=2, blocks=2, b=3),
+    "b4": dict(tokens=3, axes=4, heads=2, blocks=1, b=4),
+    "b8": dict(tokens=3, axes=2, heads=1, blocks=3, b=8),
+    "b16": dict(tokens=2, axes=2, heads=1, blocks=1, b=16),
+    "b17": dict(tokens=2, axes=2, heads=1, blocks=1, b=17),
+    "b32": dict(tokens=2, axes=2, heads=1, blocks=1, b=32),
+    "b48": dict(tokens=2, axes=1, heads=1, blocks=1, b=48),
+    "b64": dict(tokens=2, axes=1, heads=1, blocks=1, b=64),
+    "batch": dict(tokens=1, axes=1, heads=7, blocks=1, b=5),
+    "no-token": dict(tokens=0, axes=2, heads=2, blocks=2, b=4),
+}
+
+
+@pytest.mark.parametrize("norm", [0.3, 20.0])
+@pytest.mark.parametrize("case", SKEW_EXP)
+def test_skew_exp(case: str, norm: float) -> None:
+    sizes = {"sets": 1} | SKEW_EXP[case]
+    positions = normal(sizes["sets"], sizes["tokens"], sizes["axes"])
+    generators = skew_of_norm(norm, sizes["axes"], sizes["heads"], sizes["blocks"], sizes["b"])
+    b = sizes["b"]
+    tangent = normal(sizes["sets"], sizes["heads"], sizes["tokens"], sizes["blocks"], b * (b - 1) // 2)
+
+    wide_p, wide_g = positions.double().requires_grad_(), generators.double().requires_grad_()
+    truth = torch.einsum("pta,ahnij->phtnij", wide_p, wide_g).contiguous().matrix_exp()
+    # The tangent T is the gradient to the upper triangle of Ω in exp(Ω) R, so  dR = skew(T) R / 2  gives it back.
+    slope = skew(tangent.double(), b) @ truth.detach() / 2
+    slopes = torch.autograd.grad(truth, (wide_g, wide_p), slope)
+    assert_near(skew_exp.exp(positions, generators), truth, "rotation", tolerance=2e-6 * max(norm, 1))
+    found = skew_exp.exp_backward(positions, generators, tangent, True)
+    assert_near(found[0], (slopes[0] - slopes[0].mT) / 2, "gradient of generators", tolerance=5e-6 * max(norm, 1))
+    assert_near(found[1], slopes[1], "gradient of positions", tolerance=5e-6 * max(norm, 1))
+    assert skew_exp.exp_backward(positions, generators, tangent, False)[1] is None
+
+
+def skew_of_norm(norm: float, *shape: int) -> Tensor:
+    """Random skew blocks `(*shape, b)` of about this spectral norm."""
+    square = normal(*shape, shape[-1])
+    square = square - square.mT
+    return (
+        square * (norm / torch.linalg.matrix_norm(square, 2).clamp(min=1e-6))[..., None, None] if min(shape) else square
+    )
+
+
+@pytest.mark.parametrize("norm", [1e-6, 1e-3, 1.0, 30.0, 1e3])
+@pytest.mark.parametrize("b", [3, 8, 32])
+def test_skew_exp_errs_at_most_twice_as_much_as_torch(b: int, norm: float) -> None:
+    generators = skew_of_norm(norm, 1, 3, 1, b)
+    one = torch.ones(1, 1, 1, device=DEVICE)
+    truth, identity = generators.double().matrix_exp().squeeze(), torch.eye(b, device=DEVICE).double()
+    actual, peer = skew_exp.exp(one, generators).squeeze().double(), generators.matrix_exp().squeeze().double()
+    for what, error in {"exp": lambda r: r - truth, "orthogonality": lambda r: r.mT @ r - identity}.items():
+        assert error(actual).abs().max() <= 2 * error(peer).abs().max() + 1e-7, what
+
+
+def test_skew_exp_of_zero_is_exactly_the_identity() -> None:
+    table = skew_exp.exp(normal(1, 3, 2), torch.zeros(2, 2, 1, 6, 6, device=DEVICE))
+    assert torch.equal(table, torch.eye(6, device=DEVICE).expand_as(table))

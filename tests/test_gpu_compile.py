@@ -42,6 +42,15 @@ def block(dtype: torch.dtype, batch: int, b: int) -> None:
     block.rotate_backward(q, k, q, k, table)
 
 
+def skew_exp(b: int) -> None:
+    from torchrope.ops.gpu import skew_exp
+
+    positions, generators = torch.zeros(1, 5, 2), torch.zeros(2, 2, max(64 // b, 1), b, b)
+    tangent = torch.zeros(1, 2, 5, max(64 // b, 1), b * (b - 1) // 2)
+    skew_exp.exp(positions, generators)
+    skew_exp.exp_backward(positions, generators, tangent, True)
+
+
 FAMILIES: dict[str, Callable[[], None]] = {
     "planar-bf16": lambda: planar(torch.bfloat16, 2),
     "planar-fp32": lambda: planar(torch.float32, 4),
@@ -50,6 +59,8 @@ FAMILIES: dict[str, Callable[[], None]] = {
     "block-products-fp32-b64": lambda: block(torch.float32, 16, 64),
     "block-sums-fp32-b8": lambda: block(torch.float32, 2, 8),
     "block-sums-bf16-b128": lambda: block(torch.bfloat16, 2, 128),
+    "skew-exp-b8": lambda: skew_exp(8),
+    "skew-exp-b64": lambda: skew_exp(64),
 }
 
 
