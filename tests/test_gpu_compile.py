@@ -51,14 +51,31 @@ def skew_exp(b: int) -> None:
     skew_exp.exp_backward(positions, generators, tangent, True)
 
 
+def basis(dtype: torch.dtype, b: int, outer: bool) -> None:
+    from torchrope.ops.gpu import basis
+
+    q, k = vectors(dtype, 64)
+    blocks = 64 // b
+    given = (
+        torch.zeros(1, 5, 2),
+        torch.zeros(2, 2, blocks),
+        torch.zeros(2, blocks, b, b),
+        torch.zeros(2, blocks, b // 2),
+    )
+    basis.rotate(q, k, *given, outer)
+    basis.rotate_backward(q, k, q, k, *given, outer, True)
+
+
 FAMILIES: dict[str, Callable[[], None]] = {
     "planar-bf16": lambda: planar(torch.bfloat16, 2),
     "planar-fp32": lambda: planar(torch.float32, 4),
     "block-products-bf16-b8": lambda: block(torch.bfloat16, 16, 8),
     "block-products-bf16-b64": lambda: block(torch.bfloat16, 16, 64),
-    "block-products-fp32-b64": lambda: block(torch.float32, 16, 64),
+    "block-products-fp32-b32": lambda: block(torch.float32, 16, 32),
     "block-sums-fp32-b8": lambda: block(torch.float32, 2, 8),
     "block-sums-bf16-b128": lambda: block(torch.bfloat16, 2, 128),
+    "basis-bf16-b8": lambda: basis(torch.bfloat16, 8, False),
+    "basis-fp32-b8-outer": lambda: basis(torch.float32, 8, True),
     "skew-exp-b8": lambda: skew_exp(8),
     "skew-exp-b64": lambda: skew_exp(64),
 }
