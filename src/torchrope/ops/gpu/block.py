@@ -37,7 +37,7 @@ def rotate(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     if q.numel() + k.numel() == 0:
         return q_out, k_out
     work = _Work(q, k, table)
-    kernel = _rotate_products if work.by_products else _rotate_sums
+    kernel = _rotate_products_kernel if work.by_products else _rotate_sums_kernel
     with on_device_of(q):
         kernel[work.grid](
             q, k, q_out, k_out, table,
@@ -73,7 +73,7 @@ def rotate_backward(
         return q_out, k_out, torch.zeros(*outer, upper, dtype=torch.float32, device=q.device)
     work = _Work(q, k, table)
     tangent = torch.empty(work.splits, *outer, upper, dtype=torch.float32, device=q.device)
-    kernel = _rotate_backward_products if work.by_products else _rotate_backward_sums
+    kernel = _rotate_backward_products_kernel if work.by_products else _rotate_backward_sums_kernel
     with on_device_of(q):
         kernel[work.grid](
             grad_q, grad_k, q, k, q_out, k_out, table, tangent,
@@ -138,7 +138,7 @@ def row_offset(start, row, group, head, stride_sample, stride_head):
 
 
 @triton.jit
-def _rotate_products(
+def _rotate_products_kernel(
     q, k, q_out, k_out, table,
     q_sample, q_head, q_token, k_sample, k_head, k_token,
     q_out_sample, q_out_head, q_out_token, k_out_sample, k_out_head, k_out_token,
@@ -165,7 +165,7 @@ def _rotate_products(
 
 
 @triton.jit
-def _rotate_backward_products(
+def _rotate_backward_products_kernel(
     grad_q, grad_k, q, k, q_out, k_out, table, tangent,
     gq_sample, gq_head, gq_token, gk_sample, gk_head, gk_token,
     q_sample, q_head, q_token, k_sample, k_head, k_token,
@@ -279,7 +279,7 @@ def multiply_back_rows(
 
 
 @triton.jit
-def _rotate_sums(
+def _rotate_sums_kernel(
     q, k, q_out, k_out, table,
     q_sample, q_head, q_token, k_sample, k_head, k_token,
     q_out_sample, q_out_head, q_out_token, k_out_sample, k_out_head, k_out_token,
@@ -305,7 +305,7 @@ def _rotate_sums(
 
 
 @triton.jit
-def _rotate_backward_sums(
+def _rotate_backward_sums_kernel(
     grad_q, grad_k, q, k, q_out, k_out, table, tangent,
     gq_sample, gq_head, gq_token, gk_sample, gk_head, gk_token,
     q_sample, q_head, q_token, k_sample, k_head, k_token,
