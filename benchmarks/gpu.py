@@ -1,0 +1,257 @@
+"""Measure the Triton kernels on a CUDA or ROCm machine:  python benchmarks/gpu.py
+
+First every kernel is held against float64; where one fails no number is shown. Then the rows, with what each must
+reach: planar rotation as a share of the bandwidth of a copy and against flash-attention's rotary, skew_exp against
+torch.matrix_exp, and a training step of ViT-B/16 with each encoding over none. Writes JSON with machine, versions and
+commit.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ROOT = Path(__file__).resolve().parents[1]
+# ViT-B/16 at 224 x 224 with a class token.
+BATCH, HEADS, TOKENS, HEAD_DIM = 256, 12, 197, 64
+OVERHEAD = {"axial": None, "mixed": 1.01, "comrope-ap": 1.01, "comrope-ld": 1.01, "liere:8": 1.02, "liere:64": 1.06}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured number.
+
+    Attributes:
+        name: What was measured.
+        value: The number, in `unit`.
+        unit: "x" and "share" are better when larger, "x time" when smaller, "ms" is for the record.
+        target: What must be reached, or None.
+    """
+
+    name: str
+    value: float
+    unit: str
+    target: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.target is None:
+            return ""
+        reached = self.value <= self.target if self.unit == "x time" else self.value >= self.target
+        return f"{'reached' if reached else 'NOT reached'} ({self.target:g})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
+    parser.add_argument("--batch", type=int, default=BATCH, help="images of a training step")
+    parser.add_argument("--rounds", type=int, default=3, help="times that each training step is measured, in turn")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model of the training step")
+    parser.add_argument("--skip-training", action="store_true", help="measure the kernels alone")
+    chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks/gpu.py needs a CUDA or ROCm device, got none")
+        return 1
+    if not parity_holds():
+        print("a kernel disagrees with float64: no numbers")
+        return 1
+    rows = [*planar_rows(), *skew_exp_rows()]
+    if not chosen.skip_training:
+        rows += training_rows(chosen.batch, chosen.rounds, chosen.compile)
+    for row in rows:
+        print(f"{row.name:<70} {row.value:>10.3f} {row.unit:<7} {row.verdict}")
+    write(chosen.out, rows, {"batch": chosen.batch, "rounds": chosen.rounds, "compile": chosen.compile})
+    return 0
+
+
+def parity_holds() -> bool:
+    """Run the tests of all kernels on this device."""
+    laws = ROOT / "tests" / "gpu_kernels.py"
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", str(laws)], cwd=ROOT, check=False).returncode == 0
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    """Median time of a step, with the cache flushed in between."""
+    from triton.testing import do_bench
+
+    return do_bench(step, warmup=100, rep=500, return_mode="median")
+
+
+def gigabytes_per_second(moved: int, step: Callable[[], object]) -> float:
+    return moved / milliseconds(step) / 1e6
+
+
+def size(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def planar_rows() -> list[Row]:
+    """Rotation of q and k, forward and backward with the gradient of the frequencies."""
+    from torchrope.ops.gpu import planar
+
+    rows = []
+    positions = torch.rand(1, TOKENS, 2, device="cuda") * 14
+    frequencies = torch.randn(2, HEADS, HEAD_DIM // 2, device="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        shape = (BATCH, TOKENS, 3, HEADS, HEAD_DIM)
+        q, k, _ = torch.randn(shape, device="cuda", dtype=dtype).permute(2, 0, 3, 1, 4)
+        grads = torch.randn(q.shape, device="cuda", dtype=dtype), torch.randn(k.shape, device="cuda", dtype=dtype)
+        source = torch.randn(2, *q.shape, device="cuda", dtype=dtype)
+        copy = gigabytes_per_second(2 * size(source), partial(torch.empty_like(source).copy_, source))
+        forward = partial(planar.rotate, q, k, positions, frequencies)
+        backward = partial(planar.rotate_backward, *grads, q, k, positions, frequencies, True, False)
+        name = str(dtype).removeprefix("torch.")
+        rows += [
+            Row(f"{name}: copy, GB/s", copy, "GB/s"),
+            Row(
+                f"{name}: planar rotate of packed q and k over copy",
+                gigabytes_per_second(2 * size(q, k), forward) / copy,
+                "share",
+                0.85,
+            ),
+            Row(
+                f"{name}: its backward with frequencies over copy",
+                gigabytes_per_second(3 * size(q, k), backward) / copy,
+                "share",
+            ),
+        ]
+        theirs = flash_attention_rotary(q, k, grads)
+        if theirs is not None:
+            ours = milliseconds(lambda f=forward, b=backward: (f(), b()))
+            rows.append(
+                Row(
+                    f"{name}: rotate + backward with frequencies against flash-attention's rotary",
+                    milliseconds(theirs) / ours,
+                    "x",
+                    1.0,
+                )
+            )
+    return rows
+
+
+def flash_attention_rotary(q: Tensor, k: Tensor, grads: tuple[Tensor, Tensor]) -> Callable[[], object] | None:
+    """Forward and backward of flash-attention's kernel on the same tensors, where it is installed."""
+    try:
+        from flash_attn.ops.triton.rotary import apply_rotary
+    except ImportError:
+        return None
+    angles = torch.randn(TOKENS, HEAD_DIM // 2, device="cuda")
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+
+    def step() -> None:
+        for x in (q, k):
+            apply_rotary(x.transpose(1, 2), cos, sin, interleaved=True)
+        for grad in grads:
+            apply_rotary(grad.transpose(1, 2), cos, sin, interleaved=True, conjugate=True)
+
+    return step
+
+
+def skew_exp_rows() -> list[Row]:
+    """Forward and backward of the exponentials of one layer: a matrix for each token, head and block."""
+    from torchrope.ops.gpu import skew_exp
+
+    rows = []
+    for b in (4, 8, 16, 32, 64):
+        matrices = TOKENS * HEADS * HEAD_DIM // b
+        square = torch.randn(1, matrices, 1, b, b, device="cuda")
+        generators = square - square.mT
+        one = torch.ones(1, 1, 1, device="cuda")
+        tangent = torch.randn(1, matrices, 1, 1, b * (b - 1) // 2, device="cuda")
+        cotangent = torch.randn(matrices, b, b, device="cuda")
+        batch = generators.view(matrices, b, b).clone().requires_grad_()
+
+        def ours(g: Tensor = generators, p: Tensor = one, t: Tensor = tangent) -> None:
+            skew_exp.exp(p, g)
+            skew_exp.exp_backward(p, g, t, False)
+
+        def theirs(g: Tensor = batch, c: Tensor = cotangent) -> None:
+            torch.autograd.grad(torch.linalg.matrix_exp(g), g, c)
+
+        mine = milliseconds(ours)
+        rows += [
+            Row(f"skew_exp b={b}, {matrices} matrices, forward + backward", mine, "ms"),
+            Row(f"skew_exp b={b} against torch.matrix_exp", milliseconds(theirs) / mine, "x", 10.0),
+        ]
+    return rows
+
+
+def training_rows(batch: int, rounds: int, compiled: bool) -> list[Row]:
+    """A training step of ViT-B/16 in bfloat16 with each encoding over none; the steps take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in ("none", *OVERHEAD)}
+    for _ in range(rounds):
+        for name, times in seconds.items():
+            times.append(milliseconds(training_step(name, batch, compiled)))
+            torch.cuda.empty_cache()
+    base = statistics.median(seconds["none"])
+    rows = [Row(f"training step of ViT-B/16, batch {batch}, bfloat16, no encoding", base, "ms")]
+    for name, target in OVERHEAD.items():
+        ratios = [own / none for own, none in zip(seconds[name], seconds["none"], strict=True)]
+        rows.append(Row(f"training step with {name} over none", statistics.median(ratios), "x time", target))
+    return rows
+
+
+def training_step(encoding: str, batch: int, compiled: bool) -> Callable[[], object]:
+    import torchrope
+    from torchrope.backbones import SIZES
+
+    torch.manual_seed(0)
+    model = torchrope.ViT((224, 224), patch_size=16, encoding=encoding, **SIZES["base"]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    images = torch.randn(batch, 3, 224, 224, device="cuda")
+    labels = torch.randint(1000, (batch,), device="cuda")
+    run = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = functional.cross_entropy(run(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def write(path: Path, rows: list[Row], settings: dict[str, object]) -> None:
+    import triton
+
+    from torchrope.files import write_whole
+
+    device = torch.cuda.get_device_properties(0)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=False)
+    report = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip() + ("+changes" if changed.stdout.strip() else ""),
+        "machine": {
+            "device": device.name,
+            "memory_bytes": device.total_memory,
+            "multiprocessors": device.multi_processor_count,
+            "host": platform.machine(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda or torch.version.hip,
+        },
+        "settings": settings,
+        "rows": [asdict(row) for row in rows],
+    }
+    write_whole(path, json.dumps(report, indent=2) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

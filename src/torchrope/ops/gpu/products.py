@@ -1,0 +1,59 @@
+"""Matrix products of float32 accuracy on tensor cores, never TensorFloat-32.
+
+A float32 is the exact sum of three numbers of eight bits, which bfloat16 holds; products of these are exact in float32.
+"""
+
+# mypy: allow-untyped-defs
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def leading(x):
+    """The first eight bits of float32 numbers."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def multiply(a, b):
+    """a b for float32 tiles; of the nine products of parts the three below float32's last bit are left out."""
+    a_high = leading(a)
+    a_middle = leading(a - a_high)
+    a_low = (a - a_high - a_middle).to(tl.bfloat16)
+    a_high = a_high.to(tl.bfloat16)
+    a_middle = a_middle.to(tl.bfloat16)
+    b_high = leading(b)
+    b_middle = leading(b - b_high)
+    b_low = (b - b_high - b_middle).to(tl.bfloat16)
+    b_high = b_high.to(tl.bfloat16)
+    b_middle = b_middle.to(tl.bfloat16)
+    product = tl.dot(a_high, b_low)  # smallest first
+    product = tl.dot(a_low, b_high, product)
+    product = tl.dot(a_middle, b_middle, product)
+    product = tl.dot(a_high, b_middle, product)
+    product = tl.dot(a_middle, b_high, product)
+    return tl.dot(a_high, b_high, product)
+
+
+@triton.jit
+def multiply_vectors(x, matrix):
+    """x M for vectors of float32 or of 16 bits, and a float32 matrix with entries of at most about 1.
+
+    Two 16-bit parts of a float32 leave an error far below the rounding of a 16-bit result.
+    """
+    if x.dtype == tl.float32:
+        return multiply(x, matrix)
+    else:
+        high = matrix.to(x.dtype)
+        low = (matrix - high.to(tl.float32)).to(x.dtype)
+        return tl.dot(x, high, tl.dot(x, low))
+
+
+@triton.jit
+def outer_products(y, x):
+    """y^T x for rows of vectors of one dtype, summed in float32."""
+    if x.dtype == tl.float32:
+        return multiply(tl.trans(y), x)
+    else:
+        return tl.dot(tl.trans(y), x)

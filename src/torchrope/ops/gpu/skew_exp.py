@@ -1,0 +1,257 @@
+"""Exponential of skew blocks:  R = exp(sum_a p_a A_a),  one tile of registers from the generators to the rotation.
+
+Forward: scale G until its norm is below 0.85, sum the Taylor series, square back; what is carried is E = R - I, so that
+small rotations keep their digits. Backward: the integral of e^-uG M e^uG over u in [0, 1], by its series at the same
+scale and one doubling a level.
+"""
+
+# mypy: allow-untyped-defs
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchrope.ops.gpu.launch import fresh, on_device_of, power_of_two, splits
+from torchrope.ops.gpu.products import multiply
+
+# The largest block: the parts of wider products fit neither registers nor shared memory.
+LARGEST = 64
+
+# Tokens and numbers in the tile of a program that sums over tokens.
+_TOKENS, _COLUMNS = 16, 128
+
+
+def exp(positions: Tensor, generators: Tensor) -> Tensor:
+    """Exponentiate  R = exp(sum_a p_a A_a).
+
+    Args:
+        positions: `(sets, tokens, axes)` float32.
+        generators: `(axes, heads, blocks, b, b)` float32, skew, b at most `LARGEST`.
+
+    Returns:
+        `(sets, heads, tokens, blocks, b, b)` float32, contiguous; exactly I where the exponent is 0.
+    """
+    sets, tokens, axes = positions.shape
+    _, heads, blocks, b, _ = generators.shape
+    table = torch.empty(sets, heads, tokens, blocks, b, b, dtype=torch.float32, device=generators.device)
+    if table.numel() == 0:
+        return table
+    tile = _tile(b)
+    matrices = sets * heads * tokens * blocks
+    with on_device_of(generators):
+        _exp_kernel[(triton.cdiv(matrices, tile["TOGETHER"]),)](
+            positions.contiguous(), generators.contiguous(), table, tokens, heads, blocks, matrices, AXES=axes, **tile
+        )
+    return table
+
+
+def exp_backward(
+    positions: Tensor, generators: Tensor, tangent: Tensor, need_positions: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `exp` from that to Ω in  R' = exp(Ω) R  at Ω = 0.
+
+    With M the skew matrix of half the tangent and J the integral of e^-uG M e^uG over u in [0, 1], the gradients
+    are  dA_a = sum_tokens p_a J  and  dp_a = <A_a, J>.
+
+    Args:
+        positions: As given to `exp`.
+        generators: As given to `exp`.
+        tangent: Strict upper triangles row by row, `(sets, heads, tokens, blocks, b (b - 1) / 2)` float32.
+        need_positions: Whether to return the gradient of the positions.
+
+    Returns:
+        Gradients of the generators, skew, and of the positions or None.
+    """
+    sets, tokens, axes = positions.shape
+    _, heads, blocks, b, _ = generators.shape
+    matrices = sets * heads * tokens * blocks
+    if matrices == 0:
+        return torch.zeros_like(generators), torch.zeros_like(positions) if need_positions else None
+    positions, generators, tangent = positions.contiguous(), generators.contiguous(), tangent.contiguous()
+    upper = fresh(tangent)
+    shape = (sets, heads, tokens, blocks, axes) if need_positions else (0,)
+    per_position = torch.empty(shape, dtype=torch.float32, device=tangent.device)
+    tile = _tile(b)
+    with on_device_of(generators):
+        _exp_backward_kernel[(triton.cdiv(matrices, tile["TOGETHER"]),)](
+            positions, generators, tangent, upper, per_position, tokens, heads, blocks, matrices,
+            AXES=axes, NEED_POSITIONS=need_positions, **tile,
+        )  # fmt: skip
+    grad_positions = per_position.sum(dim=(1, 3)) if need_positions else None
+    return _skew(_sum_over_tokens(positions, upper), b), grad_positions
+
+
+def _tile(b: int) -> dict[str, int]:
+    """Small matrices lie side by side on the diagonal of one tile, as many as 16 rows hold."""
+    width = max(power_of_two(b), 16)
+    return dict(BLOCK=b, WIDTH=width, TOGETHER=width // b, num_warps={16: 1, 32: 4, 64: 8}[width])
+
+
+def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
+    """sum_tokens p_a J, `(axes, heads, blocks, b (b - 1) / 2)`."""
+    sets, heads, tokens, blocks, entries = upper.shape
+    axes = positions.shape[-1]
+    columns = blocks * entries
+    programs = triton.cdiv(columns, _COLUMNS) * heads * axes
+    parts = splits(programs, triton.cdiv(sets * tokens, _TOKENS))
+    sums = torch.empty(parts, axes, heads, blocks, entries, dtype=torch.float32, device=upper.device)
+    with on_device_of(upper):
+        _sum_kernel[(programs * parts,)](
+            positions, upper, sums, sets * tokens, tokens, heads, axes, columns, parts,
+            TOKENS=_TOKENS, COLUMNS=_COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return sums.sum(dim=0)
+
+
+def _skew(upper: Tensor, b: int) -> Tensor:
+    """Skew blocks `(..., b, b)` from their strict upper triangles."""
+    rows, columns = torch.triu_indices(b, b, 1, device=upper.device)
+    flat = upper.new_zeros(*upper.shape[:-1], b * b).index_copy_(-1, rows * b + columns, upper)
+    square = flat.unflatten(-1, (b, b))
+    return square - square.mT
+
+
+@triton.jit
+def _exp_kernel(
+    positions, generators, table, tokens, heads, blocks, matrices,
+    AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    matrix, real, own = _matrices_of_tile(matrices, BLOCK, WIDTH, TOGETHER)
+    exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
+    for axis in tl.static_range(AXES):
+        position = _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES)
+        exponent += position[:, None] * _load_generator(
+            generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH
+        )
+    _small, excess, levels = _small_exp(exponent)
+    for _ in range(levels):
+        excess = 2 * excess + multiply(excess, excess)
+    local = tl.arange(0, WIDTH)
+    rotation = excess + (local[:, None] == local[None, :]).to(tl.float32)
+    at = table + matrix[:, None] * (BLOCK * BLOCK) + (local % BLOCK)[:, None] * BLOCK + (local % BLOCK)[None, :]
+    tl.store(at, rotation, mask=own)
+
+
+@triton.jit
+def _exp_backward_kernel(
+    positions, generators, tangent, upper, per_position, tokens, heads, blocks, matrices,
+    AXES: tl.constexpr, NEED_POSITIONS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    matrix, real, own = _matrices_of_tile(matrices, BLOCK, WIDTH, TOGETHER)
+    exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
+    for axis in tl.static_range(AXES):
+        position = _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES)
+        exponent += position[:, None] * _load_generator(
+            generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH
+        )
+    small, excess, levels = _small_exp(exponent)
+    at, above, below = _upper_entries(matrix, own, BLOCK, WIDTH)
+    moment = tl.load(tangent + at, mask=above | below, other=0.0) * 0.5
+    moment = tl.where(above, moment, -moment)
+    # sum_k (-ad)^k M / (k + 1)!,  where  ad M = G M - (G M)^T  since both are skew;  1.7^13 / 14! < 2e-8.
+    integral = moment
+    for term in range(12):
+        product = multiply(small, moment)
+        moment = (tl.trans(product) - product) / (term + 2)
+        integral += moment
+    for _ in range(levels):
+        # J <- (J + R^T J R) / 2  with  R = I + E.
+        product = multiply(integral, excess)
+        integral += 0.5 * (product - tl.trans(product) + multiply(tl.trans(excess), product))
+        excess = 2 * excess + multiply(excess, excess)
+    tl.store(upper + at, integral, mask=above)
+    if NEED_POSITIONS:
+        slot = tl.arange(0, WIDTH)
+        for axis in tl.static_range(AXES):
+            generator = _load_generator(generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH)
+            of_row = tl.sum(generator * integral, axis=1)
+            of_slot = tl.sum(tl.where((slot // BLOCK)[:, None] == slot[None, :], of_row[:, None], 0.0), axis=0)
+            matrix_of_slot = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + slot
+            kept = (slot < TOGETHER) & (matrix_of_slot < matrices)
+            tl.store(per_position + matrix_of_slot * AXES + axis, of_slot, mask=kept)
+
+
+@triton.jit
+def _matrices_of_tile(matrices, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
+    """Matrix of each row and whether there is one [WIDTH], and the entries of blocks [WIDTH, WIDTH]."""
+    slot = tl.arange(0, WIDTH) // BLOCK
+    matrix = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + slot
+    real = (slot < TOGETHER) & (matrix < matrices)
+    return matrix, real, real[:, None] & (slot[:, None] == slot[None, :])
+
+
+@triton.jit
+def _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES: tl.constexpr):
+    """The position of each row's token [WIDTH]."""
+    token = matrix // blocks % tokens
+    place = matrix // blocks // tokens // heads
+    return tl.load(positions + (place * tokens + token) * AXES + axis, mask=real, other=0.0)
+
+
+@triton.jit
+def _load_generator(
+    generators, axis, matrix, own, tokens, heads, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Generator blocks of one axis on the diagonal [WIDTH, WIDTH]."""
+    head = matrix // blocks // tokens % heads
+    cell = (axis * heads + head) * blocks + matrix % blocks
+    local = tl.arange(0, WIDTH) % BLOCK
+    return tl.load(generators + (cell * BLOCK + local)[:, None] * BLOCK + local[None, :], mask=own, other=0.0)
+
+
+@triton.jit
+def _upper_entries(matrix, own, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Where entries (i, j) and (j, i) lie in the strict upper triangles, and which are above or below the diagonal."""
+    row = (tl.arange(0, WIDTH) % BLOCK)[:, None]
+    column = (tl.arange(0, WIDTH) % BLOCK)[None, :]
+    first = tl.minimum(row, column)
+    place = first * (2 * BLOCK - first - 1) // 2 + tl.maximum(row, column) - first - 1
+    at = matrix[:, None] * (BLOCK * (BLOCK - 1) // 2) + place
+    return at, own & (row < column), own & (row > column)
+
+
+@triton.jit
+def _small_exp(exponent):
+    """A = G / 2^levels of norm 0.85 or less, exp(A) - I, and levels."""
+    square = multiply(exponent, exponent)
+    # The largest row sum bounds the largest eigenvalue of -G^2, the square of the norm.
+    norm = tl.sqrt(tl.max(tl.sum(tl.abs(square), axis=1), axis=0))
+    levels = 0
+    scale = 1.0
+    while (norm > 0.85) & (levels < 64):
+        norm = norm * 0.5
+        scale = scale * 0.5
+        levels = levels + 1
+    small = exponent * scale
+    square = square * (scale * scale)
+    fourth = multiply(square, square)
+    even = square * (1 / 2) + (fourth * (1 / 24) + multiply(fourth, square * (1 / 720) + fourth * (1 / 40320)))
+    odd = square * (1 / 6) + (fourth * (1 / 120) + multiply(fourth, square * (1 / 5040) + fourth * (1 / 362880)))
+    return small, small + (even + multiply(small, odd)), levels
+
+
+@triton.jit
+def _sum_kernel(
+    positions, upper, sums, rows, tokens, heads, axes, columns, parts, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """sum_tokens p_a J of some columns, one head, one axis and a share of the tokens."""
+    tiles = tl.cdiv(columns, COLUMNS)
+    program = tl.program_id(0)
+    column = program % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    program = program // tiles
+    axis = program % axes
+    head = program // axes % heads
+    part = program // axes // heads
+    each = tl.cdiv(rows, parts)
+    last = tl.minimum((part + 1) * each, rows)
+    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    for begin in range(part * each, last, TOKENS):
+        row = begin + tl.arange(0, TOKENS)
+        position = tl.load(positions + row * axes + axis, mask=row < last, other=0.0)
+        cell = tl.cast((row // tokens * heads + head) * tokens + row % tokens, tl.int64)
+        inside = (row < last)[:, None] & (column < columns)[None, :]
+        total += position[:, None] * tl.load(upper + cell[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    cell = tl.cast((part * axes + axis) * heads + head, tl.int64)
+    tl.store(sums + cell * columns + column, tl.sum(total, axis=0), mask=column < columns)

@@ -1,0 +1,323 @@
+"""Every Triton kernel against float64: values and all gradients, odd sizes, and memory that starts as NaN.
+
+`test_gpu_kernels.py` runs this file; on a machine without a CUDA device in Triton's interpreter, in processes of its
+own, because Triton decides for or against it when it is imported.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrope.ops.gpu import basis, block, planar, skew_exp
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# Largest error, as a share of the largest number of the truth, by the dtype of the result.
+# Triton's interpreter cuts bfloat16 off instead of rounding it.
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 8e-3, torch.float16: 6e-4}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a kernel forgets to write shows as NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: empty(*size, **kwargs).fill_(torch.nan))
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16_products_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as integers and multiplies those; give its products float32, which is exact."""
+    if not INTERPRETED:
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return original(self, a, b, *rest)
+
+    original = InterpreterBuilder.create_dot
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def vectors(
+    batch: int, heads: tuple[int, int], tokens: int, channels: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """q and k as attention cuts them out of one projection: nothing but the channels is contiguous."""
+    packed = normal(batch, tokens, sum(heads), channels, dtype=dtype).permute(0, 2, 1, 3)
+    q, k = packed.split(heads, dim=1)
+    return q, k
+
+
+def assert_near(actual: Tensor, truth: Tensor, what: str, tolerance: float | None = None) -> None:
+    assert actual.shape == truth.shape, what
+    if not truth.numel():
+        return
+    assert torch.isfinite(actual).all(), f"{what}: not every number was written"
+    error = (actual.double() - truth).abs().max().item()
+    limit = (tolerance or TOLERANCE[actual.dtype]) * max(truth.abs().max().item(), 1e-3)
+    assert error <= limit, f"{what}: error {error:.3g} exceeds {limit:.3g}"
+
+
+def gradients(
+    formula: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+    """Outputs of a formula and its gradients in float64."""
+    wide = {name: value.double().requires_grad_() for name, value in inputs.items()}
+    outputs = formula(**wide)
+    found = torch.autograd.grad(outputs, list(wide.values()), [grad.double() for grad in grads], allow_unused=True)
+    zeros = (torch.zeros_like(value) for value in wide.values())
+    filled = (grad if grad is not None else zero for grad, zero in zip(found, zeros, strict=True))
+    return outputs, dict(zip(wide, filled, strict=True))
+
+
+def spread(per_head: Tensor, x: Tensor) -> Tensor:
+    """Give each group of heads of x its own rotation, `(sets, rotation heads, ...)` to `(sets, heads, ...)`."""
+    return per_head.repeat_interleave(x.shape[1] // per_head.shape[1], dim=1)
+
+
+def turn_pairs(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the first channels of x counter-clockwise by angles `(sets, heads, tokens, pairs)`."""
+    turning, resting = x.split([2 * angles.shape[-1], x.shape[-1] - 2 * angles.shape[-1]], dim=-1)
+    even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([torch.stack([cos * even - sin * odd, sin * even + cos * odd], -1).flatten(-2), resting], -1)
+
+
+PLANAR: dict[str, dict[str, Any]] = {
+    "plain": dict(batch=2, heads=(2, 2), tokens=63, channels=16, axes=2, own=2, pairs=8),
+    "grouped": dict(batch=3, heads=(6, 2), tokens=5, channels=8, axes=1, own=2, pairs=4),
+    "shared-heads": dict(batch=2, heads=(3, 3), tokens=7, channels=12, axes=3, own=1, pairs=6),
+    "own-positions": dict(batch=3, heads=(2, 2), tokens=9, channels=64, axes=2, own=2, pairs=32, sets=3),
+    "rest": dict(batch=2, heads=(2, 2), tokens=5, channels=11, axes=4, own=2, pairs=3),
+    "bf16": dict(batch=2, heads=(2, 1), tokens=33, channels=64, axes=2, own=1, pairs=32, dtype=torch.bfloat16),
+    "fp16": dict(batch=2, heads=(2, 2), tokens=3, channels=8, axes=2, own=2, pairs=4, dtype=torch.float16),
+    "one-token": dict(batch=1, heads=(2, 2), tokens=1, channels=8, axes=2, own=2, pairs=4),
+    "no-token": dict(batch=2, heads=(2, 2), tokens=0, channels=8, axes=2, own=2, pairs=4),
+    "no-sample": dict(batch=0, heads=(2, 2), tokens=3, channels=8, axes=2, own=2, pairs=4),
+}
+
+
+@pytest.mark.parametrize("case", PLANAR)
+def test_planar(case: str) -> None:
+    sizes = {"sets": 1, "dtype": torch.float32} | PLANAR[case]
+    q, k = vectors(*(sizes[name] for name in ("batch", "heads", "tokens", "channels", "dtype")))
+    grads = normal(*q.shape, dtype=q.dtype), normal(*k.shape, dtype=k.dtype)
+    positions = normal(sizes["sets"], sizes["tokens"], sizes["axes"])
+    frequencies = normal(sizes["axes"], sizes["own"], sizes["pairs"])
+
+    def formula(q: Tensor, k: Tensor, frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = torch.einsum("pta,ahi->phti", positions, frequencies)
+        return turn_pairs(q, spread(angles, q)), turn_pairs(k, spread(angles, k))
+
+    truth, slopes = gradients(formula, dict(q=q, k=k, frequencies=frequencies, positions=positions), grads)
+    outputs = planar.rotate(q, k, positions, frequencies)
+    found = planar.rotate_backward(*grads, q, k, positions, frequencies, True, True)
+    assert_all_near(outputs, truth, found, slopes)
+    assert outputs[0].dtype == q.dtype
+    rest = slice(2 * sizes["pairs"], None)
+    assert torch.equal(outputs[0][..., rest], q[..., rest])
+    assert torch.equal(found[1][..., rest], grads[1][..., rest])
+    alone = planar.rotate_backward(*grads, q, k, positions, frequencies, False, False)
+    assert alone[2] is None
+    assert alone[3] is None
+    assert_near(alone[0], slopes["q"], "gradient of q alone")
+
+
+def test_planar_angles_are_accurate_far_from_the_origin() -> None:
+    q, k = vectors(1, (1, 1), 16, 4)
+    positions = torch.full((1, 16, 1), 20000.0, device=DEVICE)
+    frequencies = torch.tensor([[[1.0, 0.5]]], device=DEVICE)  # exact products: what errs is the sine alone
+    angles = torch.einsum("pta,ahi->phti", positions.double(), frequencies.double())
+    assert_near(planar.rotate(q, k, positions, frequencies)[0], turn_pairs(q.double(), angles), "q")
+
+
+def assert_all_near(
+    outputs: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], found: Any, slopes: dict[str, Tensor]
+) -> None:
+    for name, actual, expected in zip("qk", outputs, truth, strict=True):
+        assert_near(actual, expected, f"rotated {name}")
+    for (name, expected), actual in zip(slopes.items(), found, strict=True):
+        assert_near(actual, expected, f"gradient of {name}")
+
+
+BLOCK: dict[str, dict[str, Any]] = {
+    "b2": dict(batch=2, heads=(2, 2), tokens=63, blocks=4, b=2, own=2),
+    "b3-grouped-rest": dict(batch=3, heads=(4, 2), tokens=5, blocks=3, b=3, own=2, rest=2),
+    "b4-own-tables": dict(batch=3, heads=(2, 2), tokens=5, blocks=4, b=4, own=1, sets=3),
+    "b8": dict(batch=2, heads=(2, 2), tokens=9, blocks=8, b=8, own=2),
+    "b8-bf16-products": dict(batch=37, heads=(2, 1), tokens=2, blocks=5, b=8, own=1, dtype=torch.bfloat16, rest=3),
+    "b5-fp16-products": dict(batch=17, heads=(2, 2), tokens=1, blocks=3, b=5, own=2, dtype=torch.float16),
+    "b16-products": dict(batch=35, heads=(1, 1), tokens=2, blocks=2, b=16, own=1),
+    "b16-bf16": dict(batch=2, heads=(1, 1), tokens=3, blocks=2, b=16, own=1, dtype=torch.bfloat16),
+    "b24-products": dict(batch=9, heads=(2, 2), tokens=1, blocks=1, b=24, own=1),
+    "b32": dict(batch=2, heads=(1, 1), tokens=2, blocks=2, b=32, own=1),
+    "b64-bf16-products": dict(batch=40, heads=(2, 2), tokens=2, blocks=1, b=64, own=2, dtype=torch.bfloat16),
+    "b128": dict(batch=2, heads=(1, 1), tokens=1, blocks=1, b=128, own=1),
+    "one-token": dict(batch=1, heads=(2, 2), tokens=1, blocks=2, b=4, own=2),
+    "no-token": dict(batch=2, heads=(2, 2), tokens=0, blocks=2, b=4, own=2),
+    "no-sample": dict(batch=0, heads=(2, 2), tokens=3, blocks=2, b=4, own=2),
+}
+
+
+@pytest.mark.parametrize("case", BLOCK)
+def test_block(case: str) -> None:
+    sizes = {"sets": 1, "rest": 0, "dtype": torch.float32} | BLOCK[case]
+    blocks, b = sizes["blocks"], sizes["b"]
+    q, k = vectors(sizes["batch"], sizes["heads"], sizes["tokens"], blocks * b + sizes["rest"], sizes["dtype"])
+    grads = normal(*q.shape, dtype=q.dtype), normal(*k.shape, dtype=k.dtype)
+    outer = (sizes["sets"], sizes["own"], sizes["tokens"], blocks)
+    table = torch.linalg.qr(normal(*outer, b, b))[0].mT if min(outer) else normal(*outer, b, b)
+
+    def formula(q: Tensor, k: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        turn = skew(tangent, b).matrix_exp() @ table.double()
+        return turn_blocks(q, spread(turn, q)), turn_blocks(k, spread(turn, k))
+
+    at_rest = normal(*outer, b * (b - 1) // 2) * 0
+    truth, slopes = gradients(formula, dict(q=q, k=k, tangent=at_rest), grads)
+    assert_all_near(block.rotate(q, k, table), truth, block.rotate_backward(*grads, q, k, table), slopes)
+    rest = slice(blocks * b, None)
+    assert torch.equal(block.rotate(q, k, table)[1][..., rest], k[..., rest])
+
+
+def skew(upper: Tensor, b: int) -> Tensor:
+    rows, columns = torch.triu_indices(b, b, 1, device=upper.device)
+    square = upper.new_zeros(*upper.shape[:-1], b * b).index_copy(-1, rows * b + columns, upper)
+    return square.unflatten(-1, (b, b)) - square.unflatten(-1, (b, b)).mT
+
+
+def turn_blocks(x: Tensor, turn: Tensor) -> Tensor:
+    """Multiply blocks of channels by matrices `(sets, heads, tokens, blocks, b, b)`."""
+    size = turn.shape[-3] * turn.shape[-1]
+    columns = x[..., :size].unflatten(-1, turn.shape[-3:-1])
+    return torch.cat([(turn @ columns.unsqueeze(-1)).flatten(-3), x[..., size:]], dim=-1)
+
+
+SKEW_EXP: dict[str, dict[str, Any]] = {
+    "b2": dict(tokens=9, axes=1, heads=1, blocks=1, b=2),
+    "b3-own-positions": dict(sets=2, tokens=1, axes=3, heads=2, blocks=2, b=3),
+    "b4": dict(tokens=3, axes=4, heads=2, blocks=1, b=4),
+    "b8": dict(tokens=3, axes=2, heads=1, blocks=3, b=8),
+    "b16": dict(tokens=2, axes=2, heads=1, blocks=1, b=16),
+    "b17": dict(tokens=2, axes=2, heads=1, blocks=1, b=17),
+    "b32": dict(tokens=2, axes=2, heads=1, blocks=1, b=32),
+    "b48": dict(tokens=2, axes=1, heads=1, blocks=1, b=48),
+    "b64": dict(tokens=2, axes=1, heads=1, blocks=1, b=64),
+    "batch": dict(tokens=1, axes=1, heads=7, blocks=1, b=5),
+    "no-token": dict(tokens=0, axes=2, heads=2, blocks=2, b=4),
+}
+
+
+@pytest.mark.parametrize(("case", "norm"), [(case, 20.0) for case in SKEW_EXP] + [("b8", 0.3), ("b32", 0.3)])
+def test_skew_exp(case: str, norm: float) -> None:
+    sizes = {"sets": 1} | SKEW_EXP[case]
+    positions = normal(sizes["sets"], sizes["tokens"], sizes["axes"])
+    generators = skew_of_norm(norm, sizes["axes"], sizes["heads"], sizes["blocks"], sizes["b"])
+    b = sizes["b"]
+    tangent = normal(sizes["sets"], sizes["heads"], sizes["tokens"], sizes["blocks"], b * (b - 1) // 2)
+
+    wide_p, wide_g = positions.double().requires_grad_(), generators.double().requires_grad_()
+    truth = torch.einsum("pta,ahnij->phtnij", wide_p, wide_g).contiguous().matrix_exp()
+    # The tangent T is the gradient to the upper triangle of Ω in exp(Ω) R, so  dR = skew(T) R / 2  gives it back.
+    slope = skew(tangent.double(), b) @ truth.detach() / 2
+    slopes = torch.autograd.grad(truth, (wide_g, wide_p), slope)
+    assert_near(skew_exp.exp(positions, generators), truth, "rotation", tolerance=2e-6 * max(norm, 1))
+    found = skew_exp.exp_backward(positions, generators, tangent, True)
+    assert_near(found[0], (slopes[0] - slopes[0].mT) / 2, "gradient of generators", tolerance=5e-6 * max(norm, 1))
+    assert_near(found[1], slopes[1], "gradient of positions", tolerance=5e-6 * max(norm, 1))
+    assert skew_exp.exp_backward(positions, generators, tangent, False)[1] is None
+
+
+def skew_of_norm(norm: float, *shape: int) -> Tensor:
+    """Random skew blocks `(*shape, b)` of about this spectral norm."""
+    square = normal(*shape, shape[-1])
+    square = square - square.mT
+    return (
+        square * (norm / torch.linalg.matrix_norm(square, 2).clamp(min=1e-6))[..., None, None] if min(shape) else square
+    )
+
+
+@pytest.mark.parametrize("norm", [1e-6, 1e-3, 1.0, 30.0, 1e3])
+@pytest.mark.parametrize("b", [3, 8, 32])
+def test_skew_exp_errs_at_most_twice_as_much_as_torch(b: int, norm: float) -> None:
+    generators = skew_of_norm(norm, 1, 3, 1, b)
+    one = torch.ones(1, 1, 1, device=DEVICE)
+    truth, identity = generators.double().matrix_exp().squeeze(), torch.eye(b, device=DEVICE).double()
+    actual, peer = skew_exp.exp(one, generators).squeeze().double(), generators.matrix_exp().squeeze().double()
+    for what, error in {"exp": lambda r: r - truth, "orthogonality": lambda r: r.mT @ r - identity}.items():
+        assert error(actual).abs().max() <= 2 * error(peer).abs().max() + 1e-7, what
+
+
+def test_skew_exp_of_zero_is_exactly_the_identity() -> None:
+    table = skew_exp.exp(normal(1, 3, 2), torch.zeros(2, 2, 1, 6, 6, device=DEVICE))
+    assert torch.equal(table, torch.eye(6, device=DEVICE).expand_as(table))
+
+
+BASIS: dict[str, dict[str, Any]] = {
+    "b2": dict(batch=1, heads=(1, 0), tokens=33, axes=2, own=1, blocks=4, b=2),
+    "b4-grouped-rest": dict(batch=2, heads=(4, 2), tokens=2, axes=3, own=2, blocks=3, b=4, rest=3),
+    "b8": dict(batch=2, heads=(2, 2), tokens=3, axes=2, own=1, blocks=4, b=8),
+    "b8-own-positions": dict(batch=2, heads=(2, 2), tokens=2, axes=4, own=1, blocks=5, b=8, sets=2),
+    "b8-bf16": dict(batch=17, heads=(2, 2), tokens=1, axes=2, own=1, blocks=5, b=8, dtype=torch.bfloat16),
+    "b12-fp16": dict(batch=2, heads=(2, 1), tokens=2, axes=2, own=1, blocks=3, b=12, dtype=torch.float16),
+    "b32": dict(batch=2, heads=(1, 1), tokens=2, axes=1, own=1, blocks=2, b=32),
+    "b64": dict(batch=2, heads=(1, 1), tokens=2, axes=2, own=1, blocks=1, b=64),
+    "no-token": dict(batch=2, heads=(2, 2), tokens=0, axes=2, own=2, blocks=2, b=4),
+    "no-sample": dict(batch=0, heads=(2, 2), tokens=3, axes=2, own=2, blocks=2, b=4),
+}
+FREQUENCIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "apart": lambda w: w,
+    "equal": lambda w: torch.full_like(w, 0.7),
+    "zero": torch.zeros_like,
+    "near": lambda w: 0.7 + 1e-3 * w,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "spectrum"),
+    [(case, "apart") for case in BASIS] + [("b8", other) for other in ("equal", "zero", "near")],
+)
+def test_basis(case: str, spectrum: str) -> None:
+    sizes = {"sets": 1, "rest": 0, "dtype": torch.float32} | BASIS[case]
+    blocks, b, own = sizes["blocks"], sizes["b"], sizes["own"]
+    q, k = vectors(sizes["batch"], sizes["heads"], sizes["tokens"], blocks * b + sizes["rest"], sizes["dtype"])
+    grads = normal(*q.shape, dtype=q.dtype), normal(*k.shape, dtype=k.dtype)
+    positions = normal(sizes["sets"], sizes["tokens"], sizes["axes"])
+    coefficients = normal(sizes["axes"], own, blocks)
+    turn, _ = torch.linalg.qr(normal(own, blocks, b, b))
+    angular = FREQUENCIES[spectrum](normal(own, blocks, b // 2))
+    planes = torch.zeros(own, blocks, b, b, dtype=torch.float64, device=DEVICE)
+    even = torch.arange(0, b, 2, device=DEVICE)
+    planes[..., even + 1, even], planes[..., even, even + 1] = angular.double(), -angular.double()
+    base = turn.double() @ planes @ turn.double().mT
+
+    def formula(q: Tensor, k: Tensor, coefficients: Tensor, positions: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        along = torch.einsum("pta,ahn->phtn", positions, coefficients)
+        rotation = (along[..., None, None] * base.unsqueeze(1)).contiguous().matrix_exp()
+        return turn_blocks(q, spread(rotation, q)), turn_blocks(k, spread(rotation, k))
+
+    inputs = dict(q=q, k=k, coefficients=coefficients, positions=positions, base=base)
+    truth, slopes = gradients(formula, inputs, grads)
+    slopes["base"] = (slopes["base"] - slopes["base"].mT) / 2
+    given = positions, coefficients, turn.contiguous(), angular
+    found = basis.rotate_backward(*grads, q, k, *given, True, True)
+    assert_all_near(basis.rotate(q, k, *given, True), truth, found, slopes)
+    if case == "b4-grouped-rest":
+        assert basis.rotate_backward(*grads, q, k, *given, True, False)[3] is None
+
+    # Without the outer basis the outputs are U^T R x; with gradients turned alike, all others stay the same.
+    inwards = [turn_blocks(x.double(), spread(turn.double().mT[None, :, None], x)) for x in truth]
+    for x, expected in zip(basis.rotate(q, k, *given, False), inwards, strict=True):
+        assert_near(x, expected, "rotated within the basis")
+    if q.dtype == torch.float32:
+        turned = [turn_blocks(g.double(), spread(turn.double().mT[None, :, None], g)).float() for g in grads]
+        inner = basis.rotate_backward(*turned, q, k, *given, False, True)
+        assert_all_near(basis.rotate(q, k, *given, True), truth, inner, slopes)

@@ -1,0 +1,148 @@
+"""Every Triton kernel compiles ahead of time for the GPUs that we name; no device is needed for it."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchrope.ops
+
+triton = pytest.importorskip("triton")
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and what it was launched with."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+def planar(dtype: torch.dtype, axes: int) -> None:
+    from torchrope.ops.gpu import planar
+
+    q, k = vectors(dtype)
+    positions, frequencies = torch.zeros(1, 5, axes), torch.zeros(axes, 2, 32)
+    planar.rotate(q, k, positions, frequencies)
+    planar.rotate_backward(q, k, q, k, positions, frequencies, True, True)
+
+
+def block(dtype: torch.dtype, batch: int, b: int) -> None:
+    from torchrope.ops.gpu import block
+
+    q, k = vectors(dtype, batch, max(64, b))
+    table = torch.zeros(1, 2, 5, max(64 // b, 1), b, b)
+    block.rotate(q, k, table)
+    block.rotate_backward(q, k, q, k, table)
+
+
+def skew_exp(b: int) -> None:
+    from torchrope.ops.gpu import skew_exp
+
+    positions, generators = torch.zeros(1, 5, 2), torch.zeros(2, 2, max(64 // b, 1), b, b)
+    tangent = torch.zeros(1, 2, 5, max(64 // b, 1), b * (b - 1) // 2)
+    skew_exp.exp(positions, generators)
+    skew_exp.exp_backward(positions, generators, tangent, True)
+
+
+def basis(dtype: torch.dtype, b: int, outer: bool) -> None:
+    from torchrope.ops.gpu import basis
+
+    q, k = vectors(dtype, 64)
+    blocks = 64 // b
+    given = (
+        torch.zeros(1, 5, 2),
+        torch.zeros(2, 2, blocks),
+        torch.zeros(2, blocks, b, b),
+        torch.zeros(2, blocks, b // 2),
+    )
+    basis.rotate(q, k, *given, outer)
+    basis.rotate_backward(q, k, q, k, *given, outer, True)
+
+
+FAMILIES: dict[str, Callable[[], None]] = {
+    "planar-bf16": lambda: planar(torch.bfloat16, 2),
+    "block-products-bf16-b8": lambda: block(torch.bfloat16, 16, 8),
+    "block-products-bf16-b64": lambda: block(torch.bfloat16, 16, 64),
+    "block-sums-fp32-b8": lambda: block(torch.float32, 2, 8),
+    "basis-bf16-b8": lambda: basis(torch.bfloat16, 8, False),
+    "skew-exp-b8": lambda: skew_exp(8),
+    "skew-exp-b32": lambda: skew_exp(32),
+}
+
+
+def vectors(dtype: torch.dtype, batch: int = 2, channels: int = 64) -> tuple[Tensor, Tensor]:
+    q, k, _ = torch.zeros(batch, 5, 3, 2, channels, dtype=dtype).permute(2, 0, 3, 1, 4)
+    return q, k
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Record what would be launched, instead of launching it."""
+    seen: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        arguments = dict(zip(names, args, strict=False)) | {name: kwargs.pop(name) for name in names if name in kwargs}
+        seen.append(Launch(kernel, arguments, kwargs))
+
+    monkeypatch.setattr(triton.JITFunction, "run", record)
+    return seen
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compile(family: str, target: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    FAMILIES[family]()
+    assert launches
+    monkeypatch.undo()
+    for launch in launches:
+        binary = compiled(launch, target)
+        code = "amdgcn" if target.startswith("gfx") else "ptx"
+        assert binary.asm[code]
+        assert "tf32" not in binary.asm[code]
+        assert "sin.approx" not in binary.asm[code]
+        assert "cos.approx" not in binary.asm[code]
+
+
+def test_every_kernel_is_among_those_compiled(launches: list[Launch]) -> None:
+    for launch_all in FAMILIES.values():
+        launch_all()
+    sources = Path(torchrope.ops.__file__).with_name("gpu").glob("*.py")
+    written = {
+        name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(), re.MULTILINE)
+    }
+    assert {launch.kernel.__name__ for launch in launches} == written
+
+
+def compiled(launch: Launch, target: str) -> Any:
+    """Compile a launch, whichever names this Triton gives to the parts of a source."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: kind(launch, name, value) for name, value in launch.arguments.items()}
+    constants = {name: value for name, value in launch.arguments.items() if signature[name] == "constexpr"}
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        source = ASTSource(launch.kernel, signature, constexprs=constants)
+    else:
+        source = ASTSource(launch.kernel, signature, constants=constants)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=launch.options)
+
+
+def kind(launch: Launch, name: str, value: Any) -> str:
+    """The type of an argument in Triton's words."""
+    if next(p for p in launch.kernel.params if p.name == name).is_constexpr:
+        return "constexpr"
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype]
+    return "i32"
