@@ -5,13 +5,15 @@ own, because Triton decides for or against it when it is imported.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from torchrope.ops import gpu, native
 from torchrope.ops.gpu import basis, block, planar, skew_exp
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -321,3 +323,52 @@ def test_basis(case: str, spectrum: str) -> None:
         turned = [turn_blocks(g.double(), spread(turn.double().mT[None, :, None], g)).float() for g in grads]
         inner = basis.rotate_backward(*turned, q, k, *given, False, True)
         assert_all_near(basis.rotate(q, k, *given, True), truth, inner, slopes)
+
+
+@pytest.mark.skipif(native.LIBRARY is None, reason="the kernels for CPUs were not built")
+@pytest.mark.parametrize("outer", [True, False])
+def test_library_has_one_interface_on_every_device(outer: bool) -> None:
+    """What the operators call gives the CPU kernels' numbers, blocks that never turn included."""
+    q, k = vectors(2, (4, 2), 5, 10)
+    grads = normal(2, 4, 5, 10), normal(2, 2, 5, 10)
+    positions, generators = normal(2, 5, 3), normal(3, 2, 2, 4, 4)
+    generators = generators - generators.mT
+    frequencies, factors = normal(3, 2, 4), normal(3, 2, 2)
+    factors[:, 0, 0] = 0
+    base = generators[0].clone()
+    base[1, 1] = 0
+    upper = normal(2, 2, 5, 2, 6)
+    here = [x.cpu() for x in (q, k, *grads, positions, generators, frequencies, factors, base, upper)]
+    there = (q, k, *grads, positions, generators, frequencies, factors, base, upper)
+    for found, expected in zip(_all_results(gpu, there, outer), _all_results(native, here, outer), strict=True):
+        assert_near(found.cpu(), expected.double(), "kernels of two devices")
+    still = gpu.rotate_basis(q, k, positions, factors, *_planes(gpu, base), outer)[0]
+    assert torch.equal(still[:, :2, :, :4], q[:, :2, :, :4])  # the first rotation head's first block has no factors
+
+
+def _planes(kernels: ModuleType, base: Tensor) -> tuple[Tensor, Tensor]:
+    basis, angular = kernels.skew_eig(base.flatten(0, 1))
+    return basis.view(base.shape), angular.view(*base.shape[:2], -1)
+
+
+def _all_results(kernels: ModuleType, inputs: Sequence[Tensor], outer: bool) -> Iterator[Tensor]:
+    q, k, grad_q, grad_k, positions, generators, frequencies, factors, base, upper = inputs
+    wanted = (True, True, True)
+    yield from kernels.rotate_planar(q, k, positions, frequencies)
+    yield from kernels.rotate_planar_backward(grad_q, grad_k, q, k, positions, frequencies, None, wanted[:2])
+    table = kernels.exp_generators(positions, generators)
+    yield table
+    yield from kernels.exp_generators_backward(positions, generators, upper, True)
+    yield from kernels.rotate_block(q, k, table)
+    yield from kernels.rotate_block_backward(grad_q, grad_k, q, k, table, True)
+    flat = generators.flatten(0, 2)
+    yield kernels.skew_exp(flat)
+    yield kernels.skew_exp_backward(flat, upper.flatten(0, 3)[: len(flat)])
+    planes = _planes(kernels, base)
+    if outer:  # a basis is not unique, what comes back from it is
+        yield from kernels.rotate_basis(q, k, positions, factors, *planes, outer)
+        yield from kernels.rotate_basis_backward(grad_q, grad_k, q, k, positions, factors, *planes, outer, wanted)
+    else:
+        turned_q, turned_k = kernels.rotate_basis(q, k, positions, factors, *planes, outer)
+        yield turned_q[:, :2] @ turned_k[:, :1].mT
+        yield turned_q[:, 2:] @ turned_k[:, 1:].mT

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 LAWS = Path(__file__).with_name("gpu_kernels.py")
 
 
-@pytest.mark.parametrize("family", ["planar", "block", "skew_exp", "basis"])
+@pytest.mark.parametrize("family", ["planar", "block", "skew_exp", "basis", "library"])
 def test_kernels_equal_float64(family: str) -> None:
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(LAWS), "-k", f"test_{family}"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchrope.ops.backends import takes_kernels
 from torchrope.ops.precision import wide_dtype
-from torchrope.ops.skew_exp import LARGEST_BLOCK, exp_generators, skew_eig, skew_exp
+from torchrope.ops.skew_exp import exp_generators, fits_kernels, skew_eig, skew_exp
 from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal, combine
 
 Init = Literal["paper", "zeros"]
@@ -124,7 +124,7 @@ class Encoding(nn.Module, ABC):
         factored = self.factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
             positions, factors, base = _widened(positions, *factored)
-            if takes_kernels(backend, positions, factors, base):
+            if takes_kernels(backend, positions, factors, base) and fits_kernels(positions, self.block_size):
                 basis, angular = skew_eig(base)
                 return Commuting(
                     positions=positions, factors=factors, base=base, basis=basis, angular=angular, **made_for
@@ -133,7 +133,7 @@ class Encoding(nn.Module, ABC):
         if generators.stride(1) == 0:  # one head's numbers, seen by all
             generators = generators[:, :1]
         positions, generators = _widened(positions, generators)
-        if takes_kernels(backend, positions, generators) and self.block_size <= LARGEST_BLOCK:
+        if takes_kernels(backend, positions, generators) and fits_kernels(positions, self.block_size):
             table, tangent = exp_generators(positions, generators)
             return Block(table=table, tangent=tangent, **made_for)
         return Block(table=skew_exp(combine(positions, generators), backend="reference"), **made_for)

@@ -7,7 +7,13 @@ from torchrope.ops.backends import takes_kernels
 from torchrope.ops.library import OPS
 from torchrope.ops.precision import wide_dtype, without_autocast
 
-LARGEST_BLOCK = 128
+# Beyond these a GPU's registers do not hold what the kernel needs.
+_LARGEST_BLOCK = {"cpu": 128, "cuda": 64}
+
+
+def fits_kernels(like: Tensor, block_size: int) -> bool:
+    """Whether kernels know blocks of this size on a tensor's device."""
+    return 2 <= block_size <= _LARGEST_BLOCK.get(like.device.type, 0)
 
 
 def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
@@ -37,7 +43,7 @@ def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
         raise ValueError(f"skew_exp needs square matrices (..., b, b), got {tuple(generator.shape)}")
     wide = generator.to(wide_dtype(generator))
     fast = takes_kernels(backend, generator)
-    if not fast or not wide.numel() or not 2 <= generator.shape[-1] <= LARGEST_BLOCK:
+    if not fast or not wide.numel() or not fits_kernels(wide, generator.shape[-1]):
         with without_autocast(generator):
             return reference.skew_exp(wide)
     return OPS.skew_exp(wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)

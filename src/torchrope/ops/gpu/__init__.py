@@ -1,1 +1,137 @@
-"""Triton kernels for CUDA and ROCm devices; the only files that import triton, and imported only where it is."""
+"""The kernels for CUDA and ROCm, in Triton, under the names that `native` has for CPUs.
+
+The only files that import triton, and imported only where it is.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrope.ops.gpu import basis as _basis
+from torchrope.ops.gpu import block as _block
+from torchrope.ops.gpu import planar as _planar
+from torchrope.ops.gpu import skew_exp as _skew_exp
+
+
+def rotate_planar(
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Turn channel pairs. A table is left aside: angles cost nothing beside reading it."""
+    return _planar.rotate(q, k, positions, frequencies)
+
+
+def rotate_planar_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    table: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients to q, k, and where wanted to positions and frequencies."""
+    dq, dk, d_frequencies, d_positions = _planar.rotate_backward(
+        grad_q, grad_k, q, k, positions, frequencies, wanted[1], wanted[0]
+    )
+    return dq, dk, d_positions, d_frequencies
+
+
+def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply channel blocks by the matrices of a table."""
+    return _block.rotate(q, k, table)
+
+
+def rotate_block_backward(
+    grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients to q, k and to the tangent."""
+    dq, dk, d_tangent = _block.rotate_backward(grad_q, grad_k, q, k, table)
+    return dq, dk, d_tangent if wanted else None
+
+
+def rotate_basis(
+    q: Tensor, k: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor, outer: bool
+) -> tuple[Tensor, Tensor]:
+    """Turn in the planes of a basis, and always come back from it: memory hides the product that would be saved.
+
+    Blocks that never turn get the identity for a basis, so that they pass bit for bit.
+    """
+    still = (coefficients == 0).all(dim=0) | (angular == 0).all(dim=-1)  # (heads, blocks)
+    identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
+    exact = torch.where(still[..., None, None], identity, basis)
+    return _basis.rotate(q, k, positions, coefficients, exact, angular, True)
+
+
+def rotate_basis_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    coefficients: Tensor,
+    basis: Tensor,
+    angular: Tensor,
+    outer: bool,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients to q, k, and where wanted to positions, coefficients and the base."""
+    dq, dk, d_coefficients, d_positions, d_base = _basis.rotate_backward(
+        grad_q, grad_k, q, k, positions, coefficients, basis, angular, True, wanted[0]
+    )
+    return dq, dk, d_positions, d_coefficients, d_base
+
+
+def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
+    """exp(sum_a p_a A_a), each block's transpose contiguous, as `native` lays it."""
+    return _skew_exp.exp(positions, generators.mT).mT
+
+
+def exp_generators_backward(
+    positions: Tensor, generators: Tensor, tangent: Tensor, wanted: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Gradients to positions, where wanted, and generators from that of the tangent."""
+    d_generators, d_positions = _skew_exp.exp_backward(positions, generators, tangent, wanted)
+    return d_positions, d_generators
+
+
+def skew_exp(exponents: Tensor) -> Tensor:
+    """exp of skew blocks `(count, b, b)`, each block's transpose contiguous."""
+    return exp_generators(_one(exponents), exponents[None, :, None])[0, :, 0, 0]
+
+
+def skew_exp_backward(exponents: Tensor, tangent: Tensor) -> Tensor:
+    """The skew gradient to the exponents from that of the tangent `(count, b (b - 1) / 2)`."""
+    _, gradient = exp_generators_backward(
+        _one(exponents), exponents[None, :, None], tangent[None, :, None, None], False
+    )
+    return gradient[0, :, 0]
+
+
+def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
+    """Planes and frequencies of skew blocks `(count, b, b)`, b even, by the eigenvectors of a Hermitian matrix.
+
+    i (B + e K), K fixed and e far below float32's step, has no eigenvalue twice and none at zero, so that real and
+    imaginary parts of its eigenvectors are planes; frequencies are read from B itself.
+    """
+    wide = base.double()
+    b = base.shape[-1]
+    step = torch.arange(1, b // 2 + 1, dtype=torch.float64, device=base.device)
+    breaker = wide.new_zeros(b, b)
+    even = torch.arange(0, b, 2, device=base.device)
+    breaker[even + 1, even], breaker[even, even + 1] = step, -step
+    size = wide.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(1e-30)
+    _, vectors = torch.linalg.eigh(torch.complex(torch.zeros_like(wide), wide / size + 1e-9 * breaker))
+    kept = vectors[..., b // 2 :] * 2**0.5  # i B v = w v, w > 0:  B Im v = -w Re v
+    first, second = kept.imag, -kept.real
+    planes = torch.stack([first, second], dim=-1).flatten(-2)
+    basis = torch.linalg.qr(planes).Q
+    basis = basis * (basis * planes).sum(dim=-2, keepdim=True).sign()
+    first, second = basis[..., 0::2], basis[..., 1::2]
+    angular = (second * (wide @ first)).sum(dim=-2)
+    return basis.to(base.dtype), angular.to(base.dtype)
+
+
+def _one(exponents: Tensor) -> Tensor:
+    return exponents.new_ones(1, 1, 1)
