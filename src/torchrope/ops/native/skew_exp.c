@@ -79,17 +79,32 @@ INLINE void lane_product(int64_t b, float *c, const float *a, const float *right
     }
 }
 
-/* c (+)= a right, or a^T right. */
-INLINE void multiply(Layout y, float *c, const float *a, const float *right, int transposed, int accumulate) {
-    if (y.lanes > 1) {
-        switch (y.b) { /* sizes that the compiler unrolls */
-        case 4: lane_product(4, c, a, right, transposed, accumulate); return;
-        case 8: lane_product(8, c, a, right, transposed, accumulate); return;
-        default: lane_product(y.b, c, a, right, transposed, accumulate); return;
-        }
-    }
+/* Products are the work: one copy of each for the whole file, the frequent sizes unrolled. */
+#define APART static __attribute__((noinline)) void
+APART lane_product_4(float *c, const float *a, const float *right, int transposed, int accumulate) {
+    lane_product(4, c, a, right, transposed, accumulate);
+}
+APART lane_product_8(float *c, const float *a, const float *right, int transposed, int accumulate) {
+    lane_product(8, c, a, right, transposed, accumulate);
+}
+APART lane_product_any(int64_t b, float *c, const float *a, const float *right, int transposed, int accumulate) {
+    lane_product(b, c, a, right, transposed, accumulate);
+}
+APART large_product(Layout y, float *c, const float *a, const float *right, int transposed, int accumulate) {
     int64_t ai = transposed ? 1 : y.width, ak = transposed ? y.width : 1;
     product(y.b, y.b, y.width, a, ai, ak, right, y.width, c, y.width, accumulate);
+}
+
+/* c (+)= a right, or a^T right. */
+INLINE void multiply(Layout y, float *c, const float *a, const float *right, int transposed, int accumulate) {
+    if (y.lanes == 1)
+        large_product(y, c, a, right, transposed, accumulate);
+    else if (y.b == 8)
+        lane_product_8(c, a, right, transposed, accumulate);
+    else if (y.b == 4)
+        lane_product_4(c, a, right, transposed, accumulate);
+    else
+        lane_product_any(y.b, c, a, right, transposed, accumulate);
 }
 
 /* Transpose a square of vectors. */
@@ -117,7 +132,7 @@ INLINE void transpose_square(const float *from, int64_t from_width, float *to, i
 }
 
 /* c = t^T */
-INLINE void transpose(Layout y, float *c, const float *t) {
+APART transpose(Layout y, float *c, const float *t) {
     if (y.lanes > 1) {
         for (int64_t i = 0; i < y.b; i++)
             for (int64_t j = 0; j < y.b; j++) ((vf *)c)[i * y.b + j] = ((const vf *)t)[j * y.b + i];
@@ -151,7 +166,7 @@ typedef struct {
 
 /* From the exponent in m->a to E at every level (or the last alone); returns the squarings, and leaves the scaled
    exponent in m->a. */
-static inline __attribute__((always_inline)) int64_t exponentiate(Layout y, Memory *m, int keep) {
+static __attribute__((noinline)) int64_t exponentiate(Layout y, Memory *m, int keep) {
     float norm = row_norm(y, m->a);
     int bad = !(norm < 1e9f);
     int64_t before = norm > 1 && !bad ? (int64_t)ceilf(log2f(norm)) : 0;
@@ -199,7 +214,7 @@ INLINE void conjugate(Layout y, const float *e, const float *x, float *t, float 
 }
 
 /* From M in m->x to  J = integral_0^1 e^(-uG) M e^(uG) du  in m->x. */
-static inline __attribute__((always_inline)) void carry_back(Layout y, Memory *m, int64_t squarings) {
+APART carry_back(Layout y, Memory *m, int64_t squarings) {
     float *power = m->x, *sum = m->s, *next = m->s2, *turned = m->s3;
     for (int64_t i = 0; i < y.size; i++) sum[i] = F[0] * power[i];
     for (int k = 1; k < TERMS; k++) {
@@ -484,8 +499,9 @@ static int64_t groups_of(const SkewExp *p) {
 
 static int64_t parts_for(const SkewExp *p) { return parts_of(columns_of(p), groups_of(p), p->threads); }
 
-INLINE void run_part(Layout y, const Job *job, int64_t item, int backward) {
+static void run_part(const Job *job, int64_t item, int backward) {
     const SkewExp *p = job->p;
+    Layout y = layout_for(p->b);
     int64_t parts = parts_for(p), count = has_rays(p) ? job->rays.count : groups_of(p);
     int64_t column = item / parts, part = item % parts;
     Memory m;
@@ -524,20 +540,8 @@ INLINE void run_part(Layout y, const Job *job, int64_t item, int backward) {
     free(memory);
 }
 
-static void any_part(const Job *job, int64_t item, int backward) {
-    Layout y = layout_for(job->p->b);
-    if (y.b == 8) { /* a size that the compiler should know */
-        y.b = y.width = 8;
-        y.lanes = VW;
-        y.size = 64 * VW;
-        run_part(y, job, item, backward);
-    } else {
-        run_part(y, job, item, backward);
-    }
-}
-
-static void forward_part(void *context, int64_t item) { any_part(context, item, 0); }
-static void backward_part(void *context, int64_t item) { any_part(context, item, 1); }
+static void forward_part(void *context, int64_t item) { run_part(context, item, 0); }
+static void backward_part(void *context, int64_t item) { run_part(context, item, 1); }
 
 /* Parts that the tokens of a column are cut into: the first dimension of d_generators. */
 API int64_t torchrope_skew_exp_parts(const SkewExp *p) { return p->positions ? parts_for(p) : 1; }
