@@ -13,7 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrope.ops.gpu.block import copy_rest, multiply_back_rows, row_offset, share
-from torchrope.ops.gpu.launch import contiguous_channels, fresh, on_device_of, outer_strides, power_of_two, splits
+from torchrope.ops.gpu.launch import (
+    WIDE_WARPS,
+    contiguous_channels,
+    fresh,
+    on_device_of,
+    outer_strides,
+    power_of_two,
+    splits,
+)
 from torchrope.ops.gpu.products import multiply, multiply_vectors
 
 # The largest block: wider products do not fit the shared memory of every device.
@@ -156,7 +164,7 @@ class _Work:
         together = min(width // b, blocks)
         self.groups = triton.cdiv(blocks, together)
         self.sizes = self.tokens, blocks, self.heads, self.sets, samples, *per_head
-        self.tile = dict(AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps=4 if width == 32 else 8)
+        self.tile = dict(AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps=4 if width == 32 else WIDE_WARPS)
 
 
 @triton.jit

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import contiguous_channels, fresh, on_device_of, outer_strides, power_of_two, splits
+from torchrope.ops.gpu.launch import (
+    WIDE_WARPS,
+    contiguous_channels,
+    fresh,
+    on_device_of,
+    outer_strides,
+    power_of_two,
+    splits,
+)
 from torchrope.ops.gpu.products import multiply, multiply_vectors, outer_products
 
 # Numbers in the tile of a program that sums over columns.
@@ -113,7 +121,9 @@ class _Work:
             height = 64 if narrow else 32
             together = min(width // b, blocks)
             programs = sets * heads * tokens * triton.cdiv(blocks, together)
-            self.tile = dict(BLOCK=b, WIDTH=width, TOGETHER=together, ROWS=height, num_warps=8 if width > 32 else 4)
+            self.tile = dict(
+                BLOCK=b, WIDTH=width, TOGETHER=together, ROWS=height, num_warps=WIDE_WARPS if width > 32 else 4
+            )
         else:
             together = max(_TILE // width**2, 1)
             programs = sets * heads * triton.cdiv(tokens * blocks, together)

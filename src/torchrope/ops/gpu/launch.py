@@ -8,6 +8,8 @@ from torch import Tensor
 
 # Several programs for every place on the largest GPUs; beyond it a program rather does more work on what it has loaded.
 PROGRAMS = 4096
+# Triton 3.2 aborts on products of 64 rows by 8 warps for Hopper; 3.6 and 3.8 were seen to compile them.
+WIDE_WARPS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 4
 
 
 def contiguous_channels(x: Tensor) -> Tensor:

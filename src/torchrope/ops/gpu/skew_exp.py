@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import fresh, on_device_of, power_of_two, splits
+from torchrope.ops.gpu.launch import WIDE_WARPS, fresh, on_device_of, power_of_two, splits
 from torchrope.ops.gpu.products import multiply
 
 # The largest block: the parts of wider products fit neither registers nor shared memory.
@@ -85,7 +85,7 @@ def exp_backward(
 def _tile(b: int) -> dict[str, int]:
     """Small matrices lie side by side on the diagonal of one tile, as many as 16 rows hold."""
     width = max(power_of_two(b), 16)
-    return dict(BLOCK=b, WIDTH=width, TOGETHER=width // b, num_warps={16: 1, 32: 4, 64: 8}[width])
+    return dict(BLOCK=b, WIDTH=width, TOGETHER=width // b, num_warps={16: 1, 32: 4, 64: WIDE_WARPS}[width])
 
 
 def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
