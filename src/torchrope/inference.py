@@ -11,7 +11,7 @@ from torchrope.attention import Attention
 from torchrope.backbones import ViT
 from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE
 from torchrope.ops.precision import wide_dtype
-from torchrope.rotations import Block, Planar, Rotation, block_diagonal
+from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -51,7 +51,7 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
         sizes = frozen.embed.lattice(input_size)
         constants = _watch(frozen, lambda: frozen.rotations(sizes, device=frozen.prefix_tokens.device))
         if frozen.absolute is not None:
-            constants[frozen.absolute] = FrozenAbsolute(frozen.absolute, sizes)
+            constants[frozen.absolute] = FrozenAbsolute(sizes, frozen.absolute(*sizes))
         frozen.embed.register_forward_pre_hook(OnlySize(input_size))
     elif isinstance(input_size, Tensor):
         example = input_size
@@ -147,7 +147,9 @@ class Frozen(_Exact):
         if isinstance(baked, Planar):
             table, frequencies = baked.tabulated().table, baked.frequencies.clone()
         else:
-            table, frequencies = baked.blocks().clone(), None
+            # Commuting ones hold no matrices yet; float64 keeps the error of making them below the kernels'.
+            exact = baked.to(torch.float64) if isinstance(baked, Commuting) else baked
+            table, frequencies = exact.blocks().to(baked.dtype).clone(), None
         self.register_buffer("positions", positions.detach().to(wide_dtype(positions)).clone())
         self.register_buffer("table", table)
         self.register_buffer("frequencies", frequencies)
@@ -176,6 +178,10 @@ class Frozen(_Exact):
             num_heads=self.num_heads,
         )
 
+    def same_place(self, other: nn.Module) -> bool:
+        """Whether another one was frozen at the same positions."""
+        return isinstance(other, Frozen) and self.positions.equal(other.positions)
+
     def extra_repr(self) -> str:
         """Show what the module was frozen at."""
         return f"positions={tuple(self.positions.shape)}, num_heads={self.num_heads}, head_dim={self.head_dim}"
@@ -194,27 +200,29 @@ class FrozenAbsolute(_Exact):
     """An absolute encoding for one lattice: vectors that were worked out once.
 
     Args:
-        encoding: The encoding.
         sizes: Tokens along each axis.
+        vectors: What the encoding returned for them, `(tokens, dim)`.
     """
 
     table: Tensor
     _anchor: Tensor
 
-    def __init__(self, encoding: AbsoluteEncoding, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], vectors: Tensor) -> None:
         super().__init__()
         self.sizes = tuple(sizes)
-        with torch.no_grad():
-            table = encoding(*sizes)
-        self.register_buffer("table", table.to(wide_dtype(table)).clone())
+        self.register_buffer("table", vectors.detach().to(wide_dtype(vectors)).clone())
         # Empty, and there only to follow the model to its dtype.
-        self.register_buffer("_anchor", table.new_empty(0), persistent=False)
+        self.register_buffer("_anchor", vectors.new_empty(0), persistent=False)
 
     def forward(self, *sizes: int) -> Tensor:
         """The vectors `(tokens, dim)`, in the model's dtype."""
         if sizes != self.sizes:
             raise ValueError(f"sizes must be the frozen {self.sizes}, got {sizes}")
         return self.table.to(self._anchor.dtype)
+
+    def same_place(self, other: nn.Module) -> bool:
+        """Whether another one was frozen at the same lattice."""
+        return isinstance(other, FrozenAbsolute) and self.sizes == other.sizes
 
     def extra_repr(self) -> str:
         """Show what the module was frozen at."""
@@ -242,16 +250,14 @@ def _watch(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, nn.Mo
     """Run, and give every encoding that was called its constant."""
     constants: dict[nn.Module, nn.Module] = {}
 
-    def note(encoding: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        if isinstance(encoding, AbsoluteEncoding):
-            constants[encoding] = FrozenAbsolute(encoding, args)
-        elif isinstance(output, Rotation):
-            positions = args[0] if args else kwargs["positions"]
-            known = constants.get(encoding)
-            if not isinstance(known, Frozen):
-                constants[encoding] = Frozen(positions, output)
-            elif known.positions.shape != positions.shape or not known.positions.equal(positions.to(known.positions)):
-                raise ValueError(f"an encoding can be frozen at one set of positions, got another for {encoding}")
+    def note(encoding: nn.Module, args: tuple, kwargs: dict, output: Rotation | Tensor) -> None:
+        constant: Frozen | FrozenAbsolute
+        if isinstance(output, Rotation):
+            constant = Frozen(args[0] if args else kwargs["positions"], output)
+        else:
+            constant = FrozenAbsolute(args, output)
+        if not constant.same_place(constants.setdefault(encoding, constant)):
+            raise ValueError(f"an encoding can be frozen at one set of positions, got another for {encoding}")
 
     watched = [module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding)]
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in watched]
