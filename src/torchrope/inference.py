@@ -83,7 +83,8 @@ def absorb(model: ViT) -> ViT:
             tokens and rotation, such as a norm of q and k; layers that share a projection but not the encoding.
 
     References:
-        ComRoPE, equation 9, for commuting generators; that q and k share the basis is what lets it be folded.
+        ComRoPE, axial partition and linear dependence: the generators that commute. Su et al., RoFormer, section 3.2.2,
+        where the rotation already stands beside W_q and W_k.
 
     Example:
         >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2,
