@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torchrope.encodings import NoEncoding as NoEncoding
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
     from torchrope.encodings import choose as choose
+    from torchrope.inference import absorb as absorb
+    from torchrope.inference import freeze as freeze
     from torchrope.ops import rotate as rotate
     from torchrope.ops import skew_exp as skew_exp
     from torchrope.positions import grid as grid
@@ -58,6 +60,7 @@ _ROOMS = {
     ),
     "torchrope.attention": ("Attention",),
     "torchrope.backbones": ("ViT",),
+    "torchrope.inference": ("absorb", "freeze"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = ["__version__", "testing", *sorted(_ROOM_OF)]

@@ -1,0 +1,403 @@
+"""Models for inference: `absorb` folds learned bases into the projections, `freeze` bakes rotations into constants."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.attention import Attention
+from torchrope.backbones import ViT
+from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE
+from torchrope.ops.precision import wide_dtype
+from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# A plane's two columns are orthogonal to rounding error over this share; slower planes are found among what is left.
+_FAST_ENOUGH = 1e-3
+
+
+def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
+    """Copy a model for inference at one input size:  every encoding's R(p) becomes a constant.
+
+    The copy is in evaluation mode and gives the same outputs. Planar rotations keep their cos and sin, all others
+    their matrices, in float32 or float64 whatever the model is cast to later; absolute encodings keep their vectors.
+    Matrices take memory, b numbers per channel, token and layer: where generators commute, `absorb` first.
+
+    Args:
+        model: A `ViT`, or any model that calls encodings; an encoding itself becomes a `Frozen` one.
+        input_size: Extent of the data along each axis, as a `ViT` takes it. For other models an example of their
+            input, which they are run on once to see the positions.
+
+    Returns:
+        The copy; the model is left as it is.
+
+    Raises:
+        ValueError: input_size is no example where the model needs one; no encoding is called, or one at several
+            sets of positions. The copy raises it for another input size.
+
+    Example:
+        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2,
+        ...             encoding="liere:4")
+        >>> frozen = freeze(model, (8, 12))
+        >>> x = torch.randn(5, 1, 8, 12)
+        >>> torch.allclose(frozen(x), model.eval()(x), atol=1e-5)
+        True
+    """
+    frozen = copy.deepcopy(model).eval()
+    if isinstance(frozen, ViT) and not isinstance(input_size, Tensor):
+        sizes = frozen.embed.lattice(input_size)
+        constants = _watch(frozen, lambda: frozen.rotations(sizes, device=frozen.prefix_tokens.device))
+        if frozen.absolute is not None:
+            constants[frozen.absolute] = FrozenAbsolute(sizes, frozen.absolute(*sizes))
+        frozen.embed.register_forward_pre_hook(OnlySize(input_size))
+    elif isinstance(input_size, Tensor):
+        example = input_size
+        constants = _watch(frozen, lambda: frozen(example))
+    else:
+        raise ValueError(f"{type(model).__name__} needs an example of its input to be frozen, got {input_size}")
+    if not constants:
+        raise ValueError(f"freeze needs a model that calls encodings, got {type(model).__name__}, which calls none")
+    return _replace(frozen, constants)
+
+
+def absorb(model: ViT) -> ViT:
+    """Copy a model of commuting encodings as plain RoPE-Mixed:  R(p) = U rot(p) U^T,  W_q <- U^T W_q,  W_k <- U^T W_k.
+
+    Scores see (U^T q)^T rot(p' - p) (U^T k) only, so the basis U of each head goes into the projections and the
+    frequencies into `MixedRoPE`. Outputs stay the same, at the cost of RoPE. The basis is found in float64. Blocks of
+    odd size leave a channel each at rest; these move behind the channels that turn, two of them a pair of frequency
+    zero. Channels beyond `rotary_dim` stay as they are.
+
+    Args:
+        model: A `ViT` with `ComRoPEAP`, `ComRoPELD`, `LieRE` of one axis or blocks of 2, `AxialRoPE`, `MixedRoPE`, or
+            any encoding whose blocks are multiples of one base each (`Encoding.factors_and_base`).
+
+    Returns:
+        The copy; its state is that of a `ViT` with encoding="mixed" and the model's `spacing` and `origin`.
+
+    Raises:
+        ValueError: generators that do not commute; something else than `Attention` with its one projection between
+            tokens and rotation, such as a norm of q and k; layers that share a projection but not the encoding.
+
+    References:
+        ComRoPE, axial partition and linear dependence: the generators that commute. Su et al., RoFormer, section 3.2.2,
+        where the rotation already stands beside W_q and W_k.
+
+    Example:
+        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2,
+        ...             encoding="comrope-ld:4").eval()
+        >>> absorb(model).encodings[0]
+        MixedRoPE(num_axes=2, num_heads=2, head_dim=8, block_size=2)
+        >>> x = torch.randn(5, 1, 8, 8)
+        >>> torch.allclose(absorb(model)(x), model(x), atol=1e-5)
+        True
+    """
+    if not isinstance(model, ViT):
+        raise ValueError(f"absorb needs a ViT, whose layers it knows, got {type(model).__name__}")
+    plain = copy.deepcopy(model)
+    split = {encoding: _as_mixed(encoding) for encoding in plain.encodings}
+    folded: dict[nn.Parameter, nn.Module] = {}
+    attentions = [layer.get_submodule("attention") for layer in plain.layers]
+    for index, attention in enumerate(attentions):
+        encoding = plain.encodings[index % len(plain.encodings)]
+        basis = split[encoding][1]
+        if basis is not None:
+            known = _plain_attention(index, attention)
+            for parameter in _not_yet_folded(index, known.qkv, encoding, folded):
+                _fold(parameter, basis, known.num_heads)
+    plain.encodings = nn.ModuleList(split[encoding][0] for encoding in plain.encodings)
+    return plain
+
+
+class _Exact(nn.Module):
+    """A module whose buffers are float32 at least: a cast to less moves them and leaves their values.
+
+    Empty buffers, which hold no values, are cast like others'.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        exact = {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer.numel()}
+        super()._apply(fn, recurse)
+        for name, values in exact.items():
+            cast = getattr(self, name)
+            if cast.dtype not in (torch.float32, torch.float64):
+                setattr(self, name, values.to(cast.device))
+        return self
+
+
+class Frozen(_Exact):
+    """An encoding at fixed positions: a rotation that was worked out once.
+
+    Args:
+        positions: `(*batch, tokens, axes)`.
+        rotation: What the encoding returned for them.
+    """
+
+    positions: Tensor
+    table: Tensor
+    frequencies: Tensor | None
+
+    def __init__(self, positions: Tensor, rotation: Rotation) -> None:
+        super().__init__()
+        self.head_dim = rotation.head_dim
+        self.num_heads = rotation.heads
+        baked = rotation.detach()
+        if isinstance(baked, Planar):
+            table, frequencies = baked.tabulated().table, baked.frequencies.clone()
+        else:
+            # Commuting ones hold no matrices yet; float64 keeps the error of making them below the kernels'.
+            exact = baked.to(torch.float64) if isinstance(baked, Commuting) else baked
+            table, frequencies = exact.blocks().to(baked.dtype).clone(), None
+        self.register_buffer("positions", positions.detach().to(wide_dtype(positions)).clone())
+        self.register_buffer("table", table)
+        self.register_buffer("frequencies", frequencies)
+
+    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
+        """The rotation that was worked out.
+
+        Args:
+            positions: Those it was frozen at.
+            backend: As an encoding's; nothing is left to compute.
+
+        Raises:
+            ValueError: other positions. Where they lie on a GPU or in a compiled graph, only their shape is compared.
+        """
+        self._check(positions)
+        if self.frequencies is None:
+            # ONNX asks of an Einsum's ellipses that they stand for equally many dimensions, so samples get theirs.
+            with_samples = _is_exporting() and self.table.ndim == 5
+            table = self.table.unsqueeze(0) if with_samples else self.table
+            return Block(table=table, head_dim=self.head_dim, num_heads=self.num_heads)
+        return Planar(
+            positions=self.positions,
+            frequencies=self.frequencies,
+            table=self.table,
+            head_dim=self.head_dim,
+            num_heads=self.num_heads,
+        )
+
+    def same_place(self, other: nn.Module) -> bool:
+        """Whether another one was frozen at the same positions."""
+        return isinstance(other, Frozen) and self.positions.equal(other.positions)
+
+    def extra_repr(self) -> str:
+        """Show what the module was frozen at."""
+        return f"positions={tuple(self.positions.shape)}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+    def _check(self, positions: Tensor) -> None:
+        if positions.shape != self.positions.shape:
+            known, came = tuple(self.positions.shape), tuple(positions.shape)
+            raise ValueError(f"positions must be those of shape {known} that were frozen, got shape {came}")
+        if torch.compiler.is_compiling() or positions.device.type != "cpu" or self.positions.device.type != "cpu":
+            return
+        if not torch.equal(positions.to(self.positions.dtype), self.positions):
+            raise ValueError(f"positions must be those that were frozen, got others of shape {tuple(positions.shape)}")
+
+
+class FrozenAbsolute(_Exact):
+    """An absolute encoding for one lattice: vectors that were worked out once.
+
+    Args:
+        sizes: Tokens along each axis.
+        vectors: What the encoding returned for them, `(tokens, dim)`.
+    """
+
+    table: Tensor
+    _anchor: Tensor
+
+    def __init__(self, sizes: Sequence[int], vectors: Tensor) -> None:
+        super().__init__()
+        self.sizes = tuple(sizes)
+        self.register_buffer("table", vectors.detach().to(wide_dtype(vectors)).clone())
+        # Empty, and there only to follow the model to its dtype.
+        self.register_buffer("_anchor", vectors.new_empty(0), persistent=False)
+
+    def forward(self, *sizes: int) -> Tensor:
+        """The vectors `(tokens, dim)`, in the model's dtype."""
+        if sizes != self.sizes:
+            raise ValueError(f"sizes must be the frozen {self.sizes}, got {sizes}")
+        return self.table.to(self._anchor.dtype)
+
+    def same_place(self, other: nn.Module) -> bool:
+        """Whether another one was frozen at the same lattice."""
+        return isinstance(other, FrozenAbsolute) and self.sizes == other.sizes
+
+    def extra_repr(self) -> str:
+        """Show what the module was frozen at."""
+        return f"sizes={self.sizes}, dim={self.table.shape[-1]}"
+
+
+class OnlySize:
+    """Refuse data of another size than a model was frozen for; a forward hook, so that compiled graphs check too."""
+
+    def __init__(self, input_size: Sequence[int]) -> None:
+        self.input_size = tuple(input_size)
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Look at data `(batch, channels, *sizes)`."""
+        came = tuple(args[0].shape[2:])
+        if came != self.input_size:
+            raise ValueError(f"the model was frozen for input size {self.input_size}, got {came}")
+
+
+def _is_exporting() -> bool:
+    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # its own since torch 2.7
+
+
+def _watch(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, nn.Module]:
+    """Run, and give every encoding that was called its constant."""
+    constants: dict[nn.Module, nn.Module] = {}
+
+    def note(encoding: nn.Module, args: tuple, kwargs: dict, output: Rotation | Tensor) -> None:
+        constant: Frozen | FrozenAbsolute
+        if isinstance(output, Rotation):
+            constant = Frozen(args[0] if args else kwargs["positions"], output)
+        else:
+            constant = FrozenAbsolute(args, output)
+        if not constant.same_place(constants.setdefault(encoding, constant)):
+            raise ValueError(f"an encoding can be frozen at one set of positions, got another for {encoding}")
+
+    watched = [module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding)]
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in watched]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return constants
+
+
+def _replace(model: nn.Module, constants: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Put constants in the places of their encodings, wherever these stand."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in constants:
+                parent._modules[name] = constants[child].eval()
+    return constants.get(model, model)
+
+
+def _as_mixed(encoding: nn.Module) -> tuple[nn.Module, Tensor | None]:
+    """An encoding as RoPE-Mixed and a basis `(heads or 1, rotary_dim, rotary_dim)`; None where it is the identity."""
+    if not isinstance(encoding, Encoding):
+        raise ValueError(f"absorb needs encodings with generators, got {type(encoding).__name__}: absorb, then freeze")
+    if not encoding.relative:
+        raise ValueError(f"absorb needs generators that commute, got {encoding}")
+    if isinstance(encoding, MixedRoPE):
+        return encoding, None
+    with torch.no_grad():
+        if encoding.block_size == 2:
+            frequencies, basis = encoding.frequencies_per_axis(), None
+        else:
+            frequencies, basis = _decompose(*_factors_and_base(encoding))
+    return _mixed(encoding, frequencies), basis
+
+
+def _factors_and_base(encoding: Encoding) -> tuple[Tensor, Tensor]:
+    factored = encoding.factors_and_base()
+    if factored is not None:
+        return factored
+    generators = encoding.generators()  # (axes, heads, blocks, b, b)
+    if len(generators) > 1:
+        raise ValueError(f"absorb needs factors_and_base() where blocks are larger than 2, got none of {encoding}")
+    return generators.new_ones(generators.shape[:3]), generators[0]
+
+
+def _mixed(encoding: Encoding, frequencies: Tensor) -> MixedRoPE:
+    """RoPE-Mixed with frequencies `(axes, heads or 1, pairs)`; channels left over get pairs that do not turn."""
+    mixed = MixedRoPE(
+        num_axes=encoding.num_axes,
+        num_heads=encoding.num_heads,
+        head_dim=encoding.head_dim,
+        rotary_dim=encoding.rotary_dim - encoding.rotary_dim % 2,
+        shared_heads=encoding.shared_heads,
+        init="zeros",
+    )
+    own = [*encoding.parameters(), *encoding.buffers()]
+    mixed.to(device=own[0].device if own else None, dtype=wide_dtype(*own)).train(encoding.training)
+    with torch.no_grad():
+        mixed.frequencies[..., : frequencies.shape[-1]] = frequencies
+    return mixed
+
+
+def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """Frequencies and basis of  A_a = c_a B = U diag([[0, -c_a w], [c_a w, 0]]) U^T,  channels at rest last.
+
+    Args:
+        factors: c, `(axes, heads or 1, blocks)`.
+        base: B, `(heads or 1, blocks, b, b)`.
+
+    Returns:
+        Frequencies `(axes, heads or 1, blocks (b div 2))` and U `(heads or 1, blocks b, blocks b)`,
+        float64 on the CPU.
+    """
+    heads, blocks, b, _ = base.shape
+    each = [_planes(block) for block in base.cpu().double().flatten(0, 1)]  # not every device has float64
+    bases = torch.stack([basis for basis, _ in each]).unflatten(0, (heads, blocks))
+    angular = torch.stack([w for _, w in each]).unflatten(0, (heads, blocks))
+    frequencies = factors.cpu().double().unsqueeze(-1) * angular  # (axes, heads, blocks, b div 2)
+    channels = torch.arange(blocks * b).unflatten(0, (blocks, b))
+    turning, resting = channels[:, : b - b % 2], channels[:, b - b % 2 :]
+    order = torch.cat([turning.flatten(), resting.flatten()])
+    return frequencies.flatten(2), block_diagonal(bases, blocks * b)[..., order]
+
+
+def _planes(base: Tensor) -> tuple[Tensor, Tensor]:
+    """The planes that a skew matrix turns:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0, a column at rest last.
+
+    An eigenvector x + iy of iB at w > 0 gives the plane, B x = w y. Those of ±w mix where w is near zero, so the
+    slow planes are sought again in the complement of the fast ones, where they are large; equal w are safe.
+
+    Args:
+        base: B, `(b, b)`, float64.
+
+    Returns:
+        U `(b, b)`, orthogonal, and w `(b div 2)`.
+    """
+    size = len(base)
+    found, angular = base.new_empty(size, 0), base.new_empty(0)
+    left = torch.eye(size, dtype=base.dtype)  # columns whose planes are still sought
+    while left.shape[-1] > 1:
+        within = left.mT @ base @ left
+        w, vectors = torch.linalg.eigh(0.5j * (within - within.mT))
+        if not w[-1] > 0:
+            break
+        fast = w > _FAST_ENOUGH * w[-1]
+        pairs = torch.view_as_real(vectors[:, fast]).flatten(1) * 2**0.5  # columns x, y, x, y, ...
+        found, angular = torch.cat([found, left @ pairs], dim=-1), torch.cat([angular, w[fast]])
+        left = left @ torch.linalg.qr(pairs, mode="complete").Q[:, pairs.shape[-1] :]
+    resting = angular.new_zeros(size // 2 - len(angular))
+    return torch.cat([found, left], dim=-1), torch.cat([angular, resting])
+
+
+def _plain_attention(index: int, attention: nn.Module) -> Attention:
+    """Pass attention through where nothing stands between its projection and the rotation."""
+    for name, child in attention.named_children():
+        if "norm" in name and not isinstance(child, nn.Identity):
+            raise ValueError(f"absorb needs q and k to be rotated as projected, got {name} in layer {index}")
+    if type(attention) is not Attention or type(attention.qkv) is not nn.Linear:
+        own = type(getattr(attention, "qkv", None)).__name__
+        raise ValueError(f"absorb needs Attention with a Linear qkv, got {type(attention).__name__} with {own}")
+    return attention
+
+
+def _not_yet_folded(
+    index: int, projection: nn.Linear, encoding: nn.Module, folded: dict[nn.Parameter, nn.Module]
+) -> list[nn.Parameter]:
+    """The parameters of a projection that no earlier layer folded; what layers share can take one basis alone."""
+    parameters = list(projection.parameters())
+    if any(folded.get(parameter, encoding) is not encoding for parameter in parameters):
+        raise ValueError(f"absorb needs layers that share a projection to share the encoding, got layer {index}")
+    fresh = [parameter for parameter in parameters if parameter not in folded]
+    folded.update(dict.fromkeys(parameters, encoding))
+    return fresh
+
+
+def _fold(parameter: nn.Parameter, basis: Tensor, num_heads: int) -> None:
+    """W_q <- U^T W_q and W_k <- U^T W_k for the weight or the bias of a projection to q, k and v."""
+    with torch.no_grad():
+        rows = parameter.view(3, num_heads, -1, *parameter.shape[1:])[:2, :, : basis.shape[-1]]
+        rows.copy_(torch.einsum("hcd,phc...->phd...", basis.expand(num_heads, -1, -1), rows.cpu().double()))
