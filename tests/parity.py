@@ -130,14 +130,18 @@ def error(actual: Tensor, exact: Tensor) -> float:
     return worst if worst == worst else float("inf")
 
 
+def allowed_steps(name: str) -> int:
+    """Steps of the dtype that a value of an outcome may be off."""
+    return ULPS if name in _WITHIN_A_TOKEN else ULPS_OF_SUMS
+
+
 def assert_as_good(fast: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
     """At most twice the error of the reference in that dtype, and a few steps of the dtype."""
     for name, value in exact.items():
         assert fast[name].shape == value.shape, f"{name}: shape {tuple(fast[name].shape)}"
         assert fast[name].dtype == plain[name].dtype, f"{name}: {fast[name].dtype}"
-        ulps = ULPS if name in _WITHIN_A_TOKEN else ULPS_OF_SUMS
         largest = value.abs().max().item() if value.numel() else 0.0
-        allowed = 2 * error(plain[name], value) + ulps * torch.finfo(fast[name].dtype).eps * largest
+        allowed = 2 * error(plain[name], value) + allowed_steps(name) * torch.finfo(fast[name].dtype).eps * largest
         came = error(fast[name], value)
         assert came <= allowed, f"{name}: error {came:.3g} exceeds {allowed:.3g}, largest value {largest:.3g}"
 

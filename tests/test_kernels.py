@@ -508,3 +508,16 @@ def peak_memory(run: Callable[[], object]) -> int:
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in changes))
+
+
+@pytest.mark.parametrize(("family", "b"), KINDS)
+def test_a_rotation_stays_what_it_was_when_parameters_change(family: str, b: int) -> None:
+    encoding = build(family, b, 2)
+    inputs = make_inputs(encoding, 9)
+    rotation = encoding(inputs.positions)
+    before = tr.rotate(inputs.q, inputs.k, rotation)
+    with torch.no_grad():
+        for parameter in encoding.parameters():
+            parameter.zero_()
+    for one, other in zip(before, tr.rotate(inputs.q, inputs.k, rotation), strict=True):
+        assert torch.equal(one, other)
