@@ -521,3 +521,38 @@ def test_a_rotation_stays_what_it_was_when_parameters_change(family: str, b: int
             parameter.zero_()
     for one, other in zip(before, tr.rotate(inputs.q, inputs.k, rotation), strict=True):
         assert torch.equal(one, other)
+
+
+def collinear_places(where: str) -> torch.Tensor:
+    """Positions of which many lie on one line through the origin, `(tokens, 2)`."""
+    along = torch.tensor([[1.0, 2.0]]) / 8
+    return {
+        "a grid with prefix tokens": tr.prefix(tr.grid(7, 5, spacing=1 / 7), 2),
+        "a centred grid": tr.grid(5, 5, spacing=0.25, origin=-0.5),
+        "steps of three decades on one line": along * torch.logspace(-3, 0, 21).unsqueeze(-1),
+        "both sides of the origin": torch.cat([along, -along, 2 * along, -3 * along, 0 * along, along.flip(-1)]),
+        "one place many times": along.expand(21, 2),
+        "the origin alone": torch.zeros(9, 2),
+    }[where]
+
+
+@pytest.mark.parametrize("sets", [(), (2,)])
+@pytest.mark.parametrize("b", [3, 8, 16, 64])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "a grid with prefix tokens",
+        "a centred grid",
+        "steps of three decades on one line",
+        "both sides of the origin",
+        "one place many times",
+        "the origin alone",
+    ],
+)
+def test_tokens_on_a_line_through_the_origin_turn_as_each_does_alone(where: str, b: int, sets: tuple[int, ...]) -> None:
+    encoding = build("liere", b, 2, heads=1)
+    places = collinear_places(where)
+    if sets:
+        places = torch.stack([places, places.roll(3, 0)])
+    inputs = make_inputs(encoding, places.shape[-2], sets=sets)
+    judge(encoding, replace(inputs, positions=places))
