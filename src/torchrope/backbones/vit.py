@@ -155,7 +155,7 @@ class ViT(nn.Module):
         tokens = self.embed(x)  # (batch, tokens, dim)
         if self.absolute is not None:
             tokens = tokens + self.absolute(*sizes)
-        front = self.prefix_tokens.expand(len(x), -1, -1)
+        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
         tokens = self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1))
         rotations = self.rotations(sizes, device=x.device)
         for index, layer in enumerate(self.layers):

@@ -119,7 +119,8 @@ class Encoding(nn.Module, ABC):
         self._check_positions(positions)
         made_for: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
-            positions, frequencies = _widened(positions, self.frequencies_per_axis())
+            # A copy, here and below: a rotation is a value, but parameters change, and are freed where sharded.
+            positions, frequencies = _widened(positions, self.frequencies_per_axis().clone())
             return Planar(positions=positions, frequencies=frequencies, **made_for)
         factored = self.factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
@@ -127,7 +128,7 @@ class Encoding(nn.Module, ABC):
             if takes_kernels(backend, positions, factors, base) and fits_kernels(positions, self.block_size):
                 basis, angular = skew_eig(base)
                 return Commuting(
-                    positions=positions, factors=factors, base=base, basis=basis, angular=angular, **made_for
+                    positions=positions, factors=factors.clone(), base=base, basis=basis, angular=angular, **made_for
                 )
         generators = self.generators()
         if generators.stride(1) == 0:  # one head's numbers, seen by all

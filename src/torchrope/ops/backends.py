@@ -31,7 +31,7 @@ def takes_kernels(backend: str, *tensors: Tensor) -> bool:
     if hindrance is not None and backend != "auto":
         raise ValueError(f"backend {backend!r} {hindrance}")
     # A graph that is exported should run where torchrope is not.
-    return hindrance is None and not (backend == "auto" and _is_exporting())
+    return hindrance is None and not (backend == "auto" and (_is_exporting() or _is_transformed()))
 
 
 def _hindrance(backend: str, tensors: tuple[Tensor, ...]) -> str | None:
@@ -55,3 +55,11 @@ def _hindrance(backend: str, tensors: tuple[Tensor, ...]) -> str | None:
 def _is_exporting() -> bool:
     asked = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
     return torch.onnx.is_in_onnx_export() if asked is None else asked() or torch.onnx.is_in_onnx_export()
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func differentiates, which refuses operators that bring their own gradient; vmap alone may."""
+    if torch.compiler.is_compiling():
+        return False
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in stack)

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrope.ops import reference
-from torchrope.rotations import Block, Commuting, Planar
-
 OPS = torch.ops.torchrope
 """The operators, by name."""
 
@@ -201,7 +198,7 @@ torch.library.register_autograd("torchrope::rotate_basis", _basis_gradient, setu
 @_operator("skew_eig", "(Tensor base) -> (Tensor, Tensor)")
 def _skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
     basis, angular = kernels(base).skew_eig(base.flatten(0, -3))
-    return basis.view(base.shape), angular.view(*base.shape[:-2], -1)
+    return basis.view(base.shape), angular.view(*base.shape[:-2], base.shape[-1] // 2)
 
 
 @torch.library.register_fake("torchrope::skew_eig")
@@ -351,7 +348,18 @@ def _skew_exp_gradient(ctx: Any, d_table: Tensor) -> Tensor:
 torch.library.register_autograd("torchrope::skew_exp", _skew_exp_gradient, setup_context=_save_exponent)
 
 
-# vmap: what is elementwise in its batch takes one dimension more; the rest is left to the reference.
+# Without this torch would leave gradients of gradients out, with a warning.
+
+
+def _only_once(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError("kernels differentiate once; gradients of gradients need backend='reference'")
+
+
+for _name in ("rotate_planar", "rotate_basis", "rotate_block", "exp_generators", "skew_exp"):
+    torch.library.register_autograd(f"torchrope::{_name}_backward", _only_once)
+
+
+# vmap: what is elementwise in its batch takes one dimension more; the rest is called for each of the mapped.
 
 
 def _batched(info: Any, in_dims: tuple, exponents: Tensor) -> tuple[Tensor, int]:
@@ -368,36 +376,22 @@ def _batched_backward(info: Any, in_dims: tuple, exponents: Tensor, d_tangent: T
     return gradient.unflatten(0, flat.shape[:2]), 0
 
 
-def _by_reference(truth: Callable) -> Callable:
+def _one_by_one(name: str) -> Callable:
+    run = getattr(OPS, name)
+
     def rule(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        return torch.vmap(truth, in_dims)(*args), (0, 0)
+        of_each = [
+            run(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(map(torch.stack, zip(*of_each, strict=True))), (0,) * len(of_each[0])
 
     return rule
 
 
-def _both(q: Tensor, k: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
-    return tuple(reference.rotate_one(x.to(rotation.dtype), rotation).to(x.dtype) for x in (q, k))  # type: ignore
-
-
-def _planar_truth(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None) -> tuple:
-    rotation = Planar(head_dim=q.shape[-1], positions=positions, frequencies=frequencies, table=table)
-    return _both(q, k, rotation)
-
-
-def _basis_truth(q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, *rest: Any) -> tuple:
-    basis, angular, _ = rest
-    rotation = Commuting(
-        head_dim=q.shape[-1], positions=positions, factors=factors, base=base, basis=basis, angular=angular
-    )
-    return _both(q, k, rotation)
-
-
-def _block_truth(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> tuple:
-    return _both(q, k, Block(head_dim=q.shape[-1], table=table))
-
-
 torch.library.register_vmap("torchrope::skew_exp", _batched)
 torch.library.register_vmap("torchrope::skew_exp_backward", _batched_backward)
-torch.library.register_vmap("torchrope::rotate_planar", _by_reference(_planar_truth))
-torch.library.register_vmap("torchrope::rotate_basis", _by_reference(_basis_truth))
-torch.library.register_vmap("torchrope::rotate_block", _by_reference(_block_truth))
+for _name in ("rotate_planar", "rotate_basis", "rotate_block", "exp_generators"):
+    torch.library.register_vmap(f"torchrope::{_name}", _one_by_one(_name))
+    torch.library.register_vmap(f"torchrope::{_name}_backward", _one_by_one(f"{_name}_backward"))
+torch.library.register_vmap("torchrope::skew_eig", _one_by_one("skew_eig"))

@@ -52,12 +52,19 @@ def rotate(
     _check("q", q, rotation)
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
-    if not takes_kernels(backend, q, k, *_inputs(rotation), *_inputs(of_keys)) or _needs_reference(rotation, of_keys):
+    leading = max(q.ndim, k.ndim) - 3
+    fast = takes_kernels(backend, q, k, *_inputs(rotation), *_inputs(of_keys))
+    if not fast or _needs_reference(rotation, leading) or _needs_reference(of_keys, leading):
         return _rotate_wide(q, rotation), _rotate_wide(k, of_keys)
     if key_rotation is None:
         return _rotate_fast(q, k, rotation, scores_only)
     # The basis of one may be left out only where the other's is: two rotations of one encoding share it.
-    shared = isinstance(rotation, Commuting) and isinstance(of_keys, Commuting) and rotation.basis is of_keys.basis
+    shared = (
+        isinstance(rotation, Commuting)
+        and isinstance(of_keys, Commuting)
+        and rotation.basis is of_keys.basis
+        and rotation.factors is of_keys.factors
+    )
     turned_q, _ = _rotate_fast(q, q.new_empty((*q.shape[:-4], 0, *q.shape[-3:])), rotation, scores_only and shared)
     turned_k, _ = _rotate_fast(k, k.new_empty((*k.shape[:-4], 0, *k.shape[-3:])), of_keys, scores_only and shared)
     return turned_q, turned_k
@@ -76,7 +83,7 @@ def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) ->
     """Rotate both by the kernels, which know one dimension of samples."""
     if rotation.rotary_dim == 0:
         return q, k
-    flat = (q.reshape(-1, *q.shape[-3:]) if q.ndim != 4 else q, k.reshape(-1, *k.shape[-3:]) if k.ndim != 4 else k)
+    flat = (_with_samples(q), _with_samples(k))
     if isinstance(rotation, Planar):
         positions = _with_sets(rotation.positions, 3)
         table = None if rotation.table is None else _with_sets(rotation.table, 5)
@@ -93,10 +100,15 @@ def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) ->
         )
     else:
         assert isinstance(rotation, Block)
-        table = _with_sets(rotation.table, 6)
+        table = _with_sets(rotation.table.to(torch.float32), 6)
         tangent = table.new_empty(0) if rotation.tangent is None else _with_sets(rotation.tangent, 5)
         turned = OPS.rotate_block(*flat, table.detach(), tangent)
     return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
+
+
+def _with_samples(x: Tensor) -> Tensor:
+    """All leading dimensions as one."""
+    return x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4)
 
 
 def _with_sets(x: Tensor, ndim: int) -> Tensor:
@@ -112,19 +124,19 @@ def _inputs(rotation: Rotation) -> tuple[Tensor, ...]:
     return (rotation.table,) if isinstance(rotation, Block) else (rotation.blocks(),)
 
 
-def _needs_reference(*rotations: Rotation) -> bool:
+def _needs_reference(rotation: Rotation, leading: int) -> bool:
     """What no kernel knows: a gradient to matrices that no encoding made, and rotations of other kinds.
 
-    And positions of several leading dimensions.
+    And positions of several leading dimensions, or of samples that are one of several.
     """
-    for rotation in rotations:
-        if not isinstance(rotation, Planar | Commuting | Block) or len(rotation.shape) > 3:
-            return True
-        if isinstance(rotation, Block) and rotation.tangent is None and rotation.table.requires_grad:
-            return True
-        if isinstance(rotation, Planar) and rotation.table is not None and rotation.table.requires_grad:
-            return True
-    return False
+    *batch, _, _ = rotation.shape
+    if not isinstance(rotation, Planar | Commuting | Block) or len(batch) > 1:
+        return True
+    if leading > 1 and batch not in ([], [1]):
+        return True
+    if isinstance(rotation, Block) and rotation.tangent is None and rotation.table.requires_grad:
+        return True
+    return isinstance(rotation, Planar) and rotation.table is not None and rotation.table.requires_grad
 
 
 def _check(name: str, x: Tensor, rotation: Rotation) -> None:

@@ -134,10 +134,14 @@ INLINE void decompose(int64_t b, const SkewEig *p, int64_t first) {
     }
     diagonalise(b, a, v);
     for (int64_t l = 0; l < count; l++) {
+        float *basis = p->basis + (first + l) * square, *angular = p->angular + (first + l) * (b / 2);
         for (int64_t i = 0; i < square; i++) base[i] = p->base[(first + l) * square + i];
         for (int64_t i = 0; i < b; i++)
             for (int64_t j = 0; j < b; j++) rows[j * b + i] = v[i * b + j][l];
-        pair_up(b, base, rows, u, p->basis + (first + l) * square, p->angular + (first + l) * (b / 2));
+        pair_up(b, base, rows, u, basis, angular);
+        if (dot(square, base, base) < INFINITY) continue;
+        for (int64_t i = 0; i < square; i++) basis[i] = NAN; /* what is not finite has no planes */
+        for (int64_t i = 0; i < b / 2; i++) angular[i] = NAN;
     }
     free(a);
 }

@@ -155,6 +155,27 @@ INLINE float row_norm(Layout y, const float *a) {
     return norm;
 }
 
+/* Likewise, over the lanes whose norm is a number below 1e9. The others become zero, or they would spoil their
+   neighbours; a bit tells which. */
+INLINE float set_aside(Layout y, float *a, uint32_t *bad) {
+    float norms[VW] = {0}, norm = 0;
+    for (int64_t i = 0; i < y.b; i++)
+        for (int64_t l = 0; l < y.lanes; l++) {
+            float sum = 0;
+            for (int64_t j = 0; j < y.b; j++) sum += fabsf(a[(i * y.width + j) * y.lanes + l]);
+            norms[l] = sum > norms[l] || sum != sum ? sum : norms[l];
+        }
+    *bad = 0;
+    for (int64_t l = 0; l < y.lanes; l++)
+        if (norms[l] < 1e9f)
+            norm = norms[l] > norm ? norms[l] : norm;
+        else
+            *bad |= (uint32_t)1 << l;
+    for (int64_t i = 0; *bad && i < y.size; i++)
+        if (*bad >> i % y.lanes & 1) a[i] = 0;
+    return norm;
+}
+
 /* ---- the exponential ---- */
 
 enum { LEVELS = 48 };
@@ -167,16 +188,16 @@ typedef struct {
 /* From the exponent in m->a to E at every level (or the last alone); returns the squarings, and leaves the scaled
    exponent in m->a. */
 static __attribute__((noinline)) int64_t exponentiate(Layout y, Memory *m, int keep) {
-    float norm = row_norm(y, m->a);
-    int bad = !(norm < 1e9f);
-    int64_t before = norm > 1 && !bad ? (int64_t)ceilf(log2f(norm)) : 0;
+    uint32_t bad;
+    float norm = set_aside(y, m->a, &bad);
+    int64_t before = norm > 1 ? (int64_t)ceilf(log2f(norm)) : 0;
     float shrink = exp2f((float)-before);
     for (int64_t i = 0; i < y.size; i++) m->a[i] *= shrink;
     multiply(y, m->s, m->a, m->a, 0, 0);
     multiply(y, m->s2, m->s, m->s, 0, 0);
     /* |A|^4 <= |A^4|, and the row sum bounds the right side */
     float bound = sqrtf(sqrtf(row_norm(y, m->s2))) * 1.0001f;
-    int64_t squarings = bound > 0 && !bad ? before + (int64_t)ceilf(log2f(bound / LARGEST)) : 0;
+    int64_t squarings = bound > 0 ? before + (int64_t)ceilf(log2f(bound / LARGEST)) : 0;
     if (squarings < 0) squarings = 0;
     float scale = exp2f((float)(before - squarings)), scale2 = scale * scale, scale4 = scale2 * scale2;
     for (int64_t i = 0; i < y.size; i++) {
@@ -200,8 +221,8 @@ static __attribute__((noinline)) int64_t exponentiate(Layout y, Memory *m, int k
         e = next;
     }
     if (!keep && e != m->level[0]) memcpy(m->level[0], e, 4 * y.size);
-    if (bad)
-        for (int64_t i = 0; i < y.size; i++) m->level[keep ? squarings : 0][i] = NAN;
+    for (int64_t i = 0; bad && i < y.size; i++)
+        if (bad >> i % y.lanes & 1) m->a[i] = m->level[keep ? squarings : 0][i] = NAN; /* and so the gradient */
     return squarings;
 }
 
@@ -326,11 +347,11 @@ INLINE void collect(Layout y, const SkewExp *p, const Group *g, const float *x, 
         if (!p->d_positions) continue;
         const float *generator = generator_of(p, axis, g);
         for (int64_t l = 0; l < g->count; l++) {
-            float dot = 0;
+            double dot = 0; /* thousands of terms that nearly cancel */
             for (int64_t i = 0; i < b; i++)
                 for (int64_t j = 0; j < b; j++) dot += generator[i * b + j] * x[(i * y.width + j) * y.lanes + l];
             int64_t token = g->first + l, all = p->sets * p->tokens;
-            p->d_positions[((g->head * p->blocks + g->block) * all + token) * p->axes + axis] = dot;
+            p->d_positions[((g->head * p->blocks + g->block) * all + token) * p->axes + axis] = (float)dot;
         }
     }
 }

@@ -1,0 +1,157 @@
+"""The exponential by kernels: accuracy over sizes and norms, what is not a number, and everything around a call."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchrope as tr
+from torchrope.ops import native
+
+pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
+
+BLOCKS = (2, 3, 4, 8, 16, 32, 48, 64, 128)
+NORMS = tuple(10.0**power for power in range(-6, 4))
+EPS = torch.finfo(torch.float32).eps
+
+
+def skew_matrices(count: int, b: int, norm: float = 1.0) -> Tensor:
+    """Random skew matrices `(count, b, b)` of this spectral norm."""
+    x = torch.randn(count, b, b, dtype=torch.float64)
+    skew = x - x.mT
+    return (skew * norm / torch.linalg.matrix_norm(skew, 2)[:, None, None]).float()
+
+
+def largest(x: Tensor) -> float:
+    return x.abs().max().item()
+
+
+@pytest.mark.parametrize("b", BLOCKS)
+def test_error_and_orthogonality_are_within_twice_those_of_torch(b: int) -> None:
+    for norm in NORMS:
+        generator = skew_matrices(20 if b <= 16 else 3, b, norm)
+        exact = torch.linalg.matrix_exp(generator.double())
+        fast, plain = (x.double() for x in (tr.skew_exp(generator, backend="native"), torch.matrix_exp(generator)))
+        identity = torch.eye(b, dtype=torch.float64)
+        assert largest(fast - exact) <= 2 * largest(plain - exact) + 2 * EPS, norm
+        assert largest(fast.mT @ fast - identity) <= 2 * largest(plain.mT @ plain - identity) + 4 * EPS, norm
+
+
+@pytest.mark.parametrize("b", BLOCKS)
+def test_gradients_are_within_twice_the_error_of_torchs(b: int) -> None:
+    for norm in (0.0, 1e-6, 1e-2, 1.0, 30.0, 1e3):
+        generator = skew_matrices(5 if b <= 16 else 2, b, norm or 1.0) * (norm > 0)
+        upstream = torch.randn_like(generator)
+        exact = skew_gradient(generator.double(), upstream.double(), backend="reference")
+        fast, plain = (skew_gradient(generator, upstream, backend=name) for name in ("native", "reference"))
+        assert torch.equal(fast, -fast.mT)
+        assert largest(fast - exact) <= 2 * largest(plain - exact) + 8 * EPS * largest(exact), norm
+
+
+def skew_gradient(generator: Tensor, upstream: Tensor, *, backend: str) -> Tensor:
+    """The gradient along skew directions."""
+    leaf = generator.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(tr.skew_exp(leaf, backend=backend), leaf, upstream)
+    return (gradient - gradient.mT) / 2
+
+
+@pytest.mark.parametrize("b", [2, 5, 8, 12, 64])
+def test_entries_of_one_matrix_do_not_touch_another(b: int) -> None:
+    """Matrices lie side by side in a vector: each comes out as it does alone."""
+    norms = torch.logspace(-6, 3, 35)
+    generator = skew_matrices(35, b) * norms[:, None, None]
+    exact = torch.linalg.matrix_exp(generator.double())
+    fast = tr.skew_exp(generator)
+    for i, norm in enumerate(norms.tolist()):
+        assert largest(fast[i] - exact[i]) <= 8 * EPS * max(1.0, norm), norm
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("b", [2, 3, 8, 16, 64, 128])
+def test_what_is_not_finite_gives_nan(b: int, value: float) -> None:
+    generator = skew_matrices(3, b)
+    generator[1, 0, 1], generator[1, 1, 0] = value, -value
+    leaf = generator.requires_grad_()
+    rotation = tr.skew_exp(leaf, backend="native")
+    assert rotation[1].isnan().all()
+    (gradient,) = torch.autograd.grad(rotation.sum(), leaf)
+    assert gradient[1].isnan().any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("b", [3, 8, 16])
+def test_what_is_not_finite_stays_where_it_is(b: int, value: float) -> None:
+    generator = skew_matrices(3, b)
+    expected = tr.skew_exp(generator)[::2]
+    generator[1, 0, 1], generator[1, 1, 0] = value, -value
+    assert torch.allclose(tr.skew_exp(generator)[::2], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("b", [3, 8, 20])
+def test_strides_do_not_matter(b: int) -> None:
+    generator = skew_matrices(6, b)
+    expected = tr.skew_exp(generator)
+    strided = generator.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    spaced = torch.zeros(6, b, 2 * b)
+    spaced[..., ::2] = generator
+    for same in (strided, spaced[..., ::2], generator.mT.neg(), -generator.mT):
+        assert torch.equal(tr.skew_exp(same), expected)
+    assert torch.equal(tr.skew_exp(generator[:1].expand(4, b, b)), expected[:1].expand(4, b, b))
+    assert torch.equal(tr.skew_exp(generator.view(2, 3, b, b)), expected.view(2, 3, b, b))
+    assert torch.equal(tr.skew_exp(generator[0]), expected[0])
+    assert tr.skew_exp(generator[:0]).shape == (0, b, b)
+
+
+@pytest.mark.parametrize("b", [1, 129])
+def test_sizes_that_no_kernel_takes_are_computed_all_the_same(b: int) -> None:
+    generator = skew_matrices(2, b) if b > 1 else torch.zeros(2, 1, 1)
+    assert largest(tr.skew_exp(generator).double() - torch.linalg.matrix_exp(generator.double())) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_exponents_are_computed_in_float32_and_autocast_stays_out(dtype: torch.dtype) -> None:
+    narrow = skew_matrices(5, 8).to(dtype).requires_grad_()
+    rotation = tr.skew_exp(narrow)
+    assert rotation.dtype == torch.float32
+    assert torch.equal(rotation, tr.skew_exp(narrow.float()))
+    (gradient,) = torch.autograd.grad(rotation.square().cumsum(-1).sum(), narrow)
+    assert gradient.dtype == dtype
+    wide = narrow.detach().float()
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(tr.skew_exp(wide), rotation)
+
+
+@pytest.mark.parametrize("b", [3, 8, 16])
+def test_it_maps_and_gradients_of_it_map(b: int) -> None:
+    generator, weight = skew_matrices(12, b).view(4, 3, b, b), torch.randn(3, b, b)
+
+    def score(generator: Tensor, weight: Tensor) -> Tensor:
+        return (tr.skew_exp(generator) * weight).sum()
+
+    assert torch.equal(torch.vmap(tr.skew_exp)(generator), tr.skew_exp(generator))
+    assert torch.equal(torch.vmap(tr.skew_exp, 1, 1)(generator), tr.skew_exp(generator))
+    per_sample = torch.vmap(torch.func.grad(score), (0, None))(generator, weight)
+    along = torch.func.jacrev(score)(generator[0], weight)
+    for i in range(4):
+        expected = skew_gradient(generator[i], weight, backend="native")
+        assert torch.allclose((per_sample[i] - per_sample[i].mT) / 2, expected, atol=1e-5)
+    assert torch.allclose((along - along.mT) / 2, skew_gradient(generator[0], weight, backend="native"), atol=1e-5)
+
+    leaf = generator[0].clone().requires_grad_()
+    directions = torch.randn(5, 3, b, b)
+    rotation = tr.skew_exp(leaf, backend="native")
+    (batched,) = torch.autograd.grad(rotation, leaf, directions, is_grads_batched=True, retain_graph=True)
+    for direction, gradient in zip(directions, batched, strict=True):
+        assert torch.equal(gradient, torch.autograd.grad(rotation, leaf, direction, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("b", [3, 16])
+def test_it_compiles(b: int) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: tr.skew_exp(2 * x).square().cumsum(-1), fullgraph=True, backend="aot_eager")
+    leaf = skew_matrices(5, b).requires_grad_()
+    expected = tr.skew_exp(2 * leaf).square().cumsum(-1)
+    assert torch.allclose(compiled(leaf), expected, atol=1e-6)
+    gradients = (torch.autograd.grad(out.sum(), leaf)[0] for out in (compiled(leaf), expected))
+    assert torch.allclose(*gradients, atol=1e-5)
