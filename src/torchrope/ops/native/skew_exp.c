@@ -332,11 +332,11 @@ INLINE void collect(Layout y, const SkewExp *p, const Group *g, const float *x, 
         if (!p->d_positions) continue;
         const float *generator = generator_of(p, axis, g);
         for (int64_t l = 0; l < g->count; l++) {
-            float dot = 0;
+            double dot = 0; /* thousands of terms that nearly cancel */
             for (int64_t i = 0; i < b; i++)
                 for (int64_t j = 0; j < b; j++) dot += generator[i * b + j] * x[(i * y.width + j) * y.lanes + l];
             int64_t token = g->first + l, all = p->sets * p->tokens;
-            p->d_positions[((g->head * p->blocks + g->block) * all + token) * p->axes + axis] = dot;
+            p->d_positions[((g->head * p->blocks + g->block) * all + token) * p->axes + axis] = (float)dot;
         }
     }
 }
