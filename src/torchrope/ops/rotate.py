@@ -52,9 +52,7 @@ def rotate(
     _check("q", q, rotation)
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
-    leading = max(q.ndim, k.ndim) - 3
-    fast = takes_kernels(backend, q, k, *_inputs(rotation), *_inputs(of_keys))
-    if not fast or _needs_reference(rotation, leading) or _needs_reference(of_keys, leading):
+    if not _takes_kernels(backend, q, k, rotation, of_keys):
         return _rotate_wide(q, rotation), _rotate_wide(k, of_keys)
     if key_rotation is None:
         return _rotate_fast(q, k, rotation, scores_only)
@@ -124,19 +122,30 @@ def _inputs(rotation: Rotation) -> tuple[Tensor, ...]:
     return (rotation.table,) if isinstance(rotation, Block) else (rotation.blocks(),)
 
 
-def _needs_reference(rotation: Rotation, leading: int) -> bool:
-    """What no kernel knows: a gradient to matrices that no encoding made, and rotations of other kinds.
+def _takes_kernels(backend: str, q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation) -> bool:
+    """Whether kernels rotate; a backend taken at its word raises where they cannot."""
+    if not takes_kernels(backend, q, k, *_inputs(rotation), *_inputs(key_rotation)):
+        return False
+    leading = max(q.ndim, k.ndim) - 3
+    reason = _beyond_kernels(rotation, leading) or _beyond_kernels(key_rotation, leading)
+    if q.dtype != k.dtype:
+        reason = f"needs q and k of one dtype, got {q.dtype} and {k.dtype}"
+    if reason is not None and backend != "auto":
+        raise ValueError(f"backend {backend!r} {reason}")
+    return reason is None
 
-    And positions of several leading dimensions, or of samples that are one of several.
-    """
+
+def _beyond_kernels(rotation: Rotation, leading: int) -> str | None:
+    """Why a rotation is one that no kernel knows, or None."""
     *batch, _, _ = rotation.shape
-    if not isinstance(rotation, Planar | Commuting | Block) or len(batch) > 1:
-        return True
-    if leading > 1 and batch not in ([], [1]):
-        return True
-    if isinstance(rotation, Block) and rotation.tangent is None and rotation.table.requires_grad:
-        return True
-    return isinstance(rotation, Planar) and rotation.table is not None and rotation.table.requires_grad
+    if not isinstance(rotation, Planar | Commuting | Block):
+        return f"knows Planar, Commuting and Block rotations, got {type(rotation).__name__}"
+    if len(batch) > 1 or (leading > 1 and batch not in ([], [1])):
+        return f"needs positions that samples share, or one leading dimension of both, got {tuple(batch)}"
+    learned = isinstance(rotation, Planar | Block) and rotation.table is not None and rotation.table.requires_grad
+    if learned and getattr(rotation, "tangent", None) is None:
+        return "has no gradient to a table of one's own making"
+    return None
 
 
 def _check(name: str, x: Tensor, rotation: Rotation) -> None:
