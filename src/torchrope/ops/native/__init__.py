@@ -5,13 +5,15 @@ is loaded. Where none was built, `LIBRARY` is None and the plain reference takes
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_ABSENT = (0, 0, 0, 0, 0)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What q and k may be; rotations are float32."""
 
@@ -219,19 +221,18 @@ class _Call:
         out = []
         for x, grad in ((q, grad_q), (k, grad_k)):
             out.append(x.new_empty(x.shape))
-            self.fields += x.shape[:2]
-            for rows in (x, grad, out[-1]):
-                self.fields += self._rows(rows)
+            batch, heads, _, _ = x.shape
+            self.fields += (batch, heads, *self._rows(x), *self._rows(grad), *self._rows(out[-1]))
         return tuple(out)
 
-    def _rows(self, x: Tensor | None) -> Iterator[int | None]:
+    def _rows(self, x: Tensor | None) -> Sequence[int]:
         if x is None:
-            yield from (None, 0, 0, 0, 0)
-            return
+            return _ABSENT
         if x.stride(-1) != 1:
             x = x.contiguous()
         self.kept.append(x)
-        yield from (x.data_ptr(), *x.stride()[:3], DTYPES[x.dtype])
+        sample, head, token, _ = x.stride()
+        return x.data_ptr(), sample, head, token, DTYPES[x.dtype]
 
     def planar(self, q: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None) -> None:
         axes, heads, pairs = frequencies.shape
@@ -275,10 +276,10 @@ class _Call:
         if items:
             _kernel(name)(self._structure(), *map(ctypes.c_int64, settings))
 
-    def _structure(self) -> ctypes.Array:
+    def _structure(self) -> bytes:
         """The structure: every field of it is 8 bytes wide. Fields still to come are zero."""
-        fields = [field or 0 for field in self.fields] + [0] * 4
-        return (ctypes.c_int64 * len(fields))(*fields)
+        fields = [field or 0 for field in self.fields]
+        return struct.pack(f"{len(fields) + 4}q", *fields, 0, 0, 0, 0)
 
 
 def _kernel(name: str) -> Any:
