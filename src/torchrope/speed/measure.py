@@ -15,15 +15,15 @@ from torchrope.speed.results import Quartiles
 
 Work = Callable[[], object]
 
-_SHORTEST_SAMPLE = 0.005
-_MOST_REPEATS = 50
+_SHORTEST_SAMPLE = 0.05
+_MOST_REPEATS = 100
 
 
 def interleaved_seconds(works: Mapping[str, Work], *, rounds: int, device: str) -> dict[str, list[float]]:
     """Time pieces of work in turn, so that the machine's moods hit all alike.
 
     Each round takes one sample of each, beginning with another one every time; a sample repeats short work for
-    five milliseconds. One untimed call warms up and another sets the repeats.
+    50 milliseconds. One untimed call warms up and the fastest of three others sets the repeats.
 
     Args:
         works: What to time, by name.
@@ -35,7 +35,7 @@ def interleaved_seconds(works: Mapping[str, Work], *, rounds: int, device: str) 
     """
     for work in works.values():
         work()
-    repeats = {name: _repeats(_seconds(work, 1, device)) for name, work in works.items()}
+    repeats = {name: _repeats(work, device) for name, work in works.items()}
     names = list(works)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
@@ -113,7 +113,10 @@ def _cpu_allocations(work: Work) -> list[int]:
     return [int(event["args"]["Bytes"]) for event in sorted(on_cpu, key=lambda event: event["ts"])]
 
 
-def _repeats(seconds: float) -> int:
+def _repeats(work: Work, device: str) -> int:
+    seconds = _seconds(work, 1, device)
+    if seconds < _SHORTEST_SAMPLE:
+        seconds = min(seconds, _seconds(work, 1, device), _seconds(work, 1, device))
     return max(1, min(_MOST_REPEATS, math.ceil(_SHORTEST_SAMPLE / max(seconds, 1e-9))))
 
 

@@ -251,17 +251,21 @@ INLINE void turn_token_back(int64_t b, const Basis *p, int64_t set, int64_t head
                 times(b, panel.count, block, room.inner, room.grad, room.h, 0, room);
             else
                 for (int64_t i = 0; i < panel.count; i++)
-                    memcpy(room.h + i * room.row + block * b, room.grad + i * room.row + block * b, 4 * b);
+                    copy_floats(room.h + i * room.row + block * b, room.grad + i * room.row + block * b, b);
             turn_block(b, panel.count, block, room.h, room.y, -1, 0, room);
             if (wanted) {
                 times(b, panel.count, block, room.inner, room.raw, room.x, 0, room);
                 collect(b, panel.count, block, more, room);
             }
-            /* dx = gy + U (rot^T - 1) h, or U rot^T h = U h + U (rot^T - 1) h */
-            if (!room.returns[block]) {
-                for (int64_t i = 0; i < panel.count; i++) memset(room.grad + i * room.row + block * b, 0, 4 * b);
-                times(b, panel.count, block, room.outer, room.h, room.grad, 1, room);
-            }
+            /* dx = gy + U (rot^T - 1) h, or U rot^T h = U (h + (rot^T - 1) h) */
+            if (!room.returns[block])
+                for (int64_t i = 0; i < panel.count; i++) {
+                    int64_t at = i * room.row + block * b;
+                    for (int64_t j = 0; j < b; j++) {
+                        room.y[at + j] += room.h[at + j];
+                        room.grad[at + j] = 0;
+                    }
+                }
             times(b, panel.count, block, room.outer, room.y, room.grad, 1, room);
         }
         more = 1;

@@ -49,13 +49,20 @@ static int next_panel(Walk *walk, Panel *panel) {
     return panel->count > 0;
 }
 
+/* A call of memcpy costs as much as a row. */
+INLINE void copy_floats(float *restrict target, const float *restrict source, int64_t n) {
+    int64_t i = 0;
+    for (; i + VW <= n; i += VW) *(vf *)(target + i) = *(const vf *)(source + i);
+    for (; i < n; i++) target[i] = source[i];
+}
+
 /* Read n channels of every row, the gradient's or x's own, into a panel of the given width. */
 INLINE void gather(const Panel *panel, int64_t token, int64_t n, int of_gradient, float *target, int64_t width) {
     for (int64_t i = 0; i < panel->count; i++) {
         const Rows *rows = of_gradient ? &panel->side[i]->grad : &panel->side[i]->x;
         float *row = target + i * width;
         const float *values = load_row(rows, row_offset(rows, panel->sample[i], panel->head[i], token), n, row);
-        if (values != row) memcpy(row, values, 4 * n);
+        if (values != row) copy_floats(row, values, n);
     }
 }
 
@@ -81,7 +88,10 @@ INLINE void spread(const Panel *panel, int64_t token, int64_t n, int64_t head_di
     for (int64_t i = 0; i < panel->count; i++) {
         const Rows *in = of_gradient ? &panel->side[i]->grad : &panel->side[i]->x, *out = &panel->side[i]->out;
         int64_t target = row_offset(out, panel->sample[i], panel->head[i], token);
-        store_row(out, target, n, source + i * width);
+        if (out->dtype == FLOAT32)
+            copy_floats((float *)out->data + target, source + i * width, n);
+        else
+            store_row(out, target, n, source + i * width);
         if (n < head_dim) {
             int64_t at = row_offset(in, panel->sample[i], panel->head[i], token);
             copy_row(in, at, out, target, n, head_dim - n);
