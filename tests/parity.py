@@ -153,7 +153,7 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def judge(encoding: Encoding, inputs: Inputs) -> None:
     """Hold the kernels to the reference, values and all gradients."""
-    fast = outcome(encoding, inputs, backend="native")
+    fast = outcome(encoding, inputs, backend="auto")
     assert_as_good(fast, outcome(encoding, inputs, backend="reference"), truth_of(encoding, inputs))
 
 

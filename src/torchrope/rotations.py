@@ -38,7 +38,7 @@ class Rotation(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         """`(*batch, heads or 1, tokens)`: no batch where positions are shared, 1 where heads share."""
 
     @property
@@ -111,9 +111,9 @@ class Planar(Rotation):
         return 2 * self.frequencies.shape[-1]
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         *batch, tokens, _ = self.positions.shape
-        return torch.Size((*batch, self.frequencies.shape[1], tokens))
+        return (*batch, self.frequencies.shape[1], tokens)
 
     def angles(self) -> Tensor:
         """Angles in radians, `(*batch, heads or 1, tokens, pairs)`."""
@@ -164,9 +164,9 @@ class Commuting(Rotation):
         return self.base.shape[-3] * self.base.shape[-1]
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         *batch, tokens, _ = self.positions.shape
-        return torch.Size((*batch, self.base.shape[0], tokens))
+        return (*batch, self.base.shape[0], tokens)
 
     def blocks(self) -> Tensor:
         along = combine(self.positions, self.factors)  # (*batch, heads, tokens, blocks)
@@ -195,7 +195,7 @@ class Block(Rotation):
         return self.table.shape[-3] * self.table.shape[-1]
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         return self.table.shape[:-3]
 
     def blocks(self) -> Tensor:

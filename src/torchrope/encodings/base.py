@@ -196,7 +196,9 @@ class Encoding(nn.Module, ABC):
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
         if torch.compiler.is_compiling() or positions.device.type != "cpu" or not positions.is_floating_point():
             return
-        if not math.isfinite(positions.sum()) and not torch.isfinite(positions).all():  # the sum is the quick look
+        if (
+            not math.isfinite(positions.detach().sum()) and not torch.isfinite(positions).all()
+        ):  # the sum is the quick look
             bad = int((~torch.isfinite(positions)).any(dim=-1).sum())
             raise ValueError(f"positions must be finite, got NaN or infinity in {bad} of {positions[..., 0].numel()}")
 

@@ -128,7 +128,7 @@ def _takes_kernels(backend: str, q: Tensor, k: Tensor, rotation: Rotation, key_r
         return False
     leading = max(q.ndim, k.ndim) - 3
     reason = _beyond_kernels(rotation, leading) or _beyond_kernels(key_rotation, leading)
-    if q.dtype != k.dtype:
+    if q.dtype != k.dtype and q.device.type != "cpu":
         reason = f"needs q and k of one dtype, got {q.dtype} and {k.dtype}"
     if reason is not None and backend != "auto":
         raise ValueError(f"backend {backend!r} {reason}")
@@ -138,11 +138,11 @@ def _takes_kernels(backend: str, q: Tensor, k: Tensor, rotation: Rotation, key_r
 def _beyond_kernels(rotation: Rotation, leading: int) -> str | None:
     """Why a rotation is one that no kernel knows, or None."""
     *batch, _, _ = rotation.shape
-    if not isinstance(rotation, Planar | Commuting | Block):
+    if not isinstance(rotation, (Planar, Commuting, Block)):
         return f"knows Planar, Commuting and Block rotations, got {type(rotation).__name__}"
     if len(batch) > 1 or (leading > 1 and batch not in ([], [1])):
         return f"needs positions that samples share, or one leading dimension of both, got {tuple(batch)}"
-    learned = isinstance(rotation, Planar | Block) and rotation.table is not None and rotation.table.requires_grad
+    learned = isinstance(rotation, (Planar, Block)) and rotation.table is not None and rotation.table.requires_grad
     if learned and getattr(rotation, "tangent", None) is None:
         return "has no gradient to a table of one's own making"
     return None
