@@ -160,7 +160,7 @@ def flash_attention_rotary(q: Tensor, k: Tensor, grads: tuple[Tensor, Tensor]) -
 
 def skew_exp_rows() -> list[Row]:
     """Forward and backward of the exponentials of one layer: a matrix for each token, head and block."""
-    from torchrope.ops.gpu import skew_exp
+    from torchrope.ops.gpu import exponential
 
     rows = []
     for b in (4, 8, 16, 32, 64):
@@ -173,8 +173,8 @@ def skew_exp_rows() -> list[Row]:
         batch = generators.view(matrices, b, b).clone().requires_grad_()
 
         def ours(g: Tensor = generators, p: Tensor = one, t: Tensor = tangent) -> None:
-            skew_exp.exp(p, g)
-            skew_exp.exp_backward(p, g, t, False)
+            exponential.exp(p, g)
+            exponential.exp_backward(p, g, t, False)
 
         def theirs(g: Tensor = batch, c: Tensor = cotangent) -> None:
             torch.autograd.grad(torch.linalg.matrix_exp(g), g, c)

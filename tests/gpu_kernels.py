@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrope.ops import gpu, native
-from torchrope.ops.gpu import basis, block, planar, skew_exp
+from torchrope.ops.gpu import basis, block, exponential, planar
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -231,11 +231,11 @@ def test_skew_exp(case: str, norm: float) -> None:
     # The tangent T is the gradient to the upper triangle of Ω in exp(Ω) R, so  dR = skew(T) R / 2  gives it back.
     slope = skew(tangent.double(), b) @ truth.detach() / 2
     slopes = torch.autograd.grad(truth, (wide_g, wide_p), slope)
-    assert_near(skew_exp.exp(positions, generators), truth, "rotation", tolerance=2e-6 * max(norm, 1))
-    found = skew_exp.exp_backward(positions, generators, tangent, True)
+    assert_near(exponential.exp(positions, generators), truth, "rotation", tolerance=2e-6 * max(norm, 1))
+    found = exponential.exp_backward(positions, generators, tangent, True)
     assert_near(found[0], (slopes[0] - slopes[0].mT) / 2, "gradient of generators", tolerance=5e-6 * max(norm, 1))
     assert_near(found[1], slopes[1], "gradient of positions", tolerance=5e-6 * max(norm, 1))
-    assert skew_exp.exp_backward(positions, generators, tangent, False)[1] is None
+    assert exponential.exp_backward(positions, generators, tangent, False)[1] is None
 
 
 def skew_of_norm(norm: float, *shape: int) -> Tensor:
@@ -253,13 +253,13 @@ def test_skew_exp_errs_at_most_twice_as_much_as_torch(b: int, norm: float) -> No
     generators = skew_of_norm(norm, 1, 3, 1, b)
     one = torch.ones(1, 1, 1, device=DEVICE)
     truth, identity = generators.double().matrix_exp().squeeze(), torch.eye(b, device=DEVICE).double()
-    actual, peer = skew_exp.exp(one, generators).squeeze().double(), generators.matrix_exp().squeeze().double()
+    actual, peer = exponential.exp(one, generators).squeeze().double(), generators.matrix_exp().squeeze().double()
     for what, error in {"exp": lambda r: r - truth, "orthogonality": lambda r: r.mT @ r - identity}.items():
         assert error(actual).abs().max() <= 2 * error(peer).abs().max() + 1e-7, what
 
 
 def test_skew_exp_of_zero_is_exactly_the_identity() -> None:
-    table = skew_exp.exp(normal(1, 3, 2), torch.zeros(2, 2, 1, 6, 6, device=DEVICE))
+    table = exponential.exp(normal(1, 3, 2), torch.zeros(2, 2, 1, 6, 6, device=DEVICE))
     assert torch.equal(table, torch.eye(6, device=DEVICE).expand_as(table))
 
 

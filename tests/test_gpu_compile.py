@@ -47,12 +47,12 @@ def block(dtype: torch.dtype, batch: int, b: int) -> None:
 
 
 def skew_exp(b: int) -> None:
-    from torchrope.ops.gpu import skew_exp
+    from torchrope.ops.gpu import exponential
 
     positions, generators = torch.zeros(1, 5, 2), torch.zeros(2, 2, max(64 // b, 1), b, b)
     tangent = torch.zeros(1, 2, 5, max(64 // b, 1), b * (b - 1) // 2)
-    skew_exp.exp(positions, generators)
-    skew_exp.exp_backward(positions, generators, tangent, True)
+    exponential.exp(positions, generators)
+    exponential.exp_backward(positions, generators, tangent, True)
 
 
 def basis(dtype: torch.dtype, b: int, outer: bool) -> None:

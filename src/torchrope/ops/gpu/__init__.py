@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchrope.ops.gpu import basis as _basis
 from torchrope.ops.gpu import block as _block
+from torchrope.ops.gpu import exponential as _exponential
 from torchrope.ops.gpu import planar as _planar
-from torchrope.ops.gpu import skew_exp as _skew_exp
 
 
 def rotate_planar(
@@ -85,14 +85,14 @@ def rotate_basis_backward(
 
 def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
     """exp(sum_a p_a A_a), each block's transpose contiguous, as `native` lays it."""
-    return _skew_exp.exp(positions, generators.mT).mT
+    return _exponential.exp(positions, generators.mT).mT
 
 
 def exp_generators_backward(
     positions: Tensor, generators: Tensor, tangent: Tensor, wanted: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Gradients to positions, where wanted, and generators from that of the tangent."""
-    d_generators, d_positions = _skew_exp.exp_backward(positions, generators, tangent, wanted)
+    d_generators, d_positions = _exponential.exp_backward(positions, generators, tangent, wanted)
     return d_positions, d_generators
 
 

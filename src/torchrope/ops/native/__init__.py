@@ -48,7 +48,7 @@ def rotate_planar(
     """
     call = _Call()
     out = call.sides(q, k)
-    call.planar(q, positions, frequencies, table)
+    call.planar(q, positions, _of_every_head(frequencies, k, table), table)
     call.run("torchrope_planar", 0)
     return out
 
@@ -66,13 +66,17 @@ def rotate_planar_backward(
     """Gradients to q, k, and where wanted to positions and frequencies."""
     call = _Call()
     out = call.sides(q, k, grad_q, grad_k)
-    call.planar(q, positions, frequencies, table)
-    parts = call.parts(frequencies.shape[1], q.shape[2])
-    d_positions = call.sum_into(positions, (frequencies.shape[1], *positions.shape), wanted[0])
-    d_frequencies = call.sum_into(frequencies, (parts, *frequencies.shape), wanted[1])
+    of_heads = _of_every_head(frequencies, k, table)
+    call.planar(q, positions, of_heads, table)
+    parts = call.parts(of_heads.shape[1], q.shape[2])
+    d_positions = call.sum_into(positions, (of_heads.shape[1], *positions.shape), wanted[0])
+    d_frequencies = call.sum_into(frequencies, (parts, *of_heads.shape), wanted[1])
     call.fields += [_at(d_frequencies), _at(d_positions)]
     call.run("torchrope_planar", 1)
-    return (*out, _summed(d_positions), _summed(d_frequencies))
+    summed = _summed(d_frequencies)
+    if summed is not None and summed.shape != frequencies.shape:
+        summed = summed.sum(1, keepdim=True)
+    return (*out, _summed(d_positions), summed)
 
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,6 +288,13 @@ class _Call:
 
 def _kernel(name: str) -> Any:
     return getattr(LIBRARY, name)
+
+
+def _of_every_head(frequencies: Tensor, k: Tensor, table: Tensor | None) -> Tensor:
+    """Frequencies that heads share, given to each: angles are cheaper than rows read in leaps from head to head."""
+    if table is not None or frequencies.shape[1] != 1:
+        return frequencies
+    return frequencies.expand(-1, k.shape[1], -1)
 
 
 def _table(positions: Tensor, generators: Tensor) -> Tensor:
