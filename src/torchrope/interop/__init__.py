@@ -1,0 +1,1 @@
+"""Encodings where people already are: models of timm and transformers, published checkpoints."""

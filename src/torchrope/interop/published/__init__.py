@@ -1,0 +1,1 @@
+"""Checkpoints that papers published, read into the models of this library."""
