@@ -1,7 +1,7 @@
 """What a swap puts into a model of another library, and what it must know of that model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Site:
     lattice: tuple[int, ...]
 
 
-class Rotary(nn.ModuleList):
+class Rotary(nn.Module):
     """The encodings of a swapped model: one per attention layer, or one alone for all.
 
     Args:
@@ -54,18 +54,30 @@ class Rotary(nn.ModuleList):
         spacing: PerAxis | None,
         origin: PerAxis | None,
     ) -> None:
-        super().__init__(encodings)
+        super().__init__()
+        self.encodings = nn.ModuleList(encodings)
         self.keep_ape = keep_ape
         self.keep_rotation = keep_rotation
-        self.chosen = {"spacing": spacing, "origin": origin}
-        self.lattices = [_lattice(encoding, site, self.chosen) for encoding, site in zip(encodings, sites, strict=False)]
+        chosen = {"spacing": spacing, "origin": origin}
+        self.lattices = [_lattice(encoding, site, chosen) for encoding, site in zip(encodings, sites, strict=False)]
         self.handles: list[RemovableHandle] = []
-        self.learned: list[bool] = []  # whether the tables that were silenced took gradients
-        self.put_aside: dict[str, nn.Module] = {}  # what stood in the tower before, by name
+        self.put_aside = nn.ModuleDict()  # what stood in the tower before, by name
+        self.learned: dict[str, bool] = {}  # whether what is silent now took gradients
 
     def of_layer(self, index: int) -> int:
         """Which encoding serves a layer."""
-        return index if len(self) > 1 else 0
+        return index if len(self.encodings) > 1 else 0
+
+    def silence(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
+        """Take gradients from parameters, until `wake`."""
+        self.learned[name] = any(parameter.requires_grad for parameter in parameters)
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+
+    def wake(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
+        """Undo `silence`."""
+        for parameter in parameters:
+            parameter.requires_grad_(self.learned[name])
 
     def positions(
         self, sizes: Sequence[int], num_prefix: int = 0, *, device: torch.device | str | None = None
@@ -83,7 +95,7 @@ class Rotary(nn.ModuleList):
     ) -> list[Rotation]:
         """The rotation of each encoding for a lattice of tokens; `of_layer` says which serves which layer."""
         positions = self.positions(sizes, num_prefix, device=device)
-        return [encoding(where) for encoding, where in zip(self, positions, strict=True)]
+        return [encoding(where) for encoding, where in zip(self.encodings, positions, strict=True)]
 
 
 class Adapter(ABC):

@@ -72,7 +72,9 @@ def swap(
     """
     adapter = adapt(model)
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
-        raise ValueError(f"swap needs a model without torchrope's encodings, got {_name(model)} with some: unswap first")
+        raise ValueError(
+            f"swap needs a model without torchrope's encodings, got {_name(model)} with some: unswap first"
+        )
     sites = adapter.sites()
     encodings = _encodings(encoding, sites, block_size, check_init(init))
     install(adapter, encodings, keep_ape=keep_ape, keep_rotation=keep_rotation, spacing=spacing, origin=origin)
@@ -173,7 +175,11 @@ def _takes(factory: Callable[..., Encoding], argument: str) -> bool:
     if isinstance(factory, partial):
         return argument not in factory.keywords and _takes(factory.func, argument)
     if isinstance(factory, type):
-        return any(argument in inspect.signature(base.__init__).parameters for base in factory.__mro__)
+        return any(
+            argument in inspect.signature(vars(base)["__init__"]).parameters
+            for base in factory.__mro__
+            if "__init__" in vars(base)
+        )
     return argument in inspect.signature(factory).parameters
 
 
@@ -190,9 +196,9 @@ def _silence(tables: list[nn.Parameter], rotary: Rotary) -> None:
     """Set tables to zero and keep what they were."""
     for index, table in enumerate(tables):
         rotary.register_buffer(f"table{index}", table.detach().clone())
-        rotary.learned.append(table.requires_grad)
-        table.data.zero_()
-        table.requires_grad_(False)
+        rotary.silence(f"table{index}", [table])
+        with torch.no_grad():
+            table.zero_()
 
 
 def _restore(tables: list[nn.Parameter], rotary: Rotary) -> None:
@@ -203,9 +209,10 @@ def _restore(tables: list[nn.Parameter], rotary: Rotary) -> None:
         if table.shape != original.shape:
             came = f"{tuple(table.shape)} instead of {tuple(original.shape)}"
             raise ValueError(f"unswap needs the input size that was swapped, got a position table of {came}")
-    for table, original, learned in zip(tables, originals, rotary.learned, strict=True):
-        table.data.copy_(original)
-        table.requires_grad_(learned)
+    for index, (table, original) in enumerate(zip(tables, originals, strict=True)):
+        with torch.no_grad():
+            table.copy_(original)
+        rotary.wake(f"table{index}", [table])
 
 
 def _name(model: nn.Module) -> str:

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import timm
 import torch
 from timm.layers import PatchDropout, PatchDropoutWithIndices
 from timm.layers.attention import Attention, AttentionRope
+from timm.models import get_model_args
 from timm.models.eva import Eva, EvaAttention
 from timm.models.swin_transformer import SwinTransformer, WindowAttention
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
@@ -31,12 +33,31 @@ def adapters(model: nn.Module) -> list[Adapter]:
     return found
 
 
+def recipe(model: Any) -> dict[str, Any]:
+    """What timm.create_model builds a model again from: its architecture and arguments."""
+    architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    if architecture is None or not hasattr(model, "_model_args"):
+        raise ValueError(f"save needs a model that timm.create_model made, got {type(model).__name__} made otherwise")
+    # Left out by timm, which thinks of inference; training goes on from a saved model.
+    dropped = {name: value for name, value in model._model_args.items() if "drop" in name}
+    arguments = get_model_args(model, dropped)
+    return {"architecture": architecture, "arguments": {**arguments, **_of_features(model)}}
+
+
+def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
+    """The model of a recipe, its weights drawn anew."""
+    model: nn.Module = timm.create_model(recipe["architecture"], **recipe["arguments"], device=device)
+    return model
+
+
 class OfTokens(Adapter):
     """VisionTransformer and Eva: every token attends to every other, rotated behind the norms of q and k."""
 
     def sites(self) -> list[Site]:
         lattice = tuple(self.tower.patch_embed.grid_size)
-        return [Site(getattr(layer, "num_kv_heads", layer.num_heads), layer.head_dim, lattice) for layer in self._layers()]
+        return [
+            Site(getattr(layer, "num_kv_heads", layer.num_heads), layer.head_dim, lattice) for layer in self._layers()
+        ]
 
     def tables(self) -> list[nn.Parameter]:
         return [] if self.tower.pos_embed is None else [self.tower.pos_embed]
@@ -63,10 +84,12 @@ class OfTokens(Adapter):
     def detach(self, rotary: Rotary) -> None:
         super().detach(rotary)
         for name, module in rotary.put_aside.items():
+            rotary.wake(name, list(module.parameters()))
             setattr(self.tower, name, module)
 
     def _put_aside(self, rotary: Rotary, name: str, successor: nn.Module | None) -> None:
         rotary.put_aside[name] = getattr(self.tower, name)
+        rotary.silence(name, list(rotary.put_aside[name].parameters()))
         setattr(self.tower, name, successor)
 
     def _layers(self) -> list[Any]:
@@ -108,7 +131,9 @@ class Places:
     def __init__(self, tower: nn.Module, rotary: Rotary) -> None:
         self.tower: Any = tower
         self.rotary = rotary
-        self._forget()
+        self.positions: list[Tensor] = []  # of each encoding
+        self.shared: Rotation | None = None  # the one rotation, where one encoding serves all layers
+        self.of_tokens: Any = WeakTensorKeyDictionary()
 
     def enter(self, embed: Any, args: tuple[Tensor, ...], tokens: Tensor) -> None:
         """Behind the patch embedding: place the tokens on their lattice."""
@@ -137,24 +162,19 @@ class Places:
         """The rotation of one encoding for the present tokens."""
         if not self.positions:
             raise ValueError("a swapped model places its tokens at the patch embedding, got a block called by itself")
-        return self.rotary[index](self.positions[index]) if self.shared is None else self.shared
+        return self.rotary.encodings[index](self.positions[index]) if self.shared is None else self.shared
 
     def _place(self, positions: list[Tensor]) -> None:
         self.positions = positions
         # Made here and not in the first layer: gradient checkpointing must find it outside of what it computes anew.
-        self.shared: Rotation | None = self.rotary[0](positions[0]) if len(positions) == 1 else None
-
-    def _forget(self) -> None:
-        self.positions: list[Tensor] = []
-        self.shared = None
-        self.of_tokens: Any = WeakTensorKeyDictionary()
+        self.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
+        """A copy begins with a forward of its own."""
         return {"tower": self.tower, "rotary": self.rotary}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+        self.__init__(**state)  # type: ignore[misc]
 
 
 class Turn:
@@ -196,8 +216,13 @@ class TurnInWindow:
         positions = grid(*self.layer.window_size, **self.rotary.lattices[self.index], device=qkv.device)
         parts = qkv.unflatten(-1, (3, self.layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = parts.unbind(0)  # (windows, heads, tokens, head_dim)
-        q, k = rotate(q, k, self.rotary[self.index](positions), scores_only=True)
+        q, k = rotate(q, k, self.rotary.encodings[self.index](positions), scores_only=True)
         return torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).flatten(2)
+
+
+def _of_features(model: Any) -> dict[str, Any]:
+    """A model of features alone knows no classes."""
+    return {"num_classes": None, "global_pool": None} if model._model_args.get("features_only") else {}
 
 
 def _head_dim(layer: Any) -> int:
