@@ -42,8 +42,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             encodings of a class that torchrope does not have.
         OSError: the file cannot be written.
     """
-    library = type(model).__module__.partition(".")[0]
-    if library not in LIBRARIES:
+    origins = [base.__module__.partition(".")[0] for base in type(model).__mro__]
+    library = next((origin for origin in origins if origin in LIBRARIES), None)
+    if library is None:
         raise ValueError(f"save rebuilds models of {' and '.join(LIBRARIES)}, got {type(model).__name__}")
     recipe = import_module(LIBRARIES[library]).recipe(model)
     rotary = _rotary(model)
@@ -136,7 +137,7 @@ def _assembled(
     encodings = [build(description, classes) for description in swapped["encodings"]]
     choices = {name: swapped[name] for name in ("keep_ape", "keep_rotation")}
     rotary = install(adapter, encodings, spacing=None, origin=None, **choices)
-    rotary.lattices = _tuples(swapped["lattices"])
+    rotary.lattices = list(_tuples(swapped["lattices"]))
     for name in list(rotary._buffers):  # a table that was put aside may be of another input size
         saved = [tensor for key, tensor in tensors.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
         rotary._buffers[name] = torch.empty_like(saved[0], device=device)

@@ -72,9 +72,7 @@ def swap(
     """
     adapter = adapt(model)
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
-        raise ValueError(
-            f"swap needs a model without torchrope's encodings, got {_name(model)} with some: unswap first"
-        )
+        raise ValueError(f"swap needs a model that is not swapped, got {_name(model)} that is: unswap it first")
     sites = adapter.sites()
     encodings = _encodings(encoding, sites, block_size, check_init(init))
     install(adapter, encodings, keep_ape=keep_ape, keep_rotation=keep_rotation, spacing=spacing, origin=origin)
