@@ -64,7 +64,7 @@ class Classifier(pl.LightningModule):
 
     def __init__(self, model: nn.Module, num_classes: int, optim: OptimConfig) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.optim = optim
         self.train_loss = MeanMetric()
         self.val_loss = MeanMetric()
