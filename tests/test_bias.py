@@ -45,7 +45,7 @@ def test_along_axes_that_shrink_every_offset_keeps_its_number() -> None:
     assert torch.equal(bias(2, 5, 1), bias(4, 5, 3)[:, tokens][:, :, tokens])
 
 
-@pytest.mark.filterwarnings("ignore:torch.searchsorted")  # timm's own
+@pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:Using a non-tuple sequence")  # timm's own
 def test_shrinking_is_nearly_what_timm_and_beit_do() -> None:
     bias = tr.RelativePositionBias(sizes=(7, 7), num_heads=1)
     with torch.no_grad():

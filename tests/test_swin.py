@@ -20,6 +20,16 @@ from torchrope.training.cost import count_encoding_parameters
 tiny = partial(tr.Swin, num_classes=5, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
 
 
+def _drawn(model: tr.Swin) -> tr.Swin:
+    """All weights but those of encodings drawn large enough to be seen in the outputs."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.3)
+        elif isinstance(module, tr.RelativePositionBias):
+            torch.nn.init.normal_(module.table)
+    return model.eval()
+
+
 def _pair(size: tuple[int, int], dtype: torch.dtype = torch.float64, **settings: object) -> tuple:
     """A Swin of timm and one of ours with the same weights, all of them drawn at random."""
     shape = dict(depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=7, num_classes=5) | settings
@@ -76,7 +86,7 @@ def test_other_input_sizes_run_as_timms_do() -> None:
         assert (ours(x) - theirs(x)).abs().max() < 1e-10
 
 
-@pytest.mark.filterwarnings("ignore:torch.searchsorted")  # timm's own
+@pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:Using a non-tuple sequence")  # timm's own
 @pytest.mark.parametrize(("size", "window"), [((96, 64), 6), ((32, 32), 4), ((24, 40), 5)])
 def test_other_windows_run_as_timms_do_with_the_same_table(size: tuple[int, int], window: int) -> None:
     theirs, ours = _pair((64, 64), window_size=4)
@@ -95,9 +105,11 @@ def _set_bias(attention: torch.nn.Module, values: torch.Tensor) -> None:
         attention.relative_position_bias_table[index] = values.permute(1, 2, 0)
 
 
-@pytest.mark.slow
 def test_the_published_tiny_computes_what_timms_does() -> None:
     theirs = timm.create_model("swin_tiny_patch4_window7_224").eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
     ours = tr.Swin((224, 224), **SWIN_SIZES["tiny"]).eval()
     ours.load_state_dict(from_timm(theirs.state_dict()))
     x = torch.randn(1, 3, 224, 224)
@@ -189,32 +201,27 @@ def test_joining_undoes_cutting_where_windows_do_not_divide_the_lattice(sizes: t
         assert torch.equal(cut.join(cut.cut(x)), x)
 
 
-def test_windows_shrink_to_a_smaller_lattice_and_keep_the_numbers_of_their_offsets() -> None:
-    model = tr.Swin(
-        (48, 48), num_classes=5, dim=16, depths=(2,), num_heads=(2,), window_size=6, encoding="bias+liere:4"
-    )
-    model.eval()
-    x = torch.randn(1, 3, 16, 20)  # a lattice of 4 by 5, one window
-    padded = torch.zeros(1, 12, 12, 16)
-    stage = model.stages[0]
-    lattice = model.embed_norm(model.embed(x)).unflatten(1, (4, 5))
-    padded[:, :4, :5] = lattice
-    small = stage(lattice)
-    layer, rotation = stage.layers[0], stage.encodings[0](tr.grid(6, 6, spacing=stage.spacing))
-    plain = Windows((4, 5), (6, 6), (0, 0))
-    seen = plain.cut(torch.ones(1, 4, 5, 1)).squeeze(-1).bool()  # (windows, tokens)
-    first = layer(lattice, plain, rotation, stage.biases[0](6, 6), seen.unsqueeze(1).expand(-1, 36, -1))
-    alone = Windows.fit((4, 5), (6, 6))
-    small_rotation = stage.encodings[0](tr.grid(4, 5, spacing=stage.spacing))
-    assert torch.allclose(layer(lattice, alone, small_rotation, stage.biases[0](4, 5), None), first, atol=1e-5)
-    assert small.shape == lattice.shape
+def test_a_lattice_smaller_than_its_window_is_a_part_of_it() -> None:
+    build = partial(tr.Swin, num_classes=5, dim=16, depths=(2,), num_heads=(2,), window_size=6, encoding="bias+liere:4")
+    stage = _drawn(build((48, 48))).stages[0]
+    x = torch.randn(1, 4, 5, 16)
+    layer, encoding, bias = stage.layers[1], stage.encodings[1], stage.biases[1]
+    whole = Windows((4, 5), (6, 6), (0, 0))
+    seen = whole.cut(torch.ones(1, 4, 5, 1)).squeeze(-1).bool()  # (1, 36): the lattice's own tokens
+    masked = layer(x, whole, encoding(tr.grid(6, 6, spacing=1 / 6)), bias(6, 6), seen.unsqueeze(1).expand(-1, 36, -1))
+    part = Windows.fit((4, 5), (6, 6))
+    assert part.shifted() == part
+    alone = layer(x, part, encoding(tr.grid(4, 5, spacing=1 / 6)), bias(4, 5), None)
+    assert torch.allclose(alone, masked, atol=1e-5)
+    stage.layers, stage.encodings, stage.biases = stage.layers[1:], stage.encodings[1:], stage.biases[1:]
+    assert torch.equal(stage(x), alone)
 
 
-@pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE, partial(tr.ComRoPEAP, block_size=4), tr.ComRoPELD])
+@pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE, partial(tr.ComRoPEAP, block_size=2), tr.ComRoPELD])
 @pytest.mark.parametrize("name", ["bias", "none"])
 def test_zero_generators_leave_a_model_bit_identical(family: type, name: str) -> None:
     bias = tr.RelativePositionBias if name == "bias" else None
-    plain = tiny((32, 32), encoding=name).eval()
+    plain = _drawn(tiny((32, 32), encoding=name))
     rotated = tiny((32, 32), encoding=partial(family, init="zeros"), bias=bias).eval()
     assert not rotated.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
     x = torch.randn(2, 3, 40, 32)
@@ -240,8 +247,9 @@ def test_relative_encodings_do_not_tell_places_in_the_window_from_places_in_the_
     encoding = family(num_axes=2, num_heads=2, head_dim=8).double()
     q, k = torch.randn(2, 4, 2, 9, 8, dtype=torch.float64)  # (windows, heads, tokens, head_dim)
     scores = []
-    for positions in (tr.grid(3, 3) / 6, tr.windows(tr.grid(6, 6) / 6, (6, 6), (3, 3))):
-        turned_q, turned_k = tr.rotate(q, k, encoding(positions.double()))
+    near, far = (tr.grid(*sizes, spacing=1 / 6, dtype=torch.float64) for sizes in ((3, 3), (6, 6)))
+    for positions in (near, tr.windows(far, (6, 6), (3, 3))):
+        turned_q, turned_k = tr.rotate(q, k, encoding(positions))
         scores.append(turned_q @ turned_k.mT)
     local, everywhere = scores
     assert torch.allclose(local[0], everywhere[0])  # the first window is at the origin
@@ -250,24 +258,16 @@ def test_relative_encodings_do_not_tell_places_in_the_window_from_places_in_the_
 
 @pytest.mark.parametrize("name", ["mixed", "axial", "liere:4", "comrope-ap:4"])
 def test_a_larger_window_runs_on_with_the_spacing_of_the_training_window(name: str) -> None:
-    small = tr.Swin((48, 48), num_classes=5, dim=16, depths=(2,), num_heads=(2,), window_size=4, encoding=name).eval()
-    stage = small.stages[0]
-    large = tr.Swin(
-        (48, 48),
-        num_classes=5,
-        dim=16,
-        depths=(2,),
-        num_heads=(2,),
-        window_size=6,
-        encoding=name,
-        spacing=stage.spacing,
-        origin=stage.origin,
-    ).eval()
+    build = partial(tr.Swin, (48, 48), num_classes=5, dim=16, depths=(2,), num_heads=(2,), encoding=name)
+    small = _drawn(build(window_size=4))
+    spacing, origin = small.stages[0].spacing, small.stages[0].origin
+    large = build(window_size=6, spacing=spacing, origin=origin).eval()
     large.load_state_dict(small.state_dict())
     x = torch.randn(1, 3, 48, 48)
     assert torch.equal(small(x, window_size=6), large(x))
     assert torch.equal(small(x, window_size=(6, 6)), large(x))
     assert not torch.allclose(small(x), large(x), atol=1e-3)
+    assert spacing == build(window_size=4).stages[0].encodings[0].lattice(4, 4)["spacing"]
 
 
 def test_each_stage_places_its_tokens_as_the_encodings_paper_does() -> None:
@@ -328,13 +328,11 @@ def test_stochastic_depth_grows_as_timms_and_acts_in_training_alone() -> None:
 
 
 def test_it_compiles_whole() -> None:
-    model = tiny((32, 32), encoding="bias+liere:4")
+    model = _drawn(tiny((32, 32), depths=(2,), num_heads=(2,), encoding="bias+liere:4"))
     x = torch.randn(2, 3, 40, 36)
-    model.eval()
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(x), model(x), atol=1e-5)
-    assert torch.allclose(compiled(x, window_size=5), model(x, window_size=5), atol=1e-5)
     compiled(x).sum().backward()
     assert model.stages[0].biases[1].table.grad.abs().sum() > 0
 
@@ -353,16 +351,17 @@ def test_it_is_built_on_meta_copied_and_loaded() -> None:
 
 
 def test_half_precision_and_autocast_run() -> None:
-    model = tiny((32, 32), encoding="bias+mixed").eval()
+    model = _drawn(tiny((32, 32), encoding="bias+mixed"))
     x = torch.randn(2, 3, 32, 32)
     with torch.autocast("cpu", torch.bfloat16):
         mixed_precision = model(x)
-    assert torch.allclose(mixed_precision.float(), model(x), atol=0.05)
+    exact = model(x)
+    assert (mixed_precision - exact).norm() < 0.05 * exact.norm()
     assert model.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_it_freezes() -> None:
-    model = tiny((32, 32), encoding="bias+liere:4").eval()
+    model = _drawn(tiny((32, 32), encoding="bias+liere:4"))
     x = torch.randn(2, 3, 40, 32)
     assert torch.allclose(tr.freeze(model, x)(x), model(x), atol=1e-5)
 
