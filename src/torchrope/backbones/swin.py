@@ -115,7 +115,7 @@ class Swin(nn.Module):
             self.stages.append(
                 Stage(
                     dim * 2**index,
-                    tuple(map(min, window, sizes)),
+                    _fitting(window, sizes),
                     merges=index > 0,
                     num_heads=heads,
                     choice=choice,
@@ -294,7 +294,7 @@ class Layer(nn.Module):
             bias: Added to the scores of every window, `(heads, tokens, tokens)`.
             mask: Which tokens may attend to which, `(windows, tokens, tokens)`; None where all may.
         """
-        mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=_masked(bias, mask, len(x)))
+        mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=_masked(bias, mask, x.shape[0]))
         x = x + self.drop_path(windows.join(mixed))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
@@ -341,7 +341,7 @@ class Windows:
     @classmethod
     def fit(cls, sizes: Sequence[int], window: Sequence[int]) -> "Windows":
         """Windows no larger than their lattice, not shifted."""
-        return cls(tuple(sizes), tuple(map(min, window, sizes)), (0,) * len(sizes))
+        return cls(tuple(sizes), _fitting(window, sizes), (0,) * len(sizes))
 
     def shifted(self) -> "Windows":
         """The same windows shifted by half, except along axes where one window is the whole lattice."""
@@ -405,6 +405,11 @@ def per_axis_window(window_size: int | Sequence[int], num_axes: int) -> tuple[in
     if len(window) != num_axes or min(window) < 1:
         raise ValueError(f"window_size must be 1 or more, one number or {num_axes}, got {window_size}")
     return window
+
+
+def _fitting(window: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """A window no larger than its lattice along any axis."""
+    return tuple(min(part, size) for part, size in zip(window, sizes, strict=True))
 
 
 def _pad(x: Tensor, ends: Sequence[int]) -> Tensor:
