@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchrope.encodings import choose as choose
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
+    from torchrope.interop.published import load_published as load_published
     from torchrope.ops import rotate as rotate
     from torchrope.ops import skew_exp as skew_exp
     from torchrope.positions import grid as grid
@@ -61,6 +62,7 @@ _ROOMS = {
     "torchrope.attention": ("Attention",),
     "torchrope.backbones": ("ViT",),
     "torchrope.inference": ("absorb", "freeze"),
+    "torchrope.interop.published": ("load_published",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = ["__version__", "testing", *sorted(_ROOM_OF)]
