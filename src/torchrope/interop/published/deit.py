@@ -63,6 +63,8 @@ def plan(tensors: Tensors, *, num_heads: int | None, input_size: InputSize | Non
     dim, in_channels, *patch = tensors.shape("patch_embed.proj.weight", 4)
     if "cls_token" not in tensors:
         raise tensors.refusal("it has no class token, and does not say how it pools the patches")
+    if "dist_token" in tensors:
+        raise tensors.refusal("it has a dist_token: DeiT's distilled models classify twice")
     registers = tensors.shape("reg_token", 3)[1] if "reg_token" in tensors else 0
     patch_size = (patch[0], patch[1])
     lattice, table_prefix = _lattice(tensors, patch_size, 1 + registers, input_size)

@@ -46,6 +46,8 @@ def convert(
     tensors = Tensors(FAMILY, state)
     learned = next((name for name in _FREQUENCIES if name in tensors), None)
     _check_encoding(tensors, encoding, learned)
+    if "reg_token" in tensors:
+        raise tensors.refusal("it has a reg_token: DINOv3's, for one, whose frequencies are not in the file")
     if learned == "rope.freqs":
         num_heads = deit.heads_of(
             tensors,
