@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
     from torchrope.interop.published import load_published as load_published
+    from torchrope.interop.saving import load as load
+    from torchrope.interop.saving import save as save
+    from torchrope.interop.swap import swap as swap
+    from torchrope.interop.swap import unswap as unswap
     from torchrope.ops import rotate as rotate
     from torchrope.ops import skew_exp as skew_exp
     from torchrope.positions import grid as grid
@@ -63,6 +67,8 @@ _ROOMS = {
     "torchrope.backbones": ("ViT",),
     "torchrope.inference": ("absorb", "freeze"),
     "torchrope.interop.published": ("load_published",),
+    "torchrope.interop.saving": ("load", "save"),
+    "torchrope.interop.swap": ("swap", "unswap"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = ["__version__", "testing", *sorted(_ROOM_OF)]
