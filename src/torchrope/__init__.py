@@ -15,6 +15,7 @@ from torchrope._version import __version__ as __version__
 if TYPE_CHECKING:
     from torchrope import testing as testing
     from torchrope.attention import Attention as Attention
+    from torchrope.backbones import Swin as Swin
     from torchrope.backbones import ViT as ViT
     from torchrope.encodings import AbsoluteEncoding as AbsoluteEncoding
     from torchrope.encodings import AxialRoPE as AxialRoPE
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torchrope.encodings import LieRE as LieRE
     from torchrope.encodings import MixedRoPE as MixedRoPE
     from torchrope.encodings import NoEncoding as NoEncoding
+    from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
     from torchrope.encodings import choose as choose
     from torchrope.inference import absorb as absorb
@@ -41,13 +43,14 @@ if TYPE_CHECKING:
     from torchrope.positions import prefix as prefix
     from torchrope.positions import rescale as rescale
     from torchrope.positions import shift as shift
+    from torchrope.positions import windows as windows
     from torchrope.rotations import Block as Block
     from torchrope.rotations import Commuting as Commuting
     from torchrope.rotations import Planar as Planar
     from torchrope.rotations import Rotation as Rotation
 
 _ROOMS = {
-    "torchrope.positions": ("grid", "jitter", "prefix", "rescale", "shift"),
+    "torchrope.positions": ("grid", "jitter", "prefix", "rescale", "shift", "windows"),
     "torchrope.rotations": ("Block", "Commuting", "Planar", "Rotation"),
     "torchrope.ops": ("rotate", "skew_exp"),
     "torchrope.encodings": (
@@ -60,11 +63,12 @@ _ROOMS = {
         "LieRE",
         "MixedRoPE",
         "NoEncoding",
+        "RelativePositionBias",
         "SinusoidalAPE",
         "choose",
     ),
     "torchrope.attention": ("Attention",),
-    "torchrope.backbones": ("ViT",),
+    "torchrope.backbones": ("Swin", "ViT"),
     "torchrope.inference": ("absorb", "freeze"),
     "torchrope.interop.published": ("load_published",),
     "torchrope.interop.saving": ("load", "save"),

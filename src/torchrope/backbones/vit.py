@@ -5,9 +5,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from torchrope.attention import Attention
-from torchrope.encodings import AbsoluteEncoding, Encoding, choose
+from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve
+from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.positions import PerAxis, grid, prefix
 from torchrope.rotations import Rotation
 
@@ -40,7 +42,8 @@ class ViT(nn.Module):
         encoding: A name ("mixed", "liere:8", "learned+axial"), or what builds an encoding from num_axes,
             num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
         absolute: What builds an absolute encoding from sizes and dim, such as `LearnedAPE`; a name brings its own.
-        share_layers: One encoding for all layers, its rotation computed once per forward.
+        bias: What builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`, likewise.
+        share_layers: One encoding, or bias, for all layers, its rotation computed once per forward.
         spacing: Distance between neighbouring patches, one number or one per axis. By default the convention
             of the encoding's paper at the training size; it never changes with the input size.
         origin: Position of the first patch, likewise.
@@ -79,6 +82,7 @@ class ViT(nn.Module):
         mlp_dim: int | None = None,
         encoding: str | Callable[..., Encoding] = "none",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
+        bias: Callable[..., RelativePositionBias] | None = None,
         share_layers: bool = False,
         spacing: PerAxis | None = None,
         origin: PerAxis | None = None,
@@ -104,11 +108,14 @@ class ViT(nn.Module):
         self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
         sizes = self.embed.lattice(input_size)
 
-        rotary, absolute = _resolve(encoding, absolute)
-        self.absolute = None if absolute is None else absolute(sizes=sizes, dim=dim)
+        choice = resolve(encoding, absolute, bias)
+        self.absolute = None if choice.absolute is None else choice.absolute(sizes=sizes, dim=dim)
         head = dict(num_axes=len(sizes), num_heads=num_heads, head_dim=dim // num_heads)
-        encodings = [rotary(**head) for _ in range(1 if share_layers else depth)]
+        own = 1 if share_layers else depth
+        encodings = [choice.rotary(**head) for _ in range(own)]
         self.encodings = nn.ModuleList(encodings)
+        biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(own)]
+        self.biases = nn.ModuleList(biases)
         paper = encodings[0].lattice(*sizes)
         self.spacing = paper["spacing"] if spacing is None else spacing
         self.origin = paper["origin"] if origin is None else origin
@@ -143,7 +150,7 @@ class ViT(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | LayerScale):
+            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias | LayerScale):
                 module.reset_parameters()
         nn.init.trunc_normal_(self.prefix_tokens, std=0.02, a=-0.04, b=0.04)
 
@@ -167,8 +174,9 @@ class ViT(nn.Module):
         front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
         tokens = self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
         rotations = self.rotations(sizes, device=x.device)
+        biases = self.score_biases(sizes)
         for index, layer in enumerate(self.layers):
-            tokens = layer(tokens, rotations[index % len(rotations)])
+            tokens = layer(tokens, rotations[index % len(rotations)], biases[index % len(biases)])
         tokens = self.norm(tokens)
         return tokens[:, 0] if self.pool == "cls" else tokens[:, self.num_prefix :].mean(dim=1)
 
@@ -178,49 +186,10 @@ class ViT(nn.Module):
         positions = prefix(lattice, self.num_prefix)
         return [encoding(positions) for encoding in self.encodings]
 
-
-class PatchEmbed(nn.Module):
-    """Cut data into patches and project each:  x -> W patch + b,  patches row-major, the last axis fastest.
-
-    The weight sees a patch as (channel, *extent), so it is a convolution's weight, flattened.
-
-    Args:
-        patch_size: Extent along each axis, or one number for all.
-        in_channels: Channels of the data.
-        dim: Channels of a token.
-        num_axes: Axes of the data.
-    """
-
-    def __init__(self, patch_size: int | Sequence[int], in_channels: int, dim: int, *, num_axes: int) -> None:
-        super().__init__()
-        self.patch_size = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)
-        if len(self.patch_size) != num_axes:
-            raise ValueError(f"patch_size must be one number or {num_axes}, got {len(self.patch_size)}")
-        if min(self.patch_size) < 1:
-            raise ValueError(f"patch_size must be 1 or more, got {self.patch_size}")
-        self.in_channels = in_channels
-        self.proj = nn.Linear(in_channels * torch.Size(self.patch_size).numel(), dim)
-
-    def lattice(self, input_size: Sequence[int]) -> tuple[int, ...]:
-        """Patches along each axis of data of this size."""
-        fits = len(input_size) == len(self.patch_size) and all(
-            size % patch == 0 for size, patch in zip(input_size, self.patch_size, strict=True)
-        )
-        if not fits:
-            raise ValueError(f"input sizes must be multiples of the patch {self.patch_size}, got {tuple(input_size)}")
-        return tuple(size // patch for size, patch in zip(input_size, self.patch_size, strict=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Data `(batch, channels, *sizes)` to tokens `(batch, tokens, dim)`."""
-        if x.shape[1] != self.in_channels:
-            raise ValueError(f"data must have in_channels = {self.in_channels}, got {x.shape[1]}")
-        axes = range(len(self.patch_size))
-        for axis in reversed(axes):
-            x = x.unflatten(2 + axis, (-1, self.patch_size[axis]))
-        outer = [2 + 2 * axis for axis in axes]
-        inner = [3 + 2 * axis for axis in axes]
-        patches = x.permute(0, *outer, 1, *inner)  # (batch, *lattice, channels, *patch)
-        return self.proj(patches.flatten(1, len(outer)).flatten(2))
+    def score_biases(self, sizes: Sequence[int]) -> list[Tensor | None]:
+        """What is added to the scores, 0 for tokens without a place: one per layer, or one alone as `rotations`."""
+        front = (self.num_prefix, 0, self.num_prefix, 0)
+        return [functional.pad(bias(*sizes), front) for bias in self.biases] or [None]
 
 
 class Layer(nn.Module):
@@ -246,19 +215,13 @@ class Layer(nn.Module):
             dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
         )
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = nn.Sequential(
-            nn.Linear(dim, mlp_dim),
-            activation(),
-            nn.Dropout(dropout),
-            nn.Linear(mlp_dim, dim),
-            nn.Dropout(dropout),
-        )
+        self.mlp = mlp(dim, mlp_dim, dropout, activation)
         self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, bias: Tensor | None = None) -> Tensor:
         """Tokens `(batch, tokens, dim)` to tokens of the same shape."""
-        x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), rotation)))
+        x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), rotation, bias=bias)))
         return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
 
 
@@ -280,34 +243,7 @@ class LayerScale(nn.Module):
         return x * self.factor
 
 
-class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): zero a sample's branch with probability p, scale the rest by 1/(1-p)."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop branches of `(batch, ...)` in training."""
-        if not self.training or self.p == 0:
-            return x
-        keep = x.new_empty(len(x), *(1,) * (x.ndim - 1)).bernoulli_(1 - self.p)
-        return x * keep / (1 - self.p)
-
-
 def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:
     if initial is None:
         return nn.Identity(), nn.Identity()
     return LayerScale(dim, initial), LayerScale(dim, initial)
-
-
-def _resolve(
-    encoding: str | Callable[..., Encoding], absolute: Callable[..., AbsoluteEncoding] | None
-) -> tuple[Callable[..., Encoding], Callable[..., AbsoluteEncoding] | None]:
-    """Turn a name into what builds the encodings; a name that brings an absolute one excludes another."""
-    if not isinstance(encoding, str):
-        return encoding, absolute
-    choice = choose(encoding)
-    if absolute is not None and choice.absolute is not None:
-        raise ValueError(f"give one absolute encoding, got {encoding!r} and absolute={absolute}")
-    return choice.rotary, choice.absolute or absolute

@@ -7,11 +7,13 @@ from torchrope.encodings.axial import AxialRoPE as AxialRoPE
 from torchrope.encodings.base import Encoding as Encoding
 from torchrope.encodings.base import planar as planar
 from torchrope.encodings.base import skew as skew
+from torchrope.encodings.bias import RelativePositionBias as RelativePositionBias
 from torchrope.encodings.comrope import ComRoPEAP as ComRoPEAP
 from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
 from torchrope.encodings.liere import LieRE as LieRE
 from torchrope.encodings.mixed import MixedRoPE as MixedRoPE
 from torchrope.encodings.names import ABSOLUTE as ABSOLUTE
+from torchrope.encodings.names import BIAS as BIAS
 from torchrope.encodings.names import ROTARY as ROTARY
 from torchrope.encodings.names import Choice as Choice
 from torchrope.encodings.names import choose as choose
