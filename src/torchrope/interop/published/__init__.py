@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from torchrope.interop.published import comrope, liere, rope_vit, timm_vit
+from torchrope.interop.published import comrope, liere, rope_swin, rope_vit, timm_vit
 from torchrope.interop.published.files import read_state
 
-_FAMILIES = (rope_vit, timm_vit, liere, comrope)
+_FAMILIES = (rope_vit, timm_vit, rope_swin, liere, comrope)
 
 
 def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
@@ -26,12 +26,13 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
             - rope-vit, and timm's `vit_*_patch16_rope_*`: `num_heads`, `input_size`, `encoding`: "axial", or "none"
               for DeiT III, whose own checkpoints look like those of RoPE-Axial with APE.
             - timm's ViT, DeiT, DINOv2: `num_heads`, `input_size`.
+            - Swin, Microsoft's, timm's and rope-vit's: `window_size`, `input_size`.
             - LieRE: `input_size`, `patch_size`, `spacing`, and `layers`. Its forward rotates every layer by layer 0's
               generators, though its files may hold some for each: "as published" does so, "per layer" uses them all.
             - ComRoPE: `input_size`, `num_axes`, `activation`: "quick_gelu" or "gelu".
 
     Returns:
-        A `ViT` in float32 on the CPU.
+        A `ViT` or a `Swin` in float32 on the CPU.
 
     Raises:
         FileNotFoundError: no such file.
