@@ -11,7 +11,8 @@ from published import randomised, refused, saved
 from torch import Tensor, nn
 
 import torchrope as tr
-from torchrope.interop.published import rope_vit
+from torchrope.interop.published import deit, rope_vit
+from torchrope.interop.published.tensors import Tensors
 
 small = dict(img_size=64, embed_dim=48, depth=2, num_heads=2, num_classes=5)
 # Eva takes other sizes only if told at construction, and then its state is the same.
@@ -72,6 +73,23 @@ def test_the_real_size_needs_no_option(tmp_path: Path) -> None:
     mine = tr.load_published(path)
     assert mine.encodings[0].num_heads == 6
     _agree(mine, theirs, [(224, 224)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "vit_huge_patch14_224",
+        "vit_giant_patch14_224",
+        "vit_gigantic_patch14_224",
+        "vit_so400m_patch14_reg1_tipsv2",
+    ],
+)
+def test_heads_are_the_published_ones(name: str) -> None:
+    with torch.device("meta"):
+        theirs = timm.create_model(name, depth=1)
+    plan = deit.plan(Tensors("timm's ViT", theirs.state_dict()), num_heads=None, input_size=None)
+    assert plan.num_heads == theirs.blocks[0].attn.num_heads
 
 
 def test_a_rectangular_training_size_is_given(tmp_path: Path) -> None:
