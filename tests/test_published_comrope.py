@@ -155,6 +155,13 @@ def test_comrope_on_videos(kind: str, tmp_path: Path) -> None:
     agree(load_within_lightning(state, tmp_path, input_size=(5, 24, 24)), x, _comrope_forward(state, x, (5, 3, 3)))
 
 
+def test_blocks_that_comrope_ld_never_turned_stay_still(tmp_path: Path) -> None:
+    state = _comrope_state("ld")
+    state[FREQS] = torch.zeros_like(state[FREQS])
+    x = torch.randn(2, 3, 32, 32)
+    agree(load_within_lightning(state, tmp_path), x, _comrope_forward(state, x, (4, 4)))
+
+
 COMROPE = "^this looks like a checkpoint of ComRoPE, but "
 FREQS = "vision_model.encoder.layers.0.self_attn.freqs"
 

@@ -18,12 +18,14 @@ small = dict(img_size=64, embed_dim=48, depth=2, num_heads=2, num_classes=5)
 # Eva takes other sizes only if told at construction, and then its state is the same.
 ROPE = ["vit_small_patch16_rope_224", "vit_small_patch16_rope_mixed_224"]
 ROPE_APE = ["vit_small_patch16_rope_ape_224", "vit_small_patch16_rope_mixed_ape_224"]
-PLAIN: dict[str, dict[str, Any]] = {
-    "vit_small_patch16_224": {},
-    "deit_tiny_patch16_224": {},
-    "deit3_small_patch16_224": {},
-    "vit_small_patch14_reg4_dinov2": dict(patch_size=16),
-}
+PLAIN: list[tuple[str, dict[str, Any]]] = [
+    ("vit_small_patch16_224", {}),
+    ("vit_small_patch16_224", dict(reg_tokens=2)),
+    ("vit_small_patch16_224", dict(qkv_bias=False, num_classes=0)),
+    ("deit_tiny_patch16_224", {}),
+    ("deit3_small_patch16_224", {}),
+    ("vit_small_patch14_reg4_dinov2", dict(patch_size=16)),
+]
 SIZES = [(64, 64), (48, 96), (96, 32)]
 
 
@@ -61,9 +63,9 @@ def test_rope_vits_compute_what_timms_compute(
     _agree(mine, theirs, SIZES)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_vits_compute_what_timms_compute(name: str, tmp_path: Path) -> None:
-    theirs = _timm(name, **PLAIN[name])
+@pytest.mark.parametrize(("name", "settings"), PLAIN)
+def test_plain_vits_compute_what_timms_compute(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    theirs = _timm(name, **settings)
     _agree(tr.load_published(saved(theirs.state_dict(), tmp_path), num_heads=2), theirs, SIZES)
 
 

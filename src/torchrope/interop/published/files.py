@@ -36,8 +36,6 @@ def _read_safetensors(path: Path) -> Any:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with path.open("rb"):  # whether it is there at all, before whether it is sound
-        pass
     try:
         return load_file(path)
     except SafetensorError as error:
