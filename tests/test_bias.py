@@ -10,7 +10,12 @@ from timm.models.swin_transformer import get_relative_position_index
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.training.classifier import decay_groups
+from torchrope.data.build import make_data
+from torchrope.data.config import DataConfig
+from torchrope.speed.config import Setting
+from torchrope.speed.peers import make_encoding
+from torchrope.training.classifier import build_vit, decay_groups
+from torchrope.training.config import ModelConfig
 from torchrope.training.cost import count_encoding_parameters
 
 
@@ -32,11 +37,11 @@ def test_the_order_is_timms() -> None:
 
 
 def test_along_axes_that_grow_the_table_is_resampled_as_swins_authors_do() -> None:
-    bias = tr.RelativePositionBias(sizes=(7, 7), num_heads=3)
-    wide = tr.RelativePositionBias(sizes=(12, 12), num_heads=3)
+    bias = tr.RelativePositionBias(sizes=(7, 7), num_heads=3).double()
+    wide = tr.RelativePositionBias(sizes=(12, 12), num_heads=3).double()
     with torch.no_grad():
         wide.table.copy_(resize_rel_pos_bias_table_simple(bias.table, (12, 12), (23 * 23, 3)))
-    assert torch.allclose(bias(12, 12), wide(12, 12), atol=1e-6)
+    assert torch.allclose(bias(12, 12), wide(12, 12), atol=1e-14)
 
 
 def test_along_axes_that_shrink_every_offset_keeps_its_number() -> None:
@@ -164,3 +169,10 @@ def test_a_bias_counts_as_an_encoding_and_does_not_decay() -> None:
     assert count_encoding_parameters(_vit(encoding="bias", share_layers=True)) == 5 * 7 * 2
     spared = {id(parameter) for parameter in decay_groups(model, 0.1)[1]["params"]}
     assert all(id(bias.table) in spared for bias in model.biases)
+
+
+def test_a_configuration_brings_it_by_name() -> None:
+    model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(DataConfig()))
+    assert [bias.num_heads for bias in model.biases] == [2, 2]
+    with pytest.raises(ValueError, match=r"bench measures rotary encodings, got 'bias\+mixed'"):
+        make_encoding("bias+mixed", Setting())

@@ -3,7 +3,6 @@
 import argparse
 import os
 import pickle
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,15 +32,6 @@ def _agree(mine: nn.Module, theirs: nn.Module) -> None:
 def timms() -> nn.Module:
     torch.manual_seed(1)
     return randomised(_small())
-
-
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parent.parent / "docs" / "published.md"
-    monkeypatch.chdir(tmp_path)
-    snippets = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    assert snippets
-    for snippet in snippets:
-        exec(compile(snippet, str(page), "exec"), {})
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "module"])
