@@ -25,6 +25,7 @@ class DataConfig:
         batch_size: Examples in one training step.
         split_seed: Decides what is trained on and what is held out, whatever the seed of the run.
         workers: Processes that load data beside the training; 0 loads in the training process.
+        max_skipped: Files that may be left out because they cannot be read; one more stops the run with their list.
 
     Raises:
         ValueError: a number is out of range, or root is given to a data set that reads no files.
@@ -38,6 +39,7 @@ class DataConfig:
     batch_size: int = 64
     split_seed: int = 0
     workers: int = 0
+    max_skipped: int = 100
 
     def __post_init__(self) -> None:
         if self.root is not None:
@@ -51,6 +53,6 @@ class DataConfig:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"{field} must be at least 1, got {value}")
-        for field in ("split_seed", "workers"):
+        for field in ("split_seed", "workers", "max_skipped"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must be at least 0, got {getattr(self, field)}")

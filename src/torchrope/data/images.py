@@ -1,10 +1,8 @@
 """Anybody's own pictures: one sub-folder per class."""
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ from torchvision.transforms import v2
 
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
+from torchrope.data.faults import find_faults, name_some, reason, tell_skipped
 from torchrope.data.tensors import balanced_subset, channel_statistics
 
 IMAGE_SIZE = 64
@@ -23,10 +22,7 @@ VAL_FRACTION = 0.2
 CROP_SCALE = (0.6, 1.0)
 PARTS = ("train", "val")
 STATISTICS_IMAGES = 512
-NAMED_IN_WARNING = 5
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
-
-logger = logging.getLogger(__name__)
 
 Sample = tuple[str, int]  # path below root, label
 
@@ -105,17 +101,15 @@ class Images(DataModule):
         """List the pictures of each part that can be decoded; name the others in `skipped`."""
         listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
         paths = [path for samples in listed.values() for path, _ in samples]
-        with ThreadPoolExecutor() as pool:
-            faults = dict(zip(paths, pool.map(self._fault, paths), strict=True))
-        self.skipped = [(path, fault) for path, fault in faults.items() if fault is not None]
+        self.skipped = find_faults(paths, lambda path: load_image(self.root / path, self.input_size[0]), explain_fault)
         if len(self.skipped) == len(paths):
             raise ValueError(
                 f"root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
                 + (f": {name_some(self.skipped)}" if paths else "")
             )
-        if self.skipped:
-            logger.warning("skipped %d of %d images: %s", len(self.skipped), len(paths), name_some(self.skipped))
-        return {part: [s for s in samples if faults[s[0]] is None] for part, samples in listed.items()}
+        tell_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
+        broken = {path for path, _ in self.skipped}
+        return {part: [s for s in samples if s[0] not in broken] for part, samples in listed.items()}
 
     def _split(self, parts: dict[str, list[Sample]]) -> tuple[list[Sample], list[Sample]]:
         if len(parts) == 2:
@@ -133,18 +127,6 @@ class Images(DataModule):
                     f"readable images of each class must number at least {fewest}{purpose}, "
                     f"got {labels.count(label)} for {name!r}"
                 )
-
-    def _fault(self, path: str) -> str | None:
-        """Decode a file; say what is wrong with it, or None."""
-        try:
-            load_image(self.root / path, self.input_size[0])
-        except UnidentifiedImageError:
-            return "not an image"
-        # Pillow's decoders raise many kinds on damaged files; all of them mean that the file cannot be used.
-        except Exception as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            return "truncated" if "truncated" in text.lower() else text
-        return None
 
 
 def existing_folder(root: str | None) -> Path:
@@ -234,11 +216,9 @@ def load_image(path: Path, size: int) -> Image.Image:
     return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
 
 
-def name_some(skipped: Sequence[tuple[str, str]]) -> str:
-    """Name the first files with what is wrong, and count the others."""
-    named = [f"{path} ({fault})" for path, fault in skipped[:NAMED_IN_WARNING]]
-    others = len(skipped) - len(named)
-    return ", ".join(named) + (f" and {others} more" if others else "")
+def explain_fault(error: Exception) -> str:
+    """Say what is wrong with a picture that cannot be decoded."""
+    return "not an image" if isinstance(error, UnidentifiedImageError) else reason(error)
 
 
 def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], list[Sample]]:
