@@ -59,7 +59,7 @@ def test_the_next_good_example_takes_the_place_whoever_loads(workers):
     assert numbers.reading.found() == [(f"file{index}", "broken") for index in (1, 2, 8)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_one_too_many_stops_with_the_list_in_one_line(workers):
     with pytest.raises(TooManyFaults) as error:
@@ -77,6 +77,12 @@ def test_a_fault_is_warned_of_once(caplog):
 def test_all_unreadable_ends_and_does_not_circle():
     with pytest.raises(TooManyFaults, match="got 3"):
         Numbers(3, {0, 1, 2}, limit=10)[0]
+
+
+def test_an_iteration_ends():
+    assert [*Numbers(3, {1}, limit=1)] == [0, 2, 2]
+    with pytest.raises(IndexError, match="below 3, got 3"):
+        Numbers(3, {1}, limit=1)[3]
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_file():
