@@ -145,14 +145,9 @@ class ViT(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise as the first ViT: Xavier uniform weights, zero biases; encodings as in their papers."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias | LayerScale):
-                module.reset_parameters()
-        nn.init.trunc_normal_(self.prefix_tokens, std=0.02, a=-0.04, b=0.04)
+        itself, *parts = self.modules()
+        for module in (*parts, itself):
+            initialize(module)
 
     def forward(self, x: Tensor) -> Tensor:
         """Classify.
@@ -167,6 +162,42 @@ class ViT(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """The pooled features `(batch, dim)` of data `(batch, in_channels, *sizes)`."""
+        tokens = self.norm(self.hidden_states(x, [-1])[0])
+        return tokens[:, 0] if self.pool == "cls" else tokens[:, self.num_prefix :].mean(dim=1)
+
+    def feature_maps(self, x: Tensor, indices: Sequence[int], *, norm: bool = True) -> list[Tensor]:
+        """Lay the tokens of chosen depths on the lattice of patches, without prefix tokens.
+
+        Args:
+            x: `(batch, in_channels, *sizes)`, as in `forward`.
+            indices: Depths: 0 is the embedded patches, i the output of layer i counted from 1, -1 that of the last.
+            norm: Whether the final norm is applied to each.
+
+        Returns:
+            One `(batch, dim, *lattice)` per index.
+
+        Raises:
+            ValueError: an index beyond the depth.
+
+        Example:
+            >>> model = ViT((8, 8), patch_size=2, dim=32, depth=2, num_heads=2)
+            >>> [tuple(map.shape) for map in model.feature_maps(torch.randn(5, 3, 8, 12), [1, 2])]
+            [(5, 32, 4, 6), (5, 32, 4, 6)]
+        """
+        sizes = self.embed.lattice(x.shape[2:])
+        states = self.hidden_states(x, indices)
+        return [self.to_map(self.norm(tokens) if norm else tokens, sizes) for tokens in states]
+
+    def to_map(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Tokens `(batch, prefix + patches, dim)` to the map `(batch, dim, *sizes)` of the patches alone."""
+        return tokens[:, self.num_prefix :].mT.unflatten(2, tuple(sizes))
+
+    def hidden_states(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        """The tokens `(batch, prefix + patches, dim)` of chosen depths, numbered as in `feature_maps`, not normed."""
+        depths = range(len(self.layers) + 1)
+        if any(index not in range(-len(depths), len(depths)) for index in indices):
+            raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")
+        wanted = [depths[index] for index in indices]
         sizes = self.embed.lattice(x.shape[2:])
         tokens = self.embed(x)  # (batch, tokens, dim)
         if self.absolute is not None:
@@ -175,10 +206,12 @@ class ViT(nn.Module):
         tokens = self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
         rotations = self.rotations(sizes, device=x.device)
         biases = self.score_biases(sizes)
+        kept = {0: tokens} if 0 in wanted else {}
         for index, layer in enumerate(self.layers):
             tokens = layer(tokens, rotations[index % len(rotations)], biases[index % len(biases)])
-        tokens = self.norm(tokens)
-        return tokens[:, 0] if self.pool == "cls" else tokens[:, self.num_prefix :].mean(dim=1)
+            if index + 1 in wanted:
+                kept[index + 1] = tokens
+        return [kept[depth] for depth in wanted]
 
     def rotations(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> list[Rotation]:
         """The rotations of a lattice of patches, one per layer, or one alone where layers share it."""
@@ -241,6 +274,18 @@ class LayerScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scale channels of `(..., dim)`."""
         return x * self.factor
+
+
+def initialize(module: nn.Module) -> None:
+    """Initialise what one module of a ViT holds itself, its children left alone."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias | LayerScale):
+        module.reset_parameters()
+    elif isinstance(module, ViT):
+        nn.init.trunc_normal_(module.prefix_tokens, std=0.02, a=-0.04, b=0.04)
 
 
 def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:
