@@ -337,6 +337,14 @@ def test_it_compiles_whole() -> None:
     assert model.stages[0].biases[1].table.grad.abs().sum() > 0
 
 
+def test_it_exports_with_any_batch() -> None:
+    model = _drawn(tiny((32, 32), depths=(2,), num_heads=(2,), encoding="bias+mixed"))
+    batch = torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(model, (torch.randn(2, 3, 40, 36),), dynamic_shapes={"x": {0: batch}})
+    x = torch.randn(5, 3, 40, 36)
+    assert torch.allclose(exported.module()(x), model(x), atol=1e-5)
+
+
 def test_it_is_built_on_meta_copied_and_loaded() -> None:
     with torch.device("meta"):
         model = tiny((32, 32), encoding="learned+bias+mixed")
