@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torchrope.encodings import choose as choose
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
+    from torchrope.interop.published import load_published as load_published
     from torchrope.interop.saving import load as load
     from torchrope.interop.saving import save as save
     from torchrope.interop.swap import swap as swap
@@ -69,6 +70,7 @@ _ROOMS = {
     "torchrope.attention": ("Attention",),
     "torchrope.backbones": ("Swin", "ViT"),
     "torchrope.inference": ("absorb", "freeze"),
+    "torchrope.interop.published": ("load_published",),
     "torchrope.interop.saving": ("load", "save"),
     "torchrope.interop.swap": ("swap", "unswap"),
 }

@@ -67,11 +67,11 @@ class DropPath(nn.Module):
         return x * keep / (1 - self.p)
 
 
-def mlp(dim: int, hidden_dim: int, dropout: float) -> nn.Sequential:
-    """Mix the channels of each token:  W₂ gelu(W₁ x + b₁) + b₂."""
+def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
+    """Mix the channels of each token:  W₂ σ(W₁ x + b₁) + b₂,  σ = gelu unless told otherwise."""
     return nn.Sequential(
         nn.Linear(dim, hidden_dim),
-        nn.GELU(),
+        activation(),
         nn.Dropout(dropout),
         nn.Linear(hidden_dim, dim),
         nn.Dropout(dropout),

@@ -55,6 +55,9 @@ class ViT(nn.Module):
         drop_path: Probability of skipping a branch for a sample, growing linearly from 0 to this in the last
             layer (RoPE-ViT follows DeiT III).
         layer_scale: Initial factor on each branch (DeiT III: 1e-4), or None.
+        activation: What builds the nonlinearity of the MLP.
+        norm_eps: Added to the variance in every norm; CLIP and LieRE have torch's default, 1e-5.
+        embedding_norm: Whether all tokens are normalised before the first layer, as CLIP's are.
 
     Raises:
         ValueError: sizes that patches do not fill, unknown names, and what the encoding refuses.
@@ -90,6 +93,9 @@ class ViT(nn.Module):
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
         layer_scale: float | None = None,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        norm_eps: float = _EPS,
+        embedding_norm: bool = False,
     ) -> None:
         super().__init__()
         if pool not in ("cls", "mean"):
@@ -117,6 +123,7 @@ class ViT(nn.Module):
         self.num_prefix = num_registers + (pool == "cls")
         self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim))
         self.dropout = nn.Dropout(dropout)
+        self.embedding_norm = nn.LayerNorm(dim, eps=norm_eps) if embedding_norm else nn.Identity()
         self.layers = nn.ModuleList(
             Layer(
                 dim,
@@ -127,10 +134,12 @@ class ViT(nn.Module):
                 attention_dropout=attention_dropout,
                 drop_path=drop_path * index / max(depth - 1, 1),
                 layer_scale=layer_scale,
+                activation=activation,
+                norm_eps=norm_eps,
             )
             for index in range(depth)
         )
-        self.norm = nn.LayerNorm(dim, eps=_EPS)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
         self.reset_parameters()
 
@@ -163,7 +172,7 @@ class ViT(nn.Module):
         if self.absolute is not None:
             tokens = tokens + self.absolute(*sizes)
         front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
-        tokens = self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1))
+        tokens = self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
         rotations = self.rotations(sizes, device=x.device)
         biases = self.score_biases(sizes)
         for index, layer in enumerate(self.layers):
@@ -197,14 +206,16 @@ class Layer(nn.Module):
         attention_dropout: float,
         drop_path: float,
         layer_scale: float | None,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        norm_eps: float = _EPS,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=_EPS)
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attention = Attention(
             dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
         )
-        self.norm2 = nn.LayerNorm(dim, eps=_EPS)
-        self.mlp = mlp(dim, mlp_dim, dropout)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = mlp(dim, mlp_dim, dropout, activation)
         self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
         self.drop_path = DropPath(drop_path)
 

@@ -18,7 +18,7 @@ from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
 from torchrope.interop.rotary import ATTRIBUTE, Rotary
-from torchrope.interop.swap import LIBRARIES, adapt, install
+from torchrope.interop.swap import LIBRARIES, adapt, install, origins
 
 FILE = "torchrope.safetensors"
 """The name of the file in a folder."""
@@ -42,10 +42,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             encodings of a class that torchrope does not have.
         OSError: the file cannot be written.
     """
-    origins = [base.__module__.partition(".")[0] for base in type(model).__mro__]
-    library = next((origin for origin in origins if origin in LIBRARIES), None)
-    if library is None:
+    known = origins(type(model))
+    if not known:
         raise ValueError(f"save rebuilds models of {' and '.join(LIBRARIES)}, got {type(model).__name__}")
+    library = known[0]
     recipe = import_module(LIBRARIES[library]).recipe(model)
     rotary = _rotary(model)
     head = {"format": _FORMAT, "torchrope": __version__, "library": library, "recipe": recipe, "swap": None}

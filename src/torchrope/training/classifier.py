@@ -63,9 +63,9 @@ class Classifier(pl.LightningModule):
         optim: Settings of the optimiser.
     """
 
-    def __init__(self, model: ViT, num_classes: int, optim: OptimConfig) -> None:
+    def __init__(self, model: nn.Module, num_classes: int, optim: OptimConfig) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.optim = optim
         self.train_loss = MeanMetric()
         self.val_loss = MeanMetric()
@@ -130,7 +130,7 @@ def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
 
-def _dimensions(config: ModelConfig) -> dict[str, int]:
+def _dimensions(config: ModelConfig) -> dict[str, Any]:
     """The size by name, overridden by what is given one by one; ViT's defaults where neither is."""
     named = SIZES[config.size] if config.size else {}
     given = {key: getattr(config, key) for key in ("dim", "depth", "num_heads", "mlp_dim")}
