@@ -217,7 +217,7 @@ def test_a_lattice_smaller_than_its_window_is_a_part_of_it() -> None:
     assert torch.equal(stage(x), alone)
 
 
-@pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE, partial(tr.ComRoPEAP, block_size=2), tr.ComRoPELD])
+@pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE, partial(tr.ComRoPEAP, block_size=4), tr.ComRoPELD])
 @pytest.mark.parametrize("name", ["bias", "none"])
 def test_zero_generators_leave_a_model_bit_identical(family: type, name: str) -> None:
     bias = tr.RelativePositionBias if name == "bias" else None
