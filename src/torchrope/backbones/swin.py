@@ -409,7 +409,8 @@ def per_axis_window(window_size: int | Sequence[int], num_axes: int) -> tuple[in
 
 def _fitting(window: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """A window no larger than its lattice along any axis."""
-    return tuple(min(part, size) for part, size in zip(window, sizes, strict=True))
+    # Not min(): of a size that a compiler keeps symbolic it would make a symbolic window.
+    return tuple(part if part <= size else size for part, size in zip(window, sizes, strict=True))
 
 
 def _pad(x: Tensor, ends: Sequence[int]) -> Tensor:
