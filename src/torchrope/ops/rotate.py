@@ -7,7 +7,7 @@ from torchrope.ops import reference
 from torchrope.ops.backends import takes_kernels
 from torchrope.ops.library import OPS
 from torchrope.ops.precision import wide_dtype, without_autocast
-from torchrope.rotations import Block, Commuting, Planar, Rotation
+from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
 
 
 def rotate(
@@ -52,6 +52,8 @@ def rotate(
     _check("q", q, rotation)
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
+    if isinstance(rotation, PlanarInBasis) or isinstance(of_keys, PlanarInBasis):
+        return _rotate_in_bases(q, k, rotation, key_rotation, backend, scores_only)
     if not _takes_kernels(backend, q, k, rotation, of_keys):
         return _rotate_wide(q, rotation), _rotate_wide(k, of_keys)
     if key_rotation is None:
@@ -66,6 +68,30 @@ def rotate(
     turned_q, _ = _rotate_fast(q, q.new_empty((*q.shape[:-4], 0, *q.shape[-3:])), rotation, scores_only and shared)
     turned_k, _ = _rotate_fast(k, k.new_empty((*k.shape[:-4], 0, *k.shape[-3:])), of_keys, scores_only and shared)
     return turned_q, turned_k
+
+
+def _rotate_in_bases(
+    q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation | None, backend: str, scores_only: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate both as  x + P (rot y - y),  y = P^T x,  so that what does not turn stays as it is; P = I for other kinds.
+
+    Scores need rot y alone where q and k share P.
+    """
+    of_keys = rotation if key_rotation is None else key_rotation
+    bases = [each.basis if isinstance(each, PlanarInBasis) else None for each in (rotation, of_keys)]
+    inner, inner_keys = (each.planar if isinstance(each, PlanarInBasis) else each for each in (rotation, of_keys))
+    # One dtype for all that follows, and not that of q: a second rounding would be one too many.
+    wide = torch.promote_types(wide_dtype(q, k), torch.promote_types(rotation.dtype, of_keys.dtype))
+    with without_autocast(q):
+        outside = [x.to(wide) for x in (q, k)]
+        inside = [reference.change_basis(x, basis) for x, basis in zip(outside, bases, strict=True)]
+        turned = rotate(*inside, inner, key_rotation=None if key_rotation is None else inner_keys, backend=backend)
+        if not (scores_only and bases[0] is bases[1]):
+            turned = [
+                x + reference.change_basis(z - y, None if basis is None else basis.mT)
+                for x, y, z, basis in zip(outside, inside, turned, bases, strict=True)
+            ]
+    return turned[0].to(q.dtype), turned[1].to(k.dtype)
 
 
 def _rotate_wide(x: Tensor, rotation: Rotation) -> Tensor:
