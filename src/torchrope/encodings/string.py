@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchrope.encodings.base import Encoding, Init, check_init, planar, rounding, skew, upper_triangle, widened
 from torchrope.encodings.mixed import turned_ladder
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
-from torchrope.ops.precision import without_autocast
+from torchrope.ops.precision import wide_dtype, without_autocast
 from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
 
 # The paper does not say where S starts; near zero the encoding starts near RoPE-Mixed.
@@ -95,7 +95,7 @@ class STRING(Encoding):
     def basis(self) -> Tensor:
         """P, `(num_heads or 1, blocks, b, b)`, float32 at least."""
         with without_autocast(self.upper):
-            return cayley(skew(*widened(self.upper), self.block_size))
+            return cayley(skew(self.upper.to(wide_dtype(self.upper)), self.block_size))
 
     def generators(self) -> Tensor:
         frequencies, basis = widened(self.frequencies, self.basis())

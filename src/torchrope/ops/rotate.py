@@ -78,20 +78,23 @@ def _rotate_in_bases(
     Scores need rot y alone where q and k share P.
     """
     of_keys = rotation if key_rotation is None else key_rotation
-    bases = [each.basis if isinstance(each, PlanarInBasis) else None for each in (rotation, of_keys)]
-    inner, inner_keys = (each.planar if isinstance(each, PlanarInBasis) else each for each in (rotation, of_keys))
-    # One dtype for all that follows, and not that of q: a second rounding would be one too many.
+    basis, planar = _split(rotation)
+    key_basis, key_planar = _split(of_keys)
+    # float32 or wider for all steps: rounding in between would be one time too many.
     wide = torch.promote_types(wide_dtype(q, k), torch.promote_types(rotation.dtype, of_keys.dtype))
     with without_autocast(q):
-        outside = [x.to(wide) for x in (q, k)]
-        inside = [reference.change_basis(x, basis) for x, basis in zip(outside, bases, strict=True)]
-        turned = rotate(*inside, inner, key_rotation=None if key_rotation is None else inner_keys, backend=backend)
-        if not (scores_only and bases[0] is bases[1]):
-            turned = [
-                x + reference.change_basis(z - y, None if basis is None else basis.mT)
-                for x, y, z, basis in zip(outside, inside, turned, bases, strict=True)
-            ]
-    return turned[0].to(q.dtype), turned[1].to(k.dtype)
+        inner_q, inner_k = reference.into_basis(q.to(wide), basis), reference.into_basis(k.to(wide), key_basis)
+        elsewhere = None if key_rotation is None else key_planar
+        turned_q, turned_k = rotate(inner_q, inner_k, planar, key_rotation=elsewhere, backend=backend)
+        if not (scores_only and basis is key_basis):
+            turned_q = q + reference.out_of_basis(turned_q - inner_q, basis)
+            turned_k = k + reference.out_of_basis(turned_k - inner_k, key_basis)
+    return turned_q.to(q.dtype), turned_k.to(k.dtype)
+
+
+def _split(rotation: Rotation) -> tuple[Tensor | None, Rotation]:
+    """The basis of a rotation that has one of its own, and what turns inside."""
+    return (rotation.basis, rotation.planar) if isinstance(rotation, PlanarInBasis) else (None, rotation)
 
 
 def _rotate_wide(x: Tensor, rotation: Rotation) -> Tensor:
