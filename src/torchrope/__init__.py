@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from torchrope.encodings import yarn_temperature as yarn_temperature
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
+    from torchrope.interop.saving import load as load
+    from torchrope.interop.saving import save as save
+    from torchrope.interop.swap import swap as swap
+    from torchrope.interop.swap import unswap as unswap
     from torchrope.ops import rotate as rotate
     from torchrope.ops import skew_exp as skew_exp
     from torchrope.positions import Packed as Packed
@@ -102,6 +106,8 @@ _ROOMS = {
     "torchrope.attention": ("Attention",),
     "torchrope.backbones": ("ViT",),
     "torchrope.inference": ("absorb", "freeze"),
+    "torchrope.interop.saving": ("load", "save"),
+    "torchrope.interop.swap": ("swap", "unswap"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = ["__version__", "testing", *sorted(_ROOM_OF)]

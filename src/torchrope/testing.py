@@ -247,8 +247,9 @@ def zero_generators_leave_attention_alone(make: Make) -> None:
     positions = _positions(encoding)
     for dtype in TOLERANCE:
         q, k = _vectors(encoding, len(positions), dtype)
-        turned_q, turned_k = rotate(q, k, encoding(positions))
-        _require(torch.equal(turned_q, q) and torch.equal(turned_k, k), f"{dtype} vectors changed")
+        for scores_only in (False, True):
+            turned_q, turned_k = rotate(q, k, encoding(positions), scores_only=scores_only)
+            _require(torch.equal(turned_q, q) and torch.equal(turned_k, k), f"{dtype} vectors changed")
 
 
 @law

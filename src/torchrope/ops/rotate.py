@@ -65,9 +65,30 @@ def rotate(
         and rotation.basis is of_keys.basis
         and rotation.factors is of_keys.factors
     )
-    turned_q, _ = _rotate_fast(q, q.new_empty((*q.shape[:-4], 0, *q.shape[-3:])), rotation, scores_only and shared)
-    turned_k, _ = _rotate_fast(k, k.new_empty((*k.shape[:-4], 0, *k.shape[-3:])), of_keys, scores_only and shared)
-    return turned_q, turned_k
+    return _rotate_alone(q, rotation, scores_only and shared), _rotate_alone(k, of_keys, scores_only and shared)
+
+
+def rotate_one(x: Tensor, rotation: Rotation, *, backend: str = "auto", scores_only: bool = False) -> Tensor:
+    """Rotate queries or keys alone:  x' = R(p) x.  For attention that hands out one after the other.
+
+    Args:
+        x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions.
+        rotation: What an encoding returned for the positions of x.
+        backend: As `rotate`'s.
+        scores_only: As `rotate`'s; queries and keys must agree on it, and share the rotation.
+
+    Returns:
+        Rotated x, in the dtype it came in.
+
+    Raises:
+        ValueError: as `rotate`.
+    """
+    _check("x", x, rotation)
+    if rotation.shape[-2] != 1 and x.shape[-3] % rotation.heads:
+        raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
+    if not _takes_kernels(backend, x, x, rotation, rotation):
+        return _rotate_wide(x, rotation)
+    return _rotate_alone(x, rotation, scores_only)
 
 
 def _rotate_in_bases(
@@ -104,6 +125,11 @@ def _rotate_wide(x: Tensor, rotation: Rotation) -> Tensor:
     wide = torch.promote_types(wide_dtype(x), rotation.dtype)
     with without_autocast(x):
         return reference.rotate_one(x.to(wide), rotation.to(wide)).to(x.dtype)
+
+
+def _rotate_alone(x: Tensor, rotation: Rotation, scores_only: bool) -> Tensor:
+    nothing = x.new_empty((*x.shape[:-4], 0, *x.shape[-3:]))
+    return _rotate_fast(x, nothing, rotation, scores_only)[0]
 
 
 def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) -> tuple[Tensor, Tensor]:

@@ -52,10 +52,12 @@ static Room room_for(const Basis *p) {
 static void read_basis(const Basis *p, int64_t head, Room room) {
     int64_t b = p->b;
     for (int64_t block = 0; block < p->blocks; block++) {
-        int turns = 0;
+        int along = 0, around = 0;
         for (int64_t axis = 0; axis < p->axes; axis++)
-            turns |= p->coefficients[(axis * p->heads + head) * p->blocks + block] != 0;
-        room.returns[block] = p->outer || !turns;
+            along |= p->coefficients[(axis * p->heads + head) * p->blocks + block] != 0;
+        for (int64_t plane = 0; plane < b / 2; plane++)
+            around |= p->angular[(head * p->blocks + block) * (b / 2) + plane] != 0;
+        room.returns[block] = p->outer || !along || !around;
         const float *basis = p->basis + (head * p->blocks + block) * b * b;
         float *inner = room.inner + block * b * room.width, *outer = room.outer + block * b * room.width;
         for (int64_t i = 0; i < b; i++)
