@@ -1,5 +1,8 @@
 """Attention that takes a rotation as an argument."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -39,21 +42,46 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None, *, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None = None,
+        *,
+        bias: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """Mix tokens.
 
         Args:
             x: Tokens `(batch, tokens, dim)`.
             rotation: The rotation of their positions; None rotates nothing.
             bias: Added to the scores, broadcast to `(batch, heads, tokens, tokens)`; or a boolean mask.
+            lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`): each attends to itself alone.
 
         Returns:
             Tokens `(batch, tokens, dim)`.
+
+        Raises:
+            ValueError: lengths that do not add up to the tokens, or beside a bias.
         """
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
         if rotation is not None:
             q, k = rotate(q, k, rotation, scores_only=True)
         dropout = self.attention_dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+        if lengths is None:
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+        else:
+            _check_lengths(lengths, x.shape[1], bias)
+            # One call a sample costs the sum of their squares, one call with a mask the square of their sum.
+            parts = zip(*(each.split(list(lengths), dim=-2) for each in (q, k, v)), strict=True)
+            apart = [functional.scaled_dot_product_attention(*part, dropout_p=dropout) for part in parts]
+            mixed = torch.cat(apart, dim=-2)
         return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
+
+
+def _check_lengths(lengths: Sequence[int], tokens: int, bias: Tensor | None) -> None:
+    if sum(lengths) != tokens:
+        raise ValueError(f"lengths must add up to the {tokens} tokens, got {sum(lengths)} of {len(lengths)} samples")
+    if bias is not None:
+        raise ValueError(f"samples end to end take no bias, got one of shape {tuple(bias.shape)}")

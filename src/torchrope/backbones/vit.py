@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention
 from torchrope.encodings import AbsoluteEncoding, Encoding, choose
-from torchrope.positions import PerAxis, grid, prefix
+from torchrope.positions import PerAxis, grid, pack, prefix
 from torchrope.rotations import Rotation
 
 SIZES: dict[str, dict[str, int]] = {
@@ -44,6 +44,8 @@ class ViT(nn.Module):
         spacing: Distance between neighbouring patches, one number or one per axis. By default the convention
             of the encoding's paper at the training size; it never changes with the input size.
         origin: Position of the first patch, likewise.
+        positions: What places the patches of a lattice in spite of spacing and origin, from its sizes and `device=`,
+            such as `torchrope.patch_centers`; a module, if it should know whether the model trains.
         pool: "cls" reads a class token that sits at the origin, "mean" averages the patches.
         num_registers: Extra tokens without a place, dropped before pooling.
         qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
@@ -79,6 +81,7 @@ class ViT(nn.Module):
         share_layers: bool = False,
         spacing: PerAxis | None = None,
         origin: PerAxis | None = None,
+        positions: Callable[..., Tensor] | None = None,
         pool: Literal["cls", "mean"] = "cls",
         num_registers: int = 0,
         qkv_bias: bool = True,
@@ -106,6 +109,7 @@ class ViT(nn.Module):
         paper = encodings[0].lattice(*sizes)
         self.spacing = paper["spacing"] if spacing is None else spacing
         self.origin = paper["origin"] if origin is None else origin
+        self.place = positions
 
         self.num_prefix = num_registers + (pool == "cls")
         self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim))
@@ -138,36 +142,56 @@ class ViT(nn.Module):
                 module.reset_parameters()
         nn.init.trunc_normal_(self.prefix_tokens, std=0.02, a=-0.04, b=0.04)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor:
         """Classify.
 
         Args:
-            x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone.
+            x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone. Or
+                samples of several sizes, each `(in_channels, *sizes)`, which go through the layers as one sequence.
 
         Returns:
             Logits `(batch, num_classes)`.
         """
         return self.head(self.features(x))
 
-    def features(self, x: Tensor) -> Tensor:
-        """The pooled features `(batch, dim)` of data `(batch, in_channels, *sizes)`."""
-        sizes = self.embed.lattice(x.shape[2:])
-        tokens = self.embed(x)  # (batch, tokens, dim)
-        if self.absolute is not None:
-            tokens = tokens + self.absolute(*sizes)
-        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
-        tokens = self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1))
-        rotations = self.rotations(sizes, device=x.device)
+    def features(self, x: Tensor | Sequence[Tensor]) -> Tensor:
+        """The pooled features `(batch, dim)` of what `forward` takes."""
+        tokens, positions, lengths = self._embedded(x) if isinstance(x, Tensor) else self._end_to_end(x)
+        tokens = self.dropout(tokens)
+        rotations = [encoding(positions) for encoding in self.encodings]
         for index, layer in enumerate(self.layers):
-            tokens = layer(tokens, rotations[index % len(rotations)])
-        tokens = self.norm(tokens)
-        return tokens[:, 0] if self.pool == "cls" else tokens[:, self.num_prefix :].mean(dim=1)
+            tokens = layer(tokens, rotations[index % len(rotations)], lengths)
+        samples = [self.norm(tokens)] if lengths is None else self.norm(tokens).split(lengths, dim=1)
+        pooled = [each[:, 0] if self.pool == "cls" else each[:, self.num_prefix :].mean(dim=1) for each in samples]
+        return pooled[0] if len(pooled) == 1 else torch.cat(pooled)
 
     def rotations(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> list[Rotation]:
         """The rotations of a lattice of patches, one per layer, or one alone where layers share it."""
-        lattice = grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
-        positions = prefix(lattice, self.num_prefix)
+        positions = self.positions(sizes, device=device)
         return [encoding(positions) for encoding in self.encodings]
+
+    def positions(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> Tensor:
+        """Where the tokens of a lattice of patches are, prefix tokens first, `(tokens, axes)`."""
+        if self.place is not None:
+            return prefix(self.place(*sizes, device=device), self.num_prefix)
+        return prefix(grid(*sizes, spacing=self.spacing, origin=self.origin, device=device), self.num_prefix)
+
+    def _embedded(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Tokens `(batch, tokens, dim)` of data of one size, prefix tokens first, and their positions."""
+        sizes = self.embed.lattice(x.shape[2:])
+        tokens = self.embed(x)
+        if self.absolute is not None:
+            tokens = tokens + self.absolute(*sizes)
+        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
+        return torch.cat([front.to(tokens.dtype), tokens], dim=1), self.positions(sizes, device=x.device), None
+
+    def _end_to_end(self, samples: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """Tokens `(1, total, dim)` of samples of any size, their positions, and how many are each sample's."""
+        if not samples:
+            raise ValueError("a list of samples must hold one or more, got none")
+        parts = [self._embedded(_batch_of_one(x, len(self.embed.patch_size))) for x in samples]
+        packed = pack([positions for _, positions, _ in parts])
+        return torch.cat([tokens for tokens, _, _ in parts], dim=1), packed.positions, packed.lengths
 
 
 class PatchEmbed(nn.Module):
@@ -245,10 +269,10 @@ class Layer(nn.Module):
         self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Tokens `(batch, tokens, dim)` to tokens of the same shape."""
-        x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), rotation)))
-        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
+    def forward(self, x: Tensor, rotation: Rotation, lengths: Sequence[int] | None = None) -> Tensor:
+        """Tokens `(batch, tokens, dim)` to tokens of the same shape; samples may lie end to end, of these lengths."""
+        x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), rotation, lengths=lengths)), lengths)
+        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
 
 
 class LayerScale(nn.Module):
@@ -276,12 +300,24 @@ class DropPath(nn.Module):
         super().__init__()
         self.p = p
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop branches of `(batch, ...)` in training."""
+    def forward(self, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """Drop branches of `(batch, ...)` in training, or of `(1, total, ...)`, samples of these lengths end to end."""
         if not self.training or self.p == 0:
             return x
-        keep = x.new_empty(len(x), *(1,) * (x.ndim - 1)).bernoulli_(1 - self.p)
+        if lengths is None:
+            keep = x.new_empty(len(x), *(1,) * (x.ndim - 1)).bernoulli_(1 - self.p)
+        else:
+            of_sample = x.new_empty(len(lengths), *(1,) * (x.ndim - 2)).bernoulli_(1 - self.p)
+            keep = of_sample.repeat_interleave(torch.tensor(lengths, device=x.device), dim=0, output_size=x.shape[1])
         return x * keep / (1 - self.p)
+
+
+def _batch_of_one(x: Tensor, num_axes: int) -> Tensor:
+    """A sample `(channels, *sizes)` as a batch; one that is a batch already stays."""
+    alone = x.unsqueeze(0) if x.ndim == num_axes + 1 else x
+    if alone.ndim != num_axes + 2 or len(alone) != 1:
+        raise ValueError(f"samples of a list must be (in_channels, *sizes), {num_axes} sizes, got {tuple(x.shape)}")
+    return alone
 
 
 def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:

@@ -204,6 +204,8 @@ def _beyond_kernels(rotation: Rotation, leading: int) -> str | None:
 
 
 def _check(name: str, x: Tensor, rotation: Rotation) -> None:
+    if x.is_nested:
+        raise ValueError(f"{name} must be dense, got a nested tensor; its values() rotate by packed positions")
     if x.ndim < 3 or not x.is_floating_point():
         raise ValueError(
             f"{name} must be floating point (batch, heads, tokens, head_dim), got {x.dtype} {tuple(x.shape)}"
