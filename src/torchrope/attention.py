@@ -56,7 +56,7 @@ class Attention(nn.Module):
             x: Tokens `(batch, tokens, dim)`.
             rotation: The rotation of their positions; None rotates nothing.
             bias: Added to the scores, broadcast to `(batch, heads, tokens, tokens)`; or a boolean mask.
-            lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`): each attends to itself alone.
+            lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
 
         Returns:
             Tokens `(batch, tokens, dim)`.

@@ -65,10 +65,11 @@ def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
         [1.0, 0.05000000074505806, 0.0024999999441206455]
     """
     speed, used = _speed(frequencies)
-    fastest = speed.where(used, 0.0).amax(dim=-1, keepdim=True)
-    slowest = speed.where(used, math.inf).amin(dim=-1, keepdim=True)
+    counted = used | ~used.any(dim=-1, keepdim=True)  # an axis that nothing turns with has a ladder of ones
+    fastest = speed.where(counted, 0.0).amax(dim=-1, keepdim=True)
+    slowest = speed.where(counted, math.inf).amin(dim=-1, keepdim=True)
     span = (fastest / slowest).log()
-    share = torch.where(used & (span > 0), (fastest / speed).log() / span, 0.0)
+    share = (fastest / speed).log() / span.where(span > 0, 1.0)
     return frequencies * _factors(frequencies, factor) ** -share
 
 
