@@ -129,7 +129,7 @@ def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
 
-def _dimensions(config: ModelConfig) -> dict[str, int]:
+def _dimensions(config: ModelConfig) -> dict[str, Any]:
     """The size by name, overridden by what is given one by one; ViT's defaults where neither is."""
     named = SIZES[config.size] if config.size else {}
     given = {key: getattr(config, key) for key in ("dim", "depth", "num_heads", "mlp_dim")}
