@@ -45,6 +45,18 @@ def test_each_sample_pools_its_own_tokens(settings: dict) -> None:
     assert (model(xs) - one_at_a_time(model, xs)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_pooling_reads_the_class_token_or_the_patches_alone(pool: str) -> None:
+    model = image(encoding="axial", num_classes=0, num_registers=2, pool=pool).eval()
+    seen: list[Tensor] = []
+    model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    features = model(samples())
+    front = 2 + (pool == "cls")
+    parts = seen[0][0].split([front + h * w // 4 for h, w in SIZES])
+    expected = [tokens[0] if pool == "cls" else tokens[front:].mean(dim=0) for tokens in parts]
+    assert torch.allclose(features, torch.stack(expected), atol=1e-6)
+
+
 def test_no_sample_sees_another() -> None:
     model = image(encoding="mixed").eval()
     xs = samples()

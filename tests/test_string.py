@@ -181,14 +181,23 @@ def test_it_takes_whatever_commutes(name: str) -> None:
     assert (encoding.generators() - dense).abs().max() < 1e-10
 
 
-def test_planes_that_turn_alike_or_against_each_other_are_found() -> None:
-    basis = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q
-    frequencies = torch.tensor([[1.0, 1.0, 1.0, 0.0], [2.0, -2.0, 2.0, 0.0], [0.0, 0.0, 0.0, 1e-6]]).double()
-    generators = basis @ block_diagonal(planar(frequencies), 8) @ basis.mT
+def test_planes_that_turn_alike_or_against_each_other_or_alike_in_sum_are_found() -> None:
+    basis = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64)).Q
+    frequencies = torch.tensor([[1.0, 1, 1, 0, 3, 2], [2.0, -2, 2, 0, 2, 3], [0.0, 0, 0, 1e-6, 0, 0]]).double()
+    generators = basis @ block_diagonal(planar(frequencies), 12) @ basis.mT
     generators = ((generators - generators.mT) / 2)[:, None, None]
-    encoding = tr.STRING(num_axes=3, num_heads=1, head_dim=8).double()
+    encoding = tr.STRING(num_axes=3, num_heads=1, head_dim=12).double()
     encoding.set_generators(generators)
     assert (encoding.generators() - generators).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_does_not_mix_the_planes_of_a_large_head(seed: int) -> None:
+    torch.manual_seed(seed)
+    source = far_from_identity(num_heads=1, head_dim=64)
+    encoding = tr.STRING(num_axes=2, num_heads=1, head_dim=64)
+    encoding.set_generators(source.generators())
+    assert (encoding.generators() - source.generators()).abs().max() < 2e-5
 
 
 def test_what_does_not_commute_is_refused() -> None:

@@ -9,6 +9,10 @@ from torchrope.rotations import block_diagonal
 # A plane's two columns are orthogonal to rounding error over this share; slower planes are found among what is left.
 _FAST_ENOUGH = 1e-3
 
+# Proportions of a sum: fractions of multiples of an irrational number, as far from one another as can be.
+_STEP = 0.7548776662466927
+_TRIES = 8
+
 
 def planes(base: Tensor) -> tuple[Tensor, Tensor]:
     """The planes that a skew matrix turns:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0, a column at rest last.
@@ -41,7 +45,8 @@ def planes(base: Tensor) -> tuple[Tensor, Tensor]:
 def common_planes(generators: Tensor) -> tuple[Tensor, Tensor, float]:
     """The planes that commuting skew matrices all turn:  A_a = U diag([[0, -f_aj], [f_aj, 0]]) U^T.
 
-    What commutes shares its planes with a sum of the matrices in proportions that nothing else knows of.
+    What commutes shares its planes with any sum of the matrices. Where two planes turn alike in the sum and not in the
+    matrices, rounding decides among their mixtures: of sums in several proportions the one that errs least is taken.
 
     Args:
         generators: A `(axes, b, b)`, b even, float64 on the CPU.
@@ -50,7 +55,11 @@ def common_planes(generators: Tensor) -> tuple[Tensor, Tensor, float]:
         U `(b, b)`, f `(axes, b / 2)`, and the largest error of the equation, large where the A do not commute.
     """
     axis = torch.arange(1, len(generators) + 1, dtype=generators.dtype)
-    proportions = 0.5 + torch.frac(axis * 0.7548776662466927)
+    tries = [_planes_of_sum(generators, 0.5 + torch.frac(axis * step * _STEP)) for step in range(1, _TRIES + 1)]
+    return min(tries, key=lambda found: found[2])
+
+
+def _planes_of_sum(generators: Tensor, proportions: Tensor) -> tuple[Tensor, Tensor, float]:
     basis, _ = planes((proportions[:, None, None] * generators).sum(dim=0))
     within = basis.mT @ generators @ basis
     frequencies = within[:, 1::2, 0::2].diagonal(dim1=-2, dim2=-1)
