@@ -191,7 +191,7 @@ def test_planes_that_turn_alike_or_against_each_other_or_alike_in_sum_are_found(
     assert (encoding.generators() - generators).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 5, 8])  # one sum of the generators alone is refused at 5
 def test_rounding_does_not_mix_the_planes_of_a_large_head(seed: int) -> None:
     torch.manual_seed(seed)
     source = far_from_identity(num_heads=1, head_dim=64)
