@@ -18,7 +18,7 @@ from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
 from torchrope.interop.rotary import ATTRIBUTE, Rotary
-from torchrope.interop.swap import LIBRARIES, adapt, install
+from torchrope.interop.swap import LIBRARIES, adapt, install, origins
 
 FILE = "torchrope.safetensors"
 """The name of the file in a folder."""
@@ -42,9 +42,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             encodings of a class that torchrope does not have.
         OSError: the file cannot be written.
     """
-    library = type(model).__module__.partition(".")[0]
-    if library not in LIBRARIES:
+    known = origins(type(model))
+    if not known:
         raise ValueError(f"save rebuilds models of {' and '.join(LIBRARIES)}, got {type(model).__name__}")
+    library = known[0]
     recipe = import_module(LIBRARIES[library]).recipe(model)
     rotary = _rotary(model)
     head = {"format": _FORMAT, "torchrope": __version__, "library": library, "recipe": recipe, "swap": None}
@@ -136,7 +137,7 @@ def _assembled(
     encodings = [build(description, classes) for description in swapped["encodings"]]
     choices = {name: swapped[name] for name in ("keep_ape", "keep_rotation")}
     rotary = install(adapter, encodings, spacing=None, origin=None, **choices)
-    rotary.lattices = _tuples(swapped["lattices"])
+    rotary.lattices = list(_tuples(swapped["lattices"]))
     for name in list(rotary._buffers):  # a table that was put aside may be of another input size
         saved = [tensor for key, tensor in tensors.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
         rotary._buffers[name] = torch.empty_like(saved[0], device=device)

@@ -1,7 +1,6 @@
 """Put an encoding into a model of timm or transformers, and take it out again."""
 
 import inspect
-import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -72,9 +71,7 @@ def swap(
     """
     adapter = adapt(model)
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
-        raise ValueError(
-            f"swap needs a model without torchrope's encodings, got {_name(model)} with some: unswap first"
-        )
+        raise ValueError(f"swap needs a model that is not swapped, got {_name(model)} that is: unswap it first")
     sites = adapter.sites()
     encodings = _encodings(encoding, sites, block_size, check_init(init))
     install(adapter, encodings, keep_ape=keep_ape, keep_rotation=keep_rotation, spacing=spacing, origin=origin)
@@ -128,7 +125,7 @@ def adapt(model: nn.Module) -> Adapter:
     Raises:
         ValueError: none, or several.
     """
-    known = [import_module(ours) for library, ours in LIBRARIES.items() if library in sys.modules]
+    known = [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
     adapters = [adapter for library in known for adapter in library.adapters(model)]
     if len(adapters) == 1:
         return adapters[0]
@@ -138,6 +135,12 @@ def adapt(model: nn.Module) -> Adapter:
     )
     found = f", with {len(adapters)} of them" if adapters else ""
     raise ValueError(f"{rule}, one in a model, got {_name(model)}{found}")
+
+
+def origins(*classes: type) -> list[str]:
+    """The libraries that classes come from, or are made of, among those that are known."""
+    roots = {base.__module__.partition(".")[0] for one in set(classes) for base in one.__mro__}
+    return [library for library in LIBRARIES if library in roots]
 
 
 def _encodings(

@@ -13,6 +13,7 @@ from timm.models.vision_transformer import ParallelScalingBlock, VisionTransform
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchrope.interop import timm_models as timm_models
 from torchrope.interop.rotary import Adapter, Rotary, Site
 from torchrope.ops import rotate, rotate_one
 from torchrope.positions import grid

@@ -62,9 +62,9 @@ class Classifier(pl.LightningModule):
         optim: Settings of the optimiser.
     """
 
-    def __init__(self, model: ViT, num_classes: int, optim: OptimConfig) -> None:
+    def __init__(self, model: nn.Module, num_classes: int, optim: OptimConfig) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.optim = optim
         self.train_loss = MeanMetric()
         self.val_loss = MeanMetric()
