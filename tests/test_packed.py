@@ -11,7 +11,7 @@ import torchrope as tr
 from torchrope.encodings import ABSOLUTE, ROTARY
 
 SIZES = [(8, 8), (4, 12), (6, 2)]
-NAMES = [*ROTARY, *ABSOLUTE, "liere:8", "learned+mixed"]
+NAMES = [*ROTARY, *ABSOLUTE, "liere:8", "learned+mixed", "bias", "bias+string"]
 
 image = partial(tr.ViT, (8, 8), patch_size=2, in_channels=2, num_classes=5, dim=32, depth=2, num_heads=2, mlp_dim=32)
 
@@ -27,7 +27,7 @@ def one_at_a_time(model: tr.ViT, xs: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_logits_and_gradients_as_one_at_a_time(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    model = image(encoding=name, num_registers=1).to(dtype)
+    model = image(encoding=name, num_registers=1, embedding_norm=True).to(dtype)
     xs = samples(dtype)
     packed, alone = model(xs), one_at_a_time(model, xs)
     assert packed.shape == (3, 5)
@@ -90,7 +90,7 @@ def test_it_compiles_into_one_graph() -> None:
 
 
 def test_drop_path_skips_a_branch_for_each_sample_on_its_own() -> None:
-    drop = tr.backbones.vit.DropPath(0.5)
+    drop = tr.backbones.parts.DropPath(0.5)
     kept = drop(torch.ones(1, 600, 4), lengths=[1, 2] * 200)[0]
     firsts, pairs = kept[0::3], torch.stack([kept[1::3], kept[2::3]])
     assert torch.equal(pairs[0], pairs[1])
@@ -169,7 +169,7 @@ def test_the_values_of_a_jagged_tensor_rotate_like_its_samples() -> None:
         ),
         (
             lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), lengths=(2, 2), bias=torch.zeros(4, 4)),
-            r"samples end to end take no bias, got one of shape \(4, 4\)",
+            "samples end to end need a bias each, 2 of them, got one for all",
         ),
     ],
 )

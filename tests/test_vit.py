@@ -7,6 +7,7 @@ import torch
 from cases import CASES
 from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingMixed, apply_rot_embed_cat
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 from torch.nn import functional
 
 import torchrope as tr
@@ -33,15 +34,47 @@ def test_it_computes_what_timm_computes_with_the_same_weights() -> None:
     assert (mine(x) - theirs(x)).abs().max() < 1e-5
 
 
+def test_norms_and_activation_are_as_told() -> None:
+    settings = dict(embed_dim=48, depth=2, num_heads=4, num_classes=7)
+    theirs = VisionTransformer(
+        img_size=(32, 48),
+        patch_size=8,
+        no_embed_class=True,
+        pre_norm=True,
+        norm_layer=partial(nn.LayerNorm, eps=0.3),
+        act_layer="silu",
+        **settings,
+    ).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0, 0.2)
+    mine = tr.ViT(
+        (32, 48),
+        patch_size=8,
+        num_classes=7,
+        dim=48,
+        depth=2,
+        num_heads=4,
+        encoding="learned",
+        activation=nn.SiLU,
+        norm_eps=0.3,
+        embedding_norm=True,
+    ).eval()
+    mine.load_state_dict(_from_timm(theirs))
+    x = torch.randn(2, 3, 32, 48)
+    assert (mine(x) - theirs(x)).abs().max() < 1e-5
+
+
 def _from_timm(model: VisionTransformer) -> dict[str, torch.Tensor]:
     names = {"blocks.": "layers.", ".attn.": ".attention.", ".mlp.fc1.": ".mlp.0.", ".mlp.fc2.": ".mlp.3."}
+    names |= {"norm_pre.": "embedding_norm."}
     state = {}
     for name, value in model.state_dict().items():
         for old, new in names.items():
             name = name.replace(old, new)
         state[name] = value
     state["embed.proj.weight"] = state.pop("patch_embed.proj.weight").flatten(1)
-    state["embed.proj.bias"] = state.pop("patch_embed.proj.bias")
+    state["embed.proj.bias"] = state.pop("patch_embed.proj.bias", torch.zeros(model.embed_dim))
     state["absolute.table"] = state.pop("pos_embed").reshape(4, 6, -1)
     state["prefix_tokens"] = state.pop("cls_token")[0]
     return state

@@ -15,6 +15,7 @@ from torchrope._version import __version__ as __version__
 if TYPE_CHECKING:
     from torchrope import testing as testing
     from torchrope.attention import Attention as Attention
+    from torchrope.backbones import Swin as Swin
     from torchrope.backbones import ViT as ViT
     from torchrope.encodings import STRING as STRING
     from torchrope.encodings import AbsoluteEncoding as AbsoluteEncoding
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torchrope.encodings import MixedRoPE as MixedRoPE
     from torchrope.encodings import MRoPE as MRoPE
     from torchrope.encodings import NoEncoding as NoEncoding
+    from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
     from torchrope.encodings import choose as choose
     from torchrope.encodings import extend as extend
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from torchrope.encodings import yarn_temperature as yarn_temperature
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
+    from torchrope.interop.published import load_published as load_published
     from torchrope.interop.saving import load as load
     from torchrope.interop.saving import save as save
     from torchrope.interop.swap import swap as swap
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from torchrope.positions import random_stretch as random_stretch
     from torchrope.positions import rescale as rescale
     from torchrope.positions import shift as shift
+    from torchrope.positions import windows as windows
     from torchrope.rotations import Block as Block
     from torchrope.rotations import Commuting as Commuting
     from torchrope.rotations import Planar as Planar
@@ -77,6 +81,7 @@ _ROOMS = {
         "random_stretch",
         "rescale",
         "shift",
+        "windows",
     ),
     "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
     "torchrope.ops": ("rotate", "skew_exp"),
@@ -94,6 +99,7 @@ _ROOMS = {
         "MRoPE",
         "MixedRoPE",
         "NoEncoding",
+        "RelativePositionBias",
         "STRING",
         "SinusoidalAPE",
         "choose",
@@ -104,8 +110,9 @@ _ROOMS = {
         "yarn_temperature",
     ),
     "torchrope.attention": ("Attention",),
-    "torchrope.backbones": ("ViT",),
+    "torchrope.backbones": ("Swin", "ViT"),
     "torchrope.inference": ("absorb", "freeze"),
+    "torchrope.interop.published": ("load_published",),
     "torchrope.interop.saving": ("load", "save"),
     "torchrope.interop.swap": ("swap", "unswap"),
 }

@@ -47,7 +47,7 @@ class Attention(nn.Module):
         x: Tensor,
         rotation: Rotation | None = None,
         *,
-        bias: Tensor | None = None,
+        bias: Tensor | Sequence[Tensor | None] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Mix tokens.
@@ -55,14 +55,15 @@ class Attention(nn.Module):
         Args:
             x: Tokens `(batch, tokens, dim)`.
             rotation: The rotation of their positions; None rotates nothing.
-            bias: Added to the scores, broadcast to `(batch, heads, tokens, tokens)`; or a boolean mask.
+            bias: Added to the scores, broadcast to `(batch, heads, tokens, tokens)`; or a boolean mask. With lengths
+                one for each sample, or None.
             lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
 
         Returns:
             Tokens `(batch, tokens, dim)`.
 
         Raises:
-            ValueError: lengths that do not add up to the tokens, or beside a bias.
+            ValueError: lengths that do not add up to the tokens, or not one bias for each.
         """
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
@@ -70,19 +71,32 @@ class Attention(nn.Module):
             q, k = rotate(q, k, rotation, scores_only=True)
         dropout = self.attention_dropout if self.training else 0.0
         if lengths is None:
+            assert bias is None or isinstance(bias, Tensor)
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
         else:
-            _check_lengths(lengths, x.shape[1], bias)
+            biases = _of_each(bias, lengths, x.shape[1])
             # One call a sample costs the sum of their squares, one call with a mask the square of their sum; a jagged
             # torch.nested tensor was slower than the loop on a CPU, forward and backward.
-            parts = zip(*(each.split(list(lengths), dim=-2) for each in (q, k, v)), strict=True)
-            attend = functional.scaled_dot_product_attention
-            mixed = torch.cat([attend(of_q, of_k, of_v, dropout_p=dropout) for of_q, of_k, of_v in parts], dim=-2)
+            qs, ks, vs = (each.split(list(lengths), dim=-2) for each in (q, k, v))
+            mixed = torch.cat(
+                [
+                    functional.scaled_dot_product_attention(*qkv, attn_mask=own, dropout_p=dropout)
+                    for qkv, own in zip(zip(qs, ks, vs, strict=True), biases, strict=True)
+                ],
+                dim=-2,
+            )
         return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
 
 
-def _check_lengths(lengths: Sequence[int], tokens: int, bias: Tensor | None) -> None:
+def _of_each(
+    bias: Tensor | Sequence[Tensor | None] | None, lengths: Sequence[int], tokens: int
+) -> Sequence[Tensor | None]:
+    """The bias of each sample, of samples that lie end to end."""
     if sum(lengths) != tokens:
         raise ValueError(f"lengths must add up to the {tokens} tokens, got {sum(lengths)} of {len(lengths)} samples")
-    if bias is not None:
-        raise ValueError(f"samples end to end take no bias, got one of shape {tuple(bias.shape)}")
+    if bias is None:
+        return [None] * len(lengths)
+    if isinstance(bias, Tensor) or len(bias) != len(lengths):
+        came = "one for all" if isinstance(bias, Tensor) else str(len(bias))
+        raise ValueError(f"samples end to end need a bias each, {len(lengths)} of them, got {came}")
+    return bias

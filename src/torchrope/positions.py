@@ -336,6 +336,57 @@ def _drawn(positions: Tensor, axes: int, generator: torch.Generator | None) -> T
     return 2 * torch.rand(shape, dtype=wide, device=positions.device, generator=generator) - 1
 
 
+def windows(
+    positions: Tensor, sizes: Sequence[int], window: Sequence[int], *, offset: int | Sequence[int] = 0
+) -> Tensor:
+    """Cut a lattice into windows that do not overlap; the first begins at `offset`, around the lattice's edges.
+
+    What is cut need not be positions: anything with one row a token, such as the tokens themselves.
+
+    Args:
+        positions: `(..., prod(sizes), axes)`, row-major.
+        sizes: Tokens of the lattice along each axis.
+        window: Tokens of a window along each axis, a divisor of the lattice's.
+        offset: Tokens by which the windows are shifted, one number or one per axis; the tokens before it come last
+            (the cyclic shift of Swin).
+
+    Returns:
+        `(..., windows, prod(window), axes)`, windows row-major and tokens within a window row-major.
+
+    Raises:
+        ValueError: a window that does not divide its lattice, or positions that are not the lattice's.
+
+    References:
+        Liu et al., Swin Transformer, section 3.2 and figure 4.
+
+    Example:
+        >>> windows(grid(4), (4,), (2,)).squeeze(-1).tolist()
+        [[0.0, 1.0], [2.0, 3.0]]
+        >>> windows(grid(4), (4,), (2,), offset=1).squeeze(-1).tolist()
+        [[1.0, 2.0], [3.0, 0.0]]
+    """
+    num_axes = len(sizes)
+    if len(window) != num_axes or any(part < 1 or size % part for size, part in zip(sizes, window, strict=True)):
+        raise ValueError(f"a window must divide its lattice {tuple(sizes)} along each axis, got {tuple(window)}")
+    if positions.shape[-2] != math.prod(sizes):
+        raise ValueError(f"a lattice {tuple(sizes)} has {math.prod(sizes)} tokens, got {positions.shape[-2]}")
+    lattice = positions.unflatten(-2, tuple(sizes))  # (..., *sizes, axes)
+    axes = range(-num_axes - 1, -1)
+    offsets = (offset,) * num_axes if isinstance(offset, int) else tuple(offset)
+    if len(offsets) != num_axes:
+        raise ValueError(f"offset must be one number or one per axis ({num_axes}), got {len(offsets)}")
+    if any(offsets):
+        lattice = lattice.roll([-start for start in offsets], list(axes))
+    leading = lattice.ndim - num_axes - 1
+    for axis in reversed(range(leading, leading + num_axes)):
+        part = window[axis - leading]
+        lattice = lattice.unflatten(axis, (lattice.shape[axis] // part, part))
+    outer = [leading + 2 * axis for axis in range(num_axes)]
+    inner = [leading + 2 * axis + 1 for axis in range(num_axes)]
+    cells = lattice.permute(*range(leading), *outer, *inner, -1)  # (..., *windows, *window, axes)
+    return cells.flatten(-num_axes - 1, -2).flatten(leading, leading + num_axes - 1)
+
+
 def _wide(positions: Tensor) -> Tensor:
     """Positions in float32 or wider: integers and half precision would lose what is done to them."""
     return positions.to(torch.promote_types(positions.dtype, torch.float32))

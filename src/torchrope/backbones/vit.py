@@ -5,9 +5,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from torchrope.attention import Attention
-from torchrope.encodings import AbsoluteEncoding, Encoding, choose
+from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve
+from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.positions import PerAxis, grid, pack, prefix
 from torchrope.rotations import Rotation
 
@@ -40,7 +42,8 @@ class ViT(nn.Module):
         encoding: A name ("mixed", "liere:8", "learned+axial"), or what builds an encoding from num_axes,
             num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
         absolute: What builds an absolute encoding from sizes and dim, such as `LearnedAPE`; a name brings its own.
-        share_layers: One encoding for all layers, its rotation computed once per forward.
+        bias: What builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`, likewise.
+        share_layers: One encoding, or bias, for all layers, its rotation computed once per forward.
         spacing: Distance between neighbouring patches, one number or one per axis. By default the convention
             of the encoding's paper at the training size; it never changes with the input size.
         origin: Position of the first patch, likewise.
@@ -54,6 +57,9 @@ class ViT(nn.Module):
         drop_path: Probability of skipping a branch for a sample, growing linearly from 0 to this in the last
             layer (RoPE-ViT follows DeiT III).
         layer_scale: Initial factor on each branch (DeiT III: 1e-4), or None.
+        activation: What builds the nonlinearity of the MLP.
+        norm_eps: Added to the variance in every norm; CLIP and LieRE have torch's default, 1e-5.
+        embedding_norm: Whether all tokens are normalised before the first layer, as CLIP's are.
 
     Raises:
         ValueError: sizes that patches do not fill, unknown names, and what the encoding refuses.
@@ -78,6 +84,7 @@ class ViT(nn.Module):
         mlp_dim: int | None = None,
         encoding: str | Callable[..., Encoding] = "none",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
+        bias: Callable[..., RelativePositionBias] | None = None,
         share_layers: bool = False,
         spacing: PerAxis | None = None,
         origin: PerAxis | None = None,
@@ -89,6 +96,9 @@ class ViT(nn.Module):
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
         layer_scale: float | None = None,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        norm_eps: float = _EPS,
+        embedding_norm: bool = False,
     ) -> None:
         super().__init__()
         if pool not in ("cls", "mean"):
@@ -101,11 +111,14 @@ class ViT(nn.Module):
         self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
         sizes = self.embed.lattice(input_size)
 
-        rotary, absolute = _resolve(encoding, absolute)
-        self.absolute = None if absolute is None else absolute(sizes=sizes, dim=dim)
+        choice = resolve(encoding, absolute, bias)
+        self.absolute = None if choice.absolute is None else choice.absolute(sizes=sizes, dim=dim)
         head = dict(num_axes=len(sizes), num_heads=num_heads, head_dim=dim // num_heads)
-        encodings = [rotary(**head) for _ in range(1 if share_layers else depth)]
+        own = 1 if share_layers else depth
+        encodings = [choice.rotary(**head) for _ in range(own)]
         self.encodings = nn.ModuleList(encodings)
+        biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(own)]
+        self.biases = nn.ModuleList(biases)
         paper = encodings[0].lattice(*sizes)
         self.spacing = paper["spacing"] if spacing is None else spacing
         self.origin = paper["origin"] if origin is None else origin
@@ -114,6 +127,7 @@ class ViT(nn.Module):
         self.num_prefix = num_registers + (pool == "cls")
         self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim))
         self.dropout = nn.Dropout(dropout)
+        self.embedding_norm = nn.LayerNorm(dim, eps=norm_eps) if embedding_norm else nn.Identity()
         self.layers = nn.ModuleList(
             Layer(
                 dim,
@@ -124,10 +138,12 @@ class ViT(nn.Module):
                 attention_dropout=attention_dropout,
                 drop_path=drop_path * index / max(depth - 1, 1),
                 layer_scale=layer_scale,
+                activation=activation,
+                norm_eps=norm_eps,
             )
             for index in range(depth)
         )
-        self.norm = nn.LayerNorm(dim, eps=_EPS)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
         self.reset_parameters()
 
@@ -138,7 +154,7 @@ class ViT(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | LayerScale):
+            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias | LayerScale):
                 module.reset_parameters()
         nn.init.trunc_normal_(self.prefix_tokens, std=0.02, a=-0.04, b=0.04)
 
@@ -156,14 +172,28 @@ class ViT(nn.Module):
 
     def features(self, x: Tensor | Sequence[Tensor]) -> Tensor:
         """The pooled features `(batch, dim)` of what `forward` takes."""
-        tokens, positions, lengths = self._embedded(x) if isinstance(x, Tensor) else self._end_to_end(x)
-        tokens = self.dropout(tokens)
-        rotations = [encoding(positions) for encoding in self.encodings]
+        parts = [x] if isinstance(x, Tensor) else _batches_of_one(x, len(self.embed.patch_size))
+        lattices = [self.embed.lattice(part.shape[2:]) for part in parts]
+        tokens = _end_to_end([self.embedded(part) for part in parts])  # (batch, tokens, dim) or (1, total, dim)
+        places = pack([self.positions(sizes, device=tokens.device) for sizes in lattices])
+        lengths = None if isinstance(x, Tensor) else places.lengths
+        rotations = [encoding(places.positions) for encoding in self.encodings]
+        biases = [self.score_biases(sizes) for sizes in lattices]
         for index, layer in enumerate(self.layers):
-            tokens = layer(tokens, rotations[index % len(rotations)], lengths)
-        samples = [self.norm(tokens)] if lengths is None else self.norm(tokens).split(lengths, dim=1)
+            own = [of_layers[index % len(of_layers)] for of_layers in biases]
+            tokens = layer(tokens, rotations[index % len(rotations)], own[0] if lengths is None else own, lengths)
+        tokens = self.norm(tokens)
+        samples = [tokens] if lengths is None else tokens.split(lengths, dim=1)
         pooled = [each[:, 0] if self.pool == "cls" else each[:, self.num_prefix :].mean(dim=1) for each in samples]
-        return pooled[0] if len(pooled) == 1 else torch.cat(pooled)
+        return pooled[0] if lengths is None else torch.cat(pooled)
+
+    def embedded(self, x: Tensor) -> Tensor:
+        """Data `(batch, in_channels, *sizes)` as the tokens of the first layer, prefix tokens first."""
+        tokens = self.embed(x)
+        if self.absolute is not None:
+            tokens = tokens + self.absolute(*self.embed.lattice(x.shape[2:]))
+        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
+        return self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
 
     def rotations(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> list[Rotation]:
         """The rotations of a lattice of patches, one per layer, or one alone where layers share it."""
@@ -176,66 +206,10 @@ class ViT(nn.Module):
             return prefix(self.place(*sizes, device=device), self.num_prefix)
         return prefix(grid(*sizes, spacing=self.spacing, origin=self.origin, device=device), self.num_prefix)
 
-    def _embedded(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Tokens `(batch, tokens, dim)` of data of one size, prefix tokens first, and their positions."""
-        sizes = self.embed.lattice(x.shape[2:])
-        tokens = self.embed(x)
-        if self.absolute is not None:
-            tokens = tokens + self.absolute(*sizes)
-        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
-        return torch.cat([front.to(tokens.dtype), tokens], dim=1), self.positions(sizes, device=x.device), None
-
-    def _end_to_end(self, samples: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """Tokens `(1, total, dim)` of samples of any size, their positions, and how many are each sample's."""
-        if not samples:
-            raise ValueError("a list of samples must hold one or more, got none")
-        parts = [self._embedded(_batch_of_one(x, len(self.embed.patch_size))) for x in samples]
-        packed = pack([positions for _, positions, _ in parts])
-        return torch.cat([tokens for tokens, _, _ in parts], dim=1), packed.positions, packed.lengths
-
-
-class PatchEmbed(nn.Module):
-    """Cut data into patches and project each:  x -> W patch + b,  patches row-major, the last axis fastest.
-
-    The weight sees a patch as (channel, *extent), so it is a convolution's weight, flattened.
-
-    Args:
-        patch_size: Extent along each axis, or one number for all.
-        in_channels: Channels of the data.
-        dim: Channels of a token.
-        num_axes: Axes of the data.
-    """
-
-    def __init__(self, patch_size: int | Sequence[int], in_channels: int, dim: int, *, num_axes: int) -> None:
-        super().__init__()
-        self.patch_size = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)
-        if len(self.patch_size) != num_axes:
-            raise ValueError(f"patch_size must be one number or {num_axes}, got {len(self.patch_size)}")
-        if min(self.patch_size) < 1:
-            raise ValueError(f"patch_size must be 1 or more, got {self.patch_size}")
-        self.in_channels = in_channels
-        self.proj = nn.Linear(in_channels * torch.Size(self.patch_size).numel(), dim)
-
-    def lattice(self, input_size: Sequence[int]) -> tuple[int, ...]:
-        """Patches along each axis of data of this size."""
-        fits = len(input_size) == len(self.patch_size) and all(
-            size % patch == 0 for size, patch in zip(input_size, self.patch_size, strict=True)
-        )
-        if not fits:
-            raise ValueError(f"input sizes must be multiples of the patch {self.patch_size}, got {tuple(input_size)}")
-        return tuple(size // patch for size, patch in zip(input_size, self.patch_size, strict=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Data `(batch, channels, *sizes)` to tokens `(batch, tokens, dim)`."""
-        if x.shape[1] != self.in_channels:
-            raise ValueError(f"data must have in_channels = {self.in_channels}, got {x.shape[1]}")
-        axes = range(len(self.patch_size))
-        for axis in reversed(axes):
-            x = x.unflatten(2 + axis, (-1, self.patch_size[axis]))
-        outer = [2 + 2 * axis for axis in axes]
-        inner = [3 + 2 * axis for axis in axes]
-        patches = x.permute(0, *outer, 1, *inner)  # (batch, *lattice, channels, *patch)
-        return self.proj(patches.flatten(1, len(outer)).flatten(2))
+    def score_biases(self, sizes: Sequence[int]) -> list[Tensor | None]:
+        """What is added to the scores, 0 for tokens without a place: one per layer, or one alone as `rotations`."""
+        front = (self.num_prefix, 0, self.num_prefix, 0)
+        return [functional.pad(bias(*sizes), front) for bias in self.biases] or [None]
 
 
 class Layer(nn.Module):
@@ -252,26 +226,29 @@ class Layer(nn.Module):
         attention_dropout: float,
         drop_path: float,
         layer_scale: float | None,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        norm_eps: float = _EPS,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=_EPS)
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attention = Attention(
             dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
         )
-        self.norm2 = nn.LayerNorm(dim, eps=_EPS)
-        self.mlp = nn.Sequential(
-            nn.Linear(dim, mlp_dim),
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(mlp_dim, dim),
-            nn.Dropout(dropout),
-        )
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = mlp(dim, mlp_dim, dropout, activation)
         self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, rotation: Rotation, lengths: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        bias: Tensor | Sequence[Tensor | None] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """Tokens `(batch, tokens, dim)` to tokens of the same shape; samples may lie end to end, of these lengths."""
-        x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), rotation, lengths=lengths)), lengths)
+        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths)
+        x = x + self.drop_path(self.scale1(mixed), lengths)
         return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
 
 
@@ -293,46 +270,22 @@ class LayerScale(nn.Module):
         return x * self.factor
 
 
-class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): zero a sample's branch with probability p, scale the rest by 1/(1-p)."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """Drop branches of `(batch, ...)` in training, or of `(1, total, ...)`, samples of these lengths end to end."""
-        if not self.training or self.p == 0:
-            return x
-        if lengths is None:
-            keep = x.new_empty(len(x), *(1,) * (x.ndim - 1)).bernoulli_(1 - self.p)
-        else:
-            of_sample = x.new_empty(len(lengths), *(1,) * (x.ndim - 2)).bernoulli_(1 - self.p)
-            keep = of_sample.repeat_interleave(torch.tensor(lengths, device=x.device), dim=0, output_size=x.shape[1])
-        return x * keep / (1 - self.p)
-
-
-def _batch_of_one(x: Tensor, num_axes: int) -> Tensor:
-    """A sample `(channels, *sizes)` as a batch; one that is a batch already stays."""
-    alone = x.unsqueeze(0) if x.ndim == num_axes + 1 else x
-    if alone.ndim != num_axes + 2 or len(alone) != 1:
-        raise ValueError(f"samples of a list must be (in_channels, *sizes), {num_axes} sizes, got {tuple(x.shape)}")
+def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:
+    """Samples `(channels, *sizes)` as batches; those that are batches of one already stay."""
+    if not samples:
+        raise ValueError("a list of samples must hold one or more, got none")
+    alone = [x.unsqueeze(0) if x.ndim == num_axes + 1 else x for x in samples]
+    for x in alone:
+        if x.ndim != num_axes + 2 or len(x) != 1:
+            raise ValueError(f"samples of a list must be (in_channels, *sizes), {num_axes} sizes, got {tuple(x.shape)}")
     return alone
+
+
+def _end_to_end(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:
     if initial is None:
         return nn.Identity(), nn.Identity()
     return LayerScale(dim, initial), LayerScale(dim, initial)
-
-
-def _resolve(
-    encoding: str | Callable[..., Encoding], absolute: Callable[..., AbsoluteEncoding] | None
-) -> tuple[Callable[..., Encoding], Callable[..., AbsoluteEncoding] | None]:
-    """Turn a name into what builds the encodings; a name that brings an absolute one excludes another."""
-    if not isinstance(encoding, str):
-        return encoding, absolute
-    choice = choose(encoding)
-    if absolute is not None and choice.absolute is not None:
-        raise ValueError(f"give one absolute encoding, got {encoding!r} and absolute={absolute}")
-    return choice.rotary, choice.absolute or absolute

@@ -7,6 +7,7 @@ from torchrope.encodings.axial import AxialRoPE as AxialRoPE
 from torchrope.encodings.base import Encoding as Encoding
 from torchrope.encodings.base import planar as planar
 from torchrope.encodings.base import skew as skew
+from torchrope.encodings.bias import RelativePositionBias as RelativePositionBias
 from torchrope.encodings.comrope import ComRoPEAP as ComRoPEAP
 from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
 from torchrope.encodings.dinov3 import DINOv3RoPE as DINOv3RoPE
@@ -16,6 +17,7 @@ from torchrope.encodings.mixed import MixedRoPE as MixedRoPE
 from torchrope.encodings.mrope import InterleavedMRoPE as InterleavedMRoPE
 from torchrope.encodings.mrope import MRoPE as MRoPE
 from torchrope.encodings.names import ABSOLUTE as ABSOLUTE
+from torchrope.encodings.names import BIAS as BIAS
 from torchrope.encodings.names import ROTARY as ROTARY
 from torchrope.encodings.names import Choice as Choice
 from torchrope.encodings.names import choose as choose

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchrope.encodings.resample import resample_axis
 from torchrope.positions import grid
 
 
@@ -84,7 +85,7 @@ class LearnedAPE(AbsoluteEncoding):
         table: Tensor = self.table
         for axis, size in enumerate(sizes):
             if size != self.sizes[axis]:
-                table = _resample_axis(table, axis, size)
+                table = resample_axis(table, axis, size, antialias=True)
         return table.flatten(0, -2)
 
 
@@ -132,15 +133,3 @@ class SinusoidalAPE(AbsoluteEncoding):
         return functional.pad(waves, (0, self.dim - waves.shape[-1])).to(self._anchor.dtype)
 
     _anchor: Tensor
-
-
-def _resample_axis(table: Tensor, axis: int, size: int) -> Tensor:
-    """Cubic resampling along one axis of `(*sizes, dim)`, smoothed when it shrinks; any number of axes in turn.
-
-    Resampling is linear, so its matrix is what it does to the identity; gradients and compilers see a product.
-    """
-    old = table.shape[axis]
-    identity = torch.eye(old, device=table.device).reshape(1, old, 1, old)  # the last dimension is resampled
-    resampled = functional.interpolate(identity, size=(1, size), mode="bicubic", antialias=True)
-    matrix = resampled.reshape(old, size).to(table.dtype)
-    return (table.movedim(axis, -1) @ matrix).movedim(-1, axis)

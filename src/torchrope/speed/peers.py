@@ -75,7 +75,7 @@ def make_encoding(name: str, setting: Setting) -> Encoding:
         ValueError: an unknown name, one that rotates nothing, or an encoding that the setting does not fit.
     """
     choice = choose(name)
-    if choice.absolute is not None or name == "none":
+    if choice.absolute is not None or choice.bias is not None or name == "none":
         raise ValueError(f"bench measures rotary encodings, got {name!r}")
     with torch.random.fork_rng():
         torch.manual_seed(0)

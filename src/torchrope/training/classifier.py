@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from torchrope.backbones import SIZES, ViT
 from torchrope.data.datamodule import DataModule
-from torchrope.encodings import AbsoluteEncoding, Encoding, choose
+from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias, choose
 from torchrope.training.config import ModelConfig, OptimConfig
 
 
@@ -39,6 +39,7 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         num_classes=data.num_classes,
         encoding=rotary,
         absolute=choice.absolute,
+        bias=choice.bias,
         share_layers=config.share_layers,
         spacing=_one_or_all(config.spacing),
         origin=_one_or_all(config.origin),
@@ -111,7 +112,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     spared = {
         parameter
         for module in model.modules()
-        if isinstance(module, Encoding | AbsoluteEncoding)
+        if isinstance(module, Encoding | AbsoluteEncoding | RelativePositionBias)
         for parameter in module.parameters()
     }
     decayed: list[nn.Parameter] = []

@@ -11,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchrope.encodings import AbsoluteEncoding, Encoding
+from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 
 # torch.linalg.matrix_exp evaluates a Taylor polynomial of degree 18 in five products (Bader, Blanes, Casas 2019);
 # the squarings that large generators add depend on values and are not counted.
@@ -69,8 +69,9 @@ def measure_costs(
 
 
 def count_encoding_parameters(model: nn.Module) -> int:
-    """Learned numbers of the position encodings, rotary and absolute; shared ones count once."""
-    encodings = (module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding))
+    """Learned numbers of the position encodings of every kind; shared ones count once."""
+    kinds = (Encoding, AbsoluteEncoding, RelativePositionBias)
+    encodings = (module for module in model.modules() if isinstance(module, kinds))
     return sum({p: p.numel() for module in encodings for p in module.parameters()}.values())
 
 

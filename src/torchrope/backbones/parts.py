@@ -1,0 +1,102 @@
+"""What backbones share: patches, MLP, stochastic depth, and encodings by name."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias, choose
+
+
+class PatchEmbed(nn.Module):
+    """Cut data into patches and project each:  x -> W patch + b,  patches row-major, the last axis fastest.
+
+    The weight sees a patch as (channel, *extent), so it is a convolution's weight, flattened.
+
+    Args:
+        patch_size: Extent along each axis, or one number for all.
+        in_channels: Channels of the data.
+        dim: Channels of a token.
+        num_axes: Axes of the data.
+    """
+
+    def __init__(self, patch_size: int | Sequence[int], in_channels: int, dim: int, *, num_axes: int) -> None:
+        super().__init__()
+        self.patch_size = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)
+        if len(self.patch_size) != num_axes:
+            raise ValueError(f"patch_size must be one number or {num_axes}, got {len(self.patch_size)}")
+        if min(self.patch_size) < 1:
+            raise ValueError(f"patch_size must be 1 or more, got {self.patch_size}")
+        self.in_channels = in_channels
+        self.proj = nn.Linear(in_channels * torch.Size(self.patch_size).numel(), dim)
+
+    def lattice(self, input_size: Sequence[int]) -> tuple[int, ...]:
+        """Patches along each axis of data of this size."""
+        fits = len(input_size) == len(self.patch_size) and all(
+            size % patch == 0 for size, patch in zip(input_size, self.patch_size, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"input sizes must be multiples of the patch {self.patch_size}, got {tuple(input_size)}")
+        return tuple(size // patch for size, patch in zip(input_size, self.patch_size, strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Data `(batch, channels, *sizes)` to tokens `(batch, tokens, dim)`."""
+        if x.shape[1] != self.in_channels:
+            raise ValueError(f"data must have in_channels = {self.in_channels}, got {x.shape[1]}")
+        axes = range(len(self.patch_size))
+        for axis in reversed(axes):
+            x = x.unflatten(2 + axis, (-1, self.patch_size[axis]))
+        outer = [2 + 2 * axis for axis in axes]
+        inner = [3 + 2 * axis for axis in axes]
+        patches = x.permute(0, *outer, 1, *inner)  # (batch, *lattice, channels, *patch)
+        return self.proj(patches.flatten(1, len(outer)).flatten(2))
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016): zero a sample's branch with probability p, scale the rest by 1/(1-p)."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """Drop branches of `(batch, ...)` in training, or of `(1, total, ...)`, samples of these lengths end to end."""
+        if not self.training or self.p == 0:
+            return x
+        if lengths is None:
+            keep = x.new_empty(len(x), *(1,) * (x.ndim - 1)).bernoulli_(1 - self.p)
+        else:
+            of_sample = x.new_empty(len(lengths), *(1,) * (x.ndim - 2)).bernoulli_(1 - self.p)
+            keep = of_sample.repeat_interleave(torch.tensor(lengths, device=x.device), dim=0, output_size=x.shape[1])
+        return x * keep / (1 - self.p)
+
+
+def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
+    """Mix the channels of each token:  W₂ σ(W₁ x + b₁) + b₂,  σ = gelu unless told otherwise."""
+    return nn.Sequential(
+        nn.Linear(dim, hidden_dim),
+        activation(),
+        nn.Dropout(dropout),
+        nn.Linear(hidden_dim, dim),
+        nn.Dropout(dropout),
+    )
+
+
+def resolve(
+    encoding: str | Callable[..., Encoding],
+    absolute: Callable[..., AbsoluteEncoding] | None,
+    bias: Callable[..., RelativePositionBias] | None,
+) -> Choice:
+    """Turn a name into what builds the encodings; what a name brings excludes another of its kind.
+
+    Raises:
+        ValueError: an unknown name, or two absolute encodings or biases.
+    """
+    if not isinstance(encoding, str):
+        return Choice("", encoding, absolute, bias)
+    choice = choose(encoding)
+    if absolute is not None and choice.absolute is not None:
+        raise ValueError(f"give one absolute encoding, got {encoding!r} and absolute={absolute}")
+    if bias is not None and choice.bias is not None:
+        raise ValueError(f"give one bias, got {encoding!r} and bias={bias}")
+    return Choice(encoding, choice.rotary, choice.absolute or absolute, choice.bias or bias)

@@ -1,0 +1,92 @@
+"""Relative position bias: a number that is added to the score of two tokens."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings.resample import resample_axis
+
+
+class RelativePositionBias(nn.Module):
+    """Add a learned number per head and offset to the scores:  softmax(q^T k / √d + T[p - p']) v.
+
+    Other lattices: along an axis with fewer tokens every offset keeps its number; along one with more, the table is
+    stretched by cubic resampling, as Swin's authors do for larger windows.
+
+    Args:
+        sizes: Tokens along each axis at the training size.
+        num_heads: Attention heads.
+
+    Raises:
+        ValueError: a size or num_heads below 1.
+
+    References:
+        Liu et al., Swin Transformer, equation 4. The table is flat as in their code, offsets row-major from the
+        most negative one, p of the query minus p' of the key.
+
+    Example:
+        >>> bias = RelativePositionBias(sizes=(7, 7), num_heads=3)
+        >>> bias.table.shape, bias(7, 7).shape
+        (torch.Size([169, 3]), torch.Size([3, 49, 49]))
+    """
+
+    title: ClassVar[str] = "relative position bias"
+    formula: ClassVar[str] = "softmax(qᵀk/√d + T[p − p′]) v,  T learned"
+    summary: ClassVar[str] = "A learned number per head and offset, added to the scores. The standard of Swin."
+    source: ClassVar[str] = "Liu et al., Swin Transformer, equation 4"
+
+    def __init__(self, *, sizes: Sequence[int], num_heads: int) -> None:
+        super().__init__()
+        if not sizes or min(sizes) < 1 or num_heads < 1:
+            raise ValueError(f"sizes and num_heads must be 1 or more, got sizes {tuple(sizes)}, num_heads {num_heads}")
+        self.sizes = tuple(sizes)
+        self.num_heads = num_heads
+        self.table = nn.Parameter(torch.empty(torch.Size(_spans(self.sizes)).numel(), num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw from a normal distribution of standard deviation 0.02."""
+        nn.init.trunc_normal_(self.table, std=0.02)
+
+    def forward(self, *sizes: int) -> Tensor:
+        """The numbers for all pairs of tokens of a lattice, row-major like `torchrope.grid`.
+
+        Args:
+            sizes: Tokens along each axis.
+
+        Returns:
+            `(num_heads, prod(sizes), prod(sizes))`, queries before keys.
+
+        Raises:
+            ValueError: not one size per axis.
+        """
+        if len(sizes) != len(self.sizes):
+            raise ValueError(f"{type(self).__name__} needs {len(self.sizes)} sizes, one per axis, got {len(sizes)}")
+        table = self.table.unflatten(0, _spans(self.sizes))
+        for axis, (own, size) in enumerate(zip(self.sizes, sizes, strict=True)):
+            if size < own:
+                table = table.narrow(axis, own - size, 2 * size - 1)
+            elif size > own:
+                table = resample_axis(table, axis, 2 * size - 1, antialias=False)
+        return table.movedim(-1, 0).flatten(1)[:, _offsets(sizes, self.table.device)]
+
+    def extra_repr(self) -> str:
+        """Show what the module was built with."""
+        return f"sizes={self.sizes}, num_heads={self.num_heads}"
+
+
+def _spans(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Offsets along each axis:  -(s - 1) ... s - 1."""
+    return tuple(2 * size - 1 for size in sizes)
+
+
+def _offsets(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Where in the flat table each pair of tokens finds its offset, `(tokens, tokens)`."""
+    index = torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes)).reshape(-1, len(sizes))
+    offsets = index.unsqueeze(1) - index  # (queries, keys, axes)
+    flat = torch.zeros_like(offsets[..., 0])
+    for axis, (size, span) in enumerate(zip(sizes, _spans(sizes), strict=True)):
+        flat = flat * span + offsets[..., axis] + size - 1
+    return flat
