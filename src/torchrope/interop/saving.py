@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from torchrope import encodings as families
@@ -45,6 +43,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     known = origins(type(model))
     if not known:
         raise ValueError(f"save rebuilds models of {' and '.join(LIBRARIES)}, got {type(model).__name__}")
+    from safetensors.torch import save as to_bytes
+
     library = known[0]
     recipe = import_module(LIBRARIES[library]).recipe(model)
     rotary = _rotary(model)
@@ -75,6 +75,8 @@ def load(path: str | os.PathLike[str], *, classes: Iterable[type[Encoding]] = ()
     Raises:
         ValueError: the file is missing, cut off or another's; its tensors do not fit the model it names.
     """
+    from safetensors import SafetensorError, safe_open
+
     file = _file(path)
     try:
         with safe_open(file, framework="pt") as opened:
