@@ -101,7 +101,9 @@ class ViT(nn.Module):
         norm_eps: float = _EPS,
         embedding_norm: bool = False,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        self.arguments = arguments  # what builds it again
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool must be 'cls' or 'mean', got {pool!r}")
         if depth < 1 or num_heads < 1:
