@@ -86,6 +86,13 @@ def rotate_one(x: Tensor, rotation: Rotation, *, backend: str = "auto", scores_o
     _check("x", x, rotation)
     if rotation.shape[-2] != 1 and x.shape[-3] % rotation.heads:
         raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
+    if isinstance(rotation, PlanarInBasis):
+        wide = torch.promote_types(wide_dtype(x), rotation.dtype)
+        with without_autocast(x):
+            inner = reference.into_basis(x.to(wide), rotation.basis)
+            turned = rotate_one(inner, rotation.planar, backend=backend)
+            outer = turned if scores_only else x + reference.out_of_basis(turned - inner, rotation.basis)
+        return outer.to(x.dtype)
     if not _takes_kernels(backend, x, x, rotation, rotation):
         return _rotate_wide(x, rotation)
     return _rotate_alone(x, rotation, scores_only)
