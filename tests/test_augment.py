@@ -333,4 +333,6 @@ def test_changes_of_pixels_are_refused_where_there_are_none():
         ValueError, match=r"^augment\.crop_padding, erasing is for images, cifar10, .* got name 'digits'$"
     ):
         DataConfig("digits", augment={"crop_padding": 2, "erasing": 0.1})
+    with pytest.raises(ValueError, match=r"^augment\.crop_scale is for images, imagenet alone, got name 'cifar10'$"):
+        DataConfig("cifar10", augment={"crop_scale": (0.5, 1.0)})
     assert DataConfig("digits", augment={"mixup": 0.8}).augment == AugmentConfig(mixup=0.8)

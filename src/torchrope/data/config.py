@@ -16,6 +16,7 @@ DataName = Literal[
 ]
 DATA_NAMES: tuple[str, ...] = get_args(DataName)
 NAMES_OF_PICTURES = ("images", "cifar10", "cifar100", "tiny-imagenet", "imagenet")  # 8-bit, in colour
+NAMES_OF_FILES = ("images", "imagenet")  # cropped when they are read
 NAMES_WITH_ROOT = ("fashion-mnist", *NAMES_OF_PICTURES)
 
 LARGEST_MAGNITUDE = 30  # of RandAugment
@@ -31,7 +32,7 @@ class AugmentConfig:
     Attributes:
         crop_padding: Pixels of black added on every side before a crop of the old size (4 for CIFAR).
         crop_scale: Least and largest share of a picture that is cropped and resized; None is the data set's own
-            (0.6 to 1 of "images", 0.08 to 1 of "imagenet", no such crop elsewhere).
+            (0.6 to 1 of "images", 0.08 to 1 of "imagenet"; others have no such crop).
         flip: Exchange left and right in half of the examples.
         randaugment: n operations of magnitude m (0 to 30) on every picture (Cubuk et al., arXiv:1909.13719).
         three_augment: One of grey, solarised and blurred (DeiT-III, Touvron et al., arXiv:2204.07118).
@@ -145,6 +146,8 @@ class DataConfig:
         if self.augment.for_pictures and self.name not in NAMES_OF_PICTURES:
             named = ", ".join(self.augment.for_pictures)
             raise ValueError(f"augment.{named} is for {', '.join(NAMES_OF_PICTURES)} alone, got name {self.name!r}")
+        if self.augment.crop_scale is not None and self.name not in NAMES_OF_FILES:
+            raise ValueError(f"augment.crop_scale is for {', '.join(NAMES_OF_FILES)} alone, got name {self.name!r}")
 
 
 def _augment(stored: Any) -> AugmentConfig:
