@@ -27,4 +27,20 @@ def make_data(config: DataConfig) -> DataModule:
             from torchrope.data.images import Images
 
             return Images(config)
+        case "videos":
+            from torchrope.data.videos import Videos
+
+            return Videos(config)
+        case "ucf101":
+            from torchrope.data.ucf101 import UCF101
+
+            return UCF101(config)
+        case "volumes":
+            from torchrope.data.volumes import Volumes
+
+            return Volumes(config)
+        case "rsna":
+            from torchrope.data.rsna import RSNA
+
+            return RSNA(config)
     raise ValueError(f"name must be one of {', '.join(DATA_NAMES)}, got {config.name!r}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from torchrope.data.config import DataConfig
+from torchrope.data.streamed import StreamedSet
 
 VAL_BATCH_FACTOR = 4  # no gradients are kept, so more examples fit
 
@@ -30,6 +31,7 @@ class DataModule(pl.LightningDataModule, ABC):
         input_size: Extent of every axis, in pixels (and frames).
         classes: Names of the classes; a label is an index into them.
         skipped: Files left out, as (path below root, reason).
+        views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples.
     """
 
@@ -41,6 +43,7 @@ class DataModule(pl.LightningDataModule, ABC):
     input_size: tuple[int, ...]
     classes: tuple[str, ...]
     skipped: list[tuple[str, str]]
+    views: int = 1
     run_seed: int = 0
 
     def __init__(self, config: DataConfig) -> None:
@@ -104,6 +107,8 @@ class DataModule(pl.LightningDataModule, ABC):
             train, num_replicas=replicas, rank=rank, shuffle=True, seed=seed
         )
         sampler.set_epoch(epoch)
+        if isinstance(train, StreamedSet):
+            train = train.at_epoch(seed + epoch)
         generator = torch.Generator().manual_seed(seed + epoch)  # seeds worker processes
         return self._loader(train, self.config.batch_size, sampler, generator)
 

@@ -115,8 +115,7 @@ class Skipping(Generic[T]):
         """
         for ahead in range(len(self.names)):
             candidate = (index + ahead) % len(self.names)
-            if self._broken[candidate]:
-                continue
+            # Known to be broken, it is tried again: what a run sees must not depend on what it remembers.
             try:
                 return self.load(candidate)
             except MemoryError:
@@ -130,6 +129,8 @@ class Skipping(Generic[T]):
         return [(self.names[index], self._why(index)) for index in self._broken.nonzero().flatten().tolist()]
 
     def _note(self, index: int, error: Exception) -> None:
+        if self._broken[index]:
+            return
         self._broken[index] = True
         count = int(self._broken.sum())
         if count > self.limit:

@@ -129,10 +129,10 @@ class Images(DataModule):
                 )
 
 
-def existing_folder(root: str | None) -> Path:
-    """Check that root is given and is a folder."""
+def existing_folder(root: str | None, what: str = f"images ({LAYOUT})") -> Path:
+    """Check that root is given and is a folder; `what` says in the error what it should hold."""
     if not root:
-        raise ValueError(f"root must be given for images ({LAYOUT}), got {root!r}")
+        raise ValueError(f"root must be given for {what}, got {root!r}")
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise ValueError(
