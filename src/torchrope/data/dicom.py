@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pydicom
 import torch
-from pydicom.config import disable_value_validation
 from pydicom.errors import InvalidDicomError
 from pydicom.pixels import apply_modality_lut
 from rich.console import Console
@@ -28,18 +27,16 @@ INDEX_NAME = ".torchrope-headers.json"
 INDEX_VERSION = 1
 HEADERS_A_SAVE = 100_000
 HEADERS_WITH_PROGRESS = 2_000
-TAGS = [
+NEEDED = [
     "SOPInstanceUID",
     "StudyInstanceUID",
-    "SeriesInstanceUID",
-    "PatientID",
     "ImagePositionPatient",
     "ImageOrientationPatient",
     "PixelSpacing",
-    "SliceThickness",
     "Rows",
     "Columns",
 ]
+TAGS = [*NEEDED, "SeriesInstanceUID", "PatientID", "SliceThickness"]
 SAME_DIRECTION = 1e-3
 
 
@@ -79,19 +76,18 @@ def read_header(path: Path) -> Header:
         dataset = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=TAGS)
     except (InvalidDicomError, EOFError) as error:
         raise ValueError("no DICOM file, or damaged") from error
-    missing = [tag for tag in TAGS if dataset.get(tag) in (None, "")]
-    missing = [tag for tag in missing if tag not in ("SeriesInstanceUID", "PatientID", "SliceThickness")]
+    missing = [tag for tag in NEEDED if tag not in dataset or dataset.get_item(tag).value in (None, b"")]
     if missing:
         raise ValueError(f"no {', '.join(missing)} in the header")
     return Header(
-        instance=str(dataset.SOPInstanceUID),
-        study=str(dataset.StudyInstanceUID),
-        series=str(dataset.get("SeriesInstanceUID") or ""),
-        patient=str(dataset.get("PatientID") or ""),
-        position=_floats(dataset.ImagePositionPatient, 3),
-        orientation=_floats(dataset.ImageOrientationPatient, 6),
-        spacing=_floats(dataset.PixelSpacing, 2),
-        thickness=float(dataset.get("SliceThickness") or 1.0),
+        instance=_text(dataset, "SOPInstanceUID"),
+        study=_text(dataset, "StudyInstanceUID"),
+        series=_text(dataset, "SeriesInstanceUID"),
+        patient=_text(dataset, "PatientID"),
+        position=_floats(dataset, "ImagePositionPatient", 3),
+        orientation=_floats(dataset, "ImageOrientationPatient", 6),
+        spacing=_floats(dataset, "PixelSpacing", 2),
+        thickness=float(_text(dataset, "SliceThickness") or 1.0),
         shape=(int(dataset.Rows), int(dataset.Columns)),
     )
 
@@ -114,8 +110,7 @@ def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[di
     stamps = {path: _stamp(root / path) for path in paths}
     entries = {path: known[path] for path in paths if path in known and known[path][:2] == stamps[path]}
     unread = [path for path in paths if path not in entries]
-    # Identifiers of published sets ("ID_1a2b") are not of the form that DICOM prescribes.
-    with disable_value_validation(), ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool:
         found = pool.map(lambda path: _header_or_fault(root / path), unread)
         for number, (path, header) in enumerate(zip(unread, _shown(found, len(unread)), strict=True), 1):
             entries[path] = [*stamps[path], header]
@@ -200,11 +195,17 @@ def _plane(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.float32))
 
 
-def _floats(values: Any, number: int) -> tuple[float, ...]:
-    floats = tuple(float(value) for value in values)
-    if len(floats) != number or not all(math.isfinite(value) for value in floats):
-        raise ValueError(f"geometry in the header must be {number} numbers, got {list(values)}")
-    return floats
+def _text(dataset: Any, tag: str) -> str:
+    """A value as it is written: published identifiers ("ID_1a2b") are not of the form that DICOM prescribes."""
+    value = dataset.get_item(tag).value if tag in dataset else None
+    return (value.decode("latin-1") if isinstance(value, bytes) else str(value or "")).strip("\0 ")
+
+
+def _floats(dataset: Any, tag: str, number: int) -> tuple[float, ...]:
+    numbers = tuple(float(value) for value in _text(dataset, tag).split("\\"))
+    if len(numbers) != number or not all(math.isfinite(value) for value in numbers):
+        raise ValueError(f"{tag} must be {number} numbers, got {_text(dataset, tag)}")
+    return numbers
 
 
 def _header_or_fault(path: Path) -> Header | str:
