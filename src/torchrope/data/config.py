@@ -132,7 +132,7 @@ class DataConfig:
         if self.name not in DATA_NAMES:
             raise ValueError(f"name must be one of {', '.join(DATA_NAMES)}, got {self.name!r}")
         if self.root is not None and self.name not in NAMES_WITH_ROOT:
-            readers = " and ".join(NAMES_WITH_ROOT)
+            readers = ", ".join(NAMES_WITH_ROOT)
             raise ValueError(f"root is read by {readers} alone, got {self.root!r} with name {self.name!r}")
         for name in ("size", "train_size", "val_size", "batch_size"):
             value = getattr(self, name)

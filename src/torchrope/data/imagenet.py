@@ -64,12 +64,12 @@ class ImageNet(DataModule):
     title = "ImageNet"
     axes = ("height", "width")
     in_channels = 3
-    classes = ()
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
         side = config.size or IMAGE_SIZE
         self.input_size = (side, side)
+        self.classes = ()
         self.root = existing_folder(config.root, "imagenet", f"{LAYOUT}; from {SOURCE}")
         self.description = f"Pictures of ImageNet, cropped to {side}×{side} colour pixels; the class is the synset."
 
@@ -137,7 +137,7 @@ class ImageNet(DataModule):
 
 
 class TinyImageNet(DataModule):
-    """Tiny-ImageNet: 64x64 colour pixels, 200 classes of 500 pictures to train on and 50 to validate, as bytes in memory.
+    """Tiny-ImageNet, kept in memory as bytes: 64x64 colour pixels, 200 classes of 500 to train on and 50 to validate.
 
     Source: Y. Le and X. Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS 231N, 2015.
 
