@@ -11,12 +11,13 @@ from urllib.error import URLError
 import pytest
 import pytorch_lightning as pl
 import torch
+from miniatures import MINIATURES
 from PIL import Image
 from torchvision import datasets as torchvision_datasets
 
 from torchrope.data import fashion, images
 from torchrope.data.build import make_data
-from torchrope.data.config import DATA_NAMES, DataConfig
+from torchrope.data.config import DATA_NAMES, NAMES_WITH_ROOT, DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.data.digits import Digits, split_digits
 from torchrope.data.images import Images
@@ -93,8 +94,11 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "birds"}, "name must be one of digits, motion, fashion-mnist, images, got 'birds'"),
-        ({"root": "here"}, "root is read by fashion-mnist and images alone, got '.*here' with name 'digits'"),
+        ({"name": "birds"}, f"name must be one of {', '.join(DATA_NAMES)}, got 'birds'"),
+        (
+            {"root": "here"},
+            f"root is read by {', '.join(NAMES_WITH_ROOT)} alone, got '.*here' with name 'digits'",
+        ),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"size": -3}, "size must be at least 1, got -3"),
         ({"workers": -1}, "workers must be at least 0, got -1"),
@@ -114,12 +118,8 @@ def test_the_configuration_is_described_without_importing_torch():
 @pytest.fixture(params=DATA_NAMES)
 def any_data(request, tmp_path) -> DataModule:
     """One of every kind, small."""
-    root = None
-    if request.param == "images":
-        root = str(picture_folder(tmp_path / "pictures", 25))
-    if request.param == "fashion-mnist":
-        idx_folder(tmp_path / "idx", compressed=True)
-        root = str(tmp_path / "idx")
+    write = MINIATURES.get(request.param)
+    root = None if write is None else str(write(tmp_path))
     data = make_data(DataConfig(request.param, root=root, batch_size=4, train_size=16, val_size=10))
     data.setup("fit")
     return data

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 import torchrope as tr
 from torchrope.data import dicom
 from torchrope.data.build import make_data
-from torchrope.data.config import DataConfig
+from torchrope.data.config import AugmentConfig, DataConfig
 from torchrope.data.dicom import INDEX_NAME, in_order, index_headers, read_head_ct, read_header, read_slice
 from torchrope.data.faults import TooManyFaults
 from torchrope.data.rsna import read_haemorrhages
@@ -369,17 +369,6 @@ def test_the_parts_of_a_table_are_kept(tmp_path):
     assert len(train) == 6
 
 
-def test_volumes_are_mirrored_only_if_asked_for(tmp_path):
-    root = nifti_folder(tmp_path)
-    plain, mirrored = (load("volumes", root, flip=flip).datasets()[0] for flip in (None, True))
-    seen = {torch.equal(mirrored.at_epoch(seed)[0][0], plain[0][0]) for seed in range(12)}
-    assert seen == {True, False}
-    assert torch.equal(plain.at_epoch(1)[0][0], plain[0][0])
-
-
-# Spacing
-
-
 def test_the_spacing_of_an_input_is_that_of_its_file_by_the_change_of_size(tmp_path):
     train, _ = load("rsna", rsna_folder(tmp_path)).datasets()
     for volume, spacing in zip(train.volumes, train.spacings.tolist(), strict=True):
@@ -455,8 +444,8 @@ def test_pixels_found_damaged_while_training_are_named_with_their_file(tmp_path)
     file = root / "stage_2_train" / path
     file.write_bytes(file.read_bytes()[:-60])
     assert torch.equal(train[2][0], train[3][0])
-    assert train.skipped[0][0] == train.samples[2][0]
-    assert train.skipped[0][1].startswith(f"{path}: ")
+    assert train.reading.found()[0][0] == train.samples[2][0]
+    assert train.reading.found()[0][1].startswith(f"{path}: ")
     with pytest.raises(TooManyFaults, match=f"at most max_skipped = 0 volumes may be unreadable, got 1: .*{path}: "):
         load("rsna", root, max_skipped=0)
 
@@ -558,7 +547,7 @@ def test_what_is_expected_where_is_told_in_one_line(tmp_path, name, spoil, messa
 @pytest.mark.parametrize(("name", "make"), [("rsna", rsna_folder), ("volumes", nifti_folder)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_steps_of_training(tmp_path, name, make, workers):
-    data = load(name, make(tmp_path / "data"), workers=workers, flip=True)
+    data = load(name, make(tmp_path / "data"), workers=workers, augment=AugmentConfig(flip=True, mixup=0.8))
     config = RunConfig("comrope-ld", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))
     classifier, history = train(config, data, tmp_path / "run", max_steps=2)
     assert np.isfinite(history.rows[0]["train_loss"])

@@ -43,4 +43,20 @@ def make_data(config: DataConfig) -> DataModule:
             from torchrope.data.rsna import RSNA
 
             return RSNA(config)
+        case "cifar10":
+            from torchrope.data.cifar import Cifar10
+
+            return Cifar10(config)
+        case "cifar100":
+            from torchrope.data.cifar import Cifar100
+
+            return Cifar100(config)
+        case "tiny-imagenet":
+            from torchrope.data.imagenet import TinyImageNet
+
+            return TinyImageNet(config)
+        case "imagenet":
+            from torchrope.data.imagenet import ImageNet
+
+            return ImageNet(config)
     raise ValueError(f"name must be one of {', '.join(DATA_NAMES)}, got {config.name!r}")

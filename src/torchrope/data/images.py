@@ -3,7 +3,9 @@
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -14,8 +16,8 @@ from torchvision.transforms import v2
 
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
-from torchrope.data.faults import find_faults, name_some, reason, tell_skipped
-from torchrope.data.tensors import balanced_subset, channel_statistics
+from torchrope.data.faults import Skipping, find_faults, name_some, reason, tell_skipped
+from torchrope.data.tensors import Normalise, balanced_subset, byte_statistics
 
 IMAGE_SIZE = 64
 VAL_FRACTION = 0.2
@@ -28,29 +30,54 @@ Sample = tuple[str, int]  # path below root, label
 
 
 class ImageSet(Dataset):
-    """Pictures read from disk when they are asked for.
+    """Pictures read from disk when they are asked for; one that cannot be read gives way to the next that can.
 
     Args:
         root: Folder that the paths start from.
         samples: (path below root, label) of every picture.
         size: Pixels per side that `transform` makes.
-        transform: From a PIL picture to float32 `(3, size, size)`.
+        transform: From a PIL picture to uint8 `(3, size, size)`.
+        normalise: From there to float32; None leaves bytes.
+        max_skipped: How many may be left out.
     """
 
     def __init__(
-        self, root: Path, samples: Sequence[Sample], size: int, transform: Callable[[Image.Image], Tensor]
+        self,
+        root: Path,
+        samples: Sequence[Sample],
+        size: int,
+        transform: Callable[[Image.Image], Tensor],
+        normalise: Normalise | None = None,
+        max_skipped: int = 0,
     ) -> None:
         self.root = root
         self.samples = samples
         self.size = size
         self.transform = transform
+        self.normalise = normalise
+        self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self.samples[index]
-        return self.transform(load_image(self.root / path, self.size)), label
+        pixels, label = self.reading.get(index)
+        return pixels if self.normalise is None else self.normalise(pixels), label
+
+    @property
+    def raw(self) -> "ImageSet":
+        """The same pictures as bytes."""
+        same = copy(self)
+        same.normalise = None
+        return same
+
+    def load(self, index: int) -> tuple[Tensor, int]:
+        """Read a picture, as bytes, and its label."""
+        return self.transform(load_image(self.open(index), self.size)), self.samples[index][1]
+
+    def open(self, index: int) -> Path | BinaryIO:
+        """Find the file of a picture."""
+        return self.root / self.samples[index][0]
 
 
 class Images(DataModule):
@@ -58,7 +85,7 @@ class Images(DataModule):
 
     The second kind is split within each class by a hash of path and `split_seed`: the same on every machine,
     and a picture added later leaves nearly all others where they were. Training crops 60 to 100 % of a
-    picture at random with torch's global generator and never flips, since left and right may be classes;
+    picture at random, and flips none unless `augment.flip` is set, since left and right may be classes;
     validation takes the centre. Every file is decoded once in `setup`; those that cannot be are left out,
     named in one warning and listed in `skipped`.
 
@@ -89,12 +116,12 @@ class Images(DataModule):
             f"{len(train) + len(val):,} pictures from a folder of one's own, {self.root.name}, "
             f"cropped to {side}×{side} colour pixels; the class is the sub-folder."
         )
-        centre = [v2.Resize(side), v2.CenterCrop(side)]
-        mean, std = measure_statistics(ImageSet(self.root, train, side, v2.Compose([*centre, *to_float()])))
-        normalise = [*to_float(), v2.Normalize(mean, std)]
+        centre = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
+        normalise = Normalise(*measure_statistics(ImageSet(self.root, train, side, centre)))
+        crop = random_crop(side, config.augment.crop_scale or CROP_SCALE)
         return (
-            ImageSet(self.root, train, side, v2.Compose([v2.RandomResizedCrop(side, scale=CROP_SCALE), *normalise])),
-            ImageSet(self.root, val, side, v2.Compose([*centre, *normalise])),
+            ImageSet(self.root, train, side, crop, normalise, config.max_skipped),
+            ImageSet(self.root, val, side, centre, normalise, config.max_skipped),
         )
 
     def _readable_samples(self) -> dict[str, list[Sample]]:
@@ -129,10 +156,10 @@ class Images(DataModule):
                 )
 
 
-def existing_folder(root: str | None, what: str = f"images ({LAYOUT})") -> Path:
-    """Check that root is given and is a folder; `what` says in the error what it should hold."""
+def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
+    """Check that root is given and is a folder."""
     if not root:
-        raise ValueError(f"root must be given for {what}, got {root!r}")
+        raise ValueError(f"root must be given for {kind} ({layout}), got {root!r}")
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise ValueError(
@@ -202,7 +229,7 @@ def unreadable(error: OSError) -> ValueError:
     return ValueError(f"every folder below root must be readable, got {error.filename!r}: {error.strerror}")
 
 
-def load_image(path: Path, size: int) -> Image.Image:
+def load_image(path: Path | BinaryIO, size: int) -> Image.Image:
     """Decode an 8-bit picture as RGB, upright.
 
     A JPEG is decoded at a fraction of its resolution where that still leaves twice `size` per side.
@@ -246,13 +273,14 @@ def choose(samples: Sequence[Sample], size: int | None, seed: int, name: str) ->
     return [samples[index] for index in balanced_subset(labels, size, seed, name).tolist()]
 
 
-def to_float() -> list[torch.nn.Module]:
-    """Steps from a PIL picture to float32 in [0, 1]."""
-    return [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+def random_crop(
+    side: int, scale: tuple[float, float], interpolation: v2.InterpolationMode = v2.InterpolationMode.BILINEAR
+) -> Callable[[Image.Image], Tensor]:
+    """Crop a share within `scale` of a picture at random, and resize it to bytes `(3, side, side)`."""
+    return v2.Compose([v2.RandomResizedCrop(side, scale=scale, interpolation=interpolation), v2.PILToTensor()])
 
 
-def measure_statistics(images: ImageSet) -> tuple[list[float], list[float]]:
+def measure_statistics(images: ImageSet) -> tuple[Tensor, Tensor]:
     """Measure mean and standard deviation per channel on up to 512 pictures, spread over the whole set."""
     step = -(-len(images) // STATISTICS_IMAGES)
-    mean, std = channel_statistics(torch.stack([images[index][0] for index in range(0, len(images), step)]))
-    return mean.flatten().tolist(), std.flatten().tolist()
+    return byte_statistics(torch.stack([images[index][0] for index in range(0, len(images), step)]))

@@ -2,20 +2,22 @@
 
 from pathlib import Path
 
+from torchrope.data.cache import cache_folder
 from torchrope.data.config import DataConfig
 from torchrope.data.dicom import index_headers, read_head_ct
 from torchrope.data.faults import name_some, tell_skipped
 from torchrope.data.images import existing_folder
-from torchrope.data.volumes import Volume, VolumeModule, index_folder, read_table, series_volumes
+from torchrope.data.volumes import Volume, VolumeModule, read_table, series_volumes
 
 TABLE = "stage_2_train.csv"
 SLICES_FOLDER = "stage_2_train"
 WINDOWS = ((40, 80), (80, 200), (40, 380))  # brain, subdural, soft tissue
-EXPECTED = (
-    f"the RSNA haemorrhage set (root/{SLICES_FOLDER}/*.dcm and root/{TABLE}; accept the rules at "
+LAYOUT = (
+    f"root/{SLICES_FOLDER}/*.dcm and root/{TABLE}; accept the rules at "
     "https://www.kaggle.com/c/rsna-intracranial-hemorrhage-detection and unzip what "
-    "`kaggle competitions download -c rsna-intracranial-hemorrhage-detection` fetches)"
+    "`kaggle competitions download -c rsna-intracranial-hemorrhage-detection` fetches"
 )
+EXPECTED = f"the RSNA haemorrhage set ({LAYOUT})"
 
 
 class RSNA(VolumeModule):
@@ -41,7 +43,7 @@ class RSNA(VolumeModule):
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
-        root = existing_folder(config.root, EXPECTED)
+        root = existing_folder(config.root, "the RSNA haemorrhage set", LAYOUT)
         self.table = Path(config.labels) if config.labels else root / TABLE
         self.root = root / SLICES_FOLDER if (root / SLICES_FOLDER).is_dir() else root
         self.describe(0)
@@ -50,7 +52,7 @@ class RSNA(VolumeModule):
         """Index the headers, keep the labelled slices, group them into studies."""
         bleeding = read_haemorrhages(self.table)
         paths = sorted(path.relative_to(self.root).as_posix() for path in self.root.rglob("*.dcm"))
-        headers, faults = index_headers(self.root, paths, folder=index_folder())
+        headers, faults = index_headers(self.root, paths, folder=cache_folder())
         # Slices without a label, as those of the challenge's test, are no part of it.
         labelled = {path: header for path, header in headers.items() if header.instance in bleeding}
         headers = {path: header._replace(series="") for path, header in labelled.items()}  # one volume a study

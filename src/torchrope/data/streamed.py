@@ -1,18 +1,17 @@
-"""Samples that are decoded when they are asked for: their own randomness, and substitutes for the damaged."""
+"""Samples that are decoded when they are asked for, with substitutes for the damaged."""
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchrope.data.faults import Fault, Skipping
+from torchrope.data.faults import Skipping
 
 STATISTICS_SAMPLES = 64
-SAMPLES_PER_SEED = 1_000_003
 
 Streamed = TypeVar("Streamed", bound="StreamedSet")
 
@@ -20,21 +19,20 @@ Streamed = TypeVar("Streamed", bound="StreamedSet")
 class StreamedSet(Dataset, ABC):
     """Inputs decoded one by one; what cannot be decoded is replaced by the next sample that can.
 
-    What `load` draws from torch's global generator is a function of `seed` and the sample alone, whichever
-    process draws it and in whatever order.
-
     Args:
         samples: (name, label) of every sample.
         max_skipped: So many samples may be damaged, over all loading processes of a run.
         kind: What the samples are, for messages.
+
+    Attributes:
+        reading: Counts the damaged.
     """
 
     def __init__(self, samples: Sequence[tuple[str, int]], max_skipped: int, kind: str) -> None:
         self.samples = list(samples)
-        self.seed = 0
         self.mean: Tensor | float = 0.0
         self.std: Tensor | float = 1.0
-        self._skipping = Skipping([name for name, _ in self.samples], self._get, max_skipped, kind)
+        self.reading = Skipping([name for name, _ in self.samples], self.sample, max_skipped, kind)
 
     @abstractmethod
     def load(self, index: int) -> Tensor:
@@ -44,15 +42,24 @@ class StreamedSet(Dataset, ABC):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self._skipping.get(index)
+        return self.reading.get(index)
 
-    def at_epoch(self: Streamed, seed: int) -> Streamed:
-        """The same samples with another randomness."""
-        return self._changed(seed=seed)
+    def sample(self, index: int) -> tuple[Tensor, int]:
+        """A sample itself, normalised, with its label, and no substitute for it."""
+        return (self.load(index) - self.mean) / self.std, self.samples[index][1]
 
     def normalised(self: Streamed, mean: Tensor, std: Tensor) -> Streamed:
         """The same samples as (x - mean) / std, both `(channels, 1, ...)`."""
-        return self._changed(mean=mean, std=std)
+        changed = self.copied()
+        changed.mean, changed.std = mean, std
+        return changed
+
+    def copied(self: Streamed) -> Streamed:
+        """The same samples; what is found damaged is counted together."""
+        same = copy.copy(self)
+        same.reading = copy.copy(self.reading)
+        same.reading.load = same.sample
+        return same
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Measure mean and standard deviation of every channel on up to 64 samples, spread over the whole set.
@@ -66,20 +73,3 @@ class StreamedSet(Dataset, ABC):
         mean = torch.stack([sample.mean(others, keepdim=True) for sample in inputs]).mean(0)
         variance = torch.stack([(sample - mean).square().mean(others, keepdim=True) for sample in inputs]).mean(0)
         return mean, variance.sqrt().clamp(min=1 / 255)
-
-    @property
-    def skipped(self) -> list[Fault]:
-        """Samples that could not be decoded so far, by any process, with what is wrong with them."""
-        return self._skipping.found()
-
-    def _get(self, index: int) -> tuple[Tensor, int]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed((self.seed * SAMPLES_PER_SEED + index) % 2**63)
-            return (self.load(index) - self.mean) / self.std, self.samples[index][1]
-
-    def _changed(self: Streamed, **attributes: Any) -> Streamed:
-        changed = copy.copy(self)
-        vars(changed).update(attributes)
-        changed._skipping = copy.copy(self._skipping)  # counts in the same shared memory
-        changed._skipping.load = changed._get
-        return changed

@@ -8,10 +8,11 @@ from torchrope.data.videos import VideoModule, require_each
 
 VIDEO_FOLDERS = ("UCF-101", "UCF101", "data", ".")
 LIST_FOLDERS = ("ucfTrainTestlist", "UCF101TrainTestSplits-RecognitionTask/ucfTrainTestlist", "annotations", ".")
-EXPECTED = (
-    "UCF101 (root/UCF-101/<class>/*.avi and root/ucfTrainTestlist/*.txt; "
-    "UCF101.rar and UCF101TrainTestSplits-RecognitionTask.zip of https://www.crcv.ucf.edu/data/UCF101.php, unpacked)"
+LAYOUT = (
+    "root/UCF-101/<class>/*.avi and root/ucfTrainTestlist/*.txt; "
+    "UCF101.rar and UCF101TrainTestSplits-RecognitionTask.zip of https://www.crcv.ucf.edu/data/UCF101.php, unpacked"
 )
+EXPECTED = f"UCF101 ({LAYOUT})"
 
 
 class UCF101(VideoModule):
@@ -29,11 +30,10 @@ class UCF101(VideoModule):
 
     name = "ucf101"
     title = "UCF101"
-    flips = True
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
-        root = existing_folder(config.root, EXPECTED)
+        root = existing_folder(config.root, "UCF101", LAYOUT)
         self.split = config.split or 1
         self.lists = _first_with(root, LIST_FOLDERS, "classInd.txt")
         self.classes = read_classes(self.lists / "classInd.txt")

@@ -23,7 +23,7 @@ from torchrope.data.clips import crop_corners, test_frames, training_frames
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.data.faults import find_faults, tell_skipped
-from torchrope.data.images import LAYOUT, Sample, choose, existing_folder, find_classes, hold_out, unreadable
+from torchrope.data.images import Sample, choose, existing_folder, find_classes, hold_out, unreadable
 from torchrope.data.streamed import StreamedSet
 
 FRAMES = 8
@@ -54,22 +54,22 @@ class ClipShape:
 
 
 class TrainingClips(StreamedSet):
-    """One clip of every video: random start, random resized crop, the same for all frames; flipped if asked for.
+    """One clip of every video: random start, random resized crop, the same for all frames.
+
+    Both are drawn from torch's global generator.
 
     Args:
         root: Folder that the paths start from.
         samples: (path below root, label) of every video.
         shape: Frames, stride and size.
-        flip: Whether half of the clips are mirrored.
         max_skipped: So many videos may be damaged.
     """
 
-    def __init__(self, root: Path, samples: Sequence[Sample], shape: ClipShape, flip: bool, max_skipped: int) -> None:
+    def __init__(self, root: Path, samples: Sequence[Sample], shape: ClipShape, max_skipped: int) -> None:
         super().__init__(samples, max_skipped, "videos")
         self.root = root
         self.shape = shape
-        steps = [v2.RandomResizedCrop(shape.size, scale=CROP_SCALE, ratio=CROP_RATIO, antialias=True)]
-        self.transform = v2.Compose([*steps, *([v2.RandomHorizontalFlip()] if flip else [])])
+        self.crop = v2.RandomResizedCrop(shape.size, scale=CROP_SCALE, ratio=CROP_RATIO, antialias=True)
 
     def load(self, index: int) -> Tensor:
         """A clip `(3, frames, size, size)` in [0, 1]."""
@@ -78,7 +78,7 @@ class TrainingClips(StreamedSet):
             self.root / self.samples[index][0],
             lambda count: [training_frames(count, shape.frames, shape.stride)],
         )
-        return channels_first(self.transform(clip))
+        return channels_first(self.crop(clip))
 
 
 class TestClips(StreamedSet):
@@ -117,16 +117,12 @@ class TestClips(StreamedSet):
 class VideoModule(DataModule):
     """Videos in files, decoded with PyAV while the model trains, a seek and the frames of a clip at a time.
 
-    A subclass MUST set `flips` and write `parts`. Every file is opened once in `setup`; those that cannot be, and
+    A subclass MUST write `parts` and `describe`. Every file is opened once in `setup`; those that cannot be, and
     those found damaged while training, are left out, named and counted up to `max_skipped`.
-
-    Attributes:
-        flips: Whether half of the training clips are mirrored unless the configuration says otherwise.
     """
 
     axes = ("time", "height", "width")
     in_channels = 3
-    flips: bool
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
@@ -149,9 +145,8 @@ class VideoModule(DataModule):
         self.describe(len(train) + len(val))
         limit = config.max_skipped
         mean, std = TestClips(root, train, self.shape, (1, 1), limit).statistics()
-        flip = self.flips if config.flip is None else config.flip
         return (
-            TrainingClips(root, train, self.shape, flip, limit).normalised(mean, std),
+            TrainingClips(root, train, self.shape, limit).normalised(mean, std),
             TestClips(root, val, self.shape, (1, 1), limit).normalised(mean, std),
         )
 
@@ -187,19 +182,18 @@ class Videos(VideoModule):
     """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
 
     The second kind is split within each class by a hash of path and `split_seed`, as images are. Training clips
-    start anywhere and are random crops of 8 to 100 % of the picture, never mirrored unless `flip` says so, since
-    left and right may be classes. Validation takes the middle.
+    start anywhere and are random crops of 8 to 100 % of the picture, mirrored only where `augment.flip` says so,
+    since left and right may be classes. Validation takes the middle.
 
     Raises:
         ValueError: root is missing, is no readable folder, or is not laid out as above.
     """
 
     name = "videos"
-    flips = False
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
-        self.root = existing_folder(config.root, f"videos ({LAYOUT})")
+        self.root = existing_folder(config.root, "videos")
         self.folders, self.classes = find_classes(self.root)
         self.title = f"Videos in {self.root.name}"
         self.describe(0)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrope.data.cache import cache_folder
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.data.dicom import Header, by_series, in_order, index_headers, read_slice
@@ -32,10 +33,11 @@ NIFTI_EXTENSIONS = (".nii", ".nii.gz")
 DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
 NOT_SLICES = ("DICOMDIR", "LICENSE", "README")
 LABELS = "labels.csv"
-EXPECTED = (
-    f"volumes (DICOM series or NIfTI files, and root/{LABELS} with the columns study, label and perhaps part: "
-    "a path below root, or a StudyInstanceUID; its class; train or val)"
+LAYOUT = (
+    f"DICOM series or NIfTI files, and root/{LABELS} with the columns study, label and perhaps part: "
+    "a path below root, or a StudyInstanceUID; its class; train or val"
 )
+EXPECTED = f"volumes ({LAYOUT})"
 
 Spacing = tuple[float, float, float]
 Window = Sequence[float]  # centre, width
@@ -70,7 +72,6 @@ class VolumeSet(StreamedSet):
         labels: Their labels.
         size: (slices, rows, columns) of an input.
         windows: (centre, width) of every channel; None is one channel from percentiles.
-        flip: Whether half of them are mirrored, left to right.
         max_skipped: So many volumes may be damaged.
         read_slice: From a DICOM file to values `(rows, columns)`.
 
@@ -86,7 +87,6 @@ class VolumeSet(StreamedSet):
         size: tuple[int, int, int],
         *,
         windows: Sequence[Window] | None,
-        flip: bool,
         max_skipped: int,
         read_slice: ReadSlice = read_slice,
     ) -> None:
@@ -96,7 +96,6 @@ class VolumeSet(StreamedSet):
         self.volumes = list(volumes)
         self.size = size
         self.windows = windows
-        self.flip = flip
         self.read_slice = read_slice
         self.tells_spacing = False
         extents = torch.tensor([volume.shape for volume in volumes]) * torch.tensor([v.spacing for v in volumes])
@@ -104,7 +103,9 @@ class VolumeSet(StreamedSet):
 
     def with_spacing(self) -> "VolumeSet":
         """The same volumes as (input, label, spacing), so that batches carry `(batch, 3)` spacings in mm."""
-        return self._changed(tells_spacing=True)
+        changed = self.copied()
+        changed.tells_spacing = True
+        return changed
 
     def load(self, index: int) -> Tensor:
         """A volume `(channels, *size)` in [0, 1]."""
@@ -115,11 +116,11 @@ class VolumeSet(StreamedSet):
         channels = torch.stack(slices, dim=1)  # [channels, slices, height, width]
         # Along the slices as along one axis of a picture, so that shrinking smooths.
         flat = resize(channels.flatten(2)[None], (self.size[0], channels[0, 0].numel()))[0]
-        inputs = flat.unflatten(2, self.size[1:])
-        return inputs.flip(-1) if self.flip and torch.rand(()) < 0.5 else inputs
+        return flat.unflatten(2, self.size[1:])
 
-    def _get(self, index: int) -> Any:
-        sample = super()._get(index)
+    def sample(self, index: int) -> Any:
+        """As for any set; with its spacing where that is asked for."""
+        sample = super().sample(index)
         return (*sample, self.spacings[index]) if self.tells_spacing else sample
 
 
@@ -169,17 +170,16 @@ class VolumeModule(DataModule):
         val = choose(val, config.val_size, config.split_seed, "val_size")
         self.describe(len(train) + len(val))
         make = partial(self._make_set, {name: volume for name, (volume, _, _) in found.items()})
-        mean, std = make(train, flip=False).statistics()
-        return make(train, flip=bool(config.flip)).normalised(mean, std), make(val, flip=False).normalised(mean, std)
+        mean, std = make(train).statistics()
+        return make(train).normalised(mean, std), make(val).normalised(mean, std)
 
-    def _make_set(self, volumes: Mapping[str, Volume], samples: Sequence[tuple[str, int]], *, flip: bool) -> VolumeSet:
+    def _make_set(self, volumes: Mapping[str, Volume], samples: Sequence[tuple[str, int]]) -> VolumeSet:
         return VolumeSet(
             self.root,
             [volumes[name] for name, _ in samples],
             [label for _, label in samples],
             (self.input_size[0], self.input_size[1], self.input_size[2]),
             windows=self.windows,
-            flip=flip,
             max_skipped=self.config.max_skipped,
             read_slice=type(self).read_slice,
         )
@@ -205,7 +205,7 @@ class Volumes(VolumeModule):
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__(config)
-        self.root = existing_folder(config.root, EXPECTED)
+        self.root = existing_folder(config.root, "volumes", LAYOUT)
         self.rows = read_labels(Path(config.labels) if config.labels else self.root / LABELS)
         self.classes = tuple(sorted({label for _, label, _ in self.rows}, key=_numbers_first))
         if len(self.classes) < 2:
@@ -313,7 +313,7 @@ def find_volumes(root: Path) -> tuple[dict[str, Volume], list[Fault]]:
         except Exception as error:  # nibabel raises many kinds
             faults.append((path, reason(error)))
     slices = [path for path in files if _is_slice(path)]
-    headers, unreadable = index_headers(root, slices, folder=index_folder())
+    headers, unreadable = index_headers(root, slices, folder=cache_folder())
     series, disordered = series_volumes(headers)
     folders = Counter(folder for volume in series for folder in _folders(volume))
     for volume in series:  # the shortest first: the longest keeps the study's name
@@ -409,11 +409,6 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
     if not rows:
         raise ValueError(f"labels must name studies, got none in {path}")
     return rows
-
-
-def index_folder() -> Path:
-    """Folder for indices of data that cannot be written to: beside what torch.hub keeps."""
-    return Path(torch.hub.get_dir()) / "torchrope"
 
 
 def _axial(image: Any) -> Any:
