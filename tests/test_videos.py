@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import av
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from torchrope.data import videos
@@ -18,6 +20,8 @@ from torchrope.data.config import AugmentConfig, DataConfig
 from torchrope.data.draws import seeded
 from torchrope.data.faults import TooManyFaults
 from torchrope.data.videos import TestClips, count_frames, read_clips
+from torchrope.studies.config import ENCODINGS
+from torchrope.training.classifier import build_vit
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope.training.evaluate import evaluate
 from torchrope.training.run import train
@@ -55,7 +59,7 @@ def video_folder(root: Path, count: int) -> Path:
     return root
 
 
-def ucf101_folder(root: Path, groups: int = 3) -> Path:
+def ucf101_folder(root: Path, groups: int = 3, clips: int = 2) -> Path:
     """As published: three groups of people, each the test list of one split."""
     lists = root / "ucfTrainTestlist"
     lists.mkdir(parents=True)
@@ -65,7 +69,7 @@ def ucf101_folder(root: Path, groups: int = 3) -> Path:
         train, test = [], []
         for label, name in enumerate(names, 1):
             for group in range(1, groups + 1):
-                for clip in (1, 2):
+                for clip in range(1, clips + 1):
                     video = f"{name}/v_{name}_g{group:02}_c{clip:02}.avi"
                     if split == 1:
                         encode(root / "UCF-101" / video, 12, green=100 * label)
@@ -479,3 +483,18 @@ def test_videos_are_compared_from_the_command_line(tmp_path, capsys):
     extent = f"--encodings axial --scales [1.0] --out {tmp_path / 'out'}"
     assert main(f"{asked} {shape} {extent}".split()) == 0, capsys.readouterr().err
     assert "Only axial was measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["videos", "ucf101", "volumes", "rsna"])
+def test_recipes_hold_for_every_encoding(name):
+    recipe = yaml.safe_load((files("torchrope.recipes") / f"{name}.yaml").read_text())
+    config = RunConfig(
+        data=DataConfig(name, **recipe["data"]),
+        model=ModelConfig(**recipe["model"]),
+        optim=OptimConfig(**recipe["optim"]),
+    )
+    side = config.data.size
+    extent = {"input_size": (8 if name in ("videos", "ucf101") else 32, side, side), "in_channels": 3, "num_classes": 2}
+    for encoding in ENCODINGS:
+        with torch.device("meta"):
+            build_vit(encoding, config.model, SimpleNamespace(**extent))
