@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from torchrope.cli import main
+from torchrope.encodings import ABSOLUTE, BIAS, ROTARY
 
 SMALL = [
     "--epochs=1",
@@ -330,6 +331,13 @@ def test_help_waits_for_no_heavy_import(arguments: str) -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
+    assert {name.strip() for name in told.split(",")} == {*ROTARY, *ABSOLUTE, *BIAS}
 
 
 def test_the_library_imports_torch_alone_and_quickly() -> None:

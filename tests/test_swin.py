@@ -217,7 +217,7 @@ def test_a_lattice_smaller_than_its_window_is_a_part_of_it() -> None:
     assert torch.equal(stage(x), alone)
 
 
-@pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE, partial(tr.ComRoPEAP, block_size=2), tr.ComRoPELD])
+@pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE, partial(tr.ComRoPEAP, block_size=4), tr.ComRoPELD])
 @pytest.mark.parametrize("name", ["bias", "none"])
 def test_zero_generators_leave_a_model_bit_identical(family: type, name: str) -> None:
     bias = tr.RelativePositionBias if name == "bias" else None
@@ -335,6 +335,14 @@ def test_it_compiles_whole() -> None:
     assert torch.allclose(compiled(x), model(x), atol=1e-5)
     compiled(x).sum().backward()
     assert model.stages[0].biases[1].table.grad.abs().sum() > 0
+
+
+def test_it_exports_with_any_batch() -> None:
+    model = _drawn(tiny((32, 32), depths=(2,), num_heads=(2,), encoding="bias+mixed"))
+    batch = torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(model, (torch.randn(2, 3, 40, 36),), dynamic_shapes={"x": {0: batch}})
+    x = torch.randn(5, 3, 40, 36)
+    assert torch.allclose(exported.module()(x), model(x), atol=1e-5)
 
 
 def test_it_is_built_on_meta_copied_and_loaded() -> None:

@@ -95,7 +95,9 @@ class Swin(nn.Module):
         attention_dropout: float = 0.0,
         drop_path: float = 0.1,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        self.arguments = arguments  # what builds it again
         if len(depths) != len(num_heads) or min([*depths, *num_heads], default=0) < 1:
             given = f"{tuple(depths)} and {tuple(num_heads)}"
             raise ValueError(f"depths and num_heads must be 1 or more, one of each per stage, got {given}")
@@ -409,7 +411,8 @@ def per_axis_window(window_size: int | Sequence[int], num_axes: int) -> tuple[in
 
 def _fitting(window: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """A window no larger than its lattice along any axis."""
-    return tuple(min(part, size) for part, size in zip(window, sizes, strict=True))
+    # Not min(): of a size that a compiler keeps symbolic it would make a symbolic window.
+    return tuple(part if part <= size else size for part, size in zip(window, sizes, strict=True))
 
 
 def _pad(x: Tensor, ends: Sequence[int]) -> Tensor:
