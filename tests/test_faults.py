@@ -79,6 +79,12 @@ def test_all_unreadable_ends_and_does_not_circle():
         Numbers(3, {0, 1, 2}, limit=10)[0]
 
 
+def test_an_iteration_ends():
+    assert [*Numbers(3, {1}, limit=1)] == [0, 2, 2]
+    with pytest.raises(IndexError, match="below 3, got 3"):
+        Numbers(3, {1}, limit=1)[3]
+
+
 def test_memory_that_runs_out_is_no_fault_of_the_file():
     def exhausted(_):
         raise MemoryError

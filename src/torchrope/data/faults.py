@@ -112,7 +112,10 @@ class Skipping(Generic[T]):
 
         Raises:
             TooManyFaults: more than `limit` could not be read so far; the message names them all.
+            IndexError: there is no such example; Python ends an iteration by it.
         """
+        if not 0 <= index < len(self.names):
+            raise IndexError(f"index must be at least 0 and below {len(self.names)}, got {index}")
         for ahead in range(len(self.names)):
             candidate = (index + ahead) % len(self.names)
             # Known to be broken, it is tried again: what a run sees must not depend on what it remembers.
