@@ -1,6 +1,7 @@
 """Videos: real files, the frames and crops that are taken of them, their splits, and what damaged ones do."""
 
 import logging
+import sys
 from collections import Counter
 from importlib.resources import files
 from pathlib import Path
@@ -172,7 +173,9 @@ def test_crops_go_from_end_to_end(height, width):
         ("a.mkv", "libx264", {"g": 50}),
     ],
 )
-def test_any_frames_are_those_of_the_whole_video(tmp_path, name, codec, options):
+@pytest.mark.parametrize("margins", [videos.SEEK_MARGINS, (0, 64), (0, 1)])
+def test_any_frames_are_those_of_the_whole_video(tmp_path, monkeypatch, name, codec, options, margins):
+    monkeypatch.setattr(videos, "SEEK_MARGINS", margins)
     path = encode(tmp_path / name, 40, codec=codec, **options)
     with av.open(str(path)) as container:
         whole = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
@@ -356,6 +359,15 @@ def a_class_of_one(folder):
 def test_a_bad_folder_is_refused_in_one_line(tmp_path, make, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         load("videos", make(tmp_path))
+
+
+def test_without_a_decoder_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torchrope.data.videos")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(
+        ValueError, match=r"^videos is read with av \(pip install 'torchrope\[data\]'\), got a machine.*$"
+    ):
+        make_data(DataConfig("videos", root=str(tmp_path)))
 
 
 # UCF101
