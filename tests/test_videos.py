@@ -313,17 +313,16 @@ def test_a_video_found_damaged_while_training_is_replaced_by_the_next(tmp_path, 
     assert torch.equal(torch.cat(everything(data)), first), "what is known to be damaged changes what is drawn"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_too_many_damaged_videos_end_the_run_with_their_list(tmp_path, workers):
+def test_too_many_damaged_videos_end_the_run_with_their_list(tmp_path):
     root = video_folder(tmp_path, 4)
-    data = load("videos", root, workers=workers, max_skipped=1)
+    data = load("videos", root, max_skipped=1)
     paths = [path for path, _ in data.datasets()[0].samples[:3]]
     for path in paths:
         blot(root / path)
-    with pytest.raises(TooManyFaults, match=r"at most max_skipped = 1 videos may be unreadable, got [23]: ") as error:
+    with pytest.raises(TooManyFaults, match=r"at most max_skipped = 1 videos may be unreadable, got 2: ") as error:
         everything(data)
     assert "\n" not in str(error.value)
-    assert sum(path in str(error.value) for path in paths) >= 2
+    assert sum(path in str(error.value) for path in paths) == 2
 
 
 def nothing(folder):
@@ -364,9 +363,7 @@ def test_a_bad_folder_is_refused_in_one_line(tmp_path, make, message):
 def test_without_a_decoder_one_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torchrope.data.videos")
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(
-        ValueError, match=r"^videos is read with av \(pip install 'torchrope\[data\]'\), got a machine.*$"
-    ):
+    with pytest.raises(ValueError, match=r"^videos is read with av \(pip install 'torchrope\[data\]'\), got "):
         make_data(DataConfig("videos", root=str(tmp_path)))
 
 
