@@ -112,7 +112,7 @@ def test_shards_hold_what_webdataset_reads(tmp_path):
     theirs = []
     for shard in sorted(root.glob("*train*.tar")):
         with shard.open("rb") as file:
-            theirs += group_by_keys(tar_file_iterator(file))
+            theirs += group_by_keys({**part, "__url__": shard.name} for part in tar_file_iterator(file))
     assert len(theirs) == len(train)
     for index, sample in enumerate(theirs):
         assert train.open(index).read() == sample["jpg"]
