@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias, choose
 
@@ -65,6 +66,13 @@ class DropPath(nn.Module):
             return x
         keep = x.new_empty(len(x), *(1,) * (x.ndim - 1)).bernoulli_(1 - self.p)
         return x * keep / (1 - self.p)
+
+
+def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool) -> Tensor:
+    """What a layer gives; checkpointed, it is computed again for its gradient, dropout included."""
+    if checkpointed and torch.is_grad_enabled():
+        return checkpoint(layer, *inputs, use_reentrant=False)
+    return layer(*inputs)
 
 
 def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:

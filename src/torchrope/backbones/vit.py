@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import Attention
-from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve
+from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve, run_layer
 from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.positions import PerAxis, grid, prefix
 from torchrope.rotations import Rotation
@@ -58,6 +58,7 @@ class ViT(nn.Module):
         activation: What builds the nonlinearity of the MLP.
         norm_eps: Added to the variance in every norm; CLIP and LieRE have torch's default, 1e-5.
         embedding_norm: Whether all tokens are normalised before the first layer, as CLIP's are.
+        checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
 
     Raises:
         ValueError: sizes that patches do not fill, unknown names, and what the encoding refuses.
@@ -96,6 +97,7 @@ class ViT(nn.Module):
         activation: Callable[[], nn.Module] = nn.GELU,
         norm_eps: float = _EPS,
         embedding_norm: bool = False,
+        checkpoint_layers: bool = False,
     ) -> None:
         super().__init__()
         if pool not in ("cls", "mean"):
@@ -105,6 +107,7 @@ class ViT(nn.Module):
         if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
         self.pool = pool
+        self.checkpoint_layers = checkpoint_layers
         self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
         sizes = self.embed.lattice(input_size)
 
@@ -208,7 +211,8 @@ class ViT(nn.Module):
         biases = self.score_biases(sizes)
         kept = {0: tokens} if 0 in wanted else {}
         for index, layer in enumerate(self.layers):
-            tokens = layer(tokens, rotations[index % len(rotations)], biases[index % len(biases)])
+            inputs = (tokens, rotations[index % len(rotations)], biases[index % len(biases)])
+            tokens = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
             if index + 1 in wanted:
                 kept[index + 1] = tokens
         return [kept[depth] for depth in wanted]

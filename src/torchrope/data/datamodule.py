@@ -3,12 +3,14 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
 from torchrope.data.config import DataConfig
 
@@ -31,6 +33,7 @@ class DataModule(pl.LightningDataModule, ABC):
         classes: Names of the classes; a label is an index into them.
         skipped: Files left out, as (path below root, reason).
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples.
+        resume_at: Epoch and how many of its batches a run that goes on has seen, set likewise; they are left out.
     """
 
     name: str
@@ -42,6 +45,7 @@ class DataModule(pl.LightningDataModule, ABC):
     classes: tuple[str, ...]
     skipped: list[tuple[str, str]]
     run_seed: int = 0
+    resume_at: tuple[int, int] = (0, 0)
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
@@ -100,23 +104,30 @@ class DataModule(pl.LightningDataModule, ABC):
             epoch, replicas, rank = self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
         # The sampler adds the epoch to its seed; the factor keeps one run's epochs from being another's.
         seed = self.run_seed * 1_000_003
-        sampler: DistributedSampler = DistributedSampler(
+        ordered: DistributedSampler = DistributedSampler(
             train, num_replicas=replicas, rank=rank, shuffle=True, seed=seed
         )
-        sampler.set_epoch(epoch)
+        ordered.set_epoch(epoch)
+        sampler: Sampler[int] = ordered
+        if epoch == self.resume_at[0]:
+            sampler = RestOf(ordered, self.resume_at[1] * self.config.batch_size)
         generator = torch.Generator().manual_seed(seed + epoch)  # seeds worker processes
         return self._loader(train, self.config.batch_size, sampler, generator)
 
     def val_dataloader(self) -> DataLoader:
-        """Draw validation batches in the order of the set."""
+        """Draw validation batches in the order of the set; in training on several devices, each its share, once."""
         _, val = self._made_datasets()
-        return self._loader(val, VAL_BATCH_FACTOR * self.config.batch_size)
+        batch_size = VAL_BATCH_FACTOR * self.config.batch_size
+        if self.trainer is None or self.trainer.world_size == 1:
+            return self._loader(val, batch_size)
+        mine = range(self.trainer.global_rank, len(val), self.trainer.world_size)  # type: ignore[arg-type]
+        return self._loader(val, batch_size, mine)
 
     def _loader(
         self,
         dataset: Dataset,
         batch_size: int,
-        sampler: DistributedSampler | None = None,
+        sampler: Iterable[int] | None = None,
         generator: torch.Generator | None = None,
     ) -> DataLoader:
         return DataLoader(
@@ -132,6 +143,25 @@ class DataModule(pl.LightningDataModule, ABC):
         if self._datasets is None:
             self._datasets = self.datasets()
         return self._datasets
+
+
+class RestOf(Sampler[int]):
+    """Leave out what has been seen: iteration starts behind it, the length stays that of the whole epoch.
+
+    Args:
+        whole: Order of all examples.
+        seen: How many to leave out.
+    """
+
+    def __init__(self, whole: Sampler[int], seen: int) -> None:
+        self.whole = whole
+        self.seen = seen
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(iter(self.whole), self.seen, None)
+
+    def __len__(self) -> int:
+        return len(self.whole)  # type: ignore[arg-type]
 
 
 def collate_once(batch: Any) -> tuple[Tensor, Tensor] | list[Tensor]:

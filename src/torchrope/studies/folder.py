@@ -92,7 +92,12 @@ class StudyFolder:
         stored = read_mapping(self.config_file, "config.yaml")
         if not {"encodings", "seeds", "data", "model", "optim"} <= set(stored):
             raise ValueError(f"{self.config_file} must be a configuration of torchrope compare, got something else")
-        return stored
+        defaults = plain(CompareConfig())  # settings that are younger than the folder
+        return {key: _over(defaults.get(key), value) for key, value in stored.items()}
+
+
+def _over(defaults: Any, stored: Any) -> Any:
+    return {**defaults, **stored} if isinstance(defaults, dict) and isinstance(stored, dict) else stored
 
 
 def write_json(path: Path, value: Any) -> None:

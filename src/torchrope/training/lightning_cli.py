@@ -18,6 +18,7 @@ _OURS = {
     "default_root_dir",
     "plugins",
     "reload_dataloaders_every_n_epochs",
+    "use_distributed_sampler",
 }
 
 
