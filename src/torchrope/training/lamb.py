@@ -29,7 +29,7 @@ class LAMB(torch.optim.Optimizer):
         >>> optimizer = LAMB([weight], lr=0.1, weight_decay=0.01)
         >>> weight.square().sum().backward()
         >>> optimizer.step()
-        >>> (weight - torch.tensor([3.0, 4.0])).norm().item()  # lr · ‖w‖
+        >>> round((weight - torch.tensor([3.0, 4.0])).norm().item(), 4)  # lr · ‖w‖
         0.5
     """
 
