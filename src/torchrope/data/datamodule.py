@@ -99,20 +99,21 @@ class DataModule(pl.LightningDataModule, ABC):
         random state, so a resumed run sees what an uninterrupted one sees.
         """
         train, _ = self._made_datasets()
-        epoch, replicas, rank = 0, 1, 0
-        if self.trainer is not None:
-            epoch, replicas, rank = self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
-        # The sampler adds the epoch to its seed; the factor keeps one run's epochs from being another's.
-        seed = self.run_seed * 1_000_003
-        ordered: DistributedSampler = DistributedSampler(
-            train, num_replicas=replicas, rank=rank, shuffle=True, seed=seed
-        )
-        ordered.set_epoch(epoch)
-        sampler: Sampler[int] = ordered
+        epoch, replicas, rank = self._place()
+        sampler = self._train_order(train, epoch, replicas, rank)
         if epoch == self.resume_at[0]:
-            sampler = RestOf(ordered, self.resume_at[1] * self.config.batch_size)
-        generator = torch.Generator().manual_seed(seed + epoch)  # seeds worker processes
+            sampler = RestOf(sampler, self.resume_at[1] * self.config.batch_size)
+        generator = torch.Generator().manual_seed(self._seed + epoch)  # seeds worker processes
         return self._loader(train, self.config.batch_size, sampler, generator)
+
+    def batch_names(self, batches: Iterable[int]) -> list[str]:
+        """Which training examples the batches of this epoch and process hold: file names, or indices where none are."""
+        train, _ = self._made_datasets()
+        size = self.config.batch_size
+        order = list(self._train_order(train, *self._place()))
+        chosen = [index for batch in batches for index in order[batch * size : (batch + 1) * size]]
+        files = getattr(train, "samples", None)
+        return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
 
     def val_dataloader(self) -> DataLoader:
         """Draw validation batches in the order of the set; in training on several devices, each its share, once."""
@@ -122,6 +123,24 @@ class DataModule(pl.LightningDataModule, ABC):
             return self._loader(val, batch_size)
         mine = range(self.trainer.global_rank, len(val), self.trainer.world_size)  # type: ignore[arg-type]
         return self._loader(val, batch_size, mine)
+
+    @property
+    def _seed(self) -> int:
+        """The samplers add the epoch to it; the factor keeps one run's epochs from being another's."""
+        return self.run_seed * 1_000_003
+
+    def _place(self) -> tuple[int, int, int]:
+        """Epoch, number of processes, and which of them this is."""
+        if self.trainer is None:
+            return 0, 1, 0
+        return self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
+
+    def _train_order(self, train: Dataset, epoch: int, replicas: int, rank: int) -> Sampler[int]:
+        sampler: DistributedSampler = DistributedSampler(
+            train, num_replicas=replicas, rank=rank, shuffle=True, seed=self._seed
+        )
+        sampler.set_epoch(epoch)
+        return sampler
 
     def _loader(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import read_mapping, remove_unfinished, write_whole
 from torchrope.studies.config import CompareConfig
 from torchrope.training.config import differences, plain
 
@@ -54,6 +54,7 @@ class StudyFolder:
             ValueError: it belongs to another configuration, or holds files that no comparison wrote.
         """
         mine = plain(config)
+        remove_unfinished(self.path, (self.config_file.name, self.data_file.name))
         if self.config_file.exists():
             theirs = self._stored_config()
             different = differences(theirs, mine, but=MAY_GROW)

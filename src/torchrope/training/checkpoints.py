@@ -30,17 +30,17 @@ class WholeCheckpoints(TorchCheckpointIO):
         self.config = config
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Serialise in memory, then replace the file in one step."""
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
-        write_whole(Path(path), buffer.getvalue())
+        """Serialise in memory, then replace each file in one step."""
         if Path(path).name == CHECKPOINT:
             header = {"config": json.dumps(self.config), "epochs": str(checkpoint["epoch"] + 1)}
             write_weights(Path(path).with_name(WEIGHTS), checkpoint["state_dict"], header)
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        write_whole(Path(path), buffer.getvalue())  # last: a run that is killed before does the epoch's end again
 
 
 class WithinEpoch(Checkpoint):
-    """Keep a checkpoint every so many steps of the optimiser, and none once the epoch's own is there.
+    """Keep a checkpoint every so many steps of the optimiser, besides that of the last finished epoch.
 
     None is written behind the last batch of an epoch, where the epoch's own follows.
 

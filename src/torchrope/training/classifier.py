@@ -67,8 +67,8 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.model: Any = model
         self.optim = optim
-        self.train_loss = MeanMetric()
-        self.val_loss = MeanMetric()
+        self.train_loss = MeanMetric(nan_strategy="ignore")
+        self.val_loss = MeanMetric(nan_strategy="disable")
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """One training run that survives being killed: a checkpoint after every epoch, written whole."""
 
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ from pytorch_lightning.callbacks import Callback
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import read_mapping, remove_unfinished, write_whole
 from torchrope.training.averaging import AveragedWeights
 from torchrope.training.checkpoints import (
     CHECKPOINT,
     WEIGHTS,
+    WITHIN_EPOCH,
     WholeCheckpoints,
     WithinEpoch,
     every_epoch,
@@ -28,10 +31,15 @@ from torchrope.training.checkpoints import (
 )
 from torchrope.training.classifier import Classifier, build_vit
 from torchrope.training.config import MAY_CHANGE, ModelConfig, OptimConfig, RunConfig, ScaleConfig, differences, plain
+from torchrope.training.cost import count_flops
 from torchrope.training.devices import batches_in_a_step, launched
+from torchrope.training.guards import LossGuard, device_memory, largest_loss, out_of_memory
 from torchrope.training.history import History, OnEpoch, SeedEpoch
+from torchrope.training.interruption import Interrupted, SaveOnSignal
+from torchrope.training.watch import Speed, count_tokens, loggers
 
 CONFIG = "config.yaml"
+CURVE = "curve.csv"
 QUIET: dict[str, Any] = dict(
     accelerator="gpu" if torch.cuda.is_available() else "cpu",
     devices=1,
@@ -75,7 +83,9 @@ def train(
         The trained model, on the device it was trained on, and its learning curve.
 
     Raises:
-        ValueError: the folder belongs to another configuration, or its checkpoint is damaged.
+        ValueError: the folder belongs to another configuration, its checkpoint is damaged, a batch does not fit into
+            memory, or the loss is lost (`Diverged`).
+        Interrupted: stopped by SIGTERM, or SIGUSR1 on Slurm; saved, the same call goes on.
         KeyboardInterrupt: stopped by Ctrl-C; the same call goes on with the epoch that was under way.
     """
     pl.seed_everything(config.seed, verbose=False)
@@ -85,7 +95,7 @@ def train(
     data.run_seed = config.seed
     going_on = newest(folder)
     resume, data.resume_at = going_on or (None, (0, 0))
-    history = History(folder / "curve.csv", on_epoch)
+    history = History(folder / CURVE, on_epoch)
     with lightning_quiet():
         trainer = pl.Trainer(
             max_epochs=config.optim.epochs,
@@ -93,7 +103,7 @@ def train(
             callbacks=[
                 SeedEpoch(config.seed),
                 history,
-                *callbacks(config, folder),
+                *callbacks(config, data, folder),
                 every_epoch(folder),
                 *trainer_settings.pop("callbacks", []),
             ],
@@ -101,22 +111,42 @@ def train(
             default_root_dir=folder,
             reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
             use_distributed_sampler=False,  # they know their process
-            **{**QUIET, "precision": PRECISIONS[config.scale.precision], **launched(), **trainer_settings},
+            **{
+                **QUIET,
+                "precision": PRECISIONS[config.scale.precision],
+                "logger": loggers(config.scale, folder) or False,
+                **launched(),
+                **trainer_settings,
+            },
         )
         if config.optim.effective_batch is not None:
             trainer.accumulate_grad_batches = batches_in_a_step(config, trainer.world_size)
         if trainer.is_global_zero:
             _claim(folder, config)
+        fits = True
         try:
             trainer.fit(classifier, datamodule=data, ckpt_path=resume, weights_only=True)
+        except Interrupted:
+            raise
         except SystemExit:  # Lightning's answer to Ctrl-C
             raise KeyboardInterrupt from None
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+            fits = False
+    if not fits:
+        raise ValueError(_what_would_fit(config, data, trainer))
     return classifier.to(trainer.strategy.root_device), history
 
 
-def callbacks(config: RunConfig, folder: Path) -> list[Callback]:
+def callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Callback]:
     """What a run does beside training, where its configuration asks for it."""
-    wanted: list[Callback] = []
+    scale = config.scale
+    wanted: list[Callback] = [SaveOnSignal(folder)]
+    if scale.on_nan != "ignore":
+        largest = largest_loss(scale.explosion, data.num_classes)
+        wanted.append(LossGuard(folder, largest, skip=scale.on_nan == "skip"))
+    if scale.logs:
+        wanted.append(_speed(config, data))
     if config.optim.ema_decay is not None:
         wanted.append(AveragedWeights(config.optim.ema_decay))
     if config.scale.checkpoint_every is not None:
@@ -124,9 +154,30 @@ def callbacks(config: RunConfig, folder: Path) -> list[Callback]:
     return wanted
 
 
+def _speed(config: RunConfig, data: DataModule) -> Speed:
+    build = partial(build_vit, config.encoding, config.model, data)
+    shape = torch.Size([1, data.in_channels, *data.input_size])
+    flops = None if config.scale.peak_tflops is None else count_flops(build, shape)
+    with torch.device("meta"):
+        tokens = count_tokens(build(), data.input_size)
+    return Speed(tokens, flops, config.scale.peak_tflops)
+
+
+def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    example = torch.zeros(1, data.in_channels, *data.input_size, device=device)
+    limit, devices = device_memory(device), trainer.world_size
+    return out_of_memory(
+        config, lambda: build_vit(config.encoding, config.model, data).to(device), example, limit, devices
+    )
+
+
 def _claim(folder: Path, config: RunConfig) -> None:
     """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
     file = folder / CONFIG
+    remove_unfinished(folder, (CONFIG, CHECKPOINT, WITHIN_EPOCH, WEIGHTS, CURVE))
     if not file.exists() and folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     if file.exists():
