@@ -11,8 +11,9 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/torchrope compare --out runs/demo
 
+# Two processes of two threads each would fight for two cores.
 test: $(READY)
-	$(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 check: $(READY)
 	$(BIN)/ruff check .

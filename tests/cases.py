@@ -36,4 +36,24 @@ CASES: dict[str, Callable[[], Encoding]] = {
     "comrope-ld4-N2-zeros-shared": partial(
         tr.ComRoPELD, num_axes=2, num_heads=2, head_dim=8, block_size=4, shared_heads=True, init="zeros"
     ),
+    "string-N2": partial(tr.STRING, num_axes=2, num_heads=2, head_dim=8),
+    "string4-N3-rest": partial(tr.STRING, num_axes=3, num_heads=2, head_dim=10, block_size=4, rotary_dim=8),
+    "string2-N1": partial(tr.STRING, num_axes=1, num_heads=2, head_dim=8, block_size=2),
+    "string-N4-shared": partial(tr.STRING, num_axes=4, num_heads=3, head_dim=12, shared_heads=True),
+    "string-zeros-N2": partial(tr.STRING, num_axes=2, num_heads=2, head_dim=8, init="zeros"),
+    "golden-N1": partial(tr.GoldenGateRoPE, num_axes=1, num_heads=2, head_dim=8),
+    "golden-N2-resting": partial(tr.GoldenGateRoPE, num_axes=2, num_heads=2, head_dim=8, resting=0.25),
+    "golden-N3-rest": partial(tr.GoldenGateRoPE, num_axes=3, num_heads=2, head_dim=10, rotary_dim=8),
+    "golden-N4-shared": partial(tr.GoldenGateRoPE, num_axes=4, num_heads=3, head_dim=8, shared_heads=True),
+    "dinov3-N2": partial(tr.DINOv3RoPE, num_axes=2, num_heads=2, head_dim=8),
+    "dinov3-N3-rest-shared": partial(
+        tr.DINOv3RoPE, num_axes=3, num_heads=2, head_dim=16, rotary_dim=12, shared_heads=True
+    ),
+    "mrope-N1": partial(tr.MRoPE, num_axes=1, num_heads=2, head_dim=8),
+    "mrope-N3": partial(tr.MRoPE, num_axes=3, num_heads=2, head_dim=16, sections=(2, 3, 3)),
+    "mrope-N2-rest-shared": partial(
+        tr.MRoPE, num_axes=2, num_heads=2, head_dim=12, rotary_dim=10, sections=(5, 0), shared_heads=True
+    ),
+    "mrope-interleaved-N3": partial(tr.InterleavedMRoPE, num_axes=3, num_heads=2, head_dim=16, sections=(4, 2, 2)),
+    "mrope-interleaved-N4": partial(tr.InterleavedMRoPE, num_axes=4, num_heads=2, head_dim=12),
 }

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from torchrope.cli import main
+from torchrope.encodings import ABSOLUTE, BIAS, ROTARY
 
 SMALL = [
     "--epochs=1",
@@ -135,12 +136,12 @@ def test_train_and_evaluate_go_on_where_they_were(tmp_path: Path, run: Run) -> N
     assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
     assert json.loads(run("evaluate", tmp_path)[1]) == measured
 
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     status, _, error = run("train", *options, *quiet, "--encoding=mixed", "--seed=3", "--out", tmp_path)
     assert status == 2
     assert "a run's folder must be new or of the same configuration" in error
     assert "encoding liere:4 instead of mixed; seed 0 instead of 3" in error
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
@@ -330,6 +331,13 @@ def test_help_waits_for_no_heavy_import(arguments: str) -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
+    assert {name.strip() for name in told.split(",")} == {*ROTARY, *ABSOLUTE, *BIAS}
 
 
 def test_the_library_imports_torch_alone_and_quickly() -> None:

@@ -1,7 +1,10 @@
 """Positions: lattices, prefixes, and the functions on them."""
 
+import math
+
 import pytest
 import torch
+from timm.layers.pos_embed_sincos import make_coords_dinov3
 
 import torchrope as tr
 
@@ -53,12 +56,80 @@ def test_jitter_stays_in_its_cell_and_repeats_with_its_generator() -> None:
     assert torch.equal(moved, tr.jitter(positions, (1.0, 0.5), generator=torch.Generator().manual_seed(3)))
 
 
+@pytest.mark.parametrize("intensity", [0.0, 0.4, 1.0, 3.0])
+def test_jitter_and_a_gaussian_shift_are_comropes_perturbation(intensity: float) -> None:
+    patches = 6
+    noise = torch.randn(patches**2, 2, generator=torch.Generator().manual_seed(5))
+    offset = 0.1 * torch.randn(2)
+    # get_positions of its code: index + clamp(noise intensity / 2, ±1/2), then (+ 1/2) / n, then one offset for all
+    expected = (tr.grid(patches, patches) + (noise * intensity * 0.5).clamp(-0.5, 0.5) + 0.5) / patches + offset
+    centres = tr.grid(patches, patches, spacing=1 / patches, origin=0.5 / patches)
+    moved = tr.jitter(centres, 1 / patches, intensity=intensity, generator=torch.Generator().manual_seed(5))
+    assert torch.allclose(tr.shift(moved, offset), expected, atol=1e-6)
+
+
+def test_jitter_can_spare_an_axis() -> None:
+    positions = tr.grid(3, 4, 4)
+    moved = tr.jitter(positions, (0.0, 1.0, 1.0))
+    assert torch.equal(moved[:, 0], positions[:, 0])
+    assert not torch.allclose(moved[:, 1:], positions[:, 1:])
+
+
+@pytest.mark.parametrize("normalize", ["separate", "max", "min"])
+def test_patch_centers_are_dinov3s(normalize: str) -> None:
+    expected = make_coords_dinov3(3, 5, normalize_coords=normalize)
+    assert torch.allclose(tr.patch_centers(3, 5, normalize=normalize), expected, atol=1e-6)
+    video = tr.patch_centers(2, 3, 4, normalize=normalize)
+    assert torch.allclose(video, -video.flip(0), atol=1e-6) or normalize != "separate"
+    assert tr.patch_centers(0, 3, normalize=normalize).shape == (0, 2)
+
+
+def test_patch_centers_at_the_training_size_are_the_lattice_of_their_encodings() -> None:
+    for family in (tr.DINOv3RoPE, tr.GoldenGateRoPE):
+        assert torch.allclose(tr.grid(3, 5, **family.lattice(3, 5)), tr.patch_centers(3, 5), atol=1e-6)
+
+
+RANDOM = {"shift": tr.random_shift, "stretch": tr.random_stretch, "rescale": tr.random_rescale}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_random_change_is_one_for_all_tokens_of_a_sample(name: str) -> None:
+    positions = tr.patch_centers(3, 4, dtype=torch.float64)
+    batch = positions.expand(500, -1, -1)
+    moved = RANDOM[name](batch, 2.0, generator=torch.Generator().manual_seed(1))
+    change = moved - batch if name == "shift" else (moved / batch).log()
+    assert torch.allclose(change, change[:, :1].expand_as(change))
+    per_sample = change[:, 0]
+    limit = 2.0 if name == "shift" else math.log(2.0)
+    assert per_sample.abs().max() <= limit
+    # uniform: mean 0 and deviation limit / √3, and axes that agree in rescale alone
+    assert per_sample.mean().abs() < 0.1 * limit
+    assert per_sample.std().item() == pytest.approx(limit / math.sqrt(3), rel=0.1)
+    assert torch.allclose(per_sample[:, 0], per_sample[:, 1]) == (name == "rescale")
+    again = RANDOM[name](batch, 2.0, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(moved, again)
+    assert RANDOM[name](positions, 2.0).shape == positions.shape
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_an_amount_of_nothing_changes_nothing(name: str) -> None:
+    positions = tr.patch_centers(3, 4)
+    assert torch.equal(RANDOM[name](positions, 0.0 if name == "shift" else 1.0), positions)
+
+
+def test_anchored_positions_stay_within_the_training_size() -> None:
+    anchored = tr.anchor(tr.prefix(tr.grid(8, 6), 1), (8, 6), (4, 4))
+    assert anchored.amax(dim=0).tolist() == pytest.approx([3.5, 4 * 5 / 6])  # VisionLLaMA: (i B / H, j B / W)
+    assert torch.equal(tr.anchor(tr.grid(4, 4), 4, 4), tr.grid(4, 4))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
 def test_functions_on_positions_never_round_below_float32(dtype: torch.dtype) -> None:
     whole = torch.arange(256, 260).unsqueeze(-1).to(dtype)
     assert tr.shift(whole, 0.5).tolist() == [[v + 0.5] for v in whole.flatten().tolist()]
     assert tr.rescale(whole, 0.5).dtype == torch.float32
     assert tr.jitter(whole, 1.0).dtype == torch.float32
+    assert tr.random_rescale(whole, 2.0).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -72,6 +143,9 @@ def test_functions_on_positions_never_round_below_float32(dtype: torch.dtype) ->
             "positions must be float32 or float64, got torch.bfloat16",
         ),
         (lambda: tr.prefix(tr.grid(2), -1), "count of 0 or more, got -1"),
+        (lambda: tr.patch_centers(2, normalize="mean"), "normalize must be separate, max or min, got 'mean'"),
+        (lambda: tr.random_shift(tr.grid(2), -1.0), "random_shift needs an amount of 0 or more, got -1.0"),
+        (lambda: tr.random_rescale(tr.grid(2), 0.5), "the largest stretch must be 1 or more, got 0.5"),
         (lambda: tr.shift(tr.grid(2, 2), (1.0, 2.0, 3.0)), r"offset must be .* \(2\), got 3"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchrope as tr
+from torchrope.ops import rotate_one
 
 
 def rotation(heads: int = 2, tokens: int = 9, head_dim: int = 8) -> tr.Rotation:
@@ -158,3 +159,19 @@ def test_a_batch_of_positions_must_be_that_of_the_vectors() -> None:
     bad = torch.zeros(4, 2, 9, 8)
     with pytest.raises(ValueError, match=r"positions must have no batch or the batch of q \(4,\), got \(3,\)"):
         tr.rotate(bad, bad, turn)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["mixed", "liere:4", "comrope-ld:4", "string:4"])
+def test_one_alone_turns_as_both_together(name: str, backend: str) -> None:
+    """And with fewer rotations than heads, each turns a group."""
+    turn = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3), backend=backend)
+    q, k = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8)
+    together = tr.rotate(q, k, turn, backend=backend)
+    for x, expected in zip((q, k), together, strict=True):
+        assert torch.allclose(rotate_one(x, turn, backend=backend), expected, atol=1e-5)
+    inner = [rotate_one(x, turn, backend=backend, scores_only=True) for x in (q[:, :2], k)]
+    expected = tr.rotate(q[:, :2], k, turn, backend=backend)
+    assert torch.allclose(inner[0] @ inner[1].mT, expected[0] @ expected[1].mT, atol=1e-4)
+    with pytest.raises(ValueError, match="heads of x must be a multiple of the rotation's 2, got 3"):
+        rotate_one(q[:, :3], turn)

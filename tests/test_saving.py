@@ -67,6 +67,34 @@ def test_plain_registered_and_feature_models(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        partial(tr.ViT, (16, 16), patch_size=4, dim=32, depth=2, num_heads=2, encoding="learned+liere:4", pool="mean"),
+        partial(tr.ViT, (4, 8, 8), patch_size=(2, 4, 4), dim=32, depth=2, num_heads=2, encoding="string:8"),
+        partial(tr.Swin, (32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding="bias+mixed"),
+    ],
+)
+def test_models_of_our_own_come_back(model: Any, tmp_path: Path) -> None:
+    built = model(num_classes=5).eval()
+    tr.save(built, tmp_path)
+    again = tr.load(tmp_path)
+    x = torch.randn(2, 3, *built.arguments["input_size"])
+    assert torch.equal(again(x), built(x))
+    with pytest.raises(ValueError, match="settings as JSON"):
+        tr.save(model(encoding=tr.MixedRoPE), tmp_path / "other")
+
+
+def test_tensors_come_back_in_their_dtypes(tmp_path: Path) -> None:
+    model = tr.swap(made("vit").bfloat16(), "liere", init="paper").eval()
+    tr.save(model, tmp_path)
+    again = tr.load(tmp_path)
+    x = images(model).bfloat16()
+    assert torch.equal(again(x), model(x))
+    assert {name: p.dtype for name, p in again.named_parameters()} == {n: p.dtype for n, p in model.named_parameters()}
+    assert all(p.requires_grad for p in again.parameters())
+
+
 class Isotropic(tr.MixedRoPE):
     pass
 
@@ -97,7 +125,7 @@ def changed() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (partial(nn.Linear, 2, 2), "save rebuilds models of timm and transformers, got Linear"),
+        (partial(nn.Linear, 2, 2), "save rebuilds models of timm, transformers, torchrope, got Linear"),
         (changed, "got head: .*Sequential.* instead of .*Linear"),
         (partial(made, "vit", act_layer=nn.ReLU), "settings as JSON, got a model built with another"),
         (partial(timm.models.VisionTransformer, img_size=32, embed_dim=32, depth=1, num_heads=2), "made otherwise"),

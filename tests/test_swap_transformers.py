@@ -66,7 +66,7 @@ MODELS = {
     "siglip-classes": make("SiglipForImageClassification", siglip_whole),
     "siglip-whole": make("SiglipModel", siglip_whole),
 }
-LEARNED = ["mixed", "liere", "liere:8", "comrope-ap:4", "comrope-ld:4"]
+LEARNED = ["mixed", "liere", "liere:8", "comrope-ap:4", "comrope-ld:4", "string:8"]
 
 
 def run(model: Any, pixels: Tensor, **settings: Any) -> list[Tensor]:

@@ -17,18 +17,28 @@ if TYPE_CHECKING:
     from torchrope.attention import Attention as Attention
     from torchrope.backbones import Swin as Swin
     from torchrope.backbones import ViT as ViT
+    from torchrope.encodings import STRING as STRING
     from torchrope.encodings import AbsoluteEncoding as AbsoluteEncoding
     from torchrope.encodings import AxialRoPE as AxialRoPE
     from torchrope.encodings import ComRoPEAP as ComRoPEAP
     from torchrope.encodings import ComRoPELD as ComRoPELD
+    from torchrope.encodings import DINOv3RoPE as DINOv3RoPE
     from torchrope.encodings import Encoding as Encoding
+    from torchrope.encodings import GoldenGateRoPE as GoldenGateRoPE
+    from torchrope.encodings import InterleavedMRoPE as InterleavedMRoPE
     from torchrope.encodings import LearnedAPE as LearnedAPE
     from torchrope.encodings import LieRE as LieRE
     from torchrope.encodings import MixedRoPE as MixedRoPE
+    from torchrope.encodings import MRoPE as MRoPE
     from torchrope.encodings import NoEncoding as NoEncoding
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
     from torchrope.encodings import choose as choose
+    from torchrope.encodings import extend as extend
+    from torchrope.encodings import interpolate as interpolate
+    from torchrope.encodings import ntk as ntk
+    from torchrope.encodings import yarn as yarn
+    from torchrope.encodings import yarn_temperature as yarn_temperature
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
     from torchrope.interop.published import load_published as load_published
@@ -38,34 +48,66 @@ if TYPE_CHECKING:
     from torchrope.interop.swap import unswap as unswap
     from torchrope.ops import rotate as rotate
     from torchrope.ops import skew_exp as skew_exp
+    from torchrope.positions import Packed as Packed
+    from torchrope.positions import anchor as anchor
     from torchrope.positions import grid as grid
     from torchrope.positions import jitter as jitter
+    from torchrope.positions import pack as pack
+    from torchrope.positions import patch_centers as patch_centers
     from torchrope.positions import prefix as prefix
+    from torchrope.positions import random_rescale as random_rescale
+    from torchrope.positions import random_shift as random_shift
+    from torchrope.positions import random_stretch as random_stretch
     from torchrope.positions import rescale as rescale
     from torchrope.positions import shift as shift
     from torchrope.positions import windows as windows
     from torchrope.rotations import Block as Block
     from torchrope.rotations import Commuting as Commuting
     from torchrope.rotations import Planar as Planar
+    from torchrope.rotations import PlanarInBasis as PlanarInBasis
     from torchrope.rotations import Rotation as Rotation
 
 _ROOMS = {
-    "torchrope.positions": ("grid", "jitter", "prefix", "rescale", "shift", "windows"),
-    "torchrope.rotations": ("Block", "Commuting", "Planar", "Rotation"),
+    "torchrope.positions": (
+        "Packed",
+        "anchor",
+        "grid",
+        "jitter",
+        "pack",
+        "patch_centers",
+        "prefix",
+        "random_rescale",
+        "random_shift",
+        "random_stretch",
+        "rescale",
+        "shift",
+        "windows",
+    ),
+    "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
     "torchrope.ops": ("rotate", "skew_exp"),
     "torchrope.encodings": (
         "AbsoluteEncoding",
         "AxialRoPE",
         "ComRoPEAP",
         "ComRoPELD",
+        "DINOv3RoPE",
         "Encoding",
+        "GoldenGateRoPE",
+        "InterleavedMRoPE",
         "LearnedAPE",
         "LieRE",
+        "MRoPE",
         "MixedRoPE",
         "NoEncoding",
         "RelativePositionBias",
+        "STRING",
         "SinusoidalAPE",
         "choose",
+        "extend",
+        "interpolate",
+        "ntk",
+        "yarn",
+        "yarn_temperature",
     ),
     "torchrope.attention": ("Attention",),
     "torchrope.backbones": ("Swin", "ViT"),

@@ -1,5 +1,8 @@
 """Attention that takes a rotation as an argument."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -39,21 +42,61 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rotation: Rotation | None = None, *, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None = None,
+        *,
+        bias: Tensor | Sequence[Tensor | None] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """Mix tokens.
 
         Args:
             x: Tokens `(batch, tokens, dim)`.
             rotation: The rotation of their positions; None rotates nothing.
-            bias: Added to the scores, broadcast to `(batch, heads, tokens, tokens)`; or a boolean mask.
+            bias: Added to the scores, broadcast to `(batch, heads, tokens, tokens)`; or a boolean mask. With lengths
+                one for each sample, or None.
+            lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
 
         Returns:
             Tokens `(batch, tokens, dim)`.
+
+        Raises:
+            ValueError: lengths that do not add up to the tokens, or not one bias for each.
         """
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
         if rotation is not None:
             q, k = rotate(q, k, rotation, scores_only=True)
         dropout = self.attention_dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+        if lengths is None:
+            assert bias is None or isinstance(bias, Tensor)
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+        else:
+            biases = _of_each(bias, lengths, x.shape[1])
+            # One call a sample costs the sum of their squares, one call with a mask the square of their sum; a jagged
+            # torch.nested tensor was slower than the loop on a CPU, forward and backward.
+            qs, ks, vs = (each.split(list(lengths), dim=-2) for each in (q, k, v))
+            mixed = torch.cat(
+                [
+                    functional.scaled_dot_product_attention(*qkv, attn_mask=own, dropout_p=dropout)
+                    for qkv, own in zip(zip(qs, ks, vs, strict=True), biases, strict=True)
+                ],
+                dim=-2,
+            )
         return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
+
+
+def _of_each(
+    bias: Tensor | Sequence[Tensor | None] | None, lengths: Sequence[int], tokens: int
+) -> Sequence[Tensor | None]:
+    """The bias of each sample, of samples that lie end to end."""
+    if sum(lengths) != tokens:
+        raise ValueError(f"lengths must add up to the {tokens} tokens, got {sum(lengths)} of {len(lengths)} samples")
+    if bias is None:
+        return [None] * len(lengths)
+    if isinstance(bias, Tensor) or len(bias) != len(lengths):
+        came = "one for all" if isinstance(bias, Tensor) else str(len(bias))
+        raise ValueError(f"samples end to end need a bias each, {len(lengths)} of them, got {came}")
+    return bias

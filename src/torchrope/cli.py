@@ -44,8 +44,8 @@ OUT/report/index.html: which encoding suits the data, and what it costs.
 Stopped or killed, the same command goes on where it was. Short forms: --data NAME for --data.name NAME,
 --epochs N for --optim.epochs N, --encodings a,b,c. Defaults below are those of the data set named.
 
-Encodings: none, learned, sinusoidal, axial, mixed, liere, comrope-ap, comrope-ld; a block size as liere:8,
-an absolute and a rotary one together as learned+mixed.
+Encodings: none, learned, sinusoidal, bias, axial, mixed, liere, comrope-ap, comrope-ld, string, golden, dinov3, mrope,
+mrope-interleaved; a block size as liere:8, several kinds together as learned+mixed or bias+axial.
 """
 
 TRAIN = """\

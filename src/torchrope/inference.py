@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention
 from torchrope.backbones import ViT
-from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE
+from torchrope.encodings import STRING, AbsoluteEncoding, Encoding, MixedRoPE
+from torchrope.encodings.planes import planes
 from torchrope.ops.precision import wide_dtype
-from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal
+from torchrope.rotations import Block, Planar, Rotation, block_diagonal
 
 Model = TypeVar("Model", bound=nn.Module)
-
-# A plane's two columns are orthogonal to rounding error over this share; slower planes are found among what is left.
-_FAST_ENOUGH = 1e-3
 
 
 def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
@@ -72,7 +70,7 @@ def absorb(model: ViT) -> ViT:
     zero. Channels beyond `rotary_dim` stay as they are.
 
     Args:
-        model: A `ViT` with `ComRoPEAP`, `ComRoPELD`, `LieRE` of one axis or blocks of 2, `AxialRoPE`, `MixedRoPE`, or
+        model: A `ViT` with `ComRoPEAP`, `ComRoPELD`, `STRING`, `LieRE` of one axis, any family with blocks of 2, or
             any encoding whose blocks are multiples of one base each (`Encoding.factors_and_base`).
 
     Returns:
@@ -148,8 +146,8 @@ class Frozen(_Exact):
         if isinstance(baked, Planar):
             table, frequencies = baked.tabulated().table, baked.frequencies.clone()
         else:
-            # Commuting ones hold no matrices yet; float64 keeps the error of making them below the kernels'.
-            exact = baked.to(torch.float64) if isinstance(baked, Commuting) else baked
+            # A matrix that is there already is kept; float64 keeps the error of making one below the kernels'.
+            exact = baked if isinstance(baked, Block) else baked.to(torch.float64)
             table, frequencies = exact.blocks().to(baked.dtype).clone(), None
         self.register_buffer("positions", positions.detach().to(wide_dtype(positions)).clone())
         self.register_buffer("table", table)
@@ -291,6 +289,11 @@ def _as_mixed(encoding: nn.Module) -> tuple[nn.Module, Tensor | None]:
     with torch.no_grad():
         if encoding.block_size == 2:
             frequencies, basis = encoding.frequencies_per_axis(), None
+        elif isinstance(encoding, STRING):
+            frequencies, basis = (
+                encoding.frequencies,
+                block_diagonal(encoding.basis().cpu().double(), encoding.rotary_dim),
+            )
         else:
             frequencies, basis = _decompose(*_factors_and_base(encoding))
     return _mixed(encoding, frequencies), basis
@@ -335,7 +338,7 @@ def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         float64 on the CPU.
     """
     heads, blocks, b, _ = base.shape
-    each = [_planes(block) for block in base.cpu().double().flatten(0, 1)]  # not every device has float64
+    each = [planes(block) for block in base.cpu().double().flatten(0, 1)]  # not every device has float64
     bases = torch.stack([basis for basis, _ in each]).unflatten(0, (heads, blocks))
     angular = torch.stack([w for _, w in each]).unflatten(0, (heads, blocks))
     frequencies = factors.cpu().double().unsqueeze(-1) * angular  # (axes, heads, blocks, b div 2)
@@ -343,34 +346,6 @@ def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     turning, resting = channels[:, : b - b % 2], channels[:, b - b % 2 :]
     order = torch.cat([turning.flatten(), resting.flatten()])
     return frequencies.flatten(2), block_diagonal(bases, blocks * b)[..., order]
-
-
-def _planes(base: Tensor) -> tuple[Tensor, Tensor]:
-    """The planes that a skew matrix turns:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0, a column at rest last.
-
-    An eigenvector x + iy of iB at w > 0 gives the plane, B x = w y. Those of ±w mix where w is near zero, so the
-    slow planes are sought again in the complement of the fast ones, where they are large; equal w are safe.
-
-    Args:
-        base: B, `(b, b)`, float64.
-
-    Returns:
-        U `(b, b)`, orthogonal, and w `(b div 2)`.
-    """
-    size = len(base)
-    found, angular = base.new_empty(size, 0), base.new_empty(0)
-    left = torch.eye(size, dtype=base.dtype)  # columns whose planes are still sought
-    while left.shape[-1] > 1:
-        within = left.mT @ base @ left
-        w, vectors = torch.linalg.eigh(0.5j * (within - within.mT))
-        if not w[-1] > 0:
-            break
-        fast = w > _FAST_ENOUGH * w[-1]
-        pairs = torch.view_as_real(vectors[:, fast]).flatten(1) * 2**0.5  # columns x, y, x, y, ...
-        found, angular = torch.cat([found, left @ pairs], dim=-1), torch.cat([angular, w[fast]])
-        left = left @ torch.linalg.qr(pairs, mode="complete").Q[:, pairs.shape[-1] :]
-    resting = angular.new_zeros(size // 2 - len(angular))
-    return torch.cat([found, left], dim=-1), torch.cat([angular, resting])
 
 
 def _plain_attention(index: int, attention: nn.Module) -> Attention:

@@ -1,12 +1,14 @@
 """Positions: where tokens are. Plain float tensors `(tokens, axes)` or `(batch, tokens, axes)`.
 
 Positions are data, so everything that changes them is a function from positions to positions: shift, rescale,
-jitter. Their unit is whatever the lattice says, one patch by default.
+jitter, and their random kin. Their unit is whatever the lattice says, one patch by default.
 """
 
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +54,44 @@ def grid(
         for size, step, start in zip(sizes, spacings, origins, strict=True)
     ]
     return torch.cartesian_prod(*lines).reshape(-1, len(sizes))
+
+
+def patch_centers(
+    *sizes: int,
+    normalize: Literal["separate", "max", "min"] = "separate",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Place tokens at the centres of patches of data that is [-1, 1] long:  p = 2 (index + 1/2) / n - 1.
+
+    DINOv3's coordinates: other than `grid`'s they squeeze a larger image into the same interval.
+
+    Args:
+        sizes: Number of tokens along each axis.
+        normalize: What n is: each axis's own size, or the largest or smallest of all for all axes, which keeps the
+            aspect ratio.
+        device: Where the positions live.
+        dtype: Their floating dtype; never narrower than float32.
+
+    Returns:
+        Positions `(prod(sizes), len(sizes))`, row-major like `grid`'s.
+
+    Raises:
+        ValueError: an unknown normalisation, and what `grid` refuses.
+
+    References:
+        Siméoni et al., DINOv3, section 3.2; `normalize_coords` of its code.
+
+    Example:
+        >>> patch_centers(1, 4).tolist()
+        [[0.0, -0.75], [0.0, -0.25], [0.0, 0.25], [0.0, 0.75]]
+    """
+    if normalize not in ("separate", "max", "min"):
+        raise ValueError(f"normalize must be separate, max or min, got {normalize!r}")
+    common = max(sizes, default=0) if normalize == "max" else min(sizes, default=0)
+    lengths = [max(size if normalize == "separate" else common, 1) for size in sizes]
+    spacing, origin = [2 / n for n in lengths], [1 / n - 1 for n in lengths]
+    return grid(*sizes, spacing=spacing, origin=origin, device=device, dtype=dtype)
 
 
 def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
@@ -114,24 +154,186 @@ def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
     return positions * factor
 
 
-def jitter(positions: Tensor, amount: PerAxis, *, generator: torch.Generator | None = None) -> Tensor:
-    """Perturb every token on its own:  p + clip(n, -1, 1) * amount / 2  with  n ~ N(0, 1).
+def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
+    """Squeeze an input of any size into the training size:  p * train_size / size.
 
-    With `amount` equal to the spacing no token leaves its own cell: the position perturbation of ComRoPE
-    (its configuration's `perturbation_intensity`, here in the unit of the positions).
+    VisionLLaMA's auto-scaled RoPE: positions never leave the range that was trained.
+
+    Args:
+        positions: `(..., tokens, axes)`, tokens at the origin stay there.
+        sizes: Extent of the input, a number or one per axis.
+        train_sizes: Extent of the training data, the anchor, likewise.
+
+    Returns:
+        Positions of the same shape.
+
+    References:
+        Chu et al., VisionLLaMA, section 3.3 (AS2DRoPE).
+
+    Example:
+        >>> anchor(grid(4), 4, 2).flatten().tolist()
+        [0.0, 0.5, 1.0, 1.5]
+    """
+    axes = positions.shape[-1]
+    pairs = zip(per_axis("sizes", sizes, axes), per_axis("train_sizes", train_sizes, axes), strict=True)
+    return rescale(positions, [trained / size for size, trained in pairs])
+
+
+def jitter(
+    positions: Tensor, amount: PerAxis, *, intensity: float = 1.0, generator: torch.Generator | None = None
+) -> Tensor:
+    """Perturb every token on its own:  p + clip(n * intensity, -1, 1) * amount / 2  with  n ~ N(0, 1).
+
+    With `amount` equal to the spacing no token leaves its own cell: ComRoPE's position perturbation, whose
+    configuration calls the rest `perturbation_intensity`. It spares the time axis (an amount of 0) and the class token
+    (perturb, then `prefix`); its `offset_intensity` o is `shift(positions, o * torch.randn(axes))`.
 
     Args:
         positions: `(..., tokens, axes)`.
         amount: Width of the cell, one number or one per axis.
+        intensity: Deviation of the perturbation before it is clipped to the cell, in halves of the cell.
         generator: Source of randomness, for reproducible draws.
 
     Returns:
         Positions of the same shape.
+
+    References:
+        ComRoPE, table 3 (perturbation intensity) and `get_positions` of its code.
     """
     positions = _wide(positions)
     width = positions.new_tensor(per_axis("amount", amount, positions.shape[-1]))
     noise = torch.randn(positions.shape, dtype=positions.dtype, device=positions.device, generator=generator)
-    return positions + noise.clamp(-1, 1) * width / 2
+    return positions + (noise * intensity).clamp(-1, 1) * width / 2
+
+
+def random_shift(positions: Tensor, amount: float, *, generator: torch.Generator | None = None) -> Tensor:
+    """Move all tokens of a sample by one draw per axis:  p + u  with  u ~ U(-amount, amount).
+
+    Args:
+        positions: `(tokens, axes)`, drawn for once, or `(batch, tokens, axes)`, drawn for every sample.
+        amount: Largest shift, 0 or more.
+        generator: Source of randomness, for reproducible draws.
+
+    Returns:
+        Positions of the same shape.
+
+    References:
+        DINOv3's code, `shift_coords`.
+    """
+    if amount < 0:
+        raise ValueError(f"random_shift needs an amount of 0 or more, got {amount}")
+    return shift(positions, _drawn(positions, positions.shape[-1], generator) * amount)
+
+
+def random_stretch(positions: Tensor, factor: float, *, generator: torch.Generator | None = None) -> Tensor:
+    """Stretch each axis of a sample by a draw of its own:  p * e^u  with  u ~ U(-ln factor, ln factor).
+
+    Args:
+        positions: `(tokens, axes)`, drawn for once, or `(batch, tokens, axes)`, drawn for every sample.
+        factor: Largest stretch, 1 or more; the smallest is 1 / factor.
+        generator: Source of randomness, for reproducible draws.
+
+    Returns:
+        Positions of the same shape.
+
+    References:
+        DINOv3's code, `jitter_coords`.
+    """
+    return rescale(positions, _log_uniform(positions, positions.shape[-1], factor, generator))
+
+
+def random_rescale(positions: Tensor, factor: float, *, generator: torch.Generator | None = None) -> Tensor:
+    """Stretch all axes of a sample by one draw:  p * e^u  with  u ~ U(-ln factor, ln factor).
+
+    DINOv3 trains with this and a factor of 2, after `random_shift` and `random_stretch` where these are on.
+
+    Args:
+        positions: `(tokens, axes)`, drawn for once, or `(batch, tokens, axes)`, drawn for every sample.
+        factor: Largest stretch, 1 or more; the smallest is 1 / factor.
+        generator: Source of randomness, for reproducible draws.
+
+    Returns:
+        Positions of the same shape.
+
+    References:
+        Siméoni et al., DINOv3, section 3.2 (RoPE-box jittering); `rescale_coords` of its code.
+
+    Example:
+        >>> random_rescale(patch_centers(2, 2).expand(5, -1, -1), 2.0).shape
+        torch.Size([5, 4, 2])
+    """
+    return rescale(positions, _log_uniform(positions, 1, factor, generator))
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Samples of several sizes in one sequence, end to end, which attention must keep apart.
+
+    Attributes:
+        positions: `(total, axes)`, those of one sample after the other.
+        lengths: Tokens of each sample.
+    """
+
+    positions: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Where samples begin, and the end: `(samples + 1)`, int32, as kernels for variable lengths take it."""
+        ends = torch.tensor((0, *self.lengths), device=self.positions.device).cumsum(0)
+        return ends.to(torch.int32)
+
+    @property
+    def samples(self) -> Tensor:
+        """The sample that each token belongs to, `(total)`."""
+        lengths = torch.tensor(self.lengths, device=self.positions.device)
+        return torch.arange(len(self.lengths), device=lengths.device).repeat_interleave(lengths)
+
+    def mask(self) -> Tensor:
+        """True where two tokens belong to one sample, `(total, total)`, as scaled_dot_product_attention takes it."""
+        samples = self.samples
+        return samples.unsqueeze(-1) == samples
+
+
+def pack(positions: Sequence[Tensor]) -> Packed:
+    """Lay the positions of several samples end to end.
+
+    Rotate queries and keys `(1, heads, total, head_dim)` by an encoding's rotation of `positions`; then keep the
+    samples apart: `Attention` does, given `lengths`; `mask()` serves any attention; flex_attention takes
+    `create_block_mask(lambda b, h, i, j: samples[i] == samples[j], None, None, total, total)`; kernels for variable
+    lengths take `cu_seqlens`. Of a jagged `torch.nested` tensor rotate the `values()`, which are packed like this.
+
+    Args:
+        positions: `(tokens, axes)` of each sample.
+
+    Returns:
+        A `Packed`.
+
+    Raises:
+        ValueError: no samples, or positions that are not `(tokens, axes)` of the same axes.
+
+    Example:
+        >>> packed = pack([prefix(grid(2, 2), 1), prefix(grid(1, 3), 1)])
+        >>> packed.lengths, packed.cu_seqlens.tolist()
+        ((5, 4), [0, 5, 9])
+    """
+    if not positions or any(p.ndim != 2 or p.shape[1] != positions[0].shape[-1] for p in positions):
+        came = [tuple(p.shape) for p in positions]
+        raise ValueError(f"pack needs one or more positions (tokens, axes) of the same axes, got {came}")
+    return Packed(torch.cat(list(positions)), tuple(len(p) for p in positions))
+
+
+def _log_uniform(positions: Tensor, axes: int, factor: float, generator: torch.Generator | None) -> Tensor:
+    if not factor >= 1:
+        raise ValueError(f"the largest stretch must be 1 or more, got {factor}")
+    return (_drawn(positions, axes, generator) * math.log(factor)).exp()
+
+
+def _drawn(positions: Tensor, axes: int, generator: torch.Generator | None) -> Tensor:
+    """Uniform in [-1, 1], one draw for all tokens of a sample, `(*batch, 1, axes)`."""
+    wide = torch.promote_types(positions.dtype, torch.float32)
+    shape = (*positions.shape[:-2], 1, axes)
+    return 2 * torch.rand(shape, dtype=wide, device=positions.device, generator=generator) - 1
 
 
 def windows(

@@ -12,6 +12,7 @@ ones (`rotary_dim` < `head_dim`) pass unchanged. Tokens are second to last, head
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -174,6 +175,49 @@ class Commuting(Rotation):
         return torch.linalg.matrix_exp(exponents.contiguous())
 
     def inverse(self) -> "Commuting":
+        return replace(self, positions=-self.positions)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlanarInBasis(Rotation):
+    """Rotation of channel pairs in another basis:  R(p) = P rot(a) P^T,  a_i = sum_a p_a f_ai,  block by block.
+
+    Attributes:
+        positions: `(*batch, tokens, axes)`.
+        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
+        basis: P, `(heads or 1, blocks, b, b)`, orthogonal, b even.
+    """
+
+    positions: Tensor
+    frequencies: Tensor
+    basis: Tensor
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.frequencies.shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *batch, tokens, _ = self.positions.shape
+        return (*batch, self.basis.shape[0], tokens)
+
+    @property
+    def planar(self) -> Planar:
+        """rot(a), what is left of it where P is left out."""
+        return Planar(
+            positions=self.positions, frequencies=self.frequencies, head_dim=self.head_dim, num_heads=self.num_heads
+        )
+
+    def blocks(self) -> Tensor:
+        b = self.basis.shape[-1]
+        identity = torch.eye(b, dtype=self.dtype, device=self.device)
+        turns = block_diagonal(self.planar.blocks().unflatten(-3, (-1, b // 2)), b)  # (..., tokens, blocks, b, b)
+        basis = self.basis.unsqueeze(1)  # (heads, 1, blocks, b, b)
+        # I + P (rot - I) P^T, not P rot P^T: at the origin this is I to the last bit.
+        with nullcontext() if basis.is_meta else torch.autocast(basis.device.type, enabled=False):
+            return identity + basis @ (turns - identity) @ basis.mT
+
+    def inverse(self) -> "PlanarInBasis":
         return replace(self, positions=-self.positions)
 
 

@@ -60,11 +60,15 @@ class DropPath(nn.Module):
         super().__init__()
         self.p = p
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop branches of `(batch, ...)` in training."""
+    def forward(self, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """Drop branches of `(batch, ...)` in training, or of `(1, total, ...)`, samples of these lengths end to end."""
         if not self.training or self.p == 0:
             return x
-        keep = x.new_empty(len(x), *(1,) * (x.ndim - 1)).bernoulli_(1 - self.p)
+        if lengths is None:
+            keep = x.new_empty(len(x), *(1,) * (x.ndim - 1)).bernoulli_(1 - self.p)
+        else:
+            of_sample = x.new_empty(len(lengths), *(1,) * (x.ndim - 2)).bernoulli_(1 - self.p)
+            keep = of_sample.repeat_interleave(torch.tensor(lengths, device=x.device), dim=0, output_size=x.shape[1])
         return x * keep / (1 - self.p)
 
 

@@ -97,7 +97,9 @@ class Swin(nn.Module):
         drop_path: float = 0.1,
         checkpoint_layers: bool = False,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        self.arguments = arguments  # what builds it again
         if len(depths) != len(num_heads) or min([*depths, *num_heads], default=0) < 1:
             given = f"{tuple(depths)} and {tuple(num_heads)}"
             raise ValueError(f"depths and num_heads must be 1 or more, one of each per stage, got {given}")

@@ -1,5 +1,6 @@
 """A vision transformer for any number of axes: sequences, images, video, volumes."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -47,6 +48,8 @@ class ViT(nn.Module):
         spacing: Distance between neighbouring patches, one number or one per axis. By default the convention
             of the encoding's paper at the training size; it never changes with the input size.
         origin: Position of the first patch, likewise.
+        positions: What places the patches of a lattice in spite of spacing and origin, from its sizes and `device=`,
+            such as `torchrope.patch_centers`; a module, if it should know whether the model trains.
         pool: "cls" reads a class token that sits at the origin, "mean" averages the patches.
         num_registers: Extra tokens without a place, dropped before pooling.
         qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
@@ -87,6 +90,7 @@ class ViT(nn.Module):
         share_layers: bool = False,
         spacing: PerAxis | None = None,
         origin: PerAxis | None = None,
+        positions: Callable[..., Tensor] | None = None,
         pool: Literal["cls", "mean"] = "cls",
         num_registers: int = 0,
         qkv_bias: bool = True,
@@ -99,7 +103,9 @@ class ViT(nn.Module):
         embedding_norm: bool = False,
         checkpoint_layers: bool = False,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        self.arguments = arguments  # what builds it again
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool must be 'cls' or 'mean', got {pool!r}")
         if depth < 1 or num_heads < 1:
@@ -122,6 +128,7 @@ class ViT(nn.Module):
         paper = encodings[0].lattice(*sizes)
         self.spacing = paper["spacing"] if spacing is None else spacing
         self.origin = paper["origin"] if origin is None else origin
+        self.place = positions
 
         self.num_prefix = num_registers + (pool == "cls")
         self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim))
@@ -152,21 +159,24 @@ class ViT(nn.Module):
         for module in (*parts, itself):
             initialize(module)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor:
         """Classify.
 
         Args:
-            x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone.
+            x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone. Or
+                samples of several sizes, each `(in_channels, *sizes)`, which go through the layers as one sequence.
 
         Returns:
             Logits `(batch, num_classes)`.
         """
         return self.head(self.features(x))
 
-    def features(self, x: Tensor) -> Tensor:
-        """The pooled features `(batch, dim)` of data `(batch, in_channels, *sizes)`."""
+    def features(self, x: Tensor | Sequence[Tensor]) -> Tensor:
+        """The pooled features `(batch, dim)` of what `forward` takes."""
         tokens = self.norm(self.hidden_states(x, [-1])[0])
-        return tokens[:, 0] if self.pool == "cls" else tokens[:, self.num_prefix :].mean(dim=1)
+        samples = [tokens] if isinstance(x, Tensor) else tokens.split(self._lengths(self._parts(x)), dim=1)
+        pooled = [each[:, 0] if self.pool == "cls" else each[:, self.num_prefix :].mean(dim=1) for each in samples]
+        return pooled[0] if isinstance(x, Tensor) else torch.cat(pooled)
 
     def feature_maps(self, x: Tensor, indices: Sequence[int], *, norm: bool = True) -> list[Tensor]:
         """Lay the tokens of chosen depths on the lattice of patches, without prefix tokens.
@@ -195,33 +205,61 @@ class ViT(nn.Module):
         """Tokens `(batch, prefix + patches, dim)` to the map `(batch, dim, *sizes)` of the patches alone."""
         return tokens[:, self.num_prefix :].mT.unflatten(2, tuple(sizes))
 
-    def hidden_states(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        """The tokens `(batch, prefix + patches, dim)` of chosen depths, numbered as in `feature_maps`, not normed."""
+    def hidden_states(self, x: Tensor | Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+        """The tokens of chosen depths, not normed.
+
+        Args:
+            x: What `forward` takes.
+            indices: Depths, numbered as in `feature_maps`.
+
+        Returns:
+            One `(batch, prefix + patches, dim)` per index; `(1, tokens of all samples, dim)` for a list of samples.
+        """
         depths = range(len(self.layers) + 1)
         if any(index not in range(-len(depths), len(depths)) for index in indices):
             raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")
         wanted = [depths[index] for index in indices]
-        sizes = self.embed.lattice(x.shape[2:])
-        tokens = self.embed(x)  # (batch, tokens, dim)
-        if self.absolute is not None:
-            tokens = tokens + self.absolute(*sizes)
-        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
-        tokens = self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
-        rotations = self.rotations(sizes, device=x.device)
-        biases = self.score_biases(sizes)
+        parts = self._parts(x)
+        lattices = [self.embed.lattice(part.shape[2:]) for part in parts]
+        lengths = None if isinstance(x, Tensor) else self._lengths(parts)
+        tokens = _end_to_end([self.embedded(part) for part in parts])
+        places = _end_to_end([self.positions(sizes, device=tokens.device) for sizes in lattices], dim=0)
+        rotations = [encoding(places) for encoding in self.encodings]
+        biases = [self.score_biases(sizes) for sizes in lattices]
         kept = {0: tokens} if 0 in wanted else {}
         for index, layer in enumerate(self.layers):
-            inputs = (tokens, rotations[index % len(rotations)], biases[index % len(biases)])
+            own = [of_layers[index % len(of_layers)] for of_layers in biases]
+            inputs = (tokens, rotations[index % len(rotations)], own[0] if lengths is None else own, lengths)
             tokens = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
             if index + 1 in wanted:
                 kept[index + 1] = tokens
         return [kept[depth] for depth in wanted]
 
+    def embedded(self, x: Tensor) -> Tensor:
+        """Data `(batch, in_channels, *sizes)` as the tokens of the first layer, prefix tokens first."""
+        tokens = self.embed(x)
+        if self.absolute is not None:
+            tokens = tokens + self.absolute(*self.embed.lattice(x.shape[2:]))
+        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
+        return self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
+
     def rotations(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> list[Rotation]:
         """The rotations of a lattice of patches, one per layer, or one alone where layers share it."""
-        lattice = grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
-        positions = prefix(lattice, self.num_prefix)
+        positions = self.positions(sizes, device=device)
         return [encoding(positions) for encoding in self.encodings]
+
+    def positions(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> Tensor:
+        """Where the tokens of a lattice of patches are, prefix tokens first, `(tokens, axes)`."""
+        if self.place is not None:
+            return prefix(self.place(*sizes, device=device), self.num_prefix)
+        return prefix(grid(*sizes, spacing=self.spacing, origin=self.origin, device=device), self.num_prefix)
+
+    def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        return [x] if isinstance(x, Tensor) else _batches_of_one(x, len(self.embed.patch_size))
+
+    def _lengths(self, parts: list[Tensor]) -> list[int]:
+        """Tokens of each sample."""
+        return [self.num_prefix + math.prod(self.embed.lattice(part.shape[2:])) for part in parts]
 
     def score_biases(self, sizes: Sequence[int]) -> list[Tensor | None]:
         """What is added to the scores, 0 for tokens without a place: one per layer, or one alone as `rotations`."""
@@ -256,10 +294,17 @@ class Layer(nn.Module):
         self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, rotation: Rotation, bias: Tensor | None = None) -> Tensor:
-        """Tokens `(batch, tokens, dim)` to tokens of the same shape."""
-        x = x + self.drop_path(self.scale1(self.attention(self.norm1(x), rotation, bias=bias)))
-        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))))
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        bias: Tensor | Sequence[Tensor | None] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Tokens `(batch, tokens, dim)` to tokens of the same shape; samples may lie end to end, of these lengths."""
+        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths)
+        x = x + self.drop_path(self.scale1(mixed), lengths)
+        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
 
 
 class LayerScale(nn.Module):
@@ -290,6 +335,21 @@ def initialize(module: nn.Module) -> None:
         module.reset_parameters()
     elif isinstance(module, ViT):
         nn.init.trunc_normal_(module.prefix_tokens, std=0.02, a=-0.04, b=0.04)
+
+
+def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:
+    """Samples `(channels, *sizes)` as batches; those that are batches of one already stay."""
+    if not samples:
+        raise ValueError("a list of samples must hold one or more, got none")
+    alone = [x.unsqueeze(0) if x.ndim == num_axes + 1 else x for x in samples]
+    for x in alone:
+        if x.ndim != num_axes + 2 or len(x) != 1:
+            raise ValueError(f"samples of a list must be (in_channels, *sizes), {num_axes} sizes, got {tuple(x.shape)}")
+    return alone
+
+
+def _end_to_end(parts: list[Tensor], dim: int = 1) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:

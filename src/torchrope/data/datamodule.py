@@ -101,8 +101,8 @@ class DataModule(pl.LightningDataModule, ABC):
         train, _ = self._made_datasets()
         epoch, replicas, rank = self._place()
         sampler = self._train_order(train, epoch, replicas, rank)
-        if epoch == self.resume_at[0]:
-            sampler = RestOf(sampler, self.resume_at[1] * self.config.batch_size)
+        if epoch == self.resume_at[0] and self.resume_at[1]:
+            sampler = RestOf(sampler, epoch, self.resume_at[1] * self.config.batch_size)
         generator = torch.Generator().manual_seed(self._seed + epoch)  # seeds worker processes
         return self._loader(train, self.config.batch_size, sampler, generator)
 
@@ -169,12 +169,19 @@ class RestOf(Sampler[int]):
 
     Args:
         whole: Order of all examples.
+        epoch: In which they were seen; in others nothing is left out.
         seen: How many to leave out.
     """
 
-    def __init__(self, whole: Sampler[int], seen: int) -> None:
+    def __init__(self, whole: Sampler[int], epoch: int, seen: int) -> None:
         self.whole = whole
+        self.epoch = epoch
         self.seen = seen
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of another epoch, as Lightning asks for it."""
+        self.whole.set_epoch(epoch)  # type: ignore[attr-defined]
+        self.seen = self.seen if epoch == self.epoch else 0
 
     def __iter__(self) -> Iterator[int]:
         return islice(iter(self.whole), self.seen, None)

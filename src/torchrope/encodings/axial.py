@@ -1,14 +1,12 @@
 """RoPE and RoPE-Axial: fixed frequencies, each pair of channels turns with one axis."""
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchrope.encodings.base import Encoding, planar, rounding
+from torchrope.encodings.fixed import OneAxisPerPair
 
 
-class AxialRoPE(Encoding):
+class AxialRoPE(OneAxisPerPair):
     """Turn each pair of channels with one axis:  a_j = p_{j mod N} θ_{j div N},  θ_t = base^(-t / n).
 
     n = head_dim / (2 N) is the number of frequencies of an axis. With one axis this is RoPE (RoFormer,
@@ -40,8 +38,6 @@ class AxialRoPE(Encoding):
     summary = "RoPE with each pair of channels given to one axis; fixed frequencies, nothing learned."
     source = "Heo et al., RoPE for Vision Transformer, eq. 12-13; one axis: Su et al., RoFormer, eq. 15"
 
-    frequencies: Tensor
-
     def __init__(
         self,
         *,
@@ -56,43 +52,15 @@ class AxialRoPE(Encoding):
             num_axes=num_axes,
             num_heads=num_heads,
             head_dim=head_dim,
-            block_size=2,
             rotary_dim=rotary_dim,
             shared_heads=shared_heads,
         )
         self._require_divisible(2 * num_axes, "2·num_axes")
         self.base = 10_000.0 ** (1 / num_axes) if base is None else base
-        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.register_buffer("frequencies", torch.empty(num_axes, self.num_blocks, dtype=wide))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Write the ladder of frequencies."""
-        with torch.no_grad():
-            self.frequencies.copy_(axial_ladder(self.num_axes, self.num_blocks, self.base))
-
-    def generators(self) -> Tensor:
-        return planar(self.frequencies).unsqueeze(1).expand(-1, self.parameter_heads, -1, -1, -1)
-
-    def frequencies_per_axis(self) -> Tensor:
-        return self.frequencies.unsqueeze(1)
-
-    def _take_generators(self, generators: Tensor) -> None:
-        frequencies = generators[..., 1, 0]  # (axes, heads, pairs)
-        slack = rounding(generators)
-        if (frequencies - frequencies[:, :1]).abs().max() > slack:
-            raise ValueError("AxialRoPE turns all heads alike, got generators whose heads differ")
-        axes_used = (frequencies[:, 0].abs() > slack).sum(dim=0)
-        if (axes_used > 1).any():
-            raise ValueError(f"AxialRoPE gives a pair to one axis, got a pair that turns with {axes_used.max().item()}")
-        self.frequencies.copy_(frequencies[:, 0])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        exact = self.frequencies
-        super()._apply(fn, recurse)
-        if self.frequencies.dtype not in (torch.float32, torch.float64):
-            self.frequencies = exact.to(self.frequencies.device)
-        return self
+    def ladder(self) -> Tensor:
+        return axial_ladder(self.num_axes, self.num_blocks, self.base)
 
 
 def axial_ladder(num_axes: int, num_pairs: int, base: float) -> Tensor:

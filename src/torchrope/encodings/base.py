@@ -121,11 +121,11 @@ class Encoding(nn.Module, ABC):
         made_for: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
             # A copy, here and below: a rotation is a value, but parameters change, and are freed where sharded.
-            positions, frequencies = _widened(positions, self.frequencies_per_axis().clone())
+            positions, frequencies = widened(positions, self.frequencies_per_axis().clone())
             return Planar(positions=positions, frequencies=frequencies, **made_for)
         factored = self.factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
-            positions, factors, base = _widened(positions, *factored)
+            positions, factors, base = widened(positions, *factored)
             if takes_kernels(backend, positions, factors, base) and fits_kernels(positions, self.block_size):
                 basis, angular = skew_eig(base)
                 return Commuting(
@@ -134,7 +134,7 @@ class Encoding(nn.Module, ABC):
         generators = self.generators()
         if generators.stride(1) == 0:  # one head's numbers, seen by all
             generators = generators[:, :1]
-        positions, generators = _widened(positions, generators)
+        positions, generators = widened(positions, generators)
         if takes_kernels(backend, positions, generators) and fits_kernels(positions, self.block_size):
             table, tangent = exp_generators(positions, generators)
             return Block(table=table, tangent=tangent, **made_for)
@@ -270,7 +270,7 @@ def check_init(init: str) -> Init:
     raise ValueError(f"init must be 'paper' or 'zeros', got {init!r}")
 
 
-def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """All in the narrowest dtype that holds them, float32 at least."""
     wide = wide_dtype(*tensors)
     return tuple(tensor.to(wide) for tensor in tensors)

@@ -68,9 +68,7 @@ class MixedRoPE(Encoding):
             if self.init == "zeros":
                 self.frequencies.zero_()
                 return
-            turns = _random_rotations(self.parameter_heads, self.num_axes)  # (heads, axes, axes)
-            ladder = axial_ladder(self.num_axes, self.num_blocks, self.base)  # (axes, pairs)
-            self.frequencies.copy_((turns @ ladder.to(turns)).transpose(0, 1))
+            self.frequencies.copy_(turned_ladder(self.frequencies, self.base))
 
     def generators(self) -> Tensor:
         return planar(self.frequencies)
@@ -80,6 +78,14 @@ class MixedRoPE(Encoding):
 
     def _take_generators(self, generators: Tensor) -> None:
         self.frequencies.copy_(generators[..., 1, 0])
+
+
+def turned_ladder(like: Tensor, base: float) -> Tensor:
+    """The axial ladder turned by one random rotation of the axes per head, `(axes, heads, pairs)` as `like`."""
+    num_axes, heads, pairs = like.shape
+    turns = _random_rotations(heads, num_axes)  # (heads, axes, axes)
+    ladder = axial_ladder(num_axes, pairs, base)  # (axes, pairs)
+    return (turns @ ladder.to(turns)).transpose(0, 1)
 
 
 def _random_rotations(count: int, num_axes: int) -> Tensor:

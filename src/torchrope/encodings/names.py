@@ -11,9 +11,13 @@ from torchrope.encodings.axial import AxialRoPE
 from torchrope.encodings.base import Encoding
 from torchrope.encodings.bias import RelativePositionBias
 from torchrope.encodings.comrope import ComRoPEAP, ComRoPELD
+from torchrope.encodings.dinov3 import DINOv3RoPE
+from torchrope.encodings.golden import GoldenGateRoPE
 from torchrope.encodings.liere import LieRE
 from torchrope.encodings.mixed import MixedRoPE
+from torchrope.encodings.mrope import InterleavedMRoPE, MRoPE
 from torchrope.encodings.none import NoEncoding
+from torchrope.encodings.string import STRING
 
 ROTARY: dict[str, type[Encoding]] = {
     "none": NoEncoding,
@@ -22,10 +26,15 @@ ROTARY: dict[str, type[Encoding]] = {
     "liere": LieRE,
     "comrope-ap": ComRoPEAP,
     "comrope-ld": ComRoPELD,
+    "string": STRING,
+    "golden": GoldenGateRoPE,
+    "dinov3": DINOv3RoPE,
+    "mrope": MRoPE,
+    "mrope-interleaved": InterleavedMRoPE,
 }
 ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {"learned": LearnedAPE, "sinusoidal": SinusoidalAPE}
 BIAS: dict[str, type[RelativePositionBias]] = {"bias": RelativePositionBias}
-WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld")
+WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld", "string")
 
 
 @dataclass(frozen=True)

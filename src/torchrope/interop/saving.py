@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from torchrope import encodings as families
@@ -24,6 +22,7 @@ FILE = "torchrope.safetensors"
 """The name of the file in a folder."""
 
 _FORMAT = 1
+_REBUILDERS = {**LIBRARIES, "torchrope": "torchrope.interop.own"}
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -42,11 +41,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             encodings of a class that torchrope does not have.
         OSError: the file cannot be written.
     """
-    known = origins(type(model))
-    if not known:
-        raise ValueError(f"save rebuilds models of {' and '.join(LIBRARIES)}, got {type(model).__name__}")
-    library = known[0]
-    recipe = import_module(LIBRARIES[library]).recipe(model)
+    from safetensors.torch import save as to_bytes
+
+    library = _library(model)
+    recipe = import_module(_REBUILDERS[library]).recipe(model)
     rotary = _rotary(model)
     head = {"format": _FORMAT, "torchrope": __version__, "library": library, "recipe": recipe, "swap": None}
     with_encodings = _rotary(_rebuilt(head, "meta")) is not None
@@ -75,11 +73,13 @@ def load(path: str | os.PathLike[str], *, classes: Iterable[type[Encoding]] = ()
     Raises:
         ValueError: the file is missing, cut off or another's; its tensors do not fit the model it names.
     """
+    from safetensors import SafetensorError, safe_open
+
     file = _file(path)
     try:
         with safe_open(file, framework="pt") as opened:
             text = (opened.metadata() or {}).get("torchrope")
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no dict
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118, it is no dict
     except (OSError, SafetensorError) as error:
         raise ValueError(f"load needs a file that torchrope.save wrote, got {file}: {error}") from None
     head = None if text is None else json.loads(text)
@@ -87,7 +87,7 @@ def load(path: str | os.PathLike[str], *, classes: Iterable[type[Encoding]] = ()
         came = "none of its settings" if head is None else f"format {head.get('format')}"
         raise ValueError(f"load needs a file that torchrope.save wrote in format {_FORMAT}, got {file} with {came}")
     model = _assembled(head, tensors, tuple(classes), device="cpu")
-    wrong = model.load_state_dict(tensors, strict=False)
+    wrong = model.load_state_dict(tensors, strict=False, assign=True)  # in the dtypes they were saved in
     if wrong.missing_keys or wrong.unexpected_keys:
         rule = f"load needs the tensors of {head['recipe']}"
         raise ValueError(f"{rule}, got none of {wrong.missing_keys} and unknown {wrong.unexpected_keys} in {file}")
@@ -114,6 +114,16 @@ def build(description: dict[str, Any], classes: Iterable[type[Encoding]] = ()) -
     if not (isinstance(found, type) and issubclass(found, Encoding)):
         raise ValueError(f"encodings of your own must be given as classes=[...], got a model with {name}")
     return found(**_tuples(description["arguments"]))
+
+
+def _library(model: nn.Module) -> str:
+    """Which library builds a model; a model of timm's that is registered here is timm's."""
+    known = origins(type(model))
+    if known:
+        return known[0]
+    if type(model).__module__.startswith("torchrope."):
+        return "torchrope"
+    raise ValueError(f"save rebuilds models of {', '.join(_REBUILDERS)}, got {type(model).__name__}")
 
 
 def _described(rotary: Rotary) -> dict[str, Any]:
@@ -145,7 +155,7 @@ def _assembled(
 
 
 def _rebuilt(head: dict[str, Any], device: str) -> nn.Module:
-    model: nn.Module = import_module(LIBRARIES[head["library"]]).rebuild(_tuples(head["recipe"]), device)
+    model: nn.Module = import_module(_REBUILDERS[head["library"]]).rebuild(_tuples(head["recipe"]), device)
     return model
 
 

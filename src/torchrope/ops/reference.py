@@ -23,6 +23,23 @@ def rotate_one(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([turned, resting], dim=-1) if resting.shape[-1] else turned
 
 
+def into_basis(x: Tensor, basis: Tensor | None) -> Tensor:
+    """P^T x for x `(*batch, heads, tokens, head_dim)` and P `(heads or 1, blocks, b, b)`; channels beyond stay."""
+    if basis is None or not basis.numel():
+        return x
+    blocks, b = basis.shape[-3:-1]
+    turning, resting = x.split([blocks * b, x.shape[-1] - blocks * b], dim=-1)
+    columns = turning.unflatten(-1, (blocks, b)).transpose(-3, -2)  # (*batch, heads, blocks, tokens, b)
+    inside = columns @ _spread_over_heads(basis.to(x.dtype), x.shape[-3], of_head=3)
+    flat = inside.transpose(-3, -2).flatten(-2)
+    return torch.cat([flat, resting], dim=-1) if resting.shape[-1] else flat
+
+
+def out_of_basis(x: Tensor, basis: Tensor | None) -> Tensor:
+    """P x: the way back from `into_basis`."""
+    return into_basis(x, None if basis is None else basis.mT)
+
+
 def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # (*batch, heads, tokens, pairs)
     return torch.stack([cos * even - sin * odd, sin * even + cos * odd], dim=-1).flatten(-2)

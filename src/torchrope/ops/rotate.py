@@ -7,7 +7,7 @@ from torchrope.ops import reference
 from torchrope.ops.backends import takes_kernels
 from torchrope.ops.library import OPS
 from torchrope.ops.precision import wide_dtype, without_autocast
-from torchrope.rotations import Block, Commuting, Planar, Rotation
+from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
 
 
 def rotate(
@@ -52,6 +52,8 @@ def rotate(
     _check("q", q, rotation)
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
+    if isinstance(rotation, PlanarInBasis) or isinstance(of_keys, PlanarInBasis):
+        return _rotate_in_bases(q, k, rotation, key_rotation, backend, scores_only)
     if not _takes_kernels(backend, q, k, rotation, of_keys):
         return _rotate_wide(q, rotation), _rotate_wide(k, of_keys)
     if key_rotation is None:
@@ -84,9 +86,43 @@ def rotate_one(x: Tensor, rotation: Rotation, *, backend: str = "auto", scores_o
     _check("x", x, rotation)
     if rotation.shape[-2] != 1 and x.shape[-3] % rotation.heads:
         raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
+    if isinstance(rotation, PlanarInBasis):
+        wide = torch.promote_types(wide_dtype(x), rotation.dtype)
+        with without_autocast(x):
+            inner = reference.into_basis(x.to(wide), rotation.basis)
+            turned = rotate_one(inner, rotation.planar, backend=backend)
+            outer = turned if scores_only else x + reference.out_of_basis(turned - inner, rotation.basis)
+        return outer.to(x.dtype)
     if not _takes_kernels(backend, x, x, rotation, rotation):
         return _rotate_wide(x, rotation)
     return _rotate_alone(x, rotation, scores_only)
+
+
+def _rotate_in_bases(
+    q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation | None, backend: str, scores_only: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate both as  x + P (rot y - y),  y = P^T x,  so that what does not turn stays as it is; P = I for other kinds.
+
+    Scores need rot y alone where q and k share P.
+    """
+    of_keys = rotation if key_rotation is None else key_rotation
+    basis, planar = _split(rotation)
+    key_basis, key_planar = _split(of_keys)
+    # float32 or wider for all steps: rounding in between would be one time too many.
+    wide = torch.promote_types(wide_dtype(q, k), torch.promote_types(rotation.dtype, of_keys.dtype))
+    with without_autocast(q):
+        inner_q, inner_k = reference.into_basis(q.to(wide), basis), reference.into_basis(k.to(wide), key_basis)
+        elsewhere = None if key_rotation is None else key_planar
+        turned_q, turned_k = rotate(inner_q, inner_k, planar, key_rotation=elsewhere, backend=backend)
+        if not (scores_only and basis is key_basis):
+            turned_q = q + reference.out_of_basis(turned_q - inner_q, basis)
+            turned_k = k + reference.out_of_basis(turned_k - inner_k, key_basis)
+    return turned_q.to(q.dtype), turned_k.to(k.dtype)
+
+
+def _split(rotation: Rotation) -> tuple[Tensor | None, Rotation]:
+    """The basis of a rotation that has one of its own, and what turns inside."""
+    return (rotation.basis, rotation.planar) if isinstance(rotation, PlanarInBasis) else (None, rotation)
 
 
 def _rotate_wide(x: Tensor, rotation: Rotation) -> Tensor:
@@ -175,6 +211,8 @@ def _beyond_kernels(rotation: Rotation, leading: int) -> str | None:
 
 
 def _check(name: str, x: Tensor, rotation: Rotation) -> None:
+    if x.is_nested:
+        raise ValueError(f"{name} must be dense, got a nested tensor; its values() rotate by packed positions")
     if x.ndim < 3 or not x.is_floating_point():
         raise ValueError(
             f"{name} must be floating point (batch, heads, tokens, head_dim), got {x.dtype} {tuple(x.shape)}"

@@ -1,0 +1,75 @@
+"""DINOv3's RoPE: axial periods on coordinates in [-1, 1]."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrope.encodings.fixed import OneAxisPerPair, centred_lattice
+
+
+class DINOv3RoPE(OneAxisPerPair):
+    """Turn each pair of channels with one axis:  a_(a n + t) = 2π p_a / base^(t / n),  n = head_dim / (2 N).
+
+    RoPE-Axial by periods: the image is [-1, 1] long, and one after the other the axes have their n pairs. Its
+    coordinates are `torchrope.patch_centers`; what it does to them in training, `random_shift`, `random_stretch` and
+    `random_rescale`, are functions on positions.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by 2 N.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        base: Ratio of the longest period to come to the first, which is 1 unit of position.
+
+    Raises:
+        ValueError: head_dim is not divisible by 2 N.
+
+    References:
+        Siméoni et al., DINOv3, section 3.2, and its code, `rope_position_encoding.py`. Its channels lie half and half:
+        pair j is their channels j and j + head_dim / 2, here 2j and 2j + 1.
+
+    Example:
+        >>> (2 * math.pi / DINOv3RoPE(num_axes=2, num_heads=1, head_dim=8).frequencies).tolist()
+        [[1.0, 10.0, inf, inf], [inf, inf, 1.0, 10.0]]
+    """
+
+    title = "RoPE, DINOv3"
+    formula = "angle of pair a·n + t = 2π pₐ / base^(t/n) fixed,  p in [−1, 1]"
+    summary = "RoPE-Axial by periods, on coordinates that make every image 2 long; fixed frequencies."
+    source = "Siméoni et al., DINOv3, section 3.2"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        base: float = 100.0,
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        self._require_divisible(2 * num_axes, "2·num_axes")
+        self.base = base
+        self.reset_parameters()
+
+    @classmethod
+    def lattice(cls, *sizes: int) -> dict[str, Any]:
+        """Patch centres, with the training image [-1, 1] along every axis."""
+        return centred_lattice(sizes)
+
+    def ladder(self) -> Tensor:
+        pair = torch.arange(self.num_blocks)
+        per_axis = max(self.num_blocks // self.num_axes, 1)
+        theta = 2 * math.pi * self.base ** -((pair % per_axis).double() / per_axis)
+        own_axis = torch.div(pair, per_axis, rounding_mode="floor") == torch.arange(self.num_axes).unsqueeze(1)
+        return theta * own_axis

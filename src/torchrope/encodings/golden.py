@@ -1,0 +1,114 @@
+"""Golden-gate RoPE: fixed frequencies along directions that are spread evenly."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchrope.encodings.fixed import FixedFrequencies, centred_lattice
+
+
+class GoldenGateRoPE(FixedFrequencies):
+    """Turn pair j of head h along a direction of its own:  a_hj = ω_j <u_hj, p>,  |u_hj| = 1,  fixed.
+
+    Directions follow a sequence of low discrepancy over all heads and pairs, ω grows geometrically from the lowest to
+    the highest frequency, the first pairs may rest. RoPE-Mixed with directions that are chosen and not learned.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, even.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: One set of directions for all heads.
+        min_frequency: The lowest ω, radians per unit of position, where the training image is [-1, 1].
+        max_frequency: The highest ω.
+        resting: Share of the pairs whose ω is 0.
+
+    Raises:
+        ValueError: head_dim is odd; frequencies or share out of range.
+
+    References:
+        J. Xiong, On N-dimensional Rotary Positional Embeddings, 2025, jerryxio.ng/posts/nd-rope: directions at
+        multiples of the golden angle for two axes, by the generalised golden ratio and the inverse error function
+        for others.
+
+    Example:
+        >>> encoding = GoldenGateRoPE(num_axes=2, num_heads=2, head_dim=8, min_frequency=1.0, max_frequency=8.0)
+        >>> encoding.frequencies.norm(dim=0)[0].tolist()
+        [1.0, 2.0, 4.0, 8.0]
+    """
+
+    title = "RoPE, golden gate"
+    formula = "angle of pair j, head h = ωⱼ ⟨uₕⱼ, p⟩,  uₕⱼ spread evenly, ωⱼ geometric, both fixed"
+    summary = "Fixed frequencies, each pair of channels along a direction of its own, the directions spread evenly."
+    source = "J. Xiong, On N-dimensional Rotary Positional Embeddings, July 2025"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        min_frequency: float = 0.2,
+        max_frequency: float = 20.0,
+        resting: float = 0.0,
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        if not 0 < min_frequency <= max_frequency:
+            raise ValueError(f"frequencies must be 0 < lowest <= highest, got {min_frequency} and {max_frequency}")
+        if not 0 <= resting <= 1:
+            raise ValueError(f"resting must be a share from 0 to 1, got {resting}")
+        self.min_frequency = min_frequency
+        self.max_frequency = max_frequency
+        self.resting = resting
+        self.reset_parameters()
+
+    @classmethod
+    def lattice(cls, *sizes: int) -> dict[str, Any]:
+        """Patch centres, with the training image [-1, 1] along every axis."""
+        return centred_lattice(sizes)
+
+    def ladder(self) -> Tensor:
+        turning = self.num_blocks - round(self.resting * self.num_blocks)
+        step = torch.linspace(0, 1, turning, dtype=torch.float64)
+        omega = self.min_frequency * (self.max_frequency / self.min_frequency) ** step
+        omega = functional.pad(omega, (self.num_blocks - turning, 0))
+        spread = directions(self.parameter_heads * self.num_blocks, self.num_axes)
+        return omega * spread.T.unflatten(-1, (self.parameter_heads, self.num_blocks))
+
+
+def directions(count: int, num_axes: int) -> Tensor:
+    """Unit vectors `(count, num_axes)` spread evenly, however many are taken; opposite ones count as the same.
+
+    Two axes: the angle grows by π / φ, φ the golden ratio. Others: points of the unit cube by the roots of
+    x^(N + 1) = x + 1, made normal by the inverse error function, and normalised.
+
+    Example:
+        >>> directions(3, 2).round(decimals=2).tolist()
+        [[1.0, 0.0], [-0.36, 0.93], [-0.74, -0.68]]
+    """
+    index = torch.arange(count, dtype=torch.float64)
+    if num_axes == 2:
+        angle = index * (math.pi / _golden_ratio(1))
+        return torch.stack([angle.cos(), angle.sin()], dim=-1)
+    powers = torch.arange(1, num_axes + 1, dtype=torch.float64)
+    cube = torch.frac((index + 1).unsqueeze(-1) * _golden_ratio(num_axes) ** -powers)
+    return functional.normalize(torch.erfinv(2 * cube - 1), dim=-1)
+
+
+def _golden_ratio(num_axes: int) -> float:
+    """The root above 1 of  x^(N + 1) = x + 1."""
+    root = 2.0
+    for _ in range(64):
+        root = (1 + root) ** (1 / (num_axes + 1))
+    return root

@@ -1,0 +1,125 @@
+"""M-RoPE: one ladder of frequencies, its pairs allotted to time, height, width."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrope.encodings.fixed import OneAxisPerPair
+
+
+class MRoPE(OneAxisPerPair):
+    """Turn each pair of channels with one axis, all on one ladder:  a_j = p_{axis(j)} base^(-2j / rotary_dim).
+
+    Chunked: the first pairs belong to axis 0, the next ones to axis 1, and so on, so that the first axis has the
+    highest frequencies. Where all coordinates of a token are the same this is the RoPE of text.
+
+    Args:
+        num_axes: Length of a position, N; (time, height, width) in the papers.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, even.
+        sections: Pairs of each axis, such as (16, 24, 24); by default as even as can be.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        base: Ratio that the ladder of all pairs spans.
+
+    Raises:
+        ValueError: sections that are not one per axis, or do not add up to the pairs, or do not fit the allocation.
+
+    References:
+        Wang et al., Qwen2-VL, section 2.1 (multimodal rotary position embedding). Its channels lie half and half:
+        pair j is their channels j and j + head_dim / 2, here 2j and 2j + 1.
+
+    Example:
+        >>> MRoPE(num_axes=3, num_heads=1, head_dim=16, sections=(2, 3, 3)).axis_of_pair().tolist()
+        [0, 0, 1, 1, 1, 2, 2, 2]
+    """
+
+    title = "M-RoPE"
+    formula = "angle of pair j = p_{axis(j)} · base^(−j/n) fixed,  axes one after the other"
+    summary = "RoPE of text with its ladder cut into sections, one per axis; fixed frequencies."
+    source = "Wang et al., Qwen2-VL, section 2.1"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        sections: Sequence[int] | None = None,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        base: float = 10_000.0,
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        pairs = self.num_blocks
+        even = tuple(pairs // num_axes + (axis < pairs % num_axes) for axis in range(num_axes))
+        self.sections = even if sections is None else tuple(sections)
+        if len(self.sections) != num_axes or sum(self.sections) != pairs or min(self.sections) < 0:
+            rule = f"sections must be {num_axes} numbers of pairs that add up to {pairs}"
+            raise ValueError(f"{rule}, got {self.sections}")
+        self.base = base
+        self._check_sections()
+        self.reset_parameters()
+
+    def axis_of_pair(self) -> Tensor:
+        """The axis that each pair belongs to, `(pairs)`."""
+        return torch.arange(self.num_axes).repeat_interleave(torch.tensor(self.sections), output_size=self.num_blocks)
+
+    def ladder(self) -> Tensor:
+        pair = torch.arange(self.num_blocks)
+        theta = self.base ** -(pair.double() / max(self.num_blocks, 1))
+        own_axis = self.axis_of_pair() == torch.arange(self.num_axes).unsqueeze(1)
+        return theta * own_axis
+
+    def _check_sections(self) -> None:
+        """Refuse what the allocation cannot hold."""
+
+
+class InterleavedMRoPE(MRoPE):
+    """Allot the pairs of M-RoPE to the axes in turn, so that every axis has high and low frequencies.
+
+    Pair j belongs to axis a = j mod N while j < N sections_a, and to axis 0 beyond.
+
+    Args:
+        num_axes: Length of a position, N; (time, height, width) in the papers.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, even.
+        sections: Pairs of each axis, such as (24, 20, 20); by default as even as can be.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        base: Ratio that the ladder of all pairs spans.
+
+    Raises:
+        ValueError: sections that are not one per axis, or do not add up to the pairs, or run past the last pair.
+
+    References:
+        Bai et al., Qwen3-VL technical report, section 2 (interleaved MRoPE); transformers' `qwen3_vl`.
+
+    Example:
+        >>> InterleavedMRoPE(num_axes=3, num_heads=1, head_dim=16, sections=(4, 2, 2)).axis_of_pair().tolist()
+        [0, 1, 2, 0, 1, 2, 0, 0]
+    """
+
+    title = "M-RoPE, interleaved"
+    formula = "angle of pair j = p_{axis(j)} · base^(−j/n) fixed,  axes in turn"
+    summary = "M-RoPE whose axes take pairs in turn, so that each sees high and low frequencies; fixed."
+    source = "Bai et al., Qwen3-VL technical report"
+
+    def axis_of_pair(self) -> Tensor:
+        pair = torch.arange(self.num_blocks)
+        axis = pair % self.num_axes
+        within = pair < self.num_axes * torch.tensor(self.sections)[axis]
+        return torch.where(within, axis, 0)
+
+    def _check_sections(self) -> None:
+        for axis in range(1, self.num_axes):
+            room = len(range(axis, self.num_blocks, self.num_axes))
+            if self.sections[axis] > room:
+                raise ValueError(f"axis {axis} has room for {room} pairs in turn, got sections {self.sections}")

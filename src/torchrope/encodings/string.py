@@ -1,0 +1,136 @@
+"""STRING: RoPE-Mixed in a learned orthogonal basis, the most general encoding whose scores are relative."""
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings.base import Encoding, Init, check_init, planar, rounding, skew, upper_triangle, widened
+from torchrope.encodings.mixed import turned_ladder
+from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
+from torchrope.ops.precision import wide_dtype, without_autocast
+from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
+
+# The paper does not say where S starts; near zero the encoding starts near RoPE-Mixed.
+_STD = 0.02
+
+
+class STRING(Encoding):
+    """Turn pairs of channels in a learned basis:  R(p) = P rot(sum_a p_a θ_a) P^T,  P = (I - S)(I + S)^-1.
+
+    Every family of commuting generators is of this form (theorem 3.4), so no encoding with relative scores says more.
+    Frequencies θ and the strict upper triangle of S, skew, are learned. Scores need P^T alone, and `absorb` folds it
+    into the projections.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by block_size.
+        block_size: b, even: P is block diagonal with blocks of this size; head_dim by default, as in the paper.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: One basis and one set of frequencies for all heads.
+        base: Ratio that the ladder of frequencies of the start spans, as in RoPE-Mixed.
+        init: "paper" takes the frequencies of RoPE-Mixed and S from N(0, 0.02²), "zeros" sets both to zero, and the
+            model starts as if it had no encoding.
+
+    Raises:
+        ValueError: block_size is odd, or does not divide head_dim.
+
+    References:
+        Schenck et al., Learning the RoPEs: Better 2D and 3D Position Encodings with STRING, equations 9 and 10
+        (Cayley-STRING).
+
+    Example:
+        >>> sum(p.numel() for p in STRING(num_axes=2, num_heads=12, head_dim=64).parameters())  # 12 (2016 + 64)
+        24960
+    """
+
+    title = "STRING"
+    formula = "R(p) = P rot(Σₐ pₐ θₐ) Pᵀ,  P = (I − S)(I + S)⁻¹,  θ and S learned"
+    summary = "RoPE-Mixed in a learned orthogonal basis: the most general encoding whose scores are relative."
+    source = "Schenck et al., Learning the RoPEs (STRING), eq. 9-10"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int | None = None,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        base: float = 10.0,
+        init: Init = "paper",
+    ) -> None:
+        full = head_dim if rotary_dim is None else rotary_dim
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=full if block_size is None else block_size,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        if self.block_size % 2:
+            raise ValueError(f"block_size must be even, for blocks hold pairs of channels, got {self.block_size}")
+        self.base = base
+        self.init = check_init(init)
+        entries = self.block_size * (self.block_size - 1) // 2
+        self.frequencies = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.rotary_dim // 2))
+        self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
+        self.reset_parameters()
+
+    @property
+    def relative(self) -> bool:
+        return True
+
+    def reset_parameters(self) -> None:
+        """Start from RoPE-Mixed in a basis near its own, or from zero."""
+        with torch.no_grad():
+            if self.init == "zeros":
+                self.frequencies.zero_()
+                self.upper.zero_()
+            else:
+                self.frequencies.copy_(turned_ladder(self.frequencies, self.base))
+                self.upper.normal_(0, _STD)
+
+    def basis(self) -> Tensor:
+        """P, `(num_heads or 1, blocks, b, b)`, float32 at least."""
+        with without_autocast(self.upper):
+            return cayley(skew(self.upper.to(wide_dtype(self.upper)), self.block_size))
+
+    def generators(self) -> Tensor:
+        frequencies, basis = widened(self.frequencies, self.basis())
+        pairs = planar(frequencies).unflatten(2, (-1, self.block_size // 2))  # (axes, heads, blocks, b / 2, 2, 2)
+        with without_autocast(basis):
+            turned = basis @ block_diagonal(pairs, self.block_size) @ basis.mT
+        return (turned - turned.mT) / 2
+
+    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
+        self._check_positions(positions)
+        positions, frequencies, basis = widened(positions, self.frequencies.clone(), self.basis())
+        return PlanarInBasis(
+            positions=positions,
+            frequencies=frequencies,
+            basis=basis,
+            head_dim=self.head_dim,
+            num_heads=self.num_heads,
+        )
+
+    def _take_generators(self, generators: Tensor) -> None:
+        b, slack = self.block_size, rounding(generators)
+        cells = generators.unflatten(-1, (b // 2, 2)).unflatten(-3, (b // 2, 2))  # (axes, heads, blocks, n, 2, n, 2)
+        pairs = cells.diagonal(dim1=-4, dim2=-2)[..., 1, 0, :]  # (axes, heads, blocks, n)
+        inside = block_diagonal(planar(pairs), b)
+        if not (generators - inside).abs().max() > slack:  # no basis but the channels' own
+            self.upper.zero_()
+            self.frequencies.copy_(pairs.flatten(2))
+            return
+        exact = generators.cpu().double()
+        for head in range(exact.shape[1]):
+            for block in range(exact.shape[2]):
+                basis, frequencies, error = common_planes(exact[:, head, block])
+                if error > slack * b:
+                    rule = f"{type(self).__name__} needs generators that commute"
+                    raise ValueError(f"{rule}, got some that share no planes, by {error:.3g}")
+                found, signs = inverse_cayley(basis)
+                self.upper[head, block] = upper_triangle(found)
+                self.frequencies.unflatten(-1, (-1, b // 2))[:, head, block] = frequencies * signs[::2] * signs[1::2]

@@ -1,0 +1,234 @@
+"""STRING: the basis around a planar rotation, where it may be left out, and the way back from generators."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+import torchrope as tr
+from torchrope.encodings import Encoding, planar, skew
+from torchrope.encodings.planes import cayley, inverse_cayley
+from torchrope.rotations import block_diagonal
+
+KERNELS = pytest.param("native", marks=pytest.mark.skipif(tr.ops.backends.LIBRARY is None, reason="no kernels built"))
+
+
+def far_from_identity(**settings: object) -> tr.STRING:
+    """A STRING whose basis mixes all channels of a block."""
+    encoding = tr.STRING(**{**dict(num_axes=2, num_heads=2, head_dim=8), **settings})
+    torch.nn.init.normal_(encoding.upper)
+    return encoding
+
+
+def vectors(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    q, k = torch.randn(2, *shape, dtype=torch.float64).to(dtype).unbind(0)
+    return q, k
+
+
+def test_it_is_equation_9_of_the_paper_with_the_basis_of_equation_10() -> None:
+    encoding = far_from_identity(block_size=4).double()
+    identity = torch.eye(4, dtype=torch.float64)
+    s = skew(encoding.upper, 4)
+    basis = block_diagonal((identity - s) @ torch.linalg.inv(identity + s), 8)
+    positions = torch.randn(5, 2, dtype=torch.float64)
+    rope = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8).double()
+    rope.set_generators(planar(encoding.frequencies))
+    truth = basis.unsqueeze(1) @ rope(positions).matrix() @ basis.mT.unsqueeze(1)
+    assert (encoding(positions).matrix() - truth).abs().max() < 1e-12
+
+
+def test_a_head_has_the_papers_number_of_parameters() -> None:
+    d, axes = 64, 3
+    encoding = tr.STRING(num_axes=axes, num_heads=1, head_dim=d)
+    assert sum(p.numel() for p in encoding.parameters()) == axes * d // 2 + d * (d - 1) // 2
+
+
+@pytest.mark.parametrize("init", ["paper", "zeros"])
+def test_it_starts_near_mixed_or_at_nothing(init: str) -> None:
+    torch.manual_seed(3)
+    encoding = tr.STRING(num_axes=2, num_heads=16, head_dim=32, init=init)
+    torch.manual_seed(3)
+    mixed = tr.MixedRoPE(num_axes=2, num_heads=16, head_dim=32, init=init)
+    assert torch.equal(encoding.frequencies, mixed.frequencies)
+    assert encoding.upper.std().item() == pytest.approx(0.02 if init == "paper" else 0.0, rel=0.05)
+
+
+def test_scores_need_the_inner_rotation_alone() -> None:
+    encoding = far_from_identity(num_axes=2, rotary_dim=6)
+    rotation = encoding(tr.grid(3, 3))
+    q, k = vectors(2, 2, 9, 8)
+    whole, inner = (tr.rotate(q, k, rotation, scores_only=alone) for alone in (False, True))
+    assert not torch.allclose(whole[0], inner[0], atol=1e-2)
+    assert (whole[0] @ whole[1].mT - inner[0] @ inner[1].mT).abs().max() < 1e-4
+    assert torch.equal(inner[0][..., 6:], q[..., 6:])
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_zero_frequencies_leave_a_model_bit_identical_and_learn(pool: str) -> None:
+    build = partial(tr.ViT, (8, 8), patch_size=2, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, pool=pool)
+    plain, rotated = build(encoding="none"), build(encoding=partial(tr.STRING, init="zeros"))
+    assert not rotated.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
+    x = torch.randn(3, 1, 8, 8)
+    assert torch.equal(rotated(x), plain(x))
+    rotated(x).square().sum().backward()
+    assert all(encoding.frequencies.grad.abs().sum() > 0 for encoding in rotated.encodings)
+
+
+def test_what_does_not_turn_stays_to_the_bit_in_any_basis() -> None:
+    encoding = far_from_identity()
+    positions = tr.prefix(tr.grid(2, 2), 3)
+    q, k = vectors(1, 2, 7, 8)
+    turned_q, turned_k = tr.rotate(q, k, encoding(positions))
+    assert torch.equal(turned_q[:, :, :4], q[:, :, :4])  # three in front and the first of the lattice
+    assert torch.equal(turned_k[:, :, :4], k[:, :, :4])
+    assert not torch.allclose(turned_q[:, :, 4:], q[:, :, 4:], atol=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", KERNELS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared_heads", [False, True])
+def test_grouped_heads_and_keys_elsewhere_turn_by_their_matrices(
+    backend: str, dtype: torch.dtype, shared_heads: bool
+) -> None:
+    encoding = far_from_identity(head_dim=10, rotary_dim=8, block_size=4, shared_heads=shared_heads)
+    here, there = encoding(tr.grid(3, 2)), encoding(tr.grid(2, 2).expand(3, -1, -1))
+    q, k = torch.randn(3, 6, 6, 10).to(dtype), torch.randn(3, 2, 4, 10).to(dtype)
+    turned_q, turned_k = tr.rotate(q, k, here, key_rotation=there, backend=backend)
+    assert turned_q.dtype == turned_k.dtype == dtype
+    by_query_head = here.matrix().repeat_interleave(3, dim=0)
+    for turned, x, matrix in ((turned_q, q, by_query_head), (turned_k, k, there.matrix())):
+        tr.testing.assert_close(turned, (matrix.double() @ x.double().unsqueeze(-1)).squeeze(-1), "turned")
+
+
+def test_keys_keep_their_basis_where_it_may_be_another() -> None:
+    encoding, other = far_from_identity(), far_from_identity()
+    q, k = vectors(1, 2, 4, 8)
+    here, there = encoding(tr.grid(2, 2)), other(tr.grid(2, 2))
+    for key_rotation in (there, tr.ComRoPELD(num_axes=2, num_heads=2, head_dim=8)(tr.grid(2, 2))):
+        for pair in ((here, key_rotation), (key_rotation, here)):
+            whole, scores = (
+                tr.rotate(q, k, pair[0], key_rotation=pair[1], scores_only=alone) for alone in (False, True)
+            )
+            assert (whole[0] @ whole[1].mT - scores[0] @ scores[1].mT).abs().max() < 1e-4
+
+
+def test_gradients_of_the_kernels_are_those_of_the_reference() -> None:
+    encoding = far_from_identity()
+    q, k = vectors(2, 2, 9, 8)
+    upstream = torch.randn(2, 2, 9, 8)
+
+    def gradients(backend: str) -> tuple[Tensor, ...]:
+        free = [x.clone().requires_grad_() for x in (q, k)]
+        turned = tr.rotate(*free, encoding(tr.grid(3, 3)), backend=backend)
+        return torch.autograd.grad([*turned], [*free, *encoding.parameters()], [upstream, upstream])
+
+    for fast, plain in zip(gradients("auto"), gradients("reference"), strict=True):
+        assert torch.allclose(fast, plain, atol=1e-4)
+    assert all(gradient.abs().min() > 0 for gradient in gradients("auto")[2:])
+
+
+def test_autocast_and_vmap_change_nothing_and_no_tokens_are_fine() -> None:
+    encoding = far_from_identity()
+    q, k = vectors(4, 2, 9, 8)
+    plain = tr.rotate(q, k, encoding(tr.grid(3, 3)))[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(tr.rotate(q, k, encoding(tr.grid(3, 3)))[0], plain)
+    mapped = vmap(lambda q, k: tr.rotate(q, k, encoding(tr.grid(3, 3)))[0])(q, k)
+    assert torch.allclose(mapped, plain, atol=1e-6)
+    nothing = torch.zeros(2, 2, 0, 8)
+    assert tr.rotate(nothing, nothing, encoding(torch.zeros(0, 2)))[0].shape == nothing.shape
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "message"),
+    [
+        ("native", torch.float64, "backend 'native' computes in float32, got torch.float64"),
+        ("triton", torch.float32, "backend 'triton' needs CUDA or ROCm tensors, got cpu"),
+        ("fastest", torch.float32, "backend must be one of"),
+    ],
+)
+def test_a_backend_that_cannot_serve_says_why(backend: str, dtype: torch.dtype, message: str) -> None:
+    q, k = vectors(1, 2, 4, 8, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        tr.rotate(q, k, far_from_identity()(tr.grid(2, 2)), backend=backend)
+
+
+def commuting() -> dict[str, Callable[[], Encoding]]:
+    sizes = dict(num_axes=2, num_heads=2, head_dim=16)
+    return {
+        "itself": partial(far_from_identity, **sizes),
+        "smaller blocks of its own": partial(far_from_identity, **sizes, block_size=4),
+        "mixed": partial(tr.MixedRoPE, **sizes),
+        "axial": partial(tr.AxialRoPE, **sizes),
+        "comrope-ap": partial(tr.ComRoPEAP, **sizes, block_size=4),
+        "comrope-ld": partial(tr.ComRoPELD, **sizes, block_size=8),
+        "odd blocks": partial(tr.ComRoPELD, num_axes=2, num_heads=2, head_dim=16, block_size=15, rotary_dim=15),
+        "one axis": partial(tr.LieRE, num_axes=1, num_heads=2, head_dim=16),
+        "resting pairs": partial(tr.GoldenGateRoPE, **sizes, resting=0.5),
+    }
+
+
+@pytest.mark.parametrize("name", commuting())
+def test_it_takes_whatever_commutes(name: str) -> None:
+    source = commuting()[name]().double()
+    dense = block_diagonal(source.generators().detach(), source.rotary_dim).unsqueeze(2)
+    dense = torch.nn.functional.pad(dense, (0, source.rotary_dim % 2) * 2)  # a channel at rest makes it even
+    encoding = tr.STRING(num_axes=source.num_axes, num_heads=2, head_dim=16).double()
+    encoding.set_generators(dense)
+    assert (encoding.generators() - dense).abs().max() < 1e-10
+
+
+def test_planes_that_turn_alike_or_against_each_other_or_alike_in_sum_are_found() -> None:
+    basis = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64)).Q
+    frequencies = torch.tensor([[1.0, 1, 1, 0, 3, 2], [2.0, -2, 2, 0, 2, 3], [0.0, 0, 0, 1e-6, 0, 0]]).double()
+    generators = basis @ block_diagonal(planar(frequencies), 12) @ basis.mT
+    generators = ((generators - generators.mT) / 2)[:, None, None]
+    encoding = tr.STRING(num_axes=3, num_heads=1, head_dim=12).double()
+    encoding.set_generators(generators)
+    assert (encoding.generators() - generators).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("seed", [0, 5, 8])  # one sum of the generators alone is refused at 5
+def test_rounding_does_not_mix_the_planes_of_a_large_head(seed: int) -> None:
+    torch.manual_seed(seed)
+    source = far_from_identity(num_heads=1, head_dim=64)
+    encoding = tr.STRING(num_axes=2, num_heads=1, head_dim=64)
+    encoding.set_generators(source.generators())
+    assert (encoding.generators() - source.generators()).abs().max() < 2e-5
+
+
+def test_what_does_not_commute_is_refused() -> None:
+    sizes = dict(num_axes=2, num_heads=2, head_dim=8)
+    encoding = tr.STRING(**sizes)
+    with pytest.raises(ValueError, match="STRING needs generators that commute, got some that share no planes, by"):
+        encoding.set_generators(tr.LieRE(**sizes).generators())
+    with pytest.raises(ValueError, match="STRING needs generators within blocks of 4"):
+        tr.STRING(**sizes, block_size=4).set_generators(far_from_identity().generators())
+    with pytest.raises(ValueError, match="block_size must be even, for blocks hold pairs of channels, got 3"):
+        tr.STRING(num_axes=2, num_heads=2, head_dim=9, block_size=3)
+
+
+@pytest.mark.parametrize("determinant", [1, -1])
+def test_every_basis_has_a_cayley_form_up_to_signs(determinant: int) -> None:
+    rotated = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64)).Q
+    swap = torch.eye(6, dtype=torch.float64)[[1, 0, 3, 2, 5, 4]]
+    for basis in (-torch.eye(6, dtype=torch.float64), swap, rotated):
+        basis = basis * torch.tensor([determinant, 1, 1, 1, 1, 1])
+        found, signs = inverse_cayley(basis)
+        assert torch.equal(found, -found.mT)
+        assert (cayley(found) - basis * signs).abs().max() < 1e-12
+
+
+def test_a_trained_model_freezes_and_absorbs_in_a_basis_far_from_the_channels() -> None:
+    model = tr.ViT(
+        (8, 8), patch_size=2, in_channels=1, num_classes=5, dim=32, depth=2, num_heads=2, encoding="string:8"
+    )
+    for encoding in model.encodings:
+        torch.nn.init.normal_(encoding.upper)
+    model, x = model.eval(), torch.randn(2, 1, 8, 8)
+    for cheaper in (tr.absorb(model), tr.freeze(model, (8, 8)), tr.freeze(tr.absorb(model), (8, 8))):
+        assert (cheaper(x) - model(x)).abs().max() < 1e-4
+    assert all(type(encoding) is tr.MixedRoPE for encoding in tr.absorb(model).encodings)
