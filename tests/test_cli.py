@@ -136,12 +136,12 @@ def test_train_and_evaluate_go_on_where_they_were(tmp_path: Path, run: Run) -> N
     assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
     assert json.loads(run("evaluate", tmp_path)[1]) == measured
 
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     status, _, error = run("train", *options, *quiet, "--encoding=mixed", "--seed=3", "--out", tmp_path)
     assert status == 2
     assert "a run's folder must be new or of the same configuration" in error
     assert "encoding liere:4 instead of mixed; seed 0 instead of 3" in error
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:

@@ -52,6 +52,9 @@ mrope-interleaved; a block size as liere:8, several kinds together as learned+mi
 TRAIN = """\
 Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. Stopped or killed, the same
 command goes on where it was. --trainer.* are the options of Lightning's Trainer.
+
+A configuration is data: a class that it names may come from torchrope, torch, torchvision and timm alone, unless
+--allow names its package too, as in --allow pytorch_lightning for Lightning's callbacks.
 """
 
 BENCH = """\
@@ -69,6 +72,8 @@ Tokens stand on a lattice as nearly square as their number allows, with one in f
 and a class token.
 """
 
+_ALLOWED = ("torchrope", "torch", "torchvision", "timm")
+_LOADERS = ("torch.load", "torch.hub", "torch.package", "torch.serialization", "torch.utils.cpp_extension")
 _SHORT = {"--data": "--data.name", "--epochs": "--optim.epochs"}
 
 
@@ -116,8 +121,11 @@ def _compare(arguments: list[str]) -> int:
 def _train(arguments: list[str]) -> int:
     from jsonargparse import ArgumentError
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
     from torchrope.training.lightning_cli import TrainCLI
+
+    arguments = _restrict_imports(arguments)
 
     class OverRecipe(TrainCLI):
         """Parse as the other commands do."""
@@ -141,7 +149,8 @@ def _train(arguments: list[str]) -> int:
         cli.fit()
     except MisconfigurationException as error:
         raise ValueError(f"--trainer options must fit this machine, got: {error}") from error
-    print(f"trained: {cli.out}  (torchrope evaluate {cli.out})")
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        print(f"trained: {cli.out}  (torchrope evaluate {cli.out})")
     return 0
 
 
@@ -314,6 +323,18 @@ def _parser_settings(command: str, description: str) -> dict[str, Any]:
     }
 
 
+def _restrict_imports(arguments: list[str]) -> list[str]:
+    """Keep values from importing what is not allowed, and take --allow out of the arguments."""
+    from jsonargparse import set_parsing_settings
+
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument("--allow", action="append", default=[])
+    known, others = only.parse_known_args(arguments)
+    allowed = [name.strip() for names in known.allow for name in names.split(",")]
+    set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allowed])
+    return others
+
+
 def _with_long_names(arguments: list[str]) -> list[str]:
     """Write short forms out (--data NAME, --epochs N, --encodings a,b,c) and look at names and files they give."""
     long: list[str] = []
@@ -369,6 +390,9 @@ def _explain(message: str, parser: argparse.ArgumentParser) -> str:
     if unknown:
         options = [option for action in parser._actions for option in action.option_strings]
         return f"there is no option {unknown[1]}{_nearest(unknown[1], options)}"
+    denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
+    if denied:
+        return f"a configuration imports from {', '.join(_ALLOWED)} alone, unless --allow names more, got {denied[1]!r}"
     return _one_line(message)
 
 

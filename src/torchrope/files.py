@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
         _replace(path, data)
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
+    """Remove what a process that was killed while it wrote left beside files of these names."""
+    for name in names:
+        for unfinished in folder.glob(f".{name}-{'?' * 8}"):
+            unfinished.unlink(missing_ok=True)
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:

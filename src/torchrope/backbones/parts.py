@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias, choose
 
@@ -69,6 +70,13 @@ class DropPath(nn.Module):
             of_sample = x.new_empty(len(lengths), *(1,) * (x.ndim - 2)).bernoulli_(1 - self.p)
             keep = of_sample.repeat_interleave(torch.tensor(lengths, device=x.device), dim=0, output_size=x.shape[1])
         return x * keep / (1 - self.p)
+
+
+def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool) -> Tensor:
+    """What a layer gives; checkpointed, it is computed again for its gradient, dropout included."""
+    if checkpointed and torch.is_grad_enabled():
+        return checkpoint(layer, *inputs, use_reentrant=False)
+    return layer(*inputs)
 
 
 def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import Attention
-from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve
+from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve, run_layer
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias
 from torchrope.positions import PerAxis, grid, windows
 from torchrope.rotations import Rotation
@@ -56,6 +56,7 @@ class Swin(nn.Module):
         attention_dropout: Probability of dropping an attention weight.
         drop_path: Probability of skipping a branch for a sample, growing linearly from 0 to this in the last
             layer (the paper: 0.2 for tiny, 0.3 for small, 0.5 for base).
+        checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
 
     Raises:
         ValueError: sizes that patches do not fill, stages that disagree, unknown names, and what the encoding refuses.
@@ -94,6 +95,7 @@ class Swin(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.1,
+        checkpoint_layers: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -128,6 +130,7 @@ class Swin(nn.Module):
                     dropout=dropout,
                     attention_dropout=attention_dropout,
                     drop_paths=[drop_path * (earlier + i) / max(sum(depths) - 1, 1) for i in range(depth)],
+                    checkpoint_layers=checkpoint_layers,
                 )
             )
         features = dim * 2 ** (len(depths) - 1)
@@ -200,6 +203,7 @@ class Stage(nn.Module):
         dropout: As `Swin`'s.
         attention_dropout: As `Swin`'s.
         drop_paths: Probability of skipping a branch, one per layer.
+        checkpoint_layers: As `Swin`'s.
     """
 
     def __init__(
@@ -217,8 +221,10 @@ class Stage(nn.Module):
         dropout: float,
         attention_dropout: float,
         drop_paths: Sequence[float],
+        checkpoint_layers: bool,
     ) -> None:
         super().__init__()
+        self.checkpoint_layers = checkpoint_layers
         self.window = window
         self.merge = PatchMerging(dim // 2, num_axes=len(window)) if merges else nn.Identity()
         self.layers = nn.ModuleList(
@@ -257,7 +263,8 @@ class Stage(nn.Module):
         for index, layer in enumerate(self.layers):
             rotation = self.encodings[index](positions)
             bias = self.biases[index](*plain.window) if len(self.biases) else None
-            x = layer(x, shifted if index % 2 else plain, rotation, bias, mask if index % 2 else None)
+            inputs = (x, shifted if index % 2 else plain, rotation, bias, mask if index % 2 else None)
+            x = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
         return x
 
 

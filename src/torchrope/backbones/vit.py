@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import Attention
-from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve
+from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve, run_layer
 from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.positions import PerAxis, grid, prefix
 from torchrope.rotations import Rotation
@@ -61,6 +61,7 @@ class ViT(nn.Module):
         activation: What builds the nonlinearity of the MLP.
         norm_eps: Added to the variance in every norm; CLIP and LieRE have torch's default, 1e-5.
         embedding_norm: Whether all tokens are normalised before the first layer, as CLIP's are.
+        checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
 
     Raises:
         ValueError: sizes that patches do not fill, unknown names, and what the encoding refuses.
@@ -100,6 +101,7 @@ class ViT(nn.Module):
         activation: Callable[[], nn.Module] = nn.GELU,
         norm_eps: float = _EPS,
         embedding_norm: bool = False,
+        checkpoint_layers: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -111,6 +113,7 @@ class ViT(nn.Module):
         if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
         self.pool = pool
+        self.checkpoint_layers = checkpoint_layers
         self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
         sizes = self.embed.lattice(input_size)
 
@@ -226,7 +229,8 @@ class ViT(nn.Module):
         kept = {0: tokens} if 0 in wanted else {}
         for index, layer in enumerate(self.layers):
             own = [of_layers[index % len(of_layers)] for of_layers in biases]
-            tokens = layer(tokens, rotations[index % len(rotations)], own[0] if lengths is None else own, lengths)
+            inputs = (tokens, rotations[index % len(rotations)], own[0] if lengths is None else own, lengths)
+            tokens = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
             if index + 1 in wanted:
                 kept[index + 1] = tokens
         return [kept[depth] for depth in wanted]

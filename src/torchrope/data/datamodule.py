@@ -3,6 +3,8 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytorch_lightning as pl
@@ -35,6 +37,7 @@ class DataModule(pl.LightningDataModule, ABC):
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
+        resume_at: Epoch and how many of its batches a run that goes on has seen, set likewise; they are left out.
     """
 
     name: str
@@ -46,6 +49,7 @@ class DataModule(pl.LightningDataModule, ABC):
     classes: tuple[str, ...]
     views: int = 1
     run_seed: int = 0
+    resume_at: tuple[int, int] = (0, 0)
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
@@ -112,15 +116,14 @@ class DataModule(pl.LightningDataModule, ABC):
         random state, so a resumed run sees what an uninterrupted one sees.
         """
         train, _ = self._made_datasets()
-        epoch, replicas, rank = 0, 1, 0
+        epoch, replicas, rank = self._place()
         if self.trainer is not None:
-            epoch, replicas, rank = self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
             train = self._on_device(train, self.trainer.strategy.root_device)
-        # The sampler adds the epoch to its seed; the factor keeps one run's epochs from being another's.
-        seed = self.run_seed * 1_000_003
-        sampler = self.sampler(train, seed, epoch, replicas, rank)
-        generator = torch.Generator().manual_seed(seed + epoch)  # seeds worker processes
-        return self._loader(self._augmented(train, seed + epoch), self.config.batch_size, sampler, generator)
+        sampler = self._train_order(train, epoch, replicas, rank)
+        if epoch == self.resume_at[0] and self.resume_at[1]:
+            sampler = RestOf(sampler, epoch, self.resume_at[1] * self.config.batch_size)
+        generator = torch.Generator().manual_seed(self._seed + epoch)  # seeds worker processes
+        return self._loader(self._augmented(train, self._seed + epoch), self.config.batch_size, sampler, generator)
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
         """Order one process's training examples of an epoch."""
@@ -146,16 +149,43 @@ class DataModule(pl.LightningDataModule, ABC):
             self._resident = train if train.inputs.device == device else train.to(device)
         return self._resident
 
+    def batch_names(self, batches: Iterable[int]) -> list[str]:
+        """Which training examples the batches of this epoch and process hold: file names, or indices where none are."""
+        train, _ = self._made_datasets()
+        size = self.config.batch_size
+        order = list(self._train_order(train, *self._place()))
+        chosen = [index for batch in batches for index in order[batch * size : (batch + 1) * size]]
+        files = getattr(train, "samples", None)
+        return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
+
     def val_dataloader(self) -> DataLoader:
-        """Draw validation batches in the order of the set."""
+        """Draw validation batches in the order of the set; in training on several devices, each its share, once."""
         _, val = self._made_datasets()
-        return self._loader(val, VAL_BATCH_FACTOR * self.config.batch_size)
+        batch_size = VAL_BATCH_FACTOR * self.config.batch_size
+        if self.trainer is None or self.trainer.world_size == 1:
+            return self._loader(val, batch_size)
+        mine = range(self.trainer.global_rank, len(val), self.trainer.world_size)  # type: ignore[arg-type]
+        return self._loader(val, batch_size, mine)
+
+    @property
+    def _seed(self) -> int:
+        """The samplers add the epoch to it; the factor keeps one run's epochs from being another's."""
+        return self.run_seed * 1_000_003
+
+    def _place(self) -> tuple[int, int, int]:
+        """Epoch, number of processes, and which of them this is."""
+        if self.trainer is None:
+            return 0, 1, 0
+        return self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
+
+    def _train_order(self, train: Dataset, epoch: int, replicas: int, rank: int) -> Sampler[int]:
+        return self.sampler(train, self._seed, epoch, replicas, rank)
 
     def _loader(
         self,
         dataset: Dataset,
         batch_size: int,
-        sampler: Sampler | None = None,
+        sampler: Iterable[int] | None = None,
         generator: torch.Generator | None = None,
     ) -> DataLoader:
         held = dataset.dataset if hasattr(dataset, "dataset") else dataset
@@ -173,6 +203,33 @@ class DataModule(pl.LightningDataModule, ABC):
         if self._datasets is None:
             self._datasets = self.datasets()
         return self._datasets
+
+
+class RestOf(Sampler[int]):
+    """Leave out what has been seen: iteration starts behind it, the length stays that of the whole epoch.
+
+    Args:
+        whole: Order of all examples.
+        epoch: In which they were seen; in others nothing is left out.
+        seen: How many to leave out.
+    """
+
+    def __init__(self, whole: Sampler[int], epoch: int, seen: int) -> None:
+        self.whole = whole
+        self.epoch = epoch
+        self.seen = seen
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of another epoch, as Lightning asks for it."""
+        if hasattr(self.whole, "set_epoch"):
+            self.whole.set_epoch(epoch)
+        self.seen = self.seen if epoch == self.epoch else 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(iter(self.whole), self.seen, None)
+
+    def __len__(self) -> int:
+        return len(self.whole)  # type: ignore[arg-type]
 
 
 def collate_once(batch: Any) -> tuple[Tensor, Tensor] | list[Tensor]:

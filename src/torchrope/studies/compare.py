@@ -23,7 +23,7 @@ from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
 from torchrope.training.classifier import build_vit
-from torchrope.training.config import RunConfig, plain
+from torchrope.training.config import RunConfig, ScaleConfig, plain
 from torchrope.training.cost import measure_costs
 from torchrope.training.evaluate import evaluate, interval
 from torchrope.training.run import train
@@ -80,7 +80,14 @@ def _blueprint(name: str, config: CompareConfig, data: DataModule) -> ViT:
 def _train_and_evaluate(
     run: Run, data: DataModule, config: CompareConfig, folder: StudyFolder, progress: StudyProgress
 ) -> dict[str, Any]:
-    settings = RunConfig(encoding=run.encoding, seed=run.seed, data=config.data, model=config.model, optim=config.optim)
+    settings = RunConfig(
+        encoding=run.encoding,
+        seed=run.seed,
+        data=config.data,
+        model=config.model,
+        optim=config.optim,
+        scale=ScaleConfig(on_nan="ignore"),  # an encoding that diverges is a result
+    )
     classifier, history = train(settings, data, folder.run_folder(run), on_epoch=progress.epoch)
     evaluation = evaluate(classifier.model, data, config.scales)
     return {

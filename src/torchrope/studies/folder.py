@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import read_mapping, remove_unfinished, write_whole
 from torchrope.studies.config import CompareConfig
 from torchrope.training.config import differences, plain
 
@@ -54,6 +54,7 @@ class StudyFolder:
             ValueError: it belongs to another configuration, or holds files that no comparison wrote.
         """
         mine = plain(config)
+        remove_unfinished(self.path, (self.config_file.name, self.data_file.name))
         if self.config_file.exists():
             theirs = self._stored_config()
             different = differences(theirs, mine, but=MAY_GROW)
@@ -92,7 +93,12 @@ class StudyFolder:
         stored = read_mapping(self.config_file, "config.yaml")
         if not {"encodings", "seeds", "data", "model", "optim"} <= set(stored):
             raise ValueError(f"{self.config_file} must be a configuration of torchrope compare, got something else")
-        return stored
+        defaults = plain(CompareConfig())  # settings that are younger than the folder
+        return {key: _over(defaults.get(key), value) for key, value in stored.items()}
+
+
+def _over(defaults: Any, stored: Any) -> Any:
+    return {**defaults, **stored} if isinstance(defaults, dict) and isinstance(stored, dict) else stored
 
 
 def write_json(path: Path, value: Any) -> None:

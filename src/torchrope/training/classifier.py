@@ -1,12 +1,10 @@
 """A vision transformer in training: loss, metrics, optimiser, schedule."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,8 +13,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from torchrope.backbones import SIZES, ViT
 from torchrope.data.datamodule import DataModule
-from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias, choose
+from torchrope.encodings import choose
 from torchrope.training.config import ModelConfig, OptimConfig
+from torchrope.training.optim import build_optimizer, build_schedule
 
 
 def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
@@ -50,12 +49,13 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         attention_dropout=config.attention_dropout,
         drop_path=config.drop_path,
         layer_scale=config.layer_scale,
+        checkpoint_layers=config.checkpoint_layers,
         **_dimensions(config),
     )
 
 
 class Classifier(pl.LightningModule):
-    """Train a model to classify: cross-entropy, AdamW, linear warm-up and cosine decay.
+    """Train a model to classify: cross-entropy, linear warm-up and cosine decay.
 
     Args:
         model: Maps inputs to logits.
@@ -67,8 +67,8 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.model: Any = model
         self.optim = optim
-        self.train_loss = MeanMetric()
-        self.val_loss = MeanMetric()
+        self.train_loss = MeanMetric(nan_strategy="ignore")
+        self.val_loss = MeanMetric(nan_strategy="disable")
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -98,36 +98,10 @@ class Classifier(pl.LightningModule):
         self.train_loss.reset()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW whose weight decay spares encodings, with the schedule taken step by step."""
-        groups = decay_groups(self.model, self.optim.weight_decay)
-        optimizer = torch.optim.AdamW(groups, lr=self.optim.lr, betas=self.optim.betas)
-        total = int(self.trainer.estimated_stepping_batches)
-        warmup = round(total * min(self.optim.warmup_epochs / self.optim.epochs, 0.5))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warmup_cosine, warmup=warmup, total=total))
+        """The optimiser, whose weight decay spares encodings, with the schedule taken step by step."""
+        optimizer = build_optimizer(self.model, self.optim)
+        schedule = build_schedule(optimizer, self.optim, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split parameters: weight matrices decay; encodings, norms, biases and prefix tokens do not."""
-    spared = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, Encoding | AbsoluteEncoding | RelativePositionBias)
-        for parameter in module.parameters()
-    }
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        spare = parameter in spared or parameter.ndim < 2 or name.endswith("prefix_tokens")
-        (others if spare else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def warmup_cosine(step: int, *, warmup: int, total: int) -> float:
-    """Factor on the learning rate: linear up to 1 at `warmup`, then a half cosine down to 0 at `total`."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
 
 def _dimensions(config: ModelConfig) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchrope.data.config import DataConfig
+
+OptimizerName = Literal["adamw", "adam", "lamb"]
 
 
 @dataclass
@@ -31,6 +33,8 @@ class ModelConfig:
         spacing: Distance between patches for the encoding, one number or one per axis; by default the convention
             of each encoding's paper.
         origin: Position of the first patch, likewise.
+        checkpoint_layers: Keep the input of each layer alone and compute the layer again for its gradient: the same
+            numbers with less memory, for about a third more time.
     """
 
     size: Literal["tiny", "small", "base", "large"] | None = None
@@ -50,6 +54,7 @@ class ModelConfig:
     share_heads: bool = False
     spacing: list[float] | None = None
     origin: list[float] | None = None
+    checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dim", "depth", "num_heads", "mlp_dim"):
@@ -72,7 +77,7 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay to zero.
+    """The optimiser, with linear warm-up and cosine decay.
 
     Attributes:
         epochs: Passes over the training data.
@@ -82,6 +87,13 @@ class OptimConfig:
         warmup_epochs: Epochs of linear warm-up, at most half of all.
         clip: Largest norm of a gradient; 0 does not clip.
         label_smoothing: Share of the label that is spread over all classes.
+        optimizer: "adamw"; "adam" (LieRE), where decay is part of the gradient; or "lamb" (DeiT III).
+        warmup_share: Warm-up as a share of all steps, in place of warmup_epochs.
+        min_lr: Learning rate at the end.
+        layer_decay: Factor on the learning rate from each layer to the one below it.
+        ema_decay: Keep an average of the weights, this much of it staying at every step; it is evaluated and kept.
+        effective_batch: Examples in one step of the optimiser over all devices: gradients of several batches add up
+            to it, whatever the number of devices. By default one batch of every device.
     """
 
     epochs: int = 15
@@ -91,6 +103,12 @@ class OptimConfig:
     warmup_epochs: float = 2.0
     clip: float = 1.0
     label_smoothing: float = 0.0
+    optimizer: OptimizerName = "adamw"
+    warmup_share: float | None = None
+    min_lr: float = 0.0
+    layer_decay: float | None = None
+    ema_decay: float | None = None
+    effective_batch: int | None = None
 
     def __post_init__(self) -> None:
         self.betas = tuple(self.betas)  # type: ignore[assignment]  # YAML has lists alone
@@ -103,6 +121,58 @@ class OptimConfig:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+        if self.optimizer not in get_args(OptimizerName):
+            raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {self.optimizer!r}")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"min_lr must be between 0 and lr = {self.lr}, got {self.min_lr}")
+        if self.warmup_share is not None and not 0 <= self.warmup_share <= 0.5:
+            raise ValueError(f"warmup_share must be between 0 and 0.5, got {self.warmup_share}")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise ValueError(f"layer_decay must be above 0 and at most 1, got {self.layer_decay}")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}")
+        if self.effective_batch is not None and self.effective_batch < 1:
+            raise ValueError(f"effective_batch must be 1 or more, got {self.effective_batch}")
+
+
+@dataclass
+class ScaleConfig:
+    """How a run is computed and watched. All but precision may change from one start of a run to the next.
+
+    Attributes:
+        precision: "bf16" multiplies matrices in bfloat16 (mixed: weights, norms, angles and sums stay float32).
+        compile: Whether torch.compile makes the model faster, after a while at the start.
+        checkpoint_every: Steps of the optimiser between checkpoints within an epoch; by default there is one at the end
+            of every epoch.
+        on_nan: What to do when the loss or a gradient is not finite, or the loss explodes: "stop" says where and which
+            checkpoint is good; "skip" leaves the step out and counts it; "ignore" goes on.
+        explosion: A loss above this many times that of guessing, log(classes), counts as exploded.
+        logs: Where measures go as the run proceeds: "csv", "tensorboard", "wandb".
+        peak_tflops: What one device can compute at most, in 10¹² operations a second at this precision; with it the log
+            says which share of it the model gets.
+    """
+
+    precision: Literal["float32", "bf16"] = "float32"
+    compile: bool = False
+    checkpoint_every: int | None = None
+    on_nan: Literal["stop", "skip", "ignore"] = "stop"
+    explosion: float = 10.0
+    logs: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=list)
+    peak_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every must be 1 or more, got {self.checkpoint_every}")
+        for name in ("explosion", "peak_tflops"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+
+
+MAY_CHANGE = tuple(
+    f"scale.{name}" for name in ("compile", "checkpoint_every", "on_nan", "explosion", "logs", "peak_tflops")
+)
+"""Settings that a run may change when it goes on; those of on_nan only matter once something is wrong."""
 
 
 @dataclass
@@ -115,6 +185,7 @@ class RunConfig:
         data: Which data.
         model: The model around the encoding.
         optim: The optimiser.
+        scale: How it is computed and watched.
     """
 
     encoding: str = "mixed"
@@ -122,6 +193,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def measure_costs(
             encoding_parameters=count_encoding_parameters(model),
             flops=count_flops(builders[name], inputs.shape) // len(inputs),
             step_seconds=statistics.median(seconds[name][rounds // 4 :]),
-            peak_memory_bytes=_peak_memory(model, steps[name], inputs.device),
+            peak_memory_bytes=measure_peak_memory(model, steps[name], inputs.device),
         )
         for name, model in models.items()
     }
@@ -108,7 +108,8 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _peak_memory(model: nn.Module, step: Callable[[], None], device: torch.device) -> int:
+def measure_peak_memory(model: nn.Module, step: Callable[[], None], device: torch.device) -> int:
+    """Most bytes that tensors hold at once in a step of a model."""
     if device.type == "cuda":
         model.zero_grad()
         others = torch.cuda.memory_allocated(device) - sum(p.nbytes for p in model.parameters())

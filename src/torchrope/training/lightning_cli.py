@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 
 from torchrope.data.build import make_data
 from torchrope.training.config import RunConfig
 from torchrope.training.run import train
+from torchrope.training.watch import RunProgress
 
 # Set from the other options, so that resuming works and settings have one name each.
 _OURS = {
@@ -18,6 +20,7 @@ _OURS = {
     "default_root_dir",
     "plugins",
     "reload_dataloaders_every_n_epochs",
+    "use_distributed_sampler",
 }
 
 
@@ -27,6 +30,7 @@ class TrainCLI(LightningCLI):
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add our settings, and the Trainer's beside them."""
         parser.add_class_arguments(RunConfig)
+        parser.set_defaults({"scale.logs": ["csv", "tensorboard"]})
         parser.add_argument("--out", type=str, default="torchrope-train", help="Folder of everything it leaves.")
         parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False, skip=_OURS)
 
@@ -41,4 +45,11 @@ class TrainCLI(LightningCLI):
         """Train, from the checkpoint in `out` where there is one."""
         data = make_data(self.settings.data)
         data.setup()
-        train(self.settings, data, self.out, **{"enable_progress_bar": True, **self.trainer_settings})
+        settings = {"enable_progress_bar": True, **self.trainer_settings}
+        if settings["enable_progress_bar"]:
+            settings["callbacks"] = [*_as_list(settings.get("callbacks")), RunProgress()]
+        train(self.settings, data, self.out, **settings)
+
+
+def _as_list(callbacks: Any) -> list[Callback]:
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []

@@ -1,30 +1,45 @@
 """One training run that survives being killed: a checkpoint after every epoch, written whole."""
 
-import io
 import logging
-import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from csv import DictWriter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 import yaml
-from lightning_fabric.plugins import TorchCheckpointIO
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback
 
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import read_mapping, remove_unfinished, write_whole
+from torchrope.training.averaging import AveragedWeights
+from torchrope.training.checkpoints import (
+    CHECKPOINT,
+    WEIGHTS,
+    WITHIN_EPOCH,
+    WholeCheckpoints,
+    WithinEpoch,
+    every_epoch,
+    newest,
+    read_weights,
+)
 from torchrope.training.classifier import Classifier, build_vit
-from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, differences, plain
+from torchrope.training.config import MAY_CHANGE, ModelConfig, OptimConfig, RunConfig, ScaleConfig, differences, plain
+from torchrope.training.cost import count_flops
+from torchrope.training.devices import batches_in_a_step, launched
+from torchrope.training.guards import LossGuard, device_memory, largest_loss, out_of_memory
+from torchrope.training.history import History, OnEpoch, SeedEpoch
+from torchrope.training.interruption import Interrupted, SaveOnSignal
+from torchrope.training.watch import Speed, count_tokens, loggers
 
-CHECKPOINT = "checkpoint.ckpt"
 CONFIG = "config.yaml"
+CURVE = "curve.csv"
 QUIET: dict[str, Any] = dict(
     accelerator="gpu" if torch.cuda.is_available() else "cpu",
     devices=1,
@@ -34,7 +49,14 @@ QUIET: dict[str, Any] = dict(
     num_sanity_val_steps=0,
 )
 
-OnEpoch = Callable[[dict[str, float]], None]
+CHATTER = (
+    ".*does not have many workers.*",
+    ".*LeafSpec.*",
+    ".*exists and is not empty.*",
+    ".*dataloader is not resumable.*",  # ours goes on where it was
+    ".*smaller than the logging interval.*",
+)
+PRECISIONS: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed"}
 
 
 def train(
@@ -52,7 +74,8 @@ def train(
     Args:
         config: The model and its settings.
         data: Its data, set up.
-        folder: Receives `config.yaml`, and `checkpoint.ckpt` and `curve.csv`, both whole after every epoch.
+        folder: Receives `config.yaml`, and after every epoch `checkpoint.ckpt`, `weights.safetensors` (the model alone)
+            and `curve.csv`, each whole at any time; `within-epoch.ckpt` where the configuration asks for it.
         on_epoch: Called with every finished epoch's row of the learning curve.
         trainer_settings: Passed on to Lightning's Trainer.
 
@@ -60,15 +83,19 @@ def train(
         The trained model, on the device it was trained on, and its learning curve.
 
     Raises:
-        ValueError: the folder belongs to another configuration, or its checkpoint is damaged.
+        ValueError: the folder belongs to another configuration, its checkpoint is damaged, a batch does not fit into
+            memory, or the loss is lost (`Diverged`).
+        Interrupted: stopped by SIGTERM, or SIGUSR1 on Slurm; saved, the same call goes on.
         KeyboardInterrupt: stopped by Ctrl-C; the same call goes on with the epoch that was under way.
     """
     pl.seed_everything(config.seed, verbose=False)
     classifier = build_classifier(config, data)
+    if config.scale.compile:
+        classifier.model.compile()
     data.run_seed = config.seed
-    checkpoint = folder / CHECKPOINT
-    resume = _checked(checkpoint) if checkpoint.exists() else None
-    history = History(folder / "curve.csv", on_epoch)
+    going_on = newest(folder)
+    resume, data.resume_at = going_on or (None, (0, 0))
+    history = History(folder / CURVE, on_epoch)
     with lightning_quiet():
         trainer = pl.Trainer(
             max_epochs=config.optim.epochs,
@@ -76,29 +103,85 @@ def train(
             callbacks=[
                 SeedEpoch(config.seed),
                 history,
+                *callbacks(config, data, folder),
                 every_epoch(folder),
                 *trainer_settings.pop("callbacks", []),
             ],
-            plugins=[WholeCheckpoints()],
+            plugins=[WholeCheckpoints(plain(config))],
             default_root_dir=folder,
             reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
-            **{**QUIET, **trainer_settings},
+            use_distributed_sampler=False,  # they know their process
+            **{
+                **QUIET,
+                "precision": PRECISIONS[config.scale.precision],
+                "logger": loggers(config.scale, folder) or False,
+                **launched(),
+                **trainer_settings,
+            },
         )
-        _claim(folder, config)
+        if config.optim.effective_batch is not None:
+            trainer.accumulate_grad_batches = batches_in_a_step(config, trainer.world_size)
+        if trainer.is_global_zero:
+            _claim(folder, config)
+        fits = True
         try:
             trainer.fit(classifier, datamodule=data, ckpt_path=resume, weights_only=True)
+        except Interrupted:
+            raise
         except SystemExit:  # Lightning's answer to Ctrl-C
             raise KeyboardInterrupt from None
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+            fits = False
+    if not fits:
+        raise ValueError(_what_would_fit(config, data, trainer))
     return classifier.to(trainer.strategy.root_device), history
+
+
+def callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Callback]:
+    """What a run does beside training, where its configuration asks for it."""
+    scale = config.scale
+    wanted: list[Callback] = [SaveOnSignal(folder)]
+    if scale.on_nan != "ignore":
+        largest = largest_loss(scale.explosion, data.num_classes)
+        wanted.append(LossGuard(folder, largest, skip=scale.on_nan == "skip"))
+    if scale.logs:
+        wanted.append(_speed(config, data))
+    if config.optim.ema_decay is not None:
+        wanted.append(AveragedWeights(config.optim.ema_decay))
+    if config.scale.checkpoint_every is not None:
+        wanted.append(WithinEpoch(folder, config.scale.checkpoint_every))
+    return wanted
+
+
+def _speed(config: RunConfig, data: DataModule) -> Speed:
+    build = partial(build_vit, config.encoding, config.model, data)
+    shape = torch.Size([1, data.in_channels, *data.input_size])
+    flops = None if config.scale.peak_tflops is None else count_flops(build, shape)
+    with torch.device("meta"):
+        tokens = count_tokens(build(), data.input_size)
+    return Speed(tokens, flops, config.scale.peak_tflops)
+
+
+def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    example = torch.zeros(1, data.in_channels, *data.input_size, device=device)
+    limit, devices = device_memory(device), trainer.world_size
+    return out_of_memory(
+        config, lambda: build_vit(config.encoding, config.model, data).to(device), example, limit, devices
+    )
 
 
 def _claim(folder: Path, config: RunConfig) -> None:
     """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
     file = folder / CONFIG
+    remove_unfinished(folder, (CONFIG, CHECKPOINT, WITHIN_EPOCH, WEIGHTS, CURVE))
     if not file.exists() and folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     if file.exists():
-        different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config))
+        different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), but=MAY_CHANGE)
         if different:
             rule = "a run's folder must be new or of the same configuration"
             raise ValueError(f"{rule}, got {folder} with {different}")
@@ -111,15 +194,16 @@ def load(folder: Path) -> tuple[RunConfig, DataModule, Classifier]:
     Raises:
         ValueError: the folder holds no run, or its files are damaged or of another run.
     """
-    if not (folder / CONFIG).exists() or not (folder / CHECKPOINT).exists():
+    trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
+    if not (folder / CONFIG).exists() or not trained:
         raise ValueError(f"a run's folder holds {CONFIG} and {CHECKPOINT}, got {folder}")
     config = read_config(read_mapping(folder / CONFIG, CONFIG))
     data = make_data(config.data)
     data.setup()
     classifier = build_classifier(config, data)
-    saved = torch.load(_checked(folder / CHECKPOINT), map_location="cpu", weights_only=True)
+    weights = read_weights(folder)
     try:
-        classifier.load_state_dict(saved["state_dict"])
+        classifier.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"the checkpoint must be of the run's own model, got another in {folder}") from error
     return config, data, classifier.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,6 +223,7 @@ def read_config(stored: Any) -> RunConfig:
             data=DataConfig(**stored["data"]),
             model=ModelConfig(**stored["model"]),
             optim=OptimConfig(**stored["optim"]),
+            scale=ScaleConfig(**stored.get("scale", {})),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{CONFIG} must be that of a torchrope run, got something else: {error!r}") from None
@@ -146,101 +231,9 @@ def read_config(stored: Any) -> RunConfig:
 
 @contextmanager
 def lightning_quiet() -> Iterator[None]:
-    """Hush what Lightning says about itself: banners, tips, and advice that small data does not need."""
+    """Hush what Lightning says about itself: banners, tips, and advice that does not hold here."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        for chatter in (".*does not have many workers.*", ".*LeafSpec.*", ".*exists and is not empty.*"):
+        for chatter in CHATTER:
             warnings.filterwarnings("ignore", chatter)
         yield
-
-
-def every_epoch(folder: Path) -> ModelCheckpoint:
-    """Keep one checkpoint, that of the last finished epoch."""
-    name = CHECKPOINT.removesuffix(".ckpt")
-    return ModelCheckpoint(
-        folder,
-        filename=name,
-        save_on_train_epoch_end=True,
-        enable_version_counter=False,
-        save_weights_only=False,
-    )
-
-
-class WholeCheckpoints(TorchCheckpointIO):
-    """Write checkpoints whole or not at all."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Serialise in memory, then replace the file in one step."""
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
-        write_whole(Path(path), buffer.getvalue())
-
-
-class SeedEpoch(Callback):
-    """Make every epoch's randomness a function of seed and epoch alone, so that resuming repeats it."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Seed dropout and augmentation."""
-        torch.manual_seed(self.seed * 1_000_003 + trainer.current_epoch)
-
-
-class History(Callback):
-    """The learning curve: one row per epoch, kept in the checkpoint and in a CSV file.
-
-    Args:
-        path: The CSV file.
-        on_epoch: Called with every new row.
-    """
-
-    def __init__(self, path: Path, on_epoch: OnEpoch | None = None) -> None:
-        self.path = path
-        self.on_epoch = on_epoch
-        self.rows: list[dict[str, float]] = []
-        self.epoch_started = 0.0
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the epoch's clock."""
-        self.epoch_started = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add the epoch that ended, and write the file anew."""
-        # Read from the metric itself: callbacks are called before the module can log the epoch that ends.
-        known = {"train_loss": pl_module.train_loss.compute(), **trainer.callback_metrics}  # type: ignore[union-attr, operator]
-        metrics = {name: round(float(known[name]), 6) for name in ("train_loss", "val_loss", "val_top1")}
-        seconds = round(time.perf_counter() - self.epoch_started, 3)
-        self.rows.append({"epoch": trainer.current_epoch + 1, **metrics, "seconds": seconds})
-        self._write()
-        if self.on_epoch is not None:
-            self.on_epoch(self.rows[-1])
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the checkpoint keeps."""
-        return {"rows": self.rows}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up where the checkpoint was written."""
-        self.rows = state_dict["rows"]
-
-    def _write(self) -> None:
-        text = io.StringIO()
-        writer = DictWriter(text, fieldnames=list(self.rows[-1]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_whole(self.path, text.getvalue())
-
-
-def _checked(checkpoint: Path) -> Path:
-    try:
-        whole = {"state_dict", "pytorch-lightning_version"} <= set(
-            torch.load(checkpoint, map_location="meta", weights_only=True)
-        )
-    except (OSError, MemoryError):
-        raise
-    except Exception:
-        whole = False
-    if not whole:
-        raise ValueError(f"a checkpoint must be whole, got a damaged one; delete it: {checkpoint}")
-    return checkpoint

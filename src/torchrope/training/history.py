@@ -1,0 +1,149 @@
+"""The learning curve of a run, and randomness that a run which goes on repeats."""
+
+import io
+import random
+import time
+from collections.abc import Callable
+from csv import DictWriter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback
+
+from torchrope.files import write_whole
+
+OnEpoch = Callable[[dict[str, float]], None]
+
+
+class SeedEpoch(Callback):
+    """Make every epoch's randomness a function of seed, epoch and process alone, so that resuming repeats it.
+
+    A checkpoint within an epoch keeps the states of the generators of all processes.
+
+    Args:
+        seed: Of the run.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rank = 0
+        self.kept: list[dict[str, Any]] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Learn which process this is."""
+        self.rank = trainer.global_rank
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Seed dropout and augmentation."""
+        torch.manual_seed((self.seed * 1_000_003 + trainer.current_epoch) + self.rank * 7_919_000_033)
+        self.kept = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Go on with the states that the checkpoint kept."""
+        if self.kept and trainer.fit_loop.restarted_mid_epoch:
+            _set_generators(self.kept[self.rank])
+        self.kept = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the checkpoint keeps: the generators of every process."""
+        return {"generators": of_all_processes(_generators())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the states for the first batch."""
+        self.kept = state_dict["generators"]
+
+
+class History(Callback):
+    """The learning curve: one row per epoch, kept in the checkpoint and in a CSV file.
+
+    Args:
+        path: The CSV file.
+        on_epoch: Called with every new row.
+    """
+
+    def __init__(self, path: Path, on_epoch: OnEpoch | None = None) -> None:
+        self.path = path
+        self.on_epoch = on_epoch
+        self.rows: list[dict[str, float]] = []
+        self.spent = 0.0
+        self.epoch_started = 0.0
+        self.module: Any = None
+        self.sums: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the module back the sums of the epoch that was under way."""
+        self.module = pl_module
+        if self.sums:
+            for name, value in self.sums[trainer.global_rank].items():
+                getattr(pl_module.train_loss, name).copy_(value)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock of an epoch that goes on where it was."""
+        self.epoch_started = time.perf_counter() - self.spent
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the epoch's clock."""
+        self.epoch_started = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add the epoch that ended, and write the file anew."""
+        # Read from the metric itself: callbacks are called before the module can log the epoch that ends.
+        known = {"train_loss": pl_module.train_loss.compute(), **trainer.callback_metrics}  # type: ignore[union-attr, operator]
+        metrics = {name: round(float(known[name]), 6) for name in ("train_loss", "val_loss", "val_top1")}
+        seconds = round(time.perf_counter() - self.epoch_started, 3)
+        self.rows.append({"epoch": trainer.current_epoch + 1, **metrics, "seconds": seconds})
+        if trainer.is_global_zero:
+            self._write()
+        if self.on_epoch is not None:
+            self.on_epoch(self.rows[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the checkpoint keeps: the rows, and the sums and seconds of the epoch that is under way."""
+        metric = self.module.train_loss
+        sums = {name: getattr(metric, name).cpu() for name in ("mean_value", "weight")}
+        spent = time.perf_counter() - self.epoch_started
+        return {"rows": self.rows, "sums": of_all_processes(sums), "seconds": spent}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up where the checkpoint was written."""
+        self.rows = state_dict["rows"]
+        self.spent = state_dict.get("seconds", 0.0)
+        self.sums = state_dict.get("sums", [])
+
+    def _write(self) -> None:
+        text = io.StringIO()
+        writer = DictWriter(text, fieldnames=list(self.rows[-1]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_whole(self.path, text.getvalue())
+
+
+def of_all_processes(value: Any) -> list[Any]:
+    """One value of each process, in the order of ranks; all processes must call it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _generators() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.array(keys, dtype=np.int64)), *rest),
+    }
+
+
+def _set_generators(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"].cpu())
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"].cpu())
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))
