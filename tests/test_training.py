@@ -14,7 +14,7 @@ from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.files import write_whole
-from torchrope.training.classifier import build_vit
+from torchrope.training.models import build_vit
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope.training.cost import count_encoding_parameters, count_flops, measure_costs
 from torchrope.training.evaluate import evaluate, interval, predict, scaled_sizes

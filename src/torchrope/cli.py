@@ -9,10 +9,11 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, NoReturn
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn, Optional
 
+from torchrope import recipes
 from torchrope._version import __version__
 from torchrope.files import read_mapping, write_whole
 
@@ -26,6 +27,7 @@ commands:
   train      train one model
   evaluate   measure a trained model
   report     write the page of a comparison anew
+  recipes    list the settings that papers trained with, or print one
   bench      measure how fast every encoding is here, beside the reference and others' code
 
   torchrope COMMAND --help    explains a command
@@ -36,6 +38,7 @@ start here:
   torchrope compare --data motion                      moving digits: time, height, width
   torchrope compare --data images --data.root DIR      your own images, a folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
+  torchrope compare --recipe liere-cifar100-vit-b      as a paper did; torchrope recipes lists them
 """
 
 COMPARE = """\
@@ -43,7 +46,7 @@ Train the same vision transformer once per position encoding, on the same data, 
 OUT/report/index.html: which encoding suits the data, and what it costs.
 
 Stopped or killed, the same command goes on where it was. Short forms: --data NAME for --data.name NAME,
---epochs N for --optim.epochs N, --encodings a,b,c. Defaults below are those of the data set named.
+--epochs N for --optim.epochs N, --encodings a,b,c. Defaults below are those of the data set named, or of --recipe.
 
 Encodings: none, learned, sinusoidal, bias, axial, mixed, liere, comrope-ap, comrope-ld, string, golden, dinov3, mrope,
 mrope-interleaved; a block size as liere:8, several kinds together as learned+mixed or bias+axial.
@@ -51,7 +54,8 @@ mrope-interleaved; a block size as liere:8, several kinds together as learned+mi
 
 TRAIN = """\
 Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. Stopped or killed, the same
-command goes on where it was. --trainer.* are the options of Lightning's Trainer.
+command goes on where it was. --recipe NAME takes a paper's settings. --trainer.* are the options of Lightning's
+Trainer.
 
 A configuration is data: a class that it names may come from torchrope, torch, torchvision and timm alone, unless
 --allow names its package too, as in --allow pytorch_lightning for Lightning's callbacks.
@@ -183,6 +187,21 @@ def _report(arguments: list[str]) -> int:
     return _write_report(options.out)
 
 
+def _recipes(arguments: list[str]) -> int:
+    parser = _OneLineParser(prog="torchrope recipes", description="List the recipes, or print one.")
+    parser.add_argument("name", nargs="?", type=str, help="the recipe to print")
+    name = parser.parse_args(arguments).name
+    if name is not None:
+        print(recipes.find(_known_recipe(name)).read_text(encoding="utf-8"), end="")
+        return 0
+    names = recipes.names()
+    width = max(map(len, names))
+    for name in names:
+        print(f"{name:{width}}  {recipes.summary(name)}")
+    print("\ntorchrope recipes NAME prints one; train --recipe NAME and compare --recipe NAME take its settings")
+    return 0
+
+
 def _bench(arguments: list[str]) -> int:
     from torchrope.speed.config import Setting, parse_shape
 
@@ -269,6 +288,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "evaluate": _evaluate,
     "report": _report,
+    "recipes": _recipes,
     "bench": _bench,
 }
 
@@ -288,6 +308,7 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
 
     parser = ArgumentParser(**_parser_settings(command, description))
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_argument("--recipe", type=Optional[str], help="settings by name, see torchrope recipes")
     parser.add_class_arguments(config)
     try:
         given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments)))
@@ -297,11 +318,16 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
 
 
 def _parse_over_recipe(parser: Any, options: list[str]) -> Any:
-    """Parse with the recipe of the named data set for defaults; a size by name puts the recipe's own size aside."""
+    """Parse with the named recipe, or the data set's, for defaults; a size by name puts the recipe's own size aside."""
     asking = ("-h", "--help", "--print_config")
     given = parser.parse_args([option for option in options if option.partition("=")[0] not in asking])
-    parser.default_config_files = [str(files("torchrope.recipes") / f"{given.data.name}.yaml")]
-    settings = parser.parse_args(options)
+    known = {action.dest.partition(".")[0] for action in parser._actions}
+    recipe = recipes.settings(given.recipe or given.data.name)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        write_whole(file, json.dumps({name: value for name, value in recipe.items() if name in known}))
+        parser.default_config_files = [str(file)]
+        settings = parser.parse_args(options)
     if given.model.size is not None:
         for name in ("dim", "depth", "num_heads", "mlp_dim"):
             settings.model[name] = given.model[name]
@@ -361,6 +387,13 @@ def _known_data(name: str) -> str:
     return name
 
 
+def _known_recipe(name: str) -> str:
+    names = recipes.names()
+    if name not in names:
+        raise ValueError(f"there is no recipe {name!r}, torchrope recipes lists them{_nearest(name, names)}")
+    return name
+
+
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:
     """What argparse calls to check a name."""
 
@@ -381,6 +414,7 @@ _LOOKED_AT: dict[str, Callable[[str], str]] = {
     "--encodings": _as_list,
     "--data.name": _known_data,
     "--config": _readable_config,
+    "--recipe": _known_recipe,
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from torchrope.backbones import ViT
+from torchrope.backbones import Swin, ViT
 from torchrope.data.build import make_data
 from torchrope.data.datamodule import DataModule
 from torchrope.encodings import Encoding, NoEncoding, choose
@@ -22,10 +22,10 @@ from torchrope.studies.config import CompareConfig
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
-from torchrope.training.classifier import build_vit
 from torchrope.training.config import RunConfig, ScaleConfig, plain
 from torchrope.training.cost import measure_costs
 from torchrope.training.evaluate import evaluate, interval
+from torchrope.training.models import build_model
 from torchrope.training.run import train
 
 CLEARLY_CHEAPER = 1.05
@@ -71,10 +71,10 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
     return folder.results_file
 
 
-def _blueprint(name: str, config: CompareConfig, data: DataModule) -> ViT:
+def _blueprint(name: str, config: CompareConfig, data: DataModule) -> ViT | Swin:
     """The model without its numbers."""
     with torch.device("meta"):
-        return build_vit(name, config.model, data)
+        return build_model(name, config.model, data)
 
 
 def _train_and_evaluate(
@@ -113,7 +113,7 @@ def _costs(folder: StudyFolder, names: list[str], data: DataModule, config: Comp
             return known
     inputs, labels = next(iter(data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    builders = {name: partial(build_vit, name, config.model, data) for name in names}
+    builders = {name: partial(build_model, name, config.model, data) for name in names}
     costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
     known = {name: asdict(cost) for name, cost in costs.items()}
     write_json(folder.costs_file, known)
@@ -147,7 +147,7 @@ def _results(
     }
 
 
-def _describe_data(data: DataModule, blueprints: dict[str, ViT]) -> dict[str, Any]:
+def _describe_data(data: DataModule, blueprints: dict[str, ViT | Swin]) -> dict[str, Any]:
     embed = next(iter(blueprints.values())).embed
     train_count, val_count = data.counts
     return {
@@ -167,7 +167,7 @@ def _describe_data(data: DataModule, blueprints: dict[str, ViT]) -> dict[str, An
 
 
 def _describe_encoding(
-    name: str, results: list[dict[str, Any]], cost: dict[str, Any], blueprint: ViT
+    name: str, results: list[dict[str, Any]], cost: dict[str, Any], blueprint: ViT | Swin
 ) -> dict[str, Any]:
     parts = choose(name).parts
     rotary = [part for part in parts if issubclass(part, Encoding) and part is not NoEncoding]
@@ -179,7 +179,7 @@ def _describe_encoding(
         "formula": ";  ".join(part.formula for part in parts),
         "source": "; ".join(part.source for part in parts),
         "rotary": bool(rotary),
-        "relative": blueprint.encodings[0].relative if rotary else None,
+        "relative": _is_relative(blueprint) if rotary else None,
         "seeds": [{key: value for key, value in r.items() if key not in ("labels", "predicted")} for r in results],
         "top1": {**_over_seeds(correct.mean(axis=1).tolist()), "interval": interval(correct.mean(axis=0))},
         "val_loss": _over_seeds([result["val_loss"] for result in results]),
@@ -190,6 +190,10 @@ def _describe_encoding(
         ],
         "cost": cost,
     }
+
+
+def _is_relative(blueprint: ViT | Swin) -> bool:
+    return next(part.relative for part in blueprint.modules() if isinstance(part, Encoding))
 
 
 def _correct(results: list[dict[str, Any]]) -> np.ndarray:

@@ -1,7 +1,6 @@
 """A vision transformer in training: loss, metrics, optimiser, schedule."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -11,47 +10,8 @@ from torch.nn import functional
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from torchrope.backbones import SIZES, ViT
-from torchrope.data.datamodule import DataModule
-from torchrope.encodings import choose
-from torchrope.training.config import ModelConfig, OptimConfig
+from torchrope.training.config import OptimConfig
 from torchrope.training.optim import build_optimizer, build_schedule
-
-
-def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
-    """Build the transformer of a configuration for data of a kind.
-
-    Args:
-        encoding: A name such as "learned+liere:8".
-        config: Everything else about the model.
-        data: Tells the input size, channels and classes.
-
-    Raises:
-        ValueError: what the encoding or the model refuses.
-    """
-    choice = choose(encoding)
-    rotary = partial(choice.rotary, shared_heads=True) if config.share_heads else choice.rotary
-    return ViT(
-        data.input_size,
-        patch_size=config.patch,
-        in_channels=data.in_channels,
-        num_classes=data.num_classes,
-        encoding=rotary,
-        absolute=choice.absolute,
-        bias=choice.bias,
-        share_layers=config.share_layers,
-        spacing=_one_or_all(config.spacing),
-        origin=_one_or_all(config.origin),
-        pool=config.pool,
-        num_registers=config.num_registers,
-        qkv_bias=config.qkv_bias,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        drop_path=config.drop_path,
-        layer_scale=config.layer_scale,
-        checkpoint_layers=config.checkpoint_layers,
-        **_dimensions(config),
-    )
 
 
 class Classifier(pl.LightningModule):
@@ -76,9 +36,9 @@ class Classifier(pl.LightningModule):
         return self.model(inputs)
 
     def training_step(self, batch: Sequence[Tensor], _: int) -> Tensor:
-        """Cross-entropy of a batch."""
+        """The loss of a batch."""
         inputs, labels = batch
-        loss = functional.cross_entropy(self(inputs), labels, label_smoothing=self.optim.label_smoothing)
+        loss = training_loss(self(inputs), labels, self.optim)
         self.train_loss.update(loss.detach(), len(labels))
         return loss
 
@@ -104,12 +64,18 @@ class Classifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _dimensions(config: ModelConfig) -> dict[str, Any]:
-    """The size by name, overridden by what is given one by one; ViT's defaults where neither is."""
-    named = SIZES[config.size] if config.size else {}
-    given = {key: getattr(config, key) for key in ("dim", "depth", "num_heads", "mlp_dim")}
-    return {**named, **{key: value for key, value in given.items() if value is not None}}
+def training_loss(logits: Tensor, labels: Tensor, config: OptimConfig) -> Tensor:
+    """Cross-entropy, or binary cross-entropy where every class with a share in the label counts as there.
 
+    Args:
+        logits: `(batch, classes)`.
+        labels: Classes `(batch,)`, or their shares `(batch, classes)` where examples were mixed.
+        config: Which loss, and how much of the label is spread.
 
-def _one_or_all(values: Sequence[float] | None) -> float | Sequence[float] | None:
-    return values[0] if values and len(values) == 1 else values
+    References:
+        Touvron et al., DeiT III, section 3; `train_one_epoch` of its code for mixed labels.
+    """
+    if config.loss == "cross-entropy":
+        return functional.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+    there = functional.one_hot(labels, logits.shape[-1]) if labels.ndim == 1 else labels > 0
+    return functional.binary_cross_entropy_with_logits(logits, there.to(logits.dtype))

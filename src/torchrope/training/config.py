@@ -1,6 +1,7 @@
 """Settings of model and optimiser, as plain values: imports no torch."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -10,18 +11,29 @@ from torchrope.data.config import DataConfig
 OptimizerName = Literal["adamw", "adam", "lamb"]
 
 
+_READ_BY_ONE = {
+    **dict.fromkeys(("depth", "num_heads", "mlp_dim", "num_registers", "layer_scale", "share_layers", "jitter"), "vit"),
+    **dict.fromkeys(("depths", "stage_heads", "window_size"), "swin"),
+}
+"""Settings of a model that one backbone alone has."""
+
+
 @dataclass
 class ModelConfig:
     """The vision transformer around the encoding.
 
     Attributes:
+        backbone: "vit" or "swin".
         size: The papers' sizes by name; dim, depth, num_heads and mlp_dim below then override it one by one.
         dim: Channels of a token.
         depth: Layers.
         num_heads: Attention heads.
         mlp_dim: Channels inside the MLP.
         patch_size: Extent of a patch along each axis; one number means all axes.
-        pool: "cls" reads a class token at the origin, "mean" averages the patches.
+        depths: Layers of each stage of a Swin, which its size by name says otherwise.
+        stage_heads: Attention heads of each stage of a Swin, likewise.
+        window_size: Tokens of a Swin's window along each axis, 7 by default; one number means all axes.
+        pool: "cls" reads a class token at the origin, "mean" averages the patches; a Swin always does.
         num_registers: Extra tokens without a place.
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel.
@@ -33,16 +45,24 @@ class ModelConfig:
         spacing: Distance between patches for the encoding, one number or one per axis; by default the convention
             of each encoding's paper.
         origin: Position of the first patch, likewise.
+        input_size: Extent along each axis that positions are laid out for, in place of the data's: a second stage on
+            larger images keeps that of the first, whose lattice it runs past.
+        jitter: Move patches at random in training, with this deviation in halves of a cell (ComRoPE's perturbation
+            intensity); never along time.
         checkpoint_layers: Keep the input of each layer alone and compute the layer again for its gradient: the same
             numbers with less memory, for about a third more time.
     """
 
+    backbone: Literal["vit", "swin"] = "vit"
     size: Literal["tiny", "small", "base", "large"] | None = None
     dim: int | None = None
     depth: int | None = None
     num_heads: int | None = None
     mlp_dim: int | None = None
     patch_size: list[int] = field(default_factory=lambda: [1])
+    depths: list[int] | None = None
+    stage_heads: list[int] | None = None
+    window_size: list[int] | None = None
     pool: Literal["cls", "mean"] = "cls"
     num_registers: int = 0
     qkv_bias: bool = True
@@ -54,6 +74,8 @@ class ModelConfig:
     share_heads: bool = False
     spacing: list[float] | None = None
     origin: list[float] | None = None
+    input_size: list[int] | None = None
+    jitter: float = 0.0
     checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:
@@ -68,6 +90,11 @@ class ModelConfig:
         for name in ("dropout", "attention_dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if not self.jitter >= 0:
+            raise ValueError(f"jitter must be 0 or more, got {self.jitter}")
+        for name, backbone in _READ_BY_ONE.items():
+            if getattr(self, name) and self.backbone != backbone:
+                raise ValueError(f"{name} is read by backbone {backbone} alone, got {getattr(self, name)}")
 
     @property
     def patch(self) -> int | list[int]:
@@ -87,6 +114,7 @@ class OptimConfig:
         warmup_epochs: Epochs of linear warm-up, at most half of all.
         clip: Largest norm of a gradient; 0 does not clip.
         label_smoothing: Share of the label that is spread over all classes.
+        loss: "cross-entropy", or "bce": each class is there or not, those of mixed labels all are (DeiT III).
         optimizer: "adamw"; "adam" (LieRE), where decay is part of the gradient; or "lamb" (DeiT III).
         warmup_share: Warm-up as a share of all steps, in place of warmup_epochs.
         min_lr: Learning rate at the end.
@@ -103,6 +131,7 @@ class OptimConfig:
     warmup_epochs: float = 2.0
     clip: float = 1.0
     label_smoothing: float = 0.0
+    loss: Literal["cross-entropy", "bce"] = "cross-entropy"
     optimizer: OptimizerName = "adamw"
     warmup_share: float | None = None
     min_lr: float = 0.0
@@ -121,6 +150,8 @@ class OptimConfig:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+        if self.loss == "bce" and self.label_smoothing:
+            raise ValueError(f"label_smoothing is for cross-entropy alone, got {self.label_smoothing} with loss bce")
         if self.optimizer not in get_args(OptimizerName):
             raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {self.optimizer!r}")
         if not 0 <= self.min_lr <= self.lr:
@@ -186,6 +217,8 @@ class RunConfig:
         model: The model around the encoding.
         optim: The optimiser.
         scale: How it is computed and watched.
+        start_from: Folder of a run whose weights this one starts with; a rotary encoding that they lack starts at
+            zero, as none (ComRoPE, supplement B.2).
     """
 
     encoding: str = "mixed"
@@ -194,6 +227,11 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
+    start_from: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.start_from is not None:
+            self.start_from = os.path.abspath(os.path.expanduser(self.start_from))  # the same from anywhere
 
 
 def plain(config: Any) -> dict[str, Any]:

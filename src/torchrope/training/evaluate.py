@@ -10,7 +10,7 @@ from scipy.stats import bootstrap
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.backbones import ViT
+from torchrope.backbones import Swin, ViT
 from torchrope.data.clips import predict_views
 from torchrope.data.datamodule import DataModule
 from torchrope.data.transforms import resize, shuffle_patches
@@ -57,7 +57,7 @@ class Evaluation:
         return np.equal(self.labels, self.predicted).astype(float)
 
 
-def evaluate(model: ViT, data: DataModule, scales: Iterable[float]) -> Evaluation:
+def evaluate(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> Evaluation:
     """Measure a trained model on the validation set of its data.
 
     Args:

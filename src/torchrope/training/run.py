@@ -29,13 +29,15 @@ from torchrope.training.checkpoints import (
     newest,
     read_weights,
 )
-from torchrope.training.classifier import Classifier, build_vit
+from torchrope.training.classifier import Classifier
 from torchrope.training.config import MAY_CHANGE, ModelConfig, OptimConfig, RunConfig, ScaleConfig, differences, plain
 from torchrope.training.cost import count_flops
 from torchrope.training.devices import batches_in_a_step, launched
 from torchrope.training.guards import LossGuard, device_memory, largest_loss, out_of_memory
 from torchrope.training.history import History, OnEpoch, SeedEpoch
 from torchrope.training.interruption import Interrupted, SaveOnSignal
+from torchrope.training.models import build_model
+from torchrope.training.start import start_from
 from torchrope.training.watch import Speed, count_tokens, loggers
 
 CONFIG = "config.yaml"
@@ -83,8 +85,8 @@ def train(
         The trained model, on the device it was trained on, and its learning curve.
 
     Raises:
-        ValueError: the folder belongs to another configuration, its checkpoint is damaged, a batch does not fit into
-            memory, or the loss is lost (`Diverged`).
+        ValueError: the folder belongs to another configuration, its checkpoint is damaged, `start_from` is no run of such
+            a model, a batch does not fit into memory, or the loss is lost (`Diverged`).
         Interrupted: stopped by SIGTERM, or SIGUSR1 on Slurm; saved, the same call goes on.
         KeyboardInterrupt: stopped by Ctrl-C; the same call goes on with the epoch that was under way.
     """
@@ -94,6 +96,8 @@ def train(
         classifier.model.compile()
     data.run_seed = config.seed
     going_on = newest(folder)
+    if config.start_from is not None and going_on is None:
+        start_from(classifier.model, Path(config.start_from))
     resume, data.resume_at = going_on or (None, (0, 0))
     history = History(folder / CURVE, on_epoch)
     with lightning_quiet():
@@ -211,7 +215,7 @@ def load(folder: Path) -> tuple[RunConfig, DataModule, Classifier]:
 
 def build_classifier(config: RunConfig, data: DataModule) -> Classifier:
     """The untrained model of a configuration."""
-    return Classifier(build_vit(config.encoding, config.model, data), data.num_classes, config.optim)
+    return Classifier(build_model(config.encoding, config.model, data), data.num_classes, config.optim)
 
 
 def read_config(stored: Any) -> RunConfig:
@@ -224,6 +228,7 @@ def read_config(stored: Any) -> RunConfig:
             model=ModelConfig(**stored["model"]),
             optim=OptimConfig(**stored["optim"]),
             scale=ScaleConfig(**stored.get("scale", {})),
+            start_from=stored.get("start_from"),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{CONFIG} must be that of a torchrope run, got something else: {error!r}") from None
