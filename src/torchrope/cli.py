@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn
 
 from torchrope import recipes
 from torchrope._version import __version__
@@ -308,7 +308,7 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
 
     parser = ArgumentParser(**_parser_settings(command, description))
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
-    parser.add_argument("--recipe", type=Optional[str], help="settings by name, see torchrope recipes")
+    parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
     parser.add_class_arguments(config)
     try:
         given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments)))

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
@@ -31,7 +31,7 @@ class TrainCLI(LightningCLI):
         """Add our settings, and the Trainer's beside them."""
         parser.add_class_arguments(RunConfig)
         parser.set_defaults({"scale.logs": ["csv", "tensorboard"]})
-        parser.add_argument("--recipe", type=Optional[str], help="Settings by name, see torchrope recipes.")
+        parser.add_argument("--recipe", type=str, default=None, help="Settings by name, see torchrope recipes.")
         parser.add_argument("--out", type=str, default="torchrope-train", help="Folder of everything it leaves.")
         parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False, skip=_OURS)
 
