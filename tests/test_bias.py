@@ -14,9 +14,9 @@ from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.speed.config import Setting
 from torchrope.speed.peers import make_encoding
-from torchrope.training.models import build_vit
 from torchrope.training.config import ModelConfig
 from torchrope.training.cost import count_encoding_parameters
+from torchrope.training.models import build_vit
 from torchrope.training.optim import decay_groups
 
 

@@ -14,10 +14,10 @@ from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.files import write_whole
-from torchrope.training.models import build_vit
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope.training.cost import count_encoding_parameters, count_flops, measure_costs
 from torchrope.training.evaluate import evaluate, interval, predict, scaled_sizes
+from torchrope.training.models import build_vit
 from torchrope.training.optim import decay_groups, warmup_cosine
 from torchrope.training.run import load, train
 

@@ -80,10 +80,11 @@ class EpochSet(Dataset):
 
 def read_batch(dataset: Dataset, draws: Draws) -> Sequence[Tensor]:
     """Read a batch at once where the set can, else one by one, each with a seed of its own."""
+    indices = [index % len(dataset) for index in draws.indices]  # type: ignore[arg-type]  # beyond the end: a repeat
     if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(draws.indices)
+        return dataset.__getitems__(indices)
     samples = []
-    for index, seed in zip(draws.indices, draws.seeds("sample"), strict=True):
+    for index, seed in zip(indices, draws.seeds("sample"), strict=True):
         with seeded(seed):
             samples.append(dataset[index])
     return default_collate(samples)

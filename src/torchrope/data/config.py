@@ -55,6 +55,8 @@ class AugmentConfig:
         mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
         cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899), likewise; where both are on, each batch draws one.
         mix_probability: Share of batches that are mixed.
+        repeats: How often an example that is drawn comes within an epoch, changed otherwise each time; the epoch keeps
+            its length, so that it sees so many times fewer of them (Hoffer et al., arXiv:1901.09335; DeiT: 3).
 
     Raises:
         ValueError: a number is out of range.
@@ -70,6 +72,7 @@ class AugmentConfig:
     mixup: float = 0.0
     cutmix: float = 0.0
     mix_probability: float = 1.0
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         for name in ("crop_scale", "randaugment"):
@@ -85,6 +88,8 @@ class AugmentConfig:
             if number < 1 or not 0 <= magnitude <= LARGEST_MAGNITUDE:
                 rule = f"randaugment must be 1 or more operations of magnitude 0 to {LARGEST_MAGNITUDE}"
                 raise ValueError(f"{rule}, got {self.randaugment}")
+        if self.repeats < 1:
+            raise ValueError(f"repeats must be 1 or more, got {self.repeats}")
         for name in ("crop_padding", "mixup", "cutmix"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
@@ -101,7 +106,7 @@ class AugmentConfig:
     @property
     def on(self) -> bool:
         """Whether anything is changed."""
-        return bool(self.for_pictures) or self.flip or self.mixup > 0 or self.cutmix > 0
+        return bool(self.for_pictures) or self.flip or self.mixup > 0 or self.cutmix > 0 or self.repeats > 1
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, d
 
 from torchrope.data.config import DataConfig
 from torchrope.data.faults import Fault, Skipping
+from torchrope.data.repeated import Repeated
 from torchrope.data.tensors import TensorSet
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
@@ -154,7 +155,7 @@ class DataModule(pl.LightningDataModule, ABC):
         train, _ = self._made_datasets()
         size = self.config.batch_size
         order = list(self._train_order(train, *self._place()))
-        chosen = [index for batch in batches for index in order[batch * size : (batch + 1) * size]]
+        chosen = [index % len(train) for batch in batches for index in order[batch * size : (batch + 1) * size]]  # type: ignore[arg-type]
         files = getattr(train, "samples", None)
         return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
 
@@ -179,7 +180,9 @@ class DataModule(pl.LightningDataModule, ABC):
         return self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
 
     def _train_order(self, train: Dataset, epoch: int, replicas: int, rank: int) -> Sampler[int]:
-        return self.sampler(train, self._seed, epoch, replicas, rank)
+        order = self.sampler(train, self._seed, epoch, replicas, rank)
+        repeats = self.config.augment.repeats
+        return order if repeats == 1 else Repeated(order, repeats, len(train))  # type: ignore[arg-type]
 
     def _loader(
         self,
