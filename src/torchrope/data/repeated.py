@@ -42,6 +42,7 @@ class Repeated(Sampler[int]):
 
     def _all(self) -> Iterator[int]:
         order = iter(self.order)
-        while window := list(islice(order, TOGETHER)):
+        together = min(TOGETHER, -(-len(self) // self.repeats))
+        while window := list(islice(order, together)):
             for time in range(self.repeats):
                 yield from (index + time * self.size for index in window)
