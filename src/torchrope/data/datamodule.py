@@ -155,7 +155,8 @@ class DataModule(pl.LightningDataModule, ABC):
         train, _ = self._made_datasets()
         size = self.config.batch_size
         order = list(self._train_order(train, *self._place()))
-        chosen = [index % len(train) for batch in batches for index in order[batch * size : (batch + 1) * size]]  # type: ignore[arg-type]
+        drawn = (index for batch in batches for index in order[batch * size : (batch + 1) * size])
+        chosen = [index % len(train) for index in drawn]  # type: ignore[arg-type]  # a repeat is counted on
         files = getattr(train, "samples", None)
         return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
 

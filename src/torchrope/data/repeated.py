@@ -24,9 +24,7 @@ class Repeated(Sampler[int]):
 
     Example:
         >>> list(Repeated([2, 0, 1, 3], repeats=2, size=4))
-        [2, 0, 1, 3]
-        >>> list(Repeated(range(600), repeats=3, size=600))[254:258]
-        [254, 255, 600, 601]
+        [2, 0, 6, 4]
     """
 
     def __init__(self, order: Sampler[int], repeats: int, size: int) -> None:

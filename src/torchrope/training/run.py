@@ -85,8 +85,8 @@ def train(
         The trained model, on the device it was trained on, and its learning curve.
 
     Raises:
-        ValueError: the folder belongs to another configuration, its checkpoint is damaged, `start_from` is no run of such
-            a model, a batch does not fit into memory, or the loss is lost (`Diverged`).
+        ValueError: the folder belongs to another configuration, its checkpoint is damaged, `start_from` is no run of
+            such a model, a batch does not fit into memory, or the loss is lost (`Diverged`).
         Interrupted: stopped by SIGTERM, or SIGUSR1 on Slurm; saved, the same call goes on.
         KeyboardInterrupt: stopped by Ctrl-C; the same call goes on with the epoch that was under way.
     """
@@ -159,7 +159,7 @@ def callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Callbac
 
 
 def _speed(config: RunConfig, data: DataModule) -> Speed:
-    build = partial(build_vit, config.encoding, config.model, data)
+    build = partial(build_model, config.encoding, config.model, data)
     shape = torch.Size([1, data.in_channels, *data.input_size])
     flops = None if config.scale.peak_tflops is None else count_flops(build, shape)
     with torch.device("meta"):
@@ -174,7 +174,7 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
     example = torch.zeros(1, data.in_channels, *data.input_size, device=device)
     limit, devices = device_memory(device), trainer.world_size
     return out_of_memory(
-        config, lambda: build_vit(config.encoding, config.model, data).to(device), example, limit, devices
+        config, lambda: build_model(config.encoding, config.model, data).to(device), example, limit, devices
     )
 
 
