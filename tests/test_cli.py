@@ -160,7 +160,7 @@ def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("compair", "commands are compare, train, evaluate, report, bench, got 'compair'; did you mean 'compare'?"),
+        ("compair", "commands are compare, train, evaluate, report, recipes, bench, got 'compair'; did you mean 'compare'?"),
         ("compare --encodings lier", "got 'lier'; did you mean 'liere'?"),
         ("compare --encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
         ("compare --encodings ,", "encodings must name at least one, got none"),

@@ -140,11 +140,11 @@ def test_training_starts_from_a_run_and_resumes_without_it(digits: DataModule, t
     started, _ = train(config, digits, tmp_path)
     for name, weight in load(trained)[2].model.state_dict().items():
         torch.testing.assert_close(started.model.state_dict()[name].cpu(), weight.cpu())
-    (trained / "weights.safetensors").rename(trained / "elsewhere")
+    elsewhere = trained.rename(trained.with_name("elsewhere"))
     try:
         train(config, digits, tmp_path)
     finally:
-        (trained / "elsewhere").rename(trained / "weights.safetensors")
+        elsewhere.rename(trained)
 
 
 def test_other_classes_get_a_head_of_their_own(trained: Path) -> None:
