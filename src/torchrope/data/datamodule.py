@@ -100,17 +100,25 @@ class DataModule(pl.LightningDataModule, ABC):
         """
         train, _ = self._made_datasets()
         epoch, replicas, rank = self._place()
-        sampler = self._train_order(train, epoch, replicas, rank)
+        sampler = self.sampler(train, self._seed, epoch, replicas, rank)
         if epoch == self.resume_at[0] and self.resume_at[1]:
             sampler = RestOf(sampler, epoch, self.resume_at[1] * self.config.batch_size)
         generator = torch.Generator().manual_seed(self._seed + epoch)  # seeds worker processes
         return self._loader(train, self.config.batch_size, sampler, generator)
 
+    def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
+        """Order one process's training examples of an epoch."""
+        sampler: DistributedSampler = DistributedSampler(
+            train, num_replicas=replicas, rank=rank, shuffle=True, seed=seed
+        )
+        sampler.set_epoch(epoch)
+        return sampler
+
     def batch_names(self, batches: Iterable[int]) -> list[str]:
         """Which training examples the batches of this epoch and process hold: file names, or indices where none are."""
         train, _ = self._made_datasets()
         size = self.config.batch_size
-        order = list(self._train_order(train, *self._place()))
+        order = list(self.sampler(train, self._seed, *self._place()))
         chosen = [index for batch in batches for index in order[batch * size : (batch + 1) * size]]
         files = getattr(train, "samples", None)
         return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
@@ -134,13 +142,6 @@ class DataModule(pl.LightningDataModule, ABC):
         if self.trainer is None:
             return 0, 1, 0
         return self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
-
-    def _train_order(self, train: Dataset, epoch: int, replicas: int, rank: int) -> Sampler[int]:
-        sampler: DistributedSampler = DistributedSampler(
-            train, num_replicas=replicas, rank=rank, shuffle=True, seed=self._seed
-        )
-        sampler.set_epoch(epoch)
-        return sampler
 
     def _loader(
         self,
