@@ -181,6 +181,30 @@ def images(folder: Path) -> Path:
     return folder
 
 
+def videos(folder: Path) -> Path:
+    from test_videos import video_folder
+
+    return video_folder(folder, 25)
+
+
+def ucf101(folder: Path) -> Path:
+    from test_videos import ucf101_folder
+
+    return ucf101_folder(folder, clips=5)
+
+
+def volumes(folder: Path) -> Path:
+    from test_volumes import nifti_folder
+
+    return nifti_folder(folder, 50)
+
+
+def rsna(folder: Path) -> Path:
+    from test_volumes import rsna_folder
+
+    return rsna_folder(folder, 50)
+
+
 MINIATURES: dict[str, Callable[[Path], Path]] = {
     "fashion-mnist": fashion,
     "images": images,
@@ -188,4 +212,11 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
     "cifar100": lambda folder: cifar(folder, "100"),
     "tiny-imagenet": tiny_imagenet,
     "imagenet": imagenet,
+    "videos": videos,
+    "ucf101": ucf101,
+    "volumes": volumes,
+    "rsna": rsna,
+}
+OPTIONS: dict[str, dict[str, int]] = {
+    name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")
 }

@@ -11,7 +11,7 @@ from urllib.error import URLError
 import pytest
 import pytorch_lightning as pl
 import torch
-from miniatures import MINIATURES
+from miniatures import MINIATURES, OPTIONS
 from PIL import Image
 from torchvision import datasets as torchvision_datasets
 
@@ -103,6 +103,19 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
         ({"size": -3}, "size must be at least 1, got -3"),
         ({"workers": -1}, "workers must be at least 0, got -1"),
         ({"split_seed": -1}, "split_seed must be at least 0, got -1"),
+        ({"frames": 8}, "frames is read by videos, ucf101, volumes, rsna alone, got 8 with name 'digits'"),
+        ({"split": 2, "name": "videos"}, "split is read by ucf101 alone, got 2 with name 'videos'"),
+        ({"split": 4, "name": "ucf101"}, "split must be 1, 2 or 3, got 4"),
+        ({"frames": 0, "name": "rsna"}, "frames must be at least 1, got 0"),
+        (
+            {"test_views": [5], "name": "ucf101"},
+            r"test_views must be segments and crops, at least 1 each, got \[5\]",
+        ),
+        (
+            {"windows": [[40, 0]], "name": "rsna"},
+            r"windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
+        ),
+        ({"windows": [], "name": "rsna"}, r"windows must each be \[centre, width above 0\], got \[\]"),
     ],
 )
 def test_a_bad_configuration_is_refused(values, message):
@@ -120,7 +133,8 @@ def any_data(request, tmp_path) -> DataModule:
     """One of every kind, small."""
     write = MINIATURES.get(request.param)
     root = None if write is None else str(write(tmp_path))
-    data = make_data(DataConfig(request.param, root=root, batch_size=4, train_size=16, val_size=10))
+    options = OPTIONS.get(request.param, {})
+    data = make_data(DataConfig(request.param, root=root, batch_size=4, train_size=16, val_size=10, **options))
     data.setup("fit")
     return data
 

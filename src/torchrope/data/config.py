@@ -13,11 +13,25 @@ DataName = Literal[
     "cifar100",
     "tiny-imagenet",
     "imagenet",
+    "videos",
+    "ucf101",
+    "volumes",
+    "rsna",
 ]
 DATA_NAMES: tuple[str, ...] = get_args(DataName)
 NAMES_OF_PICTURES = ("images", "cifar10", "cifar100", "tiny-imagenet", "imagenet")  # 8-bit, in colour
 NAMES_OF_FILES = ("images", "imagenet")  # cropped when they are read
-NAMES_WITH_ROOT = ("fashion-mnist", *NAMES_OF_PICTURES)
+NAMES_OF_VIDEOS = ("videos", "ucf101")
+NAMES_OF_VOLUMES = ("volumes", "rsna")
+NAMES_WITH_ROOT = ("fashion-mnist", *NAMES_OF_PICTURES, *NAMES_OF_VIDEOS, *NAMES_OF_VOLUMES)
+READ_BY = {
+    "frames": NAMES_OF_VIDEOS + NAMES_OF_VOLUMES,
+    "frame_stride": NAMES_OF_VIDEOS,
+    "split": ("ucf101",),
+    "test_views": NAMES_OF_VIDEOS,
+    "labels": NAMES_OF_VOLUMES,
+    "windows": NAMES_OF_VOLUMES,
+}
 
 LARGEST_MAGNITUDE = 30  # of RandAugment
 
@@ -95,12 +109,13 @@ class DataConfig:
     """Which data, how much of it, and in what batches.
 
     Attributes:
-        name: The data set: "digits" (real 8x8 digits), "motion" (clips of moving digits), "fashion-mnist", or
-            "images" (your own folder).
+        name: The data set: "digits" (real 8x8 digits), "motion" (clips of moving digits), "fashion-mnist",
+            "images" or "videos" (your own folder), "volumes" (your own DICOM series or NIfTI files), "rsna" (CT of
+            the head), or another one by its name.
         root: Folder that holds the files, laid out as docs/data.md says. "digits" and "motion" have none;
             "fashion-mnist", "cifar10" and "cifar100" are downloaded where it is not given.
-        size: Pixels per side; None is the data set's own (8, 20, 28, 64, 32, 32, 64 and 224 in the order of
-            the names).
+        size: Pixels per side; None is the data set's own (8, 20, 28, 64, 32, 32, 64 and then 224 in the order
+            of the names).
         train_size: Train on that many examples, as equally many of each class as there can be; None is all,
             and 2400 clips of "motion".
         val_size: Validate on that many examples, chosen likewise; None is all, and 600 clips of "motion".
@@ -109,6 +124,15 @@ class DataConfig:
         workers: Processes that load data beside the training; 0 loads in the training process.
         resident: Keep a set that fits into memory on the training device, as bytes, and augment it there.
         augment: How training inputs are changed at random.
+        frames: Frames of a clip, or slices of a volume; None is 8 and 32.
+        frame_stride: Frames of a video for each frame of a clip; None is 4.
+        split: Which of UCF101's three official splits; None is 1.
+        test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits; None is
+            the centre alone.
+        labels: Table with the labels of "volumes" or "rsna"; None is root/labels.csv or root/stage_2_train.csv.
+        windows: [centre, width] of every channel of a volume, in the file's units, Hounsfield units for CT; None is
+            brain, subdural and soft tissue for "rsna", and for "volumes" one channel, each volume from its 0.5th to
+            its 99.5th percentile.
         max_skipped: Files that may be left out because they cannot be read; one more stops the run with their list.
 
     Raises:
@@ -123,6 +147,12 @@ class DataConfig:
     batch_size: int = 64
     split_seed: int = 0
     workers: int = 0
+    frames: int | None = None
+    frame_stride: int | None = None
+    split: int | None = None
+    test_views: list[int] | None = None
+    labels: str | None = None
+    windows: list[list[float]] | None = None
     max_skipped: int = 100
     resident: bool = True
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -135,7 +165,10 @@ class DataConfig:
         if self.root is not None and self.name not in NAMES_WITH_ROOT:
             readers = ", ".join(NAMES_WITH_ROOT)
             raise ValueError(f"root is read by {readers} alone, got {self.root!r} with name {self.name!r}")
-        for name in ("size", "train_size", "val_size", "batch_size"):
+        self._refuse_unread()
+        if self.labels is not None:
+            self.labels = os.path.abspath(os.path.expanduser(self.labels))
+        for name in ("size", "train_size", "val_size", "batch_size", "frames", "frame_stride"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -148,6 +181,22 @@ class DataConfig:
             raise ValueError(f"augment.{named} is for {', '.join(NAMES_OF_PICTURES)} alone, got name {self.name!r}")
         if self.augment.crop_scale is not None and self.name not in NAMES_OF_FILES:
             raise ValueError(f"augment.crop_scale is for {', '.join(NAMES_OF_FILES)} alone, got name {self.name!r}")
+        self._check_clips()
+
+    def _refuse_unread(self) -> None:
+        for name, readers in READ_BY.items():
+            value = getattr(self, name)
+            if value is not None and self.name not in readers:
+                raise ValueError(f"{name} is read by {', '.join(readers)} alone, got {value!r} with name {self.name!r}")
+
+    def _check_clips(self) -> None:
+        if self.split not in (None, 1, 2, 3):
+            raise ValueError(f"split must be 1, 2 or 3, got {self.split}")
+        if self.test_views is not None and (len(self.test_views) != 2 or min(self.test_views) < 1):
+            raise ValueError(f"test_views must be segments and crops, at least 1 each, got {self.test_views}")
+        for window in [] if self.windows is None else self.windows or [[]]:
+            if len(window) != 2 or not window[1] > 0:
+                raise ValueError(f"windows must each be [centre, width above 0], got {self.windows}")
 
 
 def _augment(stored: Any) -> AugmentConfig:

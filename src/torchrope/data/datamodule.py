@@ -32,6 +32,7 @@ class DataModule(pl.LightningDataModule, ABC):
         in_channels: Channels of an input.
         input_size: Extent of every axis, in pixels (and frames).
         classes: Names of the classes; a label is an index into them.
+        views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
     """
@@ -43,6 +44,7 @@ class DataModule(pl.LightningDataModule, ABC):
     in_channels: int
     input_size: tuple[int, ...]
     classes: tuple[str, ...]
+    views: int = 1
     run_seed: int = 0
 
     def __init__(self, config: DataConfig) -> None:

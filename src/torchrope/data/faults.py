@@ -118,8 +118,7 @@ class Skipping(Generic[T]):
             raise IndexError(f"index must be at least 0 and below {len(self.names)}, got {index}")
         for ahead in range(len(self.names)):
             candidate = (index + ahead) % len(self.names)
-            if self._broken[candidate]:
-                continue
+            # Known to be broken, it is tried again: what a run sees must not depend on what it remembers.
             try:
                 return self.load(candidate)
             except MemoryError:
@@ -133,6 +132,8 @@ class Skipping(Generic[T]):
         return [(self.names[index], self._why(index)) for index in self._broken.nonzero().flatten().tolist()]
 
     def _note(self, index: int, error: Exception) -> None:
+        if self._broken[index]:
+            return
         self._broken[index] = True
         count = int(self._broken.sum())
         if count > self.limit:
