@@ -11,12 +11,13 @@ from urllib.error import URLError
 import pytest
 import pytorch_lightning as pl
 import torch
+from miniatures import MINIATURES, OPTIONS
 from PIL import Image
 from torchvision import datasets as torchvision_datasets
 
 from torchrope.data import fashion, images
 from torchrope.data.build import make_data
-from torchrope.data.config import DATA_NAMES, DataConfig
+from torchrope.data.config import DATA_NAMES, NAMES_WITH_ROOT, DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.data.digits import Digits, split_digits
 from torchrope.data.images import Images
@@ -93,12 +94,28 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "birds"}, "name must be one of digits, motion, fashion-mnist, images, got 'birds'"),
-        ({"root": "here"}, "root is read by fashion-mnist and images alone, got '.*here' with name 'digits'"),
+        ({"name": "birds"}, f"name must be one of {', '.join(DATA_NAMES)}, got 'birds'"),
+        (
+            {"root": "here"},
+            f"root is read by {', '.join(NAMES_WITH_ROOT)} alone, got '.*here' with name 'digits'",
+        ),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"size": -3}, "size must be at least 1, got -3"),
         ({"workers": -1}, "workers must be at least 0, got -1"),
         ({"split_seed": -1}, "split_seed must be at least 0, got -1"),
+        ({"frames": 8}, "frames is read by videos, ucf101, volumes, rsna alone, got 8 with name 'digits'"),
+        ({"split": 2, "name": "videos"}, "split is read by ucf101 alone, got 2 with name 'videos'"),
+        ({"split": 4, "name": "ucf101"}, "split must be 1, 2 or 3, got 4"),
+        ({"frames": 0, "name": "rsna"}, "frames must be at least 1, got 0"),
+        (
+            {"test_views": [5], "name": "ucf101"},
+            r"test_views must be segments and crops, at least 1 each, got \[5\]",
+        ),
+        (
+            {"windows": [[40, 0]], "name": "rsna"},
+            r"windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
+        ),
+        ({"windows": [], "name": "rsna"}, r"windows must each be \[centre, width above 0\], got \[\]"),
     ],
 )
 def test_a_bad_configuration_is_refused(values, message):
@@ -114,13 +131,10 @@ def test_the_configuration_is_described_without_importing_torch():
 @pytest.fixture(params=DATA_NAMES)
 def any_data(request, tmp_path) -> DataModule:
     """One of every kind, small."""
-    root = None
-    if request.param == "images":
-        root = str(picture_folder(tmp_path / "pictures", 25))
-    if request.param == "fashion-mnist":
-        idx_folder(tmp_path / "idx", compressed=True)
-        root = str(tmp_path / "idx")
-    data = make_data(DataConfig(request.param, root=root, batch_size=4, train_size=16, val_size=10))
+    write = MINIATURES.get(request.param)
+    root = None if write is None else str(write(tmp_path))
+    options = OPTIONS.get(request.param, {})
+    data = make_data(DataConfig(request.param, root=root, batch_size=4, train_size=16, val_size=10, **options))
     data.setup("fit")
     return data
 

@@ -35,6 +35,7 @@ start here:
   torchrope compare                                    handwritten digits, about four minutes on two CPU cores
   torchrope compare --data motion                      moving digits: time, height, width
   torchrope compare --data images --data.root DIR      your own images, a folder per class
+  torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
 """
 
 COMPARE = """\

@@ -8,8 +8,16 @@ def make_data(config: DataConfig) -> DataModule:
     """Make the data module that `config.name` names, importing that one alone.
 
     Raises:
-        ValueError: the name is unknown, or the data set refuses its configuration.
+        ValueError: the name is unknown, the data set refuses its configuration, or what decodes it is not installed.
     """
+    try:
+        return _make(config)
+    except ModuleNotFoundError as error:
+        rule = f"{config.name} is read with {error.name}"
+        raise ValueError(f"{rule} (pip install 'torchrope[data]'), got a machine without it") from error
+
+
+def _make(config: DataConfig) -> DataModule:
     match config.name:
         case "digits":
             from torchrope.data.digits import Digits
@@ -27,4 +35,36 @@ def make_data(config: DataConfig) -> DataModule:
             from torchrope.data.images import Images
 
             return Images(config)
+        case "videos":
+            from torchrope.data.videos import Videos
+
+            return Videos(config)
+        case "ucf101":
+            from torchrope.data.ucf101 import UCF101
+
+            return UCF101(config)
+        case "volumes":
+            from torchrope.data.volumes import Volumes
+
+            return Volumes(config)
+        case "rsna":
+            from torchrope.data.rsna import RSNA
+
+            return RSNA(config)
+        case "cifar10":
+            from torchrope.data.cifar import Cifar10
+
+            return Cifar10(config)
+        case "cifar100":
+            from torchrope.data.cifar import Cifar100
+
+            return Cifar100(config)
+        case "tiny-imagenet":
+            from torchrope.data.imagenet import TinyImageNet
+
+            return TinyImageNet(config)
+        case "imagenet":
+            from torchrope.data.imagenet import ImageNet
+
+            return ImageNet(config)
     raise ValueError(f"name must be one of {', '.join(DATA_NAMES)}, got {config.name!r}")

@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
 from torchrope.data.config import DataConfig
+from torchrope.data.faults import Fault, Skipping
+from torchrope.data.tensors import TensorSet
 
+RESIDENT_BYTES = 2**31  # a larger set stays in main memory
 VAL_BATCH_FACTOR = 4  # no gradients are kept, so more examples fit
 
 
@@ -31,8 +34,9 @@ class DataModule(pl.LightningDataModule, ABC):
         in_channels: Channels of an input.
         input_size: Extent of every axis, in pixels (and frames).
         classes: Names of the classes; a label is an index into them.
-        skipped: Files left out, as (path below root, reason).
-        run_seed: Seed of the run, set by the caller before it; decides the order of the training examples.
+        views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
+        run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
+            how they are changed.
         resume_at: Epoch and how many of its batches a run that goes on has seen, set likewise; they are left out.
     """
 
@@ -43,15 +47,16 @@ class DataModule(pl.LightningDataModule, ABC):
     in_channels: int
     input_size: tuple[int, ...]
     classes: tuple[str, ...]
-    skipped: list[tuple[str, str]]
+    views: int = 1
     run_seed: int = 0
     resume_at: tuple[int, int] = (0, 0)
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
         self.config = config
-        self.skipped = []
+        self._skipped: list[Fault] = []
         self._datasets: tuple[Dataset, Dataset] | None = None
+        self._resident: TensorSet | None = None
 
     @abstractmethod
     def datasets(self) -> tuple[Dataset, Dataset]:
@@ -60,11 +65,23 @@ class DataModule(pl.LightningDataModule, ABC):
         Returns:
             Two sets of (float32 `(channels, *input_size)`, int label), inputs normalised per channel with
             mean and standard deviation of the training set. A set may have `__getitems__` that returns a
-            whole batch as a tuple of tensors; such batches are not collated again.
+            whole batch as a tuple of tensors; such batches are not collated again. A set of pictures may
+            have `raw`, itself with uint8 inputs, and `normalise`, which makes inputs of them; augmentation
+            of pixels happens in between.
 
         Raises:
             ValueError: the data is missing or cannot be used; the message is one line.
         """
+
+    @property
+    def skipped(self) -> list[Fault]:
+        """Files left out so far, before the training and while it reads."""
+        reading = [getattr(part, "reading", None) for part in self._datasets or ()]
+        return [*self._skipped, *(fault for read in reading if isinstance(read, Skipping) for fault in read.found())]
+
+    @skipped.setter
+    def skipped(self, faults: list[Fault]) -> None:
+        self._skipped = faults
 
     @property
     def num_axes(self) -> int:
@@ -100,11 +117,13 @@ class DataModule(pl.LightningDataModule, ABC):
         """
         train, _ = self._made_datasets()
         epoch, replicas, rank = self._place()
+        if self.trainer is not None:
+            train = self._on_device(train, self.trainer.strategy.root_device)
         sampler = self.sampler(train, self._seed, epoch, replicas, rank)
         if epoch == self.resume_at[0] and self.resume_at[1]:
             sampler = RestOf(sampler, epoch, self.resume_at[1] * self.config.batch_size)
         generator = torch.Generator().manual_seed(self._seed + epoch)  # seeds worker processes
-        return self._loader(train, self.config.batch_size, sampler, generator)
+        return self._loader(self._augmented(train, self._seed + epoch), self.config.batch_size, sampler, generator)
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
         """Order one process's training examples of an epoch."""
@@ -122,6 +141,22 @@ class DataModule(pl.LightningDataModule, ABC):
         chosen = [index for batch in batches for index in order[batch * size : (batch + 1) * size]]
         files = getattr(train, "samples", None)
         return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
+
+    def _augmented(self, train: Dataset, seed: int) -> Dataset:
+        """What is drawn at random for an example depends on seed and example alone."""
+        if isinstance(train, TensorSet) and not self.config.augment.on:
+            return train
+        from torchrope.data.augment import EpochSet
+
+        return EpochSet(train, self.config.augment, self.num_classes, seed)
+
+    def _on_device(self, train: Dataset, device: torch.device) -> Dataset:
+        """Keep a set that is held in memory on the device that trains on it, where there is room."""
+        if not isinstance(train, TensorSet) or not self.config.resident or train.nbytes > RESIDENT_BYTES:
+            return train
+        if self._resident is None or self._resident.inputs.device != device:
+            self._resident = train if train.inputs.device == device else train.to(device)
+        return self._resident
 
     def val_dataloader(self) -> DataLoader:
         """Draw validation batches in the order of the set; in training on several devices, each its share, once."""
@@ -150,13 +185,15 @@ class DataModule(pl.LightningDataModule, ABC):
         sampler: Iterable[int] | None = None,
         generator: torch.Generator | None = None,
     ) -> DataLoader:
+        held = dataset.dataset if hasattr(dataset, "dataset") else dataset
+        elsewhere = isinstance(held, TensorSet) and held.inputs.device.type != "cpu"
         return DataLoader(
             dataset,
             batch_size=batch_size,
             sampler=sampler,
             generator=generator,
             collate_fn=collate_once,
-            num_workers=self.config.workers,
+            num_workers=0 if elsewhere else self.config.workers,  # a device's memory is its own process's
         )
 
     def _made_datasets(self) -> tuple[Dataset, Dataset]:
@@ -181,7 +218,8 @@ class RestOf(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Take the order of another epoch, as Lightning asks for it."""
-        self.whole.set_epoch(epoch)  # type: ignore[attr-defined]
+        if hasattr(self.whole, "set_epoch"):
+            self.whole.set_epoch(epoch)
         self.seen = self.seen if epoch == self.epoch else 0
 
     def __iter__(self) -> Iterator[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrope.data.cache import cache_folder
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.data.tensors import TensorSet, balanced_subset, normalised_sets
@@ -100,11 +101,6 @@ def files_in(folder: Path) -> list[Path]:
         if None not in found:
             return [path for path in found if path is not None]
     return []
-
-
-def cache_folder() -> Path:
-    """Folder that downloads go to: beside what torch.hub keeps."""
-    return Path(torch.hub.get_dir()) / "torchrope"
 
 
 def download(folder: Path) -> list[Path]:

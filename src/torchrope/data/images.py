@@ -1,11 +1,11 @@
 """Anybody's own pictures: one sub-folder per class."""
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -16,45 +16,68 @@ from torchvision.transforms import v2
 
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
-from torchrope.data.tensors import balanced_subset, channel_statistics
+from torchrope.data.faults import Skipping, find_faults, name_some, reason, tell_skipped
+from torchrope.data.tensors import Normalise, balanced_subset, byte_statistics
 
 IMAGE_SIZE = 64
 VAL_FRACTION = 0.2
 CROP_SCALE = (0.6, 1.0)
 PARTS = ("train", "val")
 STATISTICS_IMAGES = 512
-NAMED_IN_WARNING = 5
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
-
-logger = logging.getLogger(__name__)
 
 Sample = tuple[str, int]  # path below root, label
 
 
 class ImageSet(Dataset):
-    """Pictures read from disk when they are asked for.
+    """Pictures read from disk when they are asked for; one that cannot be read gives way to the next that can.
 
     Args:
         root: Folder that the paths start from.
         samples: (path below root, label) of every picture.
         size: Pixels per side that `transform` makes.
-        transform: From a PIL picture to float32 `(3, size, size)`.
+        transform: From a PIL picture to uint8 `(3, size, size)`.
+        normalise: From there to float32; None leaves bytes.
+        max_skipped: How many may be left out.
     """
 
     def __init__(
-        self, root: Path, samples: Sequence[Sample], size: int, transform: Callable[[Image.Image], Tensor]
+        self,
+        root: Path,
+        samples: Sequence[Sample],
+        size: int,
+        transform: Callable[[Image.Image], Tensor],
+        normalise: Normalise | None = None,
+        max_skipped: int = 0,
     ) -> None:
         self.root = root
         self.samples = samples
         self.size = size
         self.transform = transform
+        self.normalise = normalise
+        self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self.samples[index]
-        return self.transform(load_image(self.root / path, self.size)), label
+        pixels, label = self.reading.get(index)
+        return pixels if self.normalise is None else self.normalise(pixels), label
+
+    @property
+    def raw(self) -> "ImageSet":
+        """The same pictures as bytes."""
+        same = copy(self)
+        same.normalise = None
+        return same
+
+    def load(self, index: int) -> tuple[Tensor, int]:
+        """Read a picture, as bytes, and its label."""
+        return self.transform(load_image(self.open(index), self.size)), self.samples[index][1]
+
+    def open(self, index: int) -> Path | BinaryIO:
+        """Find the file of a picture."""
+        return self.root / self.samples[index][0]
 
 
 class Images(DataModule):
@@ -62,7 +85,7 @@ class Images(DataModule):
 
     The second kind is split within each class by a hash of path and `split_seed`: the same on every machine,
     and a picture added later leaves nearly all others where they were. Training crops 60 to 100 % of a
-    picture at random with torch's global generator and never flips, since left and right may be classes;
+    picture at random, and flips none unless `augment.flip` is set, since left and right may be classes;
     validation takes the centre. Every file is decoded once in `setup`; those that cannot be are left out,
     named in one warning and listed in `skipped`.
 
@@ -93,29 +116,27 @@ class Images(DataModule):
             f"{len(train) + len(val):,} pictures from a folder of one's own, {self.root.name}, "
             f"cropped to {side}×{side} colour pixels; the class is the sub-folder."
         )
-        centre = [v2.Resize(side), v2.CenterCrop(side)]
-        mean, std = measure_statistics(ImageSet(self.root, train, side, v2.Compose([*centre, *to_float()])))
-        normalise = [*to_float(), v2.Normalize(mean, std)]
+        centre = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
+        normalise = Normalise(*measure_statistics(ImageSet(self.root, train, side, centre)))
+        crop = random_crop(side, config.augment.crop_scale or CROP_SCALE)
         return (
-            ImageSet(self.root, train, side, v2.Compose([v2.RandomResizedCrop(side, scale=CROP_SCALE), *normalise])),
-            ImageSet(self.root, val, side, v2.Compose([*centre, *normalise])),
+            ImageSet(self.root, train, side, crop, normalise, config.max_skipped),
+            ImageSet(self.root, val, side, centre, normalise, config.max_skipped),
         )
 
     def _readable_samples(self) -> dict[str, list[Sample]]:
         """List the pictures of each part that can be decoded; name the others in `skipped`."""
         listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
         paths = [path for samples in listed.values() for path, _ in samples]
-        with ThreadPoolExecutor() as pool:
-            faults = dict(zip(paths, pool.map(self._fault, paths), strict=True))
-        self.skipped = [(path, fault) for path, fault in faults.items() if fault is not None]
+        self.skipped = find_faults(paths, lambda path: load_image(self.root / path, self.input_size[0]), explain_fault)
         if len(self.skipped) == len(paths):
             raise ValueError(
                 f"root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
                 + (f": {name_some(self.skipped)}" if paths else "")
             )
-        if self.skipped:
-            logger.warning("skipped %d of %d images: %s", len(self.skipped), len(paths), name_some(self.skipped))
-        return {part: [s for s in samples if faults[s[0]] is None] for part, samples in listed.items()}
+        tell_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
+        broken = {path for path, _ in self.skipped}
+        return {part: [s for s in samples if s[0] not in broken] for part, samples in listed.items()}
 
     def _split(self, parts: dict[str, list[Sample]]) -> tuple[list[Sample], list[Sample]]:
         if len(parts) == 2:
@@ -134,23 +155,11 @@ class Images(DataModule):
                     f"got {labels.count(label)} for {name!r}"
                 )
 
-    def _fault(self, path: str) -> str | None:
-        """Decode a file; say what is wrong with it, or None."""
-        try:
-            load_image(self.root / path, self.input_size[0])
-        except UnidentifiedImageError:
-            return "not an image"
-        # Pillow's decoders raise many kinds on damaged files; all of them mean that the file cannot be used.
-        except Exception as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            return "truncated" if "truncated" in text.lower() else text
-        return None
 
-
-def existing_folder(root: str | None) -> Path:
+def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
     """Check that root is given and is a folder."""
     if not root:
-        raise ValueError(f"root must be given for images ({LAYOUT}), got {root!r}")
+        raise ValueError(f"root must be given for {kind} ({layout}), got {root!r}")
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise ValueError(
@@ -220,7 +229,7 @@ def unreadable(error: OSError) -> ValueError:
     return ValueError(f"every folder below root must be readable, got {error.filename!r}: {error.strerror}")
 
 
-def load_image(path: Path, size: int) -> Image.Image:
+def load_image(path: Path | BinaryIO, size: int) -> Image.Image:
     """Decode an 8-bit picture as RGB, upright.
 
     A JPEG is decoded at a fraction of its resolution where that still leaves twice `size` per side.
@@ -234,11 +243,9 @@ def load_image(path: Path, size: int) -> Image.Image:
     return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
 
 
-def name_some(skipped: Sequence[tuple[str, str]]) -> str:
-    """Name the first files with what is wrong, and count the others."""
-    named = [f"{path} ({fault})" for path, fault in skipped[:NAMED_IN_WARNING]]
-    others = len(skipped) - len(named)
-    return ", ".join(named) + (f" and {others} more" if others else "")
+def explain_fault(error: Exception) -> str:
+    """Say what is wrong with a picture that cannot be decoded."""
+    return "not an image" if isinstance(error, UnidentifiedImageError) else reason(error)
 
 
 def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], list[Sample]]:
@@ -266,13 +273,14 @@ def choose(samples: Sequence[Sample], size: int | None, seed: int, name: str) ->
     return [samples[index] for index in balanced_subset(labels, size, seed, name).tolist()]
 
 
-def to_float() -> list[torch.nn.Module]:
-    """Steps from a PIL picture to float32 in [0, 1]."""
-    return [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+def random_crop(
+    side: int, scale: tuple[float, float], interpolation: v2.InterpolationMode = v2.InterpolationMode.BILINEAR
+) -> Callable[[Image.Image], Tensor]:
+    """Crop a share within `scale` of a picture at random, and resize it to bytes `(3, side, side)`."""
+    return v2.Compose([v2.RandomResizedCrop(side, scale=scale, interpolation=interpolation), v2.PILToTensor()])
 
 
-def measure_statistics(images: ImageSet) -> tuple[list[float], list[float]]:
+def measure_statistics(images: ImageSet) -> tuple[Tensor, Tensor]:
     """Measure mean and standard deviation per channel on up to 512 pictures, spread over the whole set."""
     step = -(-len(images) // STATISTICS_IMAGES)
-    mean, std = channel_statistics(torch.stack([images[index][0] for index in range(0, len(images), step)]))
-    return mean.flatten().tolist(), std.flatten().tolist()
+    return byte_statistics(torch.stack([images[index][0] for index in range(0, len(images), step)]))

@@ -7,27 +7,71 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 
+class Normalise:
+    """Make bytes ready for a model: (x / 255 - mean) / std, per channel.
+
+    Args:
+        mean: Of x / 255, `(channels, 1, ...)`.
+        std: Likewise.
+    """
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        self.mean = mean
+        self.std = std
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Normalise uint8 `(..., channels, *sizes)` to float32, on the device that they are on."""
+        mean, std = self.mean.to(inputs.device), self.std.to(inputs.device)
+        return inputs.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
+
+
 class TensorSet(Dataset):
     """Inputs and labels in memory, indexed one by one or by whole batches.
 
     Args:
-        inputs: float32 `(examples, channels, *sizes)`.
+        inputs: `(examples, channels, *sizes)`, float32, or uint8 with `normalise`.
         labels: int64 `(examples,)`.
+        normalise: Makes float32 of a batch; None where inputs are ready.
     """
 
-    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+    def __init__(self, inputs: Tensor, labels: Tensor, normalise: Normalise | None = None) -> None:
         self.inputs = inputs
         self.labels = labels
+        self.normalise = normalise
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.inputs[index], int(self.labels[index])
+        inputs, labels = self.__getitems__([index])
+        return inputs[0], int(labels[0])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        chosen = torch.as_tensor(indices)
-        return self.inputs[chosen], self.labels[chosen]
+        chosen = torch.as_tensor(indices, device=self.labels.device)
+        inputs = self.inputs[chosen]
+        return inputs if self.normalise is None else self.normalise(inputs), self.labels[chosen]
+
+    @property
+    def raw(self) -> "TensorSet":
+        """The same examples before `normalise`."""
+        return TensorSet(self.inputs, self.labels)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.inputs.nbytes + self.labels.nbytes
+
+    def to(self, device: torch.device) -> "TensorSet":
+        """Copy it to a device, whole."""
+        return TensorSet(self.inputs.to(device), self.labels.to(device), self.normalise)
+
+
+def byte_sets(
+    train_inputs: Tensor, train_labels: Tensor, val_inputs: Tensor, val_labels: Tensor
+) -> tuple[TensorSet, TensorSet]:
+    """Make both sets of uint8 inputs, kept as bytes, normalised with mean and std of the training inputs."""
+    normalise = Normalise(*byte_statistics(train_inputs))
+    return TensorSet(train_inputs, train_labels, normalise), TensorSet(val_inputs, val_labels, normalise)
 
 
 def normalised_sets(
@@ -55,6 +99,17 @@ def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
     mean = inputs.mean(others, keepdim=True)
     std = inputs.std(others, keepdim=True, correction=0).clamp(min=1 / 255)
     return mean[0], std[0]
+
+
+def byte_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Measure what `channel_statistics` does on uint8 inputs / 255, exactly and without a copy as floats."""
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in inputs.unbind(1)])  # [c, 256]
+    shares = counts.double() / counts.sum(1, keepdim=True)
+    mean = shares @ levels
+    std = (shares @ levels**2 - mean**2).clamp(min=0).sqrt().clamp(min=1 / 255)
+    shape = (-1, *[1] * (inputs.ndim - 2))
+    return mean.float().view(shape), std.float().view(shape)
 
 
 def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> Tensor:

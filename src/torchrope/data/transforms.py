@@ -81,6 +81,19 @@ def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
     return F.interpolate(inputs, target, mode=INTERPOLATION[axes], align_corners=False, antialias=axes == 2)
 
 
+def resize_bytes(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
+    """Resample uint8 inputs as `resize` does, rounding to bytes, a part at a time.
+
+    Example:
+        >>> resize_bytes(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), 16).dtype
+        torch.uint8
+    """
+    if _one_per_axis(size, inputs.ndim - 2, "size") == tuple(inputs.shape[2:]):
+        return inputs
+    parts = [resize(part.float(), size).round_().clamp_(0, 255).to(torch.uint8) for part in inputs.split(4096)]
+    return torch.cat(parts)
+
+
 def _one_per_axis(value: int | Sequence[int], axes: int, name: str) -> tuple[int, ...]:
     values = (value,) * axes if isinstance(value, int) else tuple(value)
     if len(values) != axes or min(values, default=1) < 1:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.backbones import ViT
+from torchrope.data.clips import predict_views
 from torchrope.data.datamodule import DataModule
 from torchrope.data.transforms import resize, shuffle_patches
 
@@ -61,11 +62,12 @@ def evaluate(model: ViT, data: DataModule, scales: Iterable[float]) -> Evaluatio
 
     Args:
         model: Evaluated on the device that it is on.
-        data: Its data.
+        data: Its data. Where it has several `views` of an example, accuracy and loss are of the logits averaged
+            over them; shuffling and other sizes are measured on one.
         scales: Sizes to evaluate at beside the training size, as multiples of it.
     """
     patch_size, trained_at = model.embed.patch_size, tuple(data.input_size)
-    labels, logits = predict(model, data)
+    labels, logits = predict(model, data) if data.views == 1 else predict_views(model, data.test_dataloader())
     shuffled, moved = predict(model, data, _shuffler(patch_size))
     at = {size: _top1_at(model, data, size) for size in scaled_sizes(data, patch_size, scales) if size != trained_at}
     at[trained_at] = _top1(labels, logits)

@@ -1,0 +1,115 @@
+"""Which frames and which crops of a video a model sees, in training and in testing.
+
+The formulas are those of VideoMAE (Tong et al., arXiv:2203.12602; `VideoClsDataset` of MCG-NJU/VideoMAE), which the
+videos of LieRE are sampled with.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def training_frames(count: int, frames: int, stride: int) -> list[int]:
+    """Choose frames · stride consecutive frames at random and `frames` of them, evenly spread, both ends included.
+
+    A video that is not longer gives every stride-th of its frames, and the last one again until there are enough.
+    Draws from torch's global generator.
+
+    Args:
+        count: Frames of the video.
+        frames: Frames to choose.
+        stride: Frames of the video for each chosen one.
+
+    Returns:
+        `frames` indices, never decreasing.
+
+    Example:
+        >>> training_frames(12, frames=4, stride=4)
+        [0, 6, 11, 11]
+    """
+    span = frames * stride
+    if count <= span:
+        chosen = count // stride
+        return _spread(0, count, chosen) + [count - 1] * (frames - chosen)
+    start = int(torch.randint(count - span, ()))
+    return _spread(start, span, frames)
+
+
+def test_frames(count: int, frames: int, stride: int, segments: int) -> list[list[int]]:
+    """Choose every stride-th frame, and from these `segments` clips of neighbours from the first to the last.
+
+    One segment is the middle one. A video that is too short has its last frame repeated.
+
+    Args:
+        count: Frames of the video.
+        frames: Frames of a clip.
+        stride: Distance between frames of a clip.
+        segments: Clips.
+
+    Returns:
+        `segments` lists of `frames` indices.
+
+    Example:
+        >>> test_frames(24, frames=3, stride=4, segments=2)
+        [[0, 4, 8], [12, 16, 20]]
+    """
+    strided = list(range(0, count, stride))
+    strided += [strided[-1]] * (frames - len(strided))
+    return [strided[start : start + frames] for start in _starts(len(strided) - frames, segments)]
+
+
+test_frames.__test__ = False  # type: ignore[attr-defined]  # pytest takes the name for a test's
+
+
+def crop_corners(height: int, width: int, size: int, crops: int) -> list[tuple[int, int]]:
+    """Place `crops` squares along the longer side, from one end to the other; one is in the centre.
+
+    Args:
+        height: Pixels of a frame, at least `size`.
+        width: Likewise.
+        size: Pixels per side of a square.
+        crops: Squares.
+
+    Returns:
+        (top, left) of each.
+
+    Example:
+        >>> crop_corners(4, 10, size=4, crops=3)
+        [(0, 0), (0, 3), (0, 6)]
+    """
+    tops = _starts(height - size, crops if height >= width else 1)
+    lefts = _starts(width - size, crops if height < width else 1)
+    return [(top, left) for top in tops for left in lefts]
+
+
+@torch.no_grad()
+def predict_views(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Average the logits over the views of every example.
+
+    Args:
+        model: Maps `(batch, channels, *sizes)` to logits; evaluated on the device that it is on.
+        batches: Views `(batch, views, channels, *sizes)` and labels `(batch,)`.
+
+    Returns:
+        Labels `(examples,)` and logits `(examples, classes)`, float32 on the CPU.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    all_labels, all_logits = [], []
+    for views, labels in batches:
+        logits = model(views.flatten(0, 1).to(device)).float().unflatten(0, views.shape[:2])  # [b, views, classes]
+        all_labels.append(labels)
+        all_logits.append(logits.mean(1).cpu())
+    model.train(was_training)
+    return torch.cat(all_labels), torch.cat(all_logits)
+
+
+def _spread(start: int, span: int, number: int) -> list[int]:
+    """Whole parts of `number` places from start to start + span, the end itself excluded."""
+    return [start + min(span * place // max(1, number - 1), span - 1) for place in range(number)]
+
+
+def _starts(room: int, number: int) -> list[int]:
+    return [room // 2] if number == 1 else [place * room // (number - 1) for place in range(number)]

@@ -1,0 +1,554 @@
+"""Volumes: real DICOM and NIfTI files, their order in space, their units and spacings, and what damaged ones do."""
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pydicom
+import pytest
+import torch
+from pydicom.config import disable_value_validation
+from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
+from torch.utils.data import DataLoader, default_collate
+
+import torchrope as tr
+from torchrope.data import dicom
+from torchrope.data.build import make_data
+from torchrope.data.config import AugmentConfig, DataConfig
+from torchrope.data.dicom import INDEX_NAME, in_order, index_headers, read_head_ct, read_header, read_slice
+from torchrope.data.faults import TooManyFaults
+from torchrope.data.rsna import read_haemorrhages
+from torchrope.data.volumes import apply_windows, find_volumes, patch_positions, percentile_window, read_volume
+from torchrope.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope.training.evaluate import evaluate
+from torchrope.training.run import train
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+ROWS, COLUMNS = 10, 12
+AXIAL = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+SMALL = {"frames": 4, "size": 8, "batch_size": 4}
+MODEL = ModelConfig(dim=48, depth=1, num_heads=2, mlp_dim=32, patch_size=[2, 4, 4], pool="mean")
+
+
+@disable_value_validation()  # identifiers as the RSNA set has them, which DICOM does not allow
+def write_slice(
+    path: Path,
+    stored: np.ndarray,
+    position: Sequence[float],
+    *,
+    study: str,
+    series: str = "",
+    patient: str = "",
+    orientation=AXIAL,
+    slope: float = 1.0,
+    intercept: float = -1024.0,
+    bits: int = 16,
+    signed: int = 1,
+) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    meta.MediaStorageSOPClassUID = CTImageStorage
+    meta.MediaStorageSOPInstanceUID = "1.2.3"
+    dataset = FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
+    dataset.SOPInstanceUID = path.stem
+    dataset.SOPClassUID = CTImageStorage
+    dataset.StudyInstanceUID, dataset.SeriesInstanceUID = study, series or f"{study}_series"
+    dataset.PatientID = patient or f"patient of {study}"
+    dataset.ImagePositionPatient, dataset.ImageOrientationPatient = list(position), list(orientation)
+    dataset.PixelSpacing, dataset.SliceThickness = [0.5, 0.75], 9.0
+    dataset.RescaleSlope, dataset.RescaleIntercept = slope, intercept
+    dataset.Rows, dataset.Columns = stored.shape
+    dataset.SamplesPerPixel, dataset.PhotometricInterpretation = 1, "MONOCHROME2"
+    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit = 16, bits, bits - 1
+    dataset.PixelRepresentation = signed
+    dataset.PixelData = stored.astype(np.int16 if signed else np.uint16).tobytes()
+    dataset.save_as(path, enforce_file_format=True)
+    return path
+
+
+def head(slices: int, bleeding: bool, seed: int) -> np.ndarray:
+    """Hounsfield units of a made-up head: air around, tissue that brightens upwards, blood in one slice of some."""
+    values = np.full((slices, ROWS, COLUMNS), -1000.0)
+    noise = np.random.default_rng(seed).integers(0, 4, values.shape)
+    values[:, 2:-2, 2:-2] = (20 + noise + np.arange(slices)[:, None, None])[:, 2:-2, 2:-2]
+    if bleeding:
+        values[slices // 2, 3:6, 3:6] = 75
+    return values
+
+
+def write_series(folder: Path, values: np.ndarray, study: str, *, distance=5.0, prefix="ID_", **options) -> list[str]:
+    """A series whose file names are in no order; returns the identifiers of its slices, from the lowest up."""
+    names = [f"{prefix}{study}{number:03}" for number in range(len(values))]
+    random.Random(study).shuffle(names)
+    for name, plane, number in zip(names, values, range(len(values)), strict=True):
+        position = (-10.0, -20.0, -30.0 + distance * number)
+        write_slice(folder / f"{name}.dcm", plane + 1024, position, study=study, **options)
+    return names
+
+
+def rsna_folder(root: Path, studies: int = 10, patients: int | None = None) -> Path:
+    """As Kaggle unpacks it: one folder of slices and one table."""
+    lines = ["ID,Label"]
+    for number in range(studies):
+        bleeding = number % 2 == 1
+        values = head(3 + number % 3, bleeding, number)
+        patient = f"P{number % patients if patients else number}"
+        names = write_series(root / "stage_2_train", values, f"{number:04}", patient=patient)
+        for place, name in enumerate(names):
+            here = bleeding and place == len(values) // 2
+            lines += [f"{name}_epidural,0", f"{name}_subdural,{int(here)}", f"{name}_any,{int(here)}"]
+    random.Random(1).shuffle(lines[1:])
+    (root / "stage_2_train.csv").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def affine_of(spacing: Sequence[float]) -> np.ndarray:
+    """From (column, row, slice) to NIfTI's mm, for a series as `write_series` writes it."""
+    depth, rows, columns = spacing
+    affine = np.diag([-columns, -rows, depth, 1.0])
+    affine[:3, 3] = (10.0, 20.0, -30.0)
+    return affine
+
+
+def write_nifti(path: Path, values: np.ndarray, spacing=(5.0, 0.5, 0.75)) -> Path:
+    """The same (slices, rows, columns) as a DICOM series, in NIfTI's order and signs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(nibabel.Nifti1Image(values.transpose(2, 1, 0).astype(np.float32), affine_of(spacing)), path)
+    return path
+
+
+def nifti_folder(root: Path, count: int = 10, part: bool = False) -> Path:
+    lines = ["study,label,part" if part else "study,label"]
+    for number in range(count):
+        write_nifti(root / "scans" / f"{number}.nii.gz", head(5, number % 2 == 1, number))
+        told = f",{'val' if number < 4 else 'train'}" if part else ""
+        lines.append(f"scans/{number}.nii.gz,{'ill' if number % 2 else 'well'}{told}")
+    (root / "labels.csv").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def load(name: str, root: Path, **options):
+    data = make_data(DataConfig(name, root=str(root), **{**SMALL, **options}))
+    data.setup()
+    return data
+
+
+def unlabelled(root: Path) -> dict:
+    return find_volumes(root)[0]
+
+
+# Space
+
+
+@pytest.mark.parametrize("direction", [AXIAL, (0.0, 1.0, 0.0, 0.0, 0.0, -1.0), (0.8, 0.6, 0.0, 0.0, 0.0, -1.0)])
+def test_slices_lie_in_the_order_of_space_whatever_their_names(tmp_path, direction):
+    normal = np.cross(direction[:3], direction[3:])
+    order = [3, 0, 4, 1, 2]
+    for name, number in enumerate(order):
+        plane = np.full((ROWS, COLUMNS), number)
+        write_slice(
+            tmp_path / f"{name}.dcm", plane, np.array([5.0, -7.0, 2.0]) + 2.5 * number * normal, study="1.2",
+            orientation=direction,
+        )  # fmt: skip
+    volume = unlabelled(tmp_path)["1.2"]
+    values = read_volume(tmp_path, volume.paths)
+    assert values[:, 0, 0].tolist() == [-1024 + number for number in range(5)]
+    assert volume.spacing == pytest.approx((2.5, 0.5, 0.75))
+    assert volume.shape == (5, ROWS, COLUMNS)
+
+
+def test_a_gap_between_slices_leaves_the_spacing_and_a_repeated_slice_is_read_once(tmp_path):
+    for name, place in (("a", 0.0), ("b", 3.0), ("c", 6.0), ("again", 6.0), ("d", 20.0)):
+        write_slice(tmp_path / f"{name}.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, place), study="1.2")
+    headers = {path.name: read_header(path) for path in tmp_path.glob("*.dcm")}
+    paths, spacing = in_order(list(headers), headers)
+    assert paths == ["a.dcm", "b.dcm", "again.dcm", "d.dcm"]
+    assert spacing == (3.0, 0.5, 0.75)
+
+
+def test_a_single_slice_is_as_thick_as_it_says(tmp_path):
+    write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
+    assert unlabelled(tmp_path)["1.2"].spacing == (9.0, 0.5, 0.75)
+
+
+def test_nifti_and_dicom_of_one_head_are_one_volume(tmp_path):
+    values = head(5, True, 1)
+    write_series(tmp_path / "series", values, "1.2")
+    write_nifti(tmp_path / "scan.nii.gz", values)
+    flipped = nibabel.Nifti1Image(values.transpose(2, 1, 0)[::-1].copy(), affine_of((5, 0.5, 0.75)))
+    flipped.affine[:3, 0] *= -1  # columns counted from the other side
+    flipped.affine[0, 3] -= (COLUMNS - 1) * 0.75
+    nibabel.save(nibabel.Nifti1Image(flipped.get_fdata(), flipped.affine), tmp_path / "flipped.nii")
+    found = unlabelled(tmp_path)
+    for name in ("series", "1.2", "scan", "flipped"):
+        volume = found[name]
+        assert volume.spacing == pytest.approx((5.0, 0.5, 0.75)), name
+        torch.testing.assert_close(read_volume(tmp_path, volume.paths), torch.from_numpy(values).float())
+
+
+def test_of_several_series_a_study_is_the_longest_and_each_has_its_own_name(tmp_path):
+    write_series(tmp_path / "scout", head(2, False, 1), "1.2", series="1.2.1")
+    write_series(tmp_path / "scan", head(5, False, 1), "1.2", series="1.2.2", prefix="x")
+    found = unlabelled(tmp_path)
+    assert len(found["1.2"].paths) == len(found["scan"].paths) == len(found["1.2.2"].paths) == 5
+    assert len(found["scout"].paths) == 2
+
+
+# Units
+
+
+def test_values_are_hounsfield_units(tmp_path):
+    stored = np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+    path = write_slice(tmp_path / "a.dcm", stored, (0, 0, 0), study="1.2", slope=2.0, intercept=-1000.0)
+    assert torch.equal(read_slice(path), torch.from_numpy(2.0 * stored - 1000).float())
+    assert torch.equal(read_head_ct(path), read_slice(path))
+
+
+def test_wrong_headers_of_unsigned_12_bit_slices_are_put_right(tmp_path):
+    true = np.array([[-1000, 0, 40, 3000, -1]])
+    stored = true % 4096  # negative values wrapped around, and an intercept that says nothing
+    path = write_slice(tmp_path / "a.dcm", stored, (0, 0, 0), study="1.2", intercept=1.0, bits=12, signed=0)
+    assert read_head_ct(path).tolist() == true.tolist()
+
+
+def test_windows_are_what_one_computes_by_hand():
+    values = torch.tensor([-1000.0, -20.0, 0.0, 40.0, 80.0, 180.0, 230.0, 3000.0])
+    brain, subdural, tissue = apply_windows(values, [(40, 80), (80, 200), (40, 380)])
+    torch.testing.assert_close(brain, torch.tensor([0, 0, 0, 0.5, 1, 1, 1, 1]))
+    torch.testing.assert_close(subdural, torch.tensor([0, 0, 0.1, 0.3, 0.5, 1, 1, 1]))
+    torch.testing.assert_close(tissue, torch.tensor([0, 130, 150, 190, 230, 330, 380, 380]) / 380)
+
+
+def test_without_windows_each_volume_goes_from_its_own_percentiles():
+    values = torch.linspace(-3, 997, 1001).reshape(7, 11, 13)
+    centre, width = percentile_window(values)
+    assert (centre - width / 2, centre + width / 2) == pytest.approx((2, 992))
+
+
+# RSNA
+
+
+def test_slices_are_grouped_into_studies_with_windows_as_channels(tmp_path):
+    data = load("rsna", rsna_folder(tmp_path))
+    train, val = data.datasets()
+    assert data.axes == ("depth", "height", "width")
+    assert data.counts == (8, 2)
+    assert {name for name, _ in train.samples + val.samples} == {f"{number:04}" for number in range(10)}
+    assert all(label == int(name) % 2 for name, label in train.samples + val.samples)
+    inputs, label = train[0]
+    assert inputs.shape == (data.in_channels, *data.input_size) == (3, 4, 8, 8)
+    assert inputs.dtype == torch.float32
+    assert type(label) is int
+    assert data.description.startswith("10 CT studies")
+
+
+def test_an_input_of_the_files_own_size_is_the_windowed_file(tmp_path):
+    rsna_folder(tmp_path, 10)
+    data = load("rsna", tmp_path)
+    train, _ = data.datasets()
+    index = [name for name, _ in train.samples].index("0003")
+    train.size = (3, ROWS, COLUMNS)
+    expected = apply_windows(torch.from_numpy(head(3, True, 3)).float(), [(40, 80), (80, 200), (40, 380)])
+    torch.testing.assert_close(train[index][0], (expected - train.mean) / train.std)
+
+
+def test_inputs_are_normalised_with_what_training_volumes_measure(tmp_path):
+    train, _ = load("rsna", rsna_folder(tmp_path)).datasets()
+    inputs = torch.stack([train[index][0] for index in range(len(train))])
+    torch.testing.assert_close(inputs.mean((0, 2, 3, 4)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(inputs.std((0, 2, 3, 4), correction=0), torch.ones(3), atol=1e-4, rtol=0)
+
+
+def test_no_patient_is_in_both_parts(tmp_path):
+    train, val = load("rsna", rsna_folder(tmp_path, 24, patients=8)).datasets()
+    parts = [{volume.patient for volume in part.volumes} for part in (train, val)]
+    assert parts[0].isdisjoint(parts[1])
+    assert len(parts[0] | parts[1]) == 8
+    assert len(train) + len(val) == 24
+    other = load("rsna", tmp_path, split_seed=1).datasets()[1]
+    assert other.samples != val.samples
+
+
+def test_any_kind_of_haemorrhage_in_any_slice_counts(tmp_path):
+    table = tmp_path / "stage_2_train.csv"
+    table.write_text("ID,Label\nID_a_epidural,0\nID_a_any,1\nID_b_any,0\nID_b_epidural,0\nID_a_any,0\n")
+    assert read_haemorrhages(table) == {"ID_a": True, "ID_b": False}
+
+
+def test_slices_without_a_label_are_no_part_of_it(tmp_path):
+    rsna_folder(tmp_path)
+    write_series(tmp_path / "stage_2_train", head(3, False, 0), "test")
+    data = load("rsna", tmp_path)
+    assert sum(data.counts) == 10
+    assert data.skipped == []
+
+
+# The index of headers
+
+
+def test_headers_are_read_once_and_again_where_a_file_changed(tmp_path, monkeypatch):
+    rsna_folder(tmp_path, 4)
+    reads = []
+    read = dicom.read_header
+    monkeypatch.setattr(dicom, "read_header", lambda path: reads.append(path.name) or read(path))
+    first = load("rsna", tmp_path)
+    assert len(reads) == len(list(tmp_path.rglob("*.dcm")))
+    reads.clear()
+    assert load("rsna", tmp_path).fingerprint == first.fingerprint
+    assert reads == []
+    changed = next(iter((tmp_path / "stage_2_train").glob("*.dcm")))
+    changed.write_bytes(changed.read_bytes() + b"\0\0")
+    write_series(tmp_path / "stage_2_train", head(3, False, 0), "new", prefix="ID_n")
+    load("rsna", tmp_path)
+    assert len(reads) == 4
+    assert changed.name in reads
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": 0, "files": {"a.dcm": 3}}', b'{"version": 1}'])
+def test_a_damaged_index_is_made_anew(tmp_path, content):
+    path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (1, 2, 3), study="1.2")
+    (tmp_path / INDEX_NAME).write_bytes(content)
+    headers, faults = index_headers(tmp_path, ["a.dcm"], folder=tmp_path / "cache")
+    assert headers == {"a.dcm": read_header(path)}
+    assert faults == []
+    again, _ = index_headers(tmp_path, ["a.dcm"], folder=tmp_path / "cache")
+    assert again["a.dcm"].position == [1.0, 2.0, 3.0], "not from the index"
+
+
+def test_the_index_lies_elsewhere_where_the_data_cannot_be_written(tmp_path, monkeypatch):
+    write_slice(tmp_path / "data" / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
+    monkeypatch.setattr(dicom.os, "access", lambda *_: False)
+    index_headers(tmp_path / "data", ["a.dcm"], folder=tmp_path / "cache")
+    assert not (tmp_path / "data" / INDEX_NAME).exists()
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+# Volumes with a table
+
+
+def test_a_table_of_nifti_files(tmp_path):
+    data = load("volumes", nifti_folder(tmp_path))
+    train, val = data.datasets()
+    assert data.classes == ("ill", "well")
+    assert data.counts == (8, 2)
+    assert data.in_channels == 1
+    assert train[0][0].shape == (1, *data.input_size)
+    assert {label for _, label in val.samples} == {0, 1}
+    assert all(label == (int(name.partition("/")[2]) % 2 == 0) for name, label in train.samples)
+
+
+def test_a_table_of_dicom_series_and_nifti_files_with_windows(tmp_path):
+    root = nifti_folder(tmp_path, 4)
+    for number in range(6):
+        write_series(root / "series" / str(number), head(4, number % 2 == 1, number), f"1.{number}")
+    rows = [
+        f"{f'1.{number}' if number < 3 else f'series/{number}'},{'ill' if number % 2 else 'well'}"
+        for number in range(6)
+    ]
+    with (root / "labels.csv").open("a") as table:
+        table.write("\n".join(rows) + "\n")
+    data = load("volumes", root, windows=[[40, 80], [600, 2800]])
+    assert sum(data.counts) == 10
+    assert data.in_channels == 2
+    assert data.datasets()[0][0][0].shape == (2, 4, 8, 8)
+
+
+def test_the_parts_of_a_table_are_kept(tmp_path):
+    train, val = load("volumes", nifti_folder(tmp_path, part=True)).datasets()
+    assert [name for name, _ in val.samples] == [f"scans/{number}" for number in range(4)]
+    assert len(train) == 6
+
+
+def test_the_spacing_of_an_input_is_that_of_its_file_by_the_change_of_size(tmp_path):
+    train, _ = load("rsna", rsna_folder(tmp_path)).datasets()
+    for volume, spacing in zip(train.volumes, train.spacings.tolist(), strict=True):
+        assert volume.spacing == (5.0, 0.5, 0.75), "not what was written"
+        slices = len(volume.paths)
+        assert spacing == pytest.approx([5.0 * slices / 4, 0.5 * ROWS / 8, 0.75 * COLUMNS / 8])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_carry_spacings_for_positions_of_each_sample(tmp_path, workers):
+    root = nifti_folder(tmp_path)
+    other = load("volumes", root).datasets()[0].samples[3][0]
+    write_nifti(root / f"{other}.nii.gz", head(5, True, 3), spacing=(2.0, 1.0, 1.5))
+    train, _ = load("volumes", root).datasets()
+    loader = DataLoader(train.with_spacing(), batch_size=len(train), num_workers=workers, collate_fn=default_collate)
+    inputs, labels, spacings = next(iter(loader))
+    assert torch.equal(spacings, train.spacings)
+    assert spacings.shape == (len(labels), 3)
+    assert len(spacings.unique(dim=0)) == 2
+    assert torch.equal(inputs[0], train[0][0])
+
+    positions = patch_positions(spacings, (2, 2, 2), (2, 4, 4))
+    index = [name for name, _ in train.samples].index(other)
+    voxels = torch.tensor([2.0, 4.0, 4.0])
+    own = tr.grid(2, 2, 2, spacing=(voxels * spacings[index]).tolist())
+    torch.testing.assert_close(positions[index], own)
+    encoding = tr.AxialRoPE(num_axes=3, num_heads=2, head_dim=24)
+    q = torch.randn(len(labels), 2, 8, 24)
+    together, _ = tr.rotate(q, q, encoding(positions))
+    alone, _ = tr.rotate(q[index : index + 1], q[index : index + 1], encoding(own))
+    torch.testing.assert_close(together[index], alone[0])
+
+
+def test_a_substitute_brings_its_own_spacing(tmp_path):
+    root = nifti_folder(tmp_path)
+    train, _ = load("volumes", root).datasets()
+    train.volumes[1] = replace(train.volumes[1], paths=("scans/absent.nii",))
+    train.spacings[2] = torch.tensor([7.0, 8.0, 9.0])
+    inputs, label, spacing = train.with_spacing()[1]
+    assert torch.equal(inputs, train[2][0])
+    assert label == train.samples[2][1]
+    assert spacing.tolist() == [7.0, 8.0, 9.0]
+
+
+# Damage
+
+
+def test_damaged_headers_are_named_and_left_out(tmp_path, caplog):
+    root = rsna_folder(tmp_path)
+    slices = sorted((root / "stage_2_train").glob("*.dcm"))
+    slices[0].write_bytes(b"no DICOM")
+    slices[7].write_bytes(slices[7].read_bytes()[:200])
+    with disable_value_validation():
+        dataset = pydicom.dcmread(slices[14])
+        del dataset.ImagePositionPatient
+        dataset.save_as(slices[14])
+    with caplog.at_level(logging.WARNING):
+        data = load("rsna", root)
+    faults = dict(data.skipped)
+    assert set(faults) == {path.name for path in (slices[0], slices[7], slices[14])}
+    assert faults[slices[0].name] == "no DICOM file, or damaged"
+    assert faults[slices[14].name] == "no ImagePositionPatient in the header"
+    assert caplog.messages[0].startswith(f"skipped 3 of {len(slices)} slices and studies: ")
+    assert sum(data.counts) == 10
+    with pytest.raises(TooManyFaults, match="max_skipped = 2 slices and studies may be unreadable, got 3: "):
+        load("rsna", root, max_skipped=2)
+
+
+def test_pixels_found_damaged_while_training_are_named_with_their_file(tmp_path):
+    root = rsna_folder(tmp_path)
+    train, _ = load("rsna", root).datasets()
+    path = train.volumes[2].paths[1]
+    file = root / "stage_2_train" / path
+    file.write_bytes(file.read_bytes()[:-60])
+    assert torch.equal(train[2][0], train[3][0])
+    assert train.reading.found()[0][0] == train.samples[2][0]
+    assert train.reading.found()[0][1].startswith(f"{path}: ")
+    with pytest.raises(TooManyFaults, match=f"at most max_skipped = 0 volumes may be unreadable, got 1: .*{path}: "):
+        load("rsna", root, max_skipped=0)
+
+
+def test_slices_of_two_sizes_are_no_volume(tmp_path):
+    root = rsna_folder(tmp_path)
+    wide = np.zeros((ROWS, 2 * COLUMNS))
+    name = load("rsna", root).datasets()[0].volumes[0].paths[0]
+    study = read_header(root / "stage_2_train" / name).study
+    write_slice(root / "stage_2_train" / name, wide, (0, 0, 0), study=study)
+    data = load("rsna", root)
+    assert [fault[0] for fault in data.skipped] == [study]
+    assert "slices of a series must have one size and direction" in data.skipped[0][1]
+
+
+@pytest.mark.parametrize("content", [b"", b"no NIfTI"])
+def test_damaged_nifti_files_are_named_and_left_out(tmp_path, content):
+    root = nifti_folder(tmp_path)
+    (root / "scans" / "3.nii.gz").write_bytes(content)
+    (root / "scans" / "5.nii.gz").unlink()
+    data = load("volumes", root)
+    assert [path for path, _ in data.skipped] == ["scans/3.nii.gz", "scans/5.nii.gz"]
+    assert data.skipped[1][1] == "not there"
+    assert sum(data.counts) == 8
+
+
+def test_a_nifti_file_found_cut_short_while_training_is_replaced(tmp_path):
+    root = nifti_folder(tmp_path)
+    train, _ = load("volumes", root).datasets()
+    path = root / train.volumes[0].paths[0]
+    path.write_bytes(path.read_bytes()[:-200])
+    assert torch.equal(train[0][0], train[1][0])
+
+
+# Folders and tables that are not as they must be
+
+
+def without_table(root):
+    next(root.glob("*.csv")).unlink()
+
+
+def other_columns(root):
+    next(root.glob("*.csv")).write_text("name,kind\na,b\n")
+
+
+def empty_table(root):
+    table = next(root.glob("*.csv"))
+    table.write_text(table.read_text().partition("\n")[0] + "\n")
+
+
+def one_class(root):
+    (root / "labels.csv").write_text("study,label\nscans/0,well\nscans/2,well\n")
+
+
+def other_part(root):
+    (root / "labels.csv").write_text("study,label,part\nscans/0,well,test\n")
+
+
+def other_files(root):
+    (root / "labels.csv").write_text("study,label\na,well\nb,ill\n")
+
+
+def no_slices(root):
+    for path in root.rglob("*.dcm"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("rsna", without_table, r"labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*"),
+        ("rsna", other_columns, "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind"),
+        ("rsna", empty_table, "labels must name studies, got none in .*stage_2_train.csv"),
+        ("rsna", no_slices, r"root must hold the RSNA .*stage_2_train/\*.dcm.*, got no labelled slices in '.*'"),
+        (
+            "volumes",
+            without_table,
+            r"labels must be a readable table of volumes \(DICOM .*, got .*: No such file or .*",
+        ),
+        ("volumes", one_class, "labels must be of at least two classes, got only 'well'"),
+        ("volumes", other_part, "part must be train or val, got 'test' for 'scans/0' in .*labels.csv"),
+        (
+            "volumes",
+            other_files,
+            r"root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*",
+        ),
+    ],
+)
+def test_what_is_expected_where_is_told_in_one_line(tmp_path, name, spoil, message):
+    root = rsna_folder(tmp_path, 4) if name == "rsna" else nifti_folder(tmp_path, 4)
+    spoil(root)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        load(name, root)
+
+
+# Training
+
+
+@pytest.mark.parametrize(("name", "make"), [("rsna", rsna_folder), ("volumes", nifti_folder)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_steps_of_training(tmp_path, name, make, workers):
+    data = load(name, make(tmp_path / "data"), workers=workers, augment=AugmentConfig(flip=True, mixup=0.8))
+    config = RunConfig("comrope-ld", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))
+    classifier, history = train(config, data, tmp_path / "run", max_steps=2)
+    assert np.isfinite(history.rows[0]["train_loss"])
+    assert len(evaluate(classifier.model, data, [1.0]).predicted) == 2
