@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 from torchrope.data.build import make_data
-from torchrope.data.config import DataConfig
+from torchrope.data.config import AugmentConfig, DataConfig
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.training.run import train
 
@@ -33,7 +33,14 @@ def config(workers: int) -> RunConfig:
     return RunConfig(
         encoding="learned+liere:4",
         seed=5,
-        data=DataConfig(name="digits", train_size=60, val_size=20, batch_size=5, workers=workers),
+        data=DataConfig(
+            name="digits",
+            train_size=60,
+            val_size=20,
+            batch_size=5,
+            workers=workers,
+            augment=AugmentConfig(flip=True, mixup=0.4),
+        ),
         model=ModelConfig(dim=8, depth=1, num_heads=1, mlp_dim=8, patch_size=[4], dropout=0.1, drop_path=0.1),
         optim=OptimConfig(epochs=3, ema_decay=0.9, effective_batch=10),
         scale=ScaleConfig(checkpoint_every=2),

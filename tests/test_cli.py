@@ -160,7 +160,10 @@ def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("compair", "commands are compare, train, evaluate, report, recipes, bench, got 'compair'; did you mean 'compare'?"),
+        (
+            "compair",
+            "commands are compare, train, evaluate, report, recipes, bench, got 'compair'; did you mean 'compare'?",
+        ),
         ("compare --encodings lier", "got 'lier'; did you mean 'liere'?"),
         ("compare --encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
         ("compare --encodings ,", "encodings must name at least one, got none"),
@@ -172,7 +175,7 @@ def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
         ("compare --scales [-1]", "scales must be above 0, got [-1.0]"),
         ("compare --data images", "root"),
         ("compare --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
-        ("compare --data digits --data.root x", "root is read by fashion-mnist, images"),
+        ("compare --data digits --data.root x", "root is read by fashion-mnist, images, "),
         ("compare --model.num_heads 7", "dim must be divisible by num_heads = 7, got 64"),
         (
             "compare --encodings comrope-ap:16",

@@ -134,6 +134,16 @@ class DataModule(pl.LightningDataModule, ABC):
         sampler.set_epoch(epoch)
         return sampler
 
+    def batch_names(self, batches: Iterable[int]) -> list[str]:
+        """Which training examples the batches of this epoch and process hold: file names, or indices where none are."""
+        train, _ = self._made_datasets()
+        size = self.config.batch_size
+        order = list(self._train_order(train, *self._place()))
+        drawn = (index for batch in batches for index in order[batch * size : (batch + 1) * size])
+        chosen = [index % len(train) for index in drawn]  # type: ignore[arg-type]  # a repeat is counted on
+        files = getattr(train, "samples", None)
+        return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
+
     def _augmented(self, train: Dataset, seed: int) -> Dataset:
         """What is drawn at random for an example depends on seed and example alone."""
         if isinstance(train, TensorSet) and not self.config.augment.on:
@@ -149,16 +159,6 @@ class DataModule(pl.LightningDataModule, ABC):
         if self._resident is None or self._resident.inputs.device != device:
             self._resident = train if train.inputs.device == device else train.to(device)
         return self._resident
-
-    def batch_names(self, batches: Iterable[int]) -> list[str]:
-        """Which training examples the batches of this epoch and process hold: file names, or indices where none are."""
-        train, _ = self._made_datasets()
-        size = self.config.batch_size
-        order = list(self._train_order(train, *self._place()))
-        drawn = (index for batch in batches for index in order[batch * size : (batch + 1) * size])
-        chosen = [index % len(train) for index in drawn]  # type: ignore[arg-type]  # a repeat is counted on
-        files = getattr(train, "samples", None)
-        return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
 
     def val_dataloader(self) -> DataLoader:
         """Draw validation batches in the order of the set; in training on several devices, each its share, once."""
@@ -181,6 +181,7 @@ class DataModule(pl.LightningDataModule, ABC):
         return self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
 
     def _train_order(self, train: Dataset, epoch: int, replicas: int, rank: int) -> Sampler[int]:
+        """The sampler's order, with repeats where the augmentation asks for them."""
         order = self.sampler(train, self._seed, epoch, replicas, rank)
         repeats = self.config.augment.repeats
         return order if repeats == 1 else Repeated(order, repeats, len(train))  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ class FixedFrequencies(Encoding):
 
     def reset_parameters(self) -> None:
         """Write the ladder of frequencies."""
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):  # whatever the default device: a few numbers, exact in float64
             self.frequencies.copy_(self.ladder())
 
     def generators(self) -> Tensor:

@@ -29,7 +29,7 @@ class Classifier(pl.LightningModule):
         self.model: Any = model
         self.optim = optim
         self.train_loss = MeanMetric(nan_strategy="ignore")
-        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.val_loss = MeanMetric(nan_strategy="ignore")
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, inputs: Tensor) -> Tensor:
