@@ -61,6 +61,8 @@ class EpochSet(Dataset):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> tuple:
+        if not 0 <= index < len(self):  # where a loop over the set ends; repeats come in batches alone
+            raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
         inputs, labels, *others = self.__getitems__([index])
         label = labels[0] if labels.ndim > 1 else int(labels[0])
         return inputs[0], label, *(other[0] for other in others)
