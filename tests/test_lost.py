@@ -22,11 +22,11 @@ from torchrope.cli import main
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
-from torchrope.training.classifier import build_vit
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.training.cost import measure_peak_memory
 from torchrope.training.guards import Diverged
 from torchrope.training.interruption import EXIT_INTERRUPTED, Interrupted
+from torchrope.training.models import build_vit
 from torchrope.training.run import load, train
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[4], pool="mean", dropout=0.1)

@@ -22,9 +22,9 @@ from torchrope.data.draws import seeded
 from torchrope.data.faults import TooManyFaults
 from torchrope.data.videos import TestClips, count_frames, read_clips
 from torchrope.studies.config import ENCODINGS
-from torchrope.training.classifier import build_vit
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope.training.evaluate import evaluate
+from torchrope.training.models import build_vit
 from torchrope.training.run import train
 
 pytestmark = [

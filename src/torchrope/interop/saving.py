@@ -44,20 +44,15 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     from safetensors.torch import save as to_bytes
 
     library = _library(model)
-    recipe = import_module(_REBUILDERS[library]).recipe(model)
-    rotary = _rotary(model)
+    recipe = _through_json(import_module(_REBUILDERS[library]).recipe(model))
     head = {"format": _FORMAT, "torchrope": __version__, "library": library, "recipe": recipe, "swap": None}
-    with_encodings = _rotary(_rebuilt(head, "meta")) is not None
-    if rotary is not None and not with_encodings:
-        head["swap"] = _described(rotary)
-    try:
-        text = json.dumps(head)
-    except TypeError as error:
-        raise ValueError(f"save writes settings as JSON, got a model built with another: {error}") from None
-    tensors = model.state_dict()
-    own: Any = tuple(type(encoding) for encoding in (rotary.encodings if rotary else ()))
-    _check_rebuilds(model, _assembled(json.loads(text), tensors, own, device="meta"))
-    write_whole(_file(path), to_bytes(_own_memory(tensors), metadata={"torchrope": text}))
+    rotary, tensors = _rotary(model), model.state_dict()
+    again = _rebuilt(head, "meta")
+    if rotary is not None and _rotary(again) is None:  # otherwise the recipe builds the encodings too
+        head["swap"] = _through_json(_described(rotary))
+        _swap_again(again, head["swap"], tensors, [type(encoding) for encoding in rotary.encodings])
+    _check_rebuilds(model, again)
+    write_whole(_file(path), to_bytes(_own_memory(tensors), metadata={"torchrope": json.dumps(head)}))
 
 
 def load(path: str | os.PathLike[str], *, classes: Iterable[type[Encoding]] = ()) -> nn.Module:
@@ -86,7 +81,9 @@ def load(path: str | os.PathLike[str], *, classes: Iterable[type[Encoding]] = ()
     if head is None or head.get("format") != _FORMAT:
         came = "none of its settings" if head is None else f"format {head.get('format')}"
         raise ValueError(f"load needs a file that torchrope.save wrote in format {_FORMAT}, got {file} with {came}")
-    model = _assembled(head, tensors, tuple(classes), device="cpu")
+    model = _rebuilt(head, "cpu")
+    if head["swap"] is not None:
+        _swap_again(model, head["swap"], tensors, classes)
     wrong = model.load_state_dict(tensors, strict=False, assign=True)  # in the dtypes they were saved in
     if wrong.missing_keys or wrong.unexpected_keys:
         rule = f"load needs the tensors of {head['recipe']}"
@@ -135,23 +132,24 @@ def _described(rotary: Rotary) -> dict[str, Any]:
     }
 
 
-def _assembled(
-    head: dict[str, Any], tensors: dict[str, Tensor], classes: tuple[type[Encoding], ...], *, device: str
-) -> nn.Module:
-    """The model with its encodings, its weights as they come."""
-    model = _rebuilt(head, device)
-    swapped = head["swap"]
-    if swapped is None:
-        return model
-    adapter = adapt(model)
-    encodings = [build(description, classes) for description in swapped["encodings"]]
+def _through_json(value: Any) -> Any:
+    """A value as `load` will read it."""
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError as error:
+        raise ValueError(f"save writes settings as JSON, got a model built with another: {error}") from None
+
+
+def _swap_again(model: nn.Module, swapped: dict[str, Any], tensors: dict[str, Tensor], classes: Iterable[Any]) -> None:
+    """Put the encodings that were described into a model, their weights as they come."""
+    own = tuple(classes)
+    encodings = [build(description, own) for description in swapped["encodings"]]
     choices = {name: swapped[name] for name in ("keep_ape", "keep_rotation")}
-    rotary = install(adapter, encodings, spacing=None, origin=None, **choices)
+    rotary = install(adapt(model), encodings, spacing=None, origin=None, **choices)
     rotary.lattices = list(_tuples(swapped["lattices"]))
     for name in list(rotary._buffers):  # a table that was put aside may be of another input size
         saved = [tensor for key, tensor in tensors.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
-        rotary._buffers[name] = torch.empty_like(saved[0], device=device)
-    return model
+        rotary._buffers[name] = torch.empty_like(saved[0], device=next(model.parameters()).device)
 
 
 def _rebuilt(head: dict[str, Any], device: str) -> nn.Module:

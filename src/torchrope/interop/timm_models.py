@@ -4,6 +4,7 @@ Registered when `torchrope.interop.timm` is imported.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -97,28 +98,23 @@ def _of_encodings(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters() if name.startswith("rotary.")}
 
 
-def _vit(name: str, pretrained: bool = False, **settings: Any) -> nn.Module:
+def _build(
+    family: type[nn.Module], read: Callable[..., Any], features: Any, name: str, pretrained: bool, **settings: Any
+) -> nn.Module:
+    """A model of one of the two classes, as timm builds its own; `features` are the layers given by default."""
     model: nn.Module = build_model_with_cfg(
-        VisionTransformer,
+        family,
         name,
         pretrained,
-        pretrained_filter_fn=_without_encoding(vision_transformer.checkpoint_filter_fn),
-        feature_cfg=dict(out_indices=settings.pop("out_indices", 3), feature_cls="getter"),
+        pretrained_filter_fn=_without_encoding(read),
+        feature_cfg=dict(out_indices=settings.pop("out_indices", features), feature_cls="getter"),
         **settings,
     )
     return model
 
 
-def _swin(name: str, pretrained: bool = False, **settings: Any) -> nn.Module:
-    model: nn.Module = build_model_with_cfg(
-        SwinTransformer,
-        name,
-        pretrained,
-        pretrained_filter_fn=_without_encoding(swin_transformer.checkpoint_filter_fn),
-        feature_cfg=dict(out_indices=settings.pop("out_indices", (0, 1, 2, 3)), feature_cls="getter"),
-        **settings,
-    )
-    return model
+_vit = partial(_build, VisionTransformer, vision_transformer.checkpoint_filter_fn, 3)
+_swin = partial(_build, SwinTransformer, swin_transformer.checkpoint_filter_fn, (0, 1, 2, 3))
 
 
 def _without_encoding(read: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:

@@ -11,7 +11,6 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from torchrope.training.config import OptimConfig
-from torchrope.training.models import build_vit as build_vit
 from torchrope.training.optim import build_optimizer, build_schedule
 
 
