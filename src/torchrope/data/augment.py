@@ -35,7 +35,9 @@ OPERATIONS = (
 )  # torchvision's names and order
 OPERATIONS_OF_VOLUMES = tuple(
     # Channels are no colours, and a value is to mean the same in all slices.
-    name for name in OPERATIONS if name not in ("Color", "Posterize", "Solarize", "AutoContrast", "Equalize")
+    name
+    for name in OPERATIONS
+    if name not in ("Color", "Posterize", "Solarize", "AutoContrast", "Equalize")
 )
 
 Change = Callable[[Tensor], Tensor]
@@ -48,8 +50,9 @@ class EpochSet(Dataset):
     from torch's generator, such as a random crop, is seeded likewise.
 
     Args:
-        dataset: Examples (input, label, ...). Where it has `normalise`, which makes inputs ready for a model, and `raw`,
-            the same set before that, inputs are changed in between: pictures and clips as bytes, volumes in [0, 1].
+        dataset: Examples (input, label, ...). Where it has `normalise`, which makes inputs ready for a model, and
+            `raw`, the same set before that, inputs are changed in between: pictures and clips as bytes, volumes in
+            [0, 1].
         config: What is changed.
         num_classes: Length of a label that Mixup and CutMix make.
         seed: That of the run and the epoch.

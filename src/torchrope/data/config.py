@@ -55,8 +55,8 @@ class AugmentConfig:
         crop_scale: Least and largest share of a picture that is cropped and resized; None is the data set's own
             (0.6 to 1 of "images", 0.08 to 1 of "imagenet"; others have no such crop).
         flip: Exchange left and right in half of the examples.
-        randaugment: n operations of magnitude m (0 to 30) on every picture (Cubuk et al., arXiv:1909.13719), the same ones
-            on all frames of a clip; on all slices of a volume those that are no change of colours.
+        randaugment: n operations of magnitude m (0 to 30) on every picture (Cubuk et al., arXiv:1909.13719), the same
+            ones on all frames of a clip; on all slices of a volume those that are no change of colours.
         three_augment: One of grey, solarised and blurred (DeiT-III, Touvron et al., arXiv:2204.07118).
         color_jitter: Largest relative change of brightness, contrast and saturation (0.3 in DeiT-III).
         erasing: Probability that a box of noise covers a part (Zhong et al., arXiv:1708.04896), through all frames or
