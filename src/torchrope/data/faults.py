@@ -125,11 +125,12 @@ class Skipping(Generic[T]):
                 raise
             except Exception as error:  # as in find_faults
                 self._note(candidate, error)
-        raise _too_many(self.found(), self.limit, self.kind)
+        raise TooManyFaults(f"some of the {self.kind} must be readable, got none: {name_some(self.found())}")
 
     def found(self) -> list[Fault]:
         """List the examples that could not be read so far, by any process."""
-        return [(self.names[index], self._why(index)) for index in self._broken.nonzero().flatten().tolist()]
+        # A copy: what another process notes while they are counted would be an error within torch.
+        return [(self.names[index], self._why(index)) for index in self._broken.clone().nonzero().flatten().tolist()]
 
     def _note(self, index: int, error: Exception) -> None:
         if self._broken[index]:
