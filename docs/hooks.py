@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site that are files beside docs/."""
 
+PATH_AS_NAME = re.compile(r"\[(docs/[\w-]+\.md)\]\(\1\)")
 LONE_LINK = re.compile(r"^\[[^\]]*\]\(\.\./README\.md#([\w-]+)\)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
@@ -39,8 +40,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def study(path: Path) -> str:
     """A study's results, as a section of the page of all of them."""
-    text = path.read_text().replace("\n# ", "\n## ").replace("# ", "## ", 1)
-    return "\n\n" + LINK.sub(lambda link: f"](results/studies/{link[1]})", text)
+    text = path.read_text()
+    for heading in reversed(headings(text)):
+        text = f"{text[: heading.start()]}#{text[heading.start() :]}"
+    return "\n\n" + LINK.sub(lambda link: f"]({posixpath.normpath(f'results/studies/{link[1]}')})", text)
 
 
 def section(readme: str, anchor: str, where: str) -> str:
@@ -49,13 +52,18 @@ def section(readme: str, anchor: str, where: str) -> str:
     Raises:
         PluginError: no heading has the anchor.
     """
-    code = [found.span() for found in FENCED.finditer(readme)]
-    headings = [found for found in HEADING.finditer(readme) if not any(a <= found.start() < b for a, b in code)]
-    ends = [found.start() for found in headings[1:]] + [len(readme)]
-    for heading, end in zip(headings, ends, strict=True):
+    found = headings(readme)
+    ends = [heading.start() for heading in found[1:]] + [len(readme)]
+    for heading, end in zip(found, ends, strict=True):
         if slug(heading[2]) == anchor:
             return relocated(readme[heading.end() : end].strip())
     raise PluginError(f"{where} needs a heading of README.md for #{anchor}, got none")
+
+
+def headings(text: str) -> list[re.Match[str]]:
+    """The headings of a text: lines that begin with # outside of code."""
+    code = [block.span() for block in FENCED.finditer(text)]
+    return [found for found in HEADING.finditer(text) if not any(a <= found.start() < b for a, b in code)]
 
 
 def slug(title: str) -> str:
@@ -64,11 +72,16 @@ def slug(title: str) -> str:
 
 
 def relocated(text: str) -> str:
-    """Text of a file beside docs/ as a page in it: links to docs/ are links here, links to other pages too."""
+    """Text of a file beside docs/ as a page in it: links to docs/ are links here, and paths in them are titles."""
     pages = {source: uri for uri, source in PAGES.items()} | {"README.md": "index.md"}
 
     def moved(link: re.Match[str]) -> str:
         path = posixpath.normpath(link[1])
         return f"]({pages.get(path, path.removeprefix('docs/'))})"
 
-    return LINK.sub(moved, text)
+    return LINK.sub(moved, PATH_AS_NAME.sub(lambda link: f"[{title(ROOT / link[1])}]({link[1]})", text))
+
+
+def title(page: Path) -> str:
+    """The first heading of a page."""
+    return page.read_text().split("\n", 1)[0].removeprefix("# ")
