@@ -1,4 +1,4 @@
-"""The code in docs/ runs as printed, links lead somewhere, figures and numbers are what the library draws and measured."""
+"""The code in docs/ runs as printed, links lead somewhere, figures and numbers are those of the library."""
 
 import json
 import re
