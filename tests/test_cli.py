@@ -162,7 +162,7 @@ def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
     [
         (
             "compair",
-            "commands are compare, train, evaluate, report, recipes, bench, got 'compair'; did you mean 'compare'?",
+            "recipes, bench, got 'compair'; did you mean 'compare'?",
         ),
         ("compare --encodings lier", "got 'lier'; did you mean 'liere'?"),
         ("compare --encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
@@ -298,7 +298,7 @@ def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_pa
 def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
     status, printed, _ = run(*arguments)
     assert status == 0
-    for command in ("compare", "train", "evaluate", "report", "bench"):
+    for command in ("compare", "study", "train", "evaluate", "report", "bench"):
         assert f"\n  {command} " in printed
 
 

@@ -56,9 +56,9 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
 
     runs = [Run(name, seed) for seed in range(config.seeds) for name in config.encodings]
     unfinished = [run for run in runs if folder.result(run) is None]
-    with StudyProgress(len(unfinished), config.optim.epochs, console) as progress:
+    with StudyProgress(len(unfinished), len(unfinished) * config.optim.epochs, console) as progress:
         for run in unfinished:
-            progress.begin(run)
+            progress.begin(run, config.optim.epochs)
             result = _train_and_evaluate(run, data, config, folder, progress)
             folder.write_result(run, result)
             progress.end(result["top1"])

@@ -247,15 +247,15 @@ def differences(theirs: dict[str, Any], mine: dict[str, Any], *, but: Sequence[s
         mine: The present one.
         but: Settings that may differ.
     """
-    old, new = _flat(theirs), _flat(mine)
+    old, new = flat(theirs), flat(mine)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name not in but]
     told = [f"{name} {old.get(name)} instead of {new.get(name)}" for name in names]
     return "; ".join(told[:3]) + ("; ..." if len(told) > 3 else "")
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as one dict of dotted names."""
-    flat: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+        named |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return named

@@ -67,7 +67,7 @@ def evaluate(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> Ev
         scales: Sizes to evaluate at beside the training size, as multiples of it.
     """
     patch_size, trained_at = model.embed.patch_size, tuple(data.input_size)
-    labels, logits = predict(model, data) if data.views == 1 else predict_views(model, data.test_dataloader())
+    labels, logits = predict_views_or_one(model, data)
     shuffled, moved = predict(model, data, _shuffler(patch_size))
     at = {size: _top1_at(model, data, size) for size in scaled_sizes(data, patch_size, scales) if size != trained_at}
     at[trained_at] = _top1(labels, logits)
@@ -78,6 +78,11 @@ def evaluate(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> Ev
         shuffled_top1=_top1(shuffled, moved),
         resolutions=sorted(at.items()),
     )
+
+
+def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Tensor]:
+    """Labels and logits as `predict`, averaged over the views of an example where its data has several."""
+    return predict(model, data) if data.views == 1 else predict_views(model, data.test_dataloader())
 
 
 @torch.no_grad()
