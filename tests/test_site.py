@@ -29,7 +29,7 @@ ELSEWHERE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -95,7 +95,7 @@ def test_no_page_asks_the_network_for_anything(site: Path) -> None:
         assert not [address for address in requested.addresses if ELSEWHERE.match(address)], page
         assert 'class="mermaid"' not in text, f"{page}: the theme fetches mermaid from a CDN"
     for sheet in site.rglob("*.css"):
-        addresses = re.findall(r"(?:url\(|@import)\s*['\"]?([^'\")\s]+)", sheet.read_text())
+        addresses = re.findall(r"(?:@import\s+url\(|@import\s+|url\()\s*['\"]?([^'\")\s]+)", sheet.read_text())
         assert not [address for address in addresses if ELSEWHERE.match(address)], sheet
 
 
