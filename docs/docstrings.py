@@ -5,7 +5,7 @@ from typing import Any
 
 import griffe
 
-FORMULA = re.compile(r"(?<=:)  (\S.*?)(?=\.?$)", re.MULTILINE)
+FORMULA = re.compile(r"(?<=:)  (\S.*?)(?=\.(?: +[A-Z]|$)|$)", re.MULTILINE)
 EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 REFERENCES = re.compile(r"^References:\n((?: {4}.*\n?)+)", re.MULTILINE)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import torchrope as tr
+from torchrope.studies.lab.names import NAMES
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -47,6 +48,10 @@ def test_every_public_name_is_on_the_api_page() -> None:
         path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), re.M)
     }
     assert set(tr.__all__) - {"__version__"} <= documented
+
+
+def test_every_study_is_in_the_table_of_studies() -> None:
+    assert set(NAMES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
 
 
 def test_the_accuracies_that_the_guide_names_are_committed_results() -> None:
