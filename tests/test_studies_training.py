@@ -169,3 +169,58 @@ class TestDataEfficiency:
         assert {run.config.data.train_size for run in lab.asked} == {10, 14, 15}
         assert any("Left out: 30 % and 50 %" in note for note in findings.notes)
         assert "With 70 % of the training data" in findings.answer
+
+
+class TestTrainingEfficiency:
+    @staticmethod
+    def hits(run: Run) -> float:
+        return {"learned": 0.4, "mixed": 0.8, "axial": 0.3, "string": 0.41}[run.encoding]
+
+    def test_epochs_steps_and_seconds_are_read_from_the_curves(self) -> None:
+        findings, lab = found("training-efficiency", self.hits, ["mixed", "axial"])
+        assert shared_with_accuracy(lab) == ["learned", "mixed", "axial"]
+        rows = by(findings.tables[0], "name")
+        mixed = rows[("mixed",)]
+        assert mixed["epochs"] == pytest.approx(4)  # half as high, half as soon
+        assert mixed["steps"] == pytest.approx(8)  # 100 examples in batches of 64
+        assert mixed["seconds"] == pytest.approx(4)
+        assert mixed["factor"] == mixed["time_factor"] == mixed["sooner"] == pytest.approx(2)
+        assert 1.5 < mixed["sooner_low"] < 2 < mixed["sooner_high"] < 2.5
+        assert rows[("learned",)]["epochs"] == 8
+        assert rows[("axial",)]["epochs"] is None
+        assert "mixed after 4.0 [" in findings.answer
+        assert "Not there by the end: axial." in findings.answer
+        assert list(findings.advice[0].encodings) == ["mixed"]
+
+    def test_what_examples_can_explain_is_not_told_as_sooner(self) -> None:
+        findings, _ = found("training-efficiency", self.hits, ["string"])
+        [_, row] = findings.tables[0].rows
+        assert row["sooner"] > 1
+        assert "No encoding is measurably sooner" in findings.answer
+        assert not findings.advice
+
+    def test_seeds_that_differ_widen_the_interval(self) -> None:
+        def hits(run: Run) -> float:
+            return 0.4 if run.encoding == "learned" else (0.5, 0.9)[run.seed]
+
+        def mean_hits(run: Run) -> float:
+            return 0.4 if run.encoding == "learned" else 0.7
+
+        [_, alone] = found("training-efficiency", mean_hits, ["mixed"])[0].tables[0].rows
+        [_, both] = found("training-efficiency", hits, ["mixed"], seeds=2)[0].tables[0].rows
+        assert both["epochs"] == pytest.approx(alone["epochs"])
+        assert both["epochs_high"] - both["epochs_low"] > 2 * (alone["epochs_high"] - alone["epochs_low"])
+
+    def test_a_learned_curve_that_peaks_early_takes_the_papers_factor_apart(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def flat(run: Run, share: float) -> Trained:
+            trained = faked(run, share)
+            trained.curve = [{**row, "val_top1": share * min(1.0, row["epoch"] / 2)} for row in trained.curve]
+            return trained
+
+        lab = FakeLab(lambda run: 0.4, ["mixed"])
+        monkeypatch.setattr(lab, "train", lambda runs: [flat(run, 0.4) for run in runs])
+        row = find_study("training-efficiency").find(lab).tables[0].rows[1]
+        assert row["factor"] == pytest.approx(4)
+        assert row["sooner"] == pytest.approx(1)
