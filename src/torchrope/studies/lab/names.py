@@ -3,7 +3,13 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "data-efficiency", "training-efficiency")
+NAMES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "shuffle",
+)
+
 
 
 def file_of(name: str) -> Path:
