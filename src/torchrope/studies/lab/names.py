@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy",)
+NAMES = ("accuracy", "complexity")
 
 
 def file_of(name: str) -> Path:
