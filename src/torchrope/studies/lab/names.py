@@ -8,8 +8,8 @@ NAMES = (
     "data-efficiency",
     "training-efficiency",
     "shuffle",
+    "complexity",
 )
-
 
 
 def file_of(name: str) -> Path:
