@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import pytorch_lightning as pl
@@ -164,13 +165,23 @@ class DataModule(pl.LightningDataModule, ABC):
         return self._resident
 
     def val_dataloader(self) -> DataLoader:
-        """Draw validation batches in the order of the set; in training on several devices, each its share, once."""
+        """Draw validation batches in the order of the set.
+
+        In training on several devices each draws its share, once, and all of them equally many batches: a sharded model
+        computes on all or on none.
+        """
         val = self._told(self._made_datasets()[1])
         batch_size = VAL_BATCH_FACTOR * self.config.batch_size
         if self.trainer is None or self.trainer.world_size == 1:
             return self._loader(val, batch_size)
-        mine = range(self.trainer.global_rank, len(val), self.trainer.world_size)  # type: ignore[arg-type]
-        return self._loader(val, batch_size, mine)
+        devices, total = self.trainer.world_size, len(val)  # type: ignore[arg-type]
+        if total < devices:
+            raise ValueError(f"validation must have an example for each of {devices} devices, got {total}")
+        mine = range(self.trainer.global_rank, total, devices)
+        count = math.ceil(math.ceil(total / devices) / batch_size)
+        ends = [len(mine) * number // count for number in range(count + 1)]
+        batches = [list(mine[start:end]) for start, end in pairwise(ends)]
+        return DataLoader(val, batch_sampler=batches, collate_fn=collate_once, num_workers=self.config.workers)
 
     def _told(self, dataset: Dataset) -> Dataset:
         """With the spacings of its samples, where they are asked for."""

@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.callbacks import Callback
+from torch.distributed.tensor import DTensor
 
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
@@ -32,7 +33,7 @@ from torchrope.training.checkpoints import (
 from torchrope.training.classifier import Classifier
 from torchrope.training.config import MAY_CHANGE, ModelConfig, OptimConfig, RunConfig, ScaleConfig, differences, plain
 from torchrope.training.cost import count_flops
-from torchrope.training.devices import batches_in_a_step, launched
+from torchrope.training.devices import batches_in_a_step, placed
 from torchrope.training.guards import LossGuard, device_memory, largest_loss, out_of_memory
 from torchrope.training.history import History, OnEpoch, SeedEpoch
 from torchrope.training.interruption import Interrupted, SaveOnSignal
@@ -116,13 +117,14 @@ def train(
             default_root_dir=folder,
             reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
             use_distributed_sampler=False,  # they know their process
-            **{
-                **QUIET,
-                "precision": PRECISIONS[config.scale.precision],
-                "logger": loggers(config.scale, folder) or False,
-                **launched(),
-                **trainer_settings,
-            },
+            **placed(
+                {
+                    **QUIET,
+                    "precision": PRECISIONS[config.scale.precision],
+                    "logger": loggers(config.scale, folder) or False,
+                    **trainer_settings,
+                }
+            ),
         )
         if config.optim.effective_batch is not None:
             trainer.accumulate_grad_batches = batches_in_a_step(config, trainer.world_size)
@@ -140,6 +142,9 @@ def train(
             fits = False
     if not fits:
         raise ValueError(_what_would_fit(config, data, trainer))
+    if any(isinstance(parameter, DTensor) for parameter in classifier.parameters()):
+        classifier = build_classifier(config, data)  # the file has whole the weights that processes have parts of
+        classifier.load_state_dict(read_weights(folder))
     return classifier.to(trainer.strategy.root_device), history
 
 
@@ -240,7 +245,8 @@ def read_config(stored: Any) -> RunConfig:
 @contextmanager
 def lightning_quiet() -> Iterator[None]:
     """Hush what Lightning says about itself: banners, tips, and advice that does not hold here."""
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    for name in ("pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         for chatter in CHATTER:
             warnings.filterwarnings("ignore", chatter)
