@@ -3,7 +3,13 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy",)
+NAMES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "shuffle",
+    "complexity",
+)
 
 
 def file_of(name: str) -> Path:
