@@ -1,7 +1,7 @@
 """What the site takes from outside docs/: whole files as pages, and sections of the README where a page links to them.
 
-A line that is nothing but a link to a section, such as `[README](../README.md#start)`, is that section on the site. On a
-forge it stays a link, and no text is written twice.
+A line that is nothing but a link to a section, such as `[README](../README.md#start)`, is that section on the site. On
+a forge it stays a link, and no text is written twice.
 """
 
 import posixpath
