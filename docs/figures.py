@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     """Write every figure."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
-        (folder / f"{name}.svg").write_text(draw())
+        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
 
 
 def positions() -> str:

@@ -1,7 +1,7 @@
 """What the site takes from outside docs/: whole files as pages, and sections of the README where a page links to them.
 
-A page that ends in a line that is nothing but a link, such as `[README](../README.md#start)`, shows on the site what it
-links to. On a forge it stays a link, and no text is written twice.
+A line that is nothing but a link to a section, such as `[README](../README.md#start)`, is that section on the site. On
+a forge it stays a link, and no text is written twice.
 """
 
 import posixpath
@@ -26,13 +26,15 @@ FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the pages that lie beside docs/."""
     for uri, source in PAGES.items():
-        files.append(File.generated(config, uri, content=relocated((ROOT / source).read_text())))
+        files.append(File.generated(config, uri, content=relocated((ROOT / source).read_text(encoding="utf-8"))))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put sections of the README where a line is a link to one, and results of studies at the foot of their page."""
-    text = LONE_LINK.sub(lambda found: section((ROOT / "README.md").read_text(), found[1], page.file.src_uri), markdown)
+    text = LONE_LINK.sub(
+        lambda found: section((ROOT / "README.md").read_text(encoding="utf-8"), found[1], page.file.src_uri), markdown
+    )
     if page.file.src_uri == "studies.md":
         text += "".join(study(path) for path in sorted((ROOT / "docs/results/studies").glob("*.md")))
     return text
@@ -40,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def study(path: Path) -> str:
     """A study's results, as a section of the page of all of them."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for heading in reversed(headings(text)):
         text = f"{text[: heading.start()]}#{text[heading.start() :]}"
     return "\n\n" + LINK.sub(lambda link: f"]({posixpath.normpath(f'results/studies/{link[1]}')})", text)
@@ -84,4 +86,4 @@ def relocated(text: str) -> str:
 
 def title(page: Path) -> str:
     """The first heading of a page."""
-    return page.read_text().split("\n", 1)[0].removeprefix("# ")
+    return page.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("# ")
