@@ -2,12 +2,14 @@
 
 import argparse
 import difflib
+import io
 import json
 import re
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +27,7 @@ Rotary position encodings for data with any number of axes, and the tool to choo
 commands:
   compare    train the same model once per encoding and report which one suits the data, and what it costs
   train      train one model
+  submit     train or compare many times, as jobs of Slurm or here
   evaluate   measure a trained model
   report     write the page of a comparison anew
   recipes    list the settings that papers trained with, or print one
@@ -59,6 +62,15 @@ Trainer.
 
 A configuration is data: a class that it names may come from torchrope, torch, torchvision and timm alone, unless
 --allow names its package too, as in --allow pytorch_lightning for Lightning's callbacks.
+"""
+
+SUBMIT = """\
+Submit `torchrope train` or `torchrope compare` to Slurm, once or as a sweep: one job array, each run in a folder of its
+own below the command's --out. What jobs print is in OUT-jobs. A run whose time is up saves and goes into the queue
+again.
+
+  torchrope submit --slurm partition=gpu,time=1440,gpus_per_node=8,ntasks_per_node=8 \\
+      --sweep encoding=mixed,liere:8 --sweep seed=0,1,2 -- train --data cifar100 --out runs/cifar
 """
 
 BENCH = """\
@@ -187,6 +199,63 @@ def _report(arguments: list[str]) -> int:
     return _write_report(options.out)
 
 
+def _submit(arguments: list[str]) -> int:
+    from torchrope.studies.sweep import parse_slurm, parse_sweep, run_here, submit_to_slurm, sweep
+
+    parser = _OneLineParser(
+        prog="torchrope submit",
+        usage="torchrope submit [options] -- train|compare [its options]",
+        description=SUBMIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option's values")
+    parser.add_argument("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
+    parser.add_argument("--cluster", type=_one_of(("slurm", "local")), default="slurm", help="local: on this machine")
+    parser.add_argument("--parallel", type=_positive, metavar="N", help="runs at a time (default: Slurm's; local: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    mine, _, command = _split(arguments, "--")
+    options = parser.parse_args(mine)
+    slurm = {name: value for text in options.slurm for name, value in parse_slurm(text).items()}
+    jobs = sweep(command, [parse_sweep(text) for text in options.sweep])
+    for job in jobs:
+        _check(job.arguments)
+    if options.dry_run:
+        print(*(shlex.join(["torchrope", *job.arguments]) for job in jobs), sep="\n")
+        return 0
+    above = jobs[0].out.parent if options.sweep else jobs[0].out
+    logs = above.with_name(f"{above.name}-jobs")
+    if options.cluster == "local":
+        failed = run_here(jobs, run_submitted, logs, options.parallel or 1, print)
+        return 1 if failed else 0
+    for number, job in zip(submit_to_slurm(jobs, run_submitted, logs, slurm, options.parallel), jobs, strict=True):
+        print(f"{number}: {job.out}")
+    print(f"output: {logs}")
+    return 0
+
+
+def run_submitted(arguments: list[str]) -> None:
+    """Run `torchrope` as a job, which fails where the command does."""
+    status = main(arguments)
+    if status:
+        raise RuntimeError(f"torchrope {shlex.join(arguments)} ended with status {status}")
+
+
+def _check(arguments: list[str]) -> None:
+    """Parse a command of a sweep, so that a mistake is told before it waits in a queue."""
+    try:
+        with redirect_stdout(io.StringIO()):
+            _COMMANDS[arguments[0]]([*arguments[1:], "--print_config"])
+    except SystemExit:
+        pass  # it printed
+
+
+def _split(words: list[str], at: str) -> tuple[list[str], list[str], list[str]]:
+    """What is before a word, the word, and what is behind it."""
+    place = words.index(at) if at in words else len(words)
+    return words[:place], words[place : place + 1], words[place + 1 :]
+
+
 def _recipes(arguments: list[str]) -> int:
     parser = _OneLineParser(prog="torchrope recipes", description="List the recipes, or print one.")
     parser.add_argument("name", nargs="?", type=str, help="the recipe to print")
@@ -286,6 +355,7 @@ def _write_report(out: Path) -> int:
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
     "train": _train,
+    "submit": _submit,
     "evaluate": _evaluate,
     "report": _report,
     "recipes": _recipes,
@@ -403,6 +473,12 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
         return name
 
     return check
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text!r}")
+    return int(text)
 
 
 def _readable_config(path: str) -> str:
