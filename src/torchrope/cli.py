@@ -10,10 +10,10 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from torchrope import recipes
 from torchrope._version import __version__
@@ -139,6 +139,7 @@ def _train(arguments: list[str]) -> int:
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+    from torchrope.training.config import RunConfig
     from torchrope.training.lightning_cli import TrainCLI
 
     arguments = _restrict_imports(arguments)
@@ -155,7 +156,7 @@ def _train(arguments: list[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own: on arguments given as a list, and on its use of jsonargparse
         cli = OverRecipe(
-            args=_with_long_names(arguments),
+            args=_with_long_names(arguments, RunConfig),
             run=False,
             save_config_callback=None,
             seed_everything_default=False,
@@ -381,7 +382,7 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
     parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
     parser.add_class_arguments(config)
     try:
-        given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments)))
+        given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments, config)))
     except ArgumentError as error:
         raise ValueError(_explain(str(error), parser)) from None
     return config(**{field.name: given[field.name] for field in fields(config)})
@@ -431,22 +432,45 @@ def _restrict_imports(arguments: list[str]) -> list[str]:
     return others
 
 
-def _with_long_names(arguments: list[str]) -> list[str]:
-    """Write short forms out (--data NAME, --epochs N, --encodings a,b,c) and look at names and files they give."""
+def _with_long_names(arguments: list[str], config: type) -> list[str]:
+    """Write short forms out (--data NAME, --epochs N, lists as a,b,c) and look at names and files they give."""
+    looked_at = {**dict.fromkeys(_lists(config), _as_list), **_LOOKED_AT}
     long: list[str] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if long and long[-1] in _LOOKED_AT:
-            argument = _LOOKED_AT[long[-1]](argument)
-        elif name in _SHORT or (name in _LOOKED_AT and equals):
+        if long and long[-1] in looked_at:
+            argument = looked_at[long[-1]](argument)
+        elif name in _SHORT or (name in looked_at and equals):
             name = _SHORT.get(name, name)
-            argument = f"{name}={_LOOKED_AT.get(name, str)(value)}" if equals else name
+            argument = f"{name}={looked_at.get(name, str)(value)}" if equals else name
         long.append(argument)
     return long
 
 
-def _as_list(names: str) -> str:
-    return names if names.startswith("[") else json.dumps([name.strip() for name in names.split(",") if name.strip()])
+def _lists(config: type, above: str = "--") -> list[str]:
+    """The options of a configuration whose values are lists."""
+    found: list[str] = []
+    for name, kind in get_type_hints(config).items():
+        kinds = [get_origin(part) for part in (kind, *get_args(kind))]
+        if is_dataclass(kind):
+            found += _lists(kind, f"{above}{name}.")  # type: ignore[arg-type]
+        elif list in kinds or tuple in kinds:
+            found.append(f"{above}{name}")
+    return found
+
+
+def _as_list(text: str) -> str:
+    """A list as JSON has it; what is one, or nothing, stays."""
+    if text.startswith("[") or text == "null":
+        return text
+    return json.dumps([_as_number(part.strip()) for part in text.split(",") if part.strip()])
+
+
+def _as_number(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _known_data(name: str) -> str:
@@ -487,7 +511,6 @@ def _readable_config(path: str) -> str:
 
 
 _LOOKED_AT: dict[str, Callable[[str], str]] = {
-    "--encodings": _as_list,
     "--data.name": _known_data,
     "--config": _readable_config,
     "--recipe": _known_recipe,

@@ -22,7 +22,7 @@ from torchrope.studies.config import CompareConfig
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
-from torchrope.training.config import RunConfig, ScaleConfig, plain
+from torchrope.training.config import RunConfig, plain
 from torchrope.training.cost import measure_costs
 from torchrope.training.evaluate import evaluate, interval
 from torchrope.training.models import build_model
@@ -86,7 +86,7 @@ def _train_and_evaluate(
         data=config.data,
         model=config.model,
         optim=config.optim,
-        scale=ScaleConfig(on_nan="ignore"),  # an encoding that diverges is a result
+        scale=config.scale,
     )
     classifier, history = train(settings, data, folder.run_folder(run), on_epoch=progress.epoch)
     evaluation = evaluate(classifier.model, data, config.scales)
