@@ -78,11 +78,13 @@ def test_compare_does_nothing_twice_and_grows_by_encodings_and_seeds(tmp_path: P
     first = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
     again = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
     assert "run 1 of 1" in first[1]
+    (tmp_path / "runs" / "none-seed0" / "skipped.json").write_text('{"a.png": "truncated"}')  # of an earlier start
     assert "run " not in again[1].split("rank")[0]
     _, grown, _ = run("compare", *SMALL, "--encodings", "none,mixed", "--seeds", 2, "--out", tmp_path)
     assert "run 3 of 3" in grown
     results = json.loads((tmp_path / "results.json").read_text())
     assert [(e["name"], len(e["seeds"])) for e in results["encodings"]] == [("none", 2), ("mixed", 2)]
+    assert results["data"]["skipped"] == ["a.png (truncated)"]
 
 
 def test_a_folder_of_another_configuration_is_refused_untouched(tmp_path: Path, run: Run) -> None:
