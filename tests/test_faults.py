@@ -110,7 +110,5 @@ def test_what_another_start_found_is_counted_where_it_is_still_so():
     reading = Skipping([f"file{index}" for index in range(6)], load, limit=2)
     reading.remember(["file1", "file5", "file1", "elsewhere"])
     assert reading.found() == [("file1", "broken")]
-    with pytest.raises(
-        TooManyFaults, match=r"^at most max_skipped = 2 files .* got 3: file1 \(broken\)"
-    ):
+    with pytest.raises(TooManyFaults, match=r"^at most max_skipped = 2 files .* got 3: file1 \(broken\)"):
         reading.remember(["file2", "file3"])
