@@ -214,7 +214,7 @@ def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
     [
         (
             "compair",
-            "commands are compare, train, submit, evaluate, report, recipes, bench, got 'compair'; did you mean",
+            "recipes, bench, got 'compair'; did you mean 'compare'?",
         ),
         ("compare --encodings lier", "got 'lier'; did you mean 'liere'?"),
         ("compare --encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
@@ -350,7 +350,7 @@ def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_pa
 def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
     status, printed, _ = run(*arguments)
     assert status == 0
-    for command in ("compare", "train", "evaluate", "report", "bench"):
+    for command in ("compare", "study", "train", "evaluate", "report", "bench"):
         assert f"\n  {command} " in printed
 
 

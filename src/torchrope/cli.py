@@ -29,7 +29,8 @@ commands:
   train      train one model
   submit     train or compare many times, as jobs of Slurm or here
   evaluate   measure a trained model
-  report     write the page of a comparison anew
+  study      repeat a study of the papers on data of your choice; --list names them
+  report     write the page of a comparison, or of all studies in a folder, anew
   recipes    list the settings that papers trained with, or print one
   bench      measure how fast every encoding is here, beside the reference and others' code
 
@@ -53,6 +54,14 @@ Stopped or killed, the same command goes on where it was. Short forms: --data NA
 
 Encodings: none, learned, sinusoidal, bias, axial, mixed, liere, comrope-ap, comrope-ld, string, golden, dinov3, mrope,
 mrope-interleaved; a block size as liere:8, several kinds together as learned+mixed or bias+axial.
+"""
+
+STUDY = """\
+Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is one that --list names, several
+as a,b,c, or all. Everything lands in OUT: runs, one JSON a study, and OUT/report/index.html over all studies in it.
+
+Runs are shared: what one study has trained no other trains again. Stopped or killed, the same command goes on where it
+was. Defaults below are those of the data set named, or of --recipe; encodings are the study's own unless named.
 """
 
 TRAIN = """\
@@ -132,6 +141,49 @@ def _compare(arguments: list[str]) -> int:
     command = shlex.join(["torchrope", "compare", *arguments])
     results = compare(config, command=command, console=console)
     return _write_report(results.parent)
+
+
+def _study(arguments: list[str]) -> int:
+    if "--list" in arguments:
+        return _list_studies()
+    named, options = _leading_names(arguments)
+    from torchrope.studies.lab.config import StudyConfig
+
+    config = _parse("study", STUDY, StudyConfig, options)
+    from rich.console import Console
+
+    from torchrope.studies.lab.study import run_study
+
+    for name in named:
+        command = shlex.join(["torchrope", "study", name, *options])
+        print(f"{name}:")
+        run_study(name, config, command=command, console=Console())
+    return _write_report(Path(config.out))
+
+
+def _list_studies() -> int:
+    from torchrope.studies.lab.names import NAMES, summary
+
+    width = max(map(len, NAMES))
+    for name in NAMES:
+        print(f"{name:{width}}  {summary(name)}")
+    print("\ntorchrope study NAME [--data DATA] runs one; torchrope study --help has the options")
+    return 0
+
+
+def _leading_names(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The studies named first, and the options behind."""
+    from torchrope.studies.lab.names import NAMES
+
+    if arguments and not arguments[0].startswith("-"):
+        names = list(NAMES) if arguments[0] == "all" else arguments[0].split(",")
+        for name in names:
+            if name not in NAMES:
+                raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}{_nearest(name, NAMES)}")
+        return names, arguments[1:]
+    if {"-h", "--help"} & {*arguments}:
+        return [], arguments
+    raise ValueError(f"name a study first: {', '.join(NAMES)}, or all; got {shlex.join(arguments) or 'none'}")
 
 
 def _train(arguments: list[str]) -> int:
@@ -355,6 +407,7 @@ def _write_report(out: Path) -> int:
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
+    "study": _study,
     "train": _train,
     "submit": _submit,
     "evaluate": _evaluate,

@@ -22,10 +22,10 @@ from torchrope.studies.config import CompareConfig
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
-from torchrope.training.config import RunConfig, plain
+from torchrope.training.config import RunConfig, check_spacing, plain
 from torchrope.training.cost import measure_costs
 from torchrope.training.evaluate import evaluate, interval
-from torchrope.training.models import build_model
+from torchrope.training.models import build_for_costs, build_model
 from torchrope.training.run import train
 from torchrope.training.skipped import read_skipped
 
@@ -48,6 +48,7 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
         ValueError: a setting, the data or the folder is not as it must be; nothing was trained then.
         KeyboardInterrupt: stopped; the same call goes on with the epoch that was under way.
     """
+    check_spacing(config.model, config.data)
     data = make_data(config.data)
     data.setup()
     for name in config.encodings:
@@ -57,9 +58,9 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
 
     runs = [Run(name, seed) for seed in range(config.seeds) for name in config.encodings]
     unfinished = [run for run in runs if folder.result(run) is None]
-    with StudyProgress(len(unfinished), config.optim.epochs, console) as progress:
+    with StudyProgress(len(unfinished), len(unfinished) * config.optim.epochs, console) as progress:
         for run in unfinished:
-            progress.begin(run)
+            progress.begin(run, config.optim.epochs)
             result = _train_and_evaluate(run, data, config, folder, progress)
             folder.write_result(run, result)
             progress.end(result["top1"])
@@ -121,9 +122,9 @@ def _costs(folder: StudyFolder, names: list[str], data: DataModule, config: Comp
         known = read_mapping(folder.costs_file, "costs")
         if set(names) <= set(known):
             return known
-    inputs, labels = next(iter(data.train_dataloader()))
+    inputs, labels, *_ = next(iter(data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    builders = {name: partial(build_model, name, config.model, data) for name in names}
+    builders = {name: partial(build_for_costs, name, config.model, data) for name in names}
     costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
     known = {name: asdict(cost) for name, cost in costs.items()}
     write_json(folder.costs_file, known)

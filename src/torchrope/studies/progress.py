@@ -15,21 +15,19 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from torchrope.studies.folder import Run
-
 
 class StudyProgress(AbstractContextManager):
     """A bar over all epochs that are left; without a terminal, one line per finished run.
 
     Args:
         runs: Number of runs that are left.
-        epochs: Epochs of one run.
+        epochs: Epochs of all of them together.
         console: Where to write.
     """
 
     def __init__(self, runs: int, epochs: int, console: Console) -> None:
-        self.runs, self.epochs, self.console = runs, epochs, console
-        self.number = 0
+        self.runs, self.console = runs, console
+        self.number = self.before = self.epochs = 0
         self.started = time.monotonic()
         self.title = ""
         columns = (
@@ -41,7 +39,7 @@ class StudyProgress(AbstractContextManager):
             TimeRemainingColumn(),
         )
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.task = self.bar.add_task("starting", total=runs * epochs)
+        self.task = self.bar.add_task("starting", total=epochs)
 
     def __enter__(self) -> "StudyProgress":
         self.bar.start()
@@ -52,21 +50,21 @@ class StudyProgress(AbstractContextManager):
     ) -> None:
         self.bar.stop()
 
-    def begin(self, run: Run) -> None:
-        """A run starts, or goes on."""
+    def begin(self, run: object, epochs: int) -> None:
+        """A run of so many epochs starts, or goes on."""
         self.number += 1
+        self.before, self.epochs = self.before + self.epochs, epochs
         self.title = f"run {self.number} of {self.runs}: {run}"
         self.bar.update(self.task, description=self.title)
 
     def epoch(self, row: dict[str, float]) -> None:
         """An epoch ended; a run that goes on from a checkpoint jumps to where it is."""
-        done = (self.number - 1) * self.epochs + int(row["epoch"])
         described = f"{self.title}, epoch {row['epoch']:.0f}/{self.epochs}, top-1 {100 * row['val_top1']:.0f} %"
-        self.bar.update(self.task, completed=done, description=described)
+        self.bar.update(self.task, completed=self.before + int(row["epoch"]), description=described)
 
     def end(self, top1: float) -> None:
         """A run is finished and measured."""
-        self.bar.update(self.task, completed=self.number * self.epochs)
+        self.bar.update(self.task, completed=self.before + self.epochs)
         elapsed = time.monotonic() - self.started
         left = elapsed / self.number * (self.runs - self.number)
         times = f"{_clock(elapsed)} elapsed, about {_clock(left)} left"

@@ -37,7 +37,7 @@ from torchrope.training.devices import batches_in_a_step, placed
 from torchrope.training.guards import LossGuard, device_memory, largest_loss, out_of_memory
 from torchrope.training.history import History, OnEpoch, SeedEpoch
 from torchrope.training.interruption import Interrupted, SaveOnSignal
-from torchrope.training.models import build_model
+from torchrope.training.models import build_for_costs, build_model
 from torchrope.training.skipped import SKIPPED, KeepSkipped
 from torchrope.training.start import start_from
 from torchrope.training.watch import Speed, count_tokens, loggers
@@ -97,6 +97,7 @@ def train(
     if config.scale.compile:
         classifier.model.compile()
     data.run_seed = config.seed
+    data.tells_spacing = config.model.unit_mm is not None
     going_on = newest(folder)
     if config.start_from is not None and going_on is None:
         start_from(classifier.model, Path(config.start_from))
@@ -168,7 +169,8 @@ def callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Callbac
 def _speed(config: RunConfig, data: DataModule) -> Speed:
     build = partial(build_model, config.encoding, config.model, data)
     shape = torch.Size([1, data.in_channels, *data.input_size])
-    flops = None if config.scale.peak_tflops is None else count_flops(build, shape)
+    for_costs = partial(build_for_costs, config.encoding, config.model, data)
+    flops = None if config.scale.peak_tflops is None else count_flops(for_costs, shape)
     with torch.device("meta"):
         tokens = count_tokens(build(), data.input_size)
     return Speed(tokens, flops, config.scale.peak_tflops)
@@ -181,7 +183,7 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
     example = torch.zeros(1, data.in_channels, *data.input_size, device=device)
     limit, devices = device_memory(device), trainer.world_size
     return out_of_memory(
-        config, lambda: build_model(config.encoding, config.model, data).to(device), example, limit, devices
+        config, lambda: build_for_costs(config.encoding, config.model, data).to(device), example, limit, devices
     )
 
 
@@ -210,6 +212,7 @@ def load(folder: Path) -> tuple[RunConfig, DataModule, Classifier]:
         raise ValueError(f"a run's folder holds {CONFIG} and {CHECKPOINT}, got {folder}")
     config = read_config(read_mapping(folder / CONFIG, CONFIG))
     data = make_data(config.data)
+    data.tells_spacing = config.model.unit_mm is not None
     data.setup()
     classifier = build_classifier(config, data)
     weights = read_weights(folder)

@@ -1,0 +1,1 @@
+"""What studies share: settings, runs that are trained once, typed results."""

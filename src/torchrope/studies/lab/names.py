@@ -1,0 +1,22 @@
+"""The names of all studies, in the order of the report: imports no torch."""
+
+import ast
+from pathlib import Path
+
+NAMES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "shuffle",
+    "complexity",
+)
+
+
+def file_of(name: str) -> Path:
+    """The file of a study."""
+    return Path(__file__).parents[1] / f"{name.replace('-', '_')}.py"
+
+
+def summary(name: str) -> str:
+    """The first line of a study's file, which says what it is; read without running it."""
+    return (ast.get_docstring(ast.parse(file_of(name).read_text(encoding="utf-8"))) or "").partition("\n")[0]

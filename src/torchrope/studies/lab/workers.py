@@ -1,0 +1,110 @@
+"""Who trains: this process, several beside each other, or a Slurm cluster."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from torchrope.data.datamodule import DataModule
+from torchrope.studies.lab.config import StudyConfig
+from torchrope.studies.lab.runs import Run, Store
+from torchrope.studies.progress import StudyProgress
+
+Submit = Callable[[Sequence[Run], Path], list[Any]]
+
+
+def train_runs(runs: Sequence[Run], store: Store, data: DataModule, config: StudyConfig, console: Console) -> None:
+    """Train runs that do not wait for each other, and say so one by one.
+
+    Args:
+        runs: Unfinished ones.
+        store: Where they go.
+        data: Of the study; a run on other data makes its own.
+        config: Says where: `parallel`, `slurm`.
+        console: Where progress goes.
+
+    Raises:
+        ValueError: what a run refuses; others that are under way end first.
+    """
+    epochs = sum(run.config.optim.epochs for run in runs)
+    with StudyProgress(len(runs), epochs, console) as progress:
+        if config.slurm is None and config.parallel == 1:
+            _here(runs, store, data, progress)
+            return
+        with _on_slurm(config.slurm, store) if config.slurm else _beside(config.parallel) as submit:
+            futures = dict(zip(submit(runs, store.folder), runs, strict=True))
+            for future in _as_they_end(list(futures)):
+                progress.begin(futures[future], futures[future].config.optim.epochs)
+                progress.end(future.result())
+
+
+def _here(runs: Sequence[Run], store: Store, data: DataModule, progress: StudyProgress) -> None:
+    for run in runs:
+        progress.begin(run, run.config.optim.epochs)
+        progress.end(_train(run, store.folder, data if run.config.data == data.config else None, progress.epoch))
+
+
+def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> float:
+    """Train one run, also in a process of its own.
+
+    Returns:
+        Its top-1.
+    """
+    store = Store(folder)
+    store.train(run, data, on_epoch)
+    trained = store.finished(run)
+    assert trained is not None
+    return trained.top1
+
+
+@contextmanager
+def _beside(parallel: int) -> Iterator[Submit]:
+    """Processes on this machine, each with a device, or with its share of the cores."""
+    context = multiprocessing.get_context("spawn")
+    places = context.SimpleQueue()
+    for place in range(parallel):
+        places.put((place, parallel))
+    with ProcessPoolExecutor(parallel, mp_context=context, initializer=_take_place, initargs=(places,)) as pool:
+        yield lambda runs, folder: [pool.submit(_train, run, folder) for run in runs]
+
+
+def _take_place(places: Any) -> None:
+    place, parallel = places.get()
+    if torch.cuda.device_count():
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // parallel))
+
+
+@contextmanager
+def _on_slurm(settings: str, store: Store) -> Iterator[Submit]:
+    """A job array; each job goes on where it was if it is taken off its machine and starts again."""
+    try:
+        from submitit import AutoExecutor
+    except ModuleNotFoundError:
+        raise ValueError("--slurm needs submitit (pip install 'torchrope[slurm]'), got a machine without it") from None
+    given = dict(part.strip().split("=", 1) for part in settings.split(","))
+    executor = AutoExecutor(folder=store.folder / ".jobs", cluster=given.pop("cluster", None))
+    slurm_only = {"partition", "account", "qos", "constraint", "array_parallelism", "time", "gres", "mem"}
+    named = {f"slurm_{name}" if name in slurm_only else name: _number(value) for name, value in given.items()}
+    executor.update_parameters(name="torchrope", **named)
+    yield lambda runs, folder: executor.map_array(_train, runs, [folder] * len(runs))
+
+
+def _as_they_end(futures: list[Any]) -> Iterator[Any]:
+    if all(isinstance(future, Future) for future in futures):
+        yield from as_completed(futures)
+    else:
+        from submitit.helpers import as_completed as jobs_as_completed
+
+        yield from jobs_as_completed(futures)
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
