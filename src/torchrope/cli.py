@@ -241,7 +241,9 @@ def _evaluate(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    parser = _OneLineParser(prog="torchrope report", description="Write the page of a comparison anew.")
+    parser = _OneLineParser(
+        prog="torchrope report", description="Write the page of a comparison, or of all studies in a folder, anew."
+    )
     parser.add_argument("out", type=Path, nargs="?", default=Path("torchrope-compare"), help="its folder")
     parser.add_argument("--readme", type=Path, help="also write the table between the markers of this file")
     options = parser.parse_args(arguments)
@@ -394,6 +396,10 @@ def _show_bench(out: Path) -> int:
 
 
 def _write_report(out: Path) -> int:
+    from torchrope.report.findings import COMPARISON, study_files
+
+    if not (out / COMPARISON).is_file() and study_files(out):
+        return _write_studies_report(out)
     from torchrope.report.load import read_results
     from torchrope.report.page import write_report
     from torchrope.report.tables import plain_table
@@ -402,6 +408,23 @@ def _write_report(out: Path) -> int:
     page = write_report(out)
     print(plain_table(results))
     print(f"\n{results['answer']}\n\nreport: {page.resolve()}")
+    return 0
+
+
+def _write_studies_report(out: Path) -> int:
+    from torchrope.report.findings import read_studies
+
+    for study in read_studies(out):
+        on = f" ({study['data']['name']})" if study.get("data") else ""
+        print(_one_line(f"{study['study']}{on}: {study['findings']['answer']}"))
+    try:
+        from torchrope.report.studies import write_studies_report
+
+        page = write_studies_report(out)
+    except ImportError as error:
+        print(f"no page: {error.name} is not installed (pip install 'torchrope[report]')")
+        return 0
+    print(f"\nreport: {page.resolve()}")
     return 0
 
 
