@@ -224,3 +224,76 @@ class TestTrainingEfficiency:
         row = find_study("training-efficiency").find(lab).tables[0].rows[1]
         assert row["factor"] == pytest.approx(4)
         assert row["sooner"] == pytest.approx(1)
+
+
+class TestCapacity:
+    @staticmethod
+    def hits(run: Run) -> float:
+        block = 16 if run.encoding == "liere" else int(run.encoding.rpartition(":")[2])
+        return 0.4 + 0.1 * np.log2(block) * run.encoding.startswith("liere")
+
+    def test_blocks_that_divide_a_head_are_trained_and_the_whole_head_is_shared(self) -> None:
+        findings, lab = found("capacity", self.hits)
+        asked = [run.encoding for run in lab.asked]
+        assert asked[:4] == ["liere:2", "liere:4", "liere:8", "liere"]
+        assert asked[4:] == [f"comrope-ld:{b}" for b in (2, 4, 8, 16)]
+        assert set(shared_with_accuracy(lab)) == set(asked)
+        parameters = by(titled(findings, "Numbers"), "name", "block_size")
+        for block in (2, 4, 8, 16):  # one layer, two heads of 16, two axes
+            assert parameters[("liere", block)]["parameters"] == 2 * 2 * 16 * (block - 1) / 2
+        assert any("blocks of 32, 48 and 64, which are larger" in note for note in findings.notes)
+
+    def test_slopes_are_per_doubling(self) -> None:
+        findings, _ = found("capacity", self.hits)
+        slopes = by(titled(findings, "Slope"), "name")
+        assert slopes[("liere",)]["trend"] == pytest.approx(10)
+        assert slopes[("comrope-ld",)]["verdict"] == "flat"
+        assert findings.answer.startswith("A doubling of the block size adds 10.0 points [")
+        assert "liere:16 30.0 points [" in findings.answer
+        advice = {each.case.split()[3]: list(each.encodings) for each in findings.advice}
+        assert advice["liere"] == ["liere:16"]
+        assert advice["comrope-ld"][0] == "comrope-ld:2"  # all are tied: the smallest first
+
+    def test_heads_of_48_channels_have_blocks_of_48_and_of_no_32(self) -> None:
+        model = ModelConfig(dim=48, depth=1, num_heads=1, mlp_dim=8, patch_size=[4])
+        findings, lab = found("capacity", lambda run: 0.5, ["liere", "mixed"], model=model)
+        assert [run.encoding for run in lab.asked] == ["liere:2", "liere:4", "liere:8", "liere:16", "liere"]
+        assert any("blocks of 32, which do not divide" in note for note in findings.notes)
+        assert any("mixed, whose blocks" in note for note in findings.notes)
+
+    def test_three_axes(self) -> None:
+        motion = DataConfig(name="motion", train_size=20, val_size=20)
+        model = ModelConfig(dim=24, depth=1, num_heads=1, mlp_dim=8, patch_size=[1, 10, 10])
+        findings, lab = found("capacity", lambda run: 0.5, ["comrope-ap"], data=motion, model=model)
+        assert [run.encoding for run in lab.asked] == ["comrope-ap:2", "comrope-ap:4", "comrope-ap:8"]
+        assert any(note.startswith("Left out: comrope-ap:24") for note in findings.notes)
+
+
+class TestSharing:
+    def test_runs_without_sharing_are_shared_with_accuracy(self) -> None:
+        findings, lab = found("sharing", lambda run: 0.5)
+        assert shared_with_accuracy(lab) == ["mixed", "liere:8", "liere"]
+        assert len({run.key for run in lab.asked}) == 12
+        assert findings.answer.startswith("No sharing, across heads, layers or both, measurably changes")
+        assert list(findings.advice[0].encodings) == ["mixed", "liere:8", "liere"]
+
+    def test_shared_encodings_have_as_many_fewer_numbers(self) -> None:
+        model = ModelConfig(dim=32, depth=3, num_heads=2, mlp_dim=8, patch_size=[4])
+        findings, _ = found("sharing", lambda run: 0.5, ["mixed"], model=model)
+        rows = by(titled(findings, "Numbers"), "shared")
+        counts = [rows[(level,)]["parameters"] for level in ("nothing", "heads", "layers", "heads and layers")]
+        assert counts == [counts[0], counts[0] / 2, counts[0] / 3, counts[0] / 6]
+
+    def test_what_sharing_costs_and_gains_is_told(self) -> None:
+        def hits(run: Run) -> float:
+            model = run.config.model
+            return 0.5 - 0.2 * model.share_heads + (0.1 if run.encoding == "mixed" else 0) * model.share_layers
+
+        findings, _ = found("sharing", hits, ["mixed", "liere:8", "axial", "learned"])
+        rows = by(titled(findings, "Against"), "name", "shared")
+        assert rows[("mixed", "heads")]["change"] == pytest.approx(-20)
+        assert rows[("mixed", "heads and layers")]["change"] == pytest.approx(-10)
+        assert rows[("liere:8", "layers")]["verdict"] == "tied"
+        assert "mixed across heads 20.0 points [" in findings.answer
+        assert "Sharing measurably gains mixed across layers 10.0 points [" in findings.answer
+        assert any("axial and learned, which learn nothing" in note for note in findings.notes)

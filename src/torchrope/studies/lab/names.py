@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "data-efficiency", "training-efficiency")
+NAMES = ("accuracy", "data-efficiency", "training-efficiency", "capacity", "sharing")
 
 
 def file_of(name: str) -> Path:
