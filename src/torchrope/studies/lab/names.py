@@ -3,7 +3,16 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "data-efficiency", "training-efficiency", "capacity", "sharing")
+NAMES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
+    "pooling",
+    "finetune",
+)
 
 
 def file_of(name: str) -> Path:
