@@ -10,7 +10,9 @@ NAMES = (
     "capacity",
     "sharing",
     "model-size",
+    "shuffle",
     "pooling",
+    "complexity",
     "finetune",
 )
 
