@@ -7,8 +7,13 @@ NAMES = (
     "accuracy",
     "data-efficiency",
     "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
     "shuffle",
+    "pooling",
     "complexity",
+    "finetune",
 )
 
 
