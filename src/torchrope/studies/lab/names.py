@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "complexity")
+NAMES = ("accuracy", "complexity", "kernel")
 
 
 def file_of(name: str) -> Path:
