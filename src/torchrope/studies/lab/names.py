@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "complexity", "kernel")
+NAMES = ("accuracy", "complexity", "fourier", "kernel")
 
 
 def file_of(name: str) -> Path:
