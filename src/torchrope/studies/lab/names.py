@@ -14,6 +14,8 @@ NAMES = (
     "pooling",
     "complexity",
     "finetune",
+    "fourier",
+    "kernel",
 )
 
 
