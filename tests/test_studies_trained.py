@@ -13,12 +13,13 @@ from rich.console import Console
 
 from torchrope.data.config import DataConfig
 from torchrope.data.transforms import shuffle_along
-from torchrope.studies import accuracy, shuffle
+from torchrope.studies import accuracy, resolution, shuffle
 from torchrope.studies.lab.config import StudyConfig
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.results import Findings
 from torchrope.studies.lab.study import Lab
 from torchrope.training.config import ModelConfig, OptimConfig
+from torchrope.training.models import build_model
 
 SMALL = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
 
@@ -160,3 +161,106 @@ def test_published_shuffling_has_the_papers_cells() -> None:
     assert [row["value5"] for row in second.rows] == [39.5, 37.0, 28.2, 27.8, 28.0]
     for row in (*first.rows, *second.rows):
         assert math.isclose(row["value3"], 100 * (1 - row["value2"] / row["value1"]), abs_tol=0.2)  # type: ignore[operator]
+
+
+@pytest.fixture(scope="module")
+def sized(out: Path) -> dict[str, Any]:
+    here = lab(out, "none", "mixed", "liere:8", "learned", "learned+mixed")
+    return kept(resolution.find(here)) | {"lab": here}
+
+
+def test_resolution_trains_what_accuracy_trains_and_says_what_it_adds(out: Path, sized: dict[str, Any]) -> None:
+    here = sized["lab"]
+    shared = {here.run(name).name for name in here.encodings}
+    own = [path for path in out.glob("runs/*/config.yaml") if "jitter: 1.0" in path.read_text()]
+    assert shared <= runs(out)
+    assert {path.parent.name.split("-seed")[0] for path in own} == {
+        "digits-mixed",
+        "digits-liere-8",
+        "digits-learned-and-mixed",
+    }
+    assert any("1 more epoch at 10 pixels a side" in note for note in sized["notes"])
+
+
+def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dict[str, Any]) -> None:
+    main, *others = sized["tables"]
+    assert [column["title"] for column in main["columns"][2:]] == [
+        "4 × 4",
+        "6 × 6",
+        "8 × 8",
+        "10 × 10",
+        "12 × 12",
+        "16 × 16",
+        "Largest against trained",
+    ]
+    assert {table["title"] for table in others} == {
+        "What a second stage changes",
+        "What perturbation changes",
+        "What scaled frequencies change",
+        "What two encodings together change",
+    }
+    by_name = {row["name"]: row for row in main["rows"]}
+    pairs = {(row["name"], row["what"]): row for row in others[-1]["rows"]}
+    added = pairs["mixed", "learned added"]
+    expected = by_name["learned+mixed"]["at16x16"] - by_name["mixed"]["at16x16"]
+    assert added["at16x16"] == pytest.approx(expected)
+    scaled = {(row["name"], row["what"]) for table in others for row in table["rows"] if "scaled" in table["title"]}
+    assert scaled == {("mixed", how) for how in resolution.METHODS.values()} | {("liere:8", "interpolation")}
+    assert [check["holds"] for check in sized["checks"]] == [True]
+    assert "16 × 16, 2 times the size trained on" in sized["answer"]
+
+
+def test_at_the_size_trained_on_a_wrong_example_fails_the_check(out: Path, sized: dict[str, Any]) -> None:
+    here = sized["lab"]
+    [trained] = here.train([here.run("mixed")])
+    sizes = resolution.Sizes(((8, 8),), (8, 8), 0)
+    right = {"mixed": {(8, 8): 1 - trained.correct[None]}}
+    [check] = resolution._checks([trained], right, here, sizes)
+    assert not check.holds
+    assert check.measured == "40 of 40 differ"
+
+
+@pytest.mark.parametrize("encoding", ["axial", "mixed", "liere:8", "string:8", "comrope-ld"])
+def test_interpolated_models_see_an_enlarged_lattice_as_the_one_trained_on(out: Path, encoding: str) -> None:
+    """Frequencies over 2 and a lattice twice as long: the rotation of token 2i is that of token i."""
+    here = lab(out)
+    model = build_model(encoding, here.config.model, here.data)
+    longer = resolution.extended_for(model, (16, 16), (8, 8), "interpolate")
+    with torch.no_grad():
+        small = model.encodings[0](model.positions((4, 4))[1:]).matrix().unflatten(-3, (4, 4))
+        large = longer.encodings[0](longer.positions((8, 8))[1:]).matrix().unflatten(-3, (8, 8))
+    moved = model.origin != 0.0 and model.origin != (0.0, 0.0)
+    if moved:  # patch centres: compare offsets
+        small, large = small[..., :1, :1, :, :].mT @ small, large[..., :1, :1, :, :].mT @ large
+    torch.testing.assert_close(large[..., ::2, ::2, :, :], small, atol=1e-5, rtol=1e-5)
+
+
+def test_yarn_sharpens_attention_and_leaves_the_trained_model_alone(out: Path) -> None:
+    here = lab(out)
+    model = build_model("mixed", here.config.model, here.data)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    longer = resolution.extended_for(model, (16, 16), (8, 8), "yarn")
+    qkv, old = longer.layers[0].attention.qkv.weight, before["layers.0.attention.qkv.weight"]
+    torch.testing.assert_close(qkv[:32], old[:32] * (0.1 * math.log(4) + 1))
+    assert torch.equal(qkv[32:], old[32:])
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_time_stays_and_motion_has_no_second_stage(out: Path) -> None:
+    here = moving(out, "mixed")
+    found = kept(resolution.find(here))
+    assert [column["title"] for column in found["tables"][0]["columns"][2:-1]] == [
+        f"5 × {side} × {side}" for side in (8, 16, 20, 24, 32, 40)
+    ]
+    assert any(note.startswith("No second stage") for note in found["notes"])
+    assert "The number of frames stays." in found["notes"]
+
+
+def test_published_sizes_have_the_papers_cells() -> None:
+    reviews, comrope, rope_vit = resolution.PUBLISHED
+    assert reviews.rows[1]["value6"] == 73.3
+    assert (reviews.rows[2]["low6"], reviews.rows[2]["high6"]) == (69.3, 70.1)
+    assert {row["name"]: row["value9"] for row in comrope.rows}["comrope-ld, perturbed"] == 60.39
+    assert len(comrope.rows) == 10
+    assert [row["value1"] for row in rope_vit.rows] == [57.8, 35.4, 55.7, 58.5]
+    assert all(row["value6"] < row["value7"] for row in comrope.rows)  # 320 and 384, as the note says

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "shuffle")
+NAMES = ("accuracy", "shuffle", "resolution")
 
 
 def file_of(name: str) -> Path:
