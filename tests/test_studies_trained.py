@@ -13,7 +13,7 @@ from rich.console import Console
 
 from torchrope.data.config import DataConfig
 from torchrope.data.transforms import shuffle_along
-from torchrope.studies import accuracy, resolution, shuffle
+from torchrope.studies import accuracy, generators, resolution, shuffle
 from torchrope.studies.lab.config import StudyConfig
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.results import Findings
@@ -264,3 +264,106 @@ def test_published_sizes_have_the_papers_cells() -> None:
     assert len(comrope.rows) == 10
     assert [row["value1"] for row in rope_vit.rows] == [57.8, 35.4, 55.7, 58.5]
     assert all(row["value6"] < row["value7"] for row in comrope.rows)  # 320 and 384, as the note says
+
+
+@pytest.fixture(scope="module")
+def learned(out: Path) -> dict[str, Any]:
+    return kept(generators.find(lab(out, "mixed", "liere:8", "comrope-ap:4", "comrope-ld", "learned")))
+
+
+def test_generators_tells_those_that_commute_from_those_that_are_free(learned: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in learned["tables"][0]["rows"]}
+    assert {name: row["apart"] > 1e-9 for name, row in rows.items()} == {
+        "mixed": False,
+        "liere:8": True,
+        "comrope-ap:4": False,
+        "comrope-ld": False,
+    }
+    assert {name: row["block"] for name, row in rows.items()} == {
+        "mixed": 2,
+        "liere:8": 8,
+        "comrope-ap:4": 4,
+        "comrope-ld": 8,
+    }
+    assert [check["holds"] for check in learned["checks"]] == [True, True]
+    assert "learned is left out: it has no generators that learn." in learned["notes"]
+    assert "from commuting" in learned["answer"]
+    assert "mixed, comrope-ap:4 and comrope-ld commute by construction" in learned["answer"]
+    for row in rows.values():
+        assert row["end_low"] <= row["end"] <= row["end_high"]
+    assert rows["mixed"]["patch"] == pytest.approx(rows["mixed"]["end"])  # its unit is the patch
+    assert rows["liere:8"]["patch"] == pytest.approx(rows["liere:8"]["end"] / 4)  # four patches a side
+
+
+def test_densities_hold_all_elements(learned: dict[str, Any]) -> None:
+    _, linear, log = learned["figures"]
+    rows = [row for row in linear["rows"] if row["name"] == "liere:8"]
+    width = rows[1]["value"] - rows[0]["value"]
+    assert sum(row["density"] for row in rows) * width == pytest.approx(1)
+    assert {row["block"] for row in linear["rows"]} == {"Blocks of 2", "Blocks of 4", "Blocks of 8"}
+    assert min(row["density"] for row in log["rows"]) > 0
+
+
+def test_a_family_that_stops_commuting_fails_the_check() -> None:
+    found = {when: {"apart": [0.0, 0.2]} for when in generators.WHEN}
+    first, bound = generators._checks({"mixed": [found]}, {"mixed": True})
+    assert not first.holds
+    assert bound.holds
+
+
+def test_the_start_is_the_model_that_the_run_began_with(out: Path) -> None:
+    here = lab(out)
+    run = here.run("liere:8", seed=3, optim={"lr": 1e-12})
+    [trained] = here.train([run])
+    model, data = trained.load()
+    start = generators.untrained(run, data)
+    torch.testing.assert_close(start.encodings[0].upper, model.encodings[0].upper.cpu(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_distance_from_commuting_reaches_its_bound_and_is_none_without_an_axis(size: int) -> None:
+    a, b = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
+    if size == 3:  # cross products: [a×][b×] - [b×][a×] = [(a × b)×]
+        a[0, 1], b[1, 2] = 1.0, 1.0
+        bound = 1 / math.sqrt(2)
+    else:  # the quaternions i and j: ij - ji = 2k
+        a[0, 1], a[2, 3], b[0, 2], b[1, 3] = 1.0, 1.0, 1.0, -1.0
+        bound = 1.0
+    a, b = a - a.mT, b - b.mT
+    [[ratio]] = generators.from_commuting(torch.stack([a, b])[:, None])
+    assert ratio.item() == pytest.approx(bound)
+    assert generators.from_commuting(torch.stack([a, 3 * a])[:, None]).item() == 0
+    assert generators.from_commuting(torch.stack([a, 0 * a])[:, None]).item() == 0
+    assert generators.from_commuting(a[None, None]).item() == 0
+    assert generators.from_commuting(torch.stack([a, b, a])[:, None]).shape == (3, 1)
+
+
+def test_deviation_is_that_of_all_elements() -> None:
+    heads = [torch.randn(n, dtype=torch.float64) + shift for n, shift in ((50, 0.0), (200, 3.0), (10, -1.0))]
+    value, low, high = generators.deviation(np.array([generators._moments(head) for head in heads]))
+    assert value == pytest.approx(torch.cat(heads).std(correction=0).item())
+    assert low is not None
+    assert high is not None
+    assert low <= value <= high
+    assert generators.deviation(np.array([generators._moments(heads[0])]))[1:] == (None, None)
+
+
+def test_elements_are_those_that_can_be_other_than_zero() -> None:
+    blocks = torch.zeros(2, 3, 4, 4)
+    blocks[0, 1] = torch.ones(4, 4).triu(1) - torch.ones(4, 4).tril(-1)
+    assert generators.strict_upper(blocks).tolist() == [1.0] * 6
+
+
+def test_generators_of_clips_have_three_pairs_of_axes(out: Path) -> None:
+    found = kept(generators.find(moving(out, "liere:4", "string:5")))
+    assert found["tables"][0]["rows"][0]["apart"] > 0
+    assert any(note.startswith("string:5 is left out") for note in found["notes"])
+
+
+def test_published_deviations_have_the_papers_cells() -> None:
+    [table] = generators.PUBLISHED
+    assert [[row[f"value{n}"] for n in (1, 2, 3)] for row in table.rows] == [
+        [0.326, 0.246, 0.195],
+        [0.271, 0.208, 0.171],
+        [0.384, 0.278, 0.238],
+    ]

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "shuffle", "resolution")
+NAMES = ("accuracy", "shuffle", "resolution", "generators")
 
 
 def file_of(name: str) -> Path:
