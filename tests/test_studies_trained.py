@@ -11,9 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from torchrope.attention import Attention
 from torchrope.data.config import DataConfig
 from torchrope.data.transforms import shuffle_along
-from torchrope.studies import accuracy, generators, resolution, shuffle
+from torchrope.studies import accuracy, attention, generators, resolution, shuffle
 from torchrope.studies.lab.config import StudyConfig
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.results import Findings
@@ -367,3 +368,96 @@ def test_published_deviations_have_the_papers_cells() -> None:
         [0.271, 0.208, 0.171],
         [0.384, 0.278, 0.238],
     ]
+
+
+def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
+    found = kept(attention.find(lab(out, "none", "learned", "mixed")))
+    [table] = found["tables"]
+    assert [(row["name"], row["size"]) for row in table["rows"][::3]] == [
+        ("none", "4 × 4"),
+        ("none", "8 × 8"),
+        ("none", "14 × 14"),
+    ]
+    for row in table["rows"]:
+        assert 0 < row["relative"] <= 120
+        assert row["share"] <= 100
+        assert 0 < row["front"] < 100  # the class token
+        assert row["distance_low"] <= row["distance"] <= row["distance_high"]
+    assert all(check["holds"] for check in found["checks"])
+    distance, entropy = found["figures"]
+    assert {row["name"] for row in distance["rows"]} == {"none", "learned", "mixed", attention.UNIFORM}
+    uniform = [row["entropy"] for row in entropy["rows"] if row["name"] == attention.UNIFORM]
+    assert uniform == pytest.approx([math.log(4), math.log(16), math.log(49)])
+    assert "Against a learned absolute encoding" in found["answer"]
+
+
+@pytest.mark.parametrize("encoding", ["mixed", "liere:8", "string:8", "bias+comrope-ld", "none"])
+def test_weights_are_those_that_attention_mixes_with(out: Path, encoding: str) -> None:
+    here = lab(out)
+    model = build_model(encoding, ModelConfig(patch_size=[2], **{**SMALL, "depth": 2}), here.data).eval()
+    outputs: list[torch.Tensor] = []
+    for layer in model.layers:
+        layer.attention.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    with torch.no_grad(), attention.attended(model) as layers:
+        given: list[torch.Tensor] = []
+        for layer in model.layers:
+            layer.attention.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+        model(torch.randn(3, 1, 8, 12))
+        for layer, weights, x, output in zip(model.layers, layers(), given, outputs, strict=True):
+            own = layer.attention
+            v = own.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (2, 8)).transpose(1, 2)
+            assert weights.shape == (3, 2, 25, 25)
+            torch.testing.assert_close(own.proj((weights @ v).transpose(1, 2).flatten(2)), output)
+
+
+def test_a_mask_takes_weight_away() -> None:
+    own = Attention(8, 2)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    weights = own.weights(torch.randn(1, 4, 8), bias=mask)
+    assert (weights[..., ~mask] == 0).all()
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(1, 2, 4))
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_attention_to_every_patch_alike_has_the_distance_and_entropy_of_uniform_attention(out: Path, pool: str) -> None:
+    here = lab(out)
+    model = build_model("mixed", ModelConfig(patch_size=[2], pool=pool, num_registers=2, **SMALL), here.data).eval()
+    with torch.no_grad():
+        model.layers[0].attention.qkv.weight.zero_()
+    found = attention.described(model, torch.randn(2, 1, 4, 6))
+    # patches on 2 x 3: of 36 pairs 6 are the same, 14 neighbours, 8 diagonal, 4 two apart, 4 a knight's move
+    mean = (14 + 8 * math.sqrt(2) + 4 * 2 + 4 * math.sqrt(5)) / 36
+    torch.testing.assert_close(found["distance"], torch.full((1, 2), mean))
+    torch.testing.assert_close(found["entropy"], torch.full((1, 2), math.log(6)))
+    front = model.num_prefix
+    torch.testing.assert_close(found["front"], torch.full((1, 2), front / (front + 6)))
+
+
+def test_attention_that_stays_where_it_is_has_neither_distance_nor_entropy(out: Path) -> None:
+    here = lab(out)
+    model = build_model("bias", ModelConfig(patch_size=[2], pool="mean", **SMALL), here.data).eval()
+    with torch.no_grad():
+        table = model.biases[0].table
+        table.fill_(-1e4)
+        table[len(table) // 2] = 0  # no offset
+    found = attention.described(model, torch.randn(2, 1, 8, 8))
+    torch.testing.assert_close(found["distance"], torch.zeros(1, 2), atol=1e-4, rtol=0)
+    torch.testing.assert_close(found["entropy"], torch.zeros(1, 2), atol=1e-4, rtol=0)
+
+
+def test_examples_are_chosen_evenly_over_batches(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(out, data=DataConfig(train_size=60, val_size=50, batch_size=4))
+    model = build_model("none", here.config.model, here.data)
+    monkeypatch.setattr(attention, "EXAMPLES", 17)
+    monkeypatch.setattr(attention, "SCORES", 2 * 17**2 * 3)  # three examples at a time
+    chosen = list(attention._examples(model, here.data, (8, 8)))
+    every = torch.cat([inputs for inputs, _ in here.data.val_dataloader()])
+    assert max(map(len, chosen)) <= 3
+    assert torch.equal(torch.cat(chosen), every[::3])
+
+
+def test_attention_of_clips_keeps_the_frames_and_that_of_a_swin_is_left_out(out: Path) -> None:
+    found = kept(attention.find(moving(out, "mixed")))
+    assert [row["size"] for row in found["tables"][0]["rows"]] == ["5 × 12 × 12", "5 × 20 × 20", "5 × 36 × 36"]
+    swin = lab(out, model=ModelConfig(backbone="swin", patch_size=[2]))
+    assert attention.find(swin).answer.startswith("Not measured")

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "shuffle", "resolution", "generators")
+NAMES = ("accuracy", "shuffle", "resolution", "generators", "attention")
 
 
 def file_of(name: str) -> Path:
