@@ -319,6 +319,11 @@ def test_the_start_is_the_model_that_the_run_began_with(out: Path) -> None:
     model, data = trained.load()
     start = generators.untrained(run, data)
     torch.testing.assert_close(start.encodings[0].upper, model.encodings[0].upper.cpu(), atol=1e-6, rtol=0)
+    before, after = generators._of(start), generators._of(model)
+    assert generators.travelled(before, after) == pytest.approx([0, 0], abs=1e-6)
+    with torch.no_grad():
+        after[0][0].upper[:, 1] *= 1.5  # type: ignore[operator]
+    assert generators.travelled(before, after) == pytest.approx([0, 0.5], abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [3, 4, 8])
@@ -388,7 +393,16 @@ def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
     assert {row["name"] for row in distance["rows"]} == {"none", "learned", "mixed", attention.UNIFORM}
     uniform = [row["entropy"] for row in entropy["rows"] if row["name"] == attention.UNIFORM]
     assert uniform == pytest.approx([math.log(4), math.log(16), math.log(49)])
-    assert "Against a learned absolute encoding" in found["answer"]
+    assert "Beside a learned absolute encoding" in found["answer"]
+
+
+def test_who_reaches_further_than_a_learned_absolute_encoding_is_told_with_its_verb() -> None:
+    mean = {"learned": np.ones(9), "mixed": np.ones(9) + 1, "axial": np.zeros(9), "none": np.zeros(9)}
+    told = attention._beside({**mean, "liere": np.ones(9)}, "learned")
+    assert told == (
+        "Beside a learned absolute encoding, mixed reaches further, axial and none reach less far, liere cannot be told "
+        "apart."
+    )
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:8", "string:8", "bias+comrope-ld", "none"])

@@ -27,7 +27,7 @@ Size = tuple[int, ...]
 Ends = tuple[float, float, float]  # mean, low, high
 
 SCALES = (128 / 224, 384 / 224)
-EXAMPLES = 256
+EXAMPLES = 512
 SCORES = 2**25  # held at a time
 UNIFORM = "uniform attention"
 SLACK = 1e-3
@@ -270,10 +270,13 @@ def _beside(mean: dict[str, np.ndarray], base: str) -> str:
     further = [name for name, (_, low, _) in ends.items() if low > 0]
     nearer = [name for name, (_, _, high) in ends.items() if high < 0]
     same = [name for name in ends if name not in further and name not in nearer]
-    said = [f"{told(names)} {how}" for names, how in ((further, "further"), (nearer, "less far")) if names]
-    if same:
-        said.append(f"{told(same)} not measurably otherwise")
-    return f"Against a learned absolute encoding, {', '.join(said)}."
+    said = [f"{_verb(names, 'reach')} {how}" for names, how in ((further, "further"), (nearer, "less far")) if names]
+    said += [f"{told(same)} cannot be told apart"] if same else []
+    return f"Beside a learned absolute encoding, {', '.join(said)}."
+
+
+def _verb(names: Sequence[str], verb: str) -> str:
+    return f"{told(names)} {verb}{'' if len(names) > 1 else 'es'}"
 
 
 def _between(ends: Ends) -> str:

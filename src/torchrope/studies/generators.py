@@ -41,6 +41,7 @@ COLUMNS = (
     Column("apart_start", "From commuting, at the start", digits=3),
     Column("apart", "From commuting, trained", digits=3, low="apart_low", high="apart_high"),
     Column("moved", "Change", digits=3, low="moved_low", high="moved_high"),
+    Column("path", "Way from the start over its length", "%", 1, low="path_low", high="path_high"),
 )
 
 PUBLISHED = (
@@ -71,7 +72,7 @@ def find(lab: Lab) -> Findings:
     if not runs:
         return Findings("No encoding named has generators that learn.", notes=notes)
     trained = lab.train(runs)
-    found = {each.run.key: each.measure("generators", _measure(each.run)) for each in trained}
+    found = {each.run.key: each.measure("generators-moved", _measure(each.run)) for each in trained}
     groups = {name: [found[each.run.key] for each in of_one] for name, of_one in by_encoding(trained).items()}
     relative = {each.encoding: found[each.run.key]["relative"] for each in trained}
     rows = [_row(name, results) for name, results in groups.items()]
@@ -94,7 +95,7 @@ def summarised(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
     Returns:
         Lists of one entry a layer and head: `layer`, `apart` as `from_commuting`, and number, sum and sum of squares
         of the elements per unit of position (`moments`) and per patch (`patch_moments`); `elements` per patch, KEPT of
-        them at most; `block`; `relative`, whether the family commutes by construction.
+        them at most; `block`, their size.
     """
     found: dict[str, Any] = {"layer": [], "apart": [], "moments": [], "patch_moments": []}
     elements = []
@@ -114,7 +115,6 @@ def summarised(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
         **found,
         "elements": every[:: max(1, -(-len(every) // KEPT))].tolist(),
         "block": first.block_size,
-        "relative": all(encoding.relative for encoding, _ in encodings),
     }
 
 
@@ -145,7 +145,9 @@ def strict_upper(generators: Tensor) -> Tensor:
 
 def _measure(run: Run) -> Any:
     def measure(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
-        return {START: summarised(_of(untrained(run, data))), END: summarised(_of(model)), "relative": _commutes(model)}
+        before, after = _of(untrained(run, data)), _of(model)
+        found = {START: summarised(before), END: summarised(after)}
+        return {**found, "path": travelled(before, after), "relative": all(each.relative for each, _ in after)}
 
     return measure
 
@@ -171,8 +173,15 @@ def _learn(model: ViT | Swin) -> list[bool]:
     ]
 
 
-def _commutes(model: ViT | Swin) -> bool:
-    return all(encoding.relative for encoding, _ in _of(model))
+def travelled(before: Sequence[tuple[Encoding, PerAxis]], after: Sequence[tuple[Encoding, PerAxis]]) -> list[float]:
+    """How far training moved the generators,  ‖A' - A‖ / ‖A‖  over all axes, one number a layer and head."""
+    shares = []
+    for (one, _), (other, _) in zip(before, after, strict=True):
+        a, b = (copy.deepcopy(each).double().generators().detach().flatten(2) for each in (one, other))
+        for head in range(one.parameter_heads):
+            length = a[:, head].norm().item()
+            shares.append((b[:, head] - a[:, head]).norm().item() / (length or 1.0))
+    return shares
 
 
 def _moments(elements: Tensor) -> list[float]:
@@ -226,6 +235,7 @@ def _row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
         "apart_start": mean(apart[START])[0],
         **_cells("apart", mean(apart[END])),
         **_cells("moved", mean(apart[END] - apart[START])),
+        **_cells("path", mean(100 * np.array([share for each in results for share in each["path"]]))),
     }
 
 
@@ -235,8 +245,8 @@ def _cells(key: str, ends: Ends) -> dict[str, float | None]:
 
 _NOTE = (
     "σ is the standard deviation of the elements above the diagonal. From commuting is ‖AB − BA‖ / (‖A‖ ‖B‖), the mean "
-    "over pairs of axes, blocks, heads and layers: 0 where the generators commute, 1 at most. Intervals hold 95 % of "
-    "bootstrap resamples of the heads of all layers."
+    "over pairs of axes, blocks, heads and layers: 0 where the generators commute, 1 at most. The way is ‖A′ − A‖ / ‖A‖, "
+    "A at the start and A′ trained. Intervals hold 95 % of bootstrap resamples of the heads of all layers."
 )
 _UNITS = (
     "A unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "
@@ -258,6 +268,9 @@ def _answer(rows: list[dict[str, Any]], relative: dict[str, bool], seeds: int) -
             f"Trained elements spread most in {widest['name']}, {_told(widest, 'patch')} rad per patch, and least in "
             f"{narrowest['name']}, {_told(narrowest, 'patch')}."
         )
+    farthest = max(rows, key=lambda row: row["path"])
+    if len(rows) > 1:
+        sentences.append(f"Training moves {farthest['name']} most, by {_told(farthest, 'path', 1)} % of its length.")
     if seeds == 1:
         sentences.append("One training each: luck of the seed is not in the intervals.")
     return " ".join(sentences)
@@ -272,9 +285,9 @@ def _moved(row: dict[str, Any]) -> str:
     return f"{start}, {where} than the {row['apart_start']:.3f} of the start (change {_told(row, 'moved')})."
 
 
-def _told(row: dict[str, Any], key: str) -> str:
+def _told(row: dict[str, Any], key: str, digits: int = 3) -> str:
     low, high = row[f"{key}_low"], row[f"{key}_high"]
-    return f"{row[key]:.3f}" + ("" if low is None else f" [{low:.3f}, {high:.3f}]")
+    return f"{row[key]:.{digits}f}" + ("" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]")
 
 
 def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
