@@ -400,8 +400,8 @@ def test_who_reaches_further_than_a_learned_absolute_encoding_is_told_with_its_v
     mean = {"learned": np.ones(9), "mixed": np.ones(9) + 1, "axial": np.zeros(9), "none": np.zeros(9)}
     told = attention._beside({**mean, "liere": np.ones(9)}, "learned")
     assert told == (
-        "Beside a learned absolute encoding, mixed reaches further, axial and none reach less far, liere cannot be told "
-        "apart."
+        "Beside a learned absolute encoding, mixed reaches further, axial and none reach less far, liere cannot be "
+        "told apart."
     )
 
 

@@ -14,18 +14,24 @@ import torch
 from pydicom.config import disable_value_validation
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
+from pytorch_lightning.callbacks import Callback
 from torch.utils.data import DataLoader, default_collate
 
 import torchrope as tr
+from torchrope.cli import main
 from torchrope.data import dicom
 from torchrope.data.build import make_data
 from torchrope.data.config import AugmentConfig, DataConfig
 from torchrope.data.dicom import INDEX_NAME, in_order, index_headers, read_head_ct, read_header, read_slice
 from torchrope.data.faults import TooManyFaults
 from torchrope.data.rsna import read_haemorrhages
-from torchrope.data.volumes import apply_windows, find_volumes, patch_positions, percentile_window, read_volume
-from torchrope.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.training.evaluate import evaluate
+from torchrope.data.spacing import patch_positions
+from torchrope.data.transforms import resize
+from torchrope.data.volumes import apply_windows, find_volumes, percentile_window, read_volume
+from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope.training.evaluate import evaluate, predict
+from torchrope.training.models import build_model
+from torchrope.training.run import load as load_run
 from torchrope.training.run import train
 
 pytestmark = [
@@ -400,6 +406,138 @@ def test_batches_carry_spacings_for_positions_of_each_sample(tmp_path, workers):
     together, _ = tr.rotate(q, q, encoding(positions))
     alone, _ = tr.rotate(q[index : index + 1], q[index : index + 1], encoding(own))
     torch.testing.assert_close(together[index], alone[0])
+
+
+BY_VOXELS = replace(MODEL, unit_mm=10.0)
+
+
+def spaced_nifti_folder(root: Path, count: int = 10) -> Path:
+    """Volumes of which every other one has larger voxels."""
+    nifti_folder(root, count)
+    for number in range(0, count, 2):
+        write_nifti(root / "scans" / f"{number}.nii.gz", head(5, True, number), spacing=(8.0, 2.0, 1.5))
+    return root
+
+
+def spaced_model(encoding: str, data, unit: float = 10.0):
+    torch.manual_seed(0)
+    return build_model(encoding, replace(MODEL, unit_mm=unit), data).eval()
+
+
+@pytest.mark.parametrize("encoding", ["axial", "mixed", "liere:8", "comrope-ld", "learned+golden"])
+def test_tokens_of_a_model_stand_at_millimetres(tmp_path, encoding):
+    data = load("volumes", nifti_folder(tmp_path))
+    model = spaced_model(encoding, data)
+    inputs = torch.randn(1, 1, 4, 8, 8).expand(3, -1, -1, -1, -1)
+    spacings = torch.tensor([[5.0, 1.0, 1.5], [5.0, 1.0, 1.5], [5.0, 2.0, 1.5]])
+    logits = model(inputs, spacings)
+    torch.testing.assert_close(logits[0], logits[1])
+    assert (logits[0] - logits[2]).abs().max() > 1e-6, "voxels of another size change nothing"
+
+    lattice = [2 * 5.0 / 10, 4 * 1.0 / 10, 4 * 1.5 / 10]  # of the first sample, patch by patch
+    alike = build_model(encoding, replace(MODEL, spacing=lattice, origin=[0.0]), data).eval()
+    alike.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits[:1], alike(inputs[:1]))
+    torch.testing.assert_close(spaced_model(encoding, data, unit=30.0)(inputs, 3 * spacings), logits)
+    torch.testing.assert_close(model(list(inputs), spacings), logits)
+
+
+def test_a_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
+    data = load("volumes", nifti_folder(tmp_path))
+    inputs = torch.randn(2, 1, 4, 8, 8)
+    with pytest.raises(ValueError, match=r"^patches placed by voxels need spacings \(batch, 3\), got none$"):
+        spaced_model("mixed", data)(inputs)
+    with pytest.raises(ValueError, match=r"^patches placed by voxels need spacings \(batch, 3\), got \(2, 2\)$"):
+        spaced_model("mixed", data)(inputs, torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"^spacing is for a model with positions of its own, got \(2, 3\) without"):
+        build_model("mixed", MODEL, data)(inputs, torch.ones(2, 3))
+
+
+class StopAfter(Callback):
+    """Ctrl-C after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer, *_) -> None:
+        if trainer.global_step == self.steps:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_by_voxels_goes_on_bit_for_bit_with_randaugment(tmp_path, workers):
+    root = spaced_nifti_folder(tmp_path / "data")
+
+    def ran(folder: str, **settings):
+        changed = AugmentConfig(flip=True, randaugment=(2, 14), erasing=0.5)
+        data = load("volumes", root, workers=workers, augment=changed)
+        optim, scale = OptimConfig(epochs=3), ScaleConfig(checkpoint_every=1)
+        config = RunConfig("mixed", data=data.config, model=BY_VOXELS, optim=optim, scale=scale)
+        return train(config, data, tmp_path / folder, **settings)
+
+    whole, history = ran("whole")
+    with pytest.raises(KeyboardInterrupt):
+        ran("parts", callbacks=[StopAfter(3)])
+    resumed, again = ran("parts")
+    assert [row["val_loss"] for row in again.rows] == [row["val_loss"] for row in history.rows]
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_validation_and_evaluation_know_the_voxels_at_every_size(tmp_path):
+    root = spaced_nifti_folder(tmp_path / "data")
+    data = load("volumes", root)
+    config = RunConfig("mixed", data=data.config, model=BY_VOXELS, optim=OptimConfig(epochs=1))
+    classifier, history = train(config, data, tmp_path / "run")
+    evaluation = evaluate(classifier.model, data, [1.0, 2.0])
+    assert evaluation.val_loss == pytest.approx(history.rows[-1]["val_loss"], rel=1e-5)
+    assert [size for size, _ in evaluation.resolutions] == [(4, 8, 8), (8, 16, 16)]
+
+    _, val = data.datasets()
+    inputs = torch.stack([val[index][0] for index in range(len(val))])
+    asked = []
+    classifier.model.register_forward_pre_hook(lambda _, given: asked.append(given[1]))
+    _, logits = predict(classifier.model, data)
+    torch.testing.assert_close(logits, classifier.model(inputs, val.spacings))
+    predict(classifier.model, data, lambda pixels: resize(pixels, (8, 16, 16)))
+    torch.testing.assert_close(asked[0], val.spacings)
+    torch.testing.assert_close(asked[2], val.spacings / 2)
+
+    settings, again, loaded = load_run(tmp_path / "run")
+    assert settings.model.unit_mm == 10.0
+    torch.testing.assert_close(predict(loaded.model, again)[1], logits)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "message"),
+    [
+        ({"name": "digits"}, {}, r"model\.unit_mm is for volumes, rsna alone, got data 'digits'"),
+        ({"augment": {"mixup": 0.8}}, {}, r"model\.unit_mm places each volume by its own .*, got augment\.mixup 0\.8"),
+        ({}, {"unit_mm": 0.0}, r"unit_mm must be above 0, got 0\.0"),
+        ({}, {"jitter": 1.0}, r"jitter is for one lattice of all samples, got 1\.0 with unit_mm"),
+        ({}, {"spacing": [0.5]}, r"spacing is for one lattice of all samples, got \[0\.5\] with unit_mm"),
+        ({}, {"backbone": "swin", "depth": None}, r"unit_mm is read by backbone vit alone, got 10\.0"),
+    ],
+)
+def test_positions_in_mm_are_refused_where_they_mean_nothing(tmp_path, data, model, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        RunConfig(
+            data=DataConfig(**{"name": "volumes", **data}),
+            model=ModelConfig(**{"dim": 48, "num_heads": None, "unit_mm": 10.0, **model}),
+        )
+
+
+def test_volumes_are_trained_and_compared_in_mm_from_the_command_line(tmp_path, capsys):
+    root = spaced_nifti_folder(tmp_path / "data")
+    asked = f"--data volumes --data.root {root} --data.size 8 --data.frames 4 --epochs 1 --model.unit_mm 20"
+    shape = "--model.patch_size [2,4,4] --model.dim 48 --model.depth 1 --model.num_heads 2 --model.mlp_dim 32"
+    out = f"{asked} {shape} --out {tmp_path}"
+    assert main(f"train {out}/train --encoding mixed --scale.peak_tflops 1".split()) == 0, capsys.readouterr().err
+    assert main(f"evaluate {tmp_path}/train".split()) == 0, capsys.readouterr().err
+    compared = f"compare {out}/compare --encodings mixed --scales [1.0]"
+    assert main(compared.split()) == 0, capsys.readouterr().err
+    assert main(f"{compared} --data.augment.mixup 0.8".split()) == 2
+    assert "model.unit_mm places each volume by its own voxels" in capsys.readouterr().err
 
 
 def test_a_substitute_brings_its_own_spacing(tmp_path):

@@ -24,7 +24,6 @@ from torchrope.data.images import choose, existing_folder, hold_out, unreadable
 from torchrope.data.streamed import StreamedSet
 from torchrope.data.transforms import resize
 from torchrope.data.videos import require_each
-from torchrope.positions import grid
 
 SLICES = 32
 SLICE_SIZE = 224
@@ -235,25 +234,6 @@ class Volumes(VolumeModule):
             f"{number} from a folder of one's own, {self.root.name}, resampled to "
             f"{slices} slices of {side}×{side} voxels; the class is a column of a table."
         )
-
-
-def patch_positions(spacings: Tensor, lattice: Sequence[int], patch_size: Sequence[int]) -> Tensor:
-    """Place the patches of every sample in mm: p_a = index_a · patch_a · spacing_a.
-
-    Args:
-        spacings: mm between voxels, `(batch, axes)`, as batches of `VolumeSet.with_spacing` carry them.
-        lattice: Patches along each axis.
-        patch_size: Voxels of a patch along each axis.
-
-    Returns:
-        Positions `(batch, tokens, axes)` for any encoding, the last axis fastest, the first patch at the origin.
-
-    Example:
-        >>> patch_positions(torch.tensor([[5.0, 0.5]]), (1, 3), (2, 16))[0, :, 1]
-        tensor([ 0.,  8., 16.])
-    """
-    steps = spacings * torch.as_tensor(patch_size, dtype=spacings.dtype, device=spacings.device)
-    return grid(*lattice).to(steps) * steps[:, None]
 
 
 def apply_windows(values: Tensor, windows: Sequence[Window]) -> Tensor:

@@ -22,10 +22,10 @@ from torchrope.studies.config import CompareConfig
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
-from torchrope.training.config import RunConfig, ScaleConfig, plain
+from torchrope.training.config import RunConfig, ScaleConfig, check_spacing, plain
 from torchrope.training.cost import measure_costs
 from torchrope.training.evaluate import evaluate, interval
-from torchrope.training.models import build_model
+from torchrope.training.models import build_for_costs, build_model
 from torchrope.training.run import train
 
 CLEARLY_CHEAPER = 1.05
@@ -47,6 +47,7 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
         ValueError: a setting, the data or the folder is not as it must be; nothing was trained then.
         KeyboardInterrupt: stopped; the same call goes on with the epoch that was under way.
     """
+    check_spacing(config.model, config.data)
     data = make_data(config.data)
     data.setup()
     for name in config.encodings:
@@ -111,9 +112,9 @@ def _costs(folder: StudyFolder, names: list[str], data: DataModule, config: Comp
         known = read_mapping(folder.costs_file, "costs")
         if set(names) <= set(known):
             return known
-    inputs, labels = next(iter(data.train_dataloader()))
+    inputs, labels, *_ = next(iter(data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    builders = {name: partial(build_model, name, config.model, data) for name in names}
+    builders = {name: partial(build_for_costs, name, config.model, data) for name in names}
     costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
     known = {name: asdict(cost) for name, cost in costs.items()}
     write_json(folder.costs_file, known)

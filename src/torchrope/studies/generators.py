@@ -245,8 +245,8 @@ def _cells(key: str, ends: Ends) -> dict[str, float | None]:
 
 _NOTE = (
     "σ is the standard deviation of the elements above the diagonal. From commuting is ‖AB − BA‖ / (‖A‖ ‖B‖), the mean "
-    "over pairs of axes, blocks, heads and layers: 0 where the generators commute, 1 at most. The way is ‖A′ − A‖ / ‖A‖, "
-    "A at the start and A′ trained. Intervals hold 95 % of bootstrap resamples of the heads of all layers."
+    "over pairs of axes, blocks, heads and layers: 0 where the generators commute, 1 at most. The way is "
+    "‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals hold 95 % of bootstrap resamples of the heads of all layers."
 )
 _UNITS = (
     "A unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "

@@ -3,7 +3,16 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "shuffle", "resolution", "generators", "attention")
+NAMES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "shuffle",
+    "resolution",
+    "complexity",
+    "generators",
+    "attention",
+)
 
 
 def file_of(name: str) -> Path:
