@@ -255,7 +255,8 @@ def _report(arguments: list[str]) -> int:
 
 
 def _submit(arguments: list[str]) -> int:
-    from torchrope.studies.sweep import parse_slurm, parse_sweep, run_here, submit_to_slurm, sweep
+    from torchrope.studies.slurm import parse_slurm
+    from torchrope.studies.sweep import parse_sweep, run_here, submit_to_slurm, sweep
 
     parser = _OneLineParser(
         prog="torchrope submit",

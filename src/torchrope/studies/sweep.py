@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrope.studies.slurm import local_executor, slurm_executor
+
 DEFAULT_OUT = {"train": "torchrope-train", "compare": "torchrope-compare"}
-SIGNAL_SECONDS = 120
-"""Notice that a job gets before its time is up."""
-_FOREVER = 10**6  # minutes
 
 
 @dataclass(frozen=True)
@@ -82,22 +81,6 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> 
     return jobs
 
 
-def parse_slurm(text: str) -> dict[str, Any]:
-    """Read options of sbatch, as in "partition=gpu,time=1440,gpus_per_node=8".
-
-    Example:
-        >>> parse_slurm("partition=gpu,time=1440")
-        {'partition': 'gpu', 'time': 1440}
-    """
-    options: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not equals or not name or not value:
-            raise ValueError(f"--slurm must be NAME=VALUE,..., got {text!r}")
-        options[name.replace("-", "_")] = int(value) if value.isdecimal() else value
-    return options
-
-
 def submit_to_slurm(
     jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, options: dict[str, Any], parallel: int | None
 ) -> list[str]:
@@ -118,22 +101,7 @@ def submit_to_slurm(
     Raises:
         ValueError: submitit or Slurm is missing, or an option is not known.
     """
-    submitit = _submitit()
-    if "time" not in options:
-        raise ValueError(f"--slurm must say time=MINUTES, got {', '.join(options) or 'nothing'}")
-    try:
-        executor = submitit.SlurmExecutor(logs)
-    except RuntimeError:
-        raise ValueError("submit needs Slurm, got a machine without srun; --cluster local runs here") from None
-    known = sorted(set(executor._valid_parameters()) - {"additional_parameters", "array_parallelism"})
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ValueError(f"--slurm knows {', '.join(known)}, got {unknown[0]!r}")
-    notice = options.pop("signal_delay_s", SIGNAL_SECONDS)
-    ours = {"signal": f"SIGUSR1@{notice}", "requeue": True}  # as SaveOnSignal listens; submitit's own signal stays away
-    executor.update_parameters(**{"job_name": "torchrope", **options}, additional_parameters=ours)
-    if parallel is not None:
-        executor.update_parameters(array_parallelism=parallel)
+    executor = slurm_executor(logs, options, parallel)
     return [job.job_id for job in executor.map_array(run, [job.arguments for job in jobs])]
 
 
@@ -152,8 +120,7 @@ def run_here(
     Returns:
         Those that failed.
     """
-    executor = _submitit().LocalExecutor(logs)
-    executor.update_parameters(timeout_min=_FOREVER)
+    executor = local_executor(logs)
     failed = []
     for first in range(0, len(jobs), parallel):
         running = [(job, executor.submit(run, job.arguments)) for job in jobs[first : first + parallel]]
@@ -170,14 +137,6 @@ def run_here(
                 process.cancel(check=False)
             raise
     return failed
-
-
-def _submitit() -> Any:
-    try:
-        import submitit
-    except ImportError:
-        raise ValueError("submit needs its package: pip install 'torchrope[slurm]'") from None
-    return submitit
 
 
 def _without_out(command: list[str]) -> tuple[list[str], Path]:

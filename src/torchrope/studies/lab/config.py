@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from torchrope.data.config import DataConfig
+from torchrope.studies.slurm import parse_slurm
 from torchrope.training.config import ModelConfig, OptimConfig, ScaleConfig
 
 
@@ -18,7 +19,8 @@ class StudyConfig:
         encodings: Names, see `torchrope.encodings.choose`; none is the study's own list.
         seeds: Runs of each kind, seeds 0, 1, ...
         parallel: Runs that train at the same time, each on a device or on its share of the processor's cores.
-        slurm: Train on a Slurm cluster in place of here: "partition=gpu,timeout_min=240", what submitit takes.
+        slurm: Train on a Slurm cluster in place of here: "partition=gpu,time=240", options of sbatch;
+            "cluster=local" takes processes of this machine.
         out: Folder of studies; their runs are shared in it.
     """
 
@@ -38,5 +40,5 @@ class StudyConfig:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if len(set(self.encodings)) < len(self.encodings):
             raise ValueError(f"encodings must be named once each, got {','.join(self.encodings)}")
-        if self.slurm is not None and not all(part.partition("=")[1] for part in self.slurm.split(",")):
-            raise ValueError(f"slurm must be settings as partition=gpu,timeout_min=240, got {self.slurm!r}")
+        if self.slurm is not None:
+            parse_slurm(self.slurm)

@@ -22,6 +22,7 @@ from torchrope.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope.training.evaluate import predict_views_or_one
 from torchrope.training.history import OnEpoch
 from torchrope.training.run import load, train
+from torchrope.training.skipped import read_skipped
 
 RESULT = "result.json"
 _ELSEWHERE = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
@@ -174,7 +175,7 @@ class Store:
             start = None if run.after is None else str(self.of(run.after))
             config = replace(run.config, start_from=start)
             classifier, history = train(config, data, self.of(run), on_epoch=on_epoch)
-            write_json(self.of(run) / RESULT, _result(classifier, history.rows, data))
+            write_json(self.of(run) / RESULT, _result(classifier, history.rows, data, read_skipped(self.of(run))))
 
     @contextmanager
     def _alone(self, run: Run) -> Iterator[None]:
@@ -199,7 +200,9 @@ def in_order(runs: Sequence[Run]) -> list[list[Run]]:
     return [list(each.values()) for each in rounds]
 
 
-def _result(classifier: Classifier, curve: list[dict[str, float]], data: DataModule) -> dict[str, Any]:
+def _result(
+    classifier: Classifier, curve: list[dict[str, float]], data: DataModule, skipped: dict[str, str]
+) -> dict[str, Any]:
     labels, logits = predict_views_or_one(classifier.model, data)
     return {
         "labels": labels.tolist(),
@@ -208,5 +211,5 @@ def _result(classifier: Classifier, curve: list[dict[str, float]], data: DataMod
         "curve": curve,
         "seconds": sum(row["seconds"] for row in curve),
         "fingerprint": data.fingerprint,
-        "skipped": [f"{path} ({reason})" for path, reason in data.skipped],
+        "skipped": [f"{path} ({reason})" for path, reason in {**skipped, **dict(data.skipped)}.items()],
     }

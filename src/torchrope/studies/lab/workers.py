@@ -15,6 +15,7 @@ from torchrope.data.datamodule import DataModule
 from torchrope.studies.lab.config import StudyConfig
 from torchrope.studies.lab.runs import Run, Store
 from torchrope.studies.progress import StudyProgress
+from torchrope.studies.slurm import local_executor, parse_slurm, slurm_executor
 
 Submit = Callable[[Sequence[Run], Path], list[Any]]
 
@@ -85,15 +86,9 @@ def _take_place(places: Any) -> None:
 @contextmanager
 def _on_slurm(settings: str, store: Store) -> Iterator[Submit]:
     """A job array; each job goes on where it was if it is taken off its machine and starts again."""
-    try:
-        from submitit import AutoExecutor
-    except ModuleNotFoundError:
-        raise ValueError("--slurm needs submitit (pip install 'torchrope[slurm]'), got a machine without it") from None
-    given = dict(part.strip().split("=", 1) for part in settings.split(","))
-    executor = AutoExecutor(folder=store.folder / ".jobs", cluster=given.pop("cluster", None))
-    slurm_only = {"partition", "account", "qos", "constraint", "array_parallelism", "time", "gres", "mem"}
-    named = {f"slurm_{name}" if name in slurm_only else name: _number(value) for name, value in given.items()}
-    executor.update_parameters(name="torchrope", **named)
+    options, logs = parse_slurm(settings), store.folder / ".jobs"
+    here = options.pop("cluster", "slurm") == "local"
+    executor = local_executor(logs) if here else slurm_executor(logs, options, None)
     yield lambda runs, folder: executor.map_array(_train, runs, [folder] * len(runs))
 
 
@@ -104,7 +99,3 @@ def _as_they_end(futures: list[Any]) -> Iterator[Any]:
         from submitit.helpers import as_completed as jobs_as_completed
 
         yield from jobs_as_completed(futures)
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
