@@ -112,9 +112,11 @@ def test_cells_that_cannot_be_are_left_out_and_told() -> None:
     cells, notes = train_grid(lab, {"liere": {b: [lab.run(f"liere:{b}")] for b in (2, 3, 16)}})
     assert list(cells["liere"]) == [2, 16]
     assert len(notes) == 1
-    assert notes[0].startswith("Left out: liere:3")
+    assert notes[0].startswith("At 3: liere:3 is left out")
     with pytest.raises(ValueError, match="block_size"):
         train_grid(lab, {"liere": {3: [lab.run("liere:3")]}})
+    with pytest.raises(ValueError, match="did you mean 'mixed'"):
+        train_grid(lab, {"mixt": {1: [lab.run("mixt")], 2: [lab.run("mixed")]}})
 
 
 def test_trends_are_told_with_their_intervals() -> None:
@@ -266,7 +268,7 @@ class TestCapacity:
         model = ModelConfig(dim=24, depth=1, num_heads=1, mlp_dim=8, patch_size=[1, 10, 10])
         findings, lab = found("capacity", lambda run: 0.5, ["comrope-ap"], data=motion, model=model)
         assert [run.encoding for run in lab.asked] == ["comrope-ap:2", "comrope-ap:4", "comrope-ap:8"]
-        assert any(note.startswith("Left out: comrope-ap:24") for note in findings.notes)
+        assert any(note.startswith("At 24: comrope-ap:24 is left out") for note in findings.notes)
 
 
 class TestSharing:
@@ -378,6 +380,8 @@ class TestFinetune:
         before = {name[0]: row["swapped"] for name, row in rows.items()}
         assert before["learned"] == before["learned+mixed"] == before["learned+liere:8"]
         assert rows[("learned",)]["gain"] is None
+        assert rows[("learned+axial",)]["turn"] == pytest.approx(3)  # one rad a patch, pairs of an axis each
+        assert 0 < rows[("learned+mixed",)]["turn"] < 1  # it has moved from zero
         assert any("sinusoidal, which are not rotary" in note for note in findings.notes)
 
     def test_all_go_on_from_the_same_run_for_as_long(self, tuned: tuple[Findings, Path]) -> None:
