@@ -85,8 +85,8 @@ def test_a_trend_is_the_slope_of_a_line_through_the_means() -> None:
 def test_curves_reach_a_target_between_points() -> None:
     x = np.array([1.0, 2.0, 4.0])
     curves = np.array([[0.2, 0.4, 0.8], [0.2, 0.1, 0.8], [0.6, 0.7, 0.8], [0.1, 0.2, 0.3], [0.5, 0.5, 0.5]])
-    reached = first_reach(x, curves, np.array([0.6, 0.2, 0.5, 0.5, 0.5]))
-    assert reached == pytest.approx([3.0, 1.0, 1.0, np.inf, 1.0])
+    reached = first_reach(x, curves, np.array([0.5, 0.2, 0.5, 0.5, 0.5]))
+    assert reached == pytest.approx([2.5, 1.0, 1.0, np.inf, 1.0])
 
 
 def test_a_resample_draws_as_many_examples_as_there_are() -> None:
@@ -157,6 +157,10 @@ class TestDataEfficiency:
         assert "With 30 % of the training data mixed does best with 90.0 % [" in findings.answer
         assert "mixed 30 % [30, 30] of the data are enough" in findings.answer
         assert "For axial no saving of data can be told" in findings.answer
+
+    def test_all_of_the_data_is_the_run_without_a_size(self) -> None:
+        _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=DataConfig(val_size=20))
+        assert shared_with_accuracy(lab) == ["learned", "mixed"]
 
     def test_a_lead_that_shrinks_with_data_is_told(self) -> None:
         findings, _ = found("data-efficiency", self.hits, ["mixed"])
