@@ -11,9 +11,14 @@ NAMES = (
     "sharing",
     "model-size",
     "shuffle",
+    "resolution",
     "pooling",
     "complexity",
     "finetune",
+    "generators",
+    "attention",
+    "fourier",
+    "kernel",
 )
 
 
