@@ -85,8 +85,8 @@ def test_a_trend_is_the_slope_of_a_line_through_the_means() -> None:
 def test_curves_reach_a_target_between_points() -> None:
     x = np.array([1.0, 2.0, 4.0])
     curves = np.array([[0.2, 0.4, 0.8], [0.2, 0.1, 0.8], [0.6, 0.7, 0.8], [0.1, 0.2, 0.3], [0.5, 0.5, 0.5]])
-    reached = first_reach(x, curves, np.array([0.6, 0.2, 0.5, 0.5, 0.5]))
-    assert reached == pytest.approx([3.0, 1.0, 1.0, np.inf, 1.0])
+    reached = first_reach(x, curves, np.array([0.5, 0.2, 0.5, 0.5, 0.5]))
+    assert reached == pytest.approx([2.5, 1.0, 1.0, np.inf, 1.0])
 
 
 def test_a_resample_draws_as_many_examples_as_there_are() -> None:
@@ -112,9 +112,11 @@ def test_cells_that_cannot_be_are_left_out_and_told() -> None:
     cells, notes = train_grid(lab, {"liere": {b: [lab.run(f"liere:{b}")] for b in (2, 3, 16)}})
     assert list(cells["liere"]) == [2, 16]
     assert len(notes) == 1
-    assert notes[0].startswith("Left out: liere:3")
+    assert notes[0].startswith("At 3: liere:3 is left out")
     with pytest.raises(ValueError, match="block_size"):
         train_grid(lab, {"liere": {3: [lab.run("liere:3")]}})
+    with pytest.raises(ValueError, match="did you mean 'mixed'"):
+        train_grid(lab, {"mixt": {1: [lab.run("mixt")], 2: [lab.run("mixed")]}})
 
 
 def test_trends_are_told_with_their_intervals() -> None:
@@ -155,6 +157,10 @@ class TestDataEfficiency:
         assert "With 30 % of the training data mixed does best with 90.0 % [" in findings.answer
         assert "mixed 30 % [30, 30] of the data are enough" in findings.answer
         assert "For axial no saving of data can be told" in findings.answer
+
+    def test_all_of_the_data_is_the_run_without_a_size(self) -> None:
+        _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=DataConfig(val_size=20))
+        assert shared_with_accuracy(lab) == ["learned", "mixed"]
 
     def test_a_lead_that_shrinks_with_data_is_told(self) -> None:
         findings, _ = found("data-efficiency", self.hits, ["mixed"])
@@ -266,7 +272,7 @@ class TestCapacity:
         model = ModelConfig(dim=24, depth=1, num_heads=1, mlp_dim=8, patch_size=[1, 10, 10])
         findings, lab = found("capacity", lambda run: 0.5, ["comrope-ap"], data=motion, model=model)
         assert [run.encoding for run in lab.asked] == ["comrope-ap:2", "comrope-ap:4", "comrope-ap:8"]
-        assert any(note.startswith("Left out: comrope-ap:24") for note in findings.notes)
+        assert any(note.startswith("At 24: comrope-ap:24 is left out") for note in findings.notes)
 
 
 class TestSharing:
@@ -378,6 +384,8 @@ class TestFinetune:
         before = {name[0]: row["swapped"] for name, row in rows.items()}
         assert before["learned"] == before["learned+mixed"] == before["learned+liere:8"]
         assert rows[("learned",)]["gain"] is None
+        assert rows[("learned+axial",)]["turn"] == pytest.approx(3)  # one rad a patch, pairs of an axis each
+        assert 0 < rows[("learned+mixed",)]["turn"] < 1  # it has moved from zero
         assert any("sinusoidal, which are not rotary" in note for note in findings.notes)
 
     def test_all_go_on_from_the_same_run_for_as_long(self, tuned: tuple[Findings, Path]) -> None:

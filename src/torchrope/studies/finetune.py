@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 
 from torchrope.backbones import Swin, ViT
 from torchrope.data.datamodule import DataModule
-from torchrope.encodings import NoEncoding, choose
+from torchrope.encodings import Encoding, NoEncoding, choose
+from torchrope.positions import per_axis
 from torchrope.studies.lab.estimates import OVER_SEEDS, TOP1, about_intervals, caveat, contrast, correct, told, top1
 from torchrope.studies.lab.grid import ENCODING, better_or_not, encoding_parameters, named
 from torchrope.studies.lab.published import COMROPE, published
@@ -24,6 +27,11 @@ SHARE_OF_EPOCHS = 0.25
 SHARE_OF_LR = 0.3
 """ComRoPE fine-tunes with 3e-4, where it trains from scratch with 1e-3 (supplement B.2 and table 5)."""
 
+TURN = (
+    "The last column is the largest angle from corner to opposite corner, mean over layers and heads, with the spacing "
+    "of the encoding's paper: one that starts at zero and has had too few steps to move is still no encoding."
+)
+
 COLUMNS = (
     *ENCODING,
     Column("swapped", "Right after the swap", "%", 1, low="swapped_low", high="swapped_high"),
@@ -31,6 +39,7 @@ COLUMNS = (
     OVER_SEEDS,
     Column("gain", "Ahead of going on without it", "points", 1, low="gain_low", high="gain_high"),
     Column("verdict", "Verdict"),
+    Column("turn", "Turns across the input", "rad", 2),
 )
 
 PUBLISHED = (
@@ -64,14 +73,15 @@ def find(lab: Lab) -> Findings:
     rows = [_row(name, runs, groups[BASELINE], right_after.get(name, correct(starts))) for name, runs in groups.items()]
     optim = groups[BASELINE][0].run.config.optim
     seeds = len(lab.seeds)
+    note = f"{about_intervals(seeds)} {TURN}"
     return Findings(
         answer=_answer(rows, optim.epochs) + caveat(seeds),
-        tables=[Table("Before and after fine-tuning", COLUMNS, rows, note=about_intervals(seeds))],
+        tables=[Table("Before and after fine-tuning", COLUMNS, rows, note=note)],
         figures=[_figure(rows)],
         published=PUBLISHED,
         checks=[_check(starts, {name: right_after[name] for name in learn})] if learn else [],
         notes=[
-            f"Fine-tuned for {optim.epochs} epochs after {lab.config.optim.epochs}, at a rate of {optim.lr:.2g}. "
+            f"Epochs of fine-tuning: {optim.epochs}, after {lab.config.optim.epochs}, at a rate of {optim.lr:.2g}. "
             "The learned absolute encoding stays in the model, whichever rotary encoding joins it.",
             *left_out,
         ],
@@ -91,9 +101,7 @@ def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
             names.append(f"{BASELINE}+{rotary}")
     left_out = [name for name in others if name not in ("none", BASELINE)]
     notes = [f"Left out: {told(left_out)}, which are not rotary or bring a bias."] if left_out else []
-    if not names:
-        raise ValueError(f"finetune swaps in rotary encodings such as mixed, got {', '.join(lab.encodings)}")
-    return list(dict.fromkeys(names)), notes
+    return list(dict.fromkeys(names)) or [f"{BASELINE}+mixed"], notes
 
 
 def _tuned(lab: Lab, name: str, seed: int) -> Run:
@@ -139,22 +147,42 @@ def _row(name: str, runs: Sequence[Trained], baseline: Sequence[Trained], before
         **top1(correct(runs)),
     }
     if name == BASELINE:
-        return {**row, "gain": None, "gain_low": None, "gain_high": None, "verdict": "goes on"}
+        return {**row, "gain": None, "gain_low": None, "gain_high": None, "verdict": "goes on", "turn": None}
     found = contrast(correct(runs), correct(baseline))
-    return {**row, "gain": found.value, "gain_low": found.low, "gain_high": found.high, "verdict": found.verdict}
+    gain = {"gain": found.value, "gain_low": found.low, "gain_high": found.high, "verdict": found.verdict}
+    return {**row, **gain, "turn": fmean(each.measure("turn", _turn)["radians"] for each in runs)}
+
+
+def _turn(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
+    """The largest angle by which an encoding turns from one corner of the input to the opposite one.
+
+    Mean over layers and heads.
+    """
+    sizes = model.embed.lattice(data.input_size)
+    angles = []
+    for encoding in (each for each in model.modules() if isinstance(each, Encoding)):
+        generators = encoding.generators().detach()  # [axes, heads, blocks, b, b]
+        spacing = per_axis("spacing", encoding.lattice(*sizes)["spacing"], len(sizes))
+        across = [width * (size - 1) for width, size in zip(spacing, sizes, strict=True)]
+        turned = torch.einsum("n,n...->...", generators.new_tensor(across), generators)
+        angles.append(torch.linalg.matrix_norm(turned, ord=2).amax(dim=-1).mean().item())
+    return {"radians": fmean(angles)}
 
 
 def _answer(rows: Sequence[dict[str, Any]], epochs: int) -> str:
     base = rows[0]
+    time = "1 epoch" if epochs == 1 else f"{epochs} epochs"
     moved = [{**row, "low": row["gain_low"], "high": row["gain_high"]} for row in rows[1:]]
     better, worse, tied = better_or_not(moved, "gain")
     said = [
-        f"A model with a learned absolute encoding that goes on for {epochs} epochs reaches {base['top1']:.1f} % "
+        f"A model with a learned absolute encoding that goes on for {time} reaches {base['top1']:.1f} % "
         f"[{base['low']:.1f}, {base['high']:.1f}], from {base['swapped']:.1f} % before."
     ]
     said += [f"With a rotary encoding put in it is measurably better: {told(better)}."] if better else []
     said += [f"It is measurably worse: {told(worse)}."] if worse else []
     said += [f"No difference can be told: {told(tied)}."] if tied else []
+    turns = [f"{row['name']} {row['turn']:.2f}" for row in rows[1:]]
+    said += [f"Across the input they turn by {told(turns)} rad."]
     return " ".join(said)
 
 

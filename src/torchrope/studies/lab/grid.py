@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torchrope.encodings import AbsoluteEncoding, Encoding
 from torchrope.studies.lab.estimates import OVER_SEEDS, TOP1, contrast, correct, label, loss, points, told, top1, trend
+from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.results import Axis, Column, Figure, Table
 from torchrope.studies.lab.runs import Run, Trained
 from torchrope.studies.lab.study import Lab
@@ -58,20 +59,17 @@ def train_grid(lab: Lab, plan: Plan) -> tuple[Cells, list[str]]:
         The cells, and a note for each that was left out.
 
     Raises:
-        ValueError: no cell is left; the message is that of the first.
+        ValueError: no cell is left, or a name is unknown.
     """
     kept: dict[str, dict[Level, Sequence[Run]]] = {}
-    refused: list[ValueError] = []
     notes = []
     for name, level, runs in _each(plan):
-        try:
-            lab.blueprint(runs[0])
-            kept.setdefault(name, {})[level] = runs
-        except ValueError as error:
-            refused.append(error)
-            notes.append(f"Left out: {runs[0].encoding}, {level}, because {error}.")
+        possible, refused = feasible(lab, runs)
+        notes += [f"At {level}: {note}" for note in refused]
+        if possible:
+            kept.setdefault(name, {})[level] = possible
     if not kept:
-        raise refused[0]
+        raise ValueError(f"a study needs a model that can be, got none: {notes[0]}")
     trained = iter(lab.train([run for _, _, runs in _each(kept) for run in runs]))
     cells: Cells = {}
     for name, level, runs in _each(kept):
