@@ -204,6 +204,7 @@ def test_findings_on_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     panel = [row for row in found.figures[0].rows if row["panel"] == "RoPE-Mixed, trained"]
     assert {(row["x"], row["y"]) for row in panel} == set(itertools.product(range(-3, 4), repeat=2))
     assert next(row["value"] for row in panel if row["x"] == row["y"] == 0) == 1
+    assert {row["panel"].partition(",")[0] for row in found.figures[2].rows} == {"learned APE", "LieRE"}
     json.dumps(found.plain())
 
 

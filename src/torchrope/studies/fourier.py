@@ -389,7 +389,7 @@ def _maps(measured: Sequence[Heads]) -> Figure:
             lattice = lattice.unsqueeze(0) if lattice.ndim == 1 else lattice
             panel = f"{label(heads.encoding)}, {heads.state}, {way}"
             rows += [
-                {"panel": panel, "x": x, "y": y, "value": round(float(lattice[y, x]), 9)}
+                {"panel": panel, "x": x, "y": y, "value": round(float(lattice[y, x]), 6)}
                 for y in range(lattice.shape[0])
                 for x in range(lattice.shape[1])
             ]

@@ -452,13 +452,13 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
             for part, inside in _slices(axes, view.offsets):
                 panel = f"{label(view.encoding)}, {view.state}{part}"
                 means += _cells(panel, view, view.heads.mean(axis=0), inside)
+                if view.shares.max() > EXACT:
                 absolutes += _cells(panel, view, 100 * view.absolute.mean(axis=0), inside)
                 if view.state == "trained" and not part.endswith("+1"):
                     for head in range(min(HEADS_DRAWN, len(view.runs[0]["mean"][0]))):
                         score = np.array(view.runs[0]["mean"][0][head])
                         heads += _cells(f"{label(view.encoding)}, head {head + 1}{part}", view, score, inside)
     x, y = (Axis(key, f"Offset along {axis}", "tokens") for key, axis in zip("xy", (axes[-1], axes[-2]), strict=True))
-    shown = told(list(dict.fromkeys(view.encoding for view in views if view.encoding != "none"))) or "no encoding"
     figures = [
         ("kernel", "Score by offset", "Mean score", "", means, "Mean over heads and layers; 1 is that of a token with "
          "itself.", "highest at offset 0"),
@@ -466,14 +466,14 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
          "Heads of the first layer, trained, of the first seed.", "heads differ in direction and reach"),
         ("kernel-absolute", "Absolute part by offset", "Absolute part", "%", absolutes,
          "How far pairs with the same offset differ, relative to the scores; mean over heads and layers. Offsets that "
-         "one pair alone has are left out.", "zero to rounding where generators commute"),
+         "one pair alone has are left out, and so are encodings without any.", "zero for all others, to rounding"),
     ]  # fmt: skip
     return [
         Figure(
             name=name,
             kind="cells",
             title=title,
-            alt=f"{title} along the last two axes for {shown}: {comes_out}.",
+            alt=f"{title} along the last two axes, small pictures of {_panels(rows)}: {comes_out}.",
             x=x,
             y=y,
             rows=rows,
@@ -486,9 +486,13 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
     ]
 
 
+def _panels(rows: Sequence[Row]) -> str:
+    return "; ".join(dict.fromkeys(str(row["panel"]) for row in rows))
+
+
 def _cells(panel: str, view: View, values: np.ndarray, inside: np.ndarray) -> list[dict[str, Any]]:
     return [
-        {"panel": panel, "x": int(offset[-1]), "y": int(offset[-2]), "value": round(float(value), 12)}
+        {"panel": panel, "x": int(offset[-1]), "y": int(offset[-2]), "value": round(float(value), 6)}
         for offset, value in zip(view.offsets[inside], values[inside], strict=True)
         if value == value
     ]
