@@ -453,7 +453,7 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
                 panel = f"{label(view.encoding)}, {view.state}{part}"
                 means += _cells(panel, view, view.heads.mean(axis=0), inside)
                 if view.shares.max() > EXACT:
-                absolutes += _cells(panel, view, 100 * view.absolute.mean(axis=0), inside)
+                    absolutes += _cells(panel, view, 100 * view.absolute.mean(axis=0), inside)
                 if view.state == "trained" and not part.endswith("+1"):
                     for head in range(min(HEADS_DRAWN, len(view.runs[0]["mean"][0]))):
                         score = np.array(view.runs[0]["mean"][0][head])

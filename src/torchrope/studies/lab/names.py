@@ -3,7 +3,20 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy", "complexity", "fourier", "kernel")
+NAMES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
+    "shuffle",
+    "pooling",
+    "complexity",
+    "finetune",
+    "fourier",
+    "kernel",
+)
 
 
 def file_of(name: str) -> Path:
