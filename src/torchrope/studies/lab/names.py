@@ -11,9 +11,12 @@ NAMES = (
     "sharing",
     "model-size",
     "shuffle",
+    "resolution",
     "pooling",
     "complexity",
     "finetune",
+    "generators",
+    "attention",
     "fourier",
     "kernel",
 )
