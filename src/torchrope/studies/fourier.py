@@ -324,8 +324,8 @@ def _about(state: str, group: dict[str, dict[str, Any]]) -> str:
             else "are not told apart from"
         )
         said += (
-            f" Mixed frequencies {verdict} axial ones; of what axial ones put outside {_percent(axial, 'fit_lines')} lies "
-            f"on lines along the axes, with mixed ones {_percent(mixed, 'fit_lines')}."
+            f" Mixed frequencies {verdict} axial ones; of what axial ones put outside {_percent(axial, 'fit_lines')} "
+            f"lies on lines along the axes, with mixed ones {_percent(mixed, 'fit_lines')}."
         )
     return said
 
