@@ -204,6 +204,7 @@ def test_findings_on_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     panel = [row for row in found.figures[0].rows if row["panel"] == "RoPE-Mixed, trained"]
     assert {(row["x"], row["y"]) for row in panel} == set(itertools.product(range(-3, 4), repeat=2))
     assert next(row["value"] for row in panel if row["x"] == row["y"] == 0) == 1
+    assert {row["panel"].partition(",")[0] for row in found.figures[2].rows} == {"learned APE", "LieRE"}
     json.dumps(found.plain())
 
 
@@ -228,6 +229,16 @@ def test_a_measure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
     monkeypatch.setattr(kernel, "measure", lambda *_: pytest.fail("measured again"))
     kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
+
+
+def test_what_the_model_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernel.find(study(tmp_path, ["liere:12", "mixed"], "digits", monkeypatch))
+    assert found.notes[0].startswith("liere:12 is left out: head_dim must be divisible by block_size = 12")
+    assert {row["encoding"] for row in found.tables[0].rows} == {"mixed"}
+    assert "No encoding asked for has generators that do not commute." in found.answer
+    assert "One training each" in found.answer
+    with pytest.raises(ValueError, match=r"^kernel needs an encoding that the model allows, got liere:12$"):
+        kernel.find(study(tmp_path, ["liere:12"], "digits", monkeypatch))
 
 
 def test_windows_are_refused(tmp_path: Path) -> None:

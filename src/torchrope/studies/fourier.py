@@ -311,17 +311,21 @@ def _answer(rows: Sequence[dict[str, Any]]) -> str:
 def _about(state: str, group: dict[str, dict[str, Any]]) -> str:
     """A sentence or two on one state: what each leaves outside, and axial against mixed where both are there."""
     parts = [f"{_percent(row, 'fit_outside')} with {name}" for name, row in group.items()]
-    said = f"{state}: the best fit of one head leaves {told(parts)} of the energy outside the point."
+    said = f"{state}: of the energy of its best fit to a point one head puts outside the point {told(parts)}."
     if {"axial", "mixed"} <= set(group):
         axial, mixed = group["axial"], group["mixed"]
         better = mixed["fit_outside_high"] < axial["fit_outside_low"]
         worse = mixed["fit_outside_low"] > axial["fit_outside_high"]
         verdict = (
-            "place it more sharply than" if better else "place it less sharply than" if worse else "leave as much as"
+            "place it more sharply than"
+            if better
+            else "place it less sharply than"
+            if worse
+            else "are not told apart from"
         )
         said += (
-            f" Mixed frequencies {verdict} axial ones; of what axial ones leave {_percent(axial, 'fit_lines')} lies on "
-            f"lines along the axes, with mixed ones {_percent(mixed, 'fit_lines')}."
+            f" Mixed frequencies {verdict} axial ones; of what axial ones put outside {_percent(axial, 'fit_lines')} "
+            f"lies on lines along the axes, with mixed ones {_percent(mixed, 'fit_lines')}."
         )
     return said
 
@@ -389,7 +393,7 @@ def _maps(measured: Sequence[Heads]) -> Figure:
             lattice = lattice.unsqueeze(0) if lattice.ndim == 1 else lattice
             panel = f"{label(heads.encoding)}, {heads.state}, {way}"
             rows += [
-                {"panel": panel, "x": x, "y": y, "value": round(float(lattice[y, x]), 9)}
+                {"panel": panel, "x": x, "y": y, "value": round(float(lattice[y, x]), 6)}
                 for y in range(lattice.shape[0])
                 for x in range(lattice.shape[1])
             ]

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from torchrope.data.datamodule import DataModule
 from torchrope.encodings import Encoding, NoEncoding, choose
 from torchrope.positions import grid
 from torchrope.rotations import block_diagonal
-from torchrope.studies.lab.estimates import by_encoding, label, told
+from torchrope.studies.lab.estimates import by_encoding, caveat, label, told
+from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.studies.lab.study import Lab, Study
 from torchrope.training.evaluate import interval
@@ -279,22 +281,24 @@ def find(lab: Lab) -> Findings:
     """Measure kernels at the start of training and at its end, in the runs of the accuracy study."""
     if lab.config.model.backbone != "vit":
         raise ValueError(f"kernel reads the layers of backbone vit, got {lab.config.model.backbone}")
-    trained = by_encoding(lab.train([lab.run(name, seed) for name in lab.encodings for seed in lab.seeds]))
+    runs, notes = feasible(lab, [lab.run(name, seed) for name in lab.encodings for seed in lab.seeds])
+    if not runs:
+        raise ValueError(f"kernel needs an encoding that the model allows, got {', '.join(lab.encodings)}")
+    trained = by_encoding(lab.train(runs))
     views: list[View] = []
-    notes = []
-    for name, runs in trained.items():
+    for name, of_name in trained.items():
         views.append(View(name, "initialisation", [_at_start(lab, name, seed) for seed in lab.seeds]))
-        finite = [run for run in runs if run.val_loss is not None and np.isfinite(run.val_loss)]
-        if len(finite) < len(runs):
-            notes.append(f"{name}: {len(runs) - len(finite)} of {len(runs)} trainings diverged and are left out.")
+        finite = [run for run in of_name if run.val_loss is not None and np.isfinite(run.val_loss)]
+        if len(finite) < len(of_name):
+            notes.append(f"{name}: {len(of_name) - len(finite)} of {len(of_name)} trainings diverged and are left out.")
         measured = [run.measure(MEASURE, measure) for run in finite]
         states = [state for state in STATES[1:] if measured and state in measured[0]]
         views += [View(name, state, [each[state] for each in measured]) for state in states]
-    model: Any = lab.blueprint(lab.run(lab.encodings[0]))
+    model: Any = lab.blueprint(runs[0])
     relative = {name: commutes(name, len(lab.data.axes), model.encodings[0].head_dim) for name in trained}
     rows = [_row(view, relative[view.encoding]) for view in views]
     return Findings(
-        answer=_answer(rows, relative),
+        answer=_answer(rows, relative) + caveat(len(lab.seeds)),
         tables=[_table(rows)],
         figures=[*_maps(views, lab.data.axes), _by_distance(views)],
         checks=_checks(views, relative),
@@ -452,13 +456,13 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
             for part, inside in _slices(axes, view.offsets):
                 panel = f"{label(view.encoding)}, {view.state}{part}"
                 means += _cells(panel, view, view.heads.mean(axis=0), inside)
-                absolutes += _cells(panel, view, 100 * view.absolute.mean(axis=0), inside)
+                if view.shares.max() > EXACT:
+                    absolutes += _cells(panel, view, 100 * view.absolute.mean(axis=0), inside)
                 if view.state == "trained" and not part.endswith("+1"):
                     for head in range(min(HEADS_DRAWN, len(view.runs[0]["mean"][0]))):
                         score = np.array(view.runs[0]["mean"][0][head])
                         heads += _cells(f"{label(view.encoding)}, head {head + 1}{part}", view, score, inside)
     x, y = (Axis(key, f"Offset along {axis}", "tokens") for key, axis in zip("xy", (axes[-1], axes[-2]), strict=True))
-    shown = told(list(dict.fromkeys(view.encoding for view in views if view.encoding != "none"))) or "no encoding"
     figures = [
         ("kernel", "Score by offset", "Mean score", "", means, "Mean over heads and layers; 1 is that of a token with "
          "itself.", "highest at offset 0"),
@@ -466,14 +470,14 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
          "Heads of the first layer, trained, of the first seed.", "heads differ in direction and reach"),
         ("kernel-absolute", "Absolute part by offset", "Absolute part", "%", absolutes,
          "How far pairs with the same offset differ, relative to the scores; mean over heads and layers. Offsets that "
-         "one pair alone has are left out.", "zero to rounding where generators commute"),
+         "one pair alone has are left out, and so are encodings without any.", "zero for all others, to rounding"),
     ]  # fmt: skip
     return [
         Figure(
             name=name,
             kind="cells",
             title=title,
-            alt=f"{title} along the last two axes for {shown}: {comes_out}.",
+            alt=f"{title} along the last two axes, small pictures of {_names(rows)}: {comes_out}.",
             x=x,
             y=y,
             rows=rows,
@@ -486,9 +490,14 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
     ]
 
 
+def _names(rows: Sequence[Row]) -> str:
+    """The encodings that panels are of."""
+    return "; ".join(dict.fromkeys(re.split(", (?:initialisation|trained|head)", str(row["panel"]))[0] for row in rows))
+
+
 def _cells(panel: str, view: View, values: np.ndarray, inside: np.ndarray) -> list[dict[str, Any]]:
     return [
-        {"panel": panel, "x": int(offset[-1]), "y": int(offset[-2]), "value": round(float(value), 12)}
+        {"panel": panel, "x": int(offset[-1]), "y": int(offset[-2]), "value": round(float(value), 6)}
         for offset, value in zip(view.offsets[inside], values[inside], strict=True)
         if value == value
     ]
