@@ -224,3 +224,172 @@ class TestTrainingEfficiency:
         row = find_study("training-efficiency").find(lab).tables[0].rows[1]
         assert row["factor"] == pytest.approx(4)
         assert row["sooner"] == pytest.approx(1)
+
+
+class TestCapacity:
+    @staticmethod
+    def hits(run: Run) -> float:
+        block = 16 if run.encoding == "liere" else int(run.encoding.rpartition(":")[2])
+        return 0.4 + 0.1 * np.log2(block) * run.encoding.startswith("liere")
+
+    def test_blocks_that_divide_a_head_are_trained_and_the_whole_head_is_shared(self) -> None:
+        findings, lab = found("capacity", self.hits)
+        asked = [run.encoding for run in lab.asked]
+        assert asked[:4] == ["liere:2", "liere:4", "liere:8", "liere"]
+        assert asked[4:] == [f"comrope-ld:{b}" for b in (2, 4, 8, 16)]
+        assert set(shared_with_accuracy(lab)) == set(asked)
+        parameters = by(titled(findings, "Numbers"), "name", "block_size")
+        for block in (2, 4, 8, 16):  # one layer, two heads of 16, two axes
+            assert parameters[("liere", block)]["parameters"] == 2 * 2 * 16 * (block - 1) / 2
+        assert any("blocks of 32, 48 and 64, which are larger" in note for note in findings.notes)
+
+    def test_slopes_are_per_doubling(self) -> None:
+        findings, _ = found("capacity", self.hits)
+        slopes = by(titled(findings, "Slope"), "name")
+        assert slopes[("liere",)]["trend"] == pytest.approx(10)
+        assert slopes[("comrope-ld",)]["verdict"] == "flat"
+        assert findings.answer.startswith("A doubling of the block size adds 10.0 points [")
+        assert "liere:16 30.0 points [" in findings.answer
+        advice = {each.case.split()[3]: list(each.encodings) for each in findings.advice}
+        assert advice["liere"] == ["liere:16"]
+        assert advice["comrope-ld"][0] == "comrope-ld:2"  # all are tied: the smallest first
+
+    def test_heads_of_48_channels_have_blocks_of_48_and_of_no_32(self) -> None:
+        model = ModelConfig(dim=48, depth=1, num_heads=1, mlp_dim=8, patch_size=[4])
+        findings, lab = found("capacity", lambda run: 0.5, ["liere", "mixed"], model=model)
+        assert [run.encoding for run in lab.asked] == ["liere:2", "liere:4", "liere:8", "liere:16", "liere"]
+        assert any("blocks of 32, which do not divide" in note for note in findings.notes)
+        assert any("mixed, whose blocks" in note for note in findings.notes)
+
+    def test_three_axes(self) -> None:
+        motion = DataConfig(name="motion", train_size=20, val_size=20)
+        model = ModelConfig(dim=24, depth=1, num_heads=1, mlp_dim=8, patch_size=[1, 10, 10])
+        findings, lab = found("capacity", lambda run: 0.5, ["comrope-ap"], data=motion, model=model)
+        assert [run.encoding for run in lab.asked] == ["comrope-ap:2", "comrope-ap:4", "comrope-ap:8"]
+        assert any(note.startswith("Left out: comrope-ap:24") for note in findings.notes)
+
+
+class TestSharing:
+    def test_runs_without_sharing_are_shared_with_accuracy(self) -> None:
+        findings, lab = found("sharing", lambda run: 0.5)
+        assert shared_with_accuracy(lab) == ["mixed", "liere:8", "liere"]
+        assert len({run.key for run in lab.asked}) == 12
+        assert findings.answer.startswith("No sharing, across heads, layers or both, measurably changes")
+        assert list(findings.advice[0].encodings) == ["mixed", "liere:8", "liere"]
+
+    def test_shared_encodings_have_as_many_fewer_numbers(self) -> None:
+        model = ModelConfig(dim=32, depth=3, num_heads=2, mlp_dim=8, patch_size=[4])
+        findings, _ = found("sharing", lambda run: 0.5, ["mixed"], model=model)
+        rows = by(titled(findings, "Numbers"), "shared")
+        counts = [rows[(level,)]["parameters"] for level in ("nothing", "heads", "layers", "heads and layers")]
+        assert counts == [counts[0], counts[0] / 2, counts[0] / 3, counts[0] / 6]
+
+    def test_what_sharing_costs_and_gains_is_told(self) -> None:
+        def hits(run: Run) -> float:
+            model = run.config.model
+            return 0.5 - 0.2 * model.share_heads + (0.1 if run.encoding == "mixed" else 0) * model.share_layers
+
+        findings, _ = found("sharing", hits, ["mixed", "liere:8", "axial", "learned"])
+        rows = by(titled(findings, "Against"), "name", "shared")
+        assert rows[("mixed", "heads")]["change"] == pytest.approx(-20)
+        assert rows[("mixed", "heads and layers")]["change"] == pytest.approx(-10)
+        assert rows[("liere:8", "layers")]["verdict"] == "tied"
+        assert "mixed across heads 20.0 points [" in findings.answer
+        assert "Sharing measurably gains mixed across layers 10.0 points [" in findings.answer
+        assert any("axial and learned, which learn nothing" in note for note in findings.notes)
+
+
+class TestModelSize:
+    @staticmethod
+    def hits(run: Run) -> float:
+        width = run.config.model.dim or 64
+        return 0.4 + (0.1 * np.log2(width / 16) if run.encoding == "mixed" else 0)
+
+    @pytest.mark.parametrize(("heads", "wanted"), [(1, [1, 2, 4]), (3, [1, 2, 3]), (4, [1, 2, 4]), (12, [3, 6, 12])])
+    def test_heads_keep_their_channels(self, heads: int, wanted: list[int]) -> None:
+        model = ModelConfig(dim=16 * heads, depth=1, num_heads=heads, mlp_dim=24 * heads, patch_size=[4])
+        _, lab = found("model-size", lambda run: 0.5, ["mixed"], model=model)
+        models = [run.config.model for run in lab.asked if run.encoding == "mixed"]
+        assert [each.num_heads for each in models] == wanted
+        assert all(each.dim == 16 * each.num_heads and each.mlp_dim == 24 * each.num_heads for each in models)
+        assert shared_with_accuracy(lab) == ["learned", "mixed"]
+
+    def test_sizes_by_name_where_one_is_named(self) -> None:
+        model = ModelConfig(size="base", patch_size=[4])
+        findings, lab = found("model-size", lambda run: 0.5, ["mixed"], model=model)
+        assert [run.config.model.size for run in lab.asked[:3]] == ["tiny", "base", "large"]
+        assert shared_with_accuracy(lab) == ["learned", "mixed"]
+        assert [row["width"] for row in titled(findings, "The models").rows] == [384, 768, 1024]
+
+    def test_a_swin_is_scaled_in_all_stages(self) -> None:
+        model = ModelConfig(backbone="swin", dim=32, depths=[1, 1], stage_heads=[2, 4], window_size=[2], patch_size=[2])
+        _, lab = found("model-size", lambda run: 0.5, ["mixed"], model=model)
+        asked = [(run.config.model.dim, run.config.model.stage_heads) for run in lab.asked[:3]]
+        assert asked == [(32, [2, 4]), (64, [4, 8]), (128, [8, 16])]
+
+    def test_leads_that_grow_with_the_width_are_told(self) -> None:
+        model = ModelConfig(dim=64, depth=1, num_heads=4, mlp_dim=8, patch_size=[4])
+        findings, _ = found("model-size", self.hits, ["mixed", "axial"], model=model)
+        lead = by(titled(findings, "How the lead"), "name")
+        assert lead[("mixed",)]["trend"] == pytest.approx(10)
+        assert lead[("axial",)]["verdict"] == "cannot be told"
+        assert "mixed with 60.0 % [" in findings.answer
+        assert "the lead over a learned absolute encoding grows: mixed 10.0 points [" in findings.answer
+
+
+class TestPooling:
+    def test_one_of_both_is_shared_with_accuracy(self) -> None:
+        findings, lab = found("pooling", lambda run: 0.4 + 0.3 * (run.config.model.pool == "mean"), ["none", "mixed"])
+        assert shared_with_accuracy(lab) == ["none", "mixed"]
+        assert {run.config.model.pool for run in lab.asked} == {"cls", "mean"}
+        assert [row["change"] for row in findings.tables[0].rows] == pytest.approx([30, 30])
+        assert "better than a class token with none 30.0 points [" in findings.answer
+        assert findings.advice[0].case.endswith("the mean")
+
+    def test_a_swin_has_nothing_to_compare(self) -> None:
+        model = ModelConfig(backbone="swin", dim=8, depths=[1], stage_heads=[1], window_size=[2], patch_size=[4])
+        findings, lab = found("pooling", lambda run: 0.5, ["mixed"], model=model)
+        assert not lab.asked
+        assert "nothing to compare" in findings.answer
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
+    out = tmp_path_factory.mktemp("studies")
+    config = StudyConfig(
+        data=DataConfig(train_size=200, val_size=60),
+        model=ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2], pool="mean"),
+        optim=OptimConfig(epochs=5, warmup_epochs=1, lr=5e-3),
+        out=str(out),
+    )
+    study = find_study("finetune")
+    encodings = ("none", "axial", "learned+mixed", "liere:8", "sinusoidal")
+    return study.find(Lab(config, encodings, QUIET)), out
+
+
+class TestFinetune:
+    def test_learned_encodings_leave_the_pretrained_model_as_it_was(self, tuned: tuple[Findings, Path]) -> None:
+        findings, _ = tuned
+        [check] = findings.checks
+        assert check.holds
+        assert check.measured.endswith("learned+mixed 0, learned+liere:8 0")
+        rows = by(findings.tables[0], "name")
+        assert list(rows) == [("learned",), ("learned+axial",), ("learned+mixed",), ("learned+liere:8",)]
+        before = {name[0]: row["swapped"] for name, row in rows.items()}
+        assert before["learned"] == before["learned+mixed"] == before["learned+liere:8"]
+        assert rows[("learned",)]["gain"] is None
+        assert any("sinusoidal, which are not rotary" in note for note in findings.notes)
+
+    def test_all_go_on_from_the_same_run_for_as_long(self, tuned: tuple[Findings, Path]) -> None:
+        _, out = tuned
+        curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
+        assert sorted(curves.values()) == [1, 1, 1, 1, 5]
+
+    def test_a_broken_law_is_told(self) -> None:
+        from torchrope.studies.finetune import _check
+
+        lab = FakeLab(lambda run: 0.5)
+        start = lab.train([lab.run("learned")])
+        check = _check(start, {"learned+mixed": 1 - start[0].correct[None]})
+        assert not check.holds
+        assert check.measured.endswith(f"learned+mixed {EXAMPLES}")

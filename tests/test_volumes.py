@@ -1,7 +1,9 @@
 """Volumes: real DICOM and NIfTI files, their order in space, their units and spacings, and what damaged ones do."""
 
+import gzip
 import logging
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from torchrope.cli import main
 from torchrope.data import dicom
 from torchrope.data.build import make_data
 from torchrope.data.config import AugmentConfig, DataConfig
-from torchrope.data.dicom import INDEX_NAME, in_order, index_headers, read_head_ct, read_header, read_slice
+from torchrope.data.dicom import INDEX_NAME, Header, in_order, index_headers, read_head_ct, read_header, read_slice
 from torchrope.data.faults import TooManyFaults
 from torchrope.data.rsna import read_haemorrhages
 from torchrope.data.spacing import patch_positions
@@ -599,6 +601,82 @@ def test_slices_of_two_sizes_are_no_volume(tmp_path):
     assert "slices of a series must have one size and direction" in data.skipped[0][1]
 
 
+def nan_voxels(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.full((4, 4, 4), np.nan, np.float32), np.eye(4)), path)
+
+
+def complex_voxels(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.complex64), np.eye(4)), path)
+
+
+def two_axes(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), path)
+
+
+def four_axes(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4, 3), np.float32), np.eye(4)), path)
+
+
+def no_voxels(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 0), np.float32), np.eye(4)), path)
+
+
+def no_size(path: Path) -> None:
+    image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4))
+    header = image.header
+    header["sform_code"], header["srow_y"], header["vox_offset"] = 1, [0, 0, 0, 0], 352
+    path.write_bytes(gzip.compress(header.binaryblock + bytes(4 + 4 * 64)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (nan_voxels, "voxels must be finite, got 64 that are not"),
+        (complex_voxels, "voxels must be real numbers, got complex64"),
+        (two_axes, r"a volume must have three axes, got the shape \(4, 4\)"),
+        (four_axes, r"a volume must have three axes, got the shape \(4, 4, 4, 3\)"),
+        (no_voxels, r"a volume must have voxels, got the shape \(4, 4, 0\)"),
+        (no_size, "voxels must have a size in mm, got 1, 0, 1"),
+    ],
+)
+def test_a_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, spoil, why):
+    root = nifti_folder(tmp_path)
+    spoil(root / "scans" / "3.nii.gz")
+    data = load("volumes", root)
+    train, val = data.datasets()
+    assert all(inputs.isfinite().all() for part in (train, val) for inputs, _ in (part[i] for i in range(len(part))))
+    (named,) = {*data.skipped, *train.reading.found(), *val.reading.found()}
+    assert named[0].startswith("scans/3")
+    assert re.fullmatch(why, named[1])
+
+
+def test_where_no_volume_can_be_read_one_line_says_so(tmp_path):
+    root = rsna_folder(tmp_path)
+    for path in (root / "stage_2_train").glob("*.dcm"):
+        with disable_value_validation():
+            dataset = pydicom.dcmread(path)
+            del dataset.PixelData
+            dataset.save_as(path)
+    message = r"^some of the volumes must be readable, got none: 00\d\d \(ID_\d+.dcm: .*[Pp]ixel.*more$"
+    with pytest.raises(TooManyFaults, match=message):
+        load("rsna", root)
+
+
+def test_slices_without_a_size_are_no_volume():
+    header = Header("1", "2", "3", "", (0.0, 0.0, 0.0), AXIAL, (0.0, 0.5), 1.0, (4, 4))
+    with pytest.raises(ValueError, match=r"^voxels must have a size in mm, got 1, 0 and 0\.5$"):
+        in_order(["a"], {"a": header})
+
+
+def test_slices_that_a_table_forgets_are_counted(tmp_path, caplog):
+    root = rsna_folder(tmp_path)
+    table = root / "stage_2_train.csv"
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join(lines[: 1 + 3 * (len(lines) // 4)]))
+    load("rsna", root)
+    assert any(re.search(r"\d+ of \d+ slices have no label in stage_2_train.csv: left out", m) for m in caplog.messages)
+
+
 @pytest.mark.parametrize("content", [b"", b"no NIfTI"])
 def test_damaged_nifti_files_are_named_and_left_out(tmp_path, content):
     root = nifti_folder(tmp_path)
@@ -642,6 +720,18 @@ def other_part(root):
     (root / "labels.csv").write_text("study,label,part\nscans/0,well,test\n")
 
 
+def no_content(root):
+    next(root.glob("*.csv")).write_text("")
+
+
+def without_a_label(root):
+    (root / "labels.csv").write_text("study,label\nscans/0,well\nscans/1\nscans/2,ill\n")
+
+
+def too_long_a_row(root):
+    (root / "labels.csv").write_text("study,label\nscans/0,well,train\nscans/1,ill\n")
+
+
 def other_files(root):
     (root / "labels.csv").write_text("study,label\na,well\nb,ill\n")
 
@@ -657,6 +747,9 @@ def no_slices(root):
         ("rsna", without_table, r"labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*"),
         ("rsna", other_columns, "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind"),
         ("rsna", empty_table, "labels must name studies, got none in .*stage_2_train.csv"),
+        ("rsna", no_content, "labels must have the columns ID, Label, got .*stage_2_train.csv with none"),
+        ("volumes", without_a_label, "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"),
+        ("volumes", too_long_a_row, r"rows must have 2 columns at most, got .*\['train'\]\] in .*labels.csv"),
         ("rsna", no_slices, r"root must hold the RSNA .*stage_2_train/\*.dcm.*, got no labelled slices in '.*'"),
         (
             "volumes",

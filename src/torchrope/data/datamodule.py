@@ -81,12 +81,17 @@ class DataModule(pl.LightningDataModule, ABC):
     @property
     def skipped(self) -> list[Fault]:
         """Files left out so far, before the training and while it reads."""
-        reading = [getattr(part, "reading", None) for part in self._datasets or ()]
-        return [*self._skipped, *(fault for read in reading if isinstance(read, Skipping) for fault in read.found())]
+        return [*self._skipped, *(fault for reading in self.readings for fault in reading.found())]
 
     @skipped.setter
     def skipped(self, faults: list[Fault]) -> None:
         self._skipped = faults
+
+    @property
+    def readings(self) -> list[Skipping]:
+        """What counts files that turn out to be damaged while they are read, of both parts."""
+        found = [getattr(part, "reading", None) for part in self._datasets or ()]
+        return [reading for reading in found if isinstance(reading, Skipping)]
 
     @property
     def num_axes(self) -> int:

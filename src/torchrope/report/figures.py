@@ -17,6 +17,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodF
 from matplotlib.transforms import Bbox
 
 from torchrope.report.load import Results, ranked
+from torchrope.report.looks import encoding_looks
 from torchrope.report.tables import percent, significant, size, tested_sizes
 
 STYLE: dict[str, Any] = {
@@ -43,11 +44,6 @@ STYLE: dict[str, Any] = {
     "ytick.labelsize": 9,
 }
 
-# Okabe and Ito without yellow, then three darker hues from Tol's muted palette.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#7A7A00", "#332288"]
-DASHES = ["-", "--", ":"]
-MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">", "p"]
-PLAIN = "#6b6b6b"
 NAMES = ["accuracy-curves", "loss-curves", "cost", "resolutions", "shuffling"]
 WIDTH, HEIGHT = 4.8, 4.0
 FONTS = "'DejaVu Sans', Verdana, Arial, sans-serif"
@@ -185,17 +181,10 @@ def shuffling(results: Results) -> Drawing | None:
 
 def looks(results: Results) -> dict[str, Look]:
     """Give every encoding one colour, marker and dash for all figures; `none` is always grey."""
-    names = [encoding["name"] for encoding in results["encodings"]]
-    others = [name for name in names if name != "none"]
-    chosen = {
-        name: {
-            "color": COLOURS[index % len(COLOURS)],
-            "marker": MARKERS[index % len(MARKERS)],
-            "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
-        }
-        for index, name in enumerate(others)
+    given = encoding_looks([encoding["name"] for encoding in results["encodings"]])
+    return {
+        name: {"color": look.colour, "marker": look.marker, "linestyle": look.linestyle} for name, look in given.items()
     }
-    return {**chosen, "none": {"color": PLAIN, "marker": "x", "linestyle": "--"}}
 
 
 def _looks(results: Results) -> list[tuple[dict[str, Any], Look]]:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torchrope.report.shape import check, check_kind, short
+
 Results = dict[str, Any]
 
 VERSION = 1
@@ -11,7 +13,6 @@ STUDY = "compare"
 
 _MEAN = {"mean?": float, "spread?": float}
 
-# A key ending in "?" may be absent or null; (a, b) is a list of exactly those; `object` is anything.
 _SHAPE: dict[str, Any] = {
     "data": {
         "name": str,
@@ -68,8 +69,6 @@ _SHAPE: dict[str, Any] = {
     "unfinished?": [object],
 }
 
-_WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false", dict: "an object"}
-
 
 def read_results(path: Path) -> Results:
     """Read a `results.json` and check that the report can show it.
@@ -96,11 +95,11 @@ def read_results(path: Path) -> Results:
 
 def check_results(results: Any) -> None:
     """Raise ValueError, naming the place, unless `results` has the shape this report reads."""
-    _check_kind(results, dict, "results")
+    check_kind(results, dict, "results")
     for key, wanted in (("schema", VERSION), ("study", STUDY)):
         if results.get(key) != wanted:
-            raise ValueError(f"{key} must be {wanted!r}, got {_short(results.get(key))}")
-    _check(results, _SHAPE, "results")
+            raise ValueError(f"{key} must be {wanted!r}, got {short(results.get(key))}")
+    check(results, _SHAPE, "results")
     _check_names(results)
 
 
@@ -110,41 +109,6 @@ def ranked(results: Results) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [(entry, by_name[entry["name"]]) for entry in sorted(results["ranking"], key=lambda e: e["rank"])]
 
 
-def _check(value: Any, shape: Any, where: str) -> None:
-    if isinstance(shape, dict):
-        _check_object(value, shape, where)
-    elif isinstance(shape, list | tuple):
-        _check_list(value, shape, where)
-    elif shape is not object:
-        _check_kind(value, shape, where)
-
-
-def _check_object(value: Any, shape: dict[str, Any], where: str) -> None:
-    _check_kind(value, dict, where)
-    for key, inner in shape.items():
-        name = key.removesuffix("?")
-        if value.get(name) is not None:
-            _check(value[name], inner, f"{where}.{name}")
-        elif name == key:
-            raise ValueError(f"{where} must have {name!r}, got {_short(sorted(value))}")
-
-
-def _check_list(value: Any, shape: list[Any] | tuple[Any, ...], where: str) -> None:
-    if not isinstance(value, list):
-        raise ValueError(f"{where} must be a list, got {_short(value)}")
-    if isinstance(shape, tuple) and len(value) != len(shape):
-        raise ValueError(f"{where} must hold {len(shape)} items, got {len(value)}")
-    for index, item in enumerate(value):
-        _check(item, shape[0], f"{where}[{index}]")
-
-
-def _check_kind(value: Any, kind: type, where: str) -> None:
-    accepted = (int, float) if kind is float else kind
-    is_bool_for_number = isinstance(value, bool) and kind is not bool
-    if not isinstance(value, accepted) or is_bool_for_number:
-        raise ValueError(f"{where} must be {_WORDS[kind]}, got {_short(value)}")
-
-
 def _check_names(results: Results) -> None:
     names = [encoding["name"] for encoding in results["encodings"]]
     if not names:
@@ -152,8 +116,3 @@ def _check_names(results: Results) -> None:
     placed = [entry["name"] for entry in results["ranking"]]
     if len(set(names)) != len(names) or sorted(placed) != sorted(names):
         raise ValueError(f"results.ranking must place every encoding once, got {placed} for {names}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -4,7 +4,8 @@ from typing import Any
 
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from torchrope.report.figures import COLOURS, MARKERS, PLAIN, Drawing, canvas, finish, house_style, plain_log
+from torchrope.report.figures import Drawing, canvas, finish, house_style, plain_log
+from torchrope.report.looks import COLOURS, MARKERS, PLAIN
 from torchrope.report.speed import OURS, setting_line
 
 

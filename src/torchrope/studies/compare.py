@@ -22,11 +22,12 @@ from torchrope.studies.config import CompareConfig
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
-from torchrope.training.config import RunConfig, ScaleConfig, check_spacing, plain
+from torchrope.training.config import RunConfig, check_spacing, plain
 from torchrope.training.cost import measure_costs
 from torchrope.training.evaluate import evaluate, interval
 from torchrope.training.models import build_for_costs, build_model
 from torchrope.training.run import train
+from torchrope.training.skipped import read_skipped
 
 CLEARLY_CHEAPER = 1.05
 """Times per step closer than this are no reason to choose."""
@@ -68,7 +69,9 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
     measured = {name: results for name, results in measured.items() if results}
     costs = _costs(folder, list(measured), data, config)
     run_again = {"command": command, "date": date.today().isoformat(), "config": plain(asked), **provenance()}
-    write_json(folder.results_file, _results(asked, data, measured, costs, run_again))
+    results = _results(asked, data, measured, costs, run_again)
+    results["data"]["skipped"] = _skipped(data, folder, asked)
+    write_json(folder.results_file, results)
     return folder.results_file
 
 
@@ -87,7 +90,7 @@ def _train_and_evaluate(
         data=config.data,
         model=config.model,
         optim=config.optim,
-        scale=ScaleConfig(on_nan="ignore"),  # an encoding that diverges is a result
+        scale=config.scale,
     )
     classifier, history = train(settings, data, folder.run_folder(run), on_epoch=progress.epoch)
     evaluation = evaluate(classifier.model, data, config.scales)
@@ -104,6 +107,13 @@ def _train_and_evaluate(
 def _finished(folder: StudyFolder, name: str, seeds: int) -> list[dict[str, Any]]:
     results = (folder.result(Run(name, seed)) for seed in range(seeds))
     return [result for result in results if result is not None]
+
+
+def _skipped(data: DataModule, folder: StudyFolder, asked: CompareConfig) -> list[str]:
+    """What could not be read, now and in the runs that an earlier start finished."""
+    runs = [Run(name, seed) for name in asked.encodings for seed in range(asked.seeds)]
+    earlier = {path: why for run in runs for path, why in read_skipped(folder.run_folder(run)).items()}
+    return [f"{path} ({why})" for path, why in {**earlier, **dict(data.skipped)}.items()]
 
 
 def _costs(folder: StudyFolder, names: list[str], data: DataModule, config: CompareConfig) -> dict[str, Any]:
@@ -163,7 +173,6 @@ def _describe_data(data: DataModule, blueprints: dict[str, ViT | Swin]) -> dict[
         "train": train_count,
         "val": val_count,
         "chance": 1 / data.num_classes,
-        "skipped": [f"{path} ({reason})" for path, reason in data.skipped],
     }
 
 

@@ -205,7 +205,8 @@ def products_by_formula(size: Size) -> int:
     assert isinstance(model, ViT)
     patches = math.prod(model.embed.lattice(size.data.input_size))
     tokens, d, depth = patches + model.num_prefix, model.prefix_tokens.shape[-1], len(model.layers)
-    m = model.layers[0].mlp[0].out_features
+    first: Any = model.layers[0]
+    m = first.mlp[0].out_features
     layer = 4 * tokens * d**2 + 2 * tokens**2 * d + 2 * tokens * d * m
     return patches * model.embed.proj.in_features * d + depth * layer + d * size.data.num_classes
 

@@ -188,8 +188,8 @@ def _told(row: dict[str, Any], key: str) -> str:
 def _note() -> str:
     return (
         "Where the curve of validation top-1 first reaches the learned absolute encoding's last value, straight "
-        "between epochs. The factors of the papers divide the whole training by that. But a curve that rises and falls by "
-        "luck reaches its own end before the end: the last factor, against the learned encoding's own first time, "
+        "between epochs. The factors of the papers divide the whole training by that. But a curve that rises and falls "
+        "by luck reaches its own end before the end: the last factor, against the learned encoding's own first time, "
         "decides the verdict. Intervals hold 95 % of 2,000 draws of validation examples, and of seeds where there are "
         "several; a draw that does not get there within the training counts as all of it."
     )

@@ -38,6 +38,7 @@ from torchrope.training.guards import LossGuard, device_memory, largest_loss, ou
 from torchrope.training.history import History, OnEpoch, SeedEpoch
 from torchrope.training.interruption import Interrupted, SaveOnSignal
 from torchrope.training.models import build_for_costs, build_model
+from torchrope.training.skipped import SKIPPED, KeepSkipped
 from torchrope.training.start import start_from
 from torchrope.training.watch import Speed, count_tokens, loggers
 
@@ -109,6 +110,7 @@ def train(
             callbacks=[
                 SeedEpoch(config.seed),
                 history,
+                KeepSkipped(folder, data),
                 *callbacks(config, data, folder),
                 every_epoch(folder),
                 *trainer_settings.pop("callbacks", []),
@@ -188,7 +190,7 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
 def _claim(folder: Path, config: RunConfig) -> None:
     """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
     file = folder / CONFIG
-    remove_unfinished(folder, (CONFIG, CHECKPOINT, WITHIN_EPOCH, WEIGHTS, CURVE))
+    remove_unfinished(folder, (CONFIG, CHECKPOINT, WITHIN_EPOCH, WEIGHTS, CURVE, SKIPPED))
     if not file.exists() and folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     if file.exists():

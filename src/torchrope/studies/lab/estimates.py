@@ -113,8 +113,9 @@ def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> tuple[float, floa
     """
     centred = np.subtract(x, fmean(x))
     weights = centred / np.square(centred).sum()
-    slopes = sum(weight * right.mean(axis=0) for weight, right in zip(weights, rights, strict=True))
-    low, high = interval(np.asarray(slopes))
+    terms = [weight * right.mean(axis=0) for weight, right in zip(weights, rights, strict=True)]
+    slopes = np.sum(terms, axis=0).round(12)  # a level line is level
+    low, high = interval(slopes)
     return 100 * float(np.mean(slopes)), 100 * low, 100 * high
 
 

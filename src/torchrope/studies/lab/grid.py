@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any, Literal
 
+from torchrope.encodings import AbsoluteEncoding, Encoding
 from torchrope.studies.lab.estimates import OVER_SEEDS, TOP1, contrast, correct, label, loss, points, told, top1, trend
 from torchrope.studies.lab.results import Axis, Column, Figure, Table
 from torchrope.studies.lab.runs import Run, Trained
@@ -204,6 +205,13 @@ def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level,
     for name, levels in grid.items():
         for level, cell in levels.items():
             yield name, level, cell
+
+
+def encoding_parameters(lab: Lab, run: Run) -> int:
+    """How many numbers the encodings of a run's model learn, all layers and heads together."""
+    encodings = (each for each in lab.blueprint(run).modules() if isinstance(each, Encoding | AbsoluteEncoding))
+    learned = {id(parameter): parameter.numel() for each in encodings for parameter in each.parameters()}
+    return sum(learned.values())
 
 
 def named(name: str) -> dict[str, str]:

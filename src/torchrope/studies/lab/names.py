@@ -7,11 +7,18 @@ NAMES = (
     "accuracy",
     "data-efficiency",
     "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
     "shuffle",
     "resolution",
+    "pooling",
     "complexity",
+    "finetune",
     "generators",
     "attention",
+    "fourier",
+    "kernel",
 )
 
 

@@ -1,0 +1,213 @@
+"""Read what studies found, `<study>[-<data>].json`, and refuse in one line what the report cannot show."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchrope.report.shape import check, check_kind, short
+
+Study = dict[str, Any]
+
+VERSION = 1
+COMPARISON = "results.json"
+
+# The order of the report; a study of somebody's own comes after these.
+ORDER = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
+    "shuffle",
+    "resolution",
+    "pooling",
+    "complexity",
+    "finetune",
+    "generators",
+    "attention",
+    "fourier",
+    "kernel",
+)
+
+_AXIS = {"key": str, "title": str, "unit?": str, "scale": str}
+_TABLE = {
+    "title": str,
+    "columns": [{"key": str, "title": str, "unit?": str, "digits?": int, "low?": str, "high?": str}],
+    "rows": [dict],
+    "source?": str,
+    "note?": str,
+}
+_SHAPE: dict[str, Any] = {
+    "study": str,
+    "title": str,
+    "question": str,
+    "sources": [str],
+    "findings": {
+        "answer": str,
+        "tables": [_TABLE],
+        "figures": [
+            {
+                "name": str,
+                "kind": str,
+                "title": str,
+                "alt": str,
+                "x": _AXIS,
+                "y": _AXIS,
+                "rows": [dict],
+                "series?": str,
+                "panel?": str,
+                "low?": str,
+                "high?": str,
+                "colour?": _AXIS,
+                "caption?": str,
+            }
+        ],
+        "published": [_TABLE],
+        "checks": [{"law": str, "holds": bool, "measured": str}],
+        "notes": [str],
+        "advice": [{"case": str, "encodings": [str], "because": str}],
+    },
+    "data?": {
+        "name": str,
+        "title": str,
+        "description?": str,
+        "axes?": [str],
+        "input_size?": [int],
+        "num_classes?": int,
+        "train?": int,
+        "val?": int,
+        "chance?": float,
+        "skipped?": [object],
+    },
+    "run": {
+        "command?": str,
+        "commit?": str,
+        "torchrope?": str,
+        "versions?": dict,
+        "machine?": dict,
+        "date?": str,
+        "seconds?": float,
+        "config?": dict,
+    },
+}
+_KINDS = ("lines", "points", "bars", "cells")
+_SCALES = ("linear", "log", "category")
+
+
+def study_files(folder: Path) -> list[Path]:
+    """The files of a folder that studies left, by name."""
+    return sorted(path for path in folder.glob("*.json") if path.is_file() and path.name != COMPARISON)
+
+
+def read_studies(folder: Path) -> list[Study]:
+    """Read every study of a folder, in the order of the report.
+
+    Args:
+        folder: Where `torchrope study` wrote.
+
+    Raises:
+        ValueError: there is none, or one is no JSON, of another schema, or lacks a part.
+    """
+    files = study_files(folder)
+    if not files:
+        raise ValueError(
+            f"a report needs the {COMPARISON} of `torchrope compare` or the files of `torchrope study`, got no file at "
+            f"{folder / COMPARISON} and no other"
+        )
+    studies = [read_study(file) for file in files]
+    _check_once(studies, files)
+    return sorted(studies, key=_place)
+
+
+def read_study(file: Path) -> Study:
+    """Read one study and check that the report can show it.
+
+    Raises:
+        ValueError: it is no JSON, of another schema, or lacks a part; the message names the file and the place.
+    """
+    try:
+        # NaN and Infinity are no JSON: they read as missing.
+        study = json.loads(file.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"a study must be JSON, got {file}: {error}") from None
+    try:
+        check_study(study)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return study
+
+
+def check_study(study: Any) -> None:
+    """Raise ValueError, naming the place, unless a study has the shape this report reads."""
+    check_kind(study, dict, "study")
+    if study.get("schema") != VERSION:
+        raise ValueError(f"schema must be {VERSION!r}, got {short(study.get('schema'))}")
+    check(study, _SHAPE, "study")
+    findings = study["findings"]
+    for part in ("tables", "published"):
+        for index, table in enumerate(findings[part]):
+            _check_table(table, f"study.findings.{part}[{index}]")
+    for index, figure in enumerate(findings["figures"]):
+        _check_figure(figure, f"study.findings.figures[{index}]")
+    names = [figure["name"] for figure in findings["figures"]]
+    if len(set(names)) < len(names):
+        raise ValueError(f"study.findings.figures must have different names, got {short(names)}")
+
+
+def _check_table(table: dict[str, Any], where: str) -> None:
+    if not table["columns"]:
+        raise ValueError(f"{where} must have a column, got none")
+    keys = [column[part] for column in table["columns"] for part in ("key", "low", "high") if column.get(part)]
+    _check_rows(table["rows"], keys, where)
+    for column in table["columns"]:
+        for part in ("low", "high"):
+            if column.get(part):
+                _check_numbers(table["rows"], column[part], where)
+
+
+def _check_figure(figure: dict[str, Any], where: str) -> None:
+    if figure["kind"] not in _KINDS:
+        raise ValueError(f"{where}.kind must be one of {', '.join(_KINDS)}, got {short(figure['kind'])}")
+    if (figure["kind"] == "cells") != (figure.get("colour") is not None):
+        raise ValueError(f"{where}.colour must be there for cells alone, got kind {figure['kind']}")
+    axes = [(part, figure[part]) for part in ("x", "y", "colour") if figure.get(part)]
+    for part, axis in axes:
+        if axis["scale"] not in _SCALES:
+            raise ValueError(f"{where}.{part}.scale must be one of {', '.join(_SCALES)}, got {short(axis['scale'])}")
+    others = [figure[part] for part in ("series", "panel", "low", "high") if figure.get(part)]
+    _check_rows(figure["rows"], [axis["key"] for _, axis in axes] + others, where)
+    numeric = [axis["key"] for _, axis in axes if axis["scale"] != "category"]
+    for key in [*numeric, *(figure[part] for part in ("low", "high") if figure.get(part))]:
+        _check_numbers(figure["rows"], key, where)
+
+
+def _check_rows(rows: list[dict[str, Any]], keys: list[str], where: str) -> None:
+    for index, row in enumerate(rows):
+        for key in keys:
+            if key not in row:
+                raise ValueError(f"{where}.rows[{index}] must have {key!r}, got {short(sorted(row))}")
+        for key, value in row.items():
+            if not isinstance(value, int | float | str | bool | None):
+                raise ValueError(f"{where}.rows[{index}].{key} must be a number, text, true, false or null, got "
+                                 f"{short(value)}")  # fmt: skip
+
+
+def _check_numbers(rows: list[dict[str, Any]], key: str, where: str) -> None:
+    for index, row in enumerate(rows):
+        if row[key] is not None:
+            check_kind(row[key], float, f"{where}.rows[{index}].{key}")
+
+
+def _check_once(studies: list[Study], files: list[Path]) -> None:
+    seen: dict[tuple[str, str | None], Path] = {}
+    for study, file in zip(studies, files, strict=True):
+        key = (study["study"], (study.get("data") or {}).get("name"))
+        if key in seen:
+            raise ValueError(f"a study is there once for each data set, got {seen[key].name} and {file.name}")
+        seen[key] = file
+
+
+def _place(study: Study) -> tuple[int, str, str]:
+    name = study["study"]
+    return ORDER.index(name) if name in ORDER else len(ORDER), name, (study.get("data") or {}).get("name") or ""
