@@ -475,3 +475,17 @@ def test_attention_of_clips_keeps_the_frames_and_that_of_a_swin_is_left_out(out:
     assert [row["size"] for row in found["tables"][0]["rows"]] == ["5 × 12 × 12", "5 × 20 × 20", "5 × 36 × 36"]
     swin = lab(out, model=ModelConfig(backbone="swin", patch_size=[2]))
     assert attention.find(swin).answer.startswith("Not measured")
+
+
+def test_what_a_change_does_is_told_by_those_it_helps_and_those_it_harms() -> None:
+    right = {(8, 8): np.array([[1.0, 0.0] * 50])}
+    up, down = {(8, 8): np.ones((1, 100))}, {(8, 8): np.zeros((1, 100))}
+    changes = [
+        resolution.Change("perturbation", name, found, right)
+        for name, found in (("mixed", up), ("liere", down), ("axial", right))
+    ]
+    told = resolution._effect("perturbation", changes, (8, 8))
+    assert told.startswith("Perturbation changes mixed by 50.0 points [")
+    assert "and liere by -50.0 points [" in told
+    assert told.endswith("there, not measurably axial.")
+    assert resolution._effect("NTK", changes[2:], (8, 8)) == "NTK measurably changes nothing there (axial)."

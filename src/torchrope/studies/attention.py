@@ -15,7 +15,7 @@ from torchrope.backbones import Swin, ViT
 from torchrope.data.datamodule import DataModule
 from torchrope.data.transforms import resize
 from torchrope.positions import grid
-from torchrope.studies.lab.estimates import by_encoding, label, told
+from torchrope.studies.lab.estimates import by_encoding, caveat, label, told
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import ROPE_VIT
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Table
@@ -259,9 +259,7 @@ def _answer(found: dict[str, dict[Size, dict[str, np.ndarray]]], at: Size, latti
     sharpest = min(here, key=lambda name: here[name]["entropy"].mean())
     entropy = _between(_ends(here[sharpest]["entropy"].mean(axis=0)))
     sentences.append(f"Attention is sharpest in {sharpest}, with an entropy of {entropy} nats.")
-    if seeds == 1:
-        sentences.append("One training each: luck of the seed is not in the intervals.")
-    return " ".join(sentences)
+    return " ".join(sentences) + caveat(seeds)
 
 
 def _beside(mean: dict[str, np.ndarray], base: str) -> str:

@@ -14,7 +14,7 @@ from torchrope.data.datamodule import DataModule
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import upper_triangle
 from torchrope.positions import PerAxis, per_axis
-from torchrope.studies.lab.estimates import by_encoding, label, told
+from torchrope.studies.lab.estimates import by_encoding, caveat, label, told
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import COMROPE, published
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Table
@@ -246,7 +246,8 @@ def _cells(key: str, ends: Ends) -> dict[str, float | None]:
 _NOTE = (
     "σ is the standard deviation of the elements above the diagonal. From commuting is ‖AB − BA‖ / (‖A‖ ‖B‖), the mean "
     "over pairs of axes, blocks, heads and layers: 0 where the generators commute, 1 at most. The way is "
-    "‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals hold 95 % of bootstrap resamples of the heads of all layers."
+    "‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals hold 95 % of bootstrap resamples of the heads of all "
+    "layers."
 )
 _UNITS = (
     "A unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "
@@ -271,9 +272,7 @@ def _answer(rows: list[dict[str, Any]], relative: dict[str, bool], seeds: int) -
     farthest = max(rows, key=lambda row: row["path"])
     if len(rows) > 1:
         sentences.append(f"Training moves {farthest['name']} most, by {_told(farthest, 'path', 1)} % of its length.")
-    if seeds == 1:
-        sentences.append("One training each: luck of the seed is not in the intervals.")
-    return " ".join(sentences)
+    return " ".join(sentences) + caveat(seeds)
 
 
 def _moved(row: dict[str, Any]) -> str:

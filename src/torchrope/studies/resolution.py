@@ -17,7 +17,7 @@ from torchrope.data.transforms import resize
 from torchrope.encodings import STRING, NoEncoding, choose
 from torchrope.encodings.scaling import extend, yarn_temperature
 from torchrope.positions import per_axis
-from torchrope.studies.lab.estimates import difference, label, points, told, top1
+from torchrope.studies.lab.estimates import caveat, contrast, difference, label, points, told, top1
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
 from torchrope.studies.lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
@@ -493,9 +493,7 @@ def _answer(right: dict[str, Right], changes: list[Change], sizes: Sizes, seeds:
             f"{points(*kept[most])}."
         )
     sentences += [_effect(what, [each for each in changes if each.what == what], largest) for what in _kinds(changes)]
-    if seeds == 1:
-        sentences.append("One training each: luck of the seed is not in the intervals.")
-    return " ".join(sentences)
+    return " ".join(sentences) + caveat(seeds)
 
 
 def _kinds(changes: list[Change]) -> list[str]:
@@ -504,15 +502,17 @@ def _kinds(changes: list[Change]) -> list[str]:
 
 def _effect(what: str, changes: list[Change], size: Size) -> str:
     """One sentence on what something changes at a size: whom it helps, whom it harms."""
-    found = {each.name: difference(each.right[size], each.base[size]) for each in changes}
-    better = [f"{name} by {points(*ends)}" for name, ends in found.items() if ends[1] > 0]
-    worse = [f"{name} by {points(*ends)}" for name, ends in found.items() if ends[2] < 0]
+    found = {each.name: contrast(each.right[size], each.base[size]) for each in changes}
+    better, worse = (
+        [f"{name} by {found[name]}" for name in found if found[name].verdict == verdict]
+        for verdict in ("better", "worse")
+    )
     start = what[0].upper() + what[1:]
     said = [f"changes {told(better)}"] if better else []
     said += [f"{'and ' if better else 'changes '}{told(worse)}"] if worse else []
     if not said:
         return f"{start} measurably changes nothing there ({told(list(found))})."
-    rest = [name for name, ends in found.items() if ends[1] <= 0 <= ends[2]]
+    rest = [name for name in found if found[name].verdict == "tied"]
     return f"{start} {' '.join(said)} there" + (f", not measurably {told(rest)}." if rest else ".")
 
 

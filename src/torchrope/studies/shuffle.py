@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrope.backbones import Swin, ViT
 from torchrope.data.datamodule import DataModule
 from torchrope.data.transforms import shuffle_along, shuffle_patches
-from torchrope.studies.lab.estimates import by_encoding, difference, label, points, told, top1
+from torchrope.studies.lab.estimates import by_encoding, caveat, contrast, difference, label, points, told, top1
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import LIERE_1, LIERE_2, published
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Table
@@ -22,6 +22,7 @@ from torchrope.training.evaluate import predict
 
 INTACT, PATCHES, FRAMES = "intact", "patches", "frames"
 TITLES = {INTACT: "As they are", PATCHES: "Patches shuffled", FRAMES: "Frames shuffled"}
+VERDICTS = {"worse": "smaller", "tied": "not told apart"}
 SEED = 0
 RESAMPLES = 2000
 ROUNDING = 1e-4  # of the largest class score
@@ -158,7 +159,6 @@ def losses(groups: dict[str, list[dict[str, Any]]], kind: str) -> list[dict[str,
         before, after = right[name]
         drop, drop_low, drop_high = difference(before, after)
         lost, lost_low, lost_high = share_lost(before.mean(axis=0), after.mean(axis=0))
-        behind = difference(largest, before - after)
         rows.append(
             {
                 "encoding": label(name),
@@ -171,7 +171,7 @@ def losses(groups: dict[str, list[dict[str, Any]]], kind: str) -> list[dict[str,
                 "lost": lost,
                 "lost_low": lost_low,
                 "lost_high": lost_high,
-                "verdict": "largest" if name == ordered[0] else "smaller" if behind[1] > 0 else "not told apart",
+                "verdict": "largest" if name == ordered[0] else VERDICTS[contrast(before - after, largest).verdict],
             }
         )
     return rows
@@ -236,9 +236,7 @@ def _before_and_after(found: dict[str, Any], kind: str) -> list[tuple[int, int]]
 
 def _answer(rows: dict[str, list[dict[str, Any]]], lab: Lab) -> str:
     sentences = [_sentence(kind, of_kind) for kind, of_kind in rows.items()]
-    if len(lab.seeds) == 1:
-        sentences.append("One training each: luck of the seed is not in the intervals.")
-    return " ".join(sentences)
+    return " ".join(sentences) + caveat(len(lab.seeds))
 
 
 def _sentence(kind: str, rows: list[dict[str, Any]]) -> str:
