@@ -107,8 +107,15 @@ def svg(drawn: Plot, name: str) -> str:
     """
     import vl_convert
 
-    text = vl_convert.vegalite_to_svg(drawn.with_data(), allowed_base_urls=[])
+    text = vl_convert.vegalite_to_svg(_without_touch(drawn.with_data()), allowed_base_urls=[])
     return _for_inlining(text[text.index("<svg") :].strip(), name)
+
+
+def _without_touch(spec: Spec) -> Spec:
+    """Leave out what is there for the mouse alone."""
+    if "spec" in spec:
+        return {**spec, "spec": _without_touch(spec["spec"])}
+    return {**spec, "layer": [layer for layer in spec["layer"] if layer["mark"].get("opacity") != 0]}
 
 
 def slug(*parts: str) -> str:
@@ -240,11 +247,12 @@ def _channel(figure: Figure, names: _Fields, part: str) -> Spec:
         }
     if axis["scale"] == "log":
         return {**channel, "type": "quantitative", **_log_axis(names.numbers(part) + _ends(figure, names, part))}
+    stacked = {"stack": None} if figure["kind"] == "bars" and part == _along(figure) else {}
     whole = all(float(value).is_integer() for value in names.numbers(part))
     ticks: Spec = {"tickMinStep": 1} if whole else {}
     if figure["kind"] == "lines" and part == "x" and len(set(names.numbers(part))) <= 8:
         ticks["values"] = sorted(set(names.numbers(part)))
-    return {**channel, "type": "quantitative", "scale": {"zero": figure["kind"] == "bars"}, "axis": ticks}
+    return {**channel, "type": "quantitative", "scale": {"zero": figure["kind"] == "bars"}, "axis": ticks, **stacked}
 
 
 def _ends(figure: Figure, names: _Fields, part: str) -> list[float]:

@@ -39,7 +39,7 @@
     const spec = structuredClone(plot.spec);
     const values = plot.rows.map((row) => Object.fromEntries(row.map((value, index) => ["c" + index, value])));
     const legend = Math.max(1, Math.floor(width / 150));
-    spec.config = { ...spec.config, legend: { ...spec.config.legend, columns: legend } };
+    if (width < 450) spec.config.axis.labelLimit = 110;
     if (plot.panels) {
       const inner = spec.spec;
       const beside = spec.resolve ? 80 : 45;
