@@ -1,12 +1,13 @@
 # make demo   the main job on the embedded data        make check   lint, types, architecture
 # make test   the tests                                make readme  the README's table, from committed results
+# make docs   the site, into site/; warnings are errors
 # make bench  every promised row of speed, into benchmarks/results and docs/speed.md
 
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check readme bench clean
+.PHONY: demo test check readme docs bench clean
 
 demo: $(READY)
 	$(BIN)/torchrope compare --out runs/demo
@@ -24,14 +25,17 @@ check: $(READY)
 readme: $(READY)
 	$(BIN)/torchrope report docs/results/digits --readme README.md
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
 
 clean:
-	rm -rf .venv runs build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs site build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # Made anew where the versions or the extras change; a broken install leaves no mark.
 $(READY): pyproject.toml constraints.txt $(wildcard src/torchrope/ops/native/*.[ch])
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	touch $@

@@ -1,12 +1,12 @@
-"""Write the tables of docs/speed.md and its figures from benchmarks/results/cpu.json."""
+"""Write the tables of docs/speed.md, its figures and the table of docs/data.md from benchmarks/results/*.json."""
 
 from dataclasses import asdict
 from pathlib import Path
 
 from torchrope.files import write_whole
-from torchrope.report.speed import render_docs
+from torchrope.report.speed import render_data_docs, render_docs
 from torchrope.report.speed_figures import growth, step_times
-from torchrope.speed.results import Suite, read_results
+from torchrope.speed.results import DataSuite, Suite, read_results
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
@@ -25,5 +25,12 @@ def render(results: Path, docs: Path) -> None:
             write_whole(docs / "speed" / f"{drawing.name}.svg", drawing.svg + "\n")
 
 
+def render_data(results: Path, docs: Path) -> None:
+    page = docs / "data.md"
+    suite = asdict(read_results(results, DataSuite)) if results.exists() else None
+    write_whole(page, render_data_docs(page.read_text(encoding="utf-8"), suite))
+
+
 if __name__ == "__main__":
     render(RESULTS, DOCS)
+    render_data(RESULTS.with_name("data.json"), DOCS)

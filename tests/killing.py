@@ -1,10 +1,11 @@
 """Train in child processes that are killed at random moments, start them again, and tell whether all ended alike.
 
-    python tests/killing.py FOLDER TRIALS WORKERS SEED
+    python tests/killing.py FOLDER TRIALS KIND SEED
 
-A trial's child is killed with SIGKILL once to three times: after a random part of what a whole run takes, or inside the
-k-th write of a file, before or behind it became the file. Then it may finish. Children are forks, so that torch is
-imported once; this process itself never computes.
+KIND is "plain", a set in memory that is read by the training process itself, or "augmented", files that two workers
+decode and change by RandAugment, with Mixup. A trial's child is killed with SIGKILL once or twice: after a random part
+of what a whole run takes, or inside the k-th write of a file, before or behind it became the file. Then it may finish.
+Children are forks, so that torch is imported once; this process itself never computes.
 """
 
 import hashlib
@@ -17,43 +18,50 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
+from miniatures import images
 
 from torchrope.data.build import make_data
 from torchrope.data.config import AugmentConfig, DataConfig
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.training.run import train
 
-WRITES = 16  # of a whole run
+WRITES = {"plain": 11, "augmented": 9}  # of a whole run
 
 
-def config(workers: int) -> RunConfig:
+def config(folder: Path, kind: str) -> RunConfig:
+    data: dict[str, Any] = {
+        "plain": dict(name="digits", train_size=60, augment=AugmentConfig(flip=True, mixup=0.4)),
+        "augmented": dict(
+            name="images",
+            root=str(folder / "images"),
+            size=8,
+            train_size=40,
+            workers=2,
+            resident=False,
+            augment=AugmentConfig(crop_scale=(0.6, 1), flip=True, randaugment=(2, 9), erasing=0.5, mixup=0.4),
+        ),
+    }[kind]
     return RunConfig(
         encoding="learned+liere:4",
         seed=5,
-        data=DataConfig(
-            name="digits",
-            train_size=60,
-            val_size=20,
-            batch_size=5,
-            workers=workers,
-            augment=AugmentConfig(flip=True, mixup=0.4),
-        ),
+        data=DataConfig(**data, val_size=10, batch_size=5),
         model=ModelConfig(dim=8, depth=1, num_heads=1, mlp_dim=8, patch_size=[4], dropout=0.1, drop_path=0.1),
-        optim=OptimConfig(epochs=3, ema_decay=0.9, effective_batch=10),
+        optim=OptimConfig(epochs=2, ema_decay=0.9, effective_batch=10),
         scale=ScaleConfig(checkpoint_every=2),
     )
 
 
-def run(folder: Path, workers: int, dies_in_write: float | None) -> None:
+def run(folder: Path, kind: str, dies_in_write: float | None) -> None:
     folder.parent.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     os.dup2(os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     if dies_in_write is not None:
         die_in_write(dies_in_write)
-    settings = config(workers)
+    settings = config(folder.parent, kind)
     data = make_data(settings.data)
     data.setup()
     train(settings, data, folder)
@@ -75,8 +83,8 @@ def die_in_write(number: float) -> None:
     os.replace = counted  # type: ignore[assignment]
 
 
-def start(folder: Path, workers: int, dies_in_write: float | None = None) -> multiprocessing.Process:
-    child = multiprocessing.get_context("fork").Process(target=run, args=(folder, workers, dies_in_write))
+def start(folder: Path, kind: str, dies_in_write: float | None = None) -> multiprocessing.Process:
+    child = multiprocessing.get_context("fork").Process(target=run, args=(folder, kind, dies_in_write))
     child.start()
     return child  # type: ignore[return-value]
 
@@ -101,24 +109,24 @@ def digest(tensors: list[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
-def trial(folder: Path, workers: int, rng: random.Random, seconds: float) -> list[str]:
-    """Kill up to three times, then let the run finish; says what killed it."""
+def trial(folder: Path, kind: str, rng: random.Random, seconds: float) -> list[str]:
+    """Kill once or twice, then let the run finish; says what killed it."""
     killed = []
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.randint(1, 2)):
         if rng.random() < 0.4:
-            number = rng.randint(1, WRITES) + rng.choice([0, 0.5])
-            child = start(folder, workers, number)
+            number = rng.randint(1, WRITES[kind]) + rng.choice([0, 0.5])
+            child = start(folder, kind, number)
             child.join()
             how = f"write {number}"
         else:
-            child = start(folder, workers)
+            child = start(folder, kind)
             child.join(rng.uniform(0.05, 0.8) * seconds)
             how = "time"
             child.kill()
             child.join()
         if child.exitcode == -signal.SIGKILL:
             killed.append(how)
-    child = start(folder, workers)
+    child = start(folder, kind)
     child.join()
     if child.exitcode != 0:
         raise SystemExit(f"a run that went on ended with {child.exitcode}")
@@ -131,14 +139,15 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
-def main(folder: Path, trials: int, workers: int, seed: int) -> None:
+def main(folder: Path, trials: int, kind: str, seed: int) -> None:
     rng = random.Random(seed)
-    seconds = seconds_of(lambda: start(folder / "whole", workers).join())
+    images(folder / "images")
+    seconds = seconds_of(lambda: start(folder / "whole", kind).join())
     expected = outcome(folder / "whole")
     kills: list[list[str]] = []
     for number in range(4 * trials):
         here = folder / f"trial-{number}"
-        killed = trial(here, workers, rng, seconds)
+        killed = trial(here, kind, rng, seconds)
         got = outcome(here)
         wrong = [name for name in expected if got[name] != expected[name]]
         if wrong or list(here.glob(".*")):
@@ -150,4 +159,4 @@ def main(folder: Path, trials: int, workers: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(int(value) for value in sys.argv[2:]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from miniatures import MINIATURES, noise
+from miniatures import MINIATURES, OPTIONS, noise
 from PIL import Image, ImageFilter
 from torch.nn import functional
 from torchvision.transforms import v2
@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as pictures
 from training_path import train_two_steps
 
 from torchrope.data import augment
-from torchrope.data.augment import OPERATIONS, EpochSet, randaugment_changes
+from torchrope.data.augment import OPERATIONS, OPERATIONS_OF_VOLUMES, EpochSet, randaugment_changes, volume_changes
 from torchrope.data.build import make_data
 from torchrope.data.config import AugmentConfig, DataConfig
 from torchrope.data.draws import Draws, seeded
@@ -29,6 +29,14 @@ EVERYTHING = dict(
     mixup=0.8,
     cutmix=1.0,
 )
+
+
+OF_CLIPS = dict(flip=True, randaugment=(2, 9), erasing=0.5, mixup=0.8, cutmix=1.0)  # and of volumes
+
+
+def clips_of(count: int, frames: int = 3, side: int = 24) -> torch.Tensor:
+    """Bytes `(count, 3, frames, side, side)`."""
+    return torch.from_numpy(noise(count * frames, side)).unflatten(0, (count, frames)).movedim(1, 2).contiguous()
 
 
 def pictures_of(count: int, side: int = 32) -> torch.Tensor:
@@ -107,15 +115,16 @@ def test_nothing_is_changed_by_default():
     assert labels.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["cifar10", "images"])
+@pytest.mark.parametrize("name", ["cifar10", "images", "videos", "volumes"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 def test_batches_do_not_depend_on_workers_or_on_torchs_generator(tmp_path, name):
     root = str(MINIATURES[name](tmp_path))
 
     def epoch(workers: int, chance: int) -> list:
-        options = dict(root=root, size=32, train_size=20, batch_size=8, workers=workers)
-        data = make_data(DataConfig(name, augment=AugmentConfig(**EVERYTHING), **options))
+        options = {"root": root, "size": 32, "train_size": 20, "batch_size": 8, "workers": workers}
+        settings = OF_CLIPS if name in OPTIONS else EVERYTHING
+        data = make_data(DataConfig(name, augment=AugmentConfig(**settings), **{**options, **OPTIONS.get(name, {})}))
         data.run_seed = 3
         torch.manual_seed(chance)
         return list(data.train_dataloader())
@@ -198,6 +207,39 @@ def test_randaugment_draws_operations_alike_and_one_by_one(monkeypatch):
     assert (kinds[0] == kinds[1]).float().mean() < 0.1
 
 
+def test_all_frames_of_a_clip_have_its_operations():
+    clips = clips_of(60)
+    changed = augment.randaugment(clips, 2, 14, draws(60))
+    assert changed.shape == clips.shape
+    assert (changed != clips).flatten(1).any(1).sum() > 40
+    for frame in range(clips.shape[2]):
+        assert torch.equal(changed[:, :, frame], augment.randaugment(clips[:, :, frame], 2, 14, draws(60)))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS_OF_VOLUMES)
+@pytest.mark.parametrize("magnitude", [0, 14, 30])
+def test_operations_of_volumes_are_torchvisions_on_every_slice(operation, magnitude):
+    volumes = clips_of(2).float() / 255  # [2, 3, slices, height, width], the channels are windows
+    one, other = volume_changes(magnitude, 24, 24)[OPERATIONS_OF_VOLUMES.index(operation)]
+    space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
+    theirs = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})(1, magnitude)
+    expected = []
+    for seed in range(8):  # theirs draws one direction for the batch
+        torch.manual_seed(seed)
+        planes = volumes.reshape(6, 1, -1, 24) if operation == "Contrast" else volumes.reshape(-1, 1, 24, 24)
+        expected.append(theirs(planes).view_as(volumes))
+    for ours in (one(volumes), other(volumes)):
+        assert any(torch.allclose(ours, their, atol=1e-5) for their in expected)
+        assert 0 <= ours.min() <= ours.max() <= 1
+    assert magnitude == 0 or operation == "Identity" or not torch.allclose(one(volumes), other(volumes), atol=1e-3)
+
+
+def test_volumes_draw_each_of_their_operations():
+    volumes = torch.rand(1, 2, 2, 8, 8).expand(200, -1, -1, -1, -1).contiguous()
+    changed = augment.randaugment_volumes(volumes, 1, 20, draws(200))
+    assert len({volume.numpy().tobytes() for volume in changed}) == 2 * len(OPERATIONS_OF_VOLUMES) - 1
+
+
 def test_three_augment_is_grey_solarised_or_blurred():
     images = pictures_of(60, 16)
     changed = augment.three_augment(images, draws(60))
@@ -255,6 +297,15 @@ def test_erasing_covers_a_box_in_a_share_of_the_inputs():
         rows, columns = mask.any(1).sum(), mask.any(0).sum()
         assert mask.sum() == rows * columns, "not a box"
         assert 0.01 < mask.float().mean() < 0.4
+
+
+def test_a_box_goes_through_all_frames_with_other_noise_in_each():
+    erased = augment.erase(torch.zeros(60, 3, 4, 16, 16), 0.5, draws(60))
+    covered = erased != 0  # [b, channels, frames, height, width]
+    assert 15 < covered.flatten(1).any(1).sum() < 45
+    assert torch.equal(covered, covered[:, :1, :1].expand_as(covered))
+    noise = erased[covered.flatten(1).any(1)].flatten(1, 2)
+    assert all(len({plane.numpy().tobytes() for plane in planes}) == 12 for planes in noise)
 
 
 # Mixing
@@ -330,9 +381,13 @@ def test_a_bad_setting_is_refused(values, message):
 
 def test_changes_of_pixels_are_refused_where_there_are_none():
     with pytest.raises(
-        ValueError, match=r"^augment\.crop_padding, erasing is for images, cifar10, .* got name 'digits'$"
+        ValueError, match=r"^augment\.crop_padding is for images, cifar10, .*imagenet alone, got name 'digits'$"
     ):
         DataConfig("digits", augment={"crop_padding": 2, "erasing": 0.1})
+    with pytest.raises(ValueError, match=r"^augment\.erasing is for images, .*, rsna alone, got name 'motion'$"):
+        DataConfig("motion", augment={"erasing": 0.1})
+    with pytest.raises(ValueError, match=r"^augment\.color_jitter is for images, .* got name 'videos'$"):
+        DataConfig("videos", augment={"randaugment": [2, 9], "color_jitter": 0.1})
     with pytest.raises(ValueError, match=r"^augment\.crop_scale is for images, imagenet alone, got name 'cifar10'$"):
         DataConfig("cifar10", augment={"crop_scale": (0.5, 1.0)})
     assert DataConfig("digits", augment={"mixup": 0.8}).augment == AugmentConfig(mixup=0.8)

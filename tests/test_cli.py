@@ -13,6 +13,7 @@ import yaml
 
 from torchrope.cli import main
 from torchrope.encodings import ABSOLUTE, BIAS, ROTARY
+from torchrope.training.config import RunConfig, ScaleConfig
 
 SMALL = [
     "--epochs=1",
@@ -77,11 +78,13 @@ def test_compare_does_nothing_twice_and_grows_by_encodings_and_seeds(tmp_path: P
     first = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
     again = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
     assert "run 1 of 1" in first[1]
+    (tmp_path / "runs" / "none-seed0" / "skipped.json").write_text('{"a.png": "truncated"}')  # of an earlier start
     assert "run " not in again[1].split("rank")[0]
     _, grown, _ = run("compare", *SMALL, "--encodings", "none,mixed", "--seeds", 2, "--out", tmp_path)
     assert "run 3 of 3" in grown
     results = json.loads((tmp_path / "results.json").read_text())
     assert [(e["name"], len(e["seeds"])) for e in results["encodings"]] == [("none", 2), ("mixed", 2)]
+    assert results["data"]["skipped"] == ["a.png (truncated)"]
 
 
 def test_a_folder_of_another_configuration_is_refused_untouched(tmp_path: Path, run: Run) -> None:
@@ -142,6 +145,55 @@ def test_train_and_evaluate_go_on_where_they_were(tmp_path: Path, run: Run) -> N
     assert "a run's folder must be new or of the same configuration" in error
     assert "encoding liere:4 instead of mixed; seed 0 instead of 3" in error
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+class Enough(Exception):
+    """Raised in place of training."""
+
+
+def test_compare_computes_as_it_is_told_and_older_folders_go_on(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(config: RunConfig, *_: object, **__: object) -> None:
+        raise Enough(config.scale)
+
+    monkeypatch.setattr("torchrope.studies.compare.train", stop)
+    out, mine = tmp_path / "out", tmp_path / "mine.yaml"
+    mine.write_text("scale: {precision: bf16, checkpoint_every: 5}\n")
+    command = ["compare", *SMALL, "--encodings=none", "--out", out]
+    with pytest.raises(Enough) as trained:
+        run(*command)
+    assert trained.value.args[0] == ScaleConfig(on_nan="ignore")
+    stored = yaml.safe_load((out / "config.yaml").read_text())
+    del stored["scale"]  # as an older version wrote it
+    (out / "config.yaml").write_text(yaml.safe_dump(stored))
+    with pytest.raises(Enough) as trained:
+        run(*command, "--scale.checkpoint_every=7")
+    assert trained.value.args[0] == ScaleConfig(on_nan="ignore", checkpoint_every=7)
+    status, _, error = run(*command, "--config", mine)
+    assert status == 2
+    assert "scale.precision float32 instead of bf16" in error
+    with pytest.raises(Enough) as trained:
+        run("compare", *SMALL, "--encodings=none", "--config", mine, "--out", tmp_path / "other")
+    assert trained.value.args[0] == ScaleConfig(on_nan="ignore", precision="bf16", checkpoint_every=5)
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_lists_may_be_written_with_commas(command: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--model.patch_size 4,2 --optim.betas=0.9,0.95 --scale.logs csv,wandb --data.augment.randaugment 2,9"
+    own = {"compare": "--scales 0.75,1 --encodings mixed,liere:8", "train": "--model.spacing [0.5,1.0]"}[command]
+    with pytest.raises(SystemExit):
+        run(command, "--data=cifar10", *options.split(), *own.split(), "--print_config")
+    told = yaml.safe_load(capsys.readouterr().out)
+    assert told["model"]["patch_size"] == [4, 2]
+    assert told["optim"]["betas"] == [0.9, 0.95]
+    assert told["scale"]["logs"] == ["csv", "wandb"]
+    assert told["data"]["augment"]["randaugment"] == [2, 9]
+    if command == "compare":
+        assert told["scales"] == [0.75, 1.0]
+        assert told["encodings"] == ["mixed", "liere:8"]
+    else:
+        assert told["model"]["spacing"] == [0.5, 1.0]
 
 
 def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:

@@ -680,8 +680,8 @@ def no_dog_in_val(folder):
     ("make", "message"),
     [
         (no_root, r"root must be given for images \(root/<class>.*\), got None"),
-        (absent, "root must be a folder, got '.*', which is not there"),
-        (a_file, "root must be a folder, got '.*', a file"),
+        (absent, r"root must be a folder with images \(root/<class>.*\), got '.*', which is not there"),
+        (a_file, r"root must be a folder with images \(.*\), got '.*', a file"),
         (lambda folder: folder, r"root must hold one sub-folder per class \(.*\), got none in '.*'"),
         (no_classes, r"root must hold one sub-folder per class \(.*\), got none in '.*'"),
         (one_class, r"root must hold at least two classes \(.*\), got only 'cat' in '.*'"),

@@ -75,7 +75,7 @@ def test_a_fault_is_warned_of_once(caplog):
 
 
 def test_all_unreadable_ends_and_does_not_circle():
-    with pytest.raises(TooManyFaults, match="got 3"):
+    with pytest.raises(TooManyFaults, match=r"got none: file0 \(broken\), file1 \(broken\), file2 \(broken\)$"):
         Numbers(3, {0, 1, 2}, limit=10)[0]
 
 
@@ -97,3 +97,18 @@ def test_memory_that_runs_out_is_no_fault_of_the_file():
 
 def test_a_set_that_skips_can_be_sent_to_a_process():
     assert pickle.loads(pickle.dumps(Numbers(3, {0}, limit=1)))[0] == 1
+
+
+def test_what_another_start_found_is_counted_where_it_is_still_so():
+    broken = {1, 2, 3}
+
+    def load(index):
+        if index in broken:
+            raise ValueError("broken")
+        return index
+
+    reading = Skipping([f"file{index}" for index in range(6)], load, limit=2)
+    reading.remember(["file1", "file5", "file1", "elsewhere"])
+    assert reading.found() == [("file1", "broken")]
+    with pytest.raises(TooManyFaults, match=r"^at most max_skipped = 2 files .* got 3: file1 \(broken\)"):
+        reading.remember(["file2", "file3"])

@@ -16,12 +16,14 @@ import safetensors
 import safetensors.torch
 import torch
 import yaml
+from miniatures import imagenet
 from pytorch_lightning.callbacks import Callback
 
 from torchrope.cli import main
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
+from torchrope.data.faults import TooManyFaults
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.training.cost import measure_peak_memory
 from torchrope.training.guards import Diverged
@@ -74,11 +76,10 @@ def without_times(history: Any) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trials", "workers"), [(20, 0), (5, 2)])
-def test_a_run_killed_at_random_moments_ends_bit_for_bit_as_one_that_was_not(
-    tmp_path: Path, trials: int, workers: int
-) -> None:
-    command = [sys.executable, Path(__file__).with_name("killing.py"), tmp_path / "runs", trials, workers, 1]
+@pytest.mark.parametrize("kind", ["plain", "augmented"])
+def test_a_run_killed_at_random_moments_ends_bit_for_bit_as_one_that_was_not(tmp_path: Path, kind: str) -> None:
+    trials = 20
+    command = [sys.executable, Path(__file__).with_name("killing.py"), tmp_path / "runs", trials, kind, 1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -172,6 +173,43 @@ def test_what_a_killed_write_left_is_swept_away_and_strangers_files_are_not(tmp_
     with pytest.raises(ValueError, match="must be new, empty or that of a run"):
         train(config, data_of(config), other)
     assert (other / ".notes").read_text() == "mine"
+
+
+# Files that cannot be read
+
+
+def test_damaged_files_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> None:
+    root, folder = imagenet(tmp_path / "data"), tmp_path / "run"
+    config = replace(
+        small_run(checkpoint_every=3),
+        data=DataConfig("imagenet", root=str(root), size=16, batch_size=4, max_skipped=1),
+        optim=OptimConfig(epochs=1),
+    )
+    data = data_of(config)
+    data.run_seed = config.seed
+    first, last = data.batch_names([0])[0], data.batch_names([5])[-1]
+    whole = {name: (root / name).read_bytes() for name in (first, last)}
+
+    def die(_: Any) -> None:
+        raise MemoryError
+
+    (root / first).write_bytes(b"no picture")
+    with pytest.raises(MemoryError):
+        train(config, data_of(config), folder, callbacks=[AtBatch(4, die)])
+    assert set(json.loads((folder / "skipped.json").read_text())) == {first}
+    (root / last).write_bytes(b"nor this")
+    for _ in range(2):  # goes on behind the first; then both are known before anything is read
+        with pytest.raises(TooManyFaults, match="at most max_skipped = 1 images may be unreadable, got 2"):
+            train(config, data_of(config), folder)
+        assert set(json.loads((folder / "skipped.json").read_text())) == {first, last}
+    (root / last).write_bytes(whole[last])
+    data = data_of(config)
+    train(config, data, folder)
+    assert [name for name, _ in data.skipped] == [first]
+    assert set(json.loads((folder / "skipped.json").read_text())) == {first}
+    (folder / "skipped.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"skipped\.json must hold named settings"):
+        train(config, data_of(config), folder)
 
 
 # Lost losses

@@ -85,6 +85,8 @@ def test_a_recipe_tells_setting_result_hardware_and_command(name: str) -> None:
     assert re.search("GPU|L4|A100", said)
     assert "Readings: " in said
     assert f"torchrope train --recipe {name} --data.root DIR" in said
+    on_each = re.findall(r"(\d+) (?:examples|clips) (?:each|a step)", said)
+    assert set(on_each) <= {str(configuration(name).data.batch_size)}
     named = re.findall(r"--(?:recipe|data\.name) (\S+)", said)
     assert set(named) <= set(recipes.names())
     assert (configuration(name).start_from is None) == (f"--recipe {name} --data.root DIR --start_from" not in said)

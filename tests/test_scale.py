@@ -302,17 +302,21 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_two_processes_under_torchrun_learn_as_one_does(tmp_path: Path) -> None:
-    out = {number: tmp_path / f"on-{number}" for number in (1, 2)}
-    alone = [sys.executable, "-m", "torchrope", *TRAIN, "--data.batch_size=20", f"--out={out[1]}"]
-    together = [*LAUNCH, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "torchrope", *TRAIN]
-    runs = [in_background(command) for command in (alone, [*together, "--data.batch_size=5", f"--out={out[2]}"])]
+    out = {name: tmp_path / name for name in ("alone", "ddp", "fsdp2")}
+    commands = [[sys.executable, "-m", "torchrope", *TRAIN, "--data.batch_size=20", f"--out={out['alone']}"]]
+    for strategy in ("ddp", "fsdp2"):
+        launch = [*LAUNCH, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "torchrope", *TRAIN]
+        chosen = [f"--trainer.strategy={strategy}"] if strategy == "fsdp2" else []  # the other is the default
+        commands.append([*launch, "--data.batch_size=5", f"--out={out[strategy]}", *chosen])
+    runs = [in_background(command) for command in commands]
     printed = [run.communicate(timeout=120)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], printed
-    curves = [list(csv.DictReader((folder / "curve.csv").read_text().splitlines())) for folder in out.values()]
-    assert [len(curve) for curve in curves] == [3, 3]
-    for one, two in zip(*curves, strict=True):
-        for name in ("train_loss", "val_loss", "val_top1"):
-            assert float(one[name]) == pytest.approx(float(two[name]), rel=1e-4), (one, two)
-    weights = [load(folder)[2].state_dict() for folder in out.values()]
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weight, weights[1][name], rtol=1e-3, atol=1e-5)
+    assert [run.returncode for run in runs] == [0, 0, 0], printed
+    assert [text.count("trained:") for text in printed] == [1, 1, 1]  # by the first process, which knows the other
+    alone, *others = (list(csv.DictReader((folder / "curve.csv").read_text().splitlines())) for folder in out.values())
+    weights, *their_weights = (load(folder)[2].state_dict() for folder in out.values())
+    for curve, theirs in zip(others, their_weights, strict=True):
+        for one, two in zip(alone, curve, strict=True):
+            for name in ("train_loss", "val_loss", "val_top1"):
+                assert float(one[name]) == pytest.approx(float(two[name]), rel=1e-4), (one, two)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-5)

@@ -349,7 +349,7 @@ def a_class_of_one(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (nothing, "root must be a folder, got '.*', which is not there"),
+        (nothing, r"root must be a folder with videos \(root/<class>/.*\), got '.*', which is not there"),
         (one_class, r"root must hold at least two classes \(.*\), got only 'run' in '.*'"),
         (only_damaged, r"root must hold readable videos \(.avi .*\), got none in '.*': run/0.mp4 \(no .*"),
         (a_class_of_one, "readable videos of each class must number at least 2, one to train.*, got 1 for 'run'"),
@@ -415,6 +415,15 @@ def without_split(root):
     (root / "ucfTrainTestlist" / "testlist01.txt").unlink()
 
 
+def with_another_number(root):
+    path = root / "ucfTrainTestlist" / "trainlist01.txt"
+    path.write_text(path.read_text().replace("_c01.avi 2", "_c01.avi 1"))
+
+
+def with_tests_that_are_missing(root):
+    (root / "ucfTrainTestlist" / "testlist01.txt").write_text("Biking/absent.avi\n")
+
+
 def with_another_class(root):
     (root / "ucfTrainTestlist" / "trainlist01.txt").write_text("Boxing/v.avi 3\n")
 
@@ -428,6 +437,8 @@ def with_another_class(root):
         ),
         (without_videos, r"root must hold UCF101 .*, got '.*' without ApplyEyeMakeup"),
         (without_split, r".*testlist01.txt must be a readable list of UCF101 .*, got: No such file or directory"),
+        (with_another_number, r".*trainlist01.txt must number classes as classInd.txt does, got 'Biking/.*_c01.avi 1'"),
+        (with_tests_that_are_missing, r"split 1's test list must name readable videos, got none in .*UCF-101"),
         (with_another_class, r".*trainlist01.txt must name videos as <class>/<file>, got 'Boxing/v.avi'"),
     ],
 )

@@ -1,7 +1,9 @@
 """Volumes: real DICOM and NIfTI files, their order in space, their units and spacings, and what damaged ones do."""
 
+import gzip
 import logging
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +16,24 @@ import torch
 from pydicom.config import disable_value_validation
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
+from pytorch_lightning.callbacks import Callback
 from torch.utils.data import DataLoader, default_collate
 
 import torchrope as tr
+from torchrope.cli import main
 from torchrope.data import dicom
 from torchrope.data.build import make_data
 from torchrope.data.config import AugmentConfig, DataConfig
-from torchrope.data.dicom import INDEX_NAME, in_order, index_headers, read_head_ct, read_header, read_slice
+from torchrope.data.dicom import INDEX_NAME, Header, in_order, index_headers, read_head_ct, read_header, read_slice
 from torchrope.data.faults import TooManyFaults
 from torchrope.data.rsna import read_haemorrhages
-from torchrope.data.volumes import apply_windows, find_volumes, patch_positions, percentile_window, read_volume
-from torchrope.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.training.evaluate import evaluate
+from torchrope.data.spacing import patch_positions
+from torchrope.data.transforms import resize
+from torchrope.data.volumes import apply_windows, find_volumes, percentile_window, read_volume
+from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope.training.evaluate import evaluate, predict
+from torchrope.training.models import build_model
+from torchrope.training.run import load as load_run
 from torchrope.training.run import train
 
 pytestmark = [
@@ -402,6 +410,138 @@ def test_batches_carry_spacings_for_positions_of_each_sample(tmp_path, workers):
     torch.testing.assert_close(together[index], alone[0])
 
 
+BY_VOXELS = replace(MODEL, unit_mm=10.0)
+
+
+def spaced_nifti_folder(root: Path, count: int = 10) -> Path:
+    """Volumes of which every other one has larger voxels."""
+    nifti_folder(root, count)
+    for number in range(0, count, 2):
+        write_nifti(root / "scans" / f"{number}.nii.gz", head(5, True, number), spacing=(8.0, 2.0, 1.5))
+    return root
+
+
+def spaced_model(encoding: str, data, unit: float = 10.0):
+    torch.manual_seed(0)
+    return build_model(encoding, replace(MODEL, unit_mm=unit), data).eval()
+
+
+@pytest.mark.parametrize("encoding", ["axial", "mixed", "liere:8", "comrope-ld", "learned+golden"])
+def test_tokens_of_a_model_stand_at_millimetres(tmp_path, encoding):
+    data = load("volumes", nifti_folder(tmp_path))
+    model = spaced_model(encoding, data)
+    inputs = torch.randn(1, 1, 4, 8, 8).expand(3, -1, -1, -1, -1)
+    spacings = torch.tensor([[5.0, 1.0, 1.5], [5.0, 1.0, 1.5], [5.0, 2.0, 1.5]])
+    logits = model(inputs, spacings)
+    torch.testing.assert_close(logits[0], logits[1])
+    assert (logits[0] - logits[2]).abs().max() > 1e-6, "voxels of another size change nothing"
+
+    lattice = [2 * 5.0 / 10, 4 * 1.0 / 10, 4 * 1.5 / 10]  # of the first sample, patch by patch
+    alike = build_model(encoding, replace(MODEL, spacing=lattice, origin=[0.0]), data).eval()
+    alike.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits[:1], alike(inputs[:1]))
+    torch.testing.assert_close(spaced_model(encoding, data, unit=30.0)(inputs, 3 * spacings), logits)
+    torch.testing.assert_close(model(list(inputs), spacings), logits)
+
+
+def test_a_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
+    data = load("volumes", nifti_folder(tmp_path))
+    inputs = torch.randn(2, 1, 4, 8, 8)
+    with pytest.raises(ValueError, match=r"^patches placed by voxels need spacings \(batch, 3\), got none$"):
+        spaced_model("mixed", data)(inputs)
+    with pytest.raises(ValueError, match=r"^patches placed by voxels need spacings \(batch, 3\), got \(2, 2\)$"):
+        spaced_model("mixed", data)(inputs, torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"^spacing is for a model with positions of its own, got \(2, 3\) without"):
+        build_model("mixed", MODEL, data)(inputs, torch.ones(2, 3))
+
+
+class StopAfter(Callback):
+    """Ctrl-C after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer, *_) -> None:
+        if trainer.global_step == self.steps:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_by_voxels_goes_on_bit_for_bit_with_randaugment(tmp_path, workers):
+    root = spaced_nifti_folder(tmp_path / "data")
+
+    def ran(folder: str, **settings):
+        changed = AugmentConfig(flip=True, randaugment=(2, 14), erasing=0.5)
+        data = load("volumes", root, workers=workers, augment=changed)
+        optim, scale = OptimConfig(epochs=3), ScaleConfig(checkpoint_every=1)
+        config = RunConfig("mixed", data=data.config, model=BY_VOXELS, optim=optim, scale=scale)
+        return train(config, data, tmp_path / folder, **settings)
+
+    whole, history = ran("whole")
+    with pytest.raises(KeyboardInterrupt):
+        ran("parts", callbacks=[StopAfter(3)])
+    resumed, again = ran("parts")
+    assert [row["val_loss"] for row in again.rows] == [row["val_loss"] for row in history.rows]
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_validation_and_evaluation_know_the_voxels_at_every_size(tmp_path):
+    root = spaced_nifti_folder(tmp_path / "data")
+    data = load("volumes", root)
+    config = RunConfig("mixed", data=data.config, model=BY_VOXELS, optim=OptimConfig(epochs=1))
+    classifier, history = train(config, data, tmp_path / "run")
+    evaluation = evaluate(classifier.model, data, [1.0, 2.0])
+    assert evaluation.val_loss == pytest.approx(history.rows[-1]["val_loss"], rel=1e-5)
+    assert [size for size, _ in evaluation.resolutions] == [(4, 8, 8), (8, 16, 16)]
+
+    _, val = data.datasets()
+    inputs = torch.stack([val[index][0] for index in range(len(val))])
+    asked = []
+    classifier.model.register_forward_pre_hook(lambda _, given: asked.append(given[1]))
+    _, logits = predict(classifier.model, data)
+    torch.testing.assert_close(logits, classifier.model(inputs, val.spacings))
+    predict(classifier.model, data, lambda pixels: resize(pixels, (8, 16, 16)))
+    torch.testing.assert_close(asked[0], val.spacings)
+    torch.testing.assert_close(asked[2], val.spacings / 2)
+
+    settings, again, loaded = load_run(tmp_path / "run")
+    assert settings.model.unit_mm == 10.0
+    torch.testing.assert_close(predict(loaded.model, again)[1], logits)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "message"),
+    [
+        ({"name": "digits"}, {}, r"model\.unit_mm is for volumes, rsna alone, got data 'digits'"),
+        ({"augment": {"mixup": 0.8}}, {}, r"model\.unit_mm places each volume by its own .*, got augment\.mixup 0\.8"),
+        ({}, {"unit_mm": 0.0}, r"unit_mm must be above 0, got 0\.0"),
+        ({}, {"jitter": 1.0}, r"jitter is for one lattice of all samples, got 1\.0 with unit_mm"),
+        ({}, {"spacing": [0.5]}, r"spacing is for one lattice of all samples, got \[0\.5\] with unit_mm"),
+        ({}, {"backbone": "swin", "depth": None}, r"unit_mm is read by backbone vit alone, got 10\.0"),
+    ],
+)
+def test_positions_in_mm_are_refused_where_they_mean_nothing(tmp_path, data, model, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        RunConfig(
+            data=DataConfig(**{"name": "volumes", **data}),
+            model=ModelConfig(**{"dim": 48, "num_heads": None, "unit_mm": 10.0, **model}),
+        )
+
+
+def test_volumes_are_trained_and_compared_in_mm_from_the_command_line(tmp_path, capsys):
+    root = spaced_nifti_folder(tmp_path / "data")
+    asked = f"--data volumes --data.root {root} --data.size 8 --data.frames 4 --epochs 1 --model.unit_mm 20"
+    shape = "--model.patch_size [2,4,4] --model.dim 48 --model.depth 1 --model.num_heads 2 --model.mlp_dim 32"
+    out = f"{asked} {shape} --out {tmp_path}"
+    assert main(f"train {out}/train --encoding mixed --scale.peak_tflops 1".split()) == 0, capsys.readouterr().err
+    assert main(f"evaluate {tmp_path}/train".split()) == 0, capsys.readouterr().err
+    compared = f"compare {out}/compare --encodings mixed --scales [1.0]"
+    assert main(compared.split()) == 0, capsys.readouterr().err
+    assert main(f"{compared} --data.augment.mixup 0.8".split()) == 2
+    assert "model.unit_mm places each volume by its own voxels" in capsys.readouterr().err
+
+
 def test_a_substitute_brings_its_own_spacing(tmp_path):
     root = nifti_folder(tmp_path)
     train, _ = load("volumes", root).datasets()
@@ -461,6 +601,82 @@ def test_slices_of_two_sizes_are_no_volume(tmp_path):
     assert "slices of a series must have one size and direction" in data.skipped[0][1]
 
 
+def nan_voxels(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.full((4, 4, 4), np.nan, np.float32), np.eye(4)), path)
+
+
+def complex_voxels(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.complex64), np.eye(4)), path)
+
+
+def two_axes(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), path)
+
+
+def four_axes(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4, 3), np.float32), np.eye(4)), path)
+
+
+def no_voxels(path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 0), np.float32), np.eye(4)), path)
+
+
+def no_size(path: Path) -> None:
+    image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4))
+    header = image.header
+    header["sform_code"], header["srow_y"], header["vox_offset"] = 1, [0, 0, 0, 0], 352
+    path.write_bytes(gzip.compress(header.binaryblock + bytes(4 + 4 * 64)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (nan_voxels, "voxels must be finite, got 64 that are not"),
+        (complex_voxels, "voxels must be real numbers, got complex64"),
+        (two_axes, r"a volume must have three axes, got the shape \(4, 4\)"),
+        (four_axes, r"a volume must have three axes, got the shape \(4, 4, 4, 3\)"),
+        (no_voxels, r"a volume must have voxels, got the shape \(4, 4, 0\)"),
+        (no_size, "voxels must have a size in mm, got 1, 0, 1"),
+    ],
+)
+def test_a_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, spoil, why):
+    root = nifti_folder(tmp_path)
+    spoil(root / "scans" / "3.nii.gz")
+    data = load("volumes", root)
+    train, val = data.datasets()
+    assert all(inputs.isfinite().all() for part in (train, val) for inputs, _ in (part[i] for i in range(len(part))))
+    (named,) = {*data.skipped, *train.reading.found(), *val.reading.found()}
+    assert named[0].startswith("scans/3")
+    assert re.fullmatch(why, named[1])
+
+
+def test_where_no_volume_can_be_read_one_line_says_so(tmp_path):
+    root = rsna_folder(tmp_path)
+    for path in (root / "stage_2_train").glob("*.dcm"):
+        with disable_value_validation():
+            dataset = pydicom.dcmread(path)
+            del dataset.PixelData
+            dataset.save_as(path)
+    message = r"^some of the volumes must be readable, got none: 00\d\d \(ID_\d+.dcm: .*[Pp]ixel.*more$"
+    with pytest.raises(TooManyFaults, match=message):
+        load("rsna", root)
+
+
+def test_slices_without_a_size_are_no_volume():
+    header = Header("1", "2", "3", "", (0.0, 0.0, 0.0), AXIAL, (0.0, 0.5), 1.0, (4, 4))
+    with pytest.raises(ValueError, match=r"^voxels must have a size in mm, got 1, 0 and 0\.5$"):
+        in_order(["a"], {"a": header})
+
+
+def test_slices_that_a_table_forgets_are_counted(tmp_path, caplog):
+    root = rsna_folder(tmp_path)
+    table = root / "stage_2_train.csv"
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join(lines[: 1 + 3 * (len(lines) // 4)]))
+    load("rsna", root)
+    assert any(re.search(r"\d+ of \d+ slices have no label in stage_2_train.csv: left out", m) for m in caplog.messages)
+
+
 @pytest.mark.parametrize("content", [b"", b"no NIfTI"])
 def test_damaged_nifti_files_are_named_and_left_out(tmp_path, content):
     root = nifti_folder(tmp_path)
@@ -504,6 +720,18 @@ def other_part(root):
     (root / "labels.csv").write_text("study,label,part\nscans/0,well,test\n")
 
 
+def no_content(root):
+    next(root.glob("*.csv")).write_text("")
+
+
+def without_a_label(root):
+    (root / "labels.csv").write_text("study,label\nscans/0,well\nscans/1\nscans/2,ill\n")
+
+
+def too_long_a_row(root):
+    (root / "labels.csv").write_text("study,label\nscans/0,well,train\nscans/1,ill\n")
+
+
 def other_files(root):
     (root / "labels.csv").write_text("study,label\na,well\nb,ill\n")
 
@@ -519,6 +747,9 @@ def no_slices(root):
         ("rsna", without_table, r"labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*"),
         ("rsna", other_columns, "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind"),
         ("rsna", empty_table, "labels must name studies, got none in .*stage_2_train.csv"),
+        ("rsna", no_content, "labels must have the columns ID, Label, got .*stage_2_train.csv with none"),
+        ("volumes", without_a_label, "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"),
+        ("volumes", too_long_a_row, r"rows must have 2 columns at most, got .*\['train'\]\] in .*labels.csv"),
         ("rsna", no_slices, r"root must hold the RSNA .*stage_2_train/\*.dcm.*, got no labelled slices in '.*'"),
         (
             "volumes",

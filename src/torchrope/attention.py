@@ -1,5 +1,6 @@
 """Attention that takes a rotation as an argument."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -65,10 +66,7 @@ class Attention(nn.Module):
         Raises:
             ValueError: lengths that do not add up to the tokens, or not one bias for each.
         """
-        heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
-        if rotation is not None:
-            q, k = rotate(q, k, rotation, scores_only=True)
+        q, k, v = self._rotated(x, rotation)
         dropout = self.attention_dropout if self.training else 0.0
         if lengths is None:
             assert bias is None or isinstance(bias, Tensor)
@@ -86,6 +84,35 @@ class Attention(nn.Module):
                 dim=-2,
             )
         return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
+
+    def weights(self, x: Tensor, rotation: Rotation | None = None, *, bias: Tensor | None = None) -> Tensor:
+        """How much each token attends to each:  softmax(q^T R(p)^T R(p') k / √d + bias),  without dropout.
+
+        Args:
+            x: Tokens `(batch, tokens, dim)`.
+            rotation: As in `forward`.
+            bias: Likewise.
+
+        Returns:
+            Weights `(batch, heads, tokens, tokens)`, queries before keys; those of a query add up to 1.
+
+        Example:
+            >>> Attention(8, 2).weights(torch.randn(1, 5, 8)).sum(dim=-1).round().unique().tolist()
+            [1.0]
+        """
+        q, k, _ = self._rotated(x, rotation)
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        if bias is not None:
+            scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+        return scores.softmax(dim=-1)
+
+    def _rotated(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated, and values, each `(batch, heads, tokens, head_dim)`."""
+        heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        if rotation is not None:
+            q, k = rotate(q, k, rotation, scores_only=True)
+        return q, k, v
 
 
 def _of_each(

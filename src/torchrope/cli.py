@@ -2,16 +2,18 @@
 
 import argparse
 import difflib
+import io
 import json
 import re
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from contextlib import redirect_stdout
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from torchrope import recipes
 from torchrope._version import __version__
@@ -25,6 +27,7 @@ Rotary position encodings for data with any number of axes, and the tool to choo
 commands:
   compare    train the same model once per encoding and report which one suits the data, and what it costs
   train      train one model
+  submit     train or compare many times, as jobs of Slurm or here
   evaluate   measure a trained model
   study      repeat a study of the papers on data of your choice; --list names them
   report     write the page of a comparison, or of all studies in a folder, anew
@@ -68,6 +71,15 @@ Trainer.
 
 A configuration is data: a class that it names may come from torchrope, torch, torchvision and timm alone, unless
 --allow names its package too, as in --allow pytorch_lightning for Lightning's callbacks.
+"""
+
+SUBMIT = """\
+Submit `torchrope train` or `torchrope compare` to Slurm, once or as a sweep: one job array, each run in a folder of its
+own below the command's --out. What jobs print is in OUT-jobs. A run whose time is up saves and goes into the queue
+again.
+
+  torchrope submit --slurm partition=gpu,time=1440,gpus_per_node=8,ntasks_per_node=8 \\
+      --sweep encoding=mixed,liere:8 --sweep seed=0,1,2 -- train --data cifar100 --out runs/cifar
 """
 
 BENCH = """\
@@ -179,6 +191,7 @@ def _train(arguments: list[str]) -> int:
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+    from torchrope.training.config import RunConfig
     from torchrope.training.lightning_cli import TrainCLI
 
     arguments = _restrict_imports(arguments)
@@ -195,7 +208,7 @@ def _train(arguments: list[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own: on arguments given as a list, and on its use of jsonargparse
         cli = OverRecipe(
-            args=_with_long_names(arguments),
+            args=_with_long_names(arguments, RunConfig),
             run=False,
             save_config_callback=None,
             seed_everything_default=False,
@@ -239,6 +252,63 @@ def _report(arguments: list[str]) -> int:
 
         write_readme(options.readme, options.out / "results.json")
     return _write_report(options.out)
+
+
+def _submit(arguments: list[str]) -> int:
+    from torchrope.studies.sweep import parse_slurm, parse_sweep, run_here, submit_to_slurm, sweep
+
+    parser = _OneLineParser(
+        prog="torchrope submit",
+        usage="torchrope submit [options] -- train|compare [its options]",
+        description=SUBMIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option's values")
+    parser.add_argument("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
+    parser.add_argument("--cluster", type=_one_of(("slurm", "local")), default="slurm", help="local: on this machine")
+    parser.add_argument("--parallel", type=_positive, metavar="N", help="runs at a time (default: Slurm's; local: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    mine, _, command = _split(arguments, "--")
+    options = parser.parse_args(mine)
+    slurm = {name: value for text in options.slurm for name, value in parse_slurm(text).items()}
+    jobs = sweep(command, [parse_sweep(text) for text in options.sweep])
+    for job in jobs:
+        _check(job.arguments)
+    if options.dry_run:
+        print(*(shlex.join(["torchrope", *job.arguments]) for job in jobs), sep="\n")
+        return 0
+    above = jobs[0].out.parent if options.sweep else jobs[0].out
+    logs = above.with_name(f"{above.name}-jobs")
+    if options.cluster == "local":
+        failed = run_here(jobs, run_submitted, logs, options.parallel or 1, print)
+        return 1 if failed else 0
+    for number, job in zip(submit_to_slurm(jobs, run_submitted, logs, slurm, options.parallel), jobs, strict=True):
+        print(f"{number}: {job.out}")
+    print(f"output: {logs}")
+    return 0
+
+
+def run_submitted(arguments: list[str]) -> None:
+    """Run `torchrope` as a job, which fails where the command does."""
+    status = main(arguments)
+    if status:
+        raise RuntimeError(f"torchrope {shlex.join(arguments)} ended with status {status}")
+
+
+def _check(arguments: list[str]) -> None:
+    """Parse a command of a sweep, so that a mistake is told before it waits in a queue."""
+    try:
+        with redirect_stdout(io.StringIO()):
+            _COMMANDS[arguments[0]]([*arguments[1:], "--print_config"])
+    except SystemExit:
+        pass  # it printed
+
+
+def _split(words: list[str], at: str) -> tuple[list[str], list[str], list[str]]:
+    """What is before a word, the word, and what is behind it."""
+    place = words.index(at) if at in words else len(words)
+    return words[:place], words[place : place + 1], words[place + 1 :]
 
 
 def _recipes(arguments: list[str]) -> int:
@@ -362,6 +432,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
     "study": _study,
     "train": _train,
+    "submit": _submit,
     "evaluate": _evaluate,
     "report": _report,
     "recipes": _recipes,
@@ -387,7 +458,7 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
     parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
     parser.add_class_arguments(config)
     try:
-        given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments)))
+        given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments, config)))
     except ArgumentError as error:
         raise ValueError(_explain(str(error), parser)) from None
     return config(**{field.name: given[field.name] for field in fields(config)})
@@ -437,22 +508,45 @@ def _restrict_imports(arguments: list[str]) -> list[str]:
     return others
 
 
-def _with_long_names(arguments: list[str]) -> list[str]:
-    """Write short forms out (--data NAME, --epochs N, --encodings a,b,c) and look at names and files they give."""
+def _with_long_names(arguments: list[str], config: type) -> list[str]:
+    """Write short forms out (--data NAME, --epochs N, lists as a,b,c) and look at names and files they give."""
+    looked_at = {**dict.fromkeys(_lists(config), _as_list), **_LOOKED_AT}
     long: list[str] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if long and long[-1] in _LOOKED_AT:
-            argument = _LOOKED_AT[long[-1]](argument)
-        elif name in _SHORT or (name in _LOOKED_AT and equals):
+        if long and long[-1] in looked_at:
+            argument = looked_at[long[-1]](argument)
+        elif name in _SHORT or (name in looked_at and equals):
             name = _SHORT.get(name, name)
-            argument = f"{name}={_LOOKED_AT.get(name, str)(value)}" if equals else name
+            argument = f"{name}={looked_at.get(name, str)(value)}" if equals else name
         long.append(argument)
     return long
 
 
-def _as_list(names: str) -> str:
-    return names if names.startswith("[") else json.dumps([name.strip() for name in names.split(",") if name.strip()])
+def _lists(config: type, above: str = "--") -> list[str]:
+    """The options of a configuration whose values are lists."""
+    found: list[str] = []
+    for name, kind in get_type_hints(config).items():
+        kinds = [get_origin(part) for part in (kind, *get_args(kind))]
+        if is_dataclass(kind):
+            found += _lists(kind, f"{above}{name}.")  # type: ignore[arg-type]
+        elif list in kinds or tuple in kinds:
+            found.append(f"{above}{name}")
+    return found
+
+
+def _as_list(text: str) -> str:
+    """A list as JSON has it; what is one, or nothing, stays."""
+    if text.startswith("[") or text == "null":
+        return text
+    return json.dumps([_as_number(part.strip()) for part in text.split(",") if part.strip()])
+
+
+def _as_number(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _known_data(name: str) -> str:
@@ -481,13 +575,18 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
     return check
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text!r}")
+    return int(text)
+
+
 def _readable_config(path: str) -> str:
     read_mapping(Path(path), "--config")
     return path
 
 
 _LOOKED_AT: dict[str, Callable[[str], str]] = {
-    "--encodings": _as_list,
     "--data.name": _known_data,
     "--config": _readable_config,
     "--recipe": _known_recipe,

@@ -49,7 +49,8 @@ class ViT(nn.Module):
             of the encoding's paper at the training size; it never changes with the input size.
         origin: Position of the first patch, likewise.
         positions: What places the patches of a lattice in spite of spacing and origin, from its sizes and `device=`,
-            such as `torchrope.patch_centers`; a module, if it should know whether the model trains.
+            such as `torchrope.patch_centers`; a module, if it should know whether the model trains. Where the model is
+            called with `spacing`, it is given that too.
         pool: "cls" reads a class token that sits at the origin, "mean" averages the patches.
         num_registers: Extra tokens without a place, dropped before pooling.
         qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
@@ -159,21 +160,23 @@ class ViT(nn.Module):
         for module in (*parts, itself):
             initialize(module)
 
-    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor:
+    def forward(self, x: Tensor | Sequence[Tensor], spacing: Tensor | None = None) -> Tensor:
         """Classify.
 
         Args:
             x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone. Or
                 samples of several sizes, each `(in_channels, *sizes)`, which go through the layers as one sequence.
+            spacing: Distances between the voxels of every sample, `(batch, axes)`, for `positions` that places each
+                sample's patches by them, `(batch, tokens, axes)`.
 
         Returns:
             Logits `(batch, num_classes)`.
         """
-        return self.head(self.features(x))
+        return self.head(self.features(x, spacing))
 
-    def features(self, x: Tensor | Sequence[Tensor]) -> Tensor:
+    def features(self, x: Tensor | Sequence[Tensor], spacing: Tensor | None = None) -> Tensor:
         """The pooled features `(batch, dim)` of what `forward` takes."""
-        tokens = self.norm(self.hidden_states(x, [-1])[0])
+        tokens = self.norm(self.hidden_states(x, [-1], spacing)[0])
         samples = [tokens] if isinstance(x, Tensor) else tokens.split(self._lengths(self._parts(x)), dim=1)
         pooled = [each[:, 0] if self.pool == "cls" else each[:, self.num_prefix :].mean(dim=1) for each in samples]
         return pooled[0] if isinstance(x, Tensor) else torch.cat(pooled)
@@ -205,12 +208,15 @@ class ViT(nn.Module):
         """Tokens `(batch, prefix + patches, dim)` to the map `(batch, dim, *sizes)` of the patches alone."""
         return tokens[:, self.num_prefix :].mT.unflatten(2, tuple(sizes))
 
-    def hidden_states(self, x: Tensor | Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+    def hidden_states(
+        self, x: Tensor | Sequence[Tensor], indices: Sequence[int], spacing: Tensor | None = None
+    ) -> list[Tensor]:
         """The tokens of chosen depths, not normed.
 
         Args:
             x: What `forward` takes.
             indices: Depths, numbered as in `feature_maps`.
+            spacing: What `forward` takes.
 
         Returns:
             One `(batch, prefix + patches, dim)` per index; `(1, tokens of all samples, dim)` for a list of samples.
@@ -223,7 +229,9 @@ class ViT(nn.Module):
         lattices = [self.embed.lattice(part.shape[2:]) for part in parts]
         lengths = None if isinstance(x, Tensor) else self._lengths(parts)
         tokens = _end_to_end([self.embedded(part) for part in parts])
-        places = _end_to_end([self.positions(sizes, device=tokens.device) for sizes in lattices], dim=0)
+        told = [None] * len(parts) if spacing is None else [spacing] if lengths is None else spacing.split(1)
+        pairs = zip(lattices, told, strict=True)
+        places = _end_to_end([self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs], dim=-2)
         rotations = [encoding(places) for encoding in self.encodings]
         biases = [self.score_biases(sizes) for sizes in lattices]
         kept = {0: tokens} if 0 in wanted else {}
@@ -248,10 +256,17 @@ class ViT(nn.Module):
         positions = self.positions(sizes, device=device)
         return [encoding(positions) for encoding in self.encodings]
 
-    def positions(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> Tensor:
-        """Where the tokens of a lattice of patches are, prefix tokens first, `(tokens, axes)`."""
+    def positions(
+        self, sizes: Sequence[int], *, device: torch.device | str | None = None, spacing: Tensor | None = None
+    ) -> Tensor:
+        """Where the tokens of a lattice of patches are, prefix tokens first, `([batch,] tokens, axes)`."""
         if self.place is not None:
-            return prefix(self.place(*sizes, device=device), self.num_prefix)
+            told = {} if spacing is None else {"spacing": spacing}
+            return prefix(self.place(*sizes, device=device, **told), self.num_prefix)
+        if spacing is not None:
+            raise ValueError(
+                f"spacing is for a model with positions of its own, got {tuple(spacing.shape)} without them"
+            )
         return prefix(grid(*sizes, spacing=self.spacing, origin=self.origin, device=device), self.num_prefix)
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:

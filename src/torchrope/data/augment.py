@@ -33,6 +33,12 @@ OPERATIONS = (
     "AutoContrast",
     "Equalize",
 )  # torchvision's names and order
+OPERATIONS_OF_VOLUMES = tuple(
+    # Channels are no colours, and a value is to mean the same in all slices.
+    name
+    for name in OPERATIONS
+    if name not in ("Color", "Posterize", "Solarize", "AutoContrast", "Equalize")
+)
 
 Change = Callable[[Tensor], Tensor]
 
@@ -44,8 +50,9 @@ class EpochSet(Dataset):
     from torch's generator, such as a random crop, is seeded likewise.
 
     Args:
-        dataset: Examples (input, label, ...). Where it has `raw`, the same set of uint8 inputs, and `normalise`,
-            which makes them ready for a model, pictures are changed in between.
+        dataset: Examples (input, label, ...). Where it has `normalise`, which makes inputs ready for a model, and
+            `raw`, the same set before that, inputs are changed in between: pictures and clips as bytes, volumes in
+            [0, 1].
         config: What is changed.
         num_classes: Length of a label that Mixup and CutMix make.
         seed: That of the run and the epoch.
@@ -69,11 +76,12 @@ class EpochSet(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple:
         draws = Draws(self.seed, indices)
-        raw = getattr(self.dataset, "raw", self.dataset)
+        normalise = getattr(self.dataset, "normalise", None)
+        raw = self.dataset if normalise is None else self.dataset.raw  # type: ignore[attr-defined]
         inputs, labels, *others = read_batch(raw, draws)
-        if inputs.dtype == torch.uint8:
-            changed = change_pixels(inputs, self.config, draws)
-            inputs = erase(self.dataset.normalise(changed), self.config.erasing, draws)  # type: ignore[attr-defined]
+        if normalise is not None:
+            change = change_pixels if inputs.dtype == torch.uint8 else change_voxels
+            inputs = erase(normalise(change(inputs, self.config, draws)), self.config.erasing, draws)
         elif self.config.flip:
             inputs = flip(inputs, draws)
         inputs, labels = mix(inputs, labels, self.num_classes, self.config, draws)
@@ -93,7 +101,10 @@ def read_batch(dataset: Dataset, draws: Draws) -> Sequence[Tensor]:
 
 
 def change_pixels(images: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
-    """Crop, flip and recolour uint8 pictures `(batch, 3, height, width)`, in the order of `AugmentConfig`."""
+    """Crop, flip and recolour uint8 pictures `(batch, 3, height, width)`, in the order of `AugmentConfig`.
+
+    Clips `(batch, 3, time, height, width)` are flipped and take RandAugment, all frames alike.
+    """
     if config.crop_padding:
         images = crop_padded(images, config.crop_padding, draws)
     if config.flip:
@@ -105,6 +116,15 @@ def change_pixels(images: Tensor, config: AugmentConfig, draws: Draws) -> Tensor
     if config.color_jitter:
         images = jitter_colours(images, config.color_jitter, draws)
     return images
+
+
+def change_voxels(volumes: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
+    """Flip volumes `(batch, channels, depth, height, width)` in [0, 1], and apply RandAugment, all slices alike."""
+    if config.flip:
+        volumes = flip(volumes, draws)
+    if config.randaugment is not None:
+        volumes = randaugment_volumes(volumes, *config.randaugment, draws)
+    return volumes
 
 
 def crop_padded(images: Tensor, padding: int, draws: Draws) -> Tensor:
@@ -128,14 +148,59 @@ def randaugment(images: Tensor, number: int, magnitude: int, draws: Draws) -> Te
     """Apply `number` operations of a magnitude to every picture (Cubuk et al., arXiv:1909.13719).
 
     Operations, strengths and directions are torchvision's `RandAugment` with 31 magnitudes. Pictures with the
-    same operation are changed together, so a batch costs as many calls as there are operations.
+    same operation are changed together, so a batch costs as many calls as there are operations. The frames of a clip
+    `(batch, 3, time, height, width)` have the operations and strengths of their clip, each as a picture of its own
+    (VideoMAE, Tong et al., arXiv:2203.12602).
     """
-    changes = [change for both in randaugment_changes(magnitude, *images.shape[-2:]) for change in both]
+    changes = randaugment_changes(magnitude, *images.shape[-2:])
+    last = images.movedim(1, -3)  # torchvision takes any axes before the channels
+    return _drawn_changes(last, number, changes, draws).movedim(-3, 1).contiguous()
+
+
+def randaugment_volumes(volumes: Tensor, number: int, magnitude: int, draws: Draws) -> Tensor:
+    """Apply `number` of `OPERATIONS_OF_VOLUMES` to every volume, strengths and directions as `randaugment`'s.
+
+    A volume is moved in the plane of its slices, by the same amount in all. Contrast is about the mean of each channel
+    of the whole volume, where a picture's is about its grey.
+
+    Args:
+        volumes: `(batch, channels, depth, height, width)` in [0, 1].
+        number: Operations on each.
+        magnitude: 0 to 30.
+        draws: The random numbers of the batch.
+    """
+    return _drawn_changes(volumes, number, volume_changes(magnitude, *volumes.shape[-2:]), draws)
+
+
+def volume_changes(magnitude: int, height: int, width: int) -> list[tuple[Change, Change]]:
+    """What each of `OPERATIONS_OF_VOLUMES` does at a magnitude, in either direction."""
+    of_pictures = dict(zip(OPERATIONS, randaugment_changes(magnitude, height, width), strict=True))
+    changes = []
+    for name in OPERATIONS_OF_VOLUMES:
+        one, other = of_pictures[name]
+        part = _of_channels if name == "Contrast" else _of_slices
+        changes.append((part(one), part(other)))
+    return changes
+
+
+def _drawn_changes(images: Tensor, number: int, changes: Sequence[tuple[Change, Change]], draws: Draws) -> Tensor:
+    """Change every example `number` times, each time in one of the ways, in either direction."""
+    directed = [change for both in changes for change in both]
     for turn in range(number):
         drawn = draws.uniform(f"randaugment {turn}", 2)
-        kinds = 2 * (drawn[:, 0] * len(OPERATIONS)).long() + (drawn[:, 1] < 0.5)
-        images = change_by_kind(images, kinds, changes)
+        kinds = 2 * (drawn[:, 0] * len(changes)).long() + (drawn[:, 1] < 0.5)
+        images = change_by_kind(images, kinds, directed)
     return images
+
+
+def _of_slices(change: Change) -> Change:
+    """A change of grey pictures, for each slice of each channel `(..., height, width)`."""
+    return lambda x: change(x.unsqueeze(-3)).squeeze(-3)
+
+
+def _of_channels(change: Change) -> Change:
+    """Likewise, for each channel with its slices below one another as one picture."""
+    return lambda x: change(x.flatten(-3, -2).unsqueeze(-3)).squeeze(-3).view_as(x)
 
 
 def randaugment_changes(magnitude: int, height: int, width: int) -> list[tuple[Change, Change]]:
@@ -234,7 +299,10 @@ def change_by_kind(images: Tensor, kinds: Tensor, changes: Sequence[Change]) -> 
 
 
 def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
-    """Cover a box of 2 to 33 % of some inputs with noise, as torchvision's `RandomErasing` does."""
+    """Cover a box of 2 to 33 % of some inputs with noise, as torchvision's `RandomErasing` does.
+
+    The box of a clip or a volume goes through all frames or slices (VideoMAE), with other noise in each.
+    """
     if not probability:
         return inputs
     chosen = draws.uniform("erasing")[:, 0] < probability
@@ -242,7 +310,8 @@ def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
     seeds = draws.seeds("erasing noise")
     for position in chosen.nonzero().flatten().tolist():
         with seeded(seeds[position]):
-            inputs[position] = cover(inputs[position])
+            flat = inputs[position].flatten(0, -3)  # channels and frames are alike to it
+            inputs[position] = cover(flat).view_as(inputs[position])
     return inputs
 
 

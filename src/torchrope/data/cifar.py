@@ -72,10 +72,13 @@ class Cifar(DataModule):
     def _part(
         self, read: Read, binary: bool, files: tuple[str, ...], size: int | None, name: str
     ) -> tuple[Tensor, Tensor]:
-        if binary:
-            parts = [read_binary(read(f"{file}.bin"), self.label_bytes, f"{file}.bin") for file in files]
-        else:
-            parts = [read_python(read(file), self.label_key, file) for file in files]
+        try:
+            if binary:
+                parts = [read_binary(read(f"{file}.bin"), self.label_bytes, f"{file}.bin") for file in files]
+            else:
+                parts = [read_python(read(file), self.label_key, file) for file in files]
+        except ValueError as error:
+            raise ValueError(f"{error}; whole ones are in {ADDRESS}/{self.archives[binary]}") from error
         images, labels = (torch.cat(several) for several in zip(*parts, strict=True))
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
             found = f"{int(labels.min())} to {int(labels.max())}"
@@ -173,7 +176,7 @@ def unpack(archive: Path, files: list[str]) -> dict[str, bytes]:
                 if content is not None:
                     found[name] = content.read()
     except (OSError, EOFError, tarfile.TarError) as error:
-        raise ValueError(f"{archive} must be a readable, whole archive, got: {error}") from error
+        raise ValueError(f"{archive} must be a readable, whole archive, as at {ADDRESS}, got: {error}") from error
     missing = [file for file in files if file not in found]
     if missing:
         raise ValueError(f"{archive} must hold {', '.join(files)}, got none of the name {', '.join(missing)}")

@@ -33,6 +33,12 @@ READ_BY = {
     "windows": NAMES_OF_VOLUMES,
 }
 
+CHANGED_BY = {
+    **dict.fromkeys(("crop_padding", "three_augment", "color_jitter"), NAMES_OF_PICTURES),
+    "crop_scale": NAMES_OF_FILES,
+    **dict.fromkeys(("randaugment", "erasing"), NAMES_OF_PICTURES + NAMES_OF_VIDEOS + NAMES_OF_VOLUMES),
+}  # what else is changed there at random takes any data set
+
 LARGEST_MAGNITUDE = 30  # of RandAugment
 
 
@@ -40,18 +46,21 @@ LARGEST_MAGNITUDE = 30  # of RandAugment
 class AugmentConfig:
     """How training inputs are changed at random, in the order below; nothing is changed by default.
 
-    What happens to an example is a function of the run's seed, the epoch and the example. All but `flip`,
-    `mixup` and `cutmix` are for pictures: images, CIFAR, Tiny-ImageNet and ImageNet.
+    What happens to an example is a function of the run's seed, the epoch and the example. `flip`, `mixup`, `cutmix` and
+    `repeats` are for every data set, `randaugment` and `erasing` for pictures (images, CIFAR, Tiny-ImageNet and
+    ImageNet), videos and volumes, the others for pictures.
 
     Attributes:
         crop_padding: Pixels of black added on every side before a crop of the old size (4 for CIFAR).
         crop_scale: Least and largest share of a picture that is cropped and resized; None is the data set's own
             (0.6 to 1 of "images", 0.08 to 1 of "imagenet"; others have no such crop).
         flip: Exchange left and right in half of the examples.
-        randaugment: n operations of magnitude m (0 to 30) on every picture (Cubuk et al., arXiv:1909.13719).
+        randaugment: n operations of magnitude m (0 to 30) on every picture (Cubuk et al., arXiv:1909.13719), the same
+            ones on all frames of a clip; on all slices of a volume those that are no change of colours.
         three_augment: One of grey, solarised and blurred (DeiT-III, Touvron et al., arXiv:2204.07118).
         color_jitter: Largest relative change of brightness, contrast and saturation (0.3 in DeiT-III).
-        erasing: Probability that a box of noise covers a part (Zhong et al., arXiv:1708.04896).
+        erasing: Probability that a box of noise covers a part (Zhong et al., arXiv:1708.04896), through all frames or
+            slices.
         mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
         cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899), likewise; where both are on, each batch draws one.
         mix_probability: Share of batches that are mixed.
@@ -98,15 +107,14 @@ class AugmentConfig:
                 raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
 
     @property
-    def for_pictures(self) -> list[str]:
-        """The settings that are on and change pictures alone."""
-        names = ("crop_padding", "crop_scale", "randaugment", "three_augment", "color_jitter", "erasing")
-        return [name for name in names if getattr(self, name)]
+    def of_some(self) -> list[str]:
+        """The settings that are on and that not every data set takes."""
+        return [name for name in CHANGED_BY if getattr(self, name)]
 
     @property
     def on(self) -> bool:
         """Whether anything is changed."""
-        return bool(self.for_pictures) or self.flip or self.mixup > 0 or self.cutmix > 0 or self.repeats > 1
+        return bool(self.of_some) or self.flip or self.mixup > 0 or self.cutmix > 0 or self.repeats > 1
 
 
 @dataclass
@@ -181,11 +189,10 @@ class DataConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         self.augment = _augment(self.augment)
-        if self.augment.for_pictures and self.name not in NAMES_OF_PICTURES:
-            named = ", ".join(self.augment.for_pictures)
-            raise ValueError(f"augment.{named} is for {', '.join(NAMES_OF_PICTURES)} alone, got name {self.name!r}")
-        if self.augment.crop_scale is not None and self.name not in NAMES_OF_FILES:
-            raise ValueError(f"augment.crop_scale is for {', '.join(NAMES_OF_FILES)} alone, got name {self.name!r}")
+        for setting in self.augment.of_some:
+            takers = CHANGED_BY[setting]
+            if self.name not in takers:
+                raise ValueError(f"augment.{setting} is for {', '.join(takers)} alone, got name {self.name!r}")
         self._check_clips()
 
     def _refuse_unread(self) -> None:

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import pytorch_lightning as pl
@@ -38,6 +39,8 @@ class DataModule(pl.LightningDataModule, ABC):
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
+        tells_spacing: Whether batches of volumes carry the mm between voxels `(batch, axes)` behind inputs and labels,
+            set likewise.
         resume_at: Epoch and how many of its batches a run that goes on has seen, set likewise; they are left out.
     """
 
@@ -50,6 +53,7 @@ class DataModule(pl.LightningDataModule, ABC):
     classes: tuple[str, ...]
     views: int = 1
     run_seed: int = 0
+    tells_spacing: bool = False
     resume_at: tuple[int, int] = (0, 0)
 
     def __init__(self, config: DataConfig) -> None:
@@ -77,12 +81,17 @@ class DataModule(pl.LightningDataModule, ABC):
     @property
     def skipped(self) -> list[Fault]:
         """Files left out so far, before the training and while it reads."""
-        reading = [getattr(part, "reading", None) for part in self._datasets or ()]
-        return [*self._skipped, *(fault for read in reading if isinstance(read, Skipping) for fault in read.found())]
+        return [*self._skipped, *(fault for reading in self.readings for fault in reading.found())]
 
     @skipped.setter
     def skipped(self, faults: list[Fault]) -> None:
         self._skipped = faults
+
+    @property
+    def readings(self) -> list[Skipping]:
+        """What counts files that turn out to be damaged while they are read, of both parts."""
+        found = [getattr(part, "reading", None) for part in self._datasets or ()]
+        return [reading for reading in found if isinstance(reading, Skipping)]
 
     @property
     def num_axes(self) -> int:
@@ -116,7 +125,7 @@ class DataModule(pl.LightningDataModule, ABC):
         Made anew for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
         random state, so a resumed run sees what an uninterrupted one sees.
         """
-        train, _ = self._made_datasets()
+        train = self._told(self._made_datasets()[0])
         epoch, replicas, rank = self._place()
         if self.trainer is not None:
             train = self._on_device(train, self.trainer.strategy.root_device)
@@ -161,13 +170,27 @@ class DataModule(pl.LightningDataModule, ABC):
         return self._resident
 
     def val_dataloader(self) -> DataLoader:
-        """Draw validation batches in the order of the set; in training on several devices, each its share, once."""
-        _, val = self._made_datasets()
+        """Draw validation batches in the order of the set.
+
+        In training on several devices each draws its share, once, and all of them equally many batches: a sharded model
+        computes on all or on none.
+        """
+        val = self._told(self._made_datasets()[1])
         batch_size = VAL_BATCH_FACTOR * self.config.batch_size
         if self.trainer is None or self.trainer.world_size == 1:
             return self._loader(val, batch_size)
-        mine = range(self.trainer.global_rank, len(val), self.trainer.world_size)  # type: ignore[arg-type]
-        return self._loader(val, batch_size, mine)
+        devices, total = self.trainer.world_size, len(val)  # type: ignore[arg-type]
+        if total < devices:
+            raise ValueError(f"validation must have an example for each of {devices} devices, got {total}")
+        mine = range(self.trainer.global_rank, total, devices)
+        count = math.ceil(math.ceil(total / devices) / batch_size)
+        ends = [len(mine) * number // count for number in range(count + 1)]
+        batches = [list(mine[start:end]) for start, end in pairwise(ends)]
+        return DataLoader(val, batch_sampler=batches, collate_fn=collate_once, num_workers=self.config.workers)
+
+    def _told(self, dataset: Dataset) -> Dataset:
+        """With the spacings of its samples, where they are asked for."""
+        return dataset.with_spacing() if self.tells_spacing else dataset  # type: ignore[attr-defined]
 
     @property
     def _seed(self) -> int:
@@ -237,6 +260,6 @@ class RestOf(Sampler[int]):
         return len(self.whole)  # type: ignore[arg-type]
 
 
-def collate_once(batch: Any) -> tuple[Tensor, Tensor] | list[Tensor]:
+def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:
     """Pass on a batch that the set indexed as a whole; collate a list of samples."""
     return batch if isinstance(batch, tuple) else default_collate(batch)

@@ -136,7 +136,7 @@ def in_order(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[
         thickness of a single slice.
 
     Raises:
-        ValueError: slices differ in direction or in size.
+        ValueError: slices differ in direction or in size, or their voxels have none.
     """
     one = headers[paths[0]]
     normal = np.cross(one.orientation[:3], one.orientation[3:])
@@ -152,6 +152,8 @@ def in_order(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[
     places = sorted(placed)
     steps = [after - before for before, after in pairwise(places)]
     distance = statistics.median(steps) if steps else one.thickness
+    if not min(distance, *one.spacing) > 0:
+        raise ValueError(f"voxels must have a size in mm, got {distance:g}, {one.spacing[0]:g} and {one.spacing[1]:g}")
     return [placed[place] for place in places], (distance, float(one.spacing[0]), float(one.spacing[1]))
 
 

@@ -1,7 +1,7 @@
 """Files that cannot be read: named, counted and left out, up to a limit, and beyond it the end with the list."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
@@ -106,6 +106,7 @@ class Skipping(Generic[T]):
         self.limit = limit
         self.kind = kind
         self._broken = torch.zeros(len(names), dtype=torch.bool).share_memory_()
+        self._reasons: dict[int, str] = {}
 
     def get(self, index: int) -> T:
         """Read an example, or the next one that can be read.
@@ -125,11 +126,25 @@ class Skipping(Generic[T]):
                 raise
             except Exception as error:  # as in find_faults
                 self._note(candidate, error)
-        raise _too_many(self.found(), self.limit, self.kind)
+        raise TooManyFaults(f"some of the {self.kind} must be readable, got none: {name_some(self.found())}")
 
     def found(self) -> list[Fault]:
         """List the examples that could not be read so far, by any process."""
-        return [(self.names[index], self._why(index)) for index in self._broken.nonzero().flatten().tolist()]
+        # A copy: what another process notes while they are counted would be an error within torch.
+        return [(self.names[index], self._why(index)) for index in self._broken.clone().nonzero().flatten().tolist()]
+
+    def remember(self, names: Iterable[str]) -> None:
+        """Count examples that another start or process could not read, where this one cannot either.
+
+        Raises:
+            TooManyFaults: with them there are more than `limit`.
+        """
+        wanted = set(names)
+        for index, name in enumerate(self.names):
+            if name in wanted and not self._broken[index]:
+                self._broken[index] = self._fails(index)
+        if int(self._broken.sum()) > self.limit:
+            raise _too_many(self.found(), self.limit, self.kind)
 
     def _note(self, index: int, error: Exception) -> None:
         if self._broken[index]:
@@ -141,12 +156,20 @@ class Skipping(Generic[T]):
         logger.warning("skipped %s (%s), %d of at most %d", self.names[index], reason(error), count, self.limit)
 
     def _why(self, index: int) -> str:
-        """Read it again: the error may have been another process's."""
+        """Read it again, once: the error may have been another process's."""
+        if index not in self._reasons and not self._fails(index):
+            self._reasons[index] = "unreadable once"
+        return self._reasons[index]
+
+    def _fails(self, index: int) -> bool:
         try:
             self.load(index)
+        except MemoryError:
+            raise
         except Exception as error:
-            return reason(error)
-        return "unreadable once"
+            self._reasons[index] = reason(error)
+            return True
+        return False
 
 
 def _too_many(faults: Sequence[Fault], limit: int, kind: str) -> TooManyFaults:

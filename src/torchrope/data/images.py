@@ -162,9 +162,8 @@ def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT
         raise ValueError(f"root must be given for {kind} ({layout}), got {root!r}")
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        raise ValueError(
-            f"root must be a folder, got {root!r}, {'a file' if folder.exists() else 'which is not there'}"
-        )
+        came = "a file" if folder.exists() else "which is not there"
+        raise ValueError(f"root must be a folder with {kind} ({layout}), got {root!r}, {came}")
     return folder.resolve()
 
 

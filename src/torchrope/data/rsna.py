@@ -1,5 +1,6 @@
 """RSNA 2019: CT of the head, with and without intracranial haemorrhage."""
 
+import logging
 from pathlib import Path
 
 from torchrope.data.cache import cache_folder
@@ -8,6 +9,8 @@ from torchrope.data.dicom import index_headers, read_head_ct
 from torchrope.data.faults import name_some, tell_skipped
 from torchrope.data.images import existing_folder
 from torchrope.data.volumes import Volume, VolumeModule, read_table, series_volumes
+
+logger = logging.getLogger(__name__)
 
 TABLE = "stage_2_train.csv"
 SLICES_FOLDER = "stage_2_train"
@@ -55,6 +58,9 @@ class RSNA(VolumeModule):
         headers, faults = index_headers(self.root, paths, folder=cache_folder())
         # Slices without a label, as those of the challenge's test, are no part of it.
         labelled = {path: header for path, header in headers.items() if header.instance in bleeding}
+        if 0 < len(labelled) < len(headers):
+            count = f"{len(headers) - len(labelled)} of {len(headers)}"
+            logger.warning("%s slices have no label in %s: left out", count, self.table.name)
         headers = {path: header._replace(series="") for path, header in labelled.items()}  # one volume a study
         if not headers:
             named = f": {name_some(faults)}" if faults else ""

@@ -32,11 +32,12 @@ class StreamedSet(Dataset, ABC):
         self.samples = list(samples)
         self.mean: Tensor | float = 0.0
         self.std: Tensor | float = 1.0
+        self.ready = True  # for a model
         self.reading = Skipping([name for name, _ in self.samples], self.sample, max_skipped, kind)
 
     @abstractmethod
     def load(self, index: int) -> Tensor:
-        """Decode a sample: float32 `(..., channels, *sizes)` in [0, 1]. Raises anything where it cannot."""
+        """Decode a sample `(..., channels, *sizes)`, float32 in [0, 1] or bytes. Raises anything where it cannot."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -45,13 +46,26 @@ class StreamedSet(Dataset, ABC):
         return self.reading.get(index)
 
     def sample(self, index: int) -> tuple[Tensor, int]:
-        """A sample itself, normalised, with its label, and no substitute for it."""
-        return (self.load(index) - self.mean) / self.std, self.samples[index][1]
+        """A sample itself, with its label, and no substitute for it."""
+        inputs = self.load(index)
+        return self.normalise(inputs) if self.ready else inputs, self.samples[index][1]
+
+    def normalise(self, inputs: Tensor) -> Tensor:
+        """Make what `load` decodes ready for a model: (x - mean) / std, of bytes / 255."""
+        in_one = inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
+        return (in_one - self.mean) / self.std
 
     def normalised(self: Streamed, mean: Tensor, std: Tensor) -> Streamed:
         """The same samples as (x - mean) / std, both `(channels, 1, ...)`."""
         changed = self.copied()
         changed.mean, changed.std = mean, std
+        return changed
+
+    @property
+    def raw(self: Streamed) -> Streamed:
+        """The same samples as `load` decodes them."""
+        changed = self.copied()
+        changed.ready = False
         return changed
 
     def copied(self: Streamed) -> Streamed:

@@ -53,6 +53,34 @@ def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int], generator: 
     return shuffled.permute(0, 1 + axes, *together).reshape(inputs.shape)
 
 
+def shuffle_along(inputs: Tensor, *, axis: int, extent: int, generator: torch.Generator) -> Tensor:
+    """Permute slices of every sample along one axis with a random permutation of its own, such as frames along time.
+
+    Args:
+        inputs: `(batch, channels, *sizes)`.
+        axis: Which of the sizes.
+        extent: Neighbours along the axis that stay together.
+        generator: Draws the permutations; on any device.
+
+    Returns:
+        Shuffled inputs, same shape.
+
+    Raises:
+        ValueError: the size along the axis is not divisible by the extent.
+
+    Example:
+        >>> shuffle_along(torch.zeros(2, 1, 6, 4), axis=0, extent=2, generator=torch.Generator()).shape
+        torch.Size([2, 1, 6, 4])
+    """
+    size = inputs.shape[2 + axis]
+    if size % extent:
+        raise ValueError(f"size along axis {axis} must be divisible by extent = {extent}, got {size}")
+    slices = inputs.movedim(2 + axis, 1).unflatten(1, (-1, extent))  # [b, slices, extent, ...]
+    order = torch.rand(slices.shape[:2], generator=generator, device=generator.device).argsort(1)
+    sample = torch.arange(len(inputs), device=inputs.device)[:, None]
+    return slices[sample, order.to(inputs.device)].flatten(1, 2).movedim(1, 2 + axis)
+
+
 def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
     """Resample the axes to `size` by linear interpolation between pixel centres.
 

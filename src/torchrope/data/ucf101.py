@@ -47,6 +47,8 @@ class UCF101(VideoModule):
         whole = set(self.openable(self.videos, train + val))
         train, val = ([sample for sample in part if sample in whole] for part in (train, val))
         require_each(train, self.classes, 1, "readable videos", f" in split {self.split}'s training list")
+        if not val:
+            raise ValueError(f"split {self.split}'s test list must name readable videos, got none in {self.videos}")
         return self.videos, train, val
 
     def describe(self, count: int) -> None:
@@ -68,16 +70,19 @@ def read_classes(path: Path) -> tuple[str, ...]:
 
 
 def read_list(path: Path, classes: tuple[str, ...]) -> list[Sample]:
-    """Read a list of videos, "<class>/<file>" with or without a number after it.
+    """Read a list of videos, "<class>/<file>" with or without the number of the class after it.
 
     Raises:
-        ValueError: the list cannot be read, is empty, or names a class that there is not.
+        ValueError: the list cannot be read, is empty, or names a class that there is not, or by another number.
     """
     known = {name: label for label, name in enumerate(classes)}
-    videos = [line.split()[0] for line in _lines(path)]
-    for video in videos:
+    lines = [line.split() for line in _lines(path)]
+    for video, *number in lines:
         if video.partition("/")[0] not in known:
             raise ValueError(f"{path} must name videos as <class>/<file>, got {video!r}")
+        if number and number != [str(known[video.partition("/")[0]] + 1)]:
+            raise ValueError(f"{path} must number classes as classInd.txt does, got {' '.join([video, *number])!r}")
+    videos = [line[0] for line in lines]
     if not videos:
         raise ValueError(f"{path} must name videos, got none")
     return sorted((video, known[video.partition("/")[0]]) for video in videos)

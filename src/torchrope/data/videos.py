@@ -72,13 +72,13 @@ class TrainingClips(StreamedSet):
         self.crop = v2.RandomResizedCrop(shape.size, scale=CROP_SCALE, ratio=CROP_RATIO, antialias=True)
 
     def load(self, index: int) -> Tensor:
-        """A clip `(3, frames, size, size)` in [0, 1]."""
+        """A clip in bytes `(3, frames, size, size)`."""
         shape = self.shape
         (clip,) = read_clips(
             self.root / self.samples[index][0],
             lambda count: [training_frames(count, shape.frames, shape.stride)],
         )
-        return channels_first(self.crop(clip))
+        return self.crop(clip).movedim(0, 1)
 
 
 class TestClips(StreamedSet):
@@ -103,14 +103,14 @@ class TestClips(StreamedSet):
         self.views = views
 
     def load(self, index: int) -> Tensor:
-        """One clip `(3, frames, size, size)`, or several `(segments · crops, 3, frames, size, size)`, in [0, 1]."""
+        """One clip in bytes `(3, frames, size, size)`, or several `(segments · crops, 3, frames, size, size)`."""
         shape, (segments, crops) = self.shape, self.views
         choose_frames = partial(_test_frames, shape=shape, segments=segments)
         clips = []
         for clip in read_clips(self.root / self.samples[index][0], choose_frames):
             small = F.resize(clip, [shape.size], antialias=True)  # the shorter side
             corners = crop_corners(small.shape[-2], small.shape[-1], shape.size, crops)
-            clips += [channels_first(F.crop(small, *corner, shape.size, shape.size)) for corner in corners]
+            clips += [F.crop(small, *corner, shape.size, shape.size).movedim(0, 1) for corner in corners]
         return clips[0] if segments * crops == 1 else torch.stack(clips)
 
 
@@ -275,11 +275,6 @@ def read_clips(path: Path, choose_frames: ChooseFrames) -> list[Tensor]:
         wanted = choose_frames(count)
         first = _first_time(container, stream)
         return [_read_frames(container, stream, indices, count, first) for indices in wanted]
-
-
-def channels_first(clip: Tensor) -> Tensor:
-    """Frames in bytes `(frames, 3, height, width)` to float32 `(3, frames, height, width)` in [0, 1]."""
-    return clip.movedim(0, 1).float() / 255
 
 
 @contextmanager

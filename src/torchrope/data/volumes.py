@@ -1,6 +1,7 @@
 """Anybody's own volumes: DICOM series or NIfTI files, and a CSV file with their labels."""
 
 import csv
+import math
 import os
 from abc import abstractmethod
 from collections import Counter
@@ -24,7 +25,6 @@ from torchrope.data.images import choose, existing_folder, hold_out, unreadable
 from torchrope.data.streamed import StreamedSet
 from torchrope.data.transforms import resize
 from torchrope.data.videos import require_each
-from torchrope.positions import grid
 
 SLICES = 32
 SLICE_SIZE = 224
@@ -237,25 +237,6 @@ class Volumes(VolumeModule):
         )
 
 
-def patch_positions(spacings: Tensor, lattice: Sequence[int], patch_size: Sequence[int]) -> Tensor:
-    """Place the patches of every sample in mm: p_a = index_a · patch_a · spacing_a.
-
-    Args:
-        spacings: mm between voxels, `(batch, axes)`, as batches of `VolumeSet.with_spacing` carry them.
-        lattice: Patches along each axis.
-        patch_size: Voxels of a patch along each axis.
-
-    Returns:
-        Positions `(batch, tokens, axes)` for any encoding, the last axis fastest, the first patch at the origin.
-
-    Example:
-        >>> patch_positions(torch.tensor([[5.0, 0.5]]), (1, 3), (2, 16))[0, :, 1]
-        tensor([ 0.,  8., 16.])
-    """
-    steps = spacings * torch.as_tensor(patch_size, dtype=spacings.dtype, device=spacings.device)
-    return grid(*lattice).to(steps) * steps[:, None]
-
-
 def apply_windows(values: Tensor, windows: Sequence[Window]) -> Tensor:
     """Map (centre - width / 2, centre + width / 2) to (0, 1), clipped, a channel for each window.
 
@@ -287,7 +268,10 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
         OSError: a file cannot be read; nibabel's errors are of several other kinds, too.
     """
     if paths[0].lower().endswith(NIFTI_EXTENSIONS):
-        return torch.from_numpy(_axial(nibabel.load(root / paths[0])).get_fdata(dtype=np.float32).copy())
+        values = torch.from_numpy(_axial(nibabel.load(root / paths[0])).get_fdata(dtype=np.float32).copy())
+        if not values.isfinite().all():
+            raise ValueError(f"voxels must be finite, got {int((~values.isfinite()).sum())} that are not")
+        return values
     planes = []
     for path in paths:
         try:
@@ -343,11 +327,18 @@ def nifti_volume(root: Path, path: str) -> Volume:
     """Read the header of a NIfTI file.
 
     Raises:
-        ValueError: it has not three axes.
+        ValueError: it has not three axes, no voxels, voxels without a size, or values that are no numbers.
     """
     image: Any = nibabel.load(root / path)
     if len(image.shape) != 3:
         raise ValueError(f"a volume must have three axes, got the shape {image.shape}")
+    if 0 in image.shape:
+        raise ValueError(f"a volume must have voxels, got the shape {image.shape}")
+    if image.get_data_dtype().kind not in "fiu":
+        raise ValueError(f"voxels must be real numbers, got {image.get_data_dtype()}")
+    sizes = nibabel.affines.voxel_sizes(image.affine)
+    if not all(0 < size < math.inf for size in sizes):
+        raise ValueError(f"voxels must have a size in mm, got {', '.join(f'{size:g}' for size in sizes)}")
     image = _axial(image)
     z, y, x = (float(size) for size in image.header.get_zooms())
     slices, rows, columns = image.shape
@@ -378,11 +369,13 @@ def read_labels(path: Path) -> list[tuple[str, str, str]]:
     """Read a table of studies: (study, label, part), the part "" where the table has none.
 
     Raises:
-        ValueError: it cannot be read, lacks a column, is empty, or has another part than train and val.
+        ValueError: it cannot be read, lacks a column or a value, is empty, or has another part than train and val.
     """
     rows = list(read_table(path, ("study", "label"), EXPECTED))
     labels = [(row["study"].strip(), row["label"].strip(), (row.get("part") or "").strip()) for row in rows]
-    for study, _, part in labels:
+    for study, label, part in labels:
+        if not study or not label:
+            raise ValueError(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
         if part not in ("", "train", "val"):
             raise ValueError(f"part must be train or val, got {part!r} for {study!r} in {path}")
     if len({study for study, _, _ in labels}) < len(labels):
@@ -394,7 +387,7 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
     """Read a CSV file whose first line names the columns.
 
     Raises:
-        ValueError: it cannot be read, lacks one of `columns`, or is empty.
+        ValueError: it cannot be read, lacks one of `columns`, is empty, or has rows that are too long.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -405,9 +398,13 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
         raise ValueError(f"labels must be a readable table of {expected}, got {path}: {why}") from error
     missing = [column for column in columns if column not in names]
     if missing:
-        raise ValueError(f"labels must have the columns {', '.join(columns)}, got {path} with {', '.join(names)}")
+        came = ", ".join(names) or "none"
+        raise ValueError(f"labels must have the columns {', '.join(columns)}, got {path} with {came}")
     if not rows:
         raise ValueError(f"labels must name studies, got none in {path}")
+    for row in rows:
+        if None in row:  # what is beyond the columns; DictReader's types do not know of it
+            raise ValueError(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")
     return rows
 
 

@@ -22,10 +22,10 @@ class ComRoPE(Encoding):
         num_axes: int,
         num_heads: int,
         head_dim: int,
-        block_size: int = 8,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
-        init: Init = "paper",
+        block_size: int,
+        rotary_dim: int | None,
+        shared_heads: bool,
+        init: Init,
     ) -> None:
         super().__init__(
             num_axes=num_axes,
@@ -89,8 +89,26 @@ class ComRoPEAP(ComRoPE):
     summary = "Learned blocks, each given to one axis, so that the generators commute and scores are relative."
     source = "ComRoPE, axial partition; supplement E.2.3"
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, **settings: Any) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, **settings)
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int = 8,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        init: Init = "paper",
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+            init=init,
+        )
         self._require_divisible(num_axes * self.block_size, "num_axes·block_size")
         self.reset_parameters()
 
@@ -153,8 +171,26 @@ class ComRoPELD(ComRoPE):
     summary = "One learned block for all axes, times a factor per axis; the generators commute, scores are relative."
     source = "ComRoPE, linear dependence; supplement E.2.4"
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, **settings: Any) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, **settings)
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int = 8,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        init: Init = "paper",
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+            init=init,
+        )
         self.factors = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks))
         self.reset_parameters()
 

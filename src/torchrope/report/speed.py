@@ -53,6 +53,12 @@ def render_docs(text: str, suite: dict[str, Any] | None) -> str:
     return text
 
 
+def render_data_docs(text: str, suite: dict[str, Any] | None) -> str:
+    """Put the table of how fast data comes between the markers of docs/data.md; a line instead where there is none."""
+    nothing = "Nothing measured yet: `python benchmarks/data.py` measures and writes this."
+    return insert_between_markers(text, "loading", nothing if suite is None else _loading_block(suite))
+
+
 def verdict(row: dict[str, Any]) -> str:
     """Whether a promise was kept, by the median."""
     if row["value"] is None:
@@ -132,6 +138,37 @@ def _growth_block(suite: dict[str, Any]) -> str:
         parts.append(markdown_table(headings, rows, [False] + [True] * (len(sizes) + 1)))
         parts.append(f"![Time of a step over {over}](speed/growth-{over}.svg)")
     return "\n\n".join(parts)
+
+
+def _loading_block(suite: dict[str, Any]) -> str:
+    headings = ["Data", "Shape", "Changed by", "Processes", "Examples/s", "Quartiles", "A GPU takes", "GPUs fed"]
+    rows = []
+    for row in suite["rows"]:
+        low, median, high = (row["examples_per_second"][key] for key in ("low", "median", "high"))
+        taken = row["taken_per_second"]
+        rows.append(
+            [
+                row["data"],
+                "×".join(map(str, row["shape"])),
+                row["augment"],
+                str(row["workers"]),
+                f"{median:,.0f}",
+                f"{low:,.0f} to {high:,.0f}",
+                f"{taken:,.0f}",
+                _number(median / taken),
+            ]
+        )
+    table = markdown_table(headings, rows, [False, False, False, True, True, True, True, True])
+    source = suite["source"]
+    versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
+    told = (
+        f"Measured on the CPU, with the start of loading processes, median of {suite['rounds']} epochs; threads: "
+        f"{source['threads']}; {_machine(source)}. What a GPU takes is computed: {suite['utilisation']:.0%} of "
+        f"{suite['peak_tflops']:g} TFLOP/s (H100 or H200, bfloat16) over three times the forward operations of the "
+        f"recipe's ViT-B. {versions}, torchrope {source['torchrope']} at commit {source['commit'] or 'unknown'}, "
+        f"{source['date']}, by `{source['command']}`."
+    )
+    return f"{table}\n\n{told}"
 
 
 _BLOCKS = {

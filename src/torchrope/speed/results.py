@@ -201,7 +201,53 @@ class Suite:
     growth: tuple[Growth, ...]
 
 
-def write_results(path: Path, results: Bench | Suite) -> None:
+@dataclass(frozen=True)
+class Loading:
+    """How fast one kind of data comes on the CPU alone.
+
+    Attributes:
+        data: What is read.
+        shape: Of an example: channels and sizes.
+        augment: What is changed at random.
+        batch: Examples of a batch.
+        workers: Loading processes.
+        examples_per_second: Measured, over whole epochs.
+        gflops: 10⁹ operations of the model's forward pass on an example.
+        taken_per_second: Examples that a GPU would take, computed from these, its peak and its utilisation.
+    """
+
+    data: str
+    shape: tuple[int, ...]
+    augment: str
+    batch: int
+    workers: int
+    examples_per_second: Quartiles
+    gflops: float
+    taken_per_second: float
+
+
+@dataclass(frozen=True)
+class DataSuite:
+    """Data of every kind on one machine.
+
+    Attributes:
+        schema: Version of this layout.
+        rounds: Epochs that quartiles are over.
+        peak_tflops: Of the GPU that examples are counted for, 10¹² operations a second.
+        utilisation: The share of it that the model reaches.
+        rows: The measurements.
+        source: Machine, versions, commit.
+    """
+
+    schema: int
+    rounds: int
+    peak_tflops: float
+    utilisation: float
+    rows: tuple[Loading, ...]
+    source: Source
+
+
+def write_results(path: Path, results: Bench | Suite | DataSuite) -> None:
     """Write results as JSON."""
     write_whole(path, json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
 

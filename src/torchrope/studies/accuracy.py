@@ -5,10 +5,13 @@ from statistics import fmean
 from torchrope.studies.lab.estimates import (
     OVER_SEEDS,
     TOP1,
+    about_intervals,
     by_encoding,
+    caveat,
     correct,
     difference,
     label,
+    loss,
     places,
     points,
     told,
@@ -73,7 +76,7 @@ def find(lab: Lab) -> Findings:
                 "encoding": label(place.name),
                 "name": place.name,
                 **top1(correct(runs)),
-                "val_loss": fmean(each.val_loss if each.val_loss is not None else float("nan") for each in runs),
+                "val_loss": loss(runs),
                 "gap": gap,
                 "gap_low": low,
                 "gap_high": high,
@@ -96,9 +99,8 @@ def _equals(rows: list[dict]) -> list[str]:
 def _answer(rows: list[dict], seeds: int) -> str:
     best, equals = rows[0], _equals(rows)
     reached = f"{best['top1']:.1f} % [{best['low']:.1f}, {best['high']:.1f}]"
-    caveat = "" if seeds > 1 else " One training each: luck of the seed is not in the intervals."
     if len(rows) == 1:
-        return f"{best['encoding']} reaches {reached}; name several encodings to compare them.{caveat}"
+        return f"{best['encoding']} reaches {reached}; name several encodings to compare them.{caveat(seeds)}"
     if "none" in equals:
         first = f"No encoding is measurably better than none: the best, {best['encoding']}, reaches {reached}."
     elif len(equals) == 1:
@@ -109,7 +111,7 @@ def _answer(rows: list[dict], seeds: int) -> str:
     if learned:
         lead = points(learned["gap"], learned["gap_low"], learned["gap_high"])
         first += f" It leads a learned absolute encoding by {lead}."
-    return first + caveat
+    return first + caveat(seeds)
 
 
 def _advice(rows: list[dict], lab: Lab) -> Advice:
@@ -122,11 +124,9 @@ def _advice(rows: list[dict], lab: Lab) -> Advice:
 
 
 def _note(seeds: int) -> str:
-    over = "" if seeds == 1 else f", and the standard deviation over {seeds} seeds beside it"
     return (
-        f"Intervals hold 95 % of 2,000 bootstrap resamples of the validation examples{over}. An encoding is tied with "
-        "the best where the interval of the difference on the same examples holds 0, or the spreads over seeds explain "
-        "it."
+        f"{about_intervals(seeds)} An encoding is tied with the best where the interval of the difference on the same "
+        "examples holds 0, or the spreads over seeds explain it."
     )
 
 

@@ -22,11 +22,12 @@ from torchrope.studies.config import CompareConfig
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
-from torchrope.training.config import RunConfig, ScaleConfig, plain
+from torchrope.training.config import RunConfig, check_spacing, plain
 from torchrope.training.cost import measure_costs
 from torchrope.training.evaluate import evaluate, interval
-from torchrope.training.models import build_model
+from torchrope.training.models import build_for_costs, build_model
 from torchrope.training.run import train
+from torchrope.training.skipped import read_skipped
 
 CLEARLY_CHEAPER = 1.05
 """Times per step closer than this are no reason to choose."""
@@ -47,6 +48,7 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
         ValueError: a setting, the data or the folder is not as it must be; nothing was trained then.
         KeyboardInterrupt: stopped; the same call goes on with the epoch that was under way.
     """
+    check_spacing(config.model, config.data)
     data = make_data(config.data)
     data.setup()
     for name in config.encodings:
@@ -67,7 +69,9 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
     measured = {name: results for name, results in measured.items() if results}
     costs = _costs(folder, list(measured), data, config)
     run_again = {"command": command, "date": date.today().isoformat(), "config": plain(asked), **provenance()}
-    write_json(folder.results_file, _results(asked, data, measured, costs, run_again))
+    results = _results(asked, data, measured, costs, run_again)
+    results["data"]["skipped"] = _skipped(data, folder, asked)
+    write_json(folder.results_file, results)
     return folder.results_file
 
 
@@ -86,7 +90,7 @@ def _train_and_evaluate(
         data=config.data,
         model=config.model,
         optim=config.optim,
-        scale=ScaleConfig(on_nan="ignore"),  # an encoding that diverges is a result
+        scale=config.scale,
     )
     classifier, history = train(settings, data, folder.run_folder(run), on_epoch=progress.epoch)
     evaluation = evaluate(classifier.model, data, config.scales)
@@ -105,15 +109,22 @@ def _finished(folder: StudyFolder, name: str, seeds: int) -> list[dict[str, Any]
     return [result for result in results if result is not None]
 
 
+def _skipped(data: DataModule, folder: StudyFolder, asked: CompareConfig) -> list[str]:
+    """What could not be read, now and in the runs that an earlier start finished."""
+    runs = [Run(name, seed) for name in asked.encodings for seed in range(asked.seeds)]
+    earlier = {path: why for run in runs for path, why in read_skipped(folder.run_folder(run)).items()}
+    return [f"{path} ({why})" for path, why in {**earlier, **dict(data.skipped)}.items()]
+
+
 def _costs(folder: StudyFolder, names: list[str], data: DataModule, config: CompareConfig) -> dict[str, Any]:
     """Measure all encodings in one sitting, unless that has been done."""
     if folder.costs_file.exists():
         known = read_mapping(folder.costs_file, "costs")
         if set(names) <= set(known):
             return known
-    inputs, labels = next(iter(data.train_dataloader()))
+    inputs, labels, *_ = next(iter(data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    builders = {name: partial(build_model, name, config.model, data) for name in names}
+    builders = {name: partial(build_for_costs, name, config.model, data) for name in names}
     costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
     known = {name: asdict(cost) for name, cost in costs.items()}
     write_json(folder.costs_file, known)
@@ -162,7 +173,6 @@ def _describe_data(data: DataModule, blueprints: dict[str, ViT | Swin]) -> dict[
         "train": train_count,
         "val": val_count,
         "chance": 1 / data.num_classes,
-        "skipped": [f"{path} ({reason})" for path, reason in data.skipped],
     }
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from torchrope.data.config import DataConfig
-from torchrope.training.config import ModelConfig, OptimConfig
+from torchrope.training.config import ModelConfig, OptimConfig, ScaleConfig
 
 ENCODINGS = ["none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"]
 SCALES = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
@@ -17,6 +17,7 @@ class CompareConfig:
         data: Which data.
         model: The model around the encodings.
         optim: The optimiser.
+        scale: How runs are computed and watched; an encoding that diverges is a result, unless on_nan says otherwise.
         encodings: Names, see `torchrope.encodings.choose`.
         seeds: Number of runs of each encoding, seeds 0, 1, ...
         scales: Sizes to evaluate at, as multiples of the training size.
@@ -26,6 +27,7 @@ class CompareConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    scale: ScaleConfig = field(default_factory=lambda: ScaleConfig(on_nan="ignore"))
     encodings: list[str] = field(default_factory=lambda: list(ENCODINGS))
     seeds: int = 1
     scales: list[float] = field(default_factory=lambda: list(SCALES))

@@ -9,7 +9,7 @@ import yaml
 
 from torchrope.files import read_mapping, remove_unfinished, write_whole
 from torchrope.studies.config import CompareConfig
-from torchrope.training.config import differences, plain
+from torchrope.training.config import MAY_CHANGE, differences, plain
 
 MAY_GROW = ("encodings", "seeds", "out")
 MEASURES = {"seed", "top1", "val_loss", "shuffled_top1", "resolutions", "curve", "seconds", "labels", "predicted"}
@@ -57,7 +57,7 @@ class StudyFolder:
         remove_unfinished(self.path, (self.config_file.name, self.data_file.name))
         if self.config_file.exists():
             theirs = self._stored_config()
-            different = differences(theirs, mine, but=MAY_GROW)
+            different = differences(theirs, mine, but=(*MAY_GROW, *MAY_CHANGE))
             if different:
                 rule = "--out must be a new folder or one of the same configuration"
                 raise ValueError(f"{rule}, got {self.path} with {different}")
@@ -94,7 +94,7 @@ class StudyFolder:
         if not {"encodings", "seeds", "data", "model", "optim"} <= set(stored):
             raise ValueError(f"{self.config_file} must be a configuration of torchrope compare, got something else")
         defaults = plain(CompareConfig())  # settings that are younger than the folder
-        return {key: _over(defaults.get(key), value) for key, value in stored.items()}
+        return {**defaults, **{key: _over(defaults.get(key), value) for key, value in stored.items()}}
 
 
 def _over(defaults: Any, stored: Any) -> Any:

@@ -31,21 +31,21 @@ class Classifier(pl.LightningModule):
         self.val_loss = MeanMetric(nan_strategy="ignore")
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits `(batch, classes)`."""
-        return self.model(inputs)
+    def forward(self, inputs: Tensor, *told: Tensor) -> Tensor:
+        """Logits `(batch, classes)`; what else a batch tells goes to the model too."""
+        return self.model(inputs, *told)
 
     def training_step(self, batch: Sequence[Tensor], _: int) -> Tensor:
         """The loss of a batch."""
-        inputs, labels = batch
-        loss = training_loss(self(inputs), labels, self.optim)
+        inputs, labels, *told = batch
+        loss = training_loss(self(inputs, *told), labels, self.optim)
         self.train_loss.update(loss.detach(), len(labels))
         return loss
 
     def validation_step(self, batch: Sequence[Tensor], _: int) -> None:
         """Count loss and hits of a batch."""
-        inputs, labels = batch
-        logits = self(inputs)
+        inputs, labels, *told = batch
+        logits = self(inputs, *told)
         self.val_loss.update(functional.cross_entropy(logits, labels), len(labels))
         self.val_top1.update(logits, labels)
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from torchrope.data.config import DataConfig
+from torchrope.data.config import NAMES_OF_VOLUMES, DataConfig
 
 OptimizerName = Literal["adamw", "adam", "lamb"]
 
 
 _READ_BY_ONE = {
     **dict.fromkeys(("depth", "num_heads", "mlp_dim", "num_registers", "layer_scale", "share_layers", "jitter"), "vit"),
+    "unit_mm": "vit",
     **dict.fromkeys(("depths", "stage_heads", "window_size"), "swin"),
 }
 """Settings of a model that one backbone alone has."""
@@ -49,6 +50,8 @@ class ModelConfig:
             larger images keeps that of the first, whose lattice it runs past.
         jitter: Move patches at random in training, with this deviation in halves of a cell (ComRoPE's perturbation
             intensity); never along time.
+        unit_mm: Place the patches of every volume by the spacing of its own voxels, in units of so many mm, in place of
+            one lattice for all: the first at the origin, others at index · patch · spacing / unit_mm.
         checkpoint_layers: Keep the input of each layer alone and compute the layer again for its gradient: the same
             numbers with less memory, for about a third more time.
     """
@@ -76,6 +79,7 @@ class ModelConfig:
     origin: list[float] | None = None
     input_size: list[int] | None = None
     jitter: float = 0.0
+    unit_mm: float | None = None
     checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:
@@ -92,6 +96,11 @@ class ModelConfig:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if not self.jitter >= 0:
             raise ValueError(f"jitter must be 0 or more, got {self.jitter}")
+        if self.unit_mm is not None and not self.unit_mm > 0:
+            raise ValueError(f"unit_mm must be above 0, got {self.unit_mm}")
+        for name in ("spacing", "origin", "input_size", "jitter"):
+            if self.unit_mm is not None and getattr(self, name):
+                raise ValueError(f"{name} is for one lattice of all samples, got {getattr(self, name)} with unit_mm")
         for name, backbone in _READ_BY_ONE.items():
             if getattr(self, name) and self.backbone != backbone:
                 raise ValueError(f"{name} is read by backbone {backbone} alone, got {getattr(self, name)}")
@@ -232,6 +241,19 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.start_from is not None:
             self.start_from = os.path.abspath(os.path.expanduser(self.start_from))  # the same from anywhere
+        check_spacing(self.model, self.data)
+
+
+def check_spacing(model: ModelConfig, data: DataConfig) -> None:
+    """Refuse positions in mm where samples have no spacing, or would have two."""
+    if model.unit_mm is None:
+        return
+    if data.name not in NAMES_OF_VOLUMES:
+        raise ValueError(f"model.unit_mm is for {', '.join(NAMES_OF_VOLUMES)} alone, got data {data.name!r}")
+    for name in ("mixup", "cutmix"):
+        if getattr(data.augment, name):
+            rule = "model.unit_mm places each volume by its own voxels, which a mix of two has not"
+            raise ValueError(f"{rule}, got augment.{name} {getattr(data.augment, name)}")
 
 
 def plain(config: Any) -> dict[str, Any]:

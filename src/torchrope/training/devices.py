@@ -8,8 +8,25 @@ from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElastic
 from torchrope.training.config import RunConfig
 
 
-def launched() -> dict[str, Any]:
-    """The Trainer's settings for the processes that torchrun or Slurm's srun has started; none where neither did."""
+def placed(settings: dict[str, Any]) -> dict[str, Any]:
+    """The Trainer's settings, with the processes that torchrun or Slurm's srun has started where either did.
+
+    Args:
+        settings: With a strategy that may be "fsdp2", see `Sharded`.
+    """
+    counts = _launched()
+    strategy = settings.get("strategy", "auto")
+    if strategy == "fsdp2":
+        from torchrope.training.sharded import Sharded
+
+        strategy = Sharded()
+    elif strategy == "auto" and counts.get("devices", 1) * counts.get("num_nodes", 1) > 1:
+        strategy = "ddp"
+    return {**settings, **counts, "strategy": strategy}
+
+
+def _launched() -> dict[str, int]:
+    """Numbers of processes on this machine and of machines; none where no launcher has started this one."""
     if TorchElasticEnvironment.detect():
         total, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     elif SLURMEnvironment.detect():
@@ -17,7 +34,7 @@ def launched() -> dict[str, Any]:
         here = total // int(os.environ.get("SLURM_NNODES", 1))
     else:
         return {}
-    return {"devices": here, "num_nodes": total // here, **({"strategy": "ddp"} if total > 1 else {})}
+    return {"devices": here, "num_nodes": total // here}
 
 
 def batches_in_a_step(config: RunConfig, devices: int) -> int:

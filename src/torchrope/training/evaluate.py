@@ -91,10 +91,14 @@ def predict(model: nn.Module, data: DataModule, change: Change = lambda inputs: 
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    pairs = [(labels, model(change(inputs).to(device)).float().cpu()) for inputs, labels in data.val_dataloader()]
+    all_labels, all_logits = [], []
+    for inputs, labels, *spacings in data.val_dataloader():
+        changed = change(inputs)
+        told = [_resampled(spacing, inputs, changed).to(device) for spacing in spacings]
+        all_labels.append(labels)
+        all_logits.append(model(changed.to(device), *told).float().cpu())
     model.train(was_training)
-    labels, logits = zip(*pairs, strict=True)
-    return torch.cat(labels), torch.cat(logits)
+    return torch.cat(all_labels), torch.cat(all_logits)
 
 
 def scaled_sizes(data: DataModule, patch_size: Sequence[int], scales: Iterable[float]) -> list[tuple[int, ...]]:
@@ -115,6 +119,11 @@ def interval(correct: np.ndarray, *, seed: int = 0) -> tuple[float, float]:
         return float(correct.mean()), float(correct.mean())
     drawn = bootstrap((correct,), np.mean, n_resamples=2000, method="percentile", batch=100, rng=seed)
     return float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
+
+
+def _resampled(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:
+    """Distances between voxels `(batch, axes)` after inputs became larger or smaller: what they show stays as long."""
+    return spacing * torch.tensor(inputs.shape[2:]) / torch.tensor(changed.shape[2:])
 
 
 def _shuffler(patch_size: Sequence[int]) -> Change:

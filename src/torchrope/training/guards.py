@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from torchrope.training.checkpoints import newest
@@ -53,6 +54,7 @@ class LossGuard(Callback):
         losses, self.losses = torch.stack(self.losses), []
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         worst = torch.where(losses.isfinite(), losses, math.inf).max()
         # One number leaves the device: nan and inf fail the comparison too.
         good = bool(torch.isfinite(norm) & (worst <= self.largest))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchrope.backbones import SIZES, SWIN_SIZES, Swin, ViT
 from torchrope.data.datamodule import DataModule
+from torchrope.data.spacing import patch_positions
 from torchrope.encodings import Choice, Encoding, choose
 from torchrope.positions import PerAxis, grid, jitter, per_axis
 from torchrope.training.config import ModelConfig
@@ -43,7 +44,7 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         share_layers=config.share_layers,
         spacing=_one_or_all(config.spacing),
         origin=_one_or_all(config.origin),
-        positions=_jittered(choice, config, data) if config.jitter else None,
+        positions=_places(choice, config, data),
         pool=config.pool,
         num_registers=config.num_registers,
         qkv_bias=config.qkv_bias,
@@ -105,6 +106,62 @@ class JitteredLattice(nn.Module):
         """Positions `(patches, axes)` of a lattice of these sizes."""
         positions = grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
         return jitter(positions, self.cell, intensity=self.intensity) if self.training else positions
+
+
+class VoxelLattice(nn.Module):
+    """Place the patches of every sample by its own voxels:  p = index · patch · spacing / unit.
+
+    Args:
+        patch_size: Voxels of a patch along each axis.
+        unit: What counts as 1, in the unit of the spacings.
+
+    Example:
+        >>> place = VoxelLattice((2, 16), unit=100.0)
+        >>> place(1, 3, spacing=torch.tensor([[5.0, 0.5]]))[0, :, 1]
+        tensor([0.0000, 0.0800, 0.1600])
+    """
+
+    def __init__(self, patch_size: Sequence[int], unit: float) -> None:
+        super().__init__()
+        self.patch_size = tuple(patch_size)
+        self.unit = unit
+
+    def forward(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
+        """Positions `(batch, patches, axes)` of a lattice of these sizes, from spacings `(batch, axes)`."""
+        if spacing is None or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
+            came = "none" if spacing is None else tuple(spacing.shape)
+            raise ValueError(f"patches placed by voxels need spacings (batch, {len(sizes)}), got {came}")
+        return patch_positions(spacing.to(device), sizes, self.patch_size) / self.unit
+
+
+class AtOneSpacing(nn.Module):
+    """A model called with inputs alone, whose voxels count as cubes of 1 mm: what it costs, not what it says.
+
+    Args:
+        model: Placed by voxels.
+    """
+
+    def __init__(self, model: ViT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits `(batch, classes)`."""
+        return self.model(inputs, inputs.new_ones(len(inputs), inputs.ndim - 2))
+
+
+def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.Module:
+    """The model of a configuration as it is called with inputs alone, to measure what it costs."""
+    model = build_model(encoding, config, data)
+    return AtOneSpacing(model) if config.unit_mm is not None and isinstance(model, ViT) else model
+
+
+def _places(choice: Choice, config: ModelConfig, data: DataModule) -> nn.Module | None:
+    """What places patches in spite of one lattice for all, if anything."""
+    if config.unit_mm is not None:
+        patch_size = [size for _, size in zip(data.input_size, itertools.cycle(config.patch_size))]
+        return VoxelLattice(patch_size, config.unit_mm)
+    return _jittered(choice, config, data) if config.jitter else None
 
 
 def _jittered(choice: Choice, config: ModelConfig, data: DataModule) -> JitteredLattice:

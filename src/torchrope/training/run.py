@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.callbacks import Callback
+from torch.distributed.tensor import DTensor
 
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
@@ -32,11 +33,12 @@ from torchrope.training.checkpoints import (
 from torchrope.training.classifier import Classifier
 from torchrope.training.config import MAY_CHANGE, ModelConfig, OptimConfig, RunConfig, ScaleConfig, differences, plain
 from torchrope.training.cost import count_flops
-from torchrope.training.devices import batches_in_a_step, launched
+from torchrope.training.devices import batches_in_a_step, placed
 from torchrope.training.guards import LossGuard, device_memory, largest_loss, out_of_memory
 from torchrope.training.history import History, OnEpoch, SeedEpoch
 from torchrope.training.interruption import Interrupted, SaveOnSignal
-from torchrope.training.models import build_model
+from torchrope.training.models import build_for_costs, build_model
+from torchrope.training.skipped import SKIPPED, KeepSkipped
 from torchrope.training.start import start_from
 from torchrope.training.watch import Speed, count_tokens, loggers
 
@@ -95,6 +97,7 @@ def train(
     if config.scale.compile:
         classifier.model.compile()
     data.run_seed = config.seed
+    data.tells_spacing = config.model.unit_mm is not None
     going_on = newest(folder)
     if config.start_from is not None and going_on is None:
         start_from(classifier.model, Path(config.start_from))
@@ -107,6 +110,7 @@ def train(
             callbacks=[
                 SeedEpoch(config.seed),
                 history,
+                KeepSkipped(folder, data),
                 *callbacks(config, data, folder),
                 every_epoch(folder),
                 *trainer_settings.pop("callbacks", []),
@@ -115,13 +119,14 @@ def train(
             default_root_dir=folder,
             reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
             use_distributed_sampler=False,  # they know their process
-            **{
-                **QUIET,
-                "precision": PRECISIONS[config.scale.precision],
-                "logger": loggers(config.scale, folder) or False,
-                **launched(),
-                **trainer_settings,
-            },
+            **placed(
+                {
+                    **QUIET,
+                    "precision": PRECISIONS[config.scale.precision],
+                    "logger": loggers(config.scale, folder) or False,
+                    **trainer_settings,
+                }
+            ),
         )
         if config.optim.effective_batch is not None:
             trainer.accumulate_grad_batches = batches_in_a_step(config, trainer.world_size)
@@ -139,6 +144,9 @@ def train(
             fits = False
     if not fits:
         raise ValueError(_what_would_fit(config, data, trainer))
+    if any(isinstance(parameter, DTensor) for parameter in classifier.parameters()):
+        classifier = build_classifier(config, data)  # the file has whole the weights that processes have parts of
+        classifier.load_state_dict(read_weights(folder))
     return classifier.to(trainer.strategy.root_device), history
 
 
@@ -161,7 +169,8 @@ def callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Callbac
 def _speed(config: RunConfig, data: DataModule) -> Speed:
     build = partial(build_model, config.encoding, config.model, data)
     shape = torch.Size([1, data.in_channels, *data.input_size])
-    flops = None if config.scale.peak_tflops is None else count_flops(build, shape)
+    for_costs = partial(build_for_costs, config.encoding, config.model, data)
+    flops = None if config.scale.peak_tflops is None else count_flops(for_costs, shape)
     with torch.device("meta"):
         tokens = count_tokens(build(), data.input_size)
     return Speed(tokens, flops, config.scale.peak_tflops)
@@ -174,14 +183,14 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
     example = torch.zeros(1, data.in_channels, *data.input_size, device=device)
     limit, devices = device_memory(device), trainer.world_size
     return out_of_memory(
-        config, lambda: build_model(config.encoding, config.model, data).to(device), example, limit, devices
+        config, lambda: build_for_costs(config.encoding, config.model, data).to(device), example, limit, devices
     )
 
 
 def _claim(folder: Path, config: RunConfig) -> None:
     """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
     file = folder / CONFIG
-    remove_unfinished(folder, (CONFIG, CHECKPOINT, WITHIN_EPOCH, WEIGHTS, CURVE))
+    remove_unfinished(folder, (CONFIG, CHECKPOINT, WITHIN_EPOCH, WEIGHTS, CURVE, SKIPPED))
     if not file.exists() and folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     if file.exists():
@@ -203,6 +212,7 @@ def load(folder: Path) -> tuple[RunConfig, DataModule, Classifier]:
         raise ValueError(f"a run's folder holds {CONFIG} and {CHECKPOINT}, got {folder}")
     config = read_config(read_mapping(folder / CONFIG, CONFIG))
     data = make_data(config.data)
+    data.tells_spacing = config.model.unit_mm is not None
     data.setup()
     classifier = build_classifier(config, data)
     weights = read_weights(folder)
@@ -237,7 +247,8 @@ def read_config(stored: Any) -> RunConfig:
 @contextmanager
 def lightning_quiet() -> Iterator[None]:
     """Hush what Lightning says about itself: banners, tips, and advice that does not hold here."""
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    for name in ("pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         for chatter in CHATTER:
             warnings.filterwarnings("ignore", chatter)

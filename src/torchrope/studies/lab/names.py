@@ -3,7 +3,23 @@
 import ast
 from pathlib import Path
 
-NAMES = ("accuracy",)
+NAMES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
+    "shuffle",
+    "resolution",
+    "pooling",
+    "complexity",
+    "finetune",
+    "generators",
+    "attention",
+    "fourier",
+    "kernel",
+)
 
 
 def file_of(name: str) -> Path:
