@@ -201,7 +201,8 @@ def _layers(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> list[S
         drawn = [{**mark, "encoding": {**_on_floor(figure, names, along, base), **colour, "opacity": faded}}]
     elif figure["kind"] == "lines":
         line = {"type": "line", "strokeWidth": 1.8, "clip": True}
-        drawn = [{"mark": line, "encoding": {**base, **colour, **dash, "opacity": faded}}, points]
+        thinned = {**_every_few(names), **points}
+        drawn = [{"mark": line, "encoding": {**base, **colour, **dash, "opacity": faded}}, thinned]
     else:
         drawn = [points]
     touched = {"mark": {"type": "point", "size": 260, "opacity": 0, "filled": True, "tooltip": True}, "encoding": base}
@@ -209,6 +210,16 @@ def _layers(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> list[S
     if figure["kind"] == "bars":
         layers[0]["mark"]["tooltip"] = True
     return _with_params(layers, figure, names, picked)
+
+
+def _every_few(names: _Fields) -> Spec:
+    """Long lines have a marker on every few of their points."""
+    few = math.ceil(len(names.distinct("x")) / 8)
+    if few < 3:
+        return {}
+    groups = [names[part] for part in ("series", "panel") if part in names]
+    counted = {"window": [{"op": "row_number", "as": "at"}], "groupby": groups, "sort": [{"field": names["x"]}]}
+    return {"transform": [counted, {"filter": f"datum.at % {few} == 1"}]}
 
 
 def _with_params(layers: list[Spec], figure: Figure, names: _Fields, picked: bool) -> list[Spec]:
@@ -251,7 +262,7 @@ def _channel(figure: Figure, names: _Fields, part: str) -> Spec:
     whole = all(float(value).is_integer() for value in names.numbers(part))
     ticks: Spec = {"tickMinStep": 1} if whole else {}
     if figure["kind"] == "lines" and part == "x" and len(set(names.numbers(part))) <= 8:
-        ticks["values"] = sorted(set(names.numbers(part)))
+        ticks |= {"values": sorted(set(names.numbers(part))), "format": ".6~g"}
     return {**channel, "type": "quantitative", "scale": {"zero": figure["kind"] == "bars"}, "axis": ticks, **stacked}
 
 
