@@ -52,7 +52,7 @@ class Chromium:
         """Load a file in a window of a size, and wait until it is there."""
         self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", media="screen", features=[scheme])
+        self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.problems, self.requests, self.loaded = [], [], False
         self.call("Page.navigate", url=path.as_uri())
@@ -90,8 +90,9 @@ class Chromium:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **typed)
 
     def point_at(self, x: float, y: float) -> None:
-        """Move the mouse."""
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        """Move the mouse to a point, from beside it."""
+        for at in (x - 2, x):
+            self.call("Input.dispatchMouseEvent", type="mouseMoved", x=at, y=y)
 
     def picture(self, file: Path, whole: bool = False) -> None:
         """Save what is seen as PNG."""

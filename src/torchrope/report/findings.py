@@ -1,6 +1,7 @@
 """Read what studies found, `<study>[-<data>].json`, and refuse in one line what the report cannot show."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ _SHAPE: dict[str, Any] = {
         "config?": dict,
     },
 }
+_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 _KINDS = ("lines", "points", "bars", "cells")
 _SCALES = ("linear", "log", "category")
 
@@ -127,8 +129,7 @@ def read_study(file: Path) -> Study:
         ValueError: it is no JSON, of another schema, or lacks a part; the message names the file and the place.
     """
     try:
-        # NaN and Infinity are no JSON: they read as missing.
-        study = json.loads(file.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+        study = _showable(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"a study must be JSON, got {file}: {error}") from None
     try:
@@ -153,6 +154,18 @@ def check_study(study: Any) -> None:
     names = [figure["name"] for figure in findings["figures"]]
     if len(set(names)) < len(names):
         raise ValueError(f"study.findings.figures must have different names, got {short(names)}")
+
+
+def _showable(value: Any) -> Any:
+    """Numbers that are not finite become None; characters that no page may hold become the sign for that."""
+    if isinstance(value, dict):
+        return {_showable(key): _showable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_showable(item) for item in value]
+    if isinstance(value, str):
+        return _UNFIT.sub("\ufffd", value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if is_number and not abs(value) <= 1e300 else value
 
 
 def _check_table(table: dict[str, Any], where: str) -> None:

@@ -107,8 +107,15 @@ def svg(drawn: Plot, name: str) -> str:
     """
     import vl_convert
 
-    text = vl_convert.vegalite_to_svg(drawn.with_data(), allowed_base_urls=[])
+    text = vl_convert.vegalite_to_svg(_without_touch(drawn.with_data()), allowed_base_urls=[])
     return _for_inlining(text[text.index("<svg") :].strip(), name)
+
+
+def _without_touch(spec: Spec) -> Spec:
+    """Leave out what is there for the mouse alone."""
+    if "spec" in spec:
+        return {**spec, "spec": _without_touch(spec["spec"])}
+    return {**spec, "layer": [layer for layer in spec["layer"] if layer["mark"].get("opacity") != 0]}
 
 
 def slug(*parts: str) -> str:
@@ -194,7 +201,8 @@ def _layers(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> list[S
         drawn = [{**mark, "encoding": {**_on_floor(figure, names, along, base), **colour, "opacity": faded}}]
     elif figure["kind"] == "lines":
         line = {"type": "line", "strokeWidth": 1.8, "clip": True}
-        drawn = [{"mark": line, "encoding": {**base, **colour, **dash, "opacity": faded}}, points]
+        thinned = {**_every_few(names), **points}
+        drawn = [{"mark": line, "encoding": {**base, **colour, **dash, "opacity": faded}}, thinned]
     else:
         drawn = [points]
     touched = {"mark": {"type": "point", "size": 260, "opacity": 0, "filled": True, "tooltip": True}, "encoding": base}
@@ -202,6 +210,16 @@ def _layers(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> list[S
     if figure["kind"] == "bars":
         layers[0]["mark"]["tooltip"] = True
     return _with_params(layers, figure, names, picked)
+
+
+def _every_few(names: _Fields) -> Spec:
+    """Long lines have a marker on every few of their points."""
+    few = math.ceil(len(names.distinct("x")) / 8)
+    if few < 3:
+        return {}
+    groups = [names[part] for part in ("series", "panel") if part in names]
+    counted = {"window": [{"op": "row_number", "as": "at"}], "groupby": groups, "sort": [{"field": names["x"]}]}
+    return {"transform": [counted, {"filter": f"datum.at % {few} == 1"}]}
 
 
 def _with_params(layers: list[Spec], figure: Figure, names: _Fields, picked: bool) -> list[Spec]:
@@ -240,11 +258,12 @@ def _channel(figure: Figure, names: _Fields, part: str) -> Spec:
         }
     if axis["scale"] == "log":
         return {**channel, "type": "quantitative", **_log_axis(names.numbers(part) + _ends(figure, names, part))}
+    stacked = {"stack": None} if figure["kind"] == "bars" and part == _along(figure) else {}
     whole = all(float(value).is_integer() for value in names.numbers(part))
     ticks: Spec = {"tickMinStep": 1} if whole else {}
     if figure["kind"] == "lines" and part == "x" and len(set(names.numbers(part))) <= 8:
-        ticks["values"] = sorted(set(names.numbers(part)))
-    return {**channel, "type": "quantitative", "scale": {"zero": figure["kind"] == "bars"}, "axis": ticks}
+        ticks |= {"values": sorted(set(names.numbers(part))), "format": ".6~g"}
+    return {**channel, "type": "quantitative", "scale": {"zero": figure["kind"] == "bars"}, "axis": ticks, **stacked}
 
 
 def _ends(figure: Figure, names: _Fields, part: str) -> list[float]:

@@ -39,15 +39,17 @@
     const spec = structuredClone(plot.spec);
     const values = plot.rows.map((row) => Object.fromEntries(row.map((value, index) => ["c" + index, value])));
     const legend = Math.max(1, Math.floor(width / 150));
-    spec.config = { ...spec.config, legend: { ...spec.config.legend, columns: legend } };
+    if (width < 450) spec.config.axis.labelLimit = 110;
     if (plot.panels) {
       const inner = spec.spec;
       const beside = spec.resolve ? 80 : 45;
       const between = spec.resolve ? 50 : 18;
-      spec.columns = Math.max(1, Math.min(plot.panels, 4, Math.floor((width - beside) / 190)));
+      spec.columns = Math.max(1, Math.min(plot.panels, 6, Math.floor((width - beside) / 190)));
       const wide = Math.max(80, Math.min(420, Math.floor((width - beside) / spec.columns - between)));
       if (spec.resolve) inner.height = Math.max(40, Math.round(inner.height * wide / inner.width));
       inner.width = wide;
+      spec.config.axis.titleLimit = Math.max(wide + 10, inner.height);
+      spec.config.header.labelLimit = wide + 30;
     } else {
       spec.width = width;
       if (width < 500 && spec.height > 280) spec.height = 280;

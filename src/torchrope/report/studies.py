@@ -21,7 +21,7 @@ from torchrope.report.studies_markdown import render_studies_markdown
 from torchrope.report.tables import MISSING, count, percent, significant, size
 
 # A static drawing of more marks is left to the page's script and to report.md.
-MANY = 4000
+MANY = 2000
 # Longer tables of a figure's numbers are in its CSV.
 LONG = 400
 
@@ -300,7 +300,7 @@ def _library() -> str:
     """Vega, Vega-Lite and vega-embed as one script without outside addresses to load from."""
     import vl_convert
 
-    return vl_convert.javascript_bundle().replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _policy(scripts: Sequence[str]) -> str:
