@@ -135,7 +135,7 @@ def test_runs_elsewhere_learn_the_same(tmp_path: Path, where: dict) -> None:
 
 def test_slurm_without_submitit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
-    here = lab(tmp_path, slurm="partition=gpu")
+    here = lab(tmp_path, slurm="partition=gpu,time=5")
     with pytest.raises(ValueError, match="jobs are submitted with submitit"):
         here.train([here.run("none")])
 

@@ -2,6 +2,7 @@
 
 from statistics import fmean
 
+from torchrope.studies.describe import label
 from torchrope.studies.lab.estimates import (
     OVER_SEEDS,
     TOP1,
@@ -10,8 +11,8 @@ from torchrope.studies.lab.estimates import (
     caveat,
     correct,
     difference,
-    label,
     loss,
+    not_told_apart,
     places,
     points,
     told,
@@ -117,10 +118,10 @@ def _answer(rows: list[dict], seeds: int) -> str:
 def _advice(rows: list[dict], lab: Lab) -> Advice:
     best = rows[0]
     why = f"{best['name']} reaches {best['top1']:.1f} % [{best['low']:.1f}, {best['high']:.1f}] on {lab.data.title}"
-    others = _equals(rows)[1:]
-    tied = f"; not told apart from it: {told(others)}" if others else "; all others are measurably behind"
     axes = " × ".join(lab.data.axes)
-    return Advice(f"Classification over {axes}, at the size trained on", _equals(rows), why + tied)
+    return Advice(
+        f"Classification over {axes}, at the size trained on", _equals(rows), why + not_told_apart(_equals(rows))
+    )
 
 
 def _note(seeds: int) -> str:

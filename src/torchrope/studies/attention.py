@@ -15,7 +15,8 @@ from torchrope.backbones import Swin, ViT
 from torchrope.data.datamodule import DataModule
 from torchrope.data.transforms import resize
 from torchrope.positions import grid
-from torchrope.studies.lab.estimates import by_encoding, caveat, label, told
+from torchrope.studies.describe import label
+from torchrope.studies.lab.estimates import by_encoding, caveat, told
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import ROPE_VIT
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Table

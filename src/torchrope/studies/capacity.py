@@ -5,7 +5,7 @@ from typing import Any
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import WITH_BLOCKS
-from torchrope.studies.lab.estimates import about_intervals, caveat, correct, places, told, top1
+from torchrope.studies.lab.estimates import about_intervals, caveat, correct, not_told_apart, places, told, top1
 from torchrope.studies.lab.grid import (
     ENCODING,
     ONE_BY_ONE,
@@ -15,7 +15,6 @@ from torchrope.studies.lab.grid import (
     better_or_not,
     changes,
     contrast_table,
-    encoding_parameters,
     named,
     tell_trends,
     top1_figure,
@@ -28,6 +27,7 @@ from torchrope.studies.lab.published import LIERE_1, LIERE_2, published
 from torchrope.studies.lab.results import Advice, Axis, Column, Figure, Findings, Table
 from torchrope.studies.lab.runs import Run
 from torchrope.studies.lab.study import Lab, Study
+from torchrope.training.cost import count_encoding_parameters
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
 FACTOR = Factor("block_size", "Block size", scale="log")
@@ -104,7 +104,7 @@ def _parameter_rows(lab: Lab, cells: Cells) -> list[dict[str, Any]]:
         {
             **named(name),
             "block_size": size,
-            "parameters": encoding_parameters(lab, runs[0].run),
+            "parameters": count_encoding_parameters(lab.blueprint(runs[0].run)),
             **{key: value for key, value in top1(correct(runs)).items() if key != "spread"},
         }
         for name, levels in cells.items()
@@ -156,7 +156,7 @@ def _advice(lab: Lab, name: str, levels: dict) -> Advice:
     equals = [place.name for place in ranked if place.verdict != "behind"]
     reached = top1(correct(levels[_size_of(ranked[0].name)]))
     why = f"{ranked[0].name} reaches {reached['top1']:.1f} % [{reached['low']:.1f}, {reached['high']:.1f}]"
-    tied = f"; not told apart from it: {told(equals[1:])}" if equals[1:] else "; all others are measurably behind"
+    tied = not_told_apart(equals)
     first = min(equals, key=_size_of)
     return Advice(
         f"Block size of {name} on {lab.data.title}",

@@ -19,6 +19,7 @@ from torchrope.encodings import Encoding, NoEncoding, choose
 from torchrope.files import read_mapping
 from torchrope.provenance import provenance
 from torchrope.studies.config import CompareConfig
+from torchrope.studies.describe import describe_data, label
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
@@ -160,19 +161,10 @@ def _results(
 
 def _describe_data(data: DataModule, blueprints: dict[str, ViT | Swin]) -> dict[str, Any]:
     embed = next(iter(blueprints.values())).embed
-    train_count, val_count = data.counts
     return {
-        "name": data.name,
-        "title": data.title,
-        "description": data.description,
-        "axes": list(data.axes),
-        "input_size": list(data.input_size),
+        **describe_data(data),
         "patch_size": list(embed.patch_size),
         "tokens": math.prod(embed.lattice(data.input_size)),
-        "num_classes": data.num_classes,
-        "train": train_count,
-        "val": val_count,
-        "chance": 1 / data.num_classes,
     }
 
 
@@ -184,7 +176,7 @@ def _describe_encoding(
     correct = _correct(results)
     return {
         "name": name,
-        "label": " + ".join(part.title for part in parts) + _block_size(name),
+        "label": label(name),
         "summary": " ".join(part.summary for part in parts),
         "formula": ";  ".join(part.formula for part in parts),
         "source": "; ".join(part.source for part in parts),
@@ -217,11 +209,6 @@ def _over_seeds(values: list[float | None]) -> dict[str, float | None]:
     if len(finite) < len(values):
         return {"mean": None, "spread": None}
     return {"mean": fmean(finite), "spread": spread(finite)}
-
-
-def _block_size(name: str) -> str:
-    block = name.rpartition(":")[2] if ":" in name else ""
-    return f", blocks of {block}" if block else ""
 
 
 def _answer(places: list[Place], costs: dict[str, Any], data: DataModule, seeds: int) -> str:

@@ -15,7 +15,8 @@ from torchrope.attention import Attention
 from torchrope.backbones import Swin, ViT
 from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.rotations import Block, Commuting, PlanarInBasis, Rotation
-from torchrope.studies.lab.estimates import label, told
+from torchrope.studies.describe import label
+from torchrope.studies.lab.estimates import told
 from torchrope.studies.lab.published import COMROPE, LIERE_1, LIERE_2, ROPE_VIT, published
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.studies.lab.study import Lab, Study

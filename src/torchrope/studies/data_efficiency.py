@@ -11,6 +11,7 @@ from torchrope.studies.lab.estimates import (
     correct,
     ends,
     first_reach,
+    not_told_apart,
     places,
     resamples,
     told,
@@ -25,6 +26,7 @@ from torchrope.studies.lab.grid import (
     Plan,
     contrast_table,
     direction,
+    lead_figure,
     leads,
     named,
     top1_figure,
@@ -32,7 +34,7 @@ from torchrope.studies.lab.grid import (
     train_grid,
 )
 from torchrope.studies.lab.published import LIERE_1, LIERE_2, published
-from torchrope.studies.lab.results import Advice, Axis, Column, Figure, Findings, Table
+from torchrope.studies.lab.results import Advice, Column, Findings, Table
 from torchrope.studies.lab.runs import Run
 from torchrope.studies.lab.study import Lab, Study
 
@@ -73,7 +75,7 @@ def find(lab: Lab) -> Findings:
             top1_table("Top-1 by part of the training data", cells, FACTOR, note),
             contrast_table("Ahead of a learned absolute encoding", ahead, FACTOR, "lead", "Ahead", ONE_BY_ONE),
         ],
-        figures=[top1_figure(cells, FACTOR, _alt(cells)), _lead_figure(ahead)],
+        figures=[top1_figure(cells, FACTOR, _alt(cells)), lead_figure(FACTOR, ahead, "the same examples")],
         published=PUBLISHED,
         notes=[
             "All runs take the same number of epochs, so that less data also means fewer steps.",
@@ -177,22 +179,6 @@ def _alt(cells: Cells) -> str:
     return f"Top-1 in percent over the part of the training data, one line for each of {len(cells)} encodings."
 
 
-def _lead_figure(ahead: Sequence[dict[str, Any]]) -> Figure:
-    return Figure(
-        name="lead-by-share",
-        kind="lines",
-        title="Ahead of a learned absolute encoding",
-        alt="Points of top-1 ahead of a learned absolute encoding trained on as much data, one line an encoding.",
-        x=FACTOR.axis,
-        y=Axis("lead", "Ahead", "points"),
-        rows=[{"share": row["level"], **{key: row[key] for key in ("name", "lead", "low", "high")}} for row in ahead],
-        series="name",
-        low="low",
-        high="high",
-        caption="Zero is the learned absolute encoding trained on the same examples; intervals are 95 %.",
-    )
-
-
 def _unmeasured(sizes: dict[float, int]) -> list[str]:
     missing = [f"{share} %" for share in SHARES if share not in sizes]
     return [f"Left out: {told(missing)}, which would not hold an example of each class."] if missing else []
@@ -205,7 +191,7 @@ def _advice(cells: Cells, lab: Lab) -> Advice:
     why = f"{found[0].name} reaches {reached['top1']:.1f} % [{reached['low']:.1f}, {reached['high']:.1f}]"
     examples = round(float(least) * lab.data.counts[0] / 100)
     equals = [place.name for place in found if place.verdict != "behind"]
-    tied = f"; not told apart from it: {told(equals[1:])}" if equals[1:] else "; all others are measurably behind"
+    tied = not_told_apart(equals)
     return Advice(f"Little training data ({examples:,} examples of {lab.data.title})", equals, why + tied)
 
 

@@ -13,11 +13,12 @@ from torchrope.data.datamodule import DataModule
 from torchrope.encodings import Encoding, NoEncoding, choose
 from torchrope.positions import per_axis
 from torchrope.studies.lab.estimates import OVER_SEEDS, TOP1, about_intervals, caveat, contrast, correct, told, top1
-from torchrope.studies.lab.grid import ENCODING, better_or_not, encoding_parameters, named
+from torchrope.studies.lab.grid import ENCODING, better_or_not, named
 from torchrope.studies.lab.published import COMROPE, published
 from torchrope.studies.lab.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.studies.lab.runs import Run, Trained
 from torchrope.studies.lab.study import Lab, Study
+from torchrope.training.cost import count_encoding_parameters
 from torchrope.training.evaluate import predict_views_or_one
 from torchrope.training.models import build_model
 from torchrope.training.start import start_from
@@ -118,7 +119,11 @@ def _tuned(lab: Lab, name: str, seed: int) -> Run:
 
 
 def _learns(lab: Lab, name: str) -> bool:
-    return encoding_parameters(lab, lab.run(name)) > encoding_parameters(lab, lab.run(BASELINE))
+    return _parameters(lab, name) > _parameters(lab, BASELINE)
+
+
+def _parameters(lab: Lab, name: str) -> int:
+    return count_encoding_parameters(lab.blueprint(lab.run(name)))
 
 
 def _right_after(starts: Sequence[Trained], tuned: Sequence[Run]) -> np.ndarray:

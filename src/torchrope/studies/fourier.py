@@ -13,7 +13,8 @@ from torch import Tensor
 from torchrope.backbones import ViT
 from torchrope.encodings import Encoding, MixedRoPE, NoEncoding, choose, planar
 from torchrope.positions import PerAxis, grid
-from torchrope.studies.lab.estimates import label, told
+from torchrope.studies.describe import label
+from torchrope.studies.lab.estimates import told
 from torchrope.studies.lab.published import ROPE_VIT
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.studies.lab.study import Lab, Study

@@ -14,7 +14,8 @@ from torchrope.data.datamodule import DataModule
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import upper_triangle
 from torchrope.positions import PerAxis, per_axis
-from torchrope.studies.lab.estimates import by_encoding, caveat, label, told
+from torchrope.studies.describe import label
+from torchrope.studies.lab.estimates import by_encoding, caveat, told
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import COMROPE, published
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Table

@@ -16,7 +16,8 @@ from torchrope.data.datamodule import DataModule
 from torchrope.encodings import Encoding, NoEncoding, choose
 from torchrope.positions import grid
 from torchrope.rotations import block_diagonal
-from torchrope.studies.lab.estimates import by_encoding, caveat, label, told
+from torchrope.studies.describe import label
+from torchrope.studies.lab.estimates import by_encoding, caveat, told
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.studies.lab.study import Lab, Study

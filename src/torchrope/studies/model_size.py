@@ -5,7 +5,17 @@ from math import log2
 from typing import Any
 
 from torchrope.backbones import SIZES, SWIN_SIZES
-from torchrope.studies.lab.estimates import about_intervals, caveat, correct, places, points, told, top1, trend
+from torchrope.studies.lab.estimates import (
+    about_intervals,
+    caveat,
+    correct,
+    not_told_apart,
+    places,
+    points,
+    told,
+    top1,
+    trend,
+)
 from torchrope.studies.lab.grid import (
     ENCODING,
     ONE_BY_ONE,
@@ -14,6 +24,7 @@ from torchrope.studies.lab.grid import (
     Plan,
     contrast_table,
     direction,
+    lead_figure,
     leads,
     named,
     top1_figure,
@@ -21,7 +32,7 @@ from torchrope.studies.lab.grid import (
     train_grid,
 )
 from torchrope.studies.lab.published import LIERE_2, published
-from torchrope.studies.lab.results import Advice, Axis, Column, Figure, Findings, Table
+from torchrope.studies.lab.results import Advice, Column, Findings, Table
 from torchrope.studies.lab.study import Lab, Study
 
 REFERENCE = "learned"
@@ -67,7 +78,7 @@ def find(lab: Lab) -> Findings:
             _slope_table(slopes),
             _size_table(lab, cells),
         ],
-        figures=[top1_figure(cells, FACTOR, _alt(cells)), _lead_figure(ahead)],
+        figures=[top1_figure(cells, FACTOR, _alt(cells)), lead_figure(FACTOR, ahead, "the same model")],
         published=PUBLISHED,
         notes=[_how(lab), *notes],
         advice=_advice(cells, lab),
@@ -191,22 +202,6 @@ def _alt(cells: Cells) -> str:
     return f"Top-1 in percent over the width of the model, one line for each of {len(cells)} encodings."
 
 
-def _lead_figure(ahead: Sequence[dict[str, Any]]) -> Figure:
-    return Figure(
-        name="lead-by-width",
-        kind="lines",
-        title="Ahead of a learned absolute encoding",
-        alt="Points of top-1 ahead of a learned absolute encoding in a model as wide, one line an encoding.",
-        x=FACTOR.axis,
-        y=Axis("lead", "Ahead", "points"),
-        rows=[{"width": row["level"], **{key: row[key] for key in ("name", "lead", "low", "high")}} for row in ahead],
-        series="name",
-        low="low",
-        high="high",
-        caption="Zero is the learned absolute encoding in the same model; intervals are 95 %.",
-    )
-
-
 def _how(lab: Lab) -> str:
     if lab.config.model.size is not None:
         return (
@@ -220,7 +215,7 @@ def _advice(cells: Cells, lab: Lab) -> list[Advice]:
     for width, size in ((min(cells[REFERENCE], key=float), "small"), (max(cells[REFERENCE], key=float), "large")):
         ranked, value = _best(cells, width)
         equals = [place.name for place in ranked if place.verdict != "behind"]
-        tied = f"; not told apart from it: {told(equals[1:])}" if equals[1:] else "; all others are measurably behind"
+        tied = not_told_apart(equals)
         case = f"A {size} model ({width:,} channels) on {lab.data.title}"
         found.append(Advice(case, equals, f"{ranked[0].name} reaches {value}{tied}"))
     return found

@@ -17,7 +17,8 @@ from torchrope.data.transforms import resize
 from torchrope.encodings import STRING, NoEncoding, choose
 from torchrope.encodings.scaling import extend, yarn_temperature
 from torchrope.positions import per_axis
-from torchrope.studies.lab.estimates import caveat, contrast, difference, label, points, told, top1
+from torchrope.studies.describe import label
+from torchrope.studies.lab.estimates import caveat, contrast, difference, not_told_apart, points, told, top1
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
 from torchrope.studies.lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
@@ -538,14 +539,15 @@ def _checks(trained: Sequence[Trained], right: dict[str, Right], lab: Lab, sizes
 def _advice(right: dict[str, Right], sizes: Sizes, lab: Lab) -> list[Advice]:
     if len(right) < 2 or not sizes.larger:
         return []
-    best, *others = _at_best(right, sizes.all[-1])
+    equals = _at_best(right, sizes.all[-1])
+    best = equals[0]
     cells = top1(right[best][sizes.all[-1]])
     why = (
         f"{best} reaches {cells['top1']:.1f} % [{cells['low']:.1f}, {cells['high']:.1f}] at {_shown(sizes.all[-1])} on "
     )
-    tied = f"; not told apart from it: {told(others)}" if others else "; all others are measurably behind"
+    tied = not_told_apart(equals)
     case = f"Inputs {sizes.scale(sizes.all[-1]):g} times as large as in training"
-    return [Advice(case, [best, *others], f"{why}{lab.data.title}, trained at {_shown(sizes.trained)}{tied}")]
+    return [Advice(case, equals, f"{why}{lab.data.title}, trained at {_shown(sizes.trained)}{tied}")]
 
 
 def _notes(lab: Lab, sizes: Sizes) -> list[str]:

@@ -13,7 +13,6 @@ from torchrope.studies.lab.grid import (
     Plan,
     changes,
     contrast_table,
-    encoding_parameters,
     named,
     top1_figure,
     top1_table,
@@ -22,6 +21,7 @@ from torchrope.studies.lab.grid import (
 from torchrope.studies.lab.published import LIERE_2, published
 from torchrope.studies.lab.results import Advice, Column, Findings, Table
 from torchrope.studies.lab.study import Lab, Study
+from torchrope.training.cost import count_encoding_parameters
 
 FACTOR = Factor("shared", "Shared across", scale="category")
 NOTHING = "nothing"
@@ -79,13 +79,13 @@ def find(lab: Lab) -> Findings:
 
 def _learns(lab: Lab, name: str) -> bool:
     """Whether its rotary part has numbers to share."""
-    return encoding_parameters(lab, lab.run(name)) > _absolute(lab, name)
+    return count_encoding_parameters(lab.blueprint(lab.run(name))) > _absolute(lab, name)
 
 
 def _absolute(lab: Lab, name: str) -> int:
     """Numbers of the absolute part, which is there once whatever is shared."""
     absolute = [part for part in name.split("+") if choose(part).absolute is not None]
-    return encoding_parameters(lab, lab.run(absolute[0])) if absolute else 0
+    return count_encoding_parameters(lab.blueprint(lab.run(absolute[0]))) if absolute else 0
 
 
 def _answer(moved: Sequence[dict[str, Any]]) -> str:
@@ -107,7 +107,7 @@ def _told(row: dict[str, Any], sign: int) -> str:
 
 def _parameter_table(lab: Lab, cells: Cells) -> Table:
     rows = [
-        {**named(name), "shared": level, "parameters": encoding_parameters(lab, runs[0].run)}
+        {**named(name), "shared": level, "parameters": count_encoding_parameters(lab.blueprint(runs[0].run))}
         for name, levels in cells.items()
         for level, runs in levels.items()
     ]

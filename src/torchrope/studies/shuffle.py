@@ -12,7 +12,8 @@ from torch import Tensor
 from torchrope.backbones import Swin, ViT
 from torchrope.data.datamodule import DataModule
 from torchrope.data.transforms import shuffle_along, shuffle_patches
-from torchrope.studies.lab.estimates import by_encoding, caveat, contrast, difference, label, points, told, top1
+from torchrope.studies.describe import label
+from torchrope.studies.lab.estimates import by_encoding, caveat, contrast, difference, points, told, top1
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import LIERE_1, LIERE_2, published
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Table

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchrope.encodings import choose
 from torchrope.studies.lab.results import Column
 from torchrope.studies.lab.runs import Trained
 from torchrope.studies.ranking import Accuracy, Place, rank, spread
@@ -161,15 +160,14 @@ def places(groups: dict[str, list[Trained]]) -> list[Place]:
     return rank([Accuracy(name, correct(runs)) for name, runs in groups.items()])
 
 
-def label(encoding: str) -> str:
-    """An encoding's name for people: "LieRE, blocks of 8"."""
-    block = encoding.rpartition(":")[2] if ":" in encoding else ""
-    return " + ".join(part.title for part in choose(encoding).parts) + (f", blocks of {block}" if block else "")
-
-
 def points(value: float, low: float, high: float) -> str:
     """ "1.2 points [0.3, 2.1]"."""
     return f"{value:.1f} points [{low:.1f}, {high:.1f}]"
+
+
+def not_told_apart(equals: Sequence[str]) -> str:
+    """Which encodings the first one leads without a measurable difference, as the end of a sentence."""
+    return f"; not told apart from it: {told(equals[1:])}" if equals[1:] else "; all others are measurably behind"
 
 
 def told(names: Sequence[str]) -> str:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any, Literal
 
-from torchrope.encodings import AbsoluteEncoding, Encoding
-from torchrope.studies.lab.estimates import OVER_SEEDS, TOP1, contrast, correct, label, loss, points, told, top1, trend
+from torchrope.studies.describe import label
+from torchrope.studies.lab.estimates import OVER_SEEDS, TOP1, contrast, correct, loss, points, told, top1, trend
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.results import Axis, Column, Figure, Table
 from torchrope.studies.lab.runs import Run, Trained
@@ -205,11 +205,28 @@ def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level,
             yield name, level, cell
 
 
-def encoding_parameters(lab: Lab, run: Run) -> int:
-    """How many numbers the encodings of a run's model learn, all layers and heads together."""
-    encodings = (each for each in lab.blueprint(run).modules() if isinstance(each, Encoding | AbsoluteEncoding))
-    learned = {id(parameter): parameter.numel() for each in encodings for parameter in each.parameters()}
-    return sum(learned.values())
+def lead_figure(factor: Factor, ahead: Sequence[Mapping[str, Any]], same: str) -> Figure:
+    """Points ahead of a learned absolute encoding over a factor, from the rows of `leads`.
+
+    Args:
+        factor: What varies.
+        ahead: The rows.
+        same: What the two have in common: "the same model".
+    """
+    key = factor.axis.key
+    return Figure(
+        name=f"lead-by-{key}",
+        kind="lines",
+        title="Ahead of a learned absolute encoding",
+        alt=f"Points of top-1 ahead of a learned absolute encoding with {same}, one line an encoding.",
+        x=factor.axis,
+        y=Axis("lead", "Ahead", "points"),
+        rows=[{key: row["level"], **{name: row[name] for name in ("name", "lead", "low", "high")}} for row in ahead],
+        series="name",
+        low="low",
+        high="high",
+        caption=f"Zero is the learned absolute encoding with {same}; intervals are 95 %.",
+    )
 
 
 def named(name: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from torchrope.backbones import Swin, ViT
 from torchrope.data.build import make_data
 from torchrope.data.datamodule import DataModule
 from torchrope.provenance import provenance
+from torchrope.studies.describe import describe_data
 from torchrope.studies.folder import write_json
 from torchrope.studies.lab.config import StudyConfig
 from torchrope.studies.lab.names import NAMES, file_of
@@ -168,7 +169,7 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         question=study.question,
         sources=study.sources,
         findings=findings,
-        data=_describe(lab.data) if study.needs_data else None,
+        data=describe_data(lab.data) if study.needs_data else None,
         run={"command": command, "date": date.today().isoformat(), "config": _settings(lab, study), **provenance()},
     )
     file = Path(config.out) / (f"{name}-{config.data.name}.json" if study.needs_data else f"{name}.json")
@@ -179,20 +180,3 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
 def _settings(lab: Lab, study: Study) -> dict[str, Any]:
     settings = {**plain(lab.config), "encodings": list(lab.encodings)}
     return settings if study.needs_data else {"encodings": settings["encodings"]}
-
-
-def _describe(data: DataModule) -> dict[str, Any]:
-    train, val = data.counts
-    return {
-        "name": data.name,
-        "title": data.title,
-        "description": data.description,
-        "axes": list(data.axes),
-        "input_size": list(data.input_size),
-        "classes": list(data.classes),
-        "num_classes": data.num_classes,
-        "train": train,
-        "val": val,
-        "chance": 1 / data.num_classes,
-        "skipped": [f"{path} ({reason})" for path, reason in data.skipped],
-    }

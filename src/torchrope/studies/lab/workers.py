@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -76,11 +77,20 @@ def _beside(parallel: int) -> Iterator[Submit]:
 
 
 def _take_place(places: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     place, parallel = places.get()
     if torch.cuda.device_count():
         os.environ["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // parallel))
+
+
+def _end_with_parent() -> None:
+    """A study that is killed leaves nobody training."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextmanager
