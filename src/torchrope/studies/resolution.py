@@ -165,7 +165,7 @@ def find(lab: Lab) -> Findings:
         published=PUBLISHED,
         checks=_checks(first, right, lab, sizes),
         notes=[*notes, *more, *and_more, *left_out, *_notes(lab, sizes)],
-        advice=_advice(right, sizes, lab),
+        advice=_advice(right, changes, sizes, lab),
     )
 
 
@@ -480,8 +480,7 @@ def _figures(right: dict[str, Right], changes: list[Change], sizes: Sizes) -> li
 def _answer(right: dict[str, Right], changes: list[Change], sizes: Sizes, seeds: int) -> str:
     largest = sizes.all[-1]
     best, *others = _at_best(right, largest)
-    reached = top1(right[best][largest])
-    value = f"{reached['top1']:.1f} % [{reached['low']:.1f}, {reached['high']:.1f}]"
+    value = _reached(right[best][largest])
     apart = f"; {told(others)} cannot be told apart from it" if others else ""
     kept = {name: difference(found[largest], found[sizes.trained]) for name, found in right.items()}
     least, most = max(kept, key=lambda name: kept[name][0]), min(kept, key=lambda name: kept[name][0])
@@ -493,6 +492,10 @@ def _answer(right: dict[str, Right], changes: list[Change], sizes: Sizes, seeds:
             f"From {_shown(sizes.trained)} to there {least} changes by {points(*kept[least])}, {most} by "
             f"{points(*kept[most])}."
         )
+    if changes:
+        candidates = _alone(right) | _changed(changes)
+        first = _at_best({name: found for name, (_, found) in candidates.items()}, largest)[0]
+        sentences.append(f"Of everything tried, {first} reaches most there, {_reached(candidates[first][1][largest])}.")
     sentences += [_effect(what, [each for each in changes if each.what == what], largest) for what in _kinds(changes)]
     return " ".join(sentences) + caveat(seeds)
 
@@ -536,18 +539,38 @@ def _checks(trained: Sequence[Trained], right: dict[str, Right], lab: Lab, sizes
     return [Check(law, changed <= SAME * len(before), f"{changed} of {len(before)} differ")]
 
 
-def _advice(right: dict[str, Right], sizes: Sizes, lab: Lab) -> list[Advice]:
+def _advice(right: dict[str, Right], changes: list[Change], sizes: Sizes, lab: Lab) -> list[Advice]:
     if len(right) < 2 or not sizes.larger:
         return []
-    equals = _at_best(right, sizes.all[-1])
-    best = equals[0]
-    cells = top1(right[best][sizes.all[-1]])
-    why = (
-        f"{best} reaches {cells['top1']:.1f} % [{cells['low']:.1f}, {cells['high']:.1f}] at {_shown(sizes.all[-1])} on "
-    )
-    tied = not_told_apart(equals)
-    case = f"Inputs {sizes.scale(sizes.all[-1]):g} times as large as in training"
-    return [Advice(case, equals, f"{why}{lab.data.title}, trained at {_shown(sizes.trained)}{tied}")]
+    largest = sizes.all[-1]
+    case = f"Inputs {sizes.scale(largest):g} times as large as in training"
+    where = f"at {_shown(largest)} on {lab.data.title}, trained at {_shown(sizes.trained)}"
+    found = []
+    for state, candidates in (
+        (", as trained", _alone(right)),
+        (", all means taken", _alone(right) | _changed(changes)),
+    ):
+        equals = _at_best({name: each for name, (_, each) in candidates.items()}, largest)
+        encodings = list(dict.fromkeys(candidates[name][0] for name in equals))
+        reached = _reached(candidates[equals[0]][1][largest])
+        found.append(Advice(case + state, encodings, f"{equals[0]} reaches {reached} {where}{not_told_apart(equals)}"))
+    return found if changes else found[:1]
+
+
+def _alone(right: dict[str, Right]) -> dict[str, tuple[str, Right]]:
+    return {name: (name, found) for name, found in right.items()}
+
+
+def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
+    """What was done to an encoding, in words, with the encoding; two kinds together are encodings of their own."""
+    alone = [change for change in changes if not change.what.endswith(" added")]
+    return {f"{change.name} with {change.what}": (change.name, change.right) for change in alone}
+
+
+def _reached(right: np.ndarray) -> str:
+    """ "87.5 % [83.6, 90.8]"."""
+    cells = top1(right)
+    return f"{cells['top1']:.1f} % [{cells['low']:.1f}, {cells['high']:.1f}]"
 
 
 def _notes(lab: Lab, sizes: Sizes) -> list[str]:
