@@ -59,6 +59,7 @@ CHATTER = (
     ".*exists and is not empty.*",
     ".*dataloader is not resumable.*",  # ours goes on where it was
     ".*smaller than the logging interval.*",
+    ".*dirpath has changed.*",  # a folder may be moved
 )
 PRECISIONS: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed"}
 
