@@ -26,6 +26,7 @@ readme: $(READY)
 	$(BIN)/torchrope report docs/results/digits --readme README.md
 
 docs: $(READY)
+	$(BIN)/torchrope report docs/results/studies
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)

@@ -31,21 +31,9 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put sections of the README where a line is a link to one, and results of studies at the foot of their page."""
-    text = LONE_LINK.sub(
-        lambda found: section((ROOT / "README.md").read_text(encoding="utf-8"), found[1], page.file.src_uri), markdown
-    )
-    if page.file.src_uri == "studies.md":
-        text += "".join(study(path) for path in sorted((ROOT / "docs/results/studies").glob("*.md")))
-    return text
-
-
-def study(path: Path) -> str:
-    """A study's results, as a section of the page of all of them."""
-    text = path.read_text(encoding="utf-8")
-    for heading in reversed(headings(text)):
-        text = f"{text[: heading.start()]}#{text[heading.start() :]}"
-    return "\n\n" + LINK.sub(lambda link: f"]({posixpath.normpath(f'results/studies/{link[1]}')})", text)
+    """Put sections of the README where a line is a link to one."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return LONE_LINK.sub(lambda found: section(readme, found[1], page.file.src_uri), markdown)
 
 
 def section(readme: str, anchor: str, where: str) -> str:

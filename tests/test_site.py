@@ -132,14 +132,3 @@ def test_a_section_that_is_not_there_is_refused(hooks: ModuleType) -> None:
 
     with pytest.raises(PluginError, match=r"index.md needs a heading of README.md for #gone, got none"):
         hooks.section("# Title\n", "gone", "index.md")
-
-
-def test_results_of_a_study_become_a_section(hooks: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "accuracy.md"
-    path.write_text(
-        "# Accuracy\n\n## Table\n![curve](figures/a.svg) [all](../digits/results.json)\n\n```\n# code\n```\n"
-    )
-    assert hooks.study(path) == (
-        "\n\n## Accuracy\n\n### Table\n"
-        "![curve](results/studies/figures/a.svg) [all](results/digits/results.json)\n\n```\n# code\n```\n"
-    )
