@@ -490,7 +490,7 @@ def _parser_settings(command: str, description: str) -> dict[str, Any]:
 
     return {
         "prog": f"torchrope {command}",
-        "usage": f"torchrope {command} [options]",
+        "usage": f"torchrope {command} {'NAME[,NAME] ' if command == 'study' else ''}[options]",
         "description": description,
         "formatter_class": Formatter,
         "exit_on_error": False,
