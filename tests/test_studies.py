@@ -216,3 +216,13 @@ def test_an_encoding_that_diverged_is_a_result(tmp_path: Path, monkeypatch: pyte
     )
     table = find_study("accuracy").find(here).plain()["tables"][0]
     assert {row["name"]: row["val_loss"] for row in table["rows"]} == {"mixed": 1.0, "liere": None}
+
+
+def test_files_that_a_run_could_not_read_are_told(tmp_path: Path) -> None:
+    here = lab(tmp_path)
+    [trained] = here.train([here.run("none")])
+    assert here.skipped == {}
+    (trained.folder / "skipped.json").write_text(json.dumps({"a.png": "truncated"}))
+    later = lab(tmp_path)
+    later.train([later.run("none")])
+    assert later.skipped == {"a.png": "truncated"}

@@ -13,6 +13,7 @@ from torchrope.studies.lab.estimates import (
     difference,
     loss,
     not_told_apart,
+    percent,
     places,
     points,
     told,
@@ -64,7 +65,7 @@ PUBLISHED = (
 
 def find(lab: Lab) -> Findings:
     """Train every encoding with every seed and rank them."""
-    trained = lab.train([lab.run(encoding, seed) for encoding in lab.encodings for seed in lab.seeds])
+    trained = lab.train(lab.runs(lab.encodings))
     groups = by_encoding(trained)
     ranked = places(groups)
     best = groups[ranked[0].name]
@@ -99,7 +100,7 @@ def _equals(rows: list[dict]) -> list[str]:
 
 def _answer(rows: list[dict], seeds: int) -> str:
     best, equals = rows[0], _equals(rows)
-    reached = f"{best['top1']:.1f} % [{best['low']:.1f}, {best['high']:.1f}]"
+    reached = percent(best["top1"], best["low"], best["high"])
     if len(rows) == 1:
         return f"{best['encoding']} reaches {reached}; name several encodings to compare them.{caveat(seeds)}"
     if "none" in equals:
@@ -117,7 +118,7 @@ def _answer(rows: list[dict], seeds: int) -> str:
 
 def _advice(rows: list[dict], lab: Lab) -> Advice:
     best = rows[0]
-    why = f"{best['name']} reaches {best['top1']:.1f} % [{best['low']:.1f}, {best['high']:.1f}] on {lab.data.title}"
+    why = f"{best['name']} reaches {percent(best['top1'], best['low'], best['high'])} on {lab.data.title}"
     axes = " × ".join(lab.data.axes)
     return Advice(
         f"Classification over {axes}, at the size trained on", _equals(rows), why + not_told_apart(_equals(rows))

@@ -49,8 +49,7 @@ def find(lab: Lab) -> Findings:
     """Measure the attention of the runs of the accuracy study."""
     if lab.config.model.backbone == "swin":
         return Findings("Not measured: a Swin attends within windows, whose size bounds distance and entropy.")
-    wanted = [lab.run(encoding, seed) for encoding in lab.encodings for seed in lab.seeds]
-    runs, notes = feasible(lab, wanted)
+    runs, notes = feasible(lab, lab.runs(lab.encodings))
     if not runs:
         return Findings("No encoding named can be trained here.", notes=notes)
     trained = lab.train(runs)

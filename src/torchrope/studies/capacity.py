@@ -5,7 +5,7 @@ from typing import Any
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import WITH_BLOCKS
-from torchrope.studies.lab.estimates import about_intervals, caveat, correct, not_told_apart, places, told, top1
+from torchrope.studies.lab.estimates import about_intervals, at_best, caveat, correct, not_told_apart, told, top1
 from torchrope.studies.lab.grid import (
     ENCODING,
     ONE_BY_ONE,
@@ -84,7 +84,7 @@ def _head_dim(lab: Lab, name: str) -> int:
 def _runs(lab: Lab, name: str, size: int, head_dim: int) -> Sequence[Run]:
     """LieRE's own default is the whole head: the name without a size, so that the run is the one others train."""
     whole = name == "liere" and size == head_dim
-    return [lab.run(name if whole else f"{name}:{size}", seed) for seed in lab.seeds]
+    return lab.runs([name if whole else f"{name}:{size}"])
 
 
 def _answer(slopes: Sequence[dict[str, Any]], moved: Sequence[dict[str, Any]]) -> str:
@@ -152,10 +152,8 @@ def _left_out(lab: Lab, head_dim: int) -> list[str]:
 
 
 def _advice(lab: Lab, name: str, levels: dict) -> Advice:
-    ranked = places({f"{name}:{size}": runs for size, runs in levels.items()})
-    equals = [place.name for place in ranked if place.verdict != "behind"]
-    reached = top1(correct(levels[_size_of(ranked[0].name)]))
-    why = f"{ranked[0].name} reaches {reached['top1']:.1f} % [{reached['low']:.1f}, {reached['high']:.1f}]"
+    equals, value = at_best({f"{name}:{size}": correct(runs) for size, runs in levels.items()})
+    why = f"{equals[0]} reaches {value}"
     tied = not_told_apart(equals)
     first = min(equals, key=_size_of)
     return Advice(

@@ -19,10 +19,10 @@ from torchrope.encodings import Encoding, NoEncoding, choose
 from torchrope.files import read_mapping
 from torchrope.provenance import provenance
 from torchrope.studies.config import CompareConfig
-from torchrope.studies.describe import describe_data, label
+from torchrope.studies.describe import describe_data, describe_skipped, label
 from torchrope.studies.folder import Run, StudyFolder, write_json
 from torchrope.studies.progress import StudyProgress
-from torchrope.studies.ranking import Accuracy, Place, rank, spread
+from torchrope.studies.ranking import Accuracy, Place, not_behind, rank, spread
 from torchrope.training.config import RunConfig, check_spacing, plain
 from torchrope.training.cost import measure_costs
 from torchrope.training.evaluate import evaluate, interval
@@ -114,7 +114,7 @@ def _skipped(data: DataModule, folder: StudyFolder, asked: CompareConfig) -> lis
     """What could not be read, now and in the runs that an earlier start finished."""
     runs = [Run(name, seed) for name in asked.encodings for seed in range(asked.seeds)]
     earlier = {path: why for run in runs for path, why in read_skipped(folder.run_folder(run)).items()}
-    return [f"{path} ({why})" for path, why in {**earlier, **dict(data.skipped)}.items()]
+    return describe_skipped({**earlier, **dict(data.skipped)})
 
 
 def _costs(folder: StudyFolder, names: list[str], data: DataModule, config: CompareConfig) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _over_seeds(values: list[float | None]) -> dict[str, float | None]:
 def _answer(places: list[Place], costs: dict[str, Any], data: DataModule, seeds: int) -> str:
     """Recommend the best, or a clearly cheaper one that no measured difference sets apart from it."""
     best = places[0].name
-    equals = [place.name for place in places if place.verdict != "behind"]
+    equals = not_behind(places)
     seconds = {name: costs[name]["step_seconds"] for name in equals}
     caveat = "" if seeds > 1 else ", in one training; more seeds would tell luck from difference"
     cheapest = min(equals, key=lambda name: seconds[name])

@@ -7,15 +7,14 @@ import numpy as np
 
 from torchrope.studies.lab.estimates import (
     about_intervals,
+    at_best,
     caveat,
     correct,
     ends,
     first_reach,
     not_told_apart,
-    places,
     resamples,
     told,
-    top1,
     trend,
 )
 from torchrope.studies.lab.grid import (
@@ -94,7 +93,7 @@ def _sizes(total: int, classes: int) -> dict[float, int]:
 
 def _runs(lab: Lab, name: str, share: float, size: int) -> Sequence[Run]:
     part = {} if share == 100 else {"train_size": size}
-    return [lab.run(name, seed, data=part) for seed in lab.seeds]
+    return lab.runs([name], data=part)
 
 
 def _needed(cells: Cells) -> list[dict[str, Any]]:
@@ -136,10 +135,7 @@ def _lead_trend(levels: dict, reference: dict) -> tuple[float, float, float]:
 
 def _answer(cells: Cells, needed: Sequence[dict[str, Any]]) -> str:
     least = min(next(iter(cells.values())))
-    found = places({name: levels[least] for name, levels in cells.items() if least in levels})
-    equals = [place.name for place in found if place.verdict != "behind"]
-    reached = top1(correct(cells[found[0].name][least]))
-    value = f"{reached['top1']:.1f} % [{reached['low']:.1f}, {reached['high']:.1f}]"
+    equals, value = at_best({name: correct(levels[least]) for name, levels in cells.items() if least in levels})
     who = (
         f"{told(equals)} cannot be told apart and do best, with up to"
         if len(equals) > 1
@@ -186,13 +182,13 @@ def _unmeasured(sizes: dict[float, int]) -> list[str]:
 
 def _advice(cells: Cells, lab: Lab) -> Advice:
     least = min(next(iter(cells.values())))
-    found = places({name: levels[least] for name, levels in cells.items() if least in levels})
-    reached = top1(correct(cells[found[0].name][least]))
-    why = f"{found[0].name} reaches {reached['top1']:.1f} % [{reached['low']:.1f}, {reached['high']:.1f}]"
+    equals, value = at_best({name: correct(levels[least]) for name, levels in cells.items() if least in levels})
     examples = round(float(least) * lab.data.counts[0] / 100)
-    equals = [place.name for place in found if place.verdict != "behind"]
-    tied = not_told_apart(equals)
-    return Advice(f"Little training data ({examples:,} examples of {lab.data.title})", equals, why + tied)
+    return Advice(
+        f"Little training data ({examples:,} examples of {lab.data.title})",
+        equals,
+        f"{equals[0]} reaches {value}{not_told_apart(equals)}",
+    )
 
 
 STUDY = Study(

@@ -1,5 +1,6 @@
 """What results say of their data and encodings, for people."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchrope.data.datamodule import DataModule
@@ -19,8 +20,13 @@ def describe_data(data: DataModule) -> dict[str, Any]:
         "train": train,
         "val": val,
         "chance": 1 / data.num_classes,
-        "skipped": [f"{path} ({reason})" for path, reason in data.skipped],
+        "skipped": describe_skipped(dict(data.skipped)),
     }
+
+
+def describe_skipped(faults: Mapping[str, str]) -> list[str]:
+    """Files that could not be read, each with the reason."""
+    return [f"{path} ({reason})" for path, reason in faults.items()]
 
 
 def label(encoding: str) -> str:

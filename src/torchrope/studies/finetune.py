@@ -66,7 +66,7 @@ def find(lab: Lab) -> Findings:
     """Put encodings into a trained model with a learned absolute one, and train all for as long again."""
     names, left_out = _swaps(lab)
     plan = {name: [_tuned(lab, name, seed) for seed in lab.seeds] for name in [BASELINE, *names]}
-    starts = lab.train([lab.run(BASELINE, seed) for seed in lab.seeds])
+    starts = lab.train(lab.runs([BASELINE]))
     trained = iter(lab.train([run for runs in plan.values() for run in runs]))
     groups = {name: [next(trained) for _ in runs] for name, runs in plan.items()}
     learn = [name for name in names if _learns(lab, name)]

@@ -14,7 +14,7 @@ from torchrope.backbones import ViT
 from torchrope.encodings import Encoding, MixedRoPE, NoEncoding, choose, planar
 from torchrope.positions import PerAxis, grid
 from torchrope.studies.describe import label
-from torchrope.studies.lab.estimates import told
+from torchrope.studies.lab.estimates import percent, told
 from torchrope.studies.lab.published import ROPE_VIT
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.studies.lab.study import Lab, Study
@@ -298,7 +298,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def _percent(row: dict[str, Any], key: str) -> str:
     value, low, high = row[key], row[f"{key}_low"], row[f"{key}_high"]
-    return f"{value:.1f} %" if row["heads"] == 1 else f"{value:.1f} % [{low:.1f}, {high:.1f}]"
+    return f"{value:.1f} %" if row["heads"] == 1 else percent(value, low, high)
 
 
 def _answer(rows: Sequence[dict[str, Any]]) -> str:

@@ -65,8 +65,7 @@ PUBLISHED = (
 
 def find(lab: Lab) -> Findings:
     """Read the generators of the runs of the accuracy study, and of other block sizes."""
-    wanted = [lab.run(encoding, seed) for encoding in lab.encodings for seed in lab.seeds]
-    possible, notes = feasible(lab, wanted)
+    possible, notes = feasible(lab, lab.runs(lab.encodings))
     runs = [run for run in possible if any(_learn(lab.blueprint(run)))]
     fixed = dict.fromkeys(run.encoding for run in possible if run not in runs)
     notes += [f"{name} is left out: it has no generators that learn." for name in fixed]

@@ -17,7 +17,7 @@ from torchrope.encodings import Encoding, NoEncoding, choose
 from torchrope.positions import grid
 from torchrope.rotations import block_diagonal
 from torchrope.studies.describe import label
-from torchrope.studies.lab.estimates import by_encoding, caveat, told
+from torchrope.studies.lab.estimates import by_encoding, caveat, percent, told
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.studies.lab.study import Lab, Study
@@ -282,7 +282,7 @@ def find(lab: Lab) -> Findings:
     """Measure kernels at the start of training and at its end, in the runs of the accuracy study."""
     if lab.config.model.backbone != "vit":
         raise ValueError(f"kernel reads the layers of backbone vit, got {lab.config.model.backbone}")
-    runs, notes = feasible(lab, [lab.run(name, seed) for name in lab.encodings for seed in lab.seeds])
+    runs, notes = feasible(lab, lab.runs(lab.encodings))
     if not runs:
         raise ValueError(f"kernel needs an encoding that the model allows, got {', '.join(lab.encodings)}")
     trained = by_encoding(lab.train(runs))
@@ -358,7 +358,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _percent(row: Mapping[str, Any]) -> str:
-    return f"{row['absolute']:.1f} % [{row['absolute_low']:.1f}, {row['absolute_high']:.1f}]"
+    return percent(row["absolute"], row["absolute_low"], row["absolute_high"])
 
 
 def _answer(rows: Sequence[dict[str, Any]], relative: Mapping[str, bool | None]) -> str:

@@ -7,13 +7,12 @@ from typing import Any
 from torchrope.backbones import SIZES, SWIN_SIZES
 from torchrope.studies.lab.estimates import (
     about_intervals,
+    at_best,
     caveat,
     correct,
     not_told_apart,
-    places,
     points,
     told,
-    top1,
     trend,
 )
 from torchrope.studies.lab.grid import (
@@ -62,10 +61,7 @@ def find(lab: Lab) -> Findings:
     """Train every encoding in models of three sizes."""
     names = list(dict.fromkeys([REFERENCE, *lab.encodings]))
     sizes = _sizes(lab)
-    plan: Plan = {
-        name: {width: [lab.run(name, seed, model=model) for seed in lab.seeds] for width, model in sizes.items()}
-        for name in names
-    }
+    plan: Plan = {name: {width: lab.runs([name], model=model) for width, model in sizes.items()} for name in names}
     cells, notes = train_grid(lab, plan)
     ahead = leads(cells, REFERENCE)
     slopes = _lead_trends(cells)
@@ -140,10 +136,9 @@ def _lead_trends(cells: Cells) -> list[dict[str, Any]]:
 def _answer(cells: Cells, slopes: Sequence[dict[str, Any]]) -> str:
     said = []
     for width in cells[REFERENCE]:
-        ranked, value = _best(cells, width)
-        equals = [place.name for place in ranked if place.verdict != "behind"]
+        equals, value = _best(cells, width)
         tied = f", not told apart from {told(equals[1:])}" if equals[1:] else ""
-        said.append(f"{ranked[0].name} with {value}{tied} at {width:,} channels")
+        said.append(f"{equals[0]} with {value}{tied} at {width:,} channels")
     text = "Best are " + "; ".join(said) + "."
     for verdict in ("grows", "shrinks"):
         each = [
@@ -160,10 +155,8 @@ def _answer(cells: Cells, slopes: Sequence[dict[str, Any]]) -> str:
     return text
 
 
-def _best(cells: Cells, width: Any) -> tuple[list, str]:
-    ranked = places({name: levels[width] for name, levels in cells.items() if width in levels})
-    reached = top1(correct(cells[ranked[0].name][width]))
-    return ranked, f"{reached['top1']:.1f} % [{reached['low']:.1f}, {reached['high']:.1f}]"
+def _best(cells: Cells, width: Any) -> tuple[list[str], str]:
+    return at_best({name: correct(levels[width]) for name, levels in cells.items() if width in levels})
 
 
 def _slope_table(slopes: Sequence[dict[str, Any]]) -> Table:
@@ -213,11 +206,10 @@ def _how(lab: Lab) -> str:
 def _advice(cells: Cells, lab: Lab) -> list[Advice]:
     found = []
     for width, size in ((min(cells[REFERENCE], key=float), "small"), (max(cells[REFERENCE], key=float), "large")):
-        ranked, value = _best(cells, width)
-        equals = [place.name for place in ranked if place.verdict != "behind"]
+        equals, value = _best(cells, width)
         tied = not_told_apart(equals)
         case = f"A {size} model ({width:,} channels) on {lab.data.title}"
-        found.append(Advice(case, equals, f"{ranked[0].name} reaches {value}{tied}"))
+        found.append(Advice(case, equals, f"{equals[0]} reaches {value}{tied}"))
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchrope.studies.lab.estimates import about_intervals, caveat, correct, places, told, top1
+from torchrope.studies.lab.estimates import about_intervals, at_best, caveat, correct, told
 from torchrope.studies.lab.grid import (
     ONE_BY_ONE,
     Cells,
@@ -30,9 +30,7 @@ def find(lab: Lab) -> Findings:
     if lab.config.model.backbone == "swin":
         return Findings(answer="A Swin always reads the mean of its last stage: there is nothing to compare.")
     plan: Plan = {
-        name: {
-            level: [lab.run(name, seed, model={"pool": pool}) for seed in lab.seeds] for level, pool in LEVELS.items()
-        }
+        name: {level: lab.runs([name], model={"pool": pool}) for level, pool in LEVELS.items()}
         for name in lab.encodings
     }
     cells, notes = train_grid(lab, plan)
@@ -75,15 +73,12 @@ def _answer(moved: Sequence[dict[str, Any]]) -> str:
 def _advice(cells: Cells, moved: Sequence[dict[str, Any]], lab: Lab) -> Advice:
     mean = sum(row["verdict"] == "better" for row in moved) >= sum(row["verdict"] == "worse" for row in moved)
     level = MEAN if mean else TOKEN
-    ranked = places({name: levels[level] for name, levels in cells.items()})
-    reached = top1(correct(cells[ranked[0].name][level]))
-    why = f"{ranked[0].name} reaches {reached['top1']:.1f} % [{reached['low']:.1f}, {reached['high']:.1f}]"
+    equals, value = at_best({name: correct(levels[level]) for name, levels in cells.items()})
     better, worse, tied = better_or_not(moved, "change")
     count = (
         f"the mean is measurably better with {len(better)} encodings, worse with {len(worse)}, tied with {len(tied)}"
     )
-    equals = [place.name for place in ranked if place.verdict != "behind"]
-    return Advice(f"What to read on {lab.data.title}: the {level}", equals, f"{count}; {why}")
+    return Advice(f"What to read on {lab.data.title}: the {level}", equals, f"{count}; {equals[0]} reaches {value}")
 
 
 STUDY = Study(

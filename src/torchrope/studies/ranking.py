@@ -1,5 +1,6 @@
 """Who is best, and which differences are none."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot
 from statistics import stdev
@@ -59,6 +60,11 @@ def rank(accuracies: list[Accuracy]) -> list[Place]:
     return [Place(best.name, 1, 0.0, "best", "highest mean top-1")] + [
         _place(other, best, position) for position, other in enumerate(ordered[1:], start=2)
     ]
+
+
+def not_behind(places: Sequence[Place]) -> list[str]:
+    """The best, and behind it those that cannot be told apart from it."""
+    return [place.name for place in places if place.verdict != "behind"]
 
 
 def _place(other: Accuracy, best: Accuracy, position: int) -> Place:

@@ -18,13 +18,12 @@ from torchrope.encodings import STRING, NoEncoding, choose
 from torchrope.encodings.scaling import extend, yarn_temperature
 from torchrope.positions import per_axis
 from torchrope.studies.describe import label
-from torchrope.studies.lab.estimates import caveat, contrast, difference, not_told_apart, points, told, top1
+from torchrope.studies.lab.estimates import at_best, caveat, contrast, difference, not_told_apart, points, told, top1
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
 from torchrope.studies.lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
 from torchrope.studies.lab.runs import Run, Trained
 from torchrope.studies.lab.study import Lab, Study
-from torchrope.studies.ranking import Accuracy, rank
 from torchrope.training.evaluate import predict, scaled_sizes
 
 Size = tuple[int, ...]
@@ -140,7 +139,7 @@ class Change:
 
 def find(lab: Lab) -> Findings:
     """Evaluate runs of the accuracy study, and some of its own, at several sizes."""
-    plain, notes = feasible(lab, _seeds(lab, lab.encodings))
+    plain, notes = feasible(lab, lab.runs(lab.encodings))
     if not plain:
         return Findings("No encoding named can be trained here.", notes=notes)
     names = list(dict.fromkeys(run.encoding for run in plain))
@@ -204,8 +203,7 @@ def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]
         },
     )
     runs = [
-        lab.run(first.encoding, first.seed, **settings, after=first)
-        for first in _seeds(lab, _chosen(lab, names, STAGED))
+        lab.run(first.encoding, first.seed, **settings, after=first) for first in lab.runs(_chosen(lab, names, STAGED))
     ]
     epochs = settings["optim"]["epochs"]
     told_epochs = f"{epochs} more epoch{'s' if epochs > 1 else ''}"
@@ -220,7 +218,7 @@ def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
     if lab.config.model.backbone == "swin" or lab.config.model.jitter:
         return [], ["Perturbation is compared on a ViT whose configuration has none."]
     rotary = [name for name in _chosen(lab, names, JITTERED) if choose(name).rotary is not NoEncoding]
-    runs = [lab.run(run.encoding, run.seed, model={"jitter": JITTER}) for run in _seeds(lab, rotary)]
+    runs = lab.runs(rotary, model={"jitter": JITTER})
     note = (
         "Perturbation moves what rotary encodings read; an absolute encoding, other than in ComRoPE, is not perturbed."
     )
@@ -321,10 +319,6 @@ def _extended_predictions(model: ViT, _: DataModule, *, data: DataModule, sizes:
             return {"refused": str(error)}
         found |= predictions(longer, data, [size])
     return found
-
-
-def _seeds(lab: Lab, names: Sequence[str]) -> list[Run]:
-    return [lab.run(name, seed) for name in names for seed in lab.seeds]
 
 
 def _chosen(lab: Lab, names: Sequence[str], usual: Sequence[str]) -> list[str]:
@@ -479,8 +473,7 @@ def _figures(right: dict[str, Right], changes: list[Change], sizes: Sizes) -> li
 
 def _answer(right: dict[str, Right], changes: list[Change], sizes: Sizes, seeds: int) -> str:
     largest = sizes.all[-1]
-    best, *others = _at_best(right, largest)
-    value = _reached(right[best][largest])
+    (best, *others), value = _at_best(right, largest)
     apart = f"; {told(others)} cannot be told apart from it" if others else ""
     kept = {name: difference(found[largest], found[sizes.trained]) for name, found in right.items()}
     least, most = max(kept, key=lambda name: kept[name][0]), min(kept, key=lambda name: kept[name][0])
@@ -494,8 +487,8 @@ def _answer(right: dict[str, Right], changes: list[Change], sizes: Sizes, seeds:
         )
     if changes:
         candidates = _alone(right) | _changed(changes)
-        first = _at_best({name: found for name, (_, found) in candidates.items()}, largest)[0]
-        sentences.append(f"Of everything tried, {first} reaches most there, {_reached(candidates[first][1][largest])}.")
+        (first, *_), most_of_all = _at_best({name: found for name, (_, found) in candidates.items()}, largest)
+        sentences.append(f"Of everything tried, {first} reaches most there, {most_of_all}.")
     sentences += [_effect(what, [each for each in changes if each.what == what], largest) for what in _kinds(changes)]
     return " ".join(sentences) + caveat(seeds)
 
@@ -520,10 +513,8 @@ def _effect(what: str, changes: list[Change], size: Size) -> str:
     return f"{start} {' '.join(said)} there" + (f", not measurably {told(rest)}." if rest else ".")
 
 
-def _at_best(right: dict[str, Right], size: Size) -> list[str]:
-    """The best at a size, and those not told apart from it."""
-    places = rank([Accuracy(name, found[size]) for name, found in right.items()])
-    return [place.name for place in places if place.verdict != "behind"]
+def _at_best(right: dict[str, Right], size: Size) -> tuple[list[str], str]:
+    return at_best({name: found[size] for name, found in right.items()})
 
 
 def _checks(trained: Sequence[Trained], right: dict[str, Right], lab: Lab, sizes: Sizes) -> list[Check]:
@@ -550,10 +541,9 @@ def _advice(right: dict[str, Right], changes: list[Change], sizes: Sizes, lab: L
         (", as trained", _alone(right)),
         (", all means taken", _alone(right) | _changed(changes)),
     ):
-        equals = _at_best({name: each for name, (_, each) in candidates.items()}, largest)
+        equals, value = _at_best({name: each for name, (_, each) in candidates.items()}, largest)
         encodings = list(dict.fromkeys(candidates[name][0] for name in equals))
-        reached = _reached(candidates[equals[0]][1][largest])
-        found.append(Advice(case + state, encodings, f"{equals[0]} reaches {reached} {where}{not_told_apart(equals)}"))
+        found.append(Advice(case + state, encodings, f"{equals[0]} reaches {value} {where}{not_told_apart(equals)}"))
     return found if changes else found[:1]
 
 
@@ -565,12 +555,6 @@ def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
     """What was done to an encoding, in words, with the encoding; two kinds together are encodings of their own."""
     alone = [change for change in changes if not change.what.endswith(" added")]
     return {f"{change.name} with {change.what}": (change.name, change.right) for change in alone}
-
-
-def _reached(right: np.ndarray) -> str:
-    """ "87.5 % [83.6, 90.8]"."""
-    cells = top1(right)
-    return f"{cells['top1']:.1f} % [{cells['low']:.1f}, {cells['high']:.1f}]"
 
 
 def _notes(lab: Lab, sizes: Sizes) -> list[str]:

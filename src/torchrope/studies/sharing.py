@@ -56,10 +56,7 @@ def find(lab: Lab) -> Findings:
     """Train every encoding that learns with each kind of sharing."""
     learned = [name for name in lab.encodings if _learns(lab, name)] or list(DEFAULT)
     levels = [NOTHING, "heads"] if lab.config.model.backbone == "swin" else list(LEVELS)
-    plan: Plan = {
-        name: {level: [lab.run(name, seed, model=LEVELS[level]) for seed in lab.seeds] for level in levels}
-        for name in learned
-    }
+    plan: Plan = {name: {level: lab.runs([name], model=LEVELS[level]) for level in levels} for name in learned}
     cells, notes = train_grid(lab, plan)
     moved = changes(cells, NOTHING)
     seeds = len(lab.seeds)

@@ -13,7 +13,7 @@ from torchrope.backbones import Swin, ViT
 from torchrope.data.datamodule import DataModule
 from torchrope.data.transforms import shuffle_along, shuffle_patches
 from torchrope.studies.describe import label
-from torchrope.studies.lab.estimates import by_encoding, caveat, contrast, difference, points, told, top1
+from torchrope.studies.lab.estimates import by_encoding, caveat, contrast, difference, percent, points, told, top1
 from torchrope.studies.lab.feasible import feasible
 from torchrope.studies.lab.published import LIERE_1, LIERE_2, published
 from torchrope.studies.lab.results import Axis, Check, Column, Figure, Findings, Table
@@ -91,8 +91,7 @@ PUBLISHED = (
 
 def find(lab: Lab) -> Findings:
     """Evaluate the runs of the accuracy study on shuffled inputs."""
-    wanted = [lab.run(encoding, seed) for encoding in lab.encodings for seed in lab.seeds]
-    runs, notes = feasible(lab, wanted)
+    runs, notes = feasible(lab, lab.runs(lab.encodings))
     if not runs:
         return Findings("No encoding named can be trained here.", notes=notes)
     trained = lab.train(runs)
@@ -245,7 +244,7 @@ def _sentence(kind: str, rows: list[dict[str, Any]]) -> str:
     drop = points(first["drop"], first["drop_low"], first["drop_high"])
     if first["drop_low"] <= 0:
         return f"With {kind} shuffled no encoding measurably loses: the largest drop, of {first['name']}, is {drop}."
-    after = f"{first['after']:.1f} % [{first['after_low']:.1f}, {first['after_high']:.1f}]"
+    after = percent(first["after"], first["after_low"], first["after_high"])
     tied = [row["name"] for row in rows if row["verdict"] == "not told apart"]
     apart = f"; {told(tied)} cannot be told apart from it" if tied else ""
     said = f"With {kind} shuffled {first['name']} loses most, {drop}, and is left with {after}{apart}."

@@ -45,7 +45,7 @@ PUBLISHED = (
 def find(lab: Lab) -> Findings:
     """Read the learning curves of the runs that accuracy trains too."""
     names = list(dict.fromkeys([REFERENCE, *lab.encodings]))
-    groups = by_encoding(lab.train([lab.run(name, seed) for name in names for seed in lab.seeds]))
+    groups = by_encoding(lab.train(lab.runs(names)))
     reached = {name: _Reached(runs, groups[REFERENCE]) for name, runs in groups.items()}
     steps = _steps_per_epoch(lab)
     rows = [_row(name, each, reached[REFERENCE], steps) for name, each in reached.items()]

@@ -1,6 +1,6 @@
 """Numbers with their uncertainty, from trained runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
 from statistics import fmean
@@ -10,7 +10,7 @@ import numpy as np
 
 from torchrope.studies.lab.results import Column
 from torchrope.studies.lab.runs import Trained
-from torchrope.studies.ranking import Accuracy, Place, rank, spread
+from torchrope.studies.ranking import Accuracy, Place, not_behind, rank, spread
 from torchrope.training.evaluate import interval
 
 TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
@@ -158,6 +158,30 @@ def loss(runs: Sequence[Trained]) -> float:
 def places(groups: dict[str, list[Trained]]) -> list[Place]:
     """Encodings from best to worst; differences that seeds or examples can explain are ties."""
     return rank([Accuracy(name, correct(runs)) for name, runs in groups.items()])
+
+
+def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
+    """Who is best, and what the best reaches.
+
+    Args:
+        rights: Right or not, `(seeds, examples)`, by name, on the same examples.
+
+    Returns:
+        The best and those not told apart from it, and a text as "87.5 % [83.6, 90.8]".
+    """
+    names = not_behind(rank([Accuracy(name, right) for name, right in rights.items()]))
+    return names, reached(rights[names[0]])
+
+
+def reached(right: np.ndarray) -> str:
+    """Top-1 of `(seeds, examples)` in words: "87.5 % [83.6, 90.8]"."""
+    cells = top1(right)
+    return percent(cells["top1"], cells["low"], cells["high"])
+
+
+def percent(value: float, low: float, high: float) -> str:
+    """ "87.5 % [83.6, 90.8]"."""
+    return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
 
 
 def points(value: float, low: float, high: float) -> str:

@@ -82,7 +82,8 @@ class Trained:
         val_loss: Mean cross-entropy over them; infinite where it is not finite.
         curve: A row an epoch: epoch, step, train_loss, val_loss, val_top1, seconds.
         seconds: Of its training.
-        skipped: Files that could not be read.
+        fingerprint: Of its data.
+        skipped: Files that could not be read, with the reason.
     """
 
     run: Run
@@ -92,7 +93,8 @@ class Trained:
     val_loss: float | None
     curve: list[dict[str, float]]
     seconds: float
-    skipped: list[str] = field(default_factory=list)
+    fingerprint: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)
 
     @property
     def encoding(self) -> str:
@@ -113,6 +115,12 @@ class Trained:
     def top1(self) -> float:
         """Share of right predictions."""
         return float(self.correct.mean())
+
+    def check_examples(self, data: DataModule) -> None:
+        """Raise ValueError where `data` holds other examples now than the run saw."""
+        if self.fingerprint != data.fingerprint:
+            rule = "the data must be what the runs in --out were trained on"
+            raise ValueError(f"{rule}, got other examples than those of {self.folder}")
 
     def load(self) -> tuple[ViT | Swin, DataModule]:
         """Read the trained model and its data, the model in evaluation mode."""
@@ -152,18 +160,11 @@ class Store:
         if not file.exists():
             return None
         result = read_mapping(file, "a result")
-        wanted = ("labels", "predicted", "val_loss", "curve", "seconds")
-        if not set(result) >= {*wanted, "fingerprint"}:
+        wanted = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint")
+        if not set(result) >= {*wanted}:
             raise ValueError(f"a result must hold {', '.join(wanted)}, got {file} without; delete it")
-        skipped = result.get("skipped", [])
-        return Trained(run, self.of(run), **{name: result[name] for name in wanted}, skipped=skipped)
-
-    def same_examples(self, run: Run, data: DataModule) -> None:
-        """Raise ValueError where a finished run saw other examples than `data` holds now."""
-        stored = read_mapping(self.of(run) / RESULT, "a result")
-        if stored["fingerprint"] != data.fingerprint:
-            rule = "the data must be what the runs in --out were trained on"
-            raise ValueError(f"{rule}, got other examples than those of {self.of(run)}")
+        measured = {name: result[name] for name in wanted}
+        return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
 
     def train(self, run: Run, data: DataModule | None = None, on_epoch: OnEpoch | None = None) -> None:
         """Train and evaluate a run, unless another process has done it meanwhile."""
@@ -175,7 +176,7 @@ class Store:
             start = None if run.after is None else str(self.of(run.after))
             config = replace(run.config, start_from=start)
             classifier, history = train(config, data, self.of(run), on_epoch=on_epoch)
-            write_json(self.of(run) / RESULT, _result(classifier, history.rows, data, read_skipped(self.of(run))))
+            write_json(self.of(run) / RESULT, _result(classifier, history.rows, data))
 
     @contextmanager
     def _alone(self, run: Run) -> Iterator[None]:
@@ -200,9 +201,7 @@ def in_order(runs: Sequence[Run]) -> list[list[Run]]:
     return [list(each.values()) for each in rounds]
 
 
-def _result(
-    classifier: Classifier, curve: list[dict[str, float]], data: DataModule, skipped: dict[str, str]
-) -> dict[str, Any]:
+def _result(classifier: Classifier, curve: list[dict[str, float]], data: DataModule) -> dict[str, Any]:
     labels, logits = predict_views_or_one(classifier.model, data)
     return {
         "labels": labels.tolist(),
@@ -211,5 +210,4 @@ def _result(
         "curve": curve,
         "seconds": sum(row["seconds"] for row in curve),
         "fingerprint": data.fingerprint,
-        "skipped": [f"{path} ({reason})" for path, reason in {**skipped, **dict(data.skipped)}.items()],
     }

@@ -15,7 +15,7 @@ from torchrope.backbones import Swin, ViT
 from torchrope.data.build import make_data
 from torchrope.data.datamodule import DataModule
 from torchrope.provenance import provenance
-from torchrope.studies.describe import describe_data
+from torchrope.studies.describe import describe_data, describe_skipped
 from torchrope.studies.folder import write_json
 from torchrope.studies.lab.config import StudyConfig
 from torchrope.studies.lab.names import NAMES, file_of
@@ -36,6 +36,7 @@ class Lab:
     Attributes:
         encodings: Those asked for, or the study's own.
         seeds: 0, 1, ...
+        skipped: Files that the runs asked for could not read, with the reason.
     """
 
     def __init__(self, config: StudyConfig, encodings: Sequence[str], console: Console) -> None:
@@ -44,6 +45,7 @@ class Lab:
         self.seeds = range(config.seeds)
         self.console = console
         self.store = Store(Path(config.out) / "runs")
+        self.skipped: dict[str, str] = {}
 
     @cached_property
     def data(self) -> DataModule:
@@ -80,6 +82,10 @@ class Lab:
         )
         return Run(config, after)
 
+    def runs(self, encodings: Sequence[str], **settings: Any) -> list[Run]:
+        """A run of each encoding with each seed, settings as `run` takes them."""
+        return [self.run(encoding, seed, **settings) for encoding in encodings for seed in self.seeds]
+
     def train(self, runs: Sequence[Run]) -> list[Trained]:
         """Train what is not finished yet, whichever study asked for it first.
 
@@ -96,14 +102,20 @@ class Lab:
         for run in (run for each in rounds for run in each):
             self.blueprint(run)
         for each in rounds:
-            unfinished = [run for run in each if self.store.finished(run) is None]
+            unfinished = []
             for run in each:
-                if run not in unfinished and run.config.data == self.config.data:
-                    self.store.same_examples(run, self.data)
+                earlier = self.store.finished(run)
+                if earlier is None:
+                    unfinished.append(run)
+                elif run.config.data == self.config.data:
+                    earlier.check_examples(self.data)
             if unfinished:
                 train_runs(unfinished, self.store, self.data, self.config, self.console)
-        trained = [self.store.finished(run) for run in runs]
-        return [each for each in trained if each is not None]
+        found = (self.store.finished(run) for run in runs)
+        trained = [each for each in found if each is not None]
+        for one in trained:
+            self.skipped |= one.skipped
+        return trained
 
     def blueprint(self, run: Run) -> ViT | Swin:
         """The model of a run without its numbers, on the meta device."""
@@ -169,12 +181,16 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         question=study.question,
         sources=study.sources,
         findings=findings,
-        data=describe_data(lab.data) if study.needs_data else None,
+        data=_describe(lab) if study.needs_data else None,
         run={"command": command, "date": date.today().isoformat(), "config": _settings(lab, study), **provenance()},
     )
     file = Path(config.out) / (f"{name}-{config.data.name}.json" if study.needs_data else f"{name}.json")
     write_json(file, result.plain())
     return file
+
+
+def _describe(lab: Lab) -> dict[str, Any]:
+    return {**describe_data(lab.data), "skipped": describe_skipped(lab.skipped | dict(lab.data.skipped))}
 
 
 def _settings(lab: Lab, study: Study) -> dict[str, Any]:
