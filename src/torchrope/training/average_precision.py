@@ -24,8 +24,8 @@ def match(
     """Match the detections of every image with its objects, by pycocotools.
 
     Args:
-        predicted: Of every image `boxes` `(n, 4)` xyxy, `scores` and `labels` `(n,)`, and for masks `masks` `(n, h, w)`.
-        targets: Of every image `boxes`, `labels`, `crowd` `(n,)` where some are, and for masks `masks`.
+        predicted: Of every image `boxes` `(n, 4)` xyxy, `scores` and `labels` `(n,)`, for masks `masks` `(n, h, w)` too.
+        targets: Of every image `boxes`, `labels`, `crowd` `(n,)` where some are, for masks `masks` too.
         kind: What must overlap.
 
     Returns:

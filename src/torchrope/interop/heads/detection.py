@@ -4,8 +4,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from transformers.models.deformable_detr.modeling_deformable_detr import (
 )
 
 from torchrope.backbones.features import Features, pad
+from torchrope.ops.precision import wide_dtype, without_autocast
 
 Target = Mapping[str, Any]
 MOST = 100  # detections of an image, as COCO counts them
@@ -44,18 +44,18 @@ class FasterRCNN(nn.Module):
 
         maps (+ every second cell of the last one) -> regions that may hold objects -> RoIAlign -> class and box
 
-    Maps of one width, as those of a simple feature pyramid, are taken as they are; others, as a Swin's stages, go through
-    a feature pyramid network. A region has two convolutions, a box four and a layer, with norms over channels in between.
-    Anchors are squares of 8 strides and rectangles of the same area, 1:2 and 2:1.
+    Maps of one width, as those of a simple feature pyramid, are taken as they are; others, as a Swin's stages, go
+    through a feature pyramid network. A region has two convolutions, a box four and a layer, with norms over channels in
+    between. Anchors are squares of 8 strides and rectangles of the same area, 1:2 and 2:1.
 
     Images come normalised and are neither resized nor normalised again. What is found in an image does not depend on
     what it comes with: `predict` takes those of one size together, and pads none to the size of others.
 
     Args:
         backbone: Gives the maps.
-        num_classes: Classes, without the background, which torchvision counts as class 0 inside.
+        classes: Names of the classes, without the background, which is torchvision's class 0 inside.
         channels: Of the heads' convolutions, and of the pyramid where it is a network.
-        hidden: Channels of the layer before class and box.
+        mlp_dim: Channels of the layer before class and box.
         score_threshold: Detections that are less sure are left out.
 
     References:
@@ -65,23 +65,26 @@ class FasterRCNN(nn.Module):
     Example:
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=2, num_heads=2, encoding="mixed")
-        >>> model = FasterRCNN(Features(vit, pyramid=True), num_classes=10, channels=16, hidden=32).eval()
+        >>> model = FasterRCNN(Features(vit, pyramid=True), "0123456789", channels=16, mlp_dim=32).eval()
         >>> [found] = model.predict([torch.randn(3, 32, 48)])
         >>> sorted(found)
         ['boxes', 'labels', 'scores']
     """
 
+    finds: ClassVar[tuple[str, ...]] = ("boxes",)
+
     def __init__(
         self,
         backbone: Features,
-        num_classes: int,
+        classes: Sequence[str],
         *,
         channels: int = 256,
-        hidden: int = 1024,
+        mlp_dim: int = 1024,
         score_threshold: float = 0.05,
     ) -> None:
         super().__init__()
         self.backbone = backbone
+        self.classes = tuple(classes)
         strides = backbone.strides
         one_width = len(set(backbone.channels)) == 1
         self.neck = nn.Identity() if one_width else FeaturePyramidNetwork(list(backbone.channels), channels)
@@ -92,13 +95,12 @@ class FasterRCNN(nn.Module):
         parts = self._parts(
             width,
             channels,
-            num_classes + 1,
             strides,
             rpn_anchor_generator=AnchorGenerator(anchors, ((0.5, 1.0, 2.0),) * len(anchors)),
             rpn_head=RPNHead(width, 3, conv_depth=2),
             box_roi_pool=_pool(strides, 7),
-            box_head=FastRCNNConvFCHead((width, 7, 7), [channels] * 4, [hidden], norm_layer=_norm),
-            box_predictor=FastRCNNPredictor(hidden, num_classes + 1),
+            box_head=FastRCNNConvFCHead((width, 7, 7), [channels] * 4, [mlp_dim], norm_layer=_norm),
+            box_predictor=FastRCNNPredictor(mlp_dim, len(classes) + 1),
             box_score_thresh=score_threshold,
             box_detections_per_img=MOST,
         )
@@ -111,11 +113,10 @@ class FasterRCNN(nn.Module):
 
         Args:
             images: `(channels, height, width)` each, of any sizes.
-            targets: Of each `boxes` `(n, 4)` xyxy, `labels` `(n,)` from 0, and `crowd` `(n,)`, whose objects teach nothing.
+            targets: Of each `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; where `crowd` `(n,)` is True, an object
+                teaches nothing.
         """
-        theirs = [
-            {name: self._as_theirs(name, value) for name, value in objects(target).items()} for target in targets
-        ]
+        theirs = [{name: self._as_theirs(name, value) for name, value in objects(target).items()} for target in targets]
         if self.training:
             return self._run(images, theirs)[1]
         with _learning(self.rpn, self.roi_heads), _own_draws(images[0].device):
@@ -146,7 +147,7 @@ class FasterRCNN(nn.Module):
         found, of_objects = self.roi_heads(maps, regions, sizes, targets)
         return found, {**of_regions, **of_objects}
 
-    def _parts(self, width: int, channels: int, classes: int, strides: Sequence[int], **settings: Any) -> Any:
+    def _parts(self, width: int, channels: int, strides: Sequence[int], **settings: Any) -> Any:
         """The model of torchvision whose parts are taken; its own way of resizing and normalising is left behind."""
         return detection.FasterRCNN(_Told(width), **settings)
 
@@ -164,21 +165,23 @@ class MaskRCNN(FasterRCNN):
 
     Args:
         backbone: Gives the maps.
-        num_classes: Classes, without the background.
+        classes: Names of the classes, without the background.
         channels: Of the heads' convolutions, and of the pyramid where it is a network.
-        hidden: Channels of the layer before class and box.
+        mlp_dim: Channels of the layer before class and box.
         score_threshold: Detections that are less sure are left out.
 
     References:
         He et al., Mask R-CNN; ViTDet's heads as in `FasterRCNN`.
     """
 
-    def _parts(self, width: int, channels: int, classes: int, strides: Sequence[int], **settings: Any) -> Any:
+    finds = ("boxes", "masks")
+
+    def _parts(self, width: int, channels: int, strides: Sequence[int], **settings: Any) -> Any:
         return detection.MaskRCNN(
             _Told(width),
             mask_roi_pool=_pool(strides, 14),
             mask_head=MaskRCNNHeads(width, [channels] * 4, dilation=1, norm_layer=_norm),
-            mask_predictor=MaskRCNNPredictor(channels, channels, classes),
+            mask_predictor=MaskRCNNPredictor(channels, channels, len(self.classes) + 1),
             **settings,
         )
 
@@ -196,13 +199,13 @@ class DeformableDETR(nn.Module):
 
         maps (+ one of half the size) -> encoder -> the likeliest places -> decoder -> class and box of each
 
-    It is the nearest relative of the papers' detector, DINO, in a library that is kept up. From DINO it differs in this:
+    It is the nearest relative of the papers' detector, DINO, in a library that is kept up. It differs from DINO so:
 
     * no contrastive denoising: DINO's decoder also learns to mend boxes to which noise was added, and to refuse those
       with more noise; here nothing but matching teaches it. It needs longer for the same precision.
     * no mixed query selection: DINO takes the boxes of queries from the encoder, and learns their contents; here both
       come from the encoder's boxes.
-    * boxes look forward once: DINO's box of a layer also learns from the next layer's loss; here it is a constant there.
+    * boxes look forward once: DINO's box of a layer learns from the next layer's loss too; here it is constant there.
     * the encoder tells objects from background; DINO's tells classes apart, and is taught at the chosen places alone.
 
     Queries, losses and their weights (class 1, box 5, overlap 2; 2, 5, 2 where boxes are matched), widths without
@@ -214,12 +217,13 @@ class DeformableDETR(nn.Module):
 
     Args:
         backbone: Gives the maps.
-        num_classes: Classes.
+        classes: Names of the classes.
         channels: Of tokens, a multiple of 32.
-        num_queries: Objects that are looked for; an image must have as many places.
-        layers: Of the encoder, and of the decoder.
-        heads: Of attention.
-        hidden: Channels inside the MLP of a layer.
+        queries: Objects that are looked for; an image must have as many places.
+        encoder_layers: Layers of the encoder.
+        decoder_layers: Layers of the decoder.
+        num_heads: Attention heads of both.
+        mlp_dim: Channels inside the MLP of a layer.
         score_threshold: Detections that are less sure are left out; 0 leaves the best 100.
 
     References:
@@ -229,29 +233,33 @@ class DeformableDETR(nn.Module):
     Example:
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=2, num_heads=2, encoding="mixed")
-        >>> model = DeformableDETR(Features(vit, pyramid=True), num_classes=10, channels=32, num_queries=20, layers=2,
-        ...                        hidden=32).eval()
+        >>> model = DeformableDETR(Features(vit, pyramid=True), "0123456789", channels=32, queries=20, encoder_layers=1,
+        ...                        decoder_layers=2, mlp_dim=32).eval()
         >>> [found] = model.predict([torch.randn(3, 32, 48)])
         >>> len(found["boxes"])
         100
     """
 
+    finds: ClassVar[tuple[str, ...]] = ("boxes",)
+
     def __init__(
         self,
         backbone: Features,
-        num_classes: int,
+        classes: Sequence[str],
         *,
         channels: int = 256,
-        num_queries: int = 900,
-        layers: int = 6,
-        heads: int = 8,
-        hidden: int = 2048,
+        queries: int = 900,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        num_heads: int = 8,
+        mlp_dim: int = 2048,
         score_threshold: float = 0.0,
     ) -> None:
         super().__init__()
         if channels % 32:  # groups of its norms
             raise ValueError(f"channels must be divisible by 32, got {channels}")
         self.backbone = backbone
+        self.classes = tuple(classes)
         self.score_threshold = score_threshold
         self.stride = 2 * backbone.strides[-1]
         self.divisor = math.lcm(backbone.size_divisor, self.stride)
@@ -260,31 +268,33 @@ class DeformableDETR(nn.Module):
             num_feature_levels=len(backbone.channels) + 1,
             two_stage=True,
             with_box_refine=True,
-            two_stage_num_proposals=num_queries,
+            two_stage_num_proposals=queries,
             d_model=channels,
-            encoder_layers=layers,
-            decoder_layers=layers,
-            encoder_attention_heads=heads,
-            decoder_attention_heads=heads,
-            encoder_ffn_dim=hidden,
-            decoder_ffn_dim=hidden,
+            encoder_layers=encoder_layers,
+            decoder_layers=decoder_layers,
+            encoder_attention_heads=num_heads,
+            decoder_attention_heads=num_heads,
+            encoder_ffn_dim=mlp_dim,
+            decoder_ffn_dim=mlp_dim,
             dropout=0.0,
             disable_custom_kernels=True,
         )
         self.detr = DeformableDetrModel(config)
         self.detr.backbone = _Maps(backbone, self.stride)
         # One of each for every layer of the decoder, and the encoder's behind them, where the model looks for them.
-        self.detr.decoder.class_embed = nn.ModuleList(_rare(nn.Linear(channels, num_classes)) for _ in range(layers + 1))
-        self.detr.decoder.bbox_embed = nn.ModuleList(_still(channels) for _ in range(layers + 1))
+        count = decoder_layers + 1
+        self.detr.decoder.class_embed = nn.ModuleList(_rare(nn.Linear(channels, len(classes))) for _ in range(count))
+        self.detr.decoder.bbox_embed = nn.ModuleList(_still(channels) for _ in range(count))
         matcher = DeformableDetrHungarianMatcher(class_cost=2, bbox_cost=5, giou_cost=2)
-        self.criterion = DeformableDetrImageLoss(matcher, num_classes, focal_alpha=0.25, losses=["labels", "boxes"])
+        self.criterion = DeformableDetrImageLoss(matcher, len(classes), focal_alpha=0.25, losses=["labels", "boxes"])
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """The losses of a batch, which are summed: class, box and overlap of all layers of the decoder, and of the encoder.
+        """The losses of a batch, which are summed: class, box and overlap, of the decoder's layers and of the encoder.
 
         Args:
             images: `(channels, height, width)` each, of any sizes.
-            targets: Of each `boxes` `(n, 4)` xyxy, `labels` `(n,)` from 0, and `crowd` `(n,)`, whose objects teach nothing.
+            targets: Of each `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; where `crowd` `(n,)` is True, an object
+                teaches nothing.
         """
         layers, first, extents = self._run(images)
         theirs = [_shares(objects(target), extent) for target, extent in zip(targets, extents, strict=True)]
@@ -321,13 +331,11 @@ class DeformableDETR(nn.Module):
         self._check_places(batch)
         output = self.detr(batch, pixel_mask=mask)
         before = [output.init_reference_points, *output.intermediate_reference_points.unbind(1)]
-        heads = (self.detr.decoder.class_embed, self.detr.decoder.bbox_embed)
-        layers = [
-            _outputs(classify(state), move(state) + inverse_sigmoid(reference))
-            for state, reference, classify, move in zip(
-                output.intermediate_hidden_states.unbind(1), before, *heads, strict=False
-            )
-        ]
+        states = output.intermediate_hidden_states.unbind(1)
+        heads = zip(states, before, self.detr.decoder.class_embed, self.detr.decoder.bbox_embed, strict=False)
+        with without_autocast(batch):  # a logit of a box is a place
+            wide = ((_wide(state), _wide(reference), *head) for state, reference, *head in heads)
+            layers = [_outputs(classify(x), move(x) + inverse_sigmoid(at)) for x, at, classify, move in wide]
         extents = [[math.ceil(size / self.stride) * self.stride for size in image.shape[:0:-1]] for image in images]
         first = _outputs(output.enc_outputs_class, output.enc_outputs_coord_logits)
         return layers, first, batch.new_tensor(extents)
@@ -341,8 +349,8 @@ class DeformableDETR(nn.Module):
         strides = (*self.backbone.strides, self.stride)
         places = sum(math.ceil(height / stride) * math.ceil(width / stride) for stride in strides)
         queries = self.detr.config.two_stage_num_proposals
-        if places < queries:
-            rule = f"num_queries must be at most the cells of all maps, {places} in an image of {height}x{width}"
+        if queries > places:
+            rule = f"queries must be at most the cells of all maps, {places} in an image of {height}x{width}"
             raise ValueError(f"{rule}, got {queries}")
 
 
@@ -459,10 +467,12 @@ def _still(channels: int) -> nn.Module:
 
 
 def _outputs(logits: Tensor, boxes: Tensor) -> dict[str, Tensor]:
-    """What the losses take, in float32 at least."""
-    as_precise = partial(torch.promote_types, torch.float32)
-    logits, boxes = logits.to(as_precise(logits.dtype)), boxes.to(as_precise(boxes.dtype))
-    return {"logits": logits, "pred_boxes": boxes.sigmoid()}
+    """What the losses take."""
+    return {"logits": _wide(logits), "pred_boxes": _wide(boxes).sigmoid()}
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x))
 
 
 def _shares(target: dict[str, Tensor], extent: Tensor) -> dict[str, Tensor]:
