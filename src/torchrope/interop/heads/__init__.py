@@ -1,0 +1,1 @@
+"""Other people's detection and segmentation models on this library's backbones."""
