@@ -4,8 +4,9 @@ A batch is two lists, images `(channels, height, width)` of any sizes and target
 `(height, width)`, 255 where there is none.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,8 @@ from transformers.models.mask2former.modeling_mask2former import (
 from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
 
 from torchrope.backbones.features import Features, pad
-
-IGNORED = 255
-"""The class of pixels that have none."""
+from torchrope.interop.heads import IGNORED
+from torchrope.ops.precision import wide_dtype, without_autocast
 
 Target = dict[str, Any]
 
@@ -75,8 +75,8 @@ class SemanticModel(nn.Module):
 class UperNet(SemanticModel):
     """Segment by a pyramid of maps with pooling at four scales on top (transformers' `UperNetHead`).
 
-    On a plain ViT give it four layers' maps, as BEiT v2's recipe does, which the RoPE-ViT paper's table 3 follows:
-    `Features(vit, indices=(4, 6, 8, 12), pyramid=False)` for ViT-B; learned deconvolutions make a pyramid of them
+    On a plain ViT give it four layers' maps, as in BEiT v2's recipe, which the RoPE-ViT paper's table 3 follows:
+    `Features(vit, indices=layers_of_plain_vit(12), pyramid=False)`; learned deconvolutions make a pyramid of them
     (`Rescale`). The simple feature pyramid (`pyramid=True`) and a Swin's stages are read as they are.
 
     Args:
@@ -88,7 +88,7 @@ class UperNet(SemanticModel):
         pool_scales: Cells along each axis that the last map is averaged into.
 
     Raises:
-        ValueError: fewer maps, fewer than 2 classes; in training a single image, which batch norm cannot take.
+        ValueError: fewer maps, fewer than 2 classes.
 
     References:
         Xiao et al., Unified Perceptual Parsing for Scene Understanding, section 3. Peng et al., BEiT v2, supplement.
@@ -128,17 +128,20 @@ class UperNet(SemanticModel):
         return enlarge(self.head(self.maps(images, mask)), self.strides[0], images.shape[-2:])
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Cross-entropy of the head, and of the auxiliary head by its weight, over pixels that have a class."""
-        if self.training and len(images) < 2:
-            raise ValueError("UperNet's batch norm needs 2 images or more in training, got 1")
+        """Cross-entropy of the head, and of the auxiliary head by its weight, over pixels that have a class.
+
+        An image alone, as the last batch of an epoch may be, is normed as in evaluation: the mean of one value is the
+        value.
+        """
         batch, mask = pad(images, self.backbone.size_divisor)
         truth = _padded_maps(targets, batch.shape[-2:])
-        maps = self.maps(batch, mask)
-        coarse = self.auxiliary_head.in_index
+        with _evaluated_norms(self) if len(images) == 1 else nullcontext():
+            maps = self.maps(batch, mask)
+            logits, coarse = self.head(maps), self.auxiliary_head(maps)
+        auxiliary = _cross_entropy(coarse, self.strides[self.auxiliary_head.in_index], truth)
         return {
-            "cross_entropy": _cross_entropy(self.head(maps), self.strides[0], truth),
-            "auxiliary": self.auxiliary_weight
-            * _cross_entropy(self.auxiliary_head(maps), self.strides[coarse], truth),
+            "cross_entropy": _cross_entropy(logits, self.strides[0], truth),
+            "auxiliary": self.auxiliary_weight * auxiliary,
         }
 
 
@@ -213,7 +216,7 @@ class Mask2Former(SemanticModel):
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         classes, masks = self.head(self.maps(images, mask))
         there = enlarge(masks[-1], self.strides[0], images.shape[-2:]).sigmoid()
-        with _full_precision(images):
+        with without_autocast(images):
             shares = torch.einsum("bqc,bqhw->bchw", classes[-1].softmax(-1)[..., :-1], there)
         return shares.clamp_min(torch.finfo(shares.dtype).tiny).log()
 
@@ -267,6 +270,15 @@ class Rescale(nn.Module):
         return [level(map) for level, map in zip(self.levels, maps, strict=True)]
 
 
+def layers_of_plain_vit(depth: int) -> tuple[int, int, int, int]:
+    """The layers whose maps UperNet reads, a third, half, two thirds and all of the way up, as BEiT's.
+
+    >>> layers_of_plain_vit(12), layers_of_plain_vit(24)
+    ((4, 6, 8, 12), (8, 12, 16, 24))
+    """
+    return (round(depth / 3), round(depth / 2), round(2 * depth / 3), depth)
+
+
 def enlarge(logits: Tensor, stride: float, size: Sequence[int]) -> Tensor:
     """Bring a map of a stride to the pixels of its image, bilinearly; cells beyond the image's edge are cut off.
 
@@ -276,7 +288,8 @@ def enlarge(logits: Tensor, stride: float, size: Sequence[int]) -> Tensor:
         size: Height and width of the image.
     """
     whole = [round(cells * stride) for cells in logits.shape[-2:]]
-    return functional.interpolate(logits.float(), whole, mode="bilinear")[..., : size[0], : size[1]]
+    wide = logits.to(wide_dtype(logits))
+    return functional.interpolate(wide, whole, mode="bilinear")[..., : size[0], : size[1]]
 
 
 class _Mask2FormerHead(Mask2FormerPreTrainedModel):
@@ -287,17 +300,18 @@ class _Mask2FormerHead(Mask2FormerPreTrainedModel):
         self.pixel_decoder = Mask2FormerPixelDecoder(config, feature_channels=channels)
         self.transformer = Mask2FormerTransformerModule(in_features=config.feature_size, config=config)
         self.classifier = nn.Linear(config.hidden_dim, config.num_labels + 1)
-        weights = {"class": config.class_weight, "mask": config.mask_weight, "dice": config.dice_weight}
+        weights = {"cross_entropy": config.class_weight, "mask": config.mask_weight, "dice": config.dice_weight}
         self.criterion = Mask2FormerLoss(config, weights)
         self.post_init()
 
     def forward(self, maps: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Classes `(batch, queries, classes + 1)` and masks `(batch, queries, height, width)` after every layer."""
-        with _full_precision(maps[0]):  # offsets of deformable attention
-            decoded = self.pixel_decoder([map.float() for map in maps])
+        with without_autocast(maps[0]):  # offsets of deformable attention
+            decoded = self.pixel_decoder([map.to(wide_dtype(map)) for map in maps])
         found = self.transformer(decoded.multi_scale_features, decoded.mask_features, output_hidden_states=True)
         classes = [self.classifier(queries.transpose(0, 1)) for queries in found.intermediate_hidden_states]
-        return [each.float() for each in classes], [each.float() for each in found.masks_queries_logits]
+        wide = wide_dtype(*classes)
+        return [each.to(wide) for each in classes], [each.to(wide) for each in found.masks_queries_logits]
 
     def losses(
         self, classes: list[Tensor], masks: list[Tensor], present: list[Tensor], drawn: list[Tensor]
@@ -310,19 +324,30 @@ class _Mask2FormerHead(Mask2FormerPreTrainedModel):
             present: Classes of each image `(n,)`.
             drawn: Their masks `(n, height, width)`.
         """
-        weights: dict[Literal["class", "mask", "dice"], float] = self.criterion.weight_dict
-        total = dict.fromkeys(weights, classes[0].new_zeros(()))
-        with _full_precision(masks[0]):
-            for of_layer in zip(masks, classes, strict=True):
-                found = self.criterion(*of_layer, drawn, present)
-                parts = {"class": "cross_entropy", "mask": "mask", "dice": "dice"}
-                total = {kind: total[kind] + weights[kind] * found[f"loss_{name}"] for kind, name in parts.items()}
-        return total
+        earlier = [
+            {"masks_queries_logits": of_masks, "class_queries_logits": of_classes}
+            for of_masks, of_classes in zip(masks[:-1], classes[:-1], strict=True)
+        ]
+        with without_autocast(masks[-1]):
+            found = self.criterion(masks[-1], classes[-1], drawn, present, earlier)
+        weights: dict[str, float] = self.criterion.weight_dict
+        return {
+            kind: weight * torch.stack([loss for name, loss in found.items() if name.startswith(f"loss_{kind}")]).sum()
+            for kind, weight in weights.items()
+        }
 
 
-def _full_precision(like: Tensor) -> torch.autocast:
-    """Autocast off on the device of a tensor."""
-    return torch.autocast(like.device.type, enabled=False)
+@contextmanager
+def _evaluated_norms(model: nn.Module) -> Iterator[None]:
+    """Batch norms by their running statistics; those that processes share see more than one batch."""
+    norms = [part for part in model.modules() if isinstance(part, nn.BatchNorm2d) and part.training]
+    for norm in norms:
+        norm.eval()
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.train()
 
 
 def _cross_entropy(logits: Tensor, stride: float, truth: Tensor) -> Tensor:
