@@ -4,13 +4,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models import detection
-from torchvision.models.convnext import LayerNorm2d
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
 from torchvision.models.detection.image_list import ImageList
@@ -32,7 +32,7 @@ from transformers.models.deformable_detr.modeling_deformable_detr import (
     inverse_sigmoid,
 )
 
-from torchrope.backbones.features import Features, pad
+from torchrope.backbones.features import Features, LayerNorm2d, pad
 from torchrope.ops.precision import wide_dtype, without_autocast
 
 Target = Mapping[str, Any]
@@ -65,7 +65,7 @@ class FasterRCNN(nn.Module):
     Example:
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=2, num_heads=2, encoding="mixed")
-        >>> model = FasterRCNN(Features(vit, pyramid=True), "0123456789", channels=16, mlp_dim=32).eval()
+        >>> model = FasterRCNN(Features(vit, pyramid=True, out_channels=16), "0123456789", channels=16, mlp_dim=32).eval()
         >>> [found] = model.predict([torch.randn(3, 32, 48)])
         >>> sorted(found)
         ['boxes', 'labels', 'scores']
@@ -86,12 +86,15 @@ class FasterRCNN(nn.Module):
         self.backbone = backbone
         self.classes = tuple(classes)
         strides = backbone.strides
+        if any(after != 2 * before for before, after in pairwise(strides)):
+            raise ValueError(f"each map must have twice the stride of the one before, got {strides}")
         one_width = len(set(backbone.channels)) == 1
         self.neck = nn.Identity() if one_width else FeaturePyramidNetwork(list(backbone.channels), channels)
         self.top = LastLevelMaxPool()
-        self.divisor = math.lcm(backbone.size_divisor, 2 * strides[-1])  # every map, the top one too, has whole cells
+        top = int(2 * strides[-1])
+        self.divisor = max(backbone.size_divisor, top)  # powers of two apart: the cells of every map are whole
         width = backbone.channels[0] if one_width else channels
-        anchors = [(8 * stride,) for stride in (*strides, 2 * strides[-1])]
+        anchors = [(8 * stride,) for stride in (*strides, top)]
         parts = self._parts(
             width,
             channels,
@@ -99,7 +102,7 @@ class FasterRCNN(nn.Module):
             rpn_anchor_generator=AnchorGenerator(anchors, ((0.5, 1.0, 2.0),) * len(anchors)),
             rpn_head=RPNHead(width, 3, conv_depth=2),
             box_roi_pool=_pool(strides, 7),
-            box_head=FastRCNNConvFCHead((width, 7, 7), [channels] * 4, [mlp_dim], norm_layer=_norm),
+            box_head=FastRCNNConvFCHead((width, 7, 7), [channels] * 4, [mlp_dim], norm_layer=LayerNorm2d),
             box_predictor=FastRCNNPredictor(mlp_dim, len(classes) + 1),
             box_score_thresh=score_threshold,
             box_detections_per_img=MOST,
@@ -147,7 +150,7 @@ class FasterRCNN(nn.Module):
         found, of_objects = self.roi_heads(maps, regions, sizes, targets)
         return found, {**of_regions, **of_objects}
 
-    def _parts(self, width: int, channels: int, strides: Sequence[int], **settings: Any) -> Any:
+    def _parts(self, width: int, channels: int, strides: Sequence[float], **settings: Any) -> Any:
         """The model of torchvision whose parts are taken; its own way of resizing and normalising is left behind."""
         return detection.FasterRCNN(_Told(width), **settings)
 
@@ -176,11 +179,11 @@ class MaskRCNN(FasterRCNN):
 
     finds = ("boxes", "masks")
 
-    def _parts(self, width: int, channels: int, strides: Sequence[int], **settings: Any) -> Any:
+    def _parts(self, width: int, channels: int, strides: Sequence[float], **settings: Any) -> Any:
         return detection.MaskRCNN(
             _Told(width),
             mask_roi_pool=_pool(strides, 14),
-            mask_head=MaskRCNNHeads(width, [channels] * 4, dilation=1, norm_layer=_norm),
+            mask_head=MaskRCNNHeads(width, [channels] * 4, dilation=1, norm_layer=LayerNorm2d),
             mask_predictor=MaskRCNNPredictor(channels, channels, len(self.classes) + 1),
             **settings,
         )
@@ -233,7 +236,7 @@ class DeformableDETR(nn.Module):
     Example:
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=2, num_heads=2, encoding="mixed")
-        >>> model = DeformableDETR(Features(vit, pyramid=True), "0123456789", channels=32, queries=20, encoder_layers=1,
+        >>> model = DeformableDETR(Features(vit, pyramid=True, out_channels=16), "0123456789", channels=32, queries=20, encoder_layers=1,
         ...                        decoder_layers=2, mlp_dim=32).eval()
         >>> [found] = model.predict([torch.randn(3, 32, 48)])
         >>> len(found["boxes"])
@@ -261,8 +264,8 @@ class DeformableDETR(nn.Module):
         self.backbone = backbone
         self.classes = tuple(classes)
         self.score_threshold = score_threshold
-        self.stride = 2 * backbone.strides[-1]
-        self.divisor = math.lcm(backbone.size_divisor, self.stride)
+        self.stride = int(2 * backbone.strides[-1])
+        self.divisor = max(backbone.size_divisor, self.stride)
         config = DeformableDetrConfig(
             backbone_config=_stand_in(backbone),
             num_feature_levels=len(backbone.channels) + 1,
@@ -407,15 +410,11 @@ def _size(image: Tensor) -> tuple[int, int]:
     return image.shape[1], image.shape[2]
 
 
-def _norm(channels: int) -> nn.Module:
-    return LayerNorm2d(channels, eps=1e-6)
-
-
-def _pool(strides: Sequence[int], size: int) -> MultiScaleRoIAlign:
+def _pool(strides: Sequence[float], size: int) -> MultiScaleRoIAlign:
     """RoIAlign that is told the scales of the maps; left alone, it infers them from the first batch that it sees."""
     pool = MultiScaleRoIAlign([str(index) for index in range(len(strides))], size, sampling_ratio=2)
     pool.scales = [1 / stride for stride in strides]
-    pool.map_levels = LevelMapper(0, len(strides) - 1, canonical_scale=14 * strides[0], canonical_level=0)
+    pool.map_levels = LevelMapper(0, len(strides) - 1, canonical_scale=14 * strides[0], canonical_level=0)  # type: ignore[arg-type]
     return pool
 
 
