@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from torchrope.backbones.features import Features
 from torchrope.interop import own
 
-_SETTINGS = ("indices", "pyramid", "window_size", "global_layers")
+_SETTINGS = ("indices", "pyramid", "out_channels", "window_size", "global_layers")
 
 
 @strict
