@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import fitting, per_axis_window
-from torchrope.backbones.swin import Swin
+from torchrope.backbones.swin import Stage, Swin
 from torchrope.backbones.vit import ViT
 
 _SCALES = (4, 2, 1, 1 / 2)  # cells of each level of the pyramid along a patch
@@ -203,7 +203,7 @@ class Features(nn.Module):
     def _windows_fill(self, sizes: tuple[int, ...]) -> bool:
         """Whether the windows of every stage of a Swin fill its lattice."""
         for stage in cast(Swin, self.model).stages:
-            window = fitting(self.window_size or stage.window, sizes)
+            window = fitting(self.window_size or cast(Stage, stage).window, sizes)
             if any(size % part for size, part in zip(sizes, window, strict=True)):
                 return False
             sizes = tuple(-(-size // 2) for size in sizes)
