@@ -13,7 +13,7 @@ from torchrope.backbones.swin import Swin
 from torchrope.backbones.vit import ViT
 
 _SCALES = (4, 2, 1, 1 / 2)  # cells of each level of the pyramid along a patch
-_EPS = 1e-6
+_EPS = 1e-6  # of ViTDet's norms
 
 
 class Features(nn.Module):
@@ -136,9 +136,7 @@ class Features(nn.Module):
         """Show what comes out."""
         return f"strides={self.strides}, channels={self.channels}"
 
-    def _take_layers(
-        self, vit: ViT, indices: Sequence[int] | None, global_layers: Sequence[int] | None
-    ) -> None:
+    def _take_layers(self, vit: ViT, indices: Sequence[int] | None, global_layers: Sequence[int] | None) -> None:
         depth = len(vit.layers)
         self.indices = _counted("indices", indices, range(depth + 1), _quarters(depth))
         if self.window_size is None and global_layers is not None:
@@ -256,9 +254,6 @@ class FeatureInfo:
 class LayerNorm2d(nn.LayerNorm):
     """Normalise the channels of each cell of a map `(batch, channels, height, width)`."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, eps=_EPS)
-
     def forward(self, input: Tensor) -> Tensor:
         """A map to a map of the same shape."""
         return super().forward(input.movedim(1, -1)).movedim(-1, 1)
@@ -278,12 +273,14 @@ class Level(nn.Module):
         self.halves = scale < 1
         half, quarter = dim // 2, dim // 4
         twice: list[nn.Module] = [nn.ConvTranspose2d(dim, half, 2, stride=2)] if scale > 1 else []
-        again = [LayerNorm2d(half), nn.GELU(), nn.ConvTranspose2d(half, quarter, 2, stride=2)] if scale > 2 else []
+        again = (
+            [LayerNorm2d(half, _EPS), nn.GELU(), nn.ConvTranspose2d(half, quarter, 2, stride=2)] if scale > 2 else []
+        )
         self.enlarge = nn.Sequential(*twice, *again)
         enlarged = quarter if again else half if twice else dim
-        self.project = nn.Sequential(nn.Conv2d(enlarged, out_channels, 1, bias=False), LayerNorm2d(out_channels))
+        self.project = nn.Sequential(nn.Conv2d(enlarged, out_channels, 1, bias=False), LayerNorm2d(out_channels, _EPS))
         self.smooth = nn.Sequential(
-            nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False), LayerNorm2d(out_channels)
+            nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False), LayerNorm2d(out_channels, _EPS)
         )
 
     def forward(self, x: Tensor, size: tuple[int, int], patches: Tensor | None, cells: Tensor | None) -> Tensor:

@@ -75,7 +75,10 @@ def on_lattice(
 
 def extents(there: Tensor) -> list[tuple[int, ...]]:
     """How far the tokens that are there, `(batch, *sizes)`, reach along each axis in each sample, 1 at least."""
-    reach = [there.movedim(axis, 1).flatten(1).unflatten(1, (there.shape[axis], -1)).any(dim=2).sum(dim=1).clamp(min=1) for axis in range(1, there.ndim)]
+    reach = [
+        there.movedim(axis, 1).flatten(1).unflatten(1, (there.shape[axis], -1)).any(dim=2).sum(dim=1).clamp(min=1)
+        for axis in range(1, there.ndim)
+    ]
     return [tuple(each) for each in torch.stack(reach, dim=1).tolist()]
 
 

@@ -181,9 +181,7 @@ class Swin(nn.Module):
         """
         return [stage.movedim(-1, 1) for stage in self._stages(x, window_size, there)]
 
-    def _stages(
-        self, x: Tensor, window_size: int | Sequence[int] | None, there: Tensor | None = None
-    ) -> list[Tensor]:
+    def _stages(self, x: Tensor, window_size: int | Sequence[int] | None, there: Tensor | None = None) -> list[Tensor]:
         """The lattices `(batch, *sizes, dim)` that the stages give."""
         sizes = self.embed.lattice(x.shape[2:])
         tokens = self.embed_norm(self.embed(x))  # (batch, tokens, dim)
