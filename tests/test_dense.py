@@ -158,7 +158,9 @@ def test_lightning_takes_the_batches_and_a_run_that_goes_on_sees_the_rest(tmp_pa
     whole, rest = run(), run((0, 2))
     assert len(whole) == 6
     assert same(whole[2:], rest)
-    names = [sorted(target["name"] for _, targets in whole[start : start + 3] for target in targets) for start in (0, 3)]
+    names = [
+        sorted(target["name"] for _, targets in whole[start : start + 3] for target in targets) for start in (0, 3)
+    ]
     assert names[0] == names[1] == [f"scene {index}" for index in range(6)]
 
 
@@ -295,7 +297,11 @@ def test_a_crop_has_several_classes_where_one_can_be_found():
         return float(counts.max() / counts.sum().clamp(min=1))
 
     torch.manual_seed(0)
-    assert sum(share(several, classes) < 0.75 for _ in range(60)) > 45 > sum(share(plain, classes) < 0.75 for _ in range(60))
+    assert (
+        sum(share(several, classes) < 0.75 for _ in range(60))
+        > 45
+        > sum(share(plain, classes) < 0.75 for _ in range(60))
+    )
     assert share(several, torch.zeros_like(classes)) == 1  # where there is one class, a crop comes all the same
     assert share(several, torch.full_like(classes, 255)) == 0
     unlabelled = torch.where(classes == 0, 255, classes)
@@ -315,7 +321,11 @@ def test_a_picture_smaller_than_the_crop_is_kept_whole():
 @pytest.mark.parametrize(
     ("name", "augment", "message"),
     [
-        ("digits", {"scale_jitter": (0.5, 2)}, r"augment.scale_jitter is for scenes, coco, ade20k, segments alone, got"),
+        (
+            "digits",
+            {"scale_jitter": (0.5, 2)},
+            r"augment.scale_jitter is for scenes, coco, ade20k, segments alone, got",
+        ),
         ("coco", {"mixup": 0.8}, r"augment.mixup is for digits, .*, rsna alone, got name 'coco'"),
         ("scenes", {"cutmix": 1.0}, "augment.cutmix is for digits"),
         ("scenes", {"color_jitter": 0.3}, r"augment.color_jitter is for images, .*, segments alone, got name 'scenes'"),
