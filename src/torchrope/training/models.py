@@ -72,7 +72,7 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
         patch_size=config.patch,
         in_channels=data.in_channels,
         num_classes=data.num_classes,
-        window_size=_one_or_all(config.window_size) or 7,
+        window_size=config.window or 7,
         encoding=_rotary(choice, config),
         absolute=choice.absolute,
         bias=choice.bias,

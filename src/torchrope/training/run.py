@@ -41,6 +41,7 @@ from torchrope.training.config import (
     plain,
 )
 from torchrope.training.cost import count_flops
+from torchrope.training.dense import build_dense_module
 from torchrope.training.devices import batches_in_a_step, placed
 from torchrope.training.guards import LossGuard, device_memory, out_of_memory
 from torchrope.training.history import History, OnEpoch, SeedEpoch
@@ -240,6 +241,8 @@ def load(folder: Path) -> tuple[RunConfig, DataModule, Module]:
 
 def build_module(config: RunConfig, data: DataModule) -> Module:
     """The untrained model of a configuration."""
+    if config.model.task != "classify":
+        return build_dense_module(config, data)
     return Classifier(build_model(config.encoding, config.model, data), data.num_classes, config.optim)
 
 
