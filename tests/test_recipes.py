@@ -23,7 +23,7 @@ from torchrope.training.cost import count_flops
 from torchrope.training.devices import batches_in_a_step
 from torchrope.training.models import build_model
 from torchrope.training.optim import build_optimizer, build_schedule
-from torchrope.training.run import build_classifier, read_config, train
+from torchrope.training.run import build_module, read_config, train
 
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
 CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2}
@@ -292,7 +292,7 @@ def small(config: RunConfig) -> Any:
 def test_two_steps_change_the_weights(name: str, miniature_roots: dict[str, Path], tmp_path: Path) -> None:
     config = miniature(name, miniature_roots)
     data = set_up(config)
-    start = build_classifier(config, data).state_dict()
+    start = build_module(config, data).state_dict()
     classifier, history = train(config, data, tmp_path)
     (row,) = history.rows
     assert math.isfinite(row["train_loss"])

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 from timm.optim import Lamb, param_groups_layer_decay
+from torch import nn
 
 from torchrope.backbones import Swin, ViT
 from torchrope.data.build import make_data
@@ -113,6 +115,62 @@ def test_depths_follow_the_layers_with_their_encodings_in_vit_and_swin() -> None
     assert {swin[name] for name in swin if name.startswith(second)} == {3}
     assert {swin[name] for name in swin if name.startswith(("head", "norm"))} == {5}
     assert {swin[name] for name in swin if name.startswith("embed")} == {0}
+
+
+def rates_of(schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
+    rates = []
+    for _ in range(steps):
+        rates.append(schedule.get_last_lr()[0])
+        schedule.optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_linear_and_step_schedules_are_those_of_torch() -> None:
+    def stepped(**settings: Any) -> list[float]:
+        config = OptimConfig(lr=1e-3, epochs=10, warmup_epochs=0, **settings)
+        return rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=50), 50)
+
+    def sgd() -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+
+    line = torch.optim.lr_scheduler.PolynomialLR(sgd(), total_iters=50, power=1.0)
+    assert stepped(schedule="linear") == pytest.approx(rates_of(line, 50))
+    stairs = torch.optim.lr_scheduler.MultiStepLR(sgd(), milestones=[40, 45], gamma=0.1)
+    assert stepped(schedule="step", milestones=[8, 9]) == pytest.approx(rates_of(stairs, 50))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "step"])
+def test_every_schedule_warms_up_linearly(schedule: Any) -> None:
+    milestones = [9.0] if schedule == "step" else []
+    config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=1, schedule=schedule, milestones=milestones)
+    rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert max(rates) == pytest.approx(1.0)
+
+
+class WithBackbone(nn.Module):
+    """What reads the maps of a backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Module()
+        self.backbone.model = tiny_vit()
+        self.backbone.pyramid = nn.Conv2d(4, 4, 1)
+        self.decoder = nn.Linear(4, 4)
+
+
+def test_a_backbone_below_another_head_learns_more_slowly() -> None:
+    model = WithBackbone()
+    alone = layer_depths(tiny_vit())
+    below = {name.removeprefix("backbone.model."): depth for name, depth in layer_depths(model).items()}
+    assert {name: below[name] for name in alone} == alone
+    assert {below[name] for name in below if name not in alone} == {max(alone.values())}
+    optimizer = build_optimizer(model, OptimConfig(lr=1e-3, backbone_lr=0.1))
+    rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert len(rates) == len(list(model.parameters()))
+    assert {round(rates[parameter], 9) for parameter in model.backbone.model.parameters()} == {1e-4}
+    assert {rates[parameter] for parameter in model.decoder.parameters()} == {1e-3}
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("lamb", LAMB)])

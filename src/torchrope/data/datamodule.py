@@ -36,6 +36,7 @@ class DataModule(pl.LightningDataModule, ABC):
         in_channels: Channels of an input.
         input_size: Extent of every axis, in pixels (and frames).
         classes: Names of the classes; a label is an index into them.
+        tasks: What can be learned from it: "classify", "segment", "detect".
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
@@ -51,6 +52,7 @@ class DataModule(pl.LightningDataModule, ABC):
     in_channels: int
     input_size: tuple[int, ...]
     classes: tuple[str, ...]
+    tasks: tuple[str, ...] = ("classify",)
     views: int = 1
     run_seed: int = 0
     tells_spacing: bool = False

@@ -64,7 +64,7 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
             progress.begin(run, config.optim.epochs)
             result = _train_and_evaluate(run, data, config, folder, progress)
             folder.write_result(run, result)
-            progress.end(result["top1"])
+            progress.end(f"top-1 {100 * result['top1']:.1f} %")
 
     measured = {name: _finished(folder, name, asked.seeds) for name in asked.encodings}
     measured = {name: results for name, results in measured.items() if results}

@@ -1,6 +1,7 @@
 """Live progress: which run of how many, how far, how well, time left."""
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
@@ -14,6 +15,14 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+_QUALITIES = {"val_top1": "top-1", "val_miou": "mIoU", "val_ap": "AP"}
+
+
+def told_quality(row: Mapping[str, float]) -> str:
+    """How good a model is after an epoch, from the row of its learning curve: "top-1 97.2 %"."""
+    name = next(name for name in _QUALITIES if name in row)
+    return f"{_QUALITIES[name]} {100 * row[name]:.1f} %"
 
 
 class StudyProgress(AbstractContextManager):
@@ -59,16 +68,16 @@ class StudyProgress(AbstractContextManager):
 
     def epoch(self, row: dict[str, float]) -> None:
         """An epoch ended; a run that goes on from a checkpoint jumps to where it is."""
-        described = f"{self.title}, epoch {row['epoch']:.0f}/{self.epochs}, top-1 {100 * row['val_top1']:.0f} %"
+        described = f"{self.title}, epoch {row['epoch']:.0f}/{self.epochs}, {told_quality(row)}"
         self.bar.update(self.task, completed=self.before + int(row["epoch"]), description=described)
 
-    def end(self, top1: float) -> None:
-        """A run is finished and measured."""
+    def end(self, quality: str) -> None:
+        """A run is finished and measured, and this good."""
         self.bar.update(self.task, completed=self.before + self.epochs)
         elapsed = time.monotonic() - self.started
         left = elapsed / self.number * (self.runs - self.number)
         times = f"{_clock(elapsed)} elapsed, about {_clock(left)} left"
-        self.console.print(f"{self.title}: top-1 {100 * top1:.1f} %  ({times})", highlight=False)
+        self.console.print(f"{self.title}: {quality}  ({times})", highlight=False)
 
 
 def _clock(seconds: float) -> str:

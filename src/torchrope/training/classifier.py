@@ -1,20 +1,18 @@
-"""A vision transformer in training: loss, metrics, optimiser, schedule."""
+"""A classifier in training: its loss and its metrics."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from torchrope.training.config import OptimConfig
-from torchrope.training.optim import build_optimizer, build_schedule
+from torchrope.training.module import Module
 
 
-class Classifier(pl.LightningModule):
+class Classifier(Module):
     """Train a model to classify: cross-entropy, linear warm-up and cosine decay.
 
     Args:
@@ -23,13 +21,19 @@ class Classifier(pl.LightningModule):
         optim: Settings of the optimiser.
     """
 
+    curve = ("val_loss", "val_top1")
+    quality = "top-1"
+
     def __init__(self, model: nn.Module, num_classes: int, optim: OptimConfig) -> None:
-        super().__init__()
-        self.model: Any = model
-        self.optim = optim
-        self.train_loss = MeanMetric(nan_strategy="ignore")
+        super().__init__(model, optim)
+        self.num_classes = num_classes
         self.val_loss = MeanMetric(nan_strategy="ignore")
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
+
+    @property
+    def guess_loss(self) -> float:
+        """The logarithm of the number of classes."""
+        return math.log(max(self.num_classes, 2))
 
     def forward(self, inputs: Tensor, *told: Tensor) -> Tensor:
         """Logits `(batch, classes)`; what else a batch tells goes to the model too."""
@@ -52,16 +56,6 @@ class Classifier(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Report the epoch; Lightning resets the metrics."""
         self.log_dict({"val_loss": self.val_loss, "val_top1": self.val_top1})
-
-    def on_train_epoch_start(self) -> None:
-        """Forget the last epoch's losses."""
-        self.train_loss.reset()
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """The optimiser, whose weight decay spares encodings, with the schedule taken step by step."""
-        optimizer = build_optimizer(self.model, self.optim)
-        schedule = build_schedule(optimizer, self.optim, int(self.trainer.estimated_stepping_batches))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def training_loss(logits: Tensor, labels: Tensor, config: OptimConfig) -> Tensor:

@@ -9,12 +9,18 @@ from typing import Any, Literal, get_args
 from torchrope.data.config import NAMES_OF_VOLUMES, DataConfig
 
 OptimizerName = Literal["adamw", "adam", "lamb"]
-
+HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "deformable-detr"]
+TASKS: dict[str, str] = {
+    "classify": "classify",
+    **dict.fromkeys(("upernet", "mask2former"), "segment"),
+    **dict.fromkeys(("faster-rcnn", "mask-rcnn", "deformable-detr"), "detect"),
+}
+"""What each head does."""
 
 _READ_BY_ONE = {
     **dict.fromkeys(("depth", "num_heads", "mlp_dim", "num_registers", "layer_scale", "share_layers", "jitter"), "vit"),
     "unit_mm": "vit",
-    **dict.fromkeys(("depths", "stage_heads", "window_size"), "swin"),
+    **dict.fromkeys(("depths", "stage_heads"), "swin"),
 }
 """Settings of a model that one backbone alone has."""
 
@@ -25,6 +31,8 @@ class ModelConfig:
 
     Attributes:
         backbone: "vit" or "swin".
+        head: What reads it: "classify"; "upernet" or "mask2former", which name every pixel; "faster-rcnn", "mask-rcnn"
+            or "deformable-detr", which find objects.
         size: The papers' sizes by name; dim, depth, num_heads and mlp_dim below then override it one by one.
         dim: Channels of a token.
         depth: Layers.
@@ -33,7 +41,12 @@ class ModelConfig:
         patch_size: Extent of a patch along each axis; one number means all axes.
         depths: Layers of each stage of a Swin, which its size by name says otherwise.
         stage_heads: Attention heads of each stage of a Swin, likewise.
-        window_size: Tokens of a Swin's window along each axis, 7 by default; one number means all axes.
+        window_size: Tokens of a Swin's window along each axis, 7 by default; one number means all axes. Of a ViT below
+            a head that names pixels or finds objects: its layers attend in such windows, as ViTDet's.
+        global_layers: Layers of such a ViT that attend everywhere, counted from 0; by default the last one of each
+            quarter.
+        head_channels: Channels of a head that names pixels or finds objects; None is the head's own.
+        num_queries: Objects that "mask2former" and "deformable-detr" look for; None is the head's own.
         pool: "cls" reads a class token at the origin, "mean" averages the patches; a Swin always does.
         num_registers: Extra tokens without a place.
         qkv_bias: Whether queries, keys and values have a bias.
@@ -57,6 +70,7 @@ class ModelConfig:
     """
 
     backbone: Literal["vit", "swin"] = "vit"
+    head: HeadName = "classify"
     size: Literal["tiny", "small", "base", "large"] | None = None
     dim: int | None = None
     depth: int | None = None
@@ -66,6 +80,9 @@ class ModelConfig:
     depths: list[int] | None = None
     stage_heads: list[int] | None = None
     window_size: list[int] | None = None
+    global_layers: list[int] | None = None
+    head_channels: int | None = None
+    num_queries: int | None = None
     pool: Literal["cls", "mean"] = "cls"
     num_registers: int = 0
     qkv_bias: bool = True
@@ -101,9 +118,32 @@ class ModelConfig:
         for name in ("spacing", "origin", "input_size", "jitter"):
             if self.unit_mm is not None and getattr(self, name):
                 raise ValueError(f"{name} is for one lattice of all samples, got {getattr(self, name)} with unit_mm")
+        if self.head not in TASKS:
+            raise ValueError(f"head must be one of {', '.join(TASKS)}, got {self.head!r}")
+        self._check_head()
         for name, backbone in _READ_BY_ONE.items():
             if getattr(self, name) and self.backbone != backbone:
                 raise ValueError(f"{name} is read by backbone {backbone} alone, got {getattr(self, name)}")
+
+    def _check_head(self) -> None:
+        """Refuse settings that no head, or another one, reads."""
+        windowed = self.backbone == "swin" or self.task != "classify"
+        if self.window_size is not None and not windowed:
+            rule = "window_size is read by backbone swin alone, or by a vit below another head than classify"
+            raise ValueError(f"{rule}, got {self.window_size}")
+        if self.global_layers is not None and (self.backbone == "swin" or self.window_size is None):
+            raise ValueError(f"global_layers is for a vit with window_size, got {self.global_layers}")
+        for name in ("head_channels", "num_queries"):
+            value = getattr(self, name)
+            if value is not None and (value < 1 or self.task == "classify"):
+                raise ValueError(f"{name} must be 1 or more, below another head than classify, got {value}")
+        if self.num_queries is not None and self.head not in ("mask2former", "deformable-detr"):
+            raise ValueError(f"num_queries is read by mask2former and deformable-detr alone, got {self.num_queries}")
+
+    @property
+    def task(self) -> str:
+        """What the head does: "classify", "segment" or "detect"."""
+        return TASKS[self.head]
 
     @property
     def patch(self) -> int | list[int]:
@@ -113,7 +153,7 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    """The optimiser, with linear warm-up and cosine decay.
+    """The optimiser, with linear warm-up and decay.
 
     Attributes:
         epochs: Passes over the training data.
@@ -128,6 +168,10 @@ class OptimConfig:
         warmup_share: Warm-up as a share of all steps, in place of warmup_epochs.
         min_lr: Learning rate at the end.
         layer_decay: Factor on the learning rate from each layer to the one below it.
+        schedule: How the rate goes down after the warm-up: along a "cosine" or a "linear" line to min_lr, or by "step",
+            to a tenth at each milestone.
+        milestones: Epochs after which "step" goes down.
+        backbone_lr: Factor on the learning rate of the backbone below a head that names pixels or finds objects.
         ema_decay: Keep an average of the weights, this much of it staying at every step; it is evaluated and kept.
         effective_batch: Examples in one step of the optimiser over all devices: gradients of several batches add up
             to it, whatever the number of devices. By default one batch of every device.
@@ -145,6 +189,9 @@ class OptimConfig:
     warmup_share: float | None = None
     min_lr: float = 0.0
     layer_decay: float | None = None
+    schedule: Literal["cosine", "linear", "step"] = "cosine"
+    milestones: list[float] = field(default_factory=list)
+    backbone_lr: float = 1.0
     ema_decay: float | None = None
     effective_batch: int | None = None
 
@@ -169,6 +216,14 @@ class OptimConfig:
             raise ValueError(f"warmup_share must be between 0 and 0.5, got {self.warmup_share}")
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise ValueError(f"layer_decay must be above 0 and at most 1, got {self.layer_decay}")
+        if self.schedule not in ("cosine", "linear", "step"):
+            raise ValueError(f"schedule must be one of cosine, linear, step, got {self.schedule!r}")
+        if bool(self.milestones) != (self.schedule == "step"):
+            raise ValueError(f"milestones are what schedule step needs, got {self.milestones} with {self.schedule}")
+        if any(not 0 < epoch < self.epochs for epoch in self.milestones):
+            raise ValueError(f"milestones must lie between 0 and epochs = {self.epochs}, got {self.milestones}")
+        if not self.backbone_lr >= 0:
+            raise ValueError(f"backbone_lr must be 0 or more, got {self.backbone_lr}")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}")
         if self.effective_batch is not None and self.effective_batch < 1:
@@ -228,6 +283,8 @@ class RunConfig:
         scale: How it is computed and watched.
         start_from: Folder of a run whose weights this one starts with; a rotary encoding that they lack starts at
             zero, as none (ComRoPE, supplement B.2).
+        backbone_from: What a backbone below a head that names pixels or finds objects starts with: the folder of a run
+            that classified, the file of a published checkpoint, or "timm:NAME".
     """
 
     encoding: str = "mixed"
@@ -237,10 +294,16 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     start_from: str | None = None
+    backbone_from: str | None = None
 
     def __post_init__(self) -> None:
         if self.start_from is not None:
             self.start_from = os.path.abspath(os.path.expanduser(self.start_from))  # the same from anywhere
+        if self.backbone_from is not None:
+            if self.model.task == "classify":
+                raise ValueError(f"backbone_from is for another head than classify, got {self.backbone_from!r}")
+            if not self.backbone_from.startswith("timm:"):
+                self.backbone_from = os.path.abspath(os.path.expanduser(self.backbone_from))
         check_spacing(self.model, self.data)
 
 

@@ -95,11 +95,6 @@ class LossGuard(Callback):
         )
 
 
-def largest_loss(explosion: float, num_classes: int) -> float:
-    """The loss above which a run has exploded: so many times that of guessing, log(classes)."""
-    return explosion * math.log(max(num_classes, 2))
-
-
 def out_of_memory(config: RunConfig, build: Callable[[], nn.Module], example: Tensor, limit: int, devices: int) -> str:
     """Say in one line which batch size would fit, and how to keep the effective batch with it.
 

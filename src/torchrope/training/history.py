@@ -92,7 +92,7 @@ class History(Callback):
         """Add the epoch that ended, and write the file anew."""
         # Read from the metric itself: callbacks are called before the module can log the epoch that ends.
         known = {"train_loss": pl_module.train_loss.compute(), **trainer.callback_metrics}  # type: ignore[union-attr, operator]
-        metrics = {name: round(float(known[name]), 6) for name in ("train_loss", "val_loss", "val_top1")}
+        metrics = {name: round(float(known[name]), 6) for name in ("train_loss", *pl_module.curve)}  # type: ignore[misc]
         seconds = round(time.perf_counter() - self.epoch_started, 3)
         self.rows.append({"epoch": trainer.current_epoch + 1, **metrics, "seconds": seconds})
         if trainer.is_global_zero:

@@ -31,13 +31,23 @@ from torchrope.training.checkpoints import (
     read_weights,
 )
 from torchrope.training.classifier import Classifier
-from torchrope.training.config import MAY_CHANGE, ModelConfig, OptimConfig, RunConfig, ScaleConfig, differences, plain
+from torchrope.training.config import (
+    MAY_CHANGE,
+    TASKS,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    ScaleConfig,
+    differences,
+    plain,
+)
 from torchrope.training.cost import count_flops
 from torchrope.training.devices import batches_in_a_step, placed
-from torchrope.training.guards import LossGuard, device_memory, largest_loss, out_of_memory
+from torchrope.training.guards import LossGuard, device_memory, out_of_memory
 from torchrope.training.history import History, OnEpoch, SeedEpoch
 from torchrope.training.interruption import Interrupted, SaveOnSignal
 from torchrope.training.models import build_for_costs, build_model
+from torchrope.training.module import Module
 from torchrope.training.skipped import SKIPPED, KeepSkipped
 from torchrope.training.start import start_from
 from torchrope.training.watch import Speed, count_tokens, loggers
@@ -71,7 +81,7 @@ def train(
     *,
     on_epoch: OnEpoch | None = None,
     **trainer_settings: Any,
-) -> tuple[Classifier, "History"]:
+) -> tuple[Module, History]:
     """Train to the last epoch, from the checkpoint in `folder` where there is one.
 
     A run that was killed and goes on ends with the same weights as one that was not.
@@ -94,14 +104,14 @@ def train(
         KeyboardInterrupt: stopped by Ctrl-C; the same call goes on with the epoch that was under way.
     """
     pl.seed_everything(config.seed, verbose=False)
-    classifier = build_classifier(config, data)
+    module = build_module(config, data)
     if config.scale.compile:
-        classifier.model.compile()
+        (module.model if config.model.task == "classify" else module.model.backbone).compile()
     data.run_seed = config.seed
     data.tells_spacing = config.model.unit_mm is not None
     going_on = newest(folder)
     if config.start_from is not None and going_on is None:
-        start_from(classifier.model, Path(config.start_from))
+        start_from(module.model, Path(config.start_from))
     resume, data.resume_at = going_on or (None, (0, 0))
     history = History(folder / CURVE, on_epoch)
     with lightning_quiet():
@@ -112,7 +122,7 @@ def train(
                 SeedEpoch(config.seed),
                 history,
                 KeepSkipped(folder, data),
-                *callbacks(config, data, folder),
+                *callbacks(config, data, folder, module.guess_loss),
                 every_epoch(folder),
                 *trainer_settings.pop("callbacks", []),
             ],
@@ -135,7 +145,7 @@ def train(
             _claim(folder, config)
         fits = True
         try:
-            trainer.fit(classifier, datamodule=data, ckpt_path=resume, weights_only=True)
+            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         except Interrupted:
             raise
         except SystemExit:  # Lightning's answer to Ctrl-C
@@ -145,19 +155,18 @@ def train(
             fits = False
     if not fits:
         raise ValueError(_what_would_fit(config, data, trainer))
-    if any(isinstance(parameter, DTensor) for parameter in classifier.parameters()):
-        classifier = build_classifier(config, data)  # the file has whole the weights that processes have parts of
-        classifier.load_state_dict(read_weights(folder))
-    return classifier.to(trainer.strategy.root_device), history
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        module = build_module(config, data)  # the file has whole the weights that processes have parts of
+        module.load_state_dict(read_weights(folder))
+    return module.to(trainer.strategy.root_device), history
 
 
-def callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Callback]:
+def callbacks(config: RunConfig, data: DataModule, folder: Path, guess_loss: float) -> list[Callback]:
     """What a run does beside training, where its configuration asks for it."""
     scale = config.scale
     wanted: list[Callback] = [SaveOnSignal(folder)]
     if scale.on_nan != "ignore":
-        largest = largest_loss(scale.explosion, data.num_classes)
-        wanted.append(LossGuard(folder, largest, skip=scale.on_nan == "skip"))
+        wanted.append(LossGuard(folder, scale.explosion * guess_loss, skip=scale.on_nan == "skip"))
     if scale.logs:
         wanted.append(_speed(config, data))
     if config.optim.ema_decay is not None:
@@ -169,6 +178,8 @@ def callbacks(config: RunConfig, data: DataModule, folder: Path) -> list[Callbac
 
 def _speed(config: RunConfig, data: DataModule) -> Speed:
     build = partial(build_model, config.encoding, config.model, data)
+    if config.model.task != "classify":
+        return Speed(None, None, None)  # what is computed depends on the sizes of the pictures, and on what is in them
     shape = torch.Size([1, data.in_channels, *data.input_size])
     for_costs = partial(build_for_costs, config.encoding, config.model, data)
     flops = None if config.scale.peak_tflops is None else count_flops(for_costs, shape)
@@ -178,6 +189,10 @@ def _speed(config: RunConfig, data: DataModule) -> Speed:
 
 
 def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:
+    if config.model.task != "classify":
+        rule = f"a step must fit into memory, got batch_size {config.data.batch_size}"
+        effective = config.optim.effective_batch or config.data.batch_size * trainer.world_size
+        return f"{rule}; a smaller --data.batch_size with --optim.effective_batch {effective} needs less"
     device = trainer.strategy.root_device
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -202,7 +217,7 @@ def _claim(folder: Path, config: RunConfig) -> None:
     write_whole(file, yaml.safe_dump(plain(config), sort_keys=False))
 
 
-def load(folder: Path) -> tuple[RunConfig, DataModule, Classifier]:
+def load(folder: Path) -> tuple[RunConfig, DataModule, Module]:
     """Read a run back: its configuration, its data, and the model of its last finished epoch.
 
     Raises:
@@ -215,17 +230,20 @@ def load(folder: Path) -> tuple[RunConfig, DataModule, Classifier]:
     data = make_data(config.data)
     data.tells_spacing = config.model.unit_mm is not None
     data.setup()
-    classifier = build_classifier(config, data)
+    module = build_module(config, data)
     weights = read_weights(folder)
     try:
-        classifier.load_state_dict(weights)
+        module.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"the checkpoint must be of the run's own model, got another in {folder}") from error
-    return config, data, classifier.to("cuda" if torch.cuda.is_available() else "cpu")
+    return config, data, module.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def build_classifier(config: RunConfig, data: DataModule) -> Classifier:
+def build_module(config: RunConfig, data: DataModule) -> Module:
     """The untrained model of a configuration."""
+    if config.model.task not in data.tasks:
+        heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
+        raise ValueError(f"model.head must be one of {heads} on {data.name}, got {config.model.head!r}")
     return Classifier(build_model(config.encoding, config.model, data), data.num_classes, config.optim)
 
 
@@ -240,6 +258,7 @@ def read_config(stored: Any) -> RunConfig:
             optim=OptimConfig(**stored["optim"]),
             scale=ScaleConfig(**stored.get("scale", {})),
             start_from=stored.get("start_from"),
+            backbone_from=stored.get("backbone_from"),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{CONFIG} must be that of a torchrope run, got something else: {error!r}") from None

@@ -140,13 +140,14 @@ class RunProgress(ProgressBar):
         epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
         self.bar.update(self.task, completed=trainer.global_step, description=epoch)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         """Tell how the epoch went."""
         done = trainer.current_epoch + 1
         elapsed = time.monotonic() - self.started
         left = elapsed / (done - self.first_epoch) * (trainer.max_epochs - done)  # type: ignore[operator]
-        known = trainer.callback_metrics
-        measured = f"loss {float(known['val_loss']):.4f}, top-1 {100 * float(known['val_top1']):.1f} %"
+        known = {"train_loss": module.train_loss.compute(), **trainer.callback_metrics}
+        loss = float(known.get("val_loss", known["train_loss"]))
+        measured = f"loss {loss:.4f}, {module.quality} {100 * float(known[module.curve[-1]]):.1f} %"
         self.console.print(
             f"epoch {done} of {trainer.max_epochs}: {measured}, about {timedelta(seconds=round(left))} left",
             highlight=False,

@@ -17,10 +17,12 @@ from torchrope.data.build import make_data
 from torchrope.data.datamodule import DataModule
 from torchrope.files import read_mapping
 from torchrope.studies.folder import write_json
+from torchrope.studies.progress import told_quality
 from torchrope.training.classifier import Classifier
 from torchrope.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope.training.evaluate import predict_views_or_one
 from torchrope.training.history import OnEpoch
+from torchrope.training.module import Module
 from torchrope.training.run import load, train
 from torchrope.training.skipped import read_skipped
 
@@ -77,10 +79,10 @@ class Trained:
     Attributes:
         run: What was asked for.
         folder: Where its files are.
-        labels: True class of every validation example.
-        predicted: Predicted class of every one.
-        val_loss: Mean cross-entropy over them; infinite where it is not finite.
-        curve: A row an epoch: epoch, step, train_loss, val_loss, val_top1, seconds.
+        labels: True class of every validation example; none where pixels or boxes are predicted.
+        predicted: Predicted class of every one, likewise.
+        val_loss: Mean loss over them; None where it is not finite, or not known.
+        curve: A row an epoch: epoch, train_loss, what `Module.curve` names, seconds.
         seconds: Of its training.
         fingerprint: Of its data.
         skipped: Files that could not be read, with the reason.
@@ -107,6 +109,11 @@ class Trained:
         return self.run.seed
 
     @property
+    def quality(self) -> str:
+        """How good it is, in words."""
+        return f"top-1 {100 * self.top1:.1f} %" if self.labels else told_quality(self.curve[-1])
+
+    @property
     def correct(self) -> np.ndarray:
         """1.0 where the prediction is right, `(examples,)`."""
         return np.equal(self.labels, self.predicted).astype(float)
@@ -124,8 +131,8 @@ class Trained:
 
     def load(self) -> tuple[ViT | Swin, DataModule]:
         """Read the trained model and its data, the model in evaluation mode."""
-        _, data, classifier = load(self.folder)
-        return classifier.model.eval(), data
+        _, data, module = load(self.folder)
+        return module.model.eval(), data
 
     def measure(self, name: str, measure: Callable[[ViT | Swin, DataModule], dict[str, Any]]) -> dict[str, Any]:
         """What `measure(model, data)` returns, computed once: it is kept in the run's folder under this name.
@@ -175,8 +182,8 @@ class Store:
             data.setup()
             start = None if run.after is None else str(self.of(run.after))
             config = replace(run.config, start_from=start)
-            classifier, history = train(config, data, self.of(run), on_epoch=on_epoch)
-            write_json(self.of(run) / RESULT, _result(classifier, history.rows, data))
+            module, history = train(config, data, self.of(run), on_epoch=on_epoch)
+            write_json(self.of(run) / RESULT, _result(module, history.rows, data))
 
     @contextmanager
     def _alone(self, run: Run) -> Iterator[None]:
@@ -201,12 +208,17 @@ def in_order(runs: Sequence[Run]) -> list[list[Run]]:
     return [list(each.values()) for each in rounds]
 
 
-def _result(classifier: Classifier, curve: list[dict[str, float]], data: DataModule) -> dict[str, Any]:
-    labels, logits = predict_views_or_one(classifier.model, data)
+def _result(module: Module, curve: list[dict[str, float]], data: DataModule) -> dict[str, Any]:
+    predicted: dict[str, Any] = {"labels": [], "predicted": [], "val_loss": curve[-1].get("val_loss")}
+    if isinstance(module, Classifier):
+        labels, logits = predict_views_or_one(module.model, data)
+        predicted = {
+            "labels": labels.tolist(),
+            "predicted": logits.argmax(dim=-1).tolist(),
+            "val_loss": functional.cross_entropy(logits, labels).item(),
+        }
     return {
-        "labels": labels.tolist(),
-        "predicted": logits.argmax(dim=-1).tolist(),
-        "val_loss": functional.cross_entropy(logits, labels).item(),
+        **predicted,
         "curve": curve,
         "seconds": sum(row["seconds"] for row in curve),
         "fingerprint": data.fingerprint,

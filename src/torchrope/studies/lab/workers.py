@@ -52,17 +52,17 @@ def _here(runs: Sequence[Run], store: Store, data: DataModule, progress: StudyPr
         progress.end(_train(run, store.folder, data if run.config.data == data.config else None, progress.epoch))
 
 
-def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> float:
+def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> str:
     """Train one run, also in a process of its own.
 
     Returns:
-        Its top-1.
+        How good it is, in words.
     """
     store = Store(folder)
     store.train(run, data, on_epoch)
     trained = store.finished(run)
     assert trained is not None
-    return trained.top1
+    return trained.quality
 
 
 @contextmanager
