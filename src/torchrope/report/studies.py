@@ -318,7 +318,8 @@ def _unique(wanted: str, taken: set[str]) -> str:
 
 
 def _all_drawn(chapters: Sequence[Chapter]) -> list[Drawn | Shot]:
-    return [drawn for chapter in chapters for part in chapter.parts for drawn in (*part.drawn, *part.shots)]
+    parts = [part for chapter in chapters for part in chapter.parts]
+    return [*(drawn for part in parts for drawn in part.drawn), *(shot for part in parts for shot in part.shots)]
 
 
 def _library() -> str:

@@ -46,12 +46,13 @@ def map_panel(name: str, labels: Tensor, nothing: Collection[int] = ()) -> Panel
 def box_panel(name: str, size: Sequence[int], boxes: Tensor, labels: Tensor, scores: Tensor | None = None) -> Panel:
     """Boxes `(n, 4)`, xyxy in pixels of an image of a size (height, width), with indices into the classes."""
     factor = _shown(size)[0] / size[0]
+    edges = [[round(factor * edge, 2) for edge in box] for box in boxes.tolist()]
     confidence: list[float | None] = [None] * len(boxes) if scores is None else scores.tolist()
     return Panel(
         name,
         boxes=[
-            Box(*(round(factor * edge, 2) for edge in box), kind, None if score is None else round(score, 3))
-            for box, kind, score in zip(boxes.tolist(), labels.tolist(), confidence, strict=True)
+            Box(left, top, right, bottom, kind, None if score is None else round(score, 3))
+            for (left, top, right, bottom), kind, score in zip(edges, labels.tolist(), confidence, strict=True)
         ],
     )
 
