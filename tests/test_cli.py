@@ -374,6 +374,7 @@ def test_help_of_compare_names_every_encoding_and_the_defaults_of_the_data(
     ):
         assert name in printed
     assert "default: [1, 4, 4]" in printed
+    assert "default config" not in printed
 
 
 @pytest.mark.parametrize("arguments", ["--help", "compare --help", "bench --help", "--version"])

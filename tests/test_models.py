@@ -25,8 +25,12 @@ from torchrope.training.start import start_from
 
 SMALL = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=16, patch_size=[2])
 SWIN = ModelConfig(backbone="swin", dim=16, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])
-PIXELS = SimpleNamespace(input_size=(8, 12), in_channels=1, num_classes=10, axes=("height", "width"))
-CLIPS = SimpleNamespace(input_size=(4, 8, 8), in_channels=1, num_classes=10, axes=("time", "height", "width"))
+PIXELS = SimpleNamespace(
+    input_size=(8, 12), in_channels=1, num_classes=10, axes=("height", "width"), tasks=("classify",)
+)
+CLIPS = SimpleNamespace(
+    input_size=(4, 8, 8), in_channels=1, num_classes=10, axes=("time", "height", "width"), tasks=("classify",)
+)
 
 
 def test_a_configuration_names_a_swin() -> None:
@@ -148,7 +152,9 @@ def test_training_starts_from_a_run_and_resumes_without_it(digits: DataModule, t
 
 
 def test_other_classes_get_a_head_of_their_own(trained: Path) -> None:
-    data = SimpleNamespace(input_size=(8, 8), in_channels=1, num_classes=3, axes=("height", "width"))
+    data = SimpleNamespace(
+        input_size=(8, 8), in_channels=1, num_classes=3, axes=("height", "width"), tasks=("classify",)
+    )
     model = build_model("learned", SMALL, data)
     head = model.head.weight.clone()
     start_from(model, trained)

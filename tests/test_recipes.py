@@ -39,7 +39,9 @@ def shape(config: DataConfig) -> SimpleNamespace:
     side = config.size or 32
     sizes = (config.frames, side, side) if config.frames else (side, side)
     axes = ("depth" if config.name == "rsna" else "time", "height", "width")[-len(sizes) :]
-    return SimpleNamespace(input_size=sizes, in_channels=3, num_classes=CLASSES[config.name], axes=axes)
+    return SimpleNamespace(
+        input_size=sizes, in_channels=3, num_classes=CLASSES[config.name], axes=axes, tasks=("classify",)
+    )
 
 
 def built(name: str, encoding: str | None = None) -> nn.Module:

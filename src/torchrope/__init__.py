@@ -15,8 +15,10 @@ from torchrope._version import __version__ as __version__
 if TYPE_CHECKING:
     from torchrope import testing as testing
     from torchrope.attention import Attention as Attention
+    from torchrope.backbones import Features as Features
     from torchrope.backbones import Swin as Swin
     from torchrope.backbones import ViT as ViT
+    from torchrope.backbones import pad as pad
     from torchrope.encodings import STRING as STRING
     from torchrope.encodings import AbsoluteEncoding as AbsoluteEncoding
     from torchrope.encodings import AxialRoPE as AxialRoPE
@@ -110,7 +112,7 @@ _ROOMS = {
         "yarn_temperature",
     ),
     "torchrope.attention": ("Attention",),
-    "torchrope.backbones": ("Swin", "ViT"),
+    "torchrope.backbones": ("Features", "Swin", "ViT", "pad"),
     "torchrope.inference": ("absorb", "freeze"),
     "torchrope.interop.published": ("load_published",),
     "torchrope.interop.saving": ("load", "save"),

@@ -1,13 +1,15 @@
-"""Attention that takes a rotation as an argument."""
+"""Attention that takes a rotation as an argument, everywhere or within windows."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.ops import rotate
+from torchrope.positions import grid, windows
 from torchrope.rotations import Rotation
 
 
@@ -50,6 +52,7 @@ class Attention(nn.Module):
         *,
         bias: Tensor | Sequence[Tensor | None] | None = None,
         lengths: Sequence[int] | None = None,
+        within: "Windows | None" = None,
     ) -> Tensor:
         """Mix tokens.
 
@@ -59,6 +62,8 @@ class Attention(nn.Module):
             bias: Added to the scores, broadcast to `(batch, heads, tokens, tokens)`; or a boolean mask. With lengths
                 one for each sample, or None.
             lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
+            within: Windows that the tokens, a lattice, are cut into behind their rotation, each seeing its own alone;
+                a bias is then that of `(batch · windows, heads, tokens, tokens)` of a window.
 
         Returns:
             Tokens `(batch, tokens, dim)`.
@@ -67,6 +72,8 @@ class Attention(nn.Module):
             ValueError: lengths that do not add up to the tokens, or not one bias for each.
         """
         q, k, v = self._rotated(x, rotation)
+        if within is not None:
+            q, k, v = (_cut_heads(each, within) for each in (q, k, v))
         dropout = self.attention_dropout if self.training else 0.0
         if lengths is None:
             assert bias is None or isinstance(bias, Tensor)
@@ -83,7 +90,10 @@ class Attention(nn.Module):
                 ],
                 dim=-2,
             )
-        return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
+        tokens = mixed.transpose(1, 2).flatten(2)
+        if within is not None:
+            tokens = within.join(tokens).flatten(1, -2)
+        return self.dropout(self.proj(tokens))
 
     def weights(self, x: Tensor, rotation: Rotation | None = None, *, bias: Tensor | None = None) -> Tensor:
         """How much each token attends to each:  softmax(q^T R(p)^T R(p') k / √d + bias),  without dropout.
@@ -127,3 +137,126 @@ def _of_each(
         came = "one for all" if isinstance(bias, Tensor) else str(len(bias))
         raise ValueError(f"samples end to end need a bias each, {len(lengths)} of them, got {came}")
     return bias
+
+
+def _cut_heads(x: Tensor, within: "Windows") -> Tensor:
+    """A lattice `(batch, heads, prod(sizes), head_dim)` to `(batch · windows, heads, tokens of a window, head_dim)`."""
+    tokens = x.transpose(1, 2).flatten(2).unflatten(1, within.sizes)
+    return within.cut(tokens).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How a lattice is cut into windows.
+
+    Attributes:
+        sizes: Tokens of the lattice along each axis.
+        window: Tokens of a window along each axis.
+        shift: Tokens by which the windows are shifted along each axis.
+    """
+
+    sizes: tuple[int, ...]
+    window: tuple[int, ...]
+    shift: tuple[int, ...]
+
+    @classmethod
+    def fit(cls, sizes: Sequence[int], window: Sequence[int]) -> "Windows":
+        """Windows no larger than their lattice, not shifted."""
+        return cls(tuple(sizes), fitting(window, sizes), (0,) * len(sizes))
+
+    def shifted(self) -> "Windows":
+        """The same windows shifted by half, except along axes where one window is the whole lattice."""
+        shift = (0 if size <= part else part // 2 for size, part in zip(self.sizes, self.window, strict=True))
+        return Windows(self.sizes, self.window, tuple(shift))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Windows along each axis, the last one filled up where they do not divide the lattice."""
+        return tuple(-(-size // part) for size, part in zip(self.sizes, self.window, strict=True))
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """Tokens along each axis with the last window filled up."""
+        return tuple(count * part for count, part in zip(self.counts, self.window, strict=True))
+
+    def cut(self, x: Tensor) -> Tensor:
+        """A lattice `(batch, *sizes, dim)` to `(batch · windows, tokens of a window, dim)`.
+
+        It is rolled first and filled up with zeros afterwards; those are tokens like any other, as in timm.
+        """
+        if any(self.shift):
+            x = x.roll([-shift for shift in self.shift], self._axes)
+        x = pad_ends(x, self.padded)
+        return windows(x.flatten(1, -2), self.padded, self.window).flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse of `cut`."""
+        num_axes = len(self.sizes)
+        x = x.unflatten(1, self.window).unflatten(0, (-1, *self.counts))  # (batch, *windows, *window, dim)
+        pairs = [axis + half for axis in self._axes for half in (0, num_axes)]
+        x = x.permute(0, *pairs, -1)
+        for axis in self._axes:
+            x = x.flatten(axis, axis + 1).narrow(axis, 0, self.sizes[axis - 1])
+        return x.roll(self.shift, self._axes) if any(self.shift) else x
+
+    def mask(self, *, device: torch.device | None = None) -> Tensor | None:
+        """Which tokens of a shifted window may attend to which: those that come from the same side of an edge.
+
+        Where windows do not divide the lattice the edge is that of the last window filled up, as in timm: the roll
+        then brings tokens before it that the mask does not tell apart.
+
+        Returns:
+            `(windows, tokens of a window, tokens of a window)`, boolean; None where nothing is shifted.
+        """
+        if not any(self.shift):
+            return None
+        index = grid(*self.padded, device=device)
+        edge = index.new_tensor([padded - shift for padded, shift in zip(self.padded, self.shift, strict=True)])
+        side = windows(index >= edge, self.padded, self.window)  # (windows, tokens, axes)
+        return (side.unsqueeze(-2) == side.unsqueeze(-3)).all(dim=-1)
+
+    def seen(self, there: Tensor) -> Tensor:
+        """Which tokens of a window may attend to which, where some are padding: to those that are there, and to itself.
+
+        Args:
+            there: Which tokens of the lattice are no padding, `(batch, *sizes)`; what fills up windows is.
+
+        Returns:
+            `(batch, windows, tokens of a window, tokens of a window)`, boolean.
+        """
+        keys = self.cut(there.unsqueeze(-1)).squeeze(-1).unflatten(0, (len(there), -1))  # (batch, windows, tokens)
+        itself = torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)  # a row of nothing would be NaN
+        return keys.unsqueeze(-2) | itself
+
+    @property
+    def _axes(self) -> list[int]:
+        return list(range(1, len(self.sizes) + 1))
+
+
+def per_axis_window(window_size: int | Sequence[int], num_axes: int) -> tuple[int, ...]:
+    """Spread one window size over all axes, or check that there is one per axis."""
+    window = (window_size,) * num_axes if isinstance(window_size, int) else tuple(window_size)
+    if len(window) != num_axes or min(window) < 1:
+        raise ValueError(f"window_size must be 1 or more, one number or {num_axes}, got {window_size}")
+    return window
+
+
+def fitting(window: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """A window no larger than its lattice along any axis."""
+    # Not min(): of a size that a compiler keeps symbolic it would make a symbolic window.
+    return tuple(part if part <= size else size for part, size in zip(window, sizes, strict=True))
+
+
+def pad_ends(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Fill `(batch, *smaller sizes, dim)` up to these sizes with zeros at the end of each axis."""
+    ends = [size - own for size, own in zip(sizes, x.shape[1:-1], strict=True)]
+    if not any(ends):
+        return x
+    return functional.pad(x, [0, 0, *(amount for end in reversed(ends) for amount in (0, end))])
+
+
+def masked(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """A bias of the scores and a boolean mask as one."""
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    return torch.where(mask, bias, -math.inf)

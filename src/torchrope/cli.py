@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from torchrope import recipes
@@ -467,15 +466,14 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
 
 def _parse_over_recipe(parser: Any, options: list[str]) -> Any:
     """Parse with the named recipe, or the data set's, for defaults; a size by name puts the recipe's own size aside."""
+    from torchrope.training.config import flat
+
     asking = ("-h", "--help", "--print_config")
     given = parser.parse_args([option for option in options if option.partition("=")[0] not in asking])
     known = {action.dest.partition(".")[0] for action in parser._actions}
     recipe = recipes.settings(given.recipe or given.data.name)
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "recipe.yaml"
-        write_whole(file, json.dumps({name: value for name, value in recipe.items() if name in known}))
-        parser.default_config_files = [str(file)]
-        settings = parser.parse_args(options)
+    parser.set_defaults(flat({name: value for name, value in recipe.items() if name in known}))
+    settings = parser.parse_args(options)
     if given.model.size is not None:
         for name in ("dim", "depth", "num_heads", "mlp_dim"):
             settings.model[name] = given.model[name]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from torchrope.attention import pad_ends
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias, choose
 
 
@@ -51,6 +52,34 @@ class PatchEmbed(nn.Module):
         inner = [3 + 2 * axis for axis in axes]
         patches = x.permute(0, *outer, 1, *inner)  # (batch, *lattice, channels, *patch)
         return self.proj(patches.flatten(1, len(outer)).flatten(2))
+
+
+def on_lattice(
+    rows: Callable[..., Tensor], sizes: Sequence[int], extents: Sequence[tuple[int, ...]] | None = None
+) -> Tensor:
+    """What a function of sizes gives each token of a lattice, and where samples fill a part of it, of that part.
+
+    Args:
+        rows: From sizes to `(prod(sizes), n)`.
+        sizes: Those of the lattice.
+        extents: The part that each sample fills, from the first token on; by default all fill all.
+
+    Returns:
+        `(prod(sizes), n)`, or `(batch, prod(sizes), n)` with zeros outside of the extents.
+    """
+    if extents is None:
+        return rows(*sizes)
+    parts = {own: pad_ends(rows(*own).unflatten(0, own).unsqueeze(0), sizes).flatten(1, -2) for own in set(extents)}
+    return torch.cat([parts[own] for own in extents])
+
+
+def extents(there: Tensor) -> list[tuple[int, ...]]:
+    """How far the tokens that are there, `(batch, *sizes)`, reach along each axis in each sample, 1 at least."""
+    reach = [
+        there.movedim(axis, 1).flatten(1).unflatten(1, (there.shape[axis], -1)).any(dim=2).sum(dim=1).clamp(min=1)
+        for axis in range(1, there.ndim)
+    ]
+    return [tuple(each) for each in torch.stack(reach, dim=1).tolist()]
 
 
 class DropPath(nn.Module):

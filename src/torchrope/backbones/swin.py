@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from torchrope.attention import Attention
-from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve, run_layer
+from torchrope.attention import Attention, Windows, fitting, masked, pad_ends, per_axis_window
+from torchrope.backbones.parts import DropPath, PatchEmbed, extents, mlp, on_lattice, resolve, run_layer
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias
-from torchrope.positions import PerAxis, grid, windows
+from torchrope.positions import PerAxis, grid
 from torchrope.rotations import Rotation
 
 SWIN_SIZES: dict[str, dict[str, Any]] = {
@@ -119,7 +117,7 @@ class Swin(nn.Module):
             self.stages.append(
                 Stage(
                     dim * 2**index,
-                    _fitting(window, sizes),
+                    fitting(window, sizes),
                     merges=index > 0,
                     num_heads=heads,
                     choice=choice,
@@ -168,21 +166,35 @@ class Swin(nn.Module):
         last = self._stages(x, window_size)[-1]
         return self.norm(last).flatten(1, -2).mean(dim=1)
 
-    def feature_maps(self, x: Tensor, *, window_size: int | Sequence[int] | None = None) -> list[Tensor]:
-        """What each stage gives, `(batch, dim of the stage, *sizes of the stage)`, without the last norm."""
-        return [stage.movedim(-1, 1) for stage in self._stages(x, window_size)]
+    def feature_maps(
+        self, x: Tensor, *, window_size: int | Sequence[int] | None = None, there: Tensor | None = None
+    ) -> list[Tensor]:
+        """What each stage gives, `(batch, dim of the stage, *sizes of the stage)`, without the last norm.
 
-    def _stages(self, x: Tensor, window_size: int | Sequence[int] | None) -> list[Tensor]:
+        Args:
+            x: As in `forward`.
+            window_size: As in `forward`.
+            there: Which patches are no padding, `(batch or 1, *lattice)`. No token attends to those that are, nor to
+                what fills up windows, which are then filled up before they are shifted. By default all attend to
+                zeros there, and windows are shifted first, as timm's are; where windows fill a lattice of patches that
+                are all there both are the same.
+        """
+        return [stage.movedim(-1, 1) for stage in self._stages(x, window_size, there)]
+
+    def _stages(self, x: Tensor, window_size: int | Sequence[int] | None, there: Tensor | None = None) -> list[Tensor]:
         """The lattices `(batch, *sizes, dim)` that the stages give."""
         sizes = self.embed.lattice(x.shape[2:])
         tokens = self.embed_norm(self.embed(x))  # (batch, tokens, dim)
         if self.absolute is not None:
-            tokens = tokens + self.absolute(*sizes)
+            tokens = tokens + on_lattice(self.absolute, sizes, None if there is None else extents(there))
         lattice = self.dropout(tokens).unflatten(1, sizes)
         window = None if window_size is None else per_axis_window(window_size, len(sizes))
         lattices = []
-        for stage in self.stages:
-            lattice = stage(lattice, window)
+        for index, stage in enumerate(self.stages):
+            if there is not None and index:
+                lattice = lattice * there.unsqueeze(-1)  # what merges with padding merges with zeros
+                there = there[(slice(None), *(slice(None, None, 2) for _ in sizes))]
+            lattice = stage(lattice, window, there)
             lattices.append(lattice)
         return lattices
 
@@ -248,23 +260,31 @@ class Stage(nn.Module):
         self.spacing = paper["spacing"] if spacing is None else spacing
         self.origin = paper["origin"] if origin is None else origin
 
-    def forward(self, x: Tensor, window: tuple[int, ...] | None = None) -> Tensor:
+    def forward(self, x: Tensor, window: tuple[int, ...] | None = None, there: Tensor | None = None) -> Tensor:
         """A lattice `(batch, *sizes, dim of the stage before)` to `(batch, *sizes of the stage, dim)`.
 
         Args:
             x: The lattice.
             window: Tokens of a window along each axis; those of the training by default.
+            there: Which tokens of the stage are no padding, `(batch or 1, *sizes of the stage)`; see `feature_maps`.
         """
         x = self.merge(x)
-        plain = Windows.fit(x.shape[1:-1], window or self.window)
+        sizes = x.shape[1:-1]
+        plain = Windows.fit(sizes, window or self.window)
+        if there is not None:
+            x = pad_ends(x, plain.padded)
+            there = pad_ends(there.unsqueeze(-1), plain.padded).squeeze(-1)
+            plain = Windows.fit(plain.padded, plain.window)
         shifted = plain.shifted()
-        mask = shifted.mask(device=x.device)
+        cuts = [(cut, _mask(cut, there, x)) for cut in (plain, shifted)]
         positions = grid(*plain.window, spacing=self.spacing, origin=self.origin, device=x.device)
         for index, layer in enumerate(self.layers):
-            rotation = self.encodings[index](positions)
+            cut, mask = cuts[index % 2]
             bias = self.biases[index](*plain.window) if len(self.biases) else None
-            inputs = (x, shifted if index % 2 else plain, rotation, bias, mask if index % 2 else None)
+            inputs = (x, cut, self.encodings[index](positions), bias, mask)
             x = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
+        for axis, size in enumerate(sizes, 1):
+            x = x.narrow(axis, 0, size)
         return x
 
 
@@ -292,7 +312,7 @@ class Layer(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, windows: "Windows", rotation: Rotation, bias: Tensor | None, mask: Tensor | None
+        self, x: Tensor, windows: Windows, rotation: Rotation, bias: Tensor | None, mask: Tensor | None
     ) -> Tensor:
         """A lattice `(batch, *sizes, dim)` to a lattice of the same shape.
 
@@ -301,9 +321,9 @@ class Layer(nn.Module):
             windows: How it is cut.
             rotation: The rotation of the positions in a window.
             bias: Added to the scores of every window, `(heads, tokens, tokens)`.
-            mask: Which tokens may attend to which, `(windows, tokens, tokens)`; None where all may.
+            mask: Which tokens may attend to which, `(batch · windows, 1, tokens, tokens)`; None where all may.
         """
-        mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=_masked(bias, mask, x.shape[0]))
+        mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=masked(bias, mask))
         x = x + self.drop_path(windows.join(mixed))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
@@ -324,7 +344,7 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """A lattice `(batch, *sizes, dim)` to `(batch, *half the sizes, 2 dim)`."""
-        x = _pad(x, [size % 2 for size in x.shape[1:-1]])
+        x = pad_ends(x, [size + size % 2 for size in x.shape[1:-1]])
         for axis in reversed(range(1, self.num_axes + 1)):
             x = x.unflatten(axis, (x.shape[axis] // 2, 2))
         outer = range(1, 2 * self.num_axes, 2)
@@ -333,106 +353,11 @@ class PatchMerging(nn.Module):
         return self.proj(self.norm(neighbours))
 
 
-@dataclass(frozen=True)
-class Windows:
-    """How a lattice is cut into windows.
-
-    Attributes:
-        sizes: Tokens of the lattice along each axis.
-        window: Tokens of a window along each axis.
-        shift: Tokens by which the windows are shifted along each axis.
-    """
-
-    sizes: tuple[int, ...]
-    window: tuple[int, ...]
-    shift: tuple[int, ...]
-
-    @classmethod
-    def fit(cls, sizes: Sequence[int], window: Sequence[int]) -> "Windows":
-        """Windows no larger than their lattice, not shifted."""
-        return cls(tuple(sizes), _fitting(window, sizes), (0,) * len(sizes))
-
-    def shifted(self) -> "Windows":
-        """The same windows shifted by half, except along axes where one window is the whole lattice."""
-        shift = (0 if size <= part else part // 2 for size, part in zip(self.sizes, self.window, strict=True))
-        return Windows(self.sizes, self.window, tuple(shift))
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Windows along each axis, the last one filled up where they do not divide the lattice."""
-        return tuple(-(-size // part) for size, part in zip(self.sizes, self.window, strict=True))
-
-    @property
-    def padded(self) -> tuple[int, ...]:
-        """Tokens along each axis with the last window filled up."""
-        return tuple(count * part for count, part in zip(self.counts, self.window, strict=True))
-
-    def cut(self, x: Tensor) -> Tensor:
-        """A lattice `(batch, *sizes, dim)` to `(batch · windows, tokens of a window, dim)`.
-
-        It is rolled first and filled up with zeros afterwards; those are tokens like any other, as in timm.
-        """
-        if any(self.shift):
-            x = x.roll([-shift for shift in self.shift], self._axes)
-        x = _pad(x, [padded - size for padded, size in zip(self.padded, self.sizes, strict=True)])
-        return windows(x.flatten(1, -2), self.padded, self.window).flatten(0, 1)
-
-    def join(self, x: Tensor) -> Tensor:
-        """The inverse of `cut`."""
-        num_axes = len(self.sizes)
-        x = x.unflatten(1, self.window).unflatten(0, (-1, *self.counts))  # (batch, *windows, *window, dim)
-        pairs = [axis + half for axis in self._axes for half in (0, num_axes)]
-        x = x.permute(0, *pairs, -1)
-        for axis in self._axes:
-            x = x.flatten(axis, axis + 1).narrow(axis, 0, self.sizes[axis - 1])
-        return x.roll(self.shift, self._axes) if any(self.shift) else x
-
-    def mask(self, *, device: torch.device | None = None) -> Tensor | None:
-        """Which tokens of a shifted window may attend to which: those that come from the same side of an edge.
-
-        Where windows do not divide the lattice the edge is that of the last window filled up, as in timm: the roll
-        then brings tokens before it that the mask does not tell apart.
-
-        Returns:
-            `(windows, tokens of a window, tokens of a window)`, boolean; None where nothing is shifted.
-        """
-        if not any(self.shift):
-            return None
-        index = grid(*self.padded, device=device)
-        edge = index.new_tensor([padded - shift for padded, shift in zip(self.padded, self.shift, strict=True)])
-        side = windows(index >= edge, self.padded, self.window)  # (windows, tokens, axes)
-        return (side.unsqueeze(-2) == side.unsqueeze(-3)).all(dim=-1)
-
-    @property
-    def _axes(self) -> list[int]:
-        return list(range(1, len(self.sizes) + 1))
-
-
-def per_axis_window(window_size: int | Sequence[int], num_axes: int) -> tuple[int, ...]:
-    """Spread one window size over all axes, or check that there is one per axis."""
-    window = (window_size,) * num_axes if isinstance(window_size, int) else tuple(window_size)
-    if len(window) != num_axes or min(window) < 1:
-        raise ValueError(f"window_size must be 1 or more, one number or {num_axes}, got {window_size}")
-    return window
-
-
-def _fitting(window: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """A window no larger than its lattice along any axis."""
-    # Not min(): of a size that a compiler keeps symbolic it would make a symbolic window.
-    return tuple(part if part <= size else size for part, size in zip(window, sizes, strict=True))
-
-
-def _pad(x: Tensor, ends: Sequence[int]) -> Tensor:
-    """Zeros at the end of each axis of `(batch, *sizes, dim)`."""
-    if not any(ends):
-        return x
-    return functional.pad(x, [0, 0, *(amount for end in reversed(ends) for amount in (0, end))])
-
-
-def _masked(bias: Tensor | None, mask: Tensor | None, batch: int) -> Tensor | None:
-    """Bias and mask as one, for windows of a batch: broadcasts to `(batch · windows, heads, tokens, tokens)`."""
-    if mask is None:
-        return bias
-    mask = mask.unsqueeze(1)  # (windows, 1, tokens, tokens)
-    scores = mask if bias is None else torch.where(mask, bias, -math.inf)
-    return scores.expand(batch, *scores.shape).flatten(0, 1)
+def _mask(cut: Windows, there: Tensor | None, x: Tensor) -> Tensor | None:
+    """Which tokens may attend to which in a batch of lattices, `(batch · windows, 1, tokens, tokens)`, or None."""
+    near = cut.mask(device=x.device)
+    if there is None and near is None:
+        return None
+    seen = torch.ones((), dtype=torch.bool, device=x.device) if there is None else cut.seen(there)
+    mask = seen if near is None else seen & near  # (batch or 1 or nothing, windows, tokens, tokens)
+    return mask.expand(x.shape[0], *mask.shape[-3:]).flatten(0, 1).unsqueeze(1)

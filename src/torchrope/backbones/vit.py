@@ -1,15 +1,16 @@
 """A vision transformer for any number of axes: sequences, images, video, volumes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.attention import Attention
-from torchrope.backbones.parts import DropPath, PatchEmbed, mlp, resolve, run_layer
+from torchrope.attention import Attention, Windows, masked, per_axis_window
+from torchrope.backbones.parts import DropPath, PatchEmbed, extents, mlp, on_lattice, resolve, run_layer
 from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.positions import PerAxis, grid, prefix
 from torchrope.rotations import Rotation
@@ -181,19 +182,38 @@ class ViT(nn.Module):
         pooled = [each[:, 0] if self.pool == "cls" else each[:, self.num_prefix :].mean(dim=1) for each in samples]
         return pooled[0] if isinstance(x, Tensor) else torch.cat(pooled)
 
-    def feature_maps(self, x: Tensor, indices: Sequence[int], *, norm: bool = True) -> list[Tensor]:
+    def feature_maps(
+        self,
+        x: Tensor,
+        indices: Sequence[int],
+        *,
+        norm: bool = True,
+        there: Tensor | None = None,
+        window_size: int | Sequence[int] | None = None,
+        global_layers: Collection[int] = (),
+    ) -> list[Tensor]:
         """Lay the tokens of chosen depths on the lattice of patches, without prefix tokens.
+
+        With a window size, layers attend within windows, and queries and keys are rotated before they are cut: every
+        position is that of the whole lattice. A bias is that of the whole lattice, too.
 
         Args:
             x: `(batch, in_channels, *sizes)`, as in `forward`.
             indices: Depths: 0 is the embedded patches, i the output of layer i counted from 1, -1 that of the last.
             norm: Whether the final norm is applied to each.
+            there: Which patches are no padding, `(batch, *lattice)`; no token attends to those that are. A table of
+                vectors is resampled to what each sample fills, a bias to the lattice of all.
+            window_size: Tokens of a window along each axis, or one number for all; by default all attend to all.
+            global_layers: Layers that attend everywhere all the same, counted from 1.
 
         Returns:
             One `(batch, dim, *lattice)` per index.
 
         Raises:
-            ValueError: an index beyond the depth.
+            ValueError: an index beyond the depth, or windows in a model that has tokens without a place.
+
+        References:
+            Li et al., Exploring Plain Vision Transformer Backbones for Object Detection, section 3.
 
         Example:
             >>> model = ViT((8, 8), patch_size=2, dim=32, depth=2, num_heads=2)
@@ -201,7 +221,18 @@ class ViT(nn.Module):
             [(5, 32, 4, 6), (5, 32, 4, 6)]
         """
         sizes = self.embed.lattice(x.shape[2:])
-        states = self.hidden_states(x, indices)
+        wanted = self._depths(indices)
+        sized = self.absolute is not None or self.place is not None  # what looks at the size of each sample
+        filled = extents(there) if there is not None and sized else None
+        tokens = self.embedded(x, filled)
+        places = on_lattice(partial(self._places, device=tokens.device), sizes, filled)
+        rotations = [encoding(prefix(places, self.num_prefix)) for encoding in self.encodings]
+        window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
+        sights = self._sights(sizes, self._masks(x.shape[0], sizes, there, window), window, global_layers)
+        inputs = (
+            (rotations[index % len(rotations)], bias, None, within) for index, (bias, within) in enumerate(sights)
+        )
+        states = self._through_layers(tokens, inputs, wanted)
         return [self.to_map(self.norm(tokens) if norm else tokens, sizes) for tokens in states]
 
     def to_map(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -221,10 +252,7 @@ class ViT(nn.Module):
         Returns:
             One `(batch, prefix + patches, dim)` per index; `(1, tokens of all samples, dim)` for a list of samples.
         """
-        depths = range(len(self.layers) + 1)
-        if any(index not in range(-len(depths), len(depths)) for index in indices):
-            raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")
-        wanted = [depths[index] for index in indices]
+        wanted = self._depths(indices)
         parts = self._parts(x)
         lattices = [self.embed.lattice(part.shape[2:]) for part in parts]
         lengths = None if isinstance(x, Tensor) else self._lengths(parts)
@@ -234,20 +262,70 @@ class ViT(nn.Module):
         places = _end_to_end([self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs], dim=-2)
         rotations = [encoding(places) for encoding in self.encodings]
         biases = [self.score_biases(sizes) for sizes in lattices]
-        kept = {0: tokens} if 0 in wanted else {}
-        for index, layer in enumerate(self.layers):
+        inputs = []
+        for index in range(len(self.layers)):
             own = [of_layers[index % len(of_layers)] for of_layers in biases]
-            inputs = (tokens, rotations[index % len(rotations)], own[0] if lengths is None else own, lengths)
-            tokens = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
-            if index + 1 in wanted:
-                kept[index + 1] = tokens
+            inputs.append((rotations[index % len(rotations)], own[0] if lengths is None else own, lengths))
+        return self._through_layers(tokens, inputs, wanted)
+
+    def _through_layers(
+        self, tokens: Tensor, inputs: Iterable[tuple[object, ...]], wanted: Sequence[int]
+    ) -> list[Tensor]:
+        """The tokens of the wanted depths; `inputs` are what each layer takes beside them."""
+        kept = {0: tokens} if 0 in wanted else {}
+        for depth, (layer, others) in enumerate(zip(self.layers, inputs, strict=True), 1):
+            tokens = run_layer(layer, tokens, *others, checkpointed=self.checkpoint_layers)
+            if depth in wanted:
+                kept[depth] = tokens
         return [kept[depth] for depth in wanted]
 
-    def embedded(self, x: Tensor) -> Tensor:
-        """Data `(batch, in_channels, *sizes)` as the tokens of the first layer, prefix tokens first."""
+    def _depths(self, indices: Sequence[int]) -> list[int]:
+        depths = range(len(self.layers) + 1)
+        if any(index not in range(-len(depths), len(depths)) for index in indices):
+            raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")
+        return [depths[index] for index in indices]
+
+    def _masks(
+        self, batch: int, sizes: tuple[int, ...], there: Tensor | None, window: Windows | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Which keys are seen where all is seen, and which within windows; None where all are."""
+        everywhere = within = None
+        if there is not None:
+            everywhere = functional.pad(there.flatten(1), (self.num_prefix, 0), value=True)[:, None, None]
+        if window is not None and (there is not None or window.padded != window.sizes):
+            all_there = self.prefix_tokens.new_ones(1, *sizes, dtype=torch.bool)
+            seen = window.seen(all_there if there is None else there)  # (batch or 1, windows, tokens, tokens)
+            within = seen.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
+        return everywhere, within
+
+    def _sights(
+        self,
+        sizes: tuple[int, ...],
+        masks: tuple[Tensor | None, Tensor | None],
+        window: Windows | None,
+        global_layers: Collection[int],
+    ) -> Iterator[tuple[Tensor | None, Windows | None]]:
+        """What each layer adds to its scores, and the windows that it attends within, if any."""
+        if window is not None and self.num_prefix:
+            raise ValueError(f"windows are for a model without prefix tokens, got {self.num_prefix} of them")
+        everywhere, within = masks
+        for index in range(len(self.layers)):
+            bias = self.biases[index % len(self.biases)] if len(self.biases) else None
+            if window is None or index + 1 in global_layers:
+                yield masked(None if bias is None else self._with_prefix(bias(*sizes)), everywhere), None
+            else:
+                yield masked(None if bias is None else bias(*sizes, window=window.window), within), window
+
+    def embedded(self, x: Tensor, filled: Sequence[tuple[int, ...]] | None = None) -> Tensor:
+        """Data `(batch, in_channels, *sizes)` as the tokens of the first layer, prefix tokens first.
+
+        Args:
+            x: The data.
+            filled: How many patches each sample fills along each axis, from the first on; all by default.
+        """
         tokens = self.embed(x)
         if self.absolute is not None:
-            tokens = tokens + self.absolute(*self.embed.lattice(x.shape[2:]))
+            tokens = tokens + on_lattice(self.absolute, self.embed.lattice(x.shape[2:]), filled)
         front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
         return self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
 
@@ -260,14 +338,17 @@ class ViT(nn.Module):
         self, sizes: Sequence[int], *, device: torch.device | str | None = None, spacing: Tensor | None = None
     ) -> Tensor:
         """Where the tokens of a lattice of patches are, prefix tokens first, `([batch,] tokens, axes)`."""
+        return prefix(self._places(*sizes, device=device, spacing=spacing), self.num_prefix)
+
+    def _places(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
+        """Where the patches of a lattice are."""
         if self.place is not None:
-            told = {} if spacing is None else {"spacing": spacing}
-            return prefix(self.place(*sizes, device=device, **told), self.num_prefix)
+            return self.place(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
         if spacing is not None:
             raise ValueError(
                 f"spacing is for a model with positions of its own, got {tuple(spacing.shape)} without them"
             )
-        return prefix(grid(*sizes, spacing=self.spacing, origin=self.origin, device=device), self.num_prefix)
+        return grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
         return [x] if isinstance(x, Tensor) else _batches_of_one(x, len(self.embed.patch_size))
@@ -278,8 +359,15 @@ class ViT(nn.Module):
 
     def score_biases(self, sizes: Sequence[int]) -> list[Tensor | None]:
         """What is added to the scores, 0 for tokens without a place: one per layer, or one alone as `rotations`."""
-        front = (self.num_prefix, 0, self.num_prefix, 0)
-        return [functional.pad(bias(*sizes), front) for bias in self.biases] or [None]
+        return [self._with_prefix(bias(*sizes)) for bias in self.biases] or [None]
+
+    def _with_prefix(self, bias: Tensor) -> Tensor:
+        return functional.pad(bias, (self.num_prefix, 0, self.num_prefix, 0))
+
+    def drop_prefix(self) -> None:
+        """Leave class token and registers out from now on, as windows need it; nothing is left to classify with."""
+        self.num_prefix = 0
+        self.prefix_tokens = nn.Parameter(self.prefix_tokens.detach()[:0].clone())
 
 
 class Layer(nn.Module):
@@ -315,9 +403,10 @@ class Layer(nn.Module):
         rotation: Rotation,
         bias: Tensor | Sequence[Tensor | None] | None = None,
         lengths: Sequence[int] | None = None,
+        within: Windows | None = None,
     ) -> Tensor:
-        """Tokens `(batch, tokens, dim)` to tokens of the same shape; samples may lie end to end, of these lengths."""
-        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths)
+        """Tokens `(batch, tokens, dim)` to tokens of the same shape; the rest is what `Attention` takes."""
+        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths, within=within)
         x = x + self.drop_path(self.scale1(mixed), lengths)
         return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
 

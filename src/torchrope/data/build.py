@@ -13,8 +13,8 @@ def make_data(config: DataConfig) -> DataModule:
     try:
         return _make(config)
     except ModuleNotFoundError as error:
-        rule = f"{config.name} is read with {error.name}"
-        raise ValueError(f"{rule} (pip install 'torchrope[data]'), got a machine without it") from error
+        rule, extra = f"{config.name} is read with {error.name}", "dense" if error.name == "pycocotools" else "data"
+        raise ValueError(f"{rule} (pip install 'torchrope[{extra}]'), got a machine without it") from error
 
 
 def _make(config: DataConfig) -> DataModule:
@@ -67,4 +67,20 @@ def _make(config: DataConfig) -> DataModule:
             from torchrope.data.imagenet import ImageNet
 
             return ImageNet(config)
+        case "scenes":
+            from torchrope.data.scenes import Scenes
+
+            return Scenes(config)
+        case "coco":
+            from torchrope.data.coco import Coco
+
+            return Coco(config)
+        case "ade20k":
+            from torchrope.data.ade20k import ADE20k
+
+            return ADE20k(config)
+        case "segments":
+            from torchrope.data.segments import Segments
+
+            return Segments(config)
     raise ValueError(f"name must be one of {', '.join(DATA_NAMES)}, got {config.name!r}")

@@ -1,5 +1,6 @@
 """The choice of a data set, as plain values: imports no torch."""
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -17,13 +18,26 @@ DataName = Literal[
     "ucf101",
     "volumes",
     "rsna",
+    "scenes",
+    "coco",
+    "ade20k",
+    "segments",
 ]
 DATA_NAMES: tuple[str, ...] = get_args(DataName)
 NAMES_OF_PICTURES = ("images", "cifar10", "cifar100", "tiny-imagenet", "imagenet")  # 8-bit, in colour
 NAMES_OF_FILES = ("images", "imagenet")  # cropped when they are read
 NAMES_OF_VIDEOS = ("videos", "ucf101")
 NAMES_OF_VOLUMES = ("volumes", "rsna")
-NAMES_WITH_ROOT = ("fashion-mnist", *NAMES_OF_PICTURES, *NAMES_OF_VIDEOS, *NAMES_OF_VOLUMES)
+NAMES_OF_PHOTOGRAPHS = ("coco", "ade20k", "segments")  # with boxes, masks or maps
+NAMES_DENSE = ("scenes", *NAMES_OF_PHOTOGRAPHS)  # where an answer has a place in the picture
+NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)
+NAMES_WITH_ROOT = (
+    "fashion-mnist",
+    *NAMES_OF_PICTURES,
+    *NAMES_OF_VIDEOS,
+    *NAMES_OF_VOLUMES,
+    *NAMES_OF_PHOTOGRAPHS,
+)
 READ_BY = {
     "frames": NAMES_OF_VIDEOS + NAMES_OF_VOLUMES,
     "frame_stride": NAMES_OF_VIDEOS,
@@ -34,8 +48,11 @@ READ_BY = {
 }
 
 CHANGED_BY = {
-    **dict.fromkeys(("crop_padding", "three_augment", "color_jitter"), NAMES_OF_PICTURES),
+    **dict.fromkeys(("crop_padding", "three_augment"), NAMES_OF_PICTURES),
     "crop_scale": NAMES_OF_FILES,
+    "scale_jitter": NAMES_DENSE,
+    "color_jitter": NAMES_OF_PICTURES + NAMES_OF_PHOTOGRAPHS,
+    **dict.fromkeys(("mixup", "cutmix"), NAMES_TO_CLASSIFY),
     **dict.fromkeys(("randaugment", "erasing"), NAMES_OF_PICTURES + NAMES_OF_VIDEOS + NAMES_OF_VOLUMES),
 }  # what else is changed there at random takes any data set
 
@@ -46,14 +63,19 @@ LARGEST_MAGNITUDE = 30  # of RandAugment
 class AugmentConfig:
     """How training inputs are changed at random, in the order below; nothing is changed by default.
 
-    What happens to an example is a function of the run's seed, the epoch and the example. `flip`, `mixup`, `cutmix` and
-    `repeats` are for every data set, `randaugment` and `erasing` for pictures (images, CIFAR, Tiny-ImageNet and
-    ImageNet), videos and volumes, the others for pictures.
+    What happens to an example is a function of the run's seed, the epoch and the example. `flip` and `repeats` are for
+    every data set, `mixup` and `cutmix` for all that are classified, `randaugment` and `erasing` for pictures (images,
+    CIFAR, Tiny-ImageNet and ImageNet), videos and volumes, `scale_jitter` for scenes, COCO, ADE20k and segments,
+    `color_jitter` for the last three and for pictures, the others for pictures.
 
     Attributes:
         crop_padding: Pixels of black added on every side before a crop of the old size (4 for CIFAR).
         crop_scale: Least and largest share of a picture that is cropped and resized; None is the data set's own
             (0.6 to 1 of "images", 0.08 to 1 of "imagenet"; others have no such crop).
+        scale_jitter: Least and largest factor on the size of a picture, of which a crop of `DataConfig.size` per side,
+            or less where there is less, is taken then. With 1 the longer side is `size` (Ghiasi et al.,
+            arXiv:2012.07177: 0.1 to 2), in "ade20k" and "segments" the shorter one. None is 0.5 to 2 for these two, and
+            no jitter and no crop for "scenes" and "coco".
         flip: Exchange left and right in half of the examples.
         randaugment: n operations of magnitude m (0 to 30) on every picture (Cubuk et al., arXiv:1909.13719), the same
             ones on all frames of a clip; on all slices of a volume those that are no change of colours.
@@ -73,6 +95,7 @@ class AugmentConfig:
 
     crop_padding: int = 0
     crop_scale: tuple[float, float] | None = None
+    scale_jitter: tuple[float, float] | None = None
     flip: bool = False
     randaugment: tuple[int, int] | None = None
     three_augment: bool = False
@@ -84,7 +107,7 @@ class AugmentConfig:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("crop_scale", "randaugment"):
+        for name in ("crop_scale", "scale_jitter", "randaugment"):
             value = getattr(self, name)
             if value is not None:
                 if len(value) != 2:
@@ -92,6 +115,8 @@ class AugmentConfig:
                 setattr(self, name, tuple(value))  # YAML has lists alone
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
             raise ValueError(f"crop_scale must rise within 0 and 1, got {self.crop_scale}")
+        if self.scale_jitter is not None and not 0 < self.scale_jitter[0] <= self.scale_jitter[1] < math.inf:
+            raise ValueError(f"scale_jitter must rise from above 0, got {self.scale_jitter}")
         if self.randaugment is not None:
             number, magnitude = self.randaugment
             if number < 1 or not 0 <= magnitude <= LARGEST_MAGNITUDE:
@@ -114,7 +139,7 @@ class AugmentConfig:
     @property
     def on(self) -> bool:
         """Whether anything is changed."""
-        return bool(self.of_some) or self.flip or self.mixup > 0 or self.cutmix > 0 or self.repeats > 1
+        return bool(self.of_some) or self.flip or self.repeats > 1
 
 
 @dataclass
@@ -124,14 +149,16 @@ class DataConfig:
     Attributes:
         name: The data set: "digits" (real 8x8 digits), "motion" (clips of moving digits), "fashion-mnist",
             "images" or "videos" (your own folder), "volumes" (your own DICOM series or NIfTI files), "rsna" (CT of
-            the head), or another one by its name.
-        root: Folder that holds the files, laid out as docs/data.md says. "digits" and "motion" have none;
+            the head), "scenes" (several digits on a canvas, with boxes, masks and a map), "segments" (your own pictures
+            and masks), or another one by its name.
+        root: Folder that holds the files, laid out as docs/data.md says. "digits", "motion" and "scenes" have none;
             "fashion-mnist", "cifar10" and "cifar100" are downloaded where it is not given.
         size: Pixels per side; None is the data set's own (8, 20, 28, 64, 32, 32, 64 and then 224 in the order
-            of the names).
+            of the names; 64 of "scenes", 800 of "coco", 512 of "ade20k" and "segments"). Of "ade20k" and "segments" it
+            is that of a training crop, of "coco" the shorter side of a picture, where `scale_jitter` makes no crops.
         train_size: Train on that many examples, as equally many of each class as there can be; None is all,
-            and 2400 clips of "motion".
-        val_size: Validate on that many examples, chosen likewise; None is all, and 600 clips of "motion".
+            2400 clips of "motion", and 2000 "scenes".
+        val_size: Validate on that many examples, chosen likewise; None is all, 600 clips of "motion", and 200 "scenes".
         batch_size: Examples in one training step.
         split_seed: Decides what is trained on and what is held out, whatever the seed of the run.
         workers: Processes that load data beside the training; 0 loads in the training process.

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, d
 from torchrope.data.config import DataConfig
 from torchrope.data.faults import Fault, Skipping
 from torchrope.data.repeated import Repeated
-from torchrope.data.tensors import TensorSet
+from torchrope.data.tensors import HeldSet, TensorSet
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
-VAL_BATCH_FACTOR = 4  # no gradients are kept, so more examples fit
 
 
 class DataModule(pl.LightningDataModule, ABC):
@@ -36,7 +35,10 @@ class DataModule(pl.LightningDataModule, ABC):
         in_channels: Channels of an input.
         input_size: Extent of every axis, in pixels (and frames).
         classes: Names of the classes; a label is an index into them.
-        tasks: What can be learned from it: "classify", "segment", "detect".
+        tasks: What can be learned from it: "classify", "segment", "detect". Batches of the last two are lists,
+            `torchrope.data.dense` says of what.
+        map_classes: What the indices in a semantic map mean, for "segment".
+        val_batch_factor: Examples in a batch of validation for each in one of training.
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
@@ -53,6 +55,8 @@ class DataModule(pl.LightningDataModule, ABC):
     input_size: tuple[int, ...]
     classes: tuple[str, ...]
     tasks: tuple[str, ...] = ("classify",)
+    map_classes: tuple[str, ...] = ()
+    val_batch_factor: int = 4  # no gradients are kept, so more examples fit
     views: int = 1
     run_seed: int = 0
     tells_spacing: bool = False
@@ -63,7 +67,7 @@ class DataModule(pl.LightningDataModule, ABC):
         self.config = config
         self._skipped: list[Fault] = []
         self._datasets: tuple[Dataset, Dataset] | None = None
-        self._resident: TensorSet | None = None
+        self._resident: HeldSet | None = None
 
     @abstractmethod
     def datasets(self) -> tuple[Dataset, Dataset]:
@@ -165,7 +169,7 @@ class DataModule(pl.LightningDataModule, ABC):
 
     def _on_device(self, train: Dataset, device: torch.device) -> Dataset:
         """Keep a set that is held in memory on the device that trains on it, where there is room."""
-        if not isinstance(train, TensorSet) or not self.config.resident or train.nbytes > RESIDENT_BYTES:
+        if not isinstance(train, HeldSet) or not self.config.resident or train.nbytes > RESIDENT_BYTES:
             return train
         if self._resident is None or self._resident.inputs.device != device:
             self._resident = train if train.inputs.device == device else train.to(device)
@@ -178,7 +182,7 @@ class DataModule(pl.LightningDataModule, ABC):
         computes on all or on none.
         """
         val = self._told(self._made_datasets()[1])
-        batch_size = VAL_BATCH_FACTOR * self.config.batch_size
+        batch_size = self.val_batch_factor * self.config.batch_size
         if self.trainer is None or self.trainer.world_size == 1:
             return self._loader(val, batch_size)
         devices, total = self.trainer.world_size, len(val)  # type: ignore[arg-type]
@@ -219,7 +223,7 @@ class DataModule(pl.LightningDataModule, ABC):
         generator: torch.Generator | None = None,
     ) -> DataLoader:
         held = dataset.dataset if hasattr(dataset, "dataset") else dataset
-        elsewhere = isinstance(held, TensorSet) and held.inputs.device.type != "cpu"
+        elsewhere = isinstance(held, HeldSet) and held.inputs.device.type != "cpu"
         return DataLoader(
             dataset,
             batch_size=batch_size,

@@ -228,13 +228,14 @@ def unreadable(error: OSError) -> ValueError:
     return ValueError(f"every folder below root must be readable, got {error.filename!r}: {error.strerror}")
 
 
-def load_image(path: Path | BinaryIO, size: int) -> Image.Image:
+def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
     """Decode an 8-bit picture as RGB, upright.
 
-    A JPEG is decoded at a fraction of its resolution where that still leaves twice `size` per side.
+    With `size` a JPEG is decoded at a fraction of its resolution where that still leaves twice as much per side.
     """
     with Image.open(path) as file:
-        file.draft("RGB", (2 * size, 2 * size))
+        if size is not None:
+            file.draft("RGB", (2 * size, 2 * size))
         if file.mode.startswith(("I", "F")):
             raise ValueError(f"{file.mode} pixels, not 8-bit ones")
         upright = ImageOps.exif_transpose(file)

@@ -1,5 +1,6 @@
 """Data sets held in memory, and the choice of some of their examples."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,26 @@ class Normalise:
         return inputs.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
 
 
-class TensorSet(Dataset):
+class HeldSet(Dataset, ABC):
+    """Examples in memory, of the main processor or of another device.
+
+    Attributes:
+        inputs: All of them, `(examples, channels, *sizes)`.
+    """
+
+    inputs: Tensor
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> "HeldSet":
+        """Copy it to a device, whole."""
+
+
+class TensorSet(HeldSet):
     """Inputs and labels in memory, indexed one by one or by whole batches.
 
     Args:

@@ -50,14 +50,15 @@ class RelativePositionBias(nn.Module):
         """Draw from a normal distribution of standard deviation 0.02."""
         nn.init.trunc_normal_(self.table, std=0.02)
 
-    def forward(self, *sizes: int) -> Tensor:
+    def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
         """The numbers for all pairs of tokens of a lattice, row-major like `torchrope.grid`.
 
         Args:
             sizes: Tokens along each axis.
+            window: Tokens of a part of the lattice along each axis, whose pairs alone are given; all by default.
 
         Returns:
-            `(num_heads, prod(sizes), prod(sizes))`, queries before keys.
+            `(num_heads, prod(sizes), prod(sizes))`, queries before keys; of a window as many as it has.
 
         Raises:
             ValueError: not one size per axis.
@@ -70,7 +71,10 @@ class RelativePositionBias(nn.Module):
                 table = table.narrow(axis, own - size, 2 * size - 1)
             elif size > own:
                 table = resample_axis(table, axis, 2 * size - 1, antialias=False)
-        return table.movedim(-1, 0).flatten(1)[:, _offsets(sizes, self.table.device)]
+        part = tuple(sizes if window is None else window)
+        for axis, (size, within) in enumerate(zip(sizes, part, strict=True)):
+            table = table.narrow(axis, size - within, 2 * within - 1)
+        return table.movedim(-1, 0).flatten(1)[:, _offsets(part, self.table.device)]
 
     def extra_repr(self) -> str:
         """Show what the module was built with."""

@@ -34,6 +34,8 @@ class CompareConfig:
     out: str = "torchrope-compare"
 
     def __post_init__(self) -> None:
+        if self.model.task != "classify":
+            raise ValueError(f"compare is for model.head classify (others: study dense), got {self.model.head!r}")
         if self.seeds < 1:
             raise ValueError(f"seeds must be 1 or more, got {self.seeds}")
         if not self.encodings:

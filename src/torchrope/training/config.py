@@ -43,7 +43,7 @@ class ModelConfig:
         stage_heads: Attention heads of each stage of a Swin, likewise.
         window_size: Tokens of a Swin's window along each axis, 7 by default; one number means all axes. Of a ViT below
             a head that names pixels or finds objects: its layers attend in such windows, as ViTDet's.
-        global_layers: Layers of such a ViT that attend everywhere, counted from 0; by default the last one of each
+        global_layers: Layers of such a ViT that attend everywhere, counted from 1; by default the last one of each
             quarter.
         head_channels: Channels of a head that names pixels or finds objects; None is the head's own.
         num_queries: Objects that "mask2former" and "deformable-detr" look for; None is the head's own.
@@ -149,6 +149,11 @@ class ModelConfig:
     def patch(self) -> int | list[int]:
         """The patch as `ViT` takes it."""
         return self.patch_size[0] if len(self.patch_size) == 1 else self.patch_size
+
+    @property
+    def window(self) -> int | list[int] | None:
+        """The window as backbones take it."""
+        return self.window_size[0] if self.window_size and len(self.window_size) == 1 else self.window_size
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torchrope.data.datamodule import DataModule
 from torchrope.data.spacing import patch_positions
 from torchrope.encodings import Choice, Encoding, choose
 from torchrope.positions import PerAxis, grid, jitter, per_axis
-from torchrope.training.config import ModelConfig
+from torchrope.training.config import TASKS, ModelConfig
 
 
 def build_model(encoding: str, config: ModelConfig, data: DataModule) -> ViT | Swin:
@@ -25,8 +25,12 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> ViT | S
         data: Tells the input size, channels and classes.
 
     Raises:
-        ValueError: what the encoding or the model refuses, and a setting of the other backbone.
+        ValueError: what the encoding or the model refuses, a setting of the other backbone, and data that are for
+            another task than the head's.
     """
+    if config.task not in data.tasks:
+        heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
+        raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
     return build_swin(encoding, config, data) if config.backbone == "swin" else build_vit(encoding, config, data)
 
 
@@ -68,7 +72,7 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
         patch_size=config.patch,
         in_channels=data.in_channels,
         num_classes=data.num_classes,
-        window_size=_one_or_all(config.window_size) or 7,
+        window_size=config.window or 7,
         encoding=_rotary(choice, config),
         absolute=choice.absolute,
         bias=choice.bias,

@@ -33,7 +33,6 @@ from torchrope.training.checkpoints import (
 from torchrope.training.classifier import Classifier
 from torchrope.training.config import (
     MAY_CHANGE,
-    TASKS,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -42,6 +41,7 @@ from torchrope.training.config import (
     plain,
 )
 from torchrope.training.cost import count_flops
+from torchrope.training.dense import build_dense_module
 from torchrope.training.devices import batches_in_a_step, placed
 from torchrope.training.guards import LossGuard, device_memory, out_of_memory
 from torchrope.training.history import History, OnEpoch, SeedEpoch
@@ -241,9 +241,8 @@ def load(folder: Path) -> tuple[RunConfig, DataModule, Module]:
 
 def build_module(config: RunConfig, data: DataModule) -> Module:
     """The untrained model of a configuration."""
-    if config.model.task not in data.tasks:
-        heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
-        raise ValueError(f"model.head must be one of {heads} on {data.name}, got {config.model.head!r}")
+    if config.model.task != "classify":
+        return build_dense_module(config, data)
     return Classifier(build_model(config.encoding, config.model, data), data.num_classes, config.optim)
 
 

@@ -65,7 +65,7 @@ class Speed(Callback):
         self.on_train_epoch_start()
         if trainer.is_global_zero and trainer.loggers:
             measures = {
-                "loss": float(outputs["loss"]),
+                **{name: float(part) for name, part in outputs.items()},  # the loss, and what it is made of
                 "lr": trainer.optimizers[0].param_groups[-1]["lr"],
                 **speed_measures(rate, self.tokens, self.flops, self.peak_tflops, trainer.world_size),
             }

@@ -1,0 +1,68 @@
+"""From a configuration to a model that names pixels or finds objects."""
+
+from torch import nn
+
+from torchrope.backbones import Features, ViT
+from torchrope.data.datamodule import DataModule
+from torchrope.training.config import ModelConfig, RunConfig
+from torchrope.training.models import build_model
+from torchrope.training.module import Module
+
+SEGMENTER_CHANNELS, DETECTOR_CHANNELS = 512, 256
+"""Channels of heads in mmsegmentation's and ViTDet's recipes."""
+
+
+def build_dense_module(config: RunConfig, data: DataModule) -> Module:
+    """Build the untrained model of a configuration whose head names pixels or finds objects."""
+    model = build_head(config.model, build_features(config.encoding, config.model, data), data)
+    if config.model.task == "segment":
+        from torchrope.training.segmenter import Segmenter
+
+        return Segmenter(model, config.optim)
+    from torchrope.training.detector import Detector
+
+    return Detector(model, config.optim)
+
+
+def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
+    """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others."""
+    model = build_model(encoding, config, data)
+    if not isinstance(model, ViT):
+        return Features(model)
+    windows = {"window_size": config.window, "global_layers": config.global_layers}
+    if config.head == "upernet":
+        from torchrope.interop.heads.segmentation import layers_of_plain_vit
+
+        return Features(model, indices=layers_of_plain_vit(len(model.layers)), **windows)
+    return Features(model, pyramid=True, out_channels=config.head_channels or DETECTOR_CHANNELS, **windows)
+
+
+def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.Module:
+    """Build what reads the maps of a backbone; widths within a head keep the proportions of its paper."""
+    detects = config.task == "detect"
+    channels = config.head_channels or (DETECTOR_CHANNELS if config.head != "upernet" else SEGMENTER_CHANNELS)
+    queries = {} if config.num_queries is None else {"queries": config.num_queries}
+    classes = data.classes if detects else data.map_classes
+    match config.head:
+        case "upernet":
+            from torchrope.interop.heads.segmentation import UperNet
+
+            return UperNet(features, classes, channels=channels, auxiliary_channels=max(1, channels // 2))
+        case "mask2former":
+            from torchrope.interop.heads.segmentation import Mask2Former
+
+            wide = {"encoder_mlp_dim": 4 * channels, "mlp_dim": 8 * channels}
+            return Mask2Former(features, classes, channels=channels, **wide, **queries)
+        case "faster-rcnn":
+            from torchrope.interop.heads.detection import FasterRCNN
+
+            return FasterRCNN(features, classes, channels=channels, mlp_dim=4 * channels)
+        case "mask-rcnn":
+            from torchrope.interop.heads.detection import MaskRCNN
+
+            return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels)
+        case "deformable-detr":
+            from torchrope.interop.heads.detection import DeformableDETR
+
+            return DeformableDETR(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
+    raise ValueError(f"head must name pixels or find objects, got {config.head!r}")
