@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrope.data.dense import IGNORED
 from torchrope.studies.lab.estimates import Contrast, ends
 from torchrope.studies.ranking import spread
 
 DRAWS = 1000
 """AP is sorted and matched anew in each, for every class and overlap."""
-IGNORED = 255
-"""The index of pixels in a map that have no class."""
-
 Counts = Mapping[str, Sequence[int]]
 """Of one image: for every class that is in its true or predicted map pixels of both, predicted ones, true ones."""
 Weigh = Callable[[np.ndarray], np.ndarray]

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrope.data.datamodule import DataModule
-from torchrope.studies.lab.dense_estimates import IGNORED, Weigh, count_pixels, mean_iou
+from torchrope.data.dense import IGNORED
+from torchrope.studies.lab.dense_estimates import Weigh, count_pixels, mean_iou
 from torchrope.studies.lab.pictures import box_panel, map_panel
 from torchrope.studies.lab.results import Panel
 from torchrope.training.average_precision import average_precisions, match
