@@ -80,7 +80,9 @@ class Features(nn.Module):
         window_size: int | Sequence[int] | None = None,
         global_layers: Sequence[int] | None = None,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
+        self.arguments = arguments  # with the model, what builds it again
         self.model = model
         self.pyramid = pyramid
         self.out_channels = out_channels

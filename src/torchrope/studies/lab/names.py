@@ -19,6 +19,7 @@ NAMES = (
     "attention",
     "fourier",
     "kernel",
+    "dense",
 )
 
 
