@@ -25,10 +25,14 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
 
 
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
-    """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others."""
+    """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others.
+
+    Deformable DETR reads a Swin's stages but the first, as DINO does.
+    """
     model = build_model(encoding, config, data)
     if not isinstance(model, ViT):
-        return Features(model)
+        first = 1 if config.head == "deformable-detr" else 0
+        return Features(model, indices=range(first, len(model.stages)))
     windows = {"window_size": config.window, "global_layers": config.global_layers}
     if config.head == "upernet":
         from torchrope.interop.heads.segmentation import layers_of_plain_vit
