@@ -20,7 +20,7 @@ from torch import nn
 
 import torchrope as tr
 from torchrope.data.build import make_data
-from torchrope.data.config import DATA_NAMES, DataConfig
+from torchrope.data.config import NAMES_TO_CLASSIFY, DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.files import write_whole
 from torchrope.provenance import provenance
@@ -90,7 +90,7 @@ def tell(name: str, hits: dict[str, np.ndarray]) -> None:
 
 def read_options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="fashion-mnist", choices=DATA_NAMES)
+    parser.add_argument("--data", default="fashion-mnist", choices=NAMES_TO_CLASSIFY)
     parser.add_argument("--train-size", type=int, default=12000)
     parser.add_argument("--val-size", type=int)
     parser.add_argument("--patch-size", type=int, default=4)

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import json
 import pickle
 import tarfile
 from collections.abc import Callable
@@ -205,6 +206,130 @@ def rsna(folder: Path) -> Path:
     return rsna_folder(folder, 50)
 
 
+def picture(height: int, width: int, seed: int) -> np.ndarray:
+    return noise(1, max(height, width), seed)[0][:, :height, :width]
+
+
+def polygon(left: float, top: float, wide: float, high: float) -> list[float]:
+    """A house in a box."""
+    right, bottom, middle = left + wide, top + high, top + high / 3
+    return [left + wide / 2, top, right, middle, right, bottom, left, bottom, left, middle]
+
+
+def runs(mask: np.ndarray) -> list[int]:
+    """Lengths of runs down the columns, of zeros first."""
+    flat = mask.T.flatten()
+    ends = np.flatnonzero(np.diff(flat)) + 1
+    lengths = np.diff([0, *ends, flat.size]).tolist()
+    return [0, *lengths] if flat[0] else lengths
+
+
+COCO_CATEGORIES = {1: "person", 3: "car", 18: "dog", 90: "toothbrush"}
+
+
+def coco_content(first: int, sizes: list[tuple[int, int]], counts: list[int]) -> dict:
+    """Annotations as COCO has them: objects of one polygon and of two, on every third image a crowd."""
+    images, annotations = [], []
+    for number, ((height, width), count) in enumerate(zip(sizes, counts, strict=True), start=first):
+        name = f"{number:012d}.jpg"
+        images.append({"license": 3, "file_name": name, "height": height, "width": width, "id": number})
+        rng = np.random.default_rng(number)
+        for index in range(count):
+            high, wide = rng.uniform(8, 20, 2).round(2)
+            left, top = (rng.uniform(0, (width - wide, height - high))).round(2)
+            parts = [polygon(left, top, wide, high)]
+            if index % 2:
+                parts = [polygon(left, top, wide / 3, high), polygon(left + wide / 2, top, wide / 2, high / 2)]
+            annotations.append(
+                {
+                    "segmentation": [[round(float(v), 2) for v in part] for part in parts],
+                    "area": float(wide * high),
+                    "iscrowd": 0,
+                    "image_id": number,
+                    "bbox": [float(left), float(top), float(wide), float(high)],
+                    "category_id": list(COCO_CATEGORIES)[(number + index) % 4],
+                    "id": 100 * number + index,
+                }
+            )
+        if count and number % 3 == 0:
+            mask = np.zeros((height, width), np.uint8)
+            mask[5:20, 3:30] = rng.integers(0, 2, (15, 27))
+            annotations.append(
+                {
+                    "segmentation": {"counts": runs(mask), "size": [height, width]},
+                    "area": int(mask.sum()),
+                    "iscrowd": 1,
+                    "image_id": number,
+                    "bbox": [3, 5, 27, 15],
+                    "category_id": 1,
+                    "id": 900100000000 + number,
+                }
+            )
+    categories = [{"supercategory": "thing", "id": number, "name": name} for number, name in COCO_CATEGORIES.items()]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    return {"info": {"year": 2017}, "licenses": [{"id": 3, "name": "a license"}], **content}
+
+
+def coco(folder: Path) -> Path:
+    """COCO 2017: six images to train on, one of them empty, and four to validate, one of them empty."""
+    parts = {
+        "train": coco_content(1, [(48, 64), (64, 48), (40, 40), (56, 72), (48, 48), (40, 64)], [2, 1, 3, 0, 4, 1]),
+        "val": coco_content(11, [(48, 64), (40, 40), (64, 48), (36, 60)], [1, 2, 0, 3]),
+    }
+    for part, content in parts.items():
+        write(folder / "annotations" / f"instances_{part}2017.json", json.dumps(content))
+        write(folder / "annotations" / f"captions_{part}2017.json", json.dumps({"annotations": []}))
+        for image in content["images"]:
+            pixels = picture(image["height"], image["width"], image["id"])
+            write(folder / f"{part}2017" / image["file_name"], encoded(pixels))
+    return folder
+
+
+def index_mask(height: int, width: int, classes: int, seed: int, first: int = 0) -> np.ndarray:
+    """Blocks of 8 x 8 pixels of one class each."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(first, classes, (-(-height // 8), -(-width // 8)))
+    return blocks.repeat(8, 0).repeat(8, 1)[:height, :width].astype(np.uint8)
+
+
+def png(indices: np.ndarray, palette: bool = False) -> bytes:
+    image = Image.fromarray(indices)
+    if palette:
+        image = image.convert("P")
+        image.putdata(indices.flatten().tolist())
+        image.putpalette([value for index in range(256) for value in (255 - index, index, 128)])
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def ade20k(folder: Path) -> Path:
+    """ADEChallengeData2016: five images to train on, three to validate, 150 classes."""
+    base = folder / "ADEChallengeData2016"
+    for part, short, count in (("training", "train", 5), ("validation", "val", 3)):
+        for number in range(1, count + 1):
+            height, width = 40 + 8 * (number % 3), 72 - 8 * (number % 2)
+            name = f"ADE_{short}_{number:08d}"
+            write(base / "images" / part / f"{name}.jpg", encoded(picture(height, width, number)))
+            write(base / "annotations" / part / f"{name}.png", png(index_mask(height, width, 151, number)))
+    rows = [(index, 0.1, 10, 2, 0, f"thing{index}, object{index}") for index in range(1, 151)]
+    lines = ["\t".join(map(str, row)) for row in [("Idx", "Ratio", "Train", "Val", "Stuff", "Name"), *rows]]
+    write(base / "objectInfo150.txt", "\n".join(lines) + "\n")
+    return folder
+
+
+def segments(folder: Path, parts: tuple[str, ...] = ("train", "val"), palette: bool = True) -> Path:
+    """images/<part>/*.png and masks/<part>/*.png of three classes; below each an unlabelled corner."""
+    for number, part in enumerate(parts):
+        for index in range(5 - number):
+            mask = index_mask(48, 40 + 8 * index, 3, 10 * number + index)
+            mask[:4, :4] = 255
+            pixels = picture(48, 40 + 8 * index, index)
+            write(folder / "images" / part / f"scene{index}.jpg", encoded(pixels))
+            write(folder / "masks" / part / f"scene{index}.png", png(mask, palette))
+    return folder
+
+
 MINIATURES: dict[str, Callable[[Path], Path]] = {
     "fashion-mnist": fashion,
     "images": images,
@@ -216,6 +341,9 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
     "ucf101": ucf101,
     "volumes": volumes,
     "rsna": rsna,
+    "coco": coco,
+    "ade20k": ade20k,
+    "segments": segments,
 }
 OPTIONS: dict[str, dict[str, int]] = {
     name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")

@@ -17,7 +17,7 @@ from torchvision import datasets as torchvision_datasets
 
 from torchrope.data import fashion, images
 from torchrope.data.build import make_data
-from torchrope.data.config import DATA_NAMES, NAMES_WITH_ROOT, DataConfig
+from torchrope.data.config import DATA_NAMES, NAMES_TO_CLASSIFY, NAMES_WITH_ROOT, DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.data.digits import Digits, split_digits
 from torchrope.data.images import Images
@@ -128,9 +128,9 @@ def test_the_configuration_is_described_without_importing_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.fixture(params=DATA_NAMES)
+@pytest.fixture(params=NAMES_TO_CLASSIFY)
 def any_data(request, tmp_path) -> DataModule:
-    """One of every kind, small."""
+    """One of every kind that is classified, small; the others are in test_dense.py."""
     write = MINIATURES.get(request.param)
     root = None if write is None else str(write(tmp_path))
     options = OPTIONS.get(request.param, {})

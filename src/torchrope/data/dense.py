@@ -203,6 +203,8 @@ def keep_seen(image: Tensor, target: Target) -> Example:
         seen = masks.flatten(1).any(1)
     kept: Target = {name: target[name][seen] for name in ("labels", "crowd", "masks") if name in target}
     fitted = boxes[seen] if masks is None else boxes_of(kept["masks"])
+    if masks is not None:
+        kept["masks"] = tv_tensors.Mask(kept["masks"])  # an index leaves an ordinary tensor, which no change touches
     return image, {**target, **kept, "boxes": boxed(fitted, *image.shape[-2:])}
 
 
