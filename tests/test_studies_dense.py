@@ -329,8 +329,6 @@ def test_only_what_the_data_has_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
     found = dense.find(here)
     assert [table.title.partition(":")[0] for table in found.tables] == ["Segmentation"] * 2
     assert len(found.pictures) == 1
-    monkeypatch.setattr(type(here.data), "tasks", ("classify",))
-    assert "neither maps nor boxes" in dense.find(here).answer
 
 
 def test_a_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
