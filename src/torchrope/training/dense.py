@@ -45,7 +45,7 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
 
 
 def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.Module:
-    """Build what reads the maps of a backbone; widths within a head keep the proportions of its paper."""
+    """Build what reads the maps of a backbone; what is within a head keeps the proportions of its paper."""
     detects = config.task == "detect"
     channels = config.head_channels or (DETECTOR_CHANNELS if config.head != "upernet" else SEGMENTER_CHANNELS)
     queries = {} if config.num_queries is None else {"queries": config.num_queries}
@@ -63,11 +63,11 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
         case "faster-rcnn":
             from torchrope.interop.heads.detection import FasterRCNN
 
-            return FasterRCNN(features, classes, channels=channels, mlp_dim=4 * channels)
+            return FasterRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
         case "mask-rcnn":
             from torchrope.interop.heads.detection import MaskRCNN
 
-            return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels)
+            return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
         case "deformable-detr":
             from torchrope.interop.heads.detection import DeformableDETR
 
