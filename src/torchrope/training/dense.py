@@ -27,8 +27,8 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
     """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others.
 
-    Deformable DETR reads a Swin's stages but the first, as DINO does. A detector's pyramid leaves out levels with a cell
-    for every pixel, or more, where most of the time would go.
+    Deformable DETR reads a Swin's stages but the first, as DINO does. A detector's pyramid leaves out levels with a
+    cell for every pixel, or more, where most of the time would go.
     """
     model = build_model(encoding, config, data)
     if not isinstance(model, ViT):
