@@ -29,7 +29,8 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
     """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others.
 
-    Deformable DETR reads a Swin's stages but the first, as DINO does.
+    Deformable DETR reads a Swin's stages but the first, as DINO does. A detector's pyramid leaves out levels with a
+    cell for every pixel, or more, where most of the time would go.
     """
     model = build_model(encoding, config, data)
     if not isinstance(model, ViT):
@@ -40,7 +41,9 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
         from torchrope.interop.heads.segmentation import layers_of_plain_vit
 
         return Features(model, indices=layers_of_plain_vit(len(model.layers)), **windows)
-    return Features(model, pyramid=True, out_channels=config.head_channels or DETECTOR_CHANNELS, **windows)
+    fine = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1)) if config.task == "detect" else 0
+    channels = config.head_channels or DETECTOR_CHANNELS
+    return Features(model, pyramid=True, indices=range(fine, 4), out_channels=channels, **windows)
 
 
 def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.Module:
