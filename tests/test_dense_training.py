@@ -78,12 +78,11 @@ def test_every_head_trains_in_bf16_with_gradients_of_several_batches(tmp_path: P
 
 
 def test_a_pre_trained_backbone_stands_where_it_did_also_when_the_run_is_read_back(tmp_path: Path) -> None:
-    below = small_run("upernet")
+    below = replace(small_run("upernet"), encoding="liere:4")  # whose positions are shares of the training lattice
     classes = replace(below.model, head="classify", head_channels=None)
     digits = DataConfig(name="digits", train_size=40, val_size=20, size=32)
-    whole, _ = train(
-        replace(below, data=digits, model=classes), data_of(replace(below, data=digits)), tmp_path / "whole"
-    )
+    above = replace(below, data=digits, model=classes)
+    whole, _ = train(above, data_of(above), tmp_path / "whole")
     frozen = OptimConfig(epochs=1, lr=1e-3, backbone_lr=0.0, weight_decay=0.0)
     config = replace(below, optim=frozen, backbone_from=str(tmp_path / "whole"))
     trained, _ = train(config, data_of(config), tmp_path / "below")

@@ -140,7 +140,7 @@ class Features(nn.Module):
         return FeatureInfo(self.channels, self.strides)
 
     def get_extra_state(self) -> Tensor:
-        """Where tokens stand, which pre-trained weights decide: spacing and origin of each stage, `(stages, 2, axes)`."""
+        """Where tokens stand, as pre-trained weights may say: spacing and origin of each stage, `(stages, 2, axes)`."""
         parts = getattr(self.model, "stages", [self.model])
         told = [[per_axis(name, getattr(part, name), 2) for name in ("spacing", "origin")] for part in parts]
         return torch.tensor(told, dtype=torch.float64)

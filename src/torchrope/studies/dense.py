@@ -210,7 +210,8 @@ def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[Place]) -
     """
     kept = []
     for place in sizes:
-        records, panels = [], []
+        records: list[dict[str, Any]] = []
+        panels: list[dict[str, Any]] = []
         for image, target, found in predictions(model, task, place.data, place.zoom):
             records.append(task.record(found, target))
             if len(panels) < PICTURED:
@@ -288,7 +289,8 @@ def _ahead(outcome: Outcome) -> dict[str, list[Any]]:
 
 
 def _figures(outcomes: Sequence[Outcome], sizes: Sequence[Place]) -> list[Figure]:
-    rows, leads = [], []
+    rows: list[dict[str, Any]] = []
+    leads: list[dict[str, Any]] = []
     for outcome in outcomes:
         panel = f"{outcome.task.title}, {outcome.task.measure}"
         for name, scores in outcome.scores.items():

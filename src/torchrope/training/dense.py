@@ -1,5 +1,7 @@
 """From a configuration to a model that names pixels or finds objects."""
 
+from typing import Any
+
 from torch import nn
 
 from torchrope.backbones import Features, ViT
@@ -34,7 +36,7 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
     if not isinstance(model, ViT):
         first = 1 if config.head == "deformable-detr" else 0
         return Features(model, indices=range(first, len(model.stages)))
-    windows = {"window_size": config.window, "global_layers": config.global_layers}
+    windows: dict[str, Any] = {"window_size": config.window, "global_layers": config.global_layers}
     if config.head == "upernet":
         from torchrope.interop.heads.segmentation import layers_of_plain_vit
 
@@ -48,7 +50,7 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
     """Build what reads the maps of a backbone; what is within a head keeps the proportions of its paper."""
     detects = config.task == "detect"
     channels = config.head_channels or (DETECTOR_CHANNELS if config.head != "upernet" else SEGMENTER_CHANNELS)
-    queries = {} if config.num_queries is None else {"queries": config.num_queries}
+    queries: dict[str, int] = {} if config.num_queries is None else {"queries": config.num_queries}
     classes = data.classes if detects else data.map_classes
     match config.head:
         case "upernet":

@@ -89,7 +89,7 @@ class Segment(Task):
 
     def classes(self, data: DataModule) -> Sequence[str]:
         """What the numbers of a map mean."""
-        return data.map_classes  # type: ignore[attr-defined]
+        return data.map_classes
 
     def truth(self, target: Target) -> Found:
         """The map."""
