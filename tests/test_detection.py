@@ -473,11 +473,11 @@ def test_a_detector_reports_the_precision_of_all_images() -> None:
 def test_a_recall_that_is_reached_exactly_counts() -> None:
     boxes = [[4.0 * place, 0, 4.0 * place + 4, 8] for place in range(10)]
     targets = [target(boxes, [0] * 10, (48, 48))]
-    found = [{**{key: targets[0][key][:3] for key in ("boxes", "labels", "masks")}, "scores": torch.ones(3)}]
+    found = [{**{key: targets[0][key][:7] for key in ("boxes", "labels", "masks")}, "scores": torch.ones(7)}]
     module = Detector(Memory(found), OptimConfig(epochs=1, warmup_epochs=0))
     images = loader([torch.zeros(3, 48, 48)], targets, 1)
-    # Of 0, 0.01, ..., 0.3; torchmetrics' own recalls are rounded to float32, where 0.3 is more than 3 of 10.
-    assert fitted(module, images, images)["val_ap"].item() == pytest.approx(31 / 101)
+    # Of 0, 0.01, ..., 0.7; torchmetrics' own recalls are rounded to float32, where 0.7 is more than 7 of 10.
+    assert fitted(module, images, images)["val_ap"].item() == pytest.approx(71 / 101)
     assert not module.val_precision.update_called  # the next epoch starts anew
 
 
