@@ -15,6 +15,8 @@ from transformers import (
     AutoBackbone,
     AutoConfig,
     AutoModel,
+    BeitConfig,
+    BeitForSemanticSegmentation,
     DeformableDetrConfig,
     DeformableDetrForObjectDetection,
     Mask2FormerConfig,
@@ -166,6 +168,23 @@ def test_upernet_is_transformers_own(features: Any) -> None:
     torch.testing.assert_close(total(model, images, targets), output.loss)
     expected = theirs.eval()(torch.stack(images)).logits
     torch.testing.assert_close(model.eval()(torch.stack(images)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_upernet_on_layers_of_a_plain_vit_is_beits() -> None:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, num_labels=3)
+    theirs = BeitForSemanticSegmentation(BeitConfig(out_indices=[1, 2, 3, 4], **sizes))
+    model = UperNet(plain(), CLASSES, channels=32, auxiliary_channels=256)
+    for mine, other in ((model.neck, theirs.fpn), (model.head, theirs.decode_head)):
+        mine.load_state_dict(dict(zip(mine.state_dict(), other.state_dict().values(), strict=True)))
+    auxiliary = theirs.auxiliary_head.state_dict().values()
+    model.auxiliary_head.load_state_dict(dict(zip(model.auxiliary_head.state_dict(), auxiliary, strict=True)))
+    x = torch.randn(2, 3, 64, 96)
+    maps = theirs.fpn(tuple(model.backbone(x)))
+    for found, expected in zip(model.maps(x), maps, strict=True):
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(model.head(maps), theirs.decode_head(maps))
+    torch.testing.assert_close(model.auxiliary_head(maps), theirs.auxiliary_head(maps))
 
 
 @pytest.mark.parametrize("features", [pyramid, partial(stages, "bias+mixed")])
