@@ -117,7 +117,7 @@ def test_gradients_reach_every_parameter_and_two_steps_lower_the_loss(name: str)
 @pytest.mark.parametrize("name", FEW)
 def test_logits_are_of_each_images_size_and_of_no_other_image(name: str) -> None:
     model = built(name).eval()
-    images, _ = batch((64, 64), (50, 61), (64, 64), (9, 70))
+    images, _ = batch((64, 64), (50, 61), (64, 64), (7, 70))
     with torch.no_grad():
         together = model.predict(images)
         for image, found in zip(images, together, strict=True):
@@ -136,6 +136,19 @@ def test_bfloat16_stays_near_and_logits_are_float32(name: str) -> None:
     assert rounded.item() == pytest.approx(exact.item(), rel=0.05)
     assert found.dtype == torch.float32
     assert all(part.grad.isfinite().all() for part in model.parameters() if part.grad is not None)
+
+
+def test_masks_are_matched_in_full_precision() -> None:
+    head = built("mask2former-swin-mixed").head
+    truth = (torch.arange(64) < 32).float().expand(1, 64, 64)
+    better = 1 + 1e-4 * torch.arange(6.0)  # each query draws the truth a little more clearly than the one before
+    masks = better[None, :, None, None] * (2 * truth[:, None] - 1)
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(head.losses([torch.zeros(1, 6, 4)], [masks], [torch.tensor([0])], [truth]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["upernet-vit-mixed", "upernet-swin-bias"])
@@ -207,6 +220,14 @@ def test_mask2former_is_transformers_own(features: Any) -> None:
     shares = torch.einsum("bqc,bqhw->bchw", output.class_queries_logits.softmax(-1)[..., :3], drawn)
     found = model.eval()(torch.stack(images))
     torch.testing.assert_close(found.softmax(1), shares / shares.sum(1, keepdim=True), rtol=1e-4, atol=1e-6)
+
+
+def test_a_map_is_enlarged_to_pixels_not_to_the_images_edge() -> None:
+    columns = ((torch.arange(16.0).double() + 0.5) * 4).expand(1, 1, 13, 16)  # 13 cells of 4 cover 50 pixels and 2 more
+    found = enlarge(columns, 4, (50, 61))
+    assert found.shape == (1, 1, 50, 61)
+    inside = torch.arange(2, 61)  # bilinear of a ramp, but for half a cell at the edge
+    torch.testing.assert_close(found[0, 0, 7, inside], inside + 0.5, check_dtype=False)
 
 
 def test_masks_of_a_padded_image_are_looked_at_in_its_own_frame() -> None:
