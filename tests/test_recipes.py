@@ -12,11 +12,12 @@ import timm
 import torch
 from miniatures import MINIATURES
 from torch import nn
+from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
 from torchrope import recipes
 from torchrope.cli import main
 from torchrope.data.build import make_data
-from torchrope.data.config import DataConfig
+from torchrope.data.config import NAMES_DENSE, DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.training.config import RunConfig
 from torchrope.training.cost import count_flops
@@ -26,8 +27,8 @@ from torchrope.training.optim import build_optimizer, build_schedule
 from torchrope.training.run import build_module, read_config, train
 
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
-CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2}
-EXAMPLES = {"cifar100": 50_000, "imagenet": 1_281_167, "ucf101": 9_537, "rsna": 17_395}
+CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150}
+EXAMPLES = {"cifar100": 50_000, "imagenet": 1_281_167, "ucf101": 9_537, "rsna": 17_395, "ade20k": 20_210}
 
 
 def configuration(name: str) -> RunConfig:
@@ -39,15 +40,22 @@ def shape(config: DataConfig) -> SimpleNamespace:
     side = config.size or 32
     sizes = (config.frames, side, side) if config.frames else (side, side)
     axes = ("depth" if config.name == "rsna" else "time", "height", "width")[-len(sizes) :]
+    classes = tuple(map(str, range(CLASSES[config.name])))
     return SimpleNamespace(
-        input_size=sizes, in_channels=3, num_classes=CLASSES[config.name], axes=axes, tasks=("classify",)
+        input_size=sizes,
+        in_channels=3,
+        num_classes=len(classes),
+        classes=classes,
+        map_classes=classes,
+        axes=axes,
+        tasks=("segment", "detect") if config.name in NAMES_DENSE else ("classify",),
     )
 
 
 def built(name: str, encoding: str | None = None) -> nn.Module:
     config = configuration(name)
     with torch.device("meta"):
-        return build_model(encoding or config.encoding, config.model, shape(config.data))
+        return build_module(replace(config, encoding=encoding or config.encoding), shape(config.data)).model
 
 
 def count(model: nn.Module) -> int:
@@ -126,6 +134,16 @@ def test_parameters_are_those_of_timm(name: str, encoding: str, theirs: str) -> 
         assert count(built(name, encoding)) == count(timm.create_model(theirs))
 
 
+def test_parameters_of_mask2former_are_those_of_transformers() -> None:
+    swin = SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], out_indices=[1, 2, 3, 4])
+    with torch.device("meta"):
+        theirs = Mask2FormerForUniversalSegmentation(
+            Mask2FormerConfig(backbone_config=swin, id2label=dict(enumerate(map(str, range(150)))))
+        )
+    last_norm = 2 * 1024  # which no map of theirs passes
+    assert count(built("rope-vit-ade20k-mask2former-swin-b", "bias")) == count(theirs) - last_norm
+
+
 @pytest.mark.parametrize(
     ("name", "extra"),
     [("liere-cifar100-vit-b", 64_512), ("liere-cifar100-vit-t", 12 * 6 * 2 * 8 * 28), ("liere-imagenet", 64_512)],
@@ -193,6 +211,8 @@ def test_inputs_make_as_many_tokens(name: str, tokens: int) -> None:
         ("rope-vit-b-224", 512, 8),
         ("rope-vit-l-224", 512, 64),
         *((f"rope-swin-{size}", 1024, 8) for size in "tsb"),
+        ("rope-vit-ade20k-upernet-vit-b", 16, 8),
+        ("rope-vit-ade20k-mask2former-swin-b", 16, 8),
     ],
 )
 def test_a_step_is_of_the_papers_batch_on_its_devices_and_on_one(name: str, batch: int, devices: int) -> None:
@@ -217,12 +237,14 @@ def test_a_step_is_of_the_papers_batch_on_its_devices_and_on_one(name: str, batc
         ("rope-vit-b-224", 1e-5, 5 / 20, 1e-5),
         ("rope-vit-l-224", 1e-5, 5 / 20, 1e-5),
         *((f"rope-swin-{size}", 1e-3, 20 / 300, 1e-5) for size in "tsb"),
+        ("rope-vit-ade20k-upernet-vit-b", 5e-5, 1500 / 160_528, 0.0),
+        ("rope-vit-ade20k-mask2former-swin-b", 1e-4, 0.0, 0.0),
     ],
 )
 def test_the_rate_warms_up_and_falls_as_told(name: str, rate: float, warm: float, last: float) -> None:
     config = configuration(name)
     steps = config.optim.epochs * math.ceil(EXAMPLES[config.data.name] / config.optim.effective_batch)
-    optimizer = build_optimizer(nn.Linear(1, 1), config.optim)
+    optimizer = build_optimizer(nn.Linear(1, 1), replace(config.optim, layer_decay=None))
     schedule = build_schedule(optimizer, config.optim, steps)
 
     def at(step: int) -> float:
@@ -258,18 +280,20 @@ def miniature_roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
 
 def miniature(name: str, roots: dict[str, Path]) -> RunConfig:
-    """The recipe with a small model, small inputs and two steps of 8 examples."""
+    """The recipe with a small model, small inputs and two steps of 8 examples, or of 2 whose answers have a place."""
     config = configuration(name)
+    batch, step = (1, 2) if config.data.name in NAMES_DENSE else (4, 8)
     sizes = {"size": 64 if config.data.frames is None else 32} if config.data.size else {}
     frames = {} if config.data.frames is None else {"frames": 4, "test_views": None}
     root = str(roots[config.data.name])
-    data = replace(config.data, root=root, batch_size=4, train_size=16, workers=0, **sizes, **frames)
+    data = replace(config.data, root=root, batch_size=batch, train_size=2 * step, workers=0, **sizes, **frames)
     return replace(
         config,
         data=data,
         model=small(config),
-        optim=replace(config.optim, epochs=1, effective_batch=8),
+        optim=replace(config.optim, epochs=1, effective_batch=step),
         start_from=None,
+        backbone_from=None,
     )
 
 
@@ -282,12 +306,15 @@ def set_up(config: RunConfig) -> DataModule:
 def small(config: RunConfig) -> Any:
     model = config.model
     if model.backbone == "swin":
-        tiny = dict(dim=16, depths=[1, 1], stage_heads=[1, 1], window_size=[4])
+        stages = 2 if model.task == "classify" else 4
+        tiny = dict(dim=16, depths=[1] * stages, stage_heads=[1] * stages, window_size=[4])
     else:
         # two axes, or three of blocks of 8
         tiny = dict(dim=48 if config.data.frames else 32, depth=2, num_heads=1, mlp_dim=32)
     inputs = {"input_size": [48, 48]} if model.input_size else {}
-    return replace(model, size=None, **tiny, **inputs)
+    queries = {"num_queries": 4} if model.head in ("mask2former", "deformable-detr") else {}
+    head = {} if model.task == "classify" else {"head_channels": 32}
+    return replace(model, size=None, **tiny, **inputs, **head, **queries)
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -301,7 +328,11 @@ def test_two_steps_change_the_weights(name: str, miniature_roots: dict[str, Path
     assert math.isfinite(row["val_loss"])
     assert classifier.trainer.global_step == 2
     moved = {name for name, weight in classifier.state_dict().items() if not torch.equal(weight.cpu(), start[name])}
-    assert {"model.embed.proj.weight", "model.head.weight"} <= moved
+    if config.model.task == "classify":
+        assert {"model.embed.proj.weight", "model.head.weight"} <= moved
+    else:
+        assert "model.backbone.model.embed.proj.weight" in moved
+        assert any(weight.startswith("model.head.") for weight in moved)
     assert any("encodings" in name for name in moved)
 
 

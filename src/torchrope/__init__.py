@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from torchrope.rotations import Planar as Planar
     from torchrope.rotations import PlanarInBasis as PlanarInBasis
     from torchrope.rotations import Rotation as Rotation
+    from torchrope.training.pretrained import load_backbone as load_backbone
 
 _ROOMS = {
     "torchrope.positions": (
@@ -117,6 +118,7 @@ _ROOMS = {
     "torchrope.interop.published": ("load_published",),
     "torchrope.interop.saving": ("load", "save"),
     "torchrope.interop.swap": ("swap", "unswap"),
+    "torchrope.training.pretrained": ("load_backbone",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = ["__version__", "testing", *sorted(_ROOM_OF)]

@@ -1,16 +1,17 @@
-"""Maps at several strides for heads that find or segment: the layers of a ViT, a pyramid of its last one, Swin's stages."""
+"""Maps at several strides for heads that find or segment: a ViT's layers, a pyramid of its last one, Swin's stages."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import fitting, per_axis_window
-from torchrope.backbones.swin import Swin
+from torchrope.backbones.swin import Stage, Swin
 from torchrope.backbones.vit import ViT
+from torchrope.positions import per_axis
 
 _SCALES = (4, 2, 1, 1 / 2)  # cells of each level of the pyramid along a patch
 _EPS = 1e-6  # of ViTDet's norms
@@ -66,6 +67,9 @@ class Features(nn.Module):
 
     channels: tuple[int, ...]
     strides: tuple[int | float, ...]
+    indices: tuple[int, ...]
+    levels: nn.ModuleList  # of a pyramid
+    norms: nn.ModuleList  # of a Swin
 
     def __init__(
         self,
@@ -77,21 +81,26 @@ class Features(nn.Module):
         window_size: int | Sequence[int] | None = None,
         global_layers: Sequence[int] | None = None,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
+        self.arguments = arguments  # with the model, what builds it again
         self.model = model
+        self.pyramid = pyramid
+        self.out_channels = out_channels
         self.size_divisor = _side_of_patch(model)
         self.window_size = None if window_size is None else per_axis_window(window_size, 2)
-        self.levels: nn.ModuleList | None = None
-        self.norms: nn.ModuleList | None = None
+        self.global_layers: tuple[int, ...] | None = None
         if isinstance(model, Swin):
             if pyramid or global_layers is not None:
                 which = "a pyramid" if pyramid else "global_layers"
                 raise ValueError(f"{which} is for a ViT, got a Swin, whose stages have strides of their own")
             self._take_stages(model, indices)
         else:
-            self._take_layers(model, [-1] if pyramid else indices, global_layers)
-        if pyramid:
-            self._build_pyramid(indices, out_channels)
+            self._take_windows(model, global_layers)
+            if pyramid:
+                self._take_pyramid(model, indices)
+            else:
+                self._take_layers(model, indices)
         model.norm, model.head = nn.Identity(), nn.Identity()  # type: ignore[assignment]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> list[Tensor]:
@@ -116,7 +125,7 @@ class Features(nn.Module):
         x = functional.pad(x, (0, -width % self.size_divisor, 0, -height % self.size_divisor))
         maps = self._maps(x, None if mask is None else _cells(mask, self.size_divisor))
         there = [None if mask is None else _cells(mask, stride).unsqueeze(1) for stride in self.strides]
-        if self.levels is not None:
+        if self.pyramid:
             patches = None if mask is None else _cells(mask, self.size_divisor).unsqueeze(1)
             sizes = [(math.ceil(height / stride), math.ceil(width / stride)) for stride in self.strides]
             maps = [
@@ -130,20 +139,36 @@ class Features(nn.Module):
         """Channels and strides as timm's models tell them."""
         return FeatureInfo(self.channels, self.strides)
 
+    def get_extra_state(self) -> Tensor:
+        """Where tokens stand, as pre-trained weights may say: spacing and origin of each stage, `(stages, 2, axes)`."""
+        parts = getattr(self.model, "stages", [self.model])
+        told = [[per_axis(name, getattr(part, name), 2) for name in ("spacing", "origin")] for part in parts]
+        return torch.tensor(told, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Put tokens where a checkpoint has them."""
+        for part, (spacing, origin) in zip(getattr(self.model, "stages", [self.model]), state.tolist(), strict=True):
+            part.spacing, part.origin = tuple(spacing), tuple(origin)
+
     def extra_repr(self) -> str:
         """Show what comes out."""
         return f"strides={self.strides}, channels={self.channels}"
 
-    def _take_layers(self, vit: ViT, indices: Sequence[int] | None, global_layers: Sequence[int] | None) -> None:
+    def _take_windows(self, vit: ViT, global_layers: Sequence[int] | None) -> None:
+        if self.window_size is None:
+            if global_layers is not None:
+                rule = "global_layers are for a model with a window_size"
+                raise ValueError(f"{rule}, got {tuple(global_layers)} without")
+            return
         depth = len(vit.layers)
-        self.indices = _counted("indices", indices, range(depth + 1), _quarters(depth))
-        if self.window_size is None and global_layers is not None:
-            raise ValueError(f"global_layers are for a model with a window_size, got {tuple(global_layers)} without")
         self.global_layers = _counted("global_layers", global_layers, range(depth + 1), _quarters(depth))
         if 0 in self.global_layers:
             raise ValueError(f"global_layers are counted from 1, got {tuple(global_layers or ())}")
-        if self.window_size is not None:
-            vit.drop_prefix()
+        vit.drop_prefix()
+
+    def _take_layers(self, vit: ViT, indices: Sequence[int] | None) -> None:
+        depth = len(vit.layers)
+        self.indices = _counted("indices", indices, range(depth + 1), _quarters(depth))
         deepest = max(self.indices)
         vit.layers = vit.layers[:deepest]
         for of_layers in ("encodings", "biases"):
@@ -151,6 +176,18 @@ class Features(nn.Module):
                 setattr(vit, of_layers, getattr(vit, of_layers)[:deepest])
         self.channels = (vit.embed.proj.out_features,) * len(self.indices)
         self.strides = (self.size_divisor,) * len(self.indices)
+
+    def _take_pyramid(self, vit: ViT, indices: Sequence[int] | None) -> None:
+        levels = range(len(_SCALES))
+        self.indices = _counted("indices", indices, levels, tuple(levels))
+        strides = [self.size_divisor / _SCALES[index] for index in self.indices]
+        if min(strides) < 1:
+            rule = "a level of the pyramid must have a stride of 1 pixel or more"
+            raise ValueError(f"{rule}, got {min(strides)} for patches of {self.size_divisor}; leave it out of indices")
+        dim = vit.embed.proj.out_features
+        self.levels = nn.ModuleList(Level(dim, _SCALES[index], self.out_channels) for index in self.indices)
+        self.strides = tuple(int(stride) if stride == int(stride) else stride for stride in strides)
+        self.channels = (self.out_channels,) * len(strides)
 
     def _take_stages(self, swin: Swin, indices: Sequence[int] | None) -> None:
         stages = range(len(swin.stages))
@@ -161,38 +198,26 @@ class Features(nn.Module):
         self.strides = tuple(self.size_divisor * 2**index for index in self.indices)
         self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
 
-    def _build_pyramid(self, indices: Sequence[int] | None, out_channels: int) -> None:
-        dim = self.channels[0]
-        chosen = _counted("indices", indices, range(len(_SCALES)), tuple(range(len(_SCALES))))
-        strides = [self.size_divisor / _SCALES[index] for index in chosen]
-        if min(strides) < 1:
-            rule = "a level of the pyramid must have a stride of 1 pixel or more"
-            raise ValueError(f"{rule}, got {min(strides)} for patches of {self.size_divisor}; leave it out of indices")
-        self.levels = nn.ModuleList(Level(dim, _SCALES[index], out_channels) for index in chosen)
-        self.strides = tuple(int(stride) if stride == int(stride) else stride for stride in strides)
-        self.channels = (out_channels,) * len(chosen)
-
     def _maps(self, x: Tensor, there: Tensor | None) -> list[Tensor]:
         """The maps of the model, before a pyramid, from images of whole patches."""
         if isinstance(self.model, ViT):
             return self.model.feature_maps(
                 x,
-                self.indices,
+                [-1] if self.pyramid else self.indices,
                 norm=False,
                 there=there,
                 window_size=self.window_size,
-                global_layers=self.global_layers,
+                global_layers=self.global_layers or (),
             )
         if there is None and not self._windows_fill(self.model.embed.lattice(x.shape[2:])):
             there = torch.ones(1, *self.model.embed.lattice(x.shape[2:]), dtype=torch.bool, device=x.device)
         stages = self.model.feature_maps(x, window_size=self.window_size, there=there)
-        assert self.norms is not None
         return [norm(stages[index]) for index, norm in zip(self.indices, self.norms, strict=True)]
 
     def _windows_fill(self, sizes: tuple[int, ...]) -> bool:
         """Whether the windows of every stage of a Swin fill its lattice."""
-        for stage in self.model.stages:
-            window = fitting(self.window_size or stage.window, sizes)
+        for stage in cast(Swin, self.model).stages:
+            window = fitting(self.window_size or cast(Stage, stage).window, sizes)
             if any(size % part for size, part in zip(sizes, window, strict=True)):
                 return False
             sizes = tuple(-(-size // 2) for size in sizes)

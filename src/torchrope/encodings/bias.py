@@ -63,6 +63,18 @@ class RelativePositionBias(nn.Module):
         Raises:
             ValueError: not one size per axis.
         """
+        table = self.resampled(*sizes).unflatten(0, _spans(sizes))
+        part = tuple(sizes if window is None else window)
+        for axis, (size, within) in enumerate(zip(sizes, part, strict=True)):
+            table = table.narrow(axis, size - within, 2 * within - 1)
+        return table.movedim(-1, 0).flatten(1)[:, _offsets(part, self.table.device)]
+
+    def resampled(self, *sizes: int) -> Tensor:
+        """The table of a lattice of these sizes, `(offsets, num_heads)`.
+
+        Raises:
+            ValueError: not one size per axis.
+        """
         if len(sizes) != len(self.sizes):
             raise ValueError(f"{type(self).__name__} needs {len(self.sizes)} sizes, one per axis, got {len(sizes)}")
         table = self.table.unflatten(0, _spans(self.sizes))
@@ -71,10 +83,7 @@ class RelativePositionBias(nn.Module):
                 table = table.narrow(axis, own - size, 2 * size - 1)
             elif size > own:
                 table = resample_axis(table, axis, 2 * size - 1, antialias=False)
-        part = tuple(sizes if window is None else window)
-        for axis, (size, within) in enumerate(zip(sizes, part, strict=True)):
-            table = table.narrow(axis, size - within, 2 * within - 1)
-        return table.movedim(-1, 0).flatten(1)[:, _offsets(part, self.table.device)]
+        return table.flatten(0, -2)
 
     def extra_repr(self) -> str:
         """Show what the module was built with."""

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torchrope.report.pictures import runs
 from torchrope.report.shape import check, check_kind, short
 
 Study = dict[str, Any]
@@ -29,6 +30,7 @@ ORDER = (
     "attention",
     "fourier",
     "kernel",
+    "dense",
 )
 
 _AXIS = {"key": str, "title": str, "unit?": str, "scale": str}
@@ -39,6 +41,8 @@ _TABLE = {
     "source?": str,
     "note?": str,
 }
+_BOX = {**dict.fromkeys(("left", "top", "right", "bottom"), float), "kind": int, "score?": float}
+_PANEL = {"name": str, "boxes": [_BOX], "map": str}
 _SHAPE: dict[str, Any] = {
     "study": str,
     "title": str,
@@ -61,6 +65,16 @@ _SHAPE: dict[str, Any] = {
                 "low?": str,
                 "high?": str,
                 "colour?": _AXIS,
+                "caption?": str,
+            }
+        ],
+        "pictures?": [
+            {
+                "name": str,
+                "title": str,
+                "alt": str,
+                "classes": [str],
+                "rows": [{"title": str, "image": str, "width": int, "height": int, "panels": [_PANEL]}],
                 "caption?": str,
             }
         ],
@@ -93,6 +107,8 @@ _SHAPE: dict[str, Any] = {
     },
 }
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+_PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]+={0,2}")
+_LARGEST = 4096  # pixels of a picture's side
 _KINDS = ("lines", "points", "bars", "cells")
 _SCALES = ("linear", "log", "category")
 
@@ -151,7 +167,9 @@ def check_study(study: Any) -> None:
             _check_table(table, f"study.findings.{part}[{index}]")
     for index, figure in enumerate(findings["figures"]):
         _check_figure(figure, f"study.findings.figures[{index}]")
-    names = [figure["name"] for figure in findings["figures"]]
+    for index, pictures in enumerate(findings.get("pictures") or []):
+        _check_pictures(pictures, f"study.findings.pictures[{index}]")
+    names = [each["name"] for each in [*findings["figures"], *(findings.get("pictures") or [])]]
     if len(set(names)) < len(names):
         raise ValueError(f"study.findings.figures must have different names, got {short(names)}")
 
@@ -193,6 +211,31 @@ def _check_figure(figure: dict[str, Any], where: str) -> None:
     numeric = [axis["key"] for _, axis in axes if axis["scale"] != "category"]
     for key in [*numeric, *(figure[part] for part in ("low", "high") if figure.get(part))]:
         _check_numbers(figure["rows"], key, where)
+
+
+def _check_pictures(pictures: dict[str, Any], where: str) -> None:
+    for index, row in enumerate(pictures["rows"]):
+        at = f"{where}.rows[{index}]"
+        for side in ("width", "height"):
+            if not 1 <= row[side] <= _LARGEST:
+                raise ValueError(f"{at}.{side} must be 1 to {_LARGEST} pixels, got {short(row[side])}")
+        if not _PNG.fullmatch(row["image"]):
+            raise ValueError(f"{at}.image must be PNG in base64, got {short(row['image'])}")
+        for place, panel in enumerate(row["panels"]):
+            _check_panel(panel, row["width"] * row["height"], len(pictures["classes"]), f"{at}.panels[{place}]")
+
+
+def _check_panel(panel: dict[str, Any], pixels: int, classes: int, where: str) -> None:
+    try:
+        found = list(runs(panel["map"]))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    covered = sum(length for _, length in found)
+    if found and covered != pixels:
+        raise ValueError(f"{where}.map must cover {pixels} pixels, got {covered}")
+    for kind in [kind for kind, _ in found if kind is not None] + [box["kind"] for box in panel["boxes"]]:
+        if not 0 <= kind < classes:
+            raise ValueError(f"{where} must be of {classes} classes, got class {short(kind)}")
 
 
 def _check_rows(rows: list[dict[str, Any]], keys: list[str], where: str) -> None:

@@ -90,6 +90,23 @@
     return log ? ends.map(Math.exp) : ends;
   };
 
+  // A row of buttons below a drawing, and what adds one.
+  const toolbar = (figure) => {
+    const tools = document.createElement("div");
+    tools.className = "tools";
+    const title = figure.querySelector("h4").textContent;
+    const add = (text, label, act) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = text;
+      button.setAttribute("aria-label", `${label}: ${title}`);
+      button.addEventListener("click", act);
+      tools.append(button);
+    };
+    figure.querySelector(".drawing").after(tools);
+    return [tools, add];
+  };
+
   class Figure {
     constructor(element) {
       this.element = element;
@@ -101,17 +118,7 @@
     }
 
     addTools() {
-      const tools = document.createElement("div");
-      tools.className = "tools";
-      const title = this.element.querySelector("h4").textContent;
-      const add = (text, label, act) => {
-        const button = document.createElement("button");
-        button.type = "button";
-        button.textContent = text;
-        button.setAttribute("aria-label", `${label}: ${title}`);
-        button.addEventListener("click", act);
-        tools.append(button);
-      };
+      const [tools, add] = toolbar(this.element);
       if (this.plot.zoom.length) {
         add("+", "Zoom in", () => this.zoom(0.6));
         add("\u2212", "Zoom out", () => this.zoom(1 / 0.6));
@@ -129,7 +136,6 @@
       add("CSV", "Download as CSV", () => {
         save(this.element.id + ".csv", new Blob(["\ufeff" + csv(this.plot)], { type: "text/csv;charset=utf-8" }));
       });
-      this.host.after(tools);
     }
 
     drawn() {
@@ -198,7 +204,16 @@
 
   document.querySelectorAll("table.sortable").forEach(sortable);
 
-  const figures = new Map([...document.querySelectorAll("figure")].map((element) => [element, new Figure(element)]));
+  for (const element of document.querySelectorAll("figure.shots")) {
+    const [, add] = toolbar(element);
+    add("SVG", "Download as SVG", () => {
+      const text = new XMLSerializer().serializeToString(element.querySelector("svg"));
+      save(element.id + ".svg", new Blob([text], { type: "image/svg+xml" }));
+    });
+    element.dataset.drawn = "yes";
+  }
+
+  const figures = new Map([...document.querySelectorAll("figure:not(.shots)")].map((element) => [element, new Figure(element)]));
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;

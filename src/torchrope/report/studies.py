@@ -16,6 +16,7 @@ from torchrope.files import write_whole
 from torchrope.report.findings import Study, read_studies
 from torchrope.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look
 from torchrope.report.notes import run_facts
+from torchrope.report.pictures import sheet
 from torchrope.report.plots import GRID, INK, PAPER, SOFT, Plot, page_looks, plot, slug, svg
 from torchrope.report.studies_markdown import render_studies_markdown
 from torchrope.report.tables import MISSING, count, percent, significant, size
@@ -75,6 +76,21 @@ class Drawn:
 
 
 @dataclass(frozen=True)
+class Shot:
+    """Pictures as the page and the Markdown show them.
+
+    Attributes:
+        name: Of their file, and their id on the page.
+        figure: As the study wrote them.
+        svg: The drawing.
+    """
+
+    name: str
+    figure: dict[str, Any]
+    svg: str
+
+
+@dataclass(frozen=True)
 class Part:
     """A study on one data set."""
 
@@ -83,6 +99,7 @@ class Part:
     data: str
     about: str
     drawn: list[Drawn]
+    shots: list[Shot]
     tables: list[Shown]
     facts: list[tuple[str, str]]
 
@@ -256,6 +273,10 @@ def _part(study: Study, looks: dict[str, Look], taken: set[str]) -> Part:
         drawn=[
             _draw(figure, _unique(f"{named}-{slug(figure['name'])}", taken), looks) for figure in findings["figures"]
         ],
+        shots=[
+            _shoot(pictures, _unique(f"{named}-{slug(pictures['name'])}", taken))
+            for pictures in findings.get("pictures") or []
+        ],
         tables=[show_table(table, looks) for table in findings["tables"]],
         facts=run_facts({"run": run}),
     )
@@ -270,6 +291,10 @@ def _draw(figure: dict[str, Any], name: str, looks: dict[str, Look]) -> Drawn:
     }
     numbers = show_table(table, looks) if len(figure["rows"]) <= LONG else None
     return Drawn(name, figure, drawn, svg(drawn, name), numbers)
+
+
+def _shoot(pictures: dict[str, Any], name: str) -> Shot:
+    return Shot(name, pictures, sheet(pictures, name))
 
 
 def _about(data: dict[str, Any]) -> str:
@@ -292,8 +317,9 @@ def _unique(wanted: str, taken: set[str]) -> str:
     return name
 
 
-def _all_drawn(chapters: Sequence[Chapter]) -> list[Drawn]:
-    return [drawn for chapter in chapters for part in chapter.parts for drawn in part.drawn]
+def _all_drawn(chapters: Sequence[Chapter]) -> list[Drawn | Shot]:
+    parts = [part for chapter in chapters for part in chapter.parts]
+    return [*(drawn for part in parts for drawn in part.drawn), *(shot for part in parts for shot in part.shots)]
 
 
 def _library() -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchrope.report.tables import escape_markdown, markdown_table
 
 if TYPE_CHECKING:
-    from torchrope.report.studies import Chapter, Drawn, Part, Shown
+    from torchrope.report.studies import Chapter, Drawn, Part, Shot, Shown
 
 
 def render_studies_markdown(chapters: Sequence[Chapter], advice: Sequence[dict[str, Any]]) -> str:
@@ -59,6 +59,7 @@ def _part(part: Part) -> list[str]:
         f"**{escape_markdown(findings['answer'])}**",
         *(section for drawn in part.drawn for section in _drawing(drawn)),
         *(section for table in part.tables for section in _table(table)),
+        *(section for shot in part.shots for section in _drawing(shot)),
         *_checks(findings["checks"]),
         "\n".join(f"- {escape_markdown(note)}" for note in findings["notes"]),
         _code(command) if command else "",
@@ -66,7 +67,7 @@ def _part(part: Part) -> list[str]:
     ]
 
 
-def _drawing(drawn: Drawn) -> list[str]:
+def _drawing(drawn: Drawn | Shot) -> list[str]:
     image = f"![{escape_markdown(drawn.figure['alt'])}](figures/{drawn.name}.svg)"
     return [f"#### {escape_markdown(drawn.figure['title'])}", image, escape_markdown(drawn.figure.get("caption") or "")]
 

@@ -19,7 +19,7 @@ def describe_data(data: DataModule) -> dict[str, Any]:
         "num_classes": data.num_classes,
         "train": train,
         "val": val,
-        "chance": 1 / data.num_classes,
+        "chance": 1 / data.num_classes if "classify" in data.tasks else None,
         "skipped": describe_skipped(dict(data.skipped)),
     }
 

@@ -4,10 +4,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot
 from statistics import stdev
+from typing import Any, Protocol
 
 import numpy as np
 
 from torchrope.training.evaluate import interval
+
+
+class Measured(Protocol):
+    """What one encoding reaches, as a share of 1, and how much of a difference to another luck explains."""
+
+    @property
+    def name(self) -> str:
+        """The encoding."""
+
+    @property
+    def measure(self) -> str:
+        """What is measured, for people."""
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over seeds; None where there is one seed."""
+
+    def ahead_of(self, other: Any) -> tuple[float, float]:
+        """The ends of the 95 % interval of the difference on the same validation examples."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +45,7 @@ class Accuracy:
 
     name: str
     correct: np.ndarray
+    measure: str = "top-1"
 
     @property
     def mean(self) -> float:
@@ -31,6 +56,10 @@ class Accuracy:
     def spread(self) -> float | None:
         """Standard deviation over seeds; None where there is one seed."""
         return spread(self.correct.mean(axis=1).tolist())
+
+    def ahead_of(self, other: "Accuracy") -> tuple[float, float]:
+        """The ends of the 95 % interval of the difference on the same validation examples."""
+        return interval(self.correct.mean(axis=0) - other.correct.mean(axis=0))
 
 
 @dataclass(frozen=True)
@@ -49,15 +78,15 @@ def spread(values: list[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
-def rank(accuracies: list[Accuracy]) -> list[Place]:
-    """Order encodings by mean top-1; a difference that seeds or validation examples can explain is a tie.
+def rank(measured: Sequence[Measured]) -> list[Place]:
+    """Order encodings by their mean; a difference that seeds or validation examples can explain is a tie.
 
     A difference to the best is a tie when the bootstrapped 95 % interval of the paired difference over the same
     validation examples holds zero, or when it is smaller than the two spreads over seeds together.
     """
-    ordered = sorted(accuracies, key=lambda a: -a.mean)
+    ordered = sorted(measured, key=lambda each: -each.mean)
     best = ordered[0]
-    return [Place(best.name, 1, 0.0, "best", "highest mean top-1")] + [
+    return [Place(best.name, 1, 0.0, "best", f"highest mean {best.measure}")] + [
         _place(other, best, position) for position, other in enumerate(ordered[1:], start=2)
     ]
 
@@ -67,10 +96,10 @@ def not_behind(places: Sequence[Place]) -> list[str]:
     return [place.name for place in places if place.verdict != "behind"]
 
 
-def _place(other: Accuracy, best: Accuracy, position: int) -> Place:
+def _place(other: Measured, best: Measured, position: int) -> Place:
     gap = best.mean - other.mean
     points = f"{100 * gap:.1f} points behind"
-    low, high = interval(best.correct.mean(axis=0) - other.correct.mean(axis=0))
+    low, high = best.ahead_of(other)
     if low <= 0:
         why = f"{points}, within the sampling error of the validation set (95 % interval {_points(low, high)})"
         return Place(other.name, position, gap, "tied", why)

@@ -24,7 +24,7 @@ def match(
     """Match the detections of every image with its objects, by pycocotools.
 
     Args:
-        predicted: Of every image `boxes` `(n, 4)` xyxy, `scores` and `labels` `(n,)`, for masks `masks` `(n, h, w)` too.
+        predicted: Of every image `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)`, for masks `masks` `(n, h, w)` too.
         targets: Of every image `boxes`, `labels`, `crowd` `(n,)` where some are, for masks `masks` too.
         kind: What must overlap.
 
@@ -197,7 +197,7 @@ def _index(images: list[list[dict[str, Any]]], labels: list[int]) -> Any:
     listed = [{**each, "image_id": index} for index, image in enumerate(images) for each in image]
     coco = COCO()
     coco.dataset = {
-        "images": [{"id": index} for index in range(len(images))],
+        "images": [{"id": index, "height": 0, "width": 0} for index in range(len(images))],  # sizes are for polygons
         "categories": [{"id": label} for label in labels],
         "annotations": [{**each, "id": number} for number, each in enumerate(listed, start=1)],
     }

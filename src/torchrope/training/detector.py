@@ -18,8 +18,8 @@ Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
 class Detector(Module):
     """Train a model that finds objects.
 
-    Validation reports the loss that the model has in evaluation, and COCO's average precision of boxes, `val_ap`, and of
-    masks, `val_mask_ap`, where it finds them; over the images of all processes. Crowds count as COCO counts them.
+    Validation reports the loss that the model has in evaluation, and COCO's average precision of boxes, `val_ap`, and
+    of masks, `val_mask_ap`, where it finds them; over the images of all processes. Crowds count as COCO counts them.
 
     Args:
         model: Has `losses`, `predict` and `finds`, as those of `interop.heads.detection`.
@@ -68,5 +68,5 @@ class Detector(Module):
 
 def _truth(target: dict[str, Any]) -> dict[str, Tensor]:
     """A target as torchmetrics names it."""
-    truth = {name: target[name] for name in ("boxes", "labels", "masks") if name in target}
+    truth: dict[str, Tensor] = {name: target[name] for name in ("boxes", "labels", "masks") if name in target}
     return {**truth, "iscrowd": target["crowd"].long()} if "crowd" in target else truth

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 from torchmetrics import MeanMetric
@@ -42,7 +43,7 @@ class Segmenter(Module):
     def training_step(self, batch: Batch, _: int) -> Tensor:
         """The loss of a batch."""
         images, targets = batch
-        loss: Tensor = sum(self.model.losses(images, targets).values())  # type: ignore[assignment]
+        loss = torch.stack(list(self.model.losses(images, targets).values())).sum()
         self.train_loss.update(loss.detach(), len(images))
         return loss
 

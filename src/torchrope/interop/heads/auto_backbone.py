@@ -15,8 +15,6 @@ from transformers.modeling_utils import PreTrainedModel
 from torchrope.backbones.features import Features
 from torchrope.interop import own
 
-_SETTINGS = ("indices", "pyramid", "window_size", "global_layers")
-
 
 @strict
 class FeaturesConfig(BackboneConfigMixin, PreTrainedConfig):
@@ -34,7 +32,7 @@ class FeaturesConfig(BackboneConfigMixin, PreTrainedConfig):
     Example:
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=2, num_heads=2, encoding="liere:8")
-        >>> config = FeaturesConfig.of(Features(vit, indices=(1, 2), pyramid=False))
+        >>> config = FeaturesConfig.of(Features(vit, indices=(1, 2)))
         >>> maps = AutoBackbone.from_config(config)(torch.randn(1, 3, 32, 48)).feature_maps
         >>> [tuple(map.shape) for map in maps]
         [(1, 32, 4, 6), (1, 32, 4, 6)]
@@ -54,10 +52,7 @@ class FeaturesConfig(BackboneConfigMixin, PreTrainedConfig):
         Raises:
             ValueError: a model built with what JSON cannot hold, such as an encoding that is no name.
         """
-        described = {
-            "model": own.recipe(features.model),
-            "features": {name: getattr(features, name) for name in _SETTINGS},
-        }
+        described = {"model": own.recipe(features.model), "features": features.arguments}
         try:
             return cls(**json.loads(json.dumps(described)), **settings)
         except TypeError as error:
@@ -68,15 +63,17 @@ class FeaturesConfig(BackboneConfigMixin, PreTrainedConfig):
         self.model = self.model or {"class": "ViT", "arguments": {"input_size": [224, 224], "patch_size": 16}}
         self.features = self.features or {"pyramid": True}
         self.stage_names = [f"stage{index + 1}" for index in range(len(self.build("meta").channels))]
-        self.set_output_features_output_indices(
-            out_indices=kwargs.pop("out_indices", None), out_features=kwargs.pop("out_features", self.stage_names)
-        )
+        chosen: dict[str, Any] = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
+        if all(choice is None for choice in chosen.values()):
+            chosen["out_features"] = list(self.stage_names)
+        self.set_output_features_output_indices(**chosen)
         super().__post_init__(**kwargs)
 
     def build(self, device: str = "cpu") -> Features:
         """The `Features` that this describes, its weights drawn anew."""
+        model: Any = own.rebuild(_tuples(self.model), device)
         with torch.device(device):
-            return Features(own.rebuild(_tuples(self.model), device), **_tuples(self.features))
+            return Features(model, **_tuples(self.features))
 
 
 class FeaturesBackbone(BackboneMixin, PreTrainedModel):
@@ -107,19 +104,19 @@ class FeaturesBackbone(BackboneMixin, PreTrainedModel):
     def forward(
         self,
         pixel_values: Tensor,
-        pixel_mask: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        pixel_mask: Tensor | None = None,
     ) -> BackboneOutput | tuple[Any, ...]:
         """Compute the chosen maps.
 
         Args:
             pixel_values: `(batch, channels, height, width)` of any size.
-            pixel_mask: True where the image is, `(batch, height, width)`; None where it is everywhere.
             output_hidden_states: Also return all maps.
             output_attentions: Refused: the attention weights are never formed.
             return_dict: False returns a tuple.
+            pixel_mask: True where the image is, `(batch, height, width)`; None where it is everywhere.
 
         Returns:
             `feature_maps`, and all of them as `hidden_states` where asked for.
@@ -133,19 +130,23 @@ class FeaturesBackbone(BackboneMixin, PreTrainedModel):
         mask = None if pixel_mask is None else pixel_mask.bool()
         maps = self.features(pixel_values.to(self.features.model.embed.proj.weight.dtype), mask)
         chosen: Any = tuple(maps[self.stage_names.index(name)] for name in self.out_features)
-        output = BackboneOutput(feature_maps=chosen, hidden_states=tuple(maps) if everything else None)  # type: ignore[arg-type]
+        output = BackboneOutput(feature_maps=chosen, hidden_states=tuple(maps) if everything else None)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Draw what a checkpoint did not hold as a new backbone does; transformers marks what it did."""
-        if module is not self.features:
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Draw what a checkpoint did not hold as a new backbone does; transformers marks what it did.
+
+        It goes through the modules one by one, and through this one last.
+        """
+        if module is not self or getattr(self, "_is_hf_initialized", False):
             return
         fresh = self.config.build().state_dict()
         for name, tensor in self.features.state_dict(keep_vars=True).items():
             if not getattr(tensor, "_is_hf_initialized", False):
                 tensor.copy_(fresh[name])
+        self._is_hf_initialized = True
 
 
 def _tuples(value: Any) -> Any:

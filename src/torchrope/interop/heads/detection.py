@@ -45,8 +45,8 @@ class FasterRCNN(nn.Module):
         maps (+ every second cell of the last one) -> regions that may hold objects -> RoIAlign -> class and box
 
     Maps of one width, as those of a simple feature pyramid, are taken as they are; others, as a Swin's stages, go
-    through a feature pyramid network. A region has two convolutions, a box four and a layer, with norms over channels in
-    between. Anchors are squares of 8 strides and rectangles of the same area, 1:2 and 2:1.
+    through a feature pyramid network. A region has two convolutions, a box four and a layer, with norms over channels
+    in between. Anchors are squares of 8 strides and rectangles of the same area, 1:2 and 2:1.
 
     Images come normalised and are neither resized nor normalised again. What is found in an image does not depend on
     what it comes with: `predict` takes those of one size together, and pads none to the size of others.
@@ -56,6 +56,8 @@ class FasterRCNN(nn.Module):
         classes: Names of the classes, without the background, which is torchvision's class 0 inside.
         channels: Of the heads' convolutions, and of the pyramid where it is a network.
         mlp_dim: Channels of the layer before class and box.
+        regions: Regions of an image that a step learns from, of about four times as many that are proposed; about twice
+            as many are looked at in evaluation.
         score_threshold: Detections that are less sure are left out.
 
     References:
@@ -65,7 +67,8 @@ class FasterRCNN(nn.Module):
     Example:
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=2, num_heads=2, encoding="mixed")
-        >>> model = FasterRCNN(Features(vit, pyramid=True, out_channels=16), "0123456789", channels=16, mlp_dim=32).eval()
+        >>> backbone = Features(vit, pyramid=True, out_channels=16)
+        >>> model = FasterRCNN(backbone, "0123456789", channels=16, mlp_dim=32).eval()
         >>> [found] = model.predict([torch.randn(3, 32, 48)])
         >>> sorted(found)
         ['boxes', 'labels', 'scores']
@@ -80,6 +83,7 @@ class FasterRCNN(nn.Module):
         *,
         channels: int = 256,
         mlp_dim: int = 1024,
+        regions: int = 512,
         score_threshold: float = 0.05,
     ) -> None:
         super().__init__()
@@ -101,13 +105,19 @@ class FasterRCNN(nn.Module):
             strides,
             rpn_anchor_generator=AnchorGenerator(anchors, ((0.5, 1.0, 2.0),) * len(anchors)),
             rpn_head=RPNHead(width, 3, conv_depth=2),
+            **{f"rpn_{when}_nms_top_n_train": 2000 * regions // 512 for when in ("pre", "post")},
+            **{f"rpn_{when}_nms_top_n_test": 1000 * regions // 512 for when in ("pre", "post")},
             box_roi_pool=_pool(strides, 7),
             box_head=FastRCNNConvFCHead((width, 7, 7), [channels] * 4, [mlp_dim], norm_layer=LayerNorm2d),
             box_predictor=FastRCNNPredictor(mlp_dim, len(classes) + 1),
+            box_batch_size_per_image=regions,
             box_score_thresh=score_threshold,
             box_detections_per_img=MOST,
         )
         self.rpn, self.roi_heads = parts.rpn, parts.roi_heads
+        for part in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
+            if part is not None:  # torchvision has places in the dtype of what says them: in bfloat16, 4 pixels of 1024
+                part.register_forward_hook(_widened)
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
         """The losses of a batch, which are summed: of regions and of their classes and boxes (and masks).
@@ -144,7 +154,7 @@ class FasterRCNN(nn.Module):
         batch, mask = pad(images, self.divisor)
         sizes = [_size(image) for image in images]
         named = self.neck(OrderedDict((str(index), each) for index, each in enumerate(self.backbone(batch, mask))))
-        levels, names = self.top(list(named.values()), [], list(named))
+        levels, names = self.top([_wide(each) for each in named.values()], [], list(named))
         maps = OrderedDict(zip(names, levels, strict=True))
         regions, of_regions = self.rpn(ImageList(batch, sizes), maps, targets)
         found, of_objects = self.roi_heads(maps, regions, sizes, targets)
@@ -171,6 +181,7 @@ class MaskRCNN(FasterRCNN):
         classes: Names of the classes, without the background.
         channels: Of the heads' convolutions, and of the pyramid where it is a network.
         mlp_dim: Channels of the layer before class and box.
+        regions: Regions of an image that a step learns from.
         score_threshold: Detections that are less sure are left out.
 
     References:
@@ -221,7 +232,7 @@ class DeformableDETR(nn.Module):
     Args:
         backbone: Gives the maps.
         classes: Names of the classes.
-        channels: Of tokens, a multiple of 32.
+        channels: Of tokens, a multiple of 32 from 64 on.
         queries: Objects that are looked for; an image must have as many places.
         encoder_layers: Layers of the encoder.
         decoder_layers: Layers of the decoder.
@@ -236,8 +247,9 @@ class DeformableDETR(nn.Module):
     Example:
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=2, num_heads=2, encoding="mixed")
-        >>> model = DeformableDETR(Features(vit, pyramid=True, out_channels=16), "0123456789", channels=32, queries=20, encoder_layers=1,
-        ...                        decoder_layers=2, mlp_dim=32).eval()
+        >>> backbone = Features(vit, pyramid=True, out_channels=16)
+        >>> model = DeformableDETR(backbone, "0123456789", channels=64, queries=20, encoder_layers=1, decoder_layers=2)
+        >>> model = model.eval()
         >>> [found] = model.predict([torch.randn(3, 32, 48)])
         >>> len(found["boxes"])
         100
@@ -259,8 +271,8 @@ class DeformableDETR(nn.Module):
         score_threshold: float = 0.0,
     ) -> None:
         super().__init__()
-        if channels % 32:  # groups of its norms
-            raise ValueError(f"channels must be divisible by 32, got {channels}")
+        if channels < 64 or channels % 32:  # its norms have 32 groups, which need two values even in a map of one cell
+            raise ValueError(f"channels must be 64 or more and divisible by 32, got {channels}")
         self.backbone = backbone
         self.classes = tuple(classes)
         self.score_threshold = score_threshold
@@ -282,7 +294,7 @@ class DeformableDETR(nn.Module):
             dropout=0.0,
             disable_custom_kernels=True,
         )
-        self.detr = DeformableDetrModel(config)
+        self.detr = _model(config)
         self.detr.backbone = _Maps(backbone, self.stride)
         # One of each for every layer of the decoder, and the encoder's behind them, where the model looks for them.
         count = decoder_layers + 1
@@ -414,7 +426,7 @@ def _pool(strides: Sequence[float], size: int) -> MultiScaleRoIAlign:
     """RoIAlign that is told the scales of the maps; left alone, it infers them from the first batch that it sees."""
     pool = MultiScaleRoIAlign([str(index) for index in range(len(strides))], size, sampling_ratio=2)
     pool.scales = [1 / stride for stride in strides]
-    pool.map_levels = LevelMapper(0, len(strides) - 1, canonical_scale=14 * strides[0], canonical_level=0)  # type: ignore[arg-type]
+    pool.map_levels = LevelMapper(0, len(strides) - 1, canonical_scale=14 * strides[0], canonical_level=0)
     return pool
 
 
@@ -438,17 +450,15 @@ def _own_draws(device: torch.device) -> Iterator[None]:
         yield
 
 
+def _model(config: DeformableDetrConfig) -> Any:
+    return DeformableDetrModel(config)
+
+
 def _stand_in(backbone: Features) -> ResNetConfig:
     """A backbone of as many maps and channels, for transformers to build around before ours takes its place."""
     maps = len(backbone.channels)
-    return ResNetConfig(
-        num_channels=3,
-        embedding_size=8,
-        hidden_sizes=list(backbone.channels),
-        depths=[1] * maps,
-        layer_type="basic",
-        out_indices=list(range(1, maps + 1)),
-    )
+    sizes = dict(embedding_size=8, hidden_sizes=list(backbone.channels), depths=[1] * maps, layer_type="basic")
+    return ResNetConfig(**sizes, out_indices=list(range(1, maps + 1)))  # type: ignore[arg-type, call-arg]
 
 
 def _rare(classify: nn.Linear, share: float = 0.01) -> nn.Linear:
@@ -459,7 +469,7 @@ def _rare(classify: nn.Linear, share: float = 0.01) -> nn.Linear:
 
 def _still(channels: int) -> nn.Module:
     """A head that starts by moving no box."""
-    head = DeformableDetrMLPPredictionHead(channels, channels, output_dim=4, num_layers=3)
+    head: Any = DeformableDetrMLPPredictionHead(channels, channels, output_dim=4, num_layers=3)
     nn.init.zeros_(head.layers[-1].weight)
     nn.init.zeros_(head.layers[-1].bias)
     return head
@@ -468,6 +478,13 @@ def _still(channels: int) -> nn.Module:
 def _outputs(logits: Tensor, boxes: Tensor) -> dict[str, Tensor]:
     """What the losses take."""
     return {"logits": _wide(logits), "pred_boxes": _wide(boxes).sigmoid()}
+
+
+def _widened(_: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """A hook: what a module returns, one tensor or nested ones, in float32 at least."""
+    if isinstance(outputs, Tensor):
+        return _wide(outputs)
+    return type(outputs)(_widened(_, inputs, each) for each in outputs)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class UperNet(SemanticModel):
     """Segment by a pyramid of maps with pooling at four scales on top (transformers' `UperNetHead`).
 
     On a plain ViT give it four layers' maps, as in BEiT v2's recipe, which the RoPE-ViT paper's table 3 follows:
-    `Features(vit, indices=layers_of_plain_vit(12), pyramid=False)`; learned deconvolutions make a pyramid of them
+    `Features(vit, indices=layers_of_plain_vit(12))`; learned deconvolutions make a pyramid of them
     (`Rescale`). The simple feature pyramid (`pyramid=True`) and a Swin's stages are read as they are.
 
     Args:
@@ -96,7 +96,7 @@ class UperNet(SemanticModel):
     Example:
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=4, num_heads=2, encoding="liere:8")
-        >>> model = UperNet(Features(vit, indices=(1, 2, 3, 4), pyramid=False), ["sky", "sea"], channels=16).eval()
+        >>> model = UperNet(Features(vit, indices=(1, 2, 3, 4)), ["sky", "sea"], channels=16).eval()
         >>> [tuple(found["logits"].shape) for found in model.predict([torch.randn(3, 32, 40), torch.randn(3, 30, 50)])]
         [(2, 32, 40), (2, 30, 50)]
     """
@@ -115,7 +115,7 @@ class UperNet(SemanticModel):
         if len(backbone.channels) < 3:
             raise ValueError(f"UperNet reads three maps or more, got strides {backbone.strides}")
         config = UperNetConfig(
-            num_labels=len(classes),
+            id2label=dict(enumerate(classes)),
             hidden_size=channels,
             auxiliary_channels=auxiliary_channels,
             pool_scales=tuple(pool_scales),
@@ -148,7 +148,7 @@ class UperNet(SemanticModel):
 class Mask2Former(SemanticModel):
     """Segment by queries that each name a class and draw a mask (transformers' Mask2Former).
 
-    The logits are those whose softmax is the share of each class in  Σ over queries  p(class | query) · p(pixel in mask).
+    The softmax of its logits is the share of each class in  Σ over queries  p(class | query) · p(pixel in mask).
 
     Args:
         backbone: Gives four maps, each of half the resolution of the one before, or of one stride.
@@ -173,7 +173,7 @@ class Mask2Former(SemanticModel):
         >>> from torchrope import Swin
         >>> swin = Swin((64, 64), dim=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1), window_size=4, encoding="mixed")
         >>> small = dict(channels=32, queries=5, encoder_layers=1, decoder_layers=1, num_heads=2)
-        >>> model = Mask2Former(Features(swin, pyramid=True), ["sky", "sea"], **small).eval()
+        >>> model = Mask2Former(Features(swin), ["sky", "sea"], **small).eval()
         >>> model.predict([torch.randn(3, 50, 64)])[0]["logits"].shape
         torch.Size([2, 50, 64])
     """
@@ -199,7 +199,7 @@ class Mask2Former(SemanticModel):
         if channels % 32 or channels % num_heads:
             raise ValueError(f"channels must be divisible by 32 and num_heads = {num_heads}, got {channels}")
         config = Mask2FormerConfig(
-            num_labels=len(classes),
+            id2label=dict(enumerate(classes)),
             feature_size=channels,
             mask_feature_size=channels,
             hidden_dim=channels,
@@ -211,7 +211,7 @@ class Mask2Former(SemanticModel):
             num_queries=queries,
             train_num_points=points,
         )
-        self.head = _Mask2FormerHead(config, backbone.channels)
+        self.head = _Mask2FormerHead(config, backbone.channels, len(classes))
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         classes, masks = self.head(self.maps(images, mask))
@@ -295,11 +295,11 @@ def enlarge(logits: Tensor, stride: float, size: Sequence[int]) -> Tensor:
 class _Mask2FormerHead(Mask2FormerPreTrainedModel):
     """Mask2Former from the maps on, its weights drawn as transformers draws them."""
 
-    def __init__(self, config: Mask2FormerConfig, channels: Sequence[int]) -> None:
+    def __init__(self, config: Mask2FormerConfig, channels: Sequence[int], num_classes: int) -> None:
         super().__init__(config)
         self.pixel_decoder = Mask2FormerPixelDecoder(config, feature_channels=channels)
         self.transformer = Mask2FormerTransformerModule(in_features=config.feature_size, config=config)
-        self.classifier = nn.Linear(config.hidden_dim, config.num_labels + 1)
+        self.classifier = nn.Linear(config.hidden_dim, num_classes + 1)
         weights = {"cross_entropy": config.class_weight, "mask": config.mask_weight, "dice": config.dice_weight}
         self.criterion = Mask2FormerLoss(config, weights)
         self.post_init()

@@ -2,9 +2,10 @@
 
 import inspect
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchrope.interop.published import comrope, liere, rope_swin, rope_vit, timm_vit
 from torchrope.interop.published.files import read_state
@@ -60,16 +61,31 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
         Heo et al., github.com/naver-ai/rope-vit; Ostmeier et al., github.com/StanfordMIMI/LieRE; Yu et al.,
         github.com/Longin-Yu/ComRoPE; Wightman, github.com/huggingface/pytorch-image-models.
     """
-    state = read_state(path)
-    family = next((family for family in _FAMILIES if family.recognises(state)), None)
-    if family is None:
-        known = ", ".join(family.FAMILY for family in _FAMILIES)
-        names = ", ".join(sorted(state)[:3])
-        raise ValueError(f"load_published knows checkpoints of {known}, got {len(state)} tensors such as {names}")
-    takes = [name for name in inspect.signature(family.convert).parameters if name != "state"]
+    return convert(read_state(path), **options)
+
+
+def convert(state: Mapping[str, Tensor], **options: Any) -> nn.Module:
+    """Turn the tensors of a published checkpoint into a model, as `load_published` does for a file."""
+    family = family_of(state)
+    takes = options_of(family)
     foreign = sorted(set(options) - set(takes))
     if foreign:
         raise ValueError(
             f"checkpoints of {family.FAMILY} take the options {', '.join(takes)}, got {', '.join(foreign)}"
         )
     return family.convert(state, **options)
+
+
+def family_of(state: Mapping[str, Tensor]) -> Any:
+    """The module that knows checkpoints like these tensors."""
+    family = next((family for family in _FAMILIES if family.recognises(state)), None)
+    if family is None:
+        known = ", ".join(family.FAMILY for family in _FAMILIES)
+        names = ", ".join(sorted(state)[:3])
+        raise ValueError(f"load_published knows checkpoints of {known}, got {len(state)} tensors such as {names}")
+    return family
+
+
+def options_of(family: Any) -> list[str]:
+    """What a family's checkpoints can be told beside their tensors."""
+    return [name for name in inspect.signature(family.convert).parameters if name != "state"]

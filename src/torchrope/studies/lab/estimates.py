@@ -25,7 +25,7 @@ class Contrast:
     """How much better one is than another, on the same validation examples.
 
     Attributes:
-        value: In points of top-1.
+        value: In points.
         low, high: Its 95 % interval over examples.
         verdict: "tied" where the interval holds 0, or where the spreads over seeds explain the difference.
     """

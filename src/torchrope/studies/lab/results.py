@@ -1,4 +1,4 @@
-"""What a study found, as plain values that JSON keeps: tables, figures as the numbers in them, and sentences."""
+"""What a study found, as plain values that JSON keeps: tables, figures as numbers, pictures, and sentences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -117,6 +117,84 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Box:
+    """A rectangle on a picture.
+
+    Attributes:
+        left, top, right, bottom: In pixels of the picture, from its upper left corner.
+        kind: Place of its class in `Pictures.classes`.
+        score: The model's confidence, 0 to 1; None of a true one.
+    """
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    kind: int
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What is laid over a picture: the truth, or what one model says.
+
+    Attributes:
+        name: "truth", or an encoding's.
+        boxes: Drawn in their order.
+        map: Class of every pixel in reading order, as runs "class:length" with blanks between, "-" for pixels without
+            one: "-:40 3:12 -:12".
+    """
+
+    name: str
+    boxes: Sequence[Box] = ()
+    map: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image, and what is said of it.
+
+    Attributes:
+        title: What it is: "64 × 64, as in training".
+        image: A PNG file in base64.
+        width, height: Its pixels.
+        panels: Shown side by side, the truth first.
+    """
+
+    title: str
+    image: str
+    width: int
+    height: int
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures with boxes or maps on them, predicted ones beside true ones; how they look is the report's affair.
+
+    Attributes:
+        name: For files, unique among the figures and pictures of a study.
+        title: What is seen.
+        alt: What a reader who does not see it should know.
+        classes: Names that boxes and maps refer to.
+        rows: One a picture.
+        caption: How to read it.
+    """
+
+    name: str
+    title: str
+    alt: str
+    classes: Sequence[str]
+    rows: Sequence[Picture]
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        kinds = {box.kind for row in self.rows for panel in row.panels for box in panel.boxes}
+        if outside := sorted(kind for kind in kinds if not 0 <= kind < len(self.classes)):
+            raise ValueError(f"boxes of {self.name!r} must be of {len(self.classes)} classes, got class {outside[0]}")
+
+
+@dataclass(frozen=True)
 class Check:
     """A law that the numbers must obey.
 
@@ -154,6 +232,7 @@ class Findings:
         answer: The study's question answered in a sentence or two, from the numbers, with their uncertainty.
         tables: What was measured, the main table first.
         figures: The numbers to draw.
+        pictures: Images with what is true and what is predicted on them.
         published: What papers report for the same question.
         checks: What must hold, and whether it does.
         notes: What a reader must know: what was left out, what differs from the papers.
@@ -167,6 +246,7 @@ class Findings:
     checks: Sequence[Check] = ()
     notes: Sequence[str] = ()
     advice: Sequence[Advice] = ()
+    pictures: Sequence[Pictures] = ()
 
     def plain(self) -> dict[str, Any]:
         """As dicts, lists, numbers and strings; NaN and infinity become None."""
