@@ -131,6 +131,7 @@ def test_images_without_objects_teach(name: str) -> None:
     losses = model.losses([image(64, 64), image(32, 64)], [target([], [], (64, 64)), target([], [], (32, 64))])
     assert all(torch.isfinite(loss) for loss in losses.values())
     sum(losses.values()).backward()
+    assert [path for path, weight in model.named_parameters() if weight.grad is None] == []  # DDP waits for each
     assert model.backbone.model.embed.proj.weight.grad.abs().sum() > 0
 
 

@@ -21,14 +21,22 @@ from torchrope.data.config import NAMES_DENSE, DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.training.config import RunConfig
 from torchrope.training.cost import count_flops
+from torchrope.training.dense import build_features, build_head
 from torchrope.training.devices import batches_in_a_step
 from torchrope.training.models import build_model
 from torchrope.training.optim import build_optimizer, build_schedule
 from torchrope.training.run import build_module, read_config, train
 
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
-CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150}
-EXAMPLES = {"cifar100": 50_000, "imagenet": 1_281_167, "ucf101": 9_537, "rsna": 17_395, "ade20k": 20_210}
+CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150, "coco": 80}
+EXAMPLES = {
+    "cifar100": 50_000,
+    "imagenet": 1_281_167,
+    "ucf101": 9_537,
+    "rsna": 17_395,
+    "ade20k": 20_210,
+    "coco": 117_266,  # with an object
+}
 
 
 def configuration(name: str) -> RunConfig:
@@ -54,8 +62,11 @@ def shape(config: DataConfig) -> SimpleNamespace:
 
 def built(name: str, encoding: str | None = None) -> nn.Module:
     config = configuration(name)
+    data, encoding = shape(config.data), encoding or config.encoding
     with torch.device("meta"):
-        return build_module(replace(config, encoding=encoding or config.encoding), shape(config.data)).model
+        if config.model.task == "classify":
+            return build_model(encoding, config.model, data)
+        return build_head(config.model, build_features(encoding, config.model, data), data)
 
 
 def count(model: nn.Module) -> int:
@@ -90,7 +101,7 @@ def test_a_recipe_tells_setting_result_hardware_and_command(name: str) -> None:
     header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
     assert len(header[0]) <= 114
     said = " ".join(header)
-    assert re.search(r"et al\., .*\(papers/00\d\)", said)
+    assert re.search(r"et al\., .*\((papers/00\d|.*arXiv:[\d.]+)\)", said)
     assert "Published" in said
     assert re.search("GPU|L4|A100", said)
     assert "Readings: " in said
@@ -213,6 +224,11 @@ def test_inputs_make_as_many_tokens(name: str, tokens: int) -> None:
         *((f"rope-swin-{size}", 1024, 8) for size in "tsb"),
         ("rope-vit-ade20k-upernet-vit-b", 16, 8),
         ("rope-vit-ade20k-mask2former-swin-b", 16, 8),
+        *(
+            (f"rope-vit-coco-deformable-detr-{name}", 16, 8)
+            for name in ("vit-b", "vit-l", "swin-t", "swin-s", "swin-b")
+        ),
+        ("vitdet-coco-mask-rcnn-vit-b", 64, 64),
     ],
 )
 def test_a_step_is_of_the_papers_batch_on_its_devices_and_on_one(name: str, batch: int, devices: int) -> None:
@@ -259,6 +275,28 @@ def test_the_rate_warms_up_and_falls_as_told(name: str, rate: float, warm: float
         assert at(warmed // 2 - 1) == pytest.approx(rate / 2, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "rate", "warm", "falls"),
+    [
+        ("rope-vit-coco-deformable-detr-vit-b", 1e-4, 0, [11 / 12]),
+        ("rope-vit-coco-deformable-detr-vit-l", 1e-4, 250 / 90_000, [300 / 375]),
+        *((f"rope-vit-coco-deformable-detr-swin-{size}", 1e-4, 0, [11 / 12]) for size in "tsb"),
+        ("vitdet-coco-mask-rcnn-vit-b", 1e-4, 250 / 184_375, [163_889 / 184_375, 177_546 / 184_375]),
+    ],
+)
+def test_the_rate_falls_by_steps(name: str, rate: float, warm: float, falls: list[float]) -> None:
+    config = configuration(name).optim
+    optimizer = build_optimizer(nn.Linear(1, 1), replace(config, layer_decay=None, backbone_lr=1.0))
+    factor = build_schedule(optimizer, config, 100_000).lr_lambdas[0]
+    assert optimizer.defaults["lr"] == rate
+    assert factor(0) == pytest.approx(1 / max(1, round(warm * 100_000)), rel=0.02)
+    assert factor(round(warm * 100_000)) == 1
+    for index, share in enumerate(falls):
+        before, after = factor(round((share - 0.0005) * 100_000)), factor(round((share + 0.0005) * 100_000))
+        assert (before, after) == pytest.approx((0.1**index, 0.1 ** (index + 1)))
+    assert factor(99_999) == pytest.approx(0.1 ** len(falls))
+
+
 def test_the_optimiser_is_the_papers() -> None:
     settings = {name: configuration(name).optim for name in PAPERS}
     kinds = {
@@ -270,6 +308,11 @@ def test_the_optimiser_is_the_papers() -> None:
     assert {kinds[f"rope-vit-{size}"] for size in "sbl"} == {("lamb", 0.03, 1.0, "bce", 400)}
     assert {kinds[f"rope-vit-{size}-224"] for size in "bl"} == {("adamw", 0.1, 0, "cross-entropy", 20)}
     assert {kinds[f"rope-swin-{size}"] for size in "tsb"} == {("adamw", 0.05, 5.0, "cross-entropy", 300)}
+    detr = {kinds[name] for name in PAPERS if "deformable-detr" in name}
+    assert detr == {("adamw", 1e-4, 0.1, "cross-entropy", 12)}
+    assert {settings[name].backbone_lr for name in PAPERS if "deformable-detr" in name} == {0.1}
+    assert kinds["vitdet-coco-mask-rcnn-vit-b"] == ("adamw", 0.1, 0, "cross-entropy", 100)
+    assert settings["vitdet-coco-mask-rcnn-vit-b"].layer_decay == 0.7
     for name, epochs in {"comrope-imagenet": 200, "comrope-ucf101": 80, "comrope-finetune": 4}.items():
         assert kinds[name] == ("adamw", 0.01, 1.0, "cross-entropy", epochs)
 
@@ -291,7 +334,9 @@ def miniature(name: str, roots: dict[str, Path]) -> RunConfig:
         config,
         data=data,
         model=small(config),
-        optim=replace(config.optim, epochs=1, effective_batch=step),
+        optim=replace(
+            config.optim, epochs=1, effective_batch=step, milestones=[0.5] if config.optim.milestones else []
+        ),
         start_from=None,
         backbone_from=None,
     )
@@ -313,7 +358,7 @@ def small(config: RunConfig) -> Any:
         tiny = dict(dim=48 if config.data.frames else 32, depth=2, num_heads=1, mlp_dim=32)
     inputs = {"input_size": [48, 48]} if model.input_size else {}
     queries = {"num_queries": 4} if model.head in ("mask2former", "deformable-detr") else {}
-    head = {} if model.task == "classify" else {"head_channels": 32}
+    head = {} if model.task == "classify" else {"head_channels": 64 if model.head == "deformable-detr" else 32}
     return replace(model, size=None, **tiny, **inputs, **head, **queries)
 
 
@@ -332,7 +377,7 @@ def test_two_steps_change_the_weights(name: str, miniature_roots: dict[str, Path
         assert {"model.embed.proj.weight", "model.head.weight"} <= moved
     else:
         assert "model.backbone.model.embed.proj.weight" in moved
-        assert any(weight.startswith("model.head.") for weight in moved)
+        assert any(not weight.startswith("model.backbone.") for weight in moved)
     assert any("encodings" in name for name in moved)
 
 

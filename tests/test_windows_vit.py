@@ -111,6 +111,21 @@ def test_padding_is_seen_by_nobody_and_a_window_of_padding_is_finite() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
+def test_a_token_of_a_window_sees_those_that_are_there_and_itself() -> None:
+    window = Windows.fit((3, 4), (2, 3))  # filled up to 4 x 6
+    there = torch.rand(2, 3, 4) > 0.5
+    there[0, :2, :3] = False
+    seen = window.seen(there)
+    assert seen.shape == (2, 4, 6, 6)
+    assert seen.diagonal(dim1=-2, dim2=-1).all()
+    filled = torch.zeros(2, 4, 6, dtype=torch.bool)
+    filled[:, :3, :4] = there
+    for index, (row, column) in enumerate(((0, 0), (0, 3), (2, 0), (2, 3))):
+        keys = filled[:, row : row + 2, column : column + 3].flatten(1)
+        others = ~torch.eye(6, dtype=torch.bool)
+        assert torch.equal(seen[:, index] & others, keys.unsqueeze(1).expand(-1, 6, -1) & others)
+
+
 def test_prefix_tokens_are_left_out_of_windows() -> None:
     model = tiny(encoding="mixed", num_registers=2).eval()
     x = torch.randn(1, 3, 32, 32)

@@ -98,6 +98,7 @@ and a class token.
 
 _ALLOWED = ("torchrope", "torch", "torchvision", "timm")
 _LOADERS = ("torch.load", "torch.hub", "torch.package", "torch.serialization", "torch.utils.cpp_extension")
+_TELL_DATA = ("--data", "--data.name", "--recipe", "--config")
 _SHORT = {"--data": "--data.name", "--epochs": "--optim.epochs"}
 
 
@@ -147,13 +148,16 @@ def _study(arguments: list[str]) -> int:
         return _list_studies()
     named, options = _leading_names(arguments)
     from torchrope.studies.lab.config import StudyConfig
+    from torchrope.studies.lab.names import OF_PLACES, suitable
 
-    config = _parse("study", STUDY, StudyConfig, options)
+    told = any(option.partition("=")[0] in _TELL_DATA for option in options)
+    own = ["--data=scenes"] if named in OF_PLACES and not told else []
+    config = _parse("study", STUDY, StudyConfig, [*own, *options])
     from rich.console import Console
 
     from torchrope.studies.lab.study import run_study
 
-    for name in named:
+    for name in suitable(config.data.name) if named == "all" else named.split(","):
         command = shlex.join(["torchrope", "study", name, *options])
         print(f"{name}:")
         run_study(name, config, command=command, console=Console())
@@ -170,18 +174,17 @@ def _list_studies() -> int:
     return 0
 
 
-def _leading_names(arguments: list[str]) -> tuple[list[str], list[str]]:
+def _leading_names(arguments: list[str]) -> tuple[str, list[str]]:
     """The studies named first, and the options behind."""
     from torchrope.studies.lab.names import NAMES
 
     if arguments and not arguments[0].startswith("-"):
-        names = list(NAMES) if arguments[0] == "all" else arguments[0].split(",")
-        for name in names:
-            if name not in NAMES:
+        for name in arguments[0].split(","):
+            if name not in (*NAMES, "all"):
                 raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}{_nearest(name, NAMES)}")
-        return names, arguments[1:]
+        return arguments[0], arguments[1:]
     if {"-h", "--help"} & {*arguments}:
-        return [], arguments
+        return "", arguments
     raise ValueError(f"name a study first: {', '.join(NAMES)}, or all; got {shlex.join(arguments) or 'none'}")
 
 
@@ -225,16 +228,28 @@ def _train(arguments: list[str]) -> int:
 def _evaluate(arguments: list[str]) -> int:
     parser = _OneLineParser(prog="torchrope evaluate", description="Measure a trained model.")
     parser.add_argument("folder", type=Path, help="what `torchrope train --out` or a run of a comparison left")
-    folder = parser.parse_args(arguments).folder
-    from torchrope.studies.config import SCALES
-    from torchrope.training.evaluate import evaluate, interval
+    parser.add_argument("--crop", type=_positive, metavar="N", help="name pixels in overlapping windows of N pixels")
+    parser.add_argument("--scales", type=_factors, metavar="A,B", help="name pixels at several sizes, and average")
+    parser.add_argument("--flip", action="store_true", help="name pixels of the mirrored image too, and average")
+    options = parser.parse_args(arguments)
     from torchrope.training.run import load
 
-    _, data, classifier = load(folder)
-    evaluation = evaluate(classifier.model, data, SCALES)
-    measures = {**evaluation.measures(), "interval": interval(evaluation.correct)}
+    config, data, module = load(options.folder)
+    asked = {name: value for name, value in vars(options).items() if name != "folder" and value}
+    if asked and config.model.task != "segment":
+        raise ValueError(f"--{min(asked)} is for a head that names pixels, got a run with head {config.model.head}")
+    if config.model.task == "classify":
+        from torchrope.studies.config import SCALES
+        from torchrope.training.evaluate import evaluate, interval
+
+        evaluation = evaluate(module.model, data, SCALES)
+        measures = {**evaluation.measures(), "interval": interval(evaluation.correct)}
+    else:
+        from torchrope.studies.lab.dense_tasks import evaluate_dense
+
+        measures = {**evaluate_dense(module.model.eval(), config.model.task, data, **asked), **asked}
     text = json.dumps(measures, indent=1)
-    write_whole(folder / "evaluation.json", text + "\n")
+    write_whole(options.folder / "evaluation.json", text + "\n")
     print(text)
     return 0
 
@@ -578,6 +593,14 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {text!r}")
     return int(text)
+
+
+def _factors(text: str) -> list[float]:
+    """Factors as 0.75,1,1.25."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers as 0.75,1,1.25, got {text!r}") from None
 
 
 def _readable_config(path: str) -> str:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torchrope.attention import fitting, per_axis_window
 from torchrope.backbones.swin import Stage, Swin
 from torchrope.backbones.vit import ViT
+from torchrope.positions import per_axis
 
 _SCALES = (4, 2, 1, 1 / 2)  # cells of each level of the pyramid along a patch
 _EPS = 1e-6  # of ViTDet's norms
@@ -137,6 +138,17 @@ class Features(nn.Module):
     def feature_info(self) -> "FeatureInfo":
         """Channels and strides as timm's models tell them."""
         return FeatureInfo(self.channels, self.strides)
+
+    def get_extra_state(self) -> Tensor:
+        """Where tokens stand, as pre-trained weights may say: spacing and origin of each stage, `(stages, 2, axes)`."""
+        parts = getattr(self.model, "stages", [self.model])
+        told = [[per_axis(name, getattr(part, name), 2) for name in ("spacing", "origin")] for part in parts]
+        return torch.tensor(told, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Put tokens where a checkpoint has them."""
+        for part, (spacing, origin) in zip(getattr(self.model, "stages", [self.model]), state.tolist(), strict=True):
+            part.spacing, part.origin = tuple(spacing), tuple(origin)
 
     def extra_repr(self) -> str:
         """Show what comes out."""

@@ -18,7 +18,7 @@ from torchrope.studies.lab.grid import named
 from torchrope.studies.lab.pictures import picture
 from torchrope.studies.lab.published import ROPE_VIT, published
 from torchrope.studies.lab.results import Advice, Axis, Box, Check, Column, Figure, Findings, Panel, Pictures, Table
-from torchrope.studies.lab.runs import Trained
+from torchrope.studies.lab.runs import Run, Trained
 from torchrope.studies.lab.study import Lab, Study
 from torchrope.studies.ranking import not_behind, rank
 from torchrope.training.config import TASKS
@@ -141,12 +141,10 @@ class Outcome:
 def find(lab: Lab) -> Findings:
     """Train every encoding below a head for each task that the data has, and evaluate at several sizes."""
     tasks = [task for task in (Segment(), Detect()) if task.name in lab.data.tasks]
-    if not tasks:
-        return Findings(f"{lab.data.title} has neither maps nor boxes: there is nothing to segment or to detect.")
     sizes, notes = places(lab.data), []
     outcomes = []
     for task in tasks:
-        runs, left_out = feasible(lab, lab.runs(lab.encodings, model={"head": _head(lab, task)}))
+        runs, left_out = feasible(lab, runs_of(lab, task))
         notes += [f"{task.title}: {note}" for note in left_out]
         if runs:
             outcomes.append(measured(lab.train(runs), task, sizes))
@@ -162,6 +160,13 @@ def find(lab: Lab) -> Findings:
         notes=[*notes, *_notes(lab, outcomes)],
         advice=[advice for outcome in outcomes for advice in _advice(outcome, sizes, lab)],
     )
+
+
+def runs_of(lab: Lab, task: Task) -> list[Run]:
+    """A run of each encoding and seed below the head that the user names for a task, or the task's own."""
+    asked = lab.config.model.head
+    own = {} if TASKS[asked] == task.name else {"head": task.head, "num_queries": None}
+    return lab.runs(lab.encodings, model=own)
 
 
 def places(data: DataModule) -> list[Place]:
@@ -205,19 +210,14 @@ def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[Place]) -
     """
     kept = []
     for place in sizes:
-        records, panels = [], []
+        records: list[dict[str, Any]] = []
+        panels: list[dict[str, Any]] = []
         for image, target, found in predictions(model, task, place.data, place.zoom):
             records.append(task.record(found, target))
             if len(panels) < PICTURED:
                 panels.append(asdict(task.panel("", image, found, place.data)))
         kept.append({"records": records, "panels": panels})
     return {"places": kept}
-
-
-def _head(lab: Lab, task: Task) -> str:
-    """The head that the user names for this task, or the task's own."""
-    named_head = lab.config.model.head
-    return named_head if TASKS[named_head] == task.name else task.head
 
 
 def _cells(place: int, value: float, low: float, high: float) -> dict[str, float]:
@@ -289,7 +289,8 @@ def _ahead(outcome: Outcome) -> dict[str, list[Any]]:
 
 
 def _figures(outcomes: Sequence[Outcome], sizes: Sequence[Place]) -> list[Figure]:
-    rows, leads = [], []
+    rows: list[dict[str, Any]] = []
+    leads: list[dict[str, Any]] = []
     for outcome in outcomes:
         panel = f"{outcome.task.title}, {outcome.task.measure}"
         for name, scores in outcome.scores.items():
@@ -405,7 +406,7 @@ def _adds_up(outcome: Outcome) -> Check:
 
 def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:
     notes = [outcome.task.about for outcome in outcomes]
-    heads = {outcome.task.name: _head(lab, outcome.task) for outcome in outcomes}
+    heads = {outcome.task.name: next(iter(outcome.trained.values()))[0].run.config.model.head for outcome in outcomes}
     notes.append(
         "Backbones start from random weights, while the paper's were trained on ImageNet-1k before: what an encoding "
         "is worth there is in part what it was worth in that training."
@@ -446,5 +447,6 @@ STUDY = Study(
     question="Which encoding segments and detects best, and which keeps doing so on images larger than in training?",
     sources=tuple(f"{ROPE_VIT}, table {number}" for number in (1, 2, 3, 4)),
     find=find,
+    tasks=("segment", "detect"),
     encodings=("none", "learned", "axial", "mixed", "learned+mixed", "liere:8", "comrope-ld"),
 )

@@ -1,5 +1,7 @@
 """From a configuration to a model that names pixels or finds objects."""
 
+from typing import Any
+
 from torch import nn
 
 from torchrope.backbones import Features, ViT
@@ -25,23 +27,30 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
 
 
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
-    """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others."""
+    """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others.
+
+    Deformable DETR reads a Swin's stages but the first, as DINO does. A detector's pyramid leaves out levels with a
+    cell for every pixel, or more, where most of the time would go.
+    """
     model = build_model(encoding, config, data)
     if not isinstance(model, ViT):
-        return Features(model)
-    windows = {"window_size": config.window, "global_layers": config.global_layers}
+        first = 1 if config.head == "deformable-detr" else 0
+        return Features(model, indices=range(first, len(model.stages)))
+    windows: dict[str, Any] = {"window_size": config.window, "global_layers": config.global_layers}
     if config.head == "upernet":
         from torchrope.interop.heads.segmentation import layers_of_plain_vit
 
         return Features(model, indices=layers_of_plain_vit(len(model.layers)), **windows)
-    return Features(model, pyramid=True, out_channels=config.head_channels or DETECTOR_CHANNELS, **windows)
+    fine = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1)) if config.task == "detect" else 0
+    channels = config.head_channels or DETECTOR_CHANNELS
+    return Features(model, pyramid=True, indices=range(fine, 4), out_channels=channels, **windows)
 
 
 def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.Module:
-    """Build what reads the maps of a backbone; widths within a head keep the proportions of its paper."""
+    """Build what reads the maps of a backbone; what is within a head keeps the proportions of its paper."""
     detects = config.task == "detect"
     channels = config.head_channels or (DETECTOR_CHANNELS if config.head != "upernet" else SEGMENTER_CHANNELS)
-    queries = {} if config.num_queries is None else {"queries": config.num_queries}
+    queries: dict[str, int] = {} if config.num_queries is None else {"queries": config.num_queries}
     classes = data.classes if detects else data.map_classes
     match config.head:
         case "upernet":
@@ -56,11 +65,11 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
         case "faster-rcnn":
             from torchrope.interop.heads.detection import FasterRCNN
 
-            return FasterRCNN(features, classes, channels=channels, mlp_dim=4 * channels)
+            return FasterRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
         case "mask-rcnn":
             from torchrope.interop.heads.detection import MaskRCNN
 
-            return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels)
+            return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
         case "deformable-detr":
             from torchrope.interop.heads.detection import DeformableDETR
 

@@ -48,6 +48,7 @@ from torchrope.training.history import History, OnEpoch, SeedEpoch
 from torchrope.training.interruption import Interrupted, SaveOnSignal
 from torchrope.training.models import build_for_costs, build_model
 from torchrope.training.module import Module
+from torchrope.training.pretrained import load_backbone
 from torchrope.training.skipped import SKIPPED, KeepSkipped
 from torchrope.training.start import start_from
 from torchrope.training.watch import Speed, count_tokens, loggers
@@ -112,6 +113,8 @@ def train(
     going_on = newest(folder)
     if config.start_from is not None and going_on is None:
         start_from(module.model, Path(config.start_from))
+    if config.backbone_from is not None and going_on is None:
+        load_backbone(module.model.backbone, config.backbone_from)
     resume, data.resume_at = going_on or (None, (0, 0))
     history = History(folder / CURVE, on_epoch)
     with lightning_quiet():

@@ -35,8 +35,6 @@ class StudyConfig:
     out: str = "torchrope-studies"
 
     def __post_init__(self) -> None:
-        if self.model.task != "classify":
-            raise ValueError(f"model.head is a study's own choice, got {self.model.head!r}")
         for name in ("seeds", "parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import hypot
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torchrope.data.dense import IGNORED
 from torchrope.studies.lab.estimates import Contrast, ends
 from torchrope.studies.ranking import spread
+from torchrope.training import segment
 
 DRAWS = 1000
 """AP is sorted and matched anew in each, for every class and overlap."""
@@ -100,14 +100,9 @@ def count_pixels(predicted: Tensor, truth: Tensor) -> dict[str, Any]:
         {'0': [1, 1, 2], '1': [0, 1, 0]}
     """
     told = truth != IGNORED
-    said, true = predicted[told], truth[told]
-    size = int(torch.cat([said, true]).max()) + 1 if len(true) else 0
-    both, of_said, of_true = (
-        torch.bincount(values, minlength=size).tolist() for values in (true[said == true], said, true)
-    )
-    return {
-        str(kind): [both[kind], of_said[kind], of_true[kind]] for kind in range(size) if of_said[kind] + of_true[kind]
-    }
+    classes = int(torch.cat([predicted[told], truth[told]]).max()) + 1 if told.any() else 0
+    counts = segment.per_image_counts(predicted, truth, classes).T.tolist()
+    return {str(kind): [both, said, true] for kind, (both, said, true) in enumerate(counts) if said + true}
 
 
 def mean_iou(records: Sequence[Counts]) -> Weigh:
@@ -117,20 +112,15 @@ def mean_iou(records: Sequence[Counts]) -> Weigh:
         records: Of each image what `count_pixels` returns.
     """
     places = {kind: place for place, kind in enumerate(sorted({kind for record in records for kind in record}))}
-    counts = np.zeros((len(records), len(places), 3))
+    counts = torch.zeros(len(records), 3, len(places), dtype=torch.float64)
     for image, record in enumerate(records):
         for kind, pixels in record.items():
-            counts[image, places[kind]] = pixels
-    return partial(_mean_iou, counts)
+            counts[image, :, places[kind]] = torch.tensor(pixels, dtype=torch.float64)
 
+    def weigh(weights: np.ndarray) -> np.ndarray:
+        return segment.mean_iou(torch.tensordot(torch.as_tensor(weights, dtype=torch.float64), counts, dims=1)).numpy()
 
-def _mean_iou(counts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    both, said, true = np.moveaxis(np.tensordot(weights, counts, axes=1), -1, 0)
-    union = said + true - both
-    there = union > 0
-    shares = np.divide(both, union, out=np.zeros_like(both), where=there)
-    kinds = there.sum(axis=1)
-    return np.divide(shares.sum(axis=1), kinds, out=np.full(len(kinds), np.nan), where=kinds > 0)
+    return weigh
 
 
 def total(records: Iterable[Counts]) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from torchrope.data.config import NAMES_DENSE
+
 NAMES = (
     "accuracy",
     "data-efficiency",
@@ -21,6 +23,14 @@ NAMES = (
     "kernel",
     "dense",
 )
+
+OF_PLACES = ("dense",)
+"""Those on data whose answers have a place in the picture."""
+
+
+def suitable(data: str) -> list[str]:
+    """Names of the studies for a data set."""
+    return [name for name in NAMES if (name in OF_PLACES) == (data in NAMES_DENSE)]
 
 
 def file_of(name: str) -> Path:

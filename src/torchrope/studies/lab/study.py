@@ -134,6 +134,7 @@ class Study:
         sources: Papers with their tables and figures.
         find: Trains what it needs with `lab.train`, and says what came out.
         encodings: Compared where the user names none.
+        tasks: What its data must be for, one of them at least; see `DataModule.tasks`.
         needs_data: False where it is computed from formulas.
     """
 
@@ -142,7 +143,14 @@ class Study:
     sources: Sequence[str]
     find: Callable[[Lab], Findings]
     encodings: Sequence[str] = field(default=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"))
+    tasks: Sequence[str] = ("classify",)
     needs_data: bool = True
+
+    def check(self, lab: Lab) -> None:
+        """Raise ValueError where the data is for other tasks."""
+        if self.needs_data and not {*self.tasks} & {*lab.data.tasks}:
+            rule = f"{self.title} needs data to {' or '.join(self.tasks)}"
+            raise ValueError(f"{rule}, got {lab.config.data.name}, to {' and '.join(lab.data.tasks)}")
 
 
 def find_study(name: str) -> Study:
@@ -174,6 +182,7 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
     """
     study = find_study(name)
     lab = Lab(config, study.encodings, console)
+    study.check(lab)
     findings = study.find(lab)
     result = StudyResult(
         study=name,
