@@ -95,3 +95,15 @@ def agree(model: tr.ViT, x: Tensor, expected: Tensor) -> None:
     """In float64 but for the positions, so that random weights as wild as these may be told apart from mistakes."""
     with torch.no_grad():
         assert (model.double()(x.double()) - expected).abs().max() < 1e-4
+
+
+def starts(backbone: tr.Features, path: Path, sizes: list[tuple[int, int]], **options: Any) -> None:
+    """A backbone that started with a file must give the maps of the model that the file is read into."""
+    tr.load_backbone(backbone, path, **options)
+    whole = tr.load_published(path, **options)
+    assert isinstance(whole, tr.ViT)
+    for size in sizes:
+        x = torch.randn(1, 3, *size)
+        expected = whole.feature_maps(x, backbone.indices, norm=False)
+        for map, other in zip(backbone.eval()(x), expected, strict=True):
+            assert (map - other).abs().max() < 1e-4 * max(1, other.abs().max())

@@ -209,13 +209,14 @@ def test_layers_computed_again_give_the_same_gradients(build: Callable[[], Featu
         assert once is None or torch.allclose(once, twice, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("build", [VITS["windows and pyramid"], SWINS["swin with rotations"]])
+@pytest.mark.parametrize(
+    ("build", "masked"), [(VITS["windows and pyramid"], True), (SWINS["swin with rotations"], False)]
+)
 def test_it_compiles_whole(build: Callable[[], Features], masked: bool) -> None:
     features = build().eval()
     batch, mask = pad([image.float() for image in _images((33, 29), (40, 24))])
     told = mask if masked else None
-    compiled = torch.compile(features, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(features, fullgraph=True, backend="eager")
     with torch.no_grad():
         for map, expected in zip(compiled(batch, told), features(batch, told), strict=True):
             assert torch.allclose(map, expected, atol=1e-4)

@@ -16,12 +16,15 @@ from published import (
     linear,
     load_within_lightning,
     norm,
+    saved,
     split_heads,
+    starts,
 )
 from torch import Tensor
 from torch.nn import functional
 
 import torchrope as tr
+from torchrope.interop.published.comrope import QuickGELU
 
 DEPTH, HEADS = 3, 2
 WIDE, PATCH, SIDE = 48, 8, 4
@@ -153,6 +156,14 @@ def test_comrope_on_videos(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give input_size=: it has no position table"):
         load_within_lightning(state, tmp_path)
     agree(load_within_lightning(state, tmp_path, input_size=(5, 24, 24)), x, _comrope_forward(state, x, (5, 3, 3)))
+
+
+def test_a_backbone_starts_with_comrope_and_runs_past_its_lattice(tmp_path: Path) -> None:
+    shape = dict(patch_size=PATCH, dim=WIDE, depth=DEPTH, num_heads=HEADS, norm_eps=1e-5, embedding_norm=True)
+    vit = tr.ViT((64, 64), encoding="comrope-ld:4", mlp_dim=64, activation=QuickGELU, **shape)
+    starts(
+        tr.Features(vit), saved(_comrope_state("ld", with_table=False), tmp_path), [(32, 32), (48, 64)], input_size=32
+    )
 
 
 def test_blocks_that_comrope_ld_never_turned_stay_still(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from published import (
     linear,
     load_within_lightning,
     norm,
+    saved,
     split_heads,
+    starts,
 )
 from torch import Tensor
 from torch.nn import functional
@@ -136,6 +138,12 @@ def test_liere_per_layer_is_offered_and_differs(tmp_path: Path) -> None:
     with warnings.catch_warnings():  # one layer is no question
         warnings.simplefilter("error")
         load_within_lightning(_liere_state(layers=1), tmp_path)
+
+
+def test_a_backbone_starts_with_liere_and_runs_past_its_lattice(tmp_path: Path) -> None:
+    shape = dict(patch_size=4, dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_dim=96, qkv_bias=False, norm_eps=1e-5)
+    backbone = tr.Features(tr.ViT((32, 32), encoding="liere:8", **shape), indices=(1, DEPTH))
+    starts(backbone, saved(_liere_state(), tmp_path), [(16, 16), (24, 32)], layers="as published")
 
 
 def test_liere_at_another_size_needs_its_published_spacing(tmp_path: Path) -> None:

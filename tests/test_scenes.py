@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional
 from torchvision.ops import masks_to_boxes
 
 from torchrope.data import scenes as module
@@ -64,6 +65,28 @@ def test_a_mask_is_where_its_digit_is_drawn(monkeypatch):
         assert 0.4 * 255 < brightest <= 255
         assert picture[numbers == 1].min() > 0.25 * 0.9 * brightest > 0
         assert picture[numbers == 0].max() <= 0.25 * 255
+
+
+def test_a_digit_is_drawn_upright_at_its_size(monkeypatch):
+    """A picture of the digit at the size of its box correlates with the scene, most of all where the box is."""
+    monkeypatch.setattr(module, "NOISE", 0.0)
+    monkeypatch.setattr(module, "FRAGMENTS", (0, 0))
+    monkeypatch.setattr(module, "DIGITS", (1, 1))
+    five = (LABELS == 5).nonzero()[0]
+    for seed in range(5):
+        picture, _, (row,) = make_scene(DIGITS[five], LABELS[five], 64, generator(seed))
+        label, left, top, right, bottom = row.tolist()
+        assert label == 5
+        best = {"score": 0.0}
+        for side in range(10, 29):
+            digit = functional.interpolate(DIGITS[five], size=(side, side), mode="bilinear", antialias=True)
+            scores = functional.conv2d(picture[None, None].float(), digit)[0, 0] / digit.norm()
+            if scores.max() > best["score"]:
+                place = divmod(int(scores.argmax()), scores.shape[1])
+                best = {"score": float(scores.max()), "side": side, "place": place}
+        assert best["score"] == pytest.approx(float(picture.float().norm()), rel=1e-3)
+        assert best["place"][0] <= top < bottom <= best["place"][0] + best["side"]
+        assert best["place"][1] <= left < right <= best["place"][1] + best["side"]
 
 
 def test_later_digits_cover_earlier_ones_and_none_by_more_than_half(monkeypatch):

@@ -117,7 +117,7 @@ def test_gradients_reach_every_parameter_and_two_steps_lower_the_loss(name: str)
 @pytest.mark.parametrize("name", FEW)
 def test_logits_are_of_each_images_size_and_of_no_other_image(name: str) -> None:
     model = built(name).eval()
-    images, _ = batch((64, 64), (50, 61), (64, 64), (9, 70))
+    images, _ = batch((64, 64), (50, 61), (64, 64), (7, 70))
     with torch.no_grad():
         together = model.predict(images)
         for image, found in zip(images, together, strict=True):
@@ -136,6 +136,15 @@ def test_bfloat16_stays_near_and_logits_are_float32(name: str) -> None:
     assert rounded.item() == pytest.approx(exact.item(), rel=0.05)
     assert found.dtype == torch.float32
     assert all(part.grad.isfinite().all() for part in model.parameters() if part.grad is not None)
+
+
+def test_mask2former_attends_to_offsets_and_matches_masks_in_full_precision() -> None:
+    model, seen = built("mask2former-swin-mixed"), []
+    for part in (model.head.pixel_decoder, model.head.criterion.matcher, model.head.transformer):
+        part.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        total(model, *batch((64, 64)))
+    assert seen[:3] == [False, True, False]  # pixels, queries, masks
 
 
 @pytest.mark.parametrize("name", ["upernet-vit-mixed", "upernet-swin-bias"])
@@ -207,6 +216,14 @@ def test_mask2former_is_transformers_own(features: Any) -> None:
     shares = torch.einsum("bqc,bqhw->bchw", output.class_queries_logits.softmax(-1)[..., :3], drawn)
     found = model.eval()(torch.stack(images))
     torch.testing.assert_close(found.softmax(1), shares / shares.sum(1, keepdim=True), rtol=1e-4, atol=1e-6)
+
+
+def test_a_map_is_enlarged_to_pixels_not_to_the_images_edge() -> None:
+    columns = ((torch.arange(16.0).double() + 0.5) * 4).expand(1, 1, 13, 16)  # 13 cells of 4 cover 50 pixels and 2 more
+    found = enlarge(columns, 4, (50, 61))
+    assert found.shape == (1, 1, 50, 61)
+    inside = torch.arange(2, 61)  # bilinear of a ramp, but for half a cell at the edge
+    torch.testing.assert_close(found[0, 0, 7, inside], inside + 0.5, check_dtype=False)
 
 
 def test_masks_of_a_padded_image_are_looked_at_in_its_own_frame() -> None:

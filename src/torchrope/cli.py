@@ -41,6 +41,7 @@ start here:
   torchrope compare --data motion                      moving digits: time, height, width
   torchrope compare --data images --data.root DIR      your own images, a folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
+  torchrope study dense                                segmentation and detection, on scenes of handwritten digits
   torchrope compare --recipe liere-cifar100-vit-b      as a paper did; torchrope recipes lists them
 """
 
@@ -61,12 +62,13 @@ as a,b,c, or all. Everything lands in OUT: runs, one JSON a study, and OUT/repor
 
 Runs are shared: what one study has trained no other trains again. Stopped or killed, the same command goes on where it
 was. Defaults below are those of the data set named, or of --recipe; encodings are the study's own unless named.
+Data is digits unless named; of study dense, which segments and detects, it is scenes.
 """
 
 TRAIN = """\
 Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. Stopped or killed, the same
 command goes on where it was. --recipe NAME takes a paper's settings. --trainer.* are the options of Lightning's
-Trainer.
+Trainer. Data with boxes or maps have a head for them: --data scenes --model.head faster-rcnn.
 
 A configuration is data: a class that it names may come from torchrope, torch, torchvision and timm alone, unless
 --allow names its package too, as in --allow pytorch_lightning for Lightning's callbacks.

@@ -78,7 +78,7 @@ class DataModule(pl.LightningDataModule, ABC):
             mean and standard deviation of the training set. A set may have `__getitems__` that returns a
             whole batch as a tuple of tensors; such batches are not collated again. A set of pictures may
             have `raw`, itself with uint8 inputs, and `normalise`, which makes inputs of them; augmentation
-            of pixels happens in between.
+            of pixels happens in between. Those with boxes or maps are `torchrope.data.dense.DenseSet`s.
 
         Raises:
             ValueError: the data is missing or cannot be used; the message is one line.

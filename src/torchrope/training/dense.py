@@ -56,7 +56,7 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
         case "upernet":
             from torchrope.interop.heads.segmentation import UperNet
 
-            return UperNet(features, classes, channels=channels, auxiliary_channels=max(1, channels // 2))
+            return UperNet(features, classes, channels=channels, auxiliary_channels=min(256, max(1, channels // 2)))
         case "mask2former":
             from torchrope.interop.heads.segmentation import Mask2Former
 

@@ -4,6 +4,7 @@ A batch is two lists, images `(channels, height, width)` of any sizes and target
 `(height, width)`, 255 where there is none.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -27,7 +28,7 @@ from torchrope.ops.precision import wide_dtype, without_autocast
 Target = dict[str, Any]
 
 
-class SemanticModel(nn.Module):
+class SemanticModel(nn.Module, ABC):
     """What both models share: a backbone, names of classes, prediction image by image.
 
     Args:
@@ -49,13 +50,13 @@ class SemanticModel(nn.Module):
         """The maps that the head reads, of images `(batch, channels, height, width)`; `mask` is True inside of them."""
         return self.neck(self.backbone(images, mask))
 
+    @abstractmethod
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits `(batch, classes, height, width)` of images of one size."""
-        raise NotImplementedError
 
+    @abstractmethod
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
         """The parts of the loss, to be summed."""
-        raise NotImplementedError
 
     def predict(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """`{"logits": (classes, height, width)}` of every image, in its own pixels.
