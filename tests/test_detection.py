@@ -470,14 +470,15 @@ def test_a_detector_reports_the_precision_of_all_images() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
-def test_a_recall_that_is_reached_exactly_counts() -> None:
+def test_a_recall_at_a_point_counts_as_in_coco() -> None:
     boxes = [[4.0 * place, 0, 4.0 * place + 4, 8] for place in range(10)]
     targets = [target(boxes, [0] * 10, (48, 48))]
     found = [{**{key: targets[0][key][:7] for key in ("boxes", "labels", "masks")}, "scores": torch.ones(7)}]
     module = Detector(Memory(found), OptimConfig(epochs=1, warmup_epochs=0))
     images = loader([torch.zeros(3, 48, 48)], targets, 1)
-    # Of 0, 0.01, ..., 0.7; torchmetrics' own recalls are rounded to float32, where 0.7 is more than 7 of 10.
-    assert fitted(module, images, images)["val_ap"].item() == pytest.approx(71 / 101)
+    # COCO's recalls are 0, 0.01, ..., 0.69, 0.7000000000000001, ...; torchmetrics' own are rounded to float32.
+    assert of_pycocotools(found, targets, "boxes")[0] == pytest.approx(70 / 101)
+    assert fitted(module, images, images)["val_ap"].item() == pytest.approx(70 / 101)
     assert not module.val_precision.update_called  # the next epoch starts anew
 
 
