@@ -448,5 +448,5 @@ STUDY = Study(
     sources=tuple(f"{ROPE_VIT}, table {number}" for number in (1, 2, 3, 4)),
     find=find,
     tasks=("segment", "detect"),
-    encodings=("none", "learned", "axial", "mixed", "learned+mixed", "liere:8", "comrope-ld"),
+    encodings=("learned", "bias", "axial", "mixed", "learned+axial", "learned+mixed", "liere:8", "comrope-ld"),
 )
