@@ -1,5 +1,6 @@
 # make demo   the main job on the embedded data        make check   lint, types, architecture
-# make test   the tests                                make readme  the README's table, from committed results
+# make test   the tests                                make slow    those that train for long, or are killed often
+# make readme the README's table, from committed results
 # make docs   the site, into site/; warnings are errors
 # make bench  every promised row of speed, into benchmarks/results and docs/speed.md
 
@@ -7,14 +8,17 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check readme docs bench clean
+.PHONY: demo test slow check readme docs bench clean
 
 demo: $(READY)
 	$(BIN)/torchrope compare --out runs/demo
 
 # Two processes of two threads each would fight for two cores.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+
+slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow
 
 check: $(READY)
 	$(BIN)/ruff check .
