@@ -108,8 +108,10 @@ def test_a_map_is_drawn_pixel_for_pixel():
     for path in drawn.iter(f"{SVG}path"):
         name = path.find(f"{SVG}title").text
         for x, y, wide, high in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-[\d.]+z", path.get("d")):
-            left, top, right = (round(float(v) / scale) for v in (x, y, float(x) + float(wide)))
-            assert float(high) == pytest.approx(scale, abs=0.01)
+            edges = [float(edge) / scale for edge in (x, y, float(x) + float(wide), float(y) + float(high))]
+            left, top, right, bottom = map(round, edges)
+            assert edges == pytest.approx([left, top, right, bottom], abs=0.01)
+            assert bottom == top + 1
             assert not painted[top, left:right].any()
             painted[top, left:right] = CLASSES.index(name)
     assert torch.equal(painted, labels)
@@ -118,7 +120,7 @@ def test_a_map_is_drawn_pixel_for_pixel():
 def test_regions_are_named_once_each_and_specks_are_not():
     labels = torch.zeros(32, 32, dtype=torch.long)
     labels[2:12, 2:6] = labels[8:12, 2:12] = labels[2:12, 10:12] = 3  # a U is one region
-    labels[20:30, 20:30] = 3
+    labels[20:30, 4:14] = 3  # below it, and apart
     labels[0, 31] = 3
     row = picture("t", image(32, 32), [map_panel("truth", labels, nothing=(0,))])
     drawn = ElementTree.fromstring(sheet(plain(Pictures("p", "t", "a", CLASSES, [row])), "p"))

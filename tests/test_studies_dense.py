@@ -270,6 +270,7 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], e
         return trained
 
     monkeypatch.setattr(here, "train", train)
+    monkeypatch.setattr(dense, "score", partial(score, draws=50))
     monkeypatch.setattr(dense, "feasible", lambda lab, runs: (list(runs), []))
 
 
