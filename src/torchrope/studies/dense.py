@@ -358,7 +358,7 @@ def _stored(name: str, stored: Mapping[str, Any]) -> Panel:
 
 def _answer(outcome: Outcome, sizes: Sequence[Place]) -> str:
     sentences = [_sentence(outcome, at, place) for at, place in enumerate(sizes) if at in (0, len(sizes) - 1)]
-    return f"{outcome.task.title}: {' '.join(sentences)}"
+    return f"{outcome.task.title}: {' '.join(sentence[0].upper() + sentence[1:] for sentence in sentences)}"
 
 
 def _sentence(outcome: Outcome, at: int, place: Place) -> str:
