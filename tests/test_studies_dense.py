@@ -298,7 +298,7 @@ def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypat
     assert all(check.holds for check in found.checks)
     assert len(found.checks) == 5
     assert (
-        "Segmentation: at the size trained on mixed reaches 100.0 % [100.0, 100.0] mIoU; axial cannot" in found.answer
+        "Segmentation: At the size trained on mixed reaches 100.0 % [100.0, 100.0] mIoU; axial cannot" in found.answer
     )
     assert "ahead of learned APE" in found.answer
     assert found.answer.endswith("One training each: luck of the seed is not in the intervals.")
