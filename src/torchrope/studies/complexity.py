@@ -54,7 +54,8 @@ class Size:
 
 def _size(recipe: str, title: str, input_size: tuple[int, ...], num_classes: int, in_channels: int = 3) -> Size:
     axes = ("time", "height", "width")[-len(input_size) :]
-    data = SimpleNamespace(input_size=input_size, in_channels=in_channels, num_classes=num_classes, axes=axes)
+    told = dict(input_size=input_size, in_channels=in_channels, num_classes=num_classes, axes=axes)
+    data = SimpleNamespace(**told, tasks=("classify",))
     model = ModelConfig(**recipes.settings(recipe)["model"])
     return Size(recipe, title, replace(model, checkpoint_layers=False), data)
 

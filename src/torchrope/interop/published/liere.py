@@ -215,7 +215,7 @@ def _take_generators(tensors: Tensors, plan: Plan, layers: str | None) -> tuple[
         warnings.warn(
             f"LieRE's forward rotates all layers by layer 0's generators, and this file holds {stored} layers: done as "
             "published; say load_published(path, layers='as published'), or 'per layer' to use them all",
-            stacklevel=4,
+            stacklevel=5,
         )
     shared = count == blocks
     build = partial(LieRE, block_size=b, rotary_dim=blocks * b, shared_heads=shared)

@@ -68,7 +68,7 @@ def convert(
         warnings.warn(
             "RoPE-Axial with APE and DeiT III leave the same names; taken for RoPE-Axial: "
             "say load_published(path, encoding='axial'), or encoding='none' for DeiT III",
-            stacklevel=3,
+            stacklevel=4,
         )
     pairs = plan.dim // plan.num_heads // 2
     if pairs % 2:
