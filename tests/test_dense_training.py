@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks import Callback
-from test_scale import data_of, free_port
+from test_scale import become_one_of_two, data_of, free_port
 
 from torchrope.cli import main
 from torchrope.data.config import DataConfig
@@ -122,10 +121,7 @@ def test_settings_that_no_head_reads_are_refused(settings: dict[str, Any], rule:
 
 def two(rank: int, folder: Path, port: int) -> None:
     """One of two processes, as torchrun starts it."""
-    torch.set_num_threads(1)
-    sizes = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "RANK": rank, "LOCAL_RANK": rank}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "two"}
-    os.environ.update({name: str(value) for name, value in {**sizes, **place}.items()})
+    become_one_of_two(rank, port)
     for head in ("upernet", "faster-rcnn", "deformable-detr"):
         config = small_run(head, optim={"epochs": 1})
         found, _ = train(config, data_of(config), folder / head, accelerator="cpu")

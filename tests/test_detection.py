@@ -25,7 +25,8 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection
 
 from torchrope.backbones import Swin, ViT
 from torchrope.backbones.features import Features
-from torchrope.interop.heads.detection import DeformableDETR, FasterRCNN, MaskRCNN, by_size, objects
+from torchrope.interop.heads import by_size
+from torchrope.interop.heads.detection import DeformableDETR, FasterRCNN, MaskRCNN, objects
 from torchrope.training.average_precision import average_precision, average_precisions, match
 from torchrope.training.config import OptimConfig
 from torchrope.training.detector import Detector

@@ -352,6 +352,14 @@ def in_background(command: list[str]) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def become_one_of_two(rank: int, port: int) -> None:
+    """Make this process what torchrun starts."""
+    torch.set_num_threads(1)
+    sizes = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "RANK": rank, "LOCAL_RANK": rank}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "two"}
+    os.environ.update({name: str(value) for name, value in {**sizes, **place}.items()})
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

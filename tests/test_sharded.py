@@ -1,6 +1,5 @@
 """FSDP2: two processes that hold half of a model each learn what one does, and go on where they were."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from pytorch_lightning.callbacks import Callback
-from test_scale import data_of, free_port, small_run
+from test_scale import become_one_of_two, data_of, free_port, small_run
 from torch.distributed.tensor import DTensor
 
 from torchrope.training.config import ModelConfig, RunConfig, ScaleConfig
@@ -78,10 +77,7 @@ class Spy(Callback):
 
 def one_of_two(rank: int, folder: Path, port: int) -> None:
     """A process as torchrun starts it."""
-    torch.set_num_threads(1)
-    sizes = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "RANK": rank, "LOCAL_RANK": rank}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "two"}
-    os.environ.update({name: str(value) for name, value in {**sizes, **place}.items()})
+    become_one_of_two(rank, port)
     compile_module = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: compile_module(module, backend="eager")  # type: ignore[method-assign]
     settings = dict(accelerator="cpu", strategy="fsdp2")

@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ from transformers.models.deformable_detr.modeling_deformable_detr import (
 )
 
 from torchrope.backbones.features import Features, LayerNorm2d, pad
+from torchrope.interop.heads import by_size
 from torchrope.ops.precision import wide_dtype, without_autocast
 
 Target = Mapping[str, Any]
@@ -401,21 +402,6 @@ def objects(target: Target) -> dict[str, Tensor]:
     if "crowd" in target:
         keep = keep & ~target["crowd"]
     return {name: target[name][keep] for name in ("boxes", "labels", "masks") if name in target}
-
-
-def by_size(
-    images: Sequence[Tensor], find: Callable[[list[Tensor]], list[dict[str, Tensor]]]
-) -> list[dict[str, Tensor]]:
-    """Find in the images of one size together, in their order."""
-    groups: dict[torch.Size, list[int]] = {}
-    for index, image in enumerate(images):
-        groups.setdefault(image.shape, []).append(index)
-    found = {
-        index: each
-        for group in groups.values()
-        for index, each in zip(group, find([images[index] for index in group]), strict=True)
-    }
-    return [found[index] for index in range(len(images))]
 
 
 def _size(image: Tensor) -> tuple[int, int]:

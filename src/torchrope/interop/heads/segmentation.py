@@ -22,7 +22,7 @@ from transformers.models.mask2former.modeling_mask2former import (
 from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
 
 from torchrope.backbones.features import Features, pad
-from torchrope.interop.heads import IGNORED
+from torchrope.interop.heads import IGNORED, by_size
 from torchrope.ops.precision import wide_dtype, without_autocast
 
 Target = dict[str, Any]
@@ -64,13 +64,7 @@ class SemanticModel(nn.Module, ABC):
         Images of one size go through the model together; none is padded to another's size, so that what is said of an
         image depends on no other.
         """
-        of_size: dict[torch.Size, list[int]] = {}
-        for index, image in enumerate(images):
-            of_size.setdefault(image.shape, []).append(index)
-        found: dict[int, Tensor] = {}
-        for indices in of_size.values():
-            found |= zip(indices, self(torch.stack([images[index] for index in indices])), strict=True)
-        return [{"logits": found[index]} for index in range(len(images))]
+        return by_size(images, lambda alike: [{"logits": each} for each in self(torch.stack(alike))])
 
 
 class UperNet(SemanticModel):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrope.data.dense import IGNORED
-from torchrope.studies.lab.estimates import Contrast, ends
+from torchrope.studies.lab.estimates import Contrast, ends, judge
 from torchrope.studies.ranking import spread
 from torchrope.training import segment
 
@@ -60,12 +59,8 @@ class Score:
     def against(self, other: "Score") -> Contrast:
         """How much better it is than another, in points, and whether that can be told from luck."""
         low, high = self.ahead_of(other)
-        value = self.mean - other.mean
-        together = hypot(self.spread or 0.0, other.spread or 0.0)
-        in_points = (100 * value, 100 * low, 100 * high)
-        if not (low > 0 or high < 0) or abs(value) <= together:
-            return Contrast(*in_points, "tied")
-        return Contrast(*in_points, "better" if value > 0 else "worse")
+        spreads = [100 * (each.spread or 0.0) for each in (self, other)]
+        return judge(100 * (self.mean - other.mean), 100 * low, 100 * high, spreads)
 
 
 def score(name: str, measure: str, seeds: Sequence[Weigh], images: int, draws: int = DRAWS) -> Score:

@@ -92,8 +92,18 @@ def contrast(one: np.ndarray, other: np.ndarray) -> Contrast:
         one, other: Right or not, `(seeds, examples)` each, as `difference` takes them.
     """
     value, low, high = difference(one, other)
-    together = 100 * hypot(*(spread(each.mean(axis=1).tolist()) or 0.0 for each in (one, other)))
-    if low <= 0 <= high or abs(value) <= together:
+    return judge(value, low, high, [100 * (spread(each.mean(axis=1).tolist()) or 0.0) for each in (one, other)])
+
+
+def judge(value: float, low: float, high: float, spreads: Sequence[float]) -> Contrast:
+    """A difference with its verdict.
+
+    Args:
+        value: In points.
+        low, high: Its 95 % interval.
+        spreads: Deviations over seeds of both, in points.
+    """
+    if not (low > 0 or high < 0) or abs(value) <= hypot(*spreads):
         return Contrast(value, low, high, "tied")
     return Contrast(value, low, high, "better" if value > 0 else "worse")
 
