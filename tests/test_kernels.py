@@ -163,12 +163,12 @@ def test_rotating_nothing_returns_what_came() -> None:
 @pytest.mark.parametrize(
     ("family", "b", "names"),
     [
-        ("axial", 2, {"torchrope_parts", "torchrope_planar"}),
-        ("mixed", 2, {"torchrope_parts", "torchrope_planar"}),
-        ("ld", 8, {"torchrope_parts", "torchrope_basis", "torchrope_skew_eig"}),
-        ("ap", 4, {"torchrope_parts", "torchrope_basis", "torchrope_skew_eig"}),
-        ("ap", 3, {"torchrope_skew_exp_parts", "torchrope_skew_exp", "torchrope_block"}),
-        ("liere", 8, {"torchrope_skew_exp_parts", "torchrope_skew_exp", "torchrope_block"}),
+        ("axial", 2, {"torchrope_planar"}),
+        ("mixed", 2, {"torchrope_planar"}),
+        ("ld", 8, {"torchrope_basis", "torchrope_skew_eig"}),
+        ("ap", 4, {"torchrope_basis", "torchrope_skew_eig"}),
+        ("ap", 3, {"torchrope_skew_exp", "torchrope_block"}),
+        ("liere", 8, {"torchrope_skew_exp", "torchrope_block"}),
     ],
 )
 def test_kernels_serve_without_being_asked_for(

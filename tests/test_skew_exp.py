@@ -1,6 +1,8 @@
 """The exponential by kernels: accuracy over sizes and norms, what is not a number, and everything around a call."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -43,16 +45,19 @@ def test_gradients_are_within_twice_the_error_of_torchs(b: int) -> None:
     for norm in (0.0, 1e-6, 1e-2, 1.0, 30.0, 1e3):
         generator = skew_matrices(5 if b <= 16 else 2, b, norm or 1.0) * (norm > 0)
         upstream = torch.randn_like(generator)
-        exact = skew_gradient(generator.double(), upstream.double(), backend="reference")
-        fast, plain = (skew_gradient(generator, upstream, backend=name) for name in ("native", "reference"))
+        exact = skew_gradient(torch.linalg.matrix_exp, generator.double(), upstream.double())
+        fast, plain = (skew_gradient(exp, generator, upstream) for exp in (native_exp, torch.linalg.matrix_exp))
         assert torch.equal(fast, -fast.mT)
         assert largest(fast - exact) <= 2 * largest(plain - exact) + 8 * EPS * largest(exact), norm
 
 
-def skew_gradient(generator: Tensor, upstream: Tensor, *, backend: str) -> Tensor:
+native_exp = partial(tr.skew_exp, backend="native")
+
+
+def skew_gradient(exp: Callable[[Tensor], Tensor], generator: Tensor, upstream: Tensor) -> Tensor:
     """The gradient along skew directions."""
     leaf = generator.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(tr.skew_exp(leaf, backend=backend), leaf, upstream)
+    (gradient,) = torch.autograd.grad(exp(leaf), leaf, upstream)
     return (gradient - gradient.mT) / 2
 
 
@@ -67,7 +72,43 @@ def test_entries_of_one_matrix_do_not_touch_another(b: int) -> None:
         assert largest(fast[i] - exact[i]) <= 8 * EPS * max(1.0, norm), norm
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("power", [0, 2, 4, 6, 7, 8, 9, 12, 20, 38])
+@pytest.mark.parametrize("b", [3, 8, 16, 64])
+def test_rotations_are_orthogonal_at_any_norm(b: int, power: int, backend: str) -> None:
+    generator = skew_matrices(3, b, 10.0**power)
+    upstream = torch.randn_like(generator)
+    leaf = generator.requires_grad_()
+    rotation = tr.skew_exp(leaf, backend=backend)
+    wide = rotation.detach().double()
+    assert largest(wide.mT @ wide - torch.eye(b)) <= 1e-5
+    assert (torch.linalg.det(wide) - 1).abs().max() <= 1e-4
+    (gradient,) = torch.autograd.grad(rotation, leaf, upstream)
+    # J averages M over the orbit of rotations, so it is no larger than M.
+    assert torch.linalg.matrix_norm(gradient - gradient.mT).max() <= 2.1 * torch.linalg.matrix_norm(upstream).max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_far_exponents_keep_the_digits_that_they_have(dtype: torch.dtype) -> None:
+    """Whole turns of a plane leave the identity: 2 pi times a power of two is exact in float64 alone."""
+    for turns in (1.0, 2.0**10, 2.0**20):
+        angle = torch.tensor(2 * math.pi * turns, dtype=dtype)
+        rotation = tr.skew_exp(torch.stack([torch.stack([0 * angle, -angle]), torch.stack([angle, 0 * angle])]))
+        known = turns * 2 * math.pi * torch.finfo(dtype).eps
+        assert largest(rotation - torch.eye(2, dtype=dtype)) <= 4 * known + 1e-6
+
+
+@pytest.mark.parametrize("b", [3, 8])
+def test_a_far_matrix_does_not_touch_its_neighbours(b: int) -> None:
+    for far in (1e6, 1e12, 1e30, 3e38):
+        generator = skew_matrices(20, b)
+        alone = torch.linalg.matrix_exp(generator.double())
+        generator[7] *= far
+        near = torch.arange(20) != 7
+        assert largest(tr.skew_exp(generator)[near] - alone[near]) <= 16 * EPS, far
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("b", [2, 3, 8, 16, 64, 128])
 def test_what_is_not_finite_gives_nan(b: int, value: float) -> None:
     generator = skew_matrices(3, b)
@@ -134,9 +175,9 @@ def test_it_maps_and_gradients_of_it_map(b: int) -> None:
     per_sample = torch.vmap(torch.func.grad(score), (0, None))(generator, weight)
     along = torch.func.jacrev(score)(generator[0], weight)
     for i in range(4):
-        expected = skew_gradient(generator[i], weight, backend="native")
+        expected = skew_gradient(native_exp, generator[i], weight)
         assert torch.allclose((per_sample[i] - per_sample[i].mT) / 2, expected, atol=1e-5)
-    assert torch.allclose((along - along.mT) / 2, skew_gradient(generator[0], weight, backend="native"), atol=1e-5)
+    assert torch.allclose((along - along.mT) / 2, skew_gradient(native_exp, generator[0], weight), atol=1e-5)
 
     leaf = generator[0].clone().requires_grad_()
     directions = torch.randn(5, 3, b, b)

@@ -11,8 +11,8 @@ from torchrope.attention import Attention
 from torchrope.backbones import ViT
 from torchrope.encodings import STRING, AbsoluteEncoding, Encoding, MixedRoPE
 from torchrope.encodings.planes import planes
-from torchrope.ops.precision import wide_dtype
 from torchrope.rotations import Block, Planar, Rotation, block_diagonal
+from torchrope.tensors import wide_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
 

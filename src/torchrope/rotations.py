@@ -12,12 +12,13 @@ ones (`rotary_dim` < `head_dim`) pass unchanged. Tokens are second to last, head
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchrope.tensors import can_read, without_autocast
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -171,8 +172,7 @@ class Commuting(Rotation):
 
     def blocks(self) -> Tensor:
         along = combine(self.positions, self.factors)  # (*batch, heads, tokens, blocks)
-        exponents = along[..., None, None] * self.base.unsqueeze(1)
-        return torch.linalg.matrix_exp(exponents.contiguous())
+        return exponential(along[..., None, None] * self.base.unsqueeze(1))
 
     def inverse(self) -> "Commuting":
         return replace(self, positions=-self.positions)
@@ -214,7 +214,7 @@ class PlanarInBasis(Rotation):
         turns = block_diagonal(self.planar.blocks().unflatten(-3, (-1, b // 2)), b)  # (..., tokens, blocks, b, b)
         basis = self.basis.unsqueeze(1)  # (heads, 1, blocks, b, b)
         # I + P (rot - I) P^T, not P rot P^T: at the origin this is I to the last bit.
-        with nullcontext() if basis.is_meta else torch.autocast(basis.device.type, enabled=False):
+        with without_autocast(basis):
             return identity + basis @ (turns - identity) @ basis.mT
 
     def inverse(self) -> "PlanarInBasis":
@@ -247,6 +247,32 @@ class Block(Rotation):
 
     def inverse(self) -> "Block":
         return replace(self, table=self.table.mT, tangent=None)
+
+
+# Each squaring inside torch.matrix_exp doubles the departure from orthogonality: below the first norm it stays at
+# rounding error, below the second float32 is exact enough to be mended afterwards.
+_NEAR, _FAR = 16.0, 1024.0
+# No digit of a larger angle is left in float32.
+_FARTHEST = 2.0**40
+
+
+def exponential(skew: Tensor) -> Tensor:
+    """exp of skew matrices `(..., b, b)`, float32 or float64, any strides; orthogonal whatever their norm.
+
+    Far from zero it is computed in float64, where the device has it. Norms above 2^40 are scaled down to it.
+    """
+    skew = skew.contiguous()  # torch.matrix_exp refuses strides that einsum leaves behind
+    norm = skew.detach().abs().sum(dim=-1, keepdim=True).amax(dim=-2, keepdim=True)
+    if can_read(norm) and not (norm > _NEAR).any():
+        return torch.linalg.matrix_exp(skew)
+    stays = skew.device.type == "mps" or (can_read(norm) and not (norm > _FAR).any())
+    wide = skew if stays else skew.double()
+    matrix = torch.linalg.matrix_exp(wide * (_FARTHEST / norm).clamp(max=1))
+    identity = torch.eye(skew.shape[-1], dtype=wide.dtype, device=wide.device)
+    with without_autocast(skew):
+        for _ in range(2):  # each leaves the square of the error that was there
+            matrix = matrix - matrix @ (matrix.mT @ matrix - identity) / 2
+    return matrix.to(skew.dtype)
 
 
 def combine(positions: Tensor, per_axis: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.ops.backends import takes_kernels
-from torchrope.ops.precision import wide_dtype
 from torchrope.ops.skew_exp import exp_generators, fits_kernels, skew_eig, skew_exp
 from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal, combine
+from torchrope.tensors import can_read, wide_dtype
 
 Init = Literal["paper", "zeros"]
 
@@ -114,22 +114,25 @@ class Encoding(nn.Module, ABC):
             Angles are float32, or float64 where the positions or the parameters are; autocast never touches them.
 
         Raises:
-            ValueError: wrong shape or number of axes; NaN or infinity (not looked for on a GPU, which would have to
-                be waited for, nor inside torch.compile); a backend that cannot serve.
+            ValueError: wrong shape or number of axes; NaN or infinity; a backend that cannot serve. On a GPU, which
+                would have to be waited for, and inside torch.compile, torch.export and torch.func, NaN and infinity
+                are not looked for: the rotation of such a token is NaN, and of no other.
         """
         self._check_positions(positions)
         made_for: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
-            # A copy, here and below: a rotation is a value, but parameters change, and are freed where sharded.
-            positions, frequencies = widened(positions, self.frequencies_per_axis().clone())
+            # Copies, here and below: a rotation is a value, but positions and parameters change in place, and
+            # parameters are freed where they are sharded.
+            positions, frequencies = widened(positions, self.frequencies_per_axis(), copy=True)
             return Planar(positions=positions, frequencies=frequencies, **made_for)
         factored = self.factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
-            positions, factors, base = widened(positions, *factored)
-            if takes_kernels(backend, positions, factors, base) and fits_kernels(positions, self.block_size):
+            wide_positions, factors, base = widened(positions, *factored)
+            if takes_kernels(backend, wide_positions, factors, base) and fits_kernels(positions, self.block_size):
+                wide_positions, factors = widened(positions, factors, copy=True)
                 basis, angular = skew_eig(base)
                 return Commuting(
-                    positions=positions, factors=factors.clone(), base=base, basis=basis, angular=angular, **made_for
+                    positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular, **made_for
                 )
         generators = self.generators()
         if generators.stride(1) == 0:  # one head's numbers, seen by all
@@ -194,7 +197,7 @@ class Encoding(nn.Module, ABC):
             raise ValueError(f"positions must have num_axes = {self.num_axes} axes, got {positions.shape[-1]}")
         if positions.is_complex() or positions.dtype == torch.bool:
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
-        if torch.compiler.is_compiling() or positions.device.type != "cpu" or not positions.is_floating_point():
+        if not positions.is_floating_point() or not can_read(positions):
             return
         if (
             not math.isfinite(positions.detach().sum()) and not torch.isfinite(positions).all()
@@ -270,7 +273,7 @@ def check_init(init: str) -> Init:
     raise ValueError(f"init must be 'paper' or 'zeros', got {init!r}")
 
 
-def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All in the narrowest dtype that holds them, float32 at least."""
+def widened(*tensors: Tensor, copy: bool = False) -> tuple[Tensor, ...]:
+    """All in the narrowest dtype that holds them, float32 at least; in memory of their own if asked for."""
     wide = wide_dtype(*tensors)
-    return tuple(tensor.to(wide) for tensor in tensors)
+    return tuple(tensor.to(wide, copy=copy) for tensor in tensors)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings.base import Encoding, Init, check_init, rounding, skew, upper_triangle
+from torchrope.encodings.base import Encoding, Init, check_init, rounding, skew, upper_triangle, widened
 
 # P is standard normal in the paper, so P - P^T has this standard deviation above the diagonal.
 _STD = math.sqrt(2)
@@ -48,7 +48,7 @@ class ComRoPE(Encoding):
         """Factors `(num_axes, heads, blocks)` and P - P^T `(heads, blocks, b, b)`:  A_a = c_a (P - P^T)."""
 
     def generators(self) -> Tensor:
-        factors, base = self.factors_and_base()
+        factors, base = widened(*self.factors_and_base())  # a product in half precision would be rounded
         return factors[..., None, None] * base
 
     @classmethod

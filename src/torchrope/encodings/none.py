@@ -48,7 +48,7 @@ class NoEncoding(Encoding):
         """A rotation that turns no channel of any position."""
         self._check_positions(positions)
         frequencies = positions.new_zeros(self.num_axes, 1, 0, dtype=torch.float32)
-        where = positions.to(torch.float32)
+        where = positions.to(torch.float32, copy=True)
         return Planar(positions=where, frequencies=frequencies, head_dim=self.head_dim, num_heads=self.num_heads)
 
     def _take_generators(self, generators: Tensor) -> None:

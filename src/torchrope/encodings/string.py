@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torchrope.encodings.base import Encoding, Init, check_init, planar, rounding, skew, upper_triangle, widened
 from torchrope.encodings.mixed import turned_ladder
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
-from torchrope.ops.precision import wide_dtype, without_autocast
 from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
+from torchrope.tensors import wide_dtype, without_autocast
 
 # The paper does not say where S starts; near zero the encoding starts near RoPE-Mixed.
 _STD = 0.02
@@ -106,7 +106,7 @@ class STRING(Encoding):
 
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         self._check_positions(positions)
-        positions, frequencies, basis = widened(positions, self.frequencies.clone(), self.basis())
+        positions, frequencies, basis = widened(positions, self.frequencies, self.basis(), copy=True)
         return PlanarInBasis(
             positions=positions,
             frequencies=frequencies,

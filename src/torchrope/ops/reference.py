@@ -6,12 +6,6 @@ from torch import Tensor
 from torchrope.rotations import Planar, Rotation
 
 
-def skew_exp(generator: Tensor) -> Tensor:
-    """exp of skew matrices `(..., b, b)`, float32 or float64."""
-    # torch.matrix_exp refuses strides that einsum leaves behind.
-    return torch.linalg.matrix_exp(generator.contiguous())
-
-
 def rotate_one(x: Tensor, rotation: Rotation) -> Tensor:
     """R x for x `(*batch, heads, tokens, head_dim)`, both of the same floating dtype."""
     turning, resting = x.split([rotation.rotary_dim, x.shape[-1] - rotation.rotary_dim], dim=-1)

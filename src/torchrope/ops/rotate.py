@@ -6,8 +6,8 @@ from torch import Tensor
 from torchrope.ops import reference
 from torchrope.ops.backends import takes_kernels
 from torchrope.ops.library import OPS
-from torchrope.ops.precision import wide_dtype, without_autocast
 from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
+from torchrope.tensors import can_read, wide_dtype, without_autocast
 
 
 def rotate(
@@ -58,14 +58,8 @@ def rotate(
         return _rotate_wide(q, rotation), _rotate_wide(k, of_keys)
     if key_rotation is None:
         return _rotate_fast(q, k, rotation, scores_only)
-    # The basis of one may be left out only where the other's is: two rotations of one encoding share it.
-    shared = (
-        isinstance(rotation, Commuting)
-        and isinstance(of_keys, Commuting)
-        and rotation.basis is of_keys.basis
-        and rotation.factors is of_keys.factors
-    )
-    return _rotate_alone(q, rotation, scores_only and shared), _rotate_alone(k, of_keys, scores_only and shared)
+    inside = scores_only and _share_a_basis(rotation, of_keys)
+    return _rotate_alone(q, rotation, inside), _rotate_alone(k, of_keys, inside)
 
 
 def rotate_one(x: Tensor, rotation: Rotation, *, backend: str = "auto", scores_only: bool = False) -> Tensor:
@@ -114,10 +108,27 @@ def _rotate_in_bases(
         inner_q, inner_k = reference.into_basis(q.to(wide), basis), reference.into_basis(k.to(wide), key_basis)
         elsewhere = None if key_rotation is None else key_planar
         turned_q, turned_k = rotate(inner_q, inner_k, planar, key_rotation=elsewhere, backend=backend)
-        if not (scores_only and basis is key_basis):
+        if not (scores_only and _share_a_basis(rotation, of_keys)):
             turned_q = q + reference.out_of_basis(turned_q - inner_q, basis)
             turned_k = k + reference.out_of_basis(turned_k - inner_k, key_basis)
     return turned_q.to(q.dtype), turned_k.to(k.dtype)
+
+
+def _share_a_basis(one: Rotation, other: Rotation) -> bool:
+    """Whether the basis of both may be left out, as for two rotations of one encoding."""
+    if isinstance(one, Commuting) and isinstance(other, Commuting):
+        # Kernels come back from the basis in blocks that never rotate: factors and frequencies must agree too.
+        return all(_equal(getattr(one, name), getattr(other, name)) for name in ("factors", "angular", "basis"))
+    if isinstance(one, PlanarInBasis) and isinstance(other, PlanarInBasis):
+        # Gradients to two bases that only happen to be equal need both to be applied.
+        learned = one.basis.requires_grad or other.basis.requires_grad
+        return one.basis is other.basis or (not learned and _equal(one.basis, other.basis))
+    return False
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, or have equal values where these can be read."""
+    return one is other or (can_read(one) and can_read(other) and torch.equal(one, other))
 
 
 def _split(rotation: Rotation) -> tuple[Tensor | None, Rotation]:

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from torchrope.ops import reference
 from torchrope.ops.backends import takes_kernels
 from torchrope.ops.library import OPS
-from torchrope.ops.precision import wide_dtype, without_autocast
+from torchrope.rotations import exponential
+from torchrope.tensors import wide_dtype, without_autocast
 
 # Beyond these a GPU's registers do not hold what the kernel needs.
 _LARGEST_BLOCK = {"cpu": 128, "cuda": 64}
@@ -45,7 +45,7 @@ def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
     fast = takes_kernels(backend, generator)
     if not fast or not wide.numel() or not fits_kernels(wide, generator.shape[-1]):
         with without_autocast(generator):
-            return reference.skew_exp(wide)
+            return exponential(wide)
     return OPS.skew_exp(wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrope.interop.heads import IGNORED
-from torchrope.ops.precision import wide_dtype
+from torchrope.tensors import wide_dtype
 
 Predictions = list[dict[str, Tensor]]
 

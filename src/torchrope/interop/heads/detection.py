@@ -34,7 +34,7 @@ from transformers.models.deformable_detr.modeling_deformable_detr import (
 
 from torchrope.backbones.features import Features, LayerNorm2d, pad
 from torchrope.interop.heads import by_size
-from torchrope.ops.precision import wide_dtype, without_autocast
+from torchrope.tensors import wide_dtype, without_autocast
 
 Target = Mapping[str, Any]
 MOST = 100  # detections of an image, as COCO counts them

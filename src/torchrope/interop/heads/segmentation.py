@@ -23,7 +23,7 @@ from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNet
 
 from torchrope.backbones.features import Features, pad
 from torchrope.interop.heads import IGNORED, by_size
-from torchrope.ops.precision import wide_dtype, without_autocast
+from torchrope.tensors import wide_dtype, without_autocast
 
 Target = dict[str, Any]
 

@@ -68,15 +68,12 @@ def rotate_planar_backward(
     out = call.sides(q, k, grad_q, grad_k)
     of_heads = _of_every_head(frequencies, k, table)
     call.planar(q, positions, of_heads, table)
-    parts = call.parts(of_heads.shape[1], q.shape[2])
-    d_positions = call.sum_into(positions, (of_heads.shape[1], *positions.shape), wanted[0])
-    d_frequencies = call.sum_into(frequencies, (parts, *of_heads.shape), wanted[1])
+    d_positions, d_frequencies = call.gradient(positions, wanted[0]), call.gradient(of_heads, wanted[1])
     call.fields += [_at(d_frequencies), _at(d_positions)]
     call.run("torchrope_planar", 1)
-    summed = _summed(d_frequencies)
-    if summed is not None and summed.shape != frequencies.shape:
-        summed = summed.sum(1, keepdim=True)
-    return (*out, _summed(d_positions), summed)
+    if d_frequencies is not None and d_frequencies.shape != frequencies.shape:
+        d_frequencies = d_frequencies.sum(1, keepdim=True)
+    return (*out, d_positions, d_frequencies)
 
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,17 +135,11 @@ def rotate_basis_backward(
     call = _Call()
     out = call.sides(q, k, grad_q, grad_k)
     call.basis(q, positions, coefficients, basis, angular, outer)
-    parts = call.parts(basis.shape[0], q.shape[2])
-    d_positions = call.sum_into(positions, (basis.shape[0], *positions.shape), wanted[0])
-    d_coefficients = call.sum_into(coefficients, (parts, *coefficients.shape), any(wanted))
-    inside = call.sum_into(basis, (parts, *basis.shape), any(wanted))
-    call.fields += [_at(d_coefficients), _at(d_positions), _at(inside)]
+    d_positions = call.gradient(positions, wanted[0])
+    d_coefficients, d_base = (call.gradient(x, any(wanted)) for x in (coefficients, basis))
+    call.fields += [_at(d_coefficients), _at(d_positions), _at(d_base)]
     call.run("torchrope_basis", 1)
-    if inside is None:
-        return (*out, None, None, None)
-    turned = _summed(inside)
-    d_base = basis @ ((turned - turned.mT) / 2) @ basis.mT  # type: ignore[union-attr, operator]
-    return (*out, _summed(d_positions), _summed(d_coefficients), d_base)
+    return (*out, d_positions, d_coefficients, d_base)
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
@@ -167,13 +158,10 @@ def exp_generators_backward(
     """Gradients to positions, where wanted, and generators from that of the tangent."""
     call = _Call()
     call.exponents(positions, generators, None)
-    _, heads, blocks, *_ = generators.shape
-    parts = call.count("torchrope_skew_exp_parts")
-    d_generators = call.sum_into(generators, (parts, *generators.shape), True)
-    d_positions = call.sum_into(positions, (heads * blocks, *positions.shape), wanted)
+    d_positions, d_generators = call.gradient(positions, wanted), call.gradient(generators, True)
     call.fields += [call.keep(tangent), _at(d_generators), _at(d_positions)]
     call.run("torchrope_skew_exp", 1, items=tangent.numel())
-    return _summed(d_positions), _summed(d_generators)  # type: ignore[return-value]
+    return d_positions, d_generators  # type: ignore[return-value]
 
 
 def skew_exp(exponents: Tensor) -> Tensor:
@@ -261,24 +249,18 @@ class _Call:
         self.fields += [heads, blocks, b, axes, sets, tokens, self.threads]
         self.fields += [self.keep(positions), self.keep(generators), _at(table)]
 
-    def parts(self, heads: int, tokens: int) -> int:
-        """Parts that a kernel cuts tokens into: partial sums, one after the other, whatever thread does them."""
-        return _kernel("torchrope_parts")(*map(ctypes.c_int64, (heads, tokens, self.threads)))
-
-    def sum_into(self, like: Tensor, shape: Sequence[int], wanted: bool) -> Tensor | None:
-        """Zeros for partial sums over the first dimension."""
-        return like.new_zeros(tuple(shape), dtype=torch.float32) if wanted else None
-
-    def count(self, name: str) -> int:
-        """What a function of the structure says."""
-        function = _kernel(name)
-        function.restype = ctypes.c_int64
-        return function(self._structure())
+    def gradient(self, like: Tensor, wanted: bool) -> Tensor | None:
+        """Zeros for the gradient of a tensor: a kernel without anything to do leaves them as they are."""
+        return like.new_zeros(like.shape, dtype=torch.float32) if wanted else None
 
     def run(self, name: str, *settings: int, items: int = 1) -> None:
-        """Call a kernel on the structure, unless there is nothing to do: empty tensors have no address."""
-        if items:
-            _kernel(name)(self._structure(), *map(ctypes.c_int64, settings))
+        """Call a kernel on the structure, unless there is nothing to do: empty tensors have no address.
+
+        Raises:
+            MemoryError: the system gives it no memory to work with.
+        """
+        if items and _kernel(name)(self._structure(), *map(ctypes.c_int64, settings)):
+            raise MemoryError(f"{name} needs memory to work with, got none from the system")
 
     def _structure(self) -> bytes:
         """The structure: every field of it is 8 bytes wide. Fields still to come are zero."""
@@ -304,9 +286,3 @@ def _table(positions: Tensor, generators: Tensor) -> Tensor:
 
 def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _summed(parts: Tensor | None) -> Tensor | None:
-    if parts is None:
-        return None
-    return parts[0] if len(parts) == 1 else parts.sum(0)

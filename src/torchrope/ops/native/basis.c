@@ -11,66 +11,90 @@ typedef struct {
     const float *coefficients;                        /* (axes, heads, blocks) */
     const float *basis;                               /* (heads, blocks, b, b), columns in pairs */
     const float *angular;                             /* (heads, blocks, b / 2) */
-    float *d_coefficients;                            /* (parts, axes, heads, blocks) */
-    float *d_positions;                               /* (heads, sets, tokens, axes) or NULL */
-    float *d_base;                                    /* (parts, heads, blocks, b, b), in the basis; or NULL */
+    float *d_coefficients;                            /* as coefficients; or NULL, and then d_base is */
+    float *d_positions;                               /* as positions, or NULL */
+    float *d_base;                                    /* as basis, or NULL */
 } Basis;
 
+/* A call, its partial sums, and the parts that tokens are cut into. */
+typedef struct {
+    const Basis *p;
+    int64_t parts;
+    float *matrices;     /* U and then U^T of every head and block, rows padded, as panels are multiplied by them */
+    float *coefficients; /* (parts, axes, heads, blocks) */
+    float *positions;    /* (heads, sets, tokens, axes), or NULL */
+    float *inside;       /* (parts, heads, blocks, b, b), the gradient to the base in the basis */
+} Job;
+
+/* Memory of a thread. */
 typedef struct {
     float *x, *grad, *y, *h, *raw;    /* panels */
-    float *inner, *outer;             /* U and U^T of every block, rows padded */
+    float *spill;                     /* a product of a block that is narrower than its vectors */
+    const float *inner, *outer;       /* U and U^T of every block of the head */
     float *products;                  /* sum h x'^T of a token */
     float *sums;                      /* alpha and beta, complex, summed over tokens */
     float *less, *sine;               /* cos - 1 and sin of every plane's angle */
     float *half_cosine, *half_sine;   /* of half the angles */
     float *moment;                    /* gradients of the angles */
-    float *scale;                     /* s of every block */
+    double *scale;                    /* s of every block */
     int64_t *returns;                 /* whether a block comes back from the basis: one that never turns must */
     int64_t row, width;
-} Room;
+} Workspace;
 
-static Room room_for(const Basis *p) {
-    Room room;
+static Workspace lay_out(const Basis *p, Arena *arena) {
+    Workspace w;
     int64_t b = p->b, planes = p->blocks * b / 2;
-    room.width = padded(b);
-    room.row = round_up(p->blocks * b + room.width, 16);
-    int64_t panel = ROWS * room.row, square = p->blocks * b * room.width, per_plane = round_up(planes + 64, 16);
-    int64_t floats = 5 * panel + 3 * square + 2 * planes * b + 6 * per_plane;
-    float *next = scratch(4 * floats + 8 * p->blocks);
-    memset(next, 0, 4 * floats + 8 * p->blocks);
-    float **panels[] = {&room.x, &room.grad, &room.y, &room.h, &room.raw};
-    for (int i = 0; i < 5; i++, next += panel) *panels[i] = next;
-    float **squares[] = {&room.inner, &room.outer, &room.products};
-    for (int i = 0; i < 3; i++, next += square) *squares[i] = next;
-    float **rows[] = {&room.less, &room.sine, &room.half_cosine, &room.half_sine, &room.moment, &room.scale};
-    for (int i = 0; i < 6; i++, next += per_plane) *rows[i] = next;
-    room.sums = next;
-    room.returns = (int64_t *)(next + 2 * planes * b);
-    return room;
+    w.width = padded(b);
+    w.row = round_up(p->blocks * b + w.width, 16);
+    float **panels[] = {&w.x, &w.grad, &w.y, &w.h, &w.raw};
+    for (int i = 0; i < 5; i++) *panels[i] = take(arena, 4 * ROWS * w.row);
+    w.products = take(arena, 4 * p->blocks * b * w.width);
+    float **rows[] = {&w.less, &w.sine, &w.half_cosine, &w.half_sine, &w.moment};
+    for (int i = 0; i < 5; i++) *rows[i] = take(arena, 4 * (planes + 64));
+    w.spill = take(arena, 4 * ROWS * w.width);
+    w.sums = take(arena, 4 * 2 * planes * b);
+    w.scale = take(arena, 8 * p->blocks);
+    w.returns = take(arena, 8 * p->blocks);
+    return w;
 }
 
-static void read_basis(const Basis *p, int64_t head, Room room) {
-    int64_t b = p->b;
-    for (int64_t block = 0; block < p->blocks; block++) {
-        int along = 0, around = 0;
-        for (int64_t axis = 0; axis < p->axes; axis++)
-            along |= p->coefficients[(axis * p->heads + head) * p->blocks + block] != 0;
-        for (int64_t plane = 0; plane < b / 2; plane++)
-            around |= p->angular[(head * p->blocks + block) * (b / 2) + plane] != 0;
-        room.returns[block] = p->outer || !along || !around;
+static int64_t floats_of_head(const Basis *p) { return 2 * p->blocks * p->b * padded(p->b); }
+
+/* U and U^T of a head, the first coordinates of planes before the second. */
+static void pad_basis(const void *context, int64_t head, void *memory) {
+    const Job *job = context;
+    const Basis *p = job->p;
+    int64_t b = p->b, width = padded(b), square = b * width;
+    (void)memory;
+    float *inner = job->matrices + head * floats_of_head(p), *outer = inner + p->blocks * square;
+    if (width > b) memset(inner, 0, 4 * floats_of_head(p));
+    for (int64_t block = 0; block < p->blocks; block++, inner += square, outer += square) {
         const float *basis = p->basis + (head * p->blocks + block) * b * b;
-        float *inner = room.inner + block * b * room.width, *outer = room.outer + block * b * room.width;
         for (int64_t i = 0; i < b; i++)
             for (int64_t j = 0; j < b; j++) {
                 int64_t place = j / 2 + j % 2 * (b / 2);
-                inner[i * room.width + place] = basis[i * b + j];
-                outer[place * room.width + i] = basis[i * b + j];
+                inner[i * width + place] = basis[i * b + j];
+                outer[place * width + i] = basis[i * b + j];
             }
     }
 }
 
+static void start_head(const Job *job, int64_t head, Workspace *w) {
+    const Basis *p = job->p;
+    w->inner = job->matrices + head * floats_of_head(p);
+    w->outer = w->inner + floats_of_head(p) / 2;
+    for (int64_t block = 0; block < p->blocks; block++) {
+        int along = 0, around = 0;
+        for (int64_t axis = 0; axis < p->axes; axis++)
+            along |= p->coefficients[(axis * p->heads + head) * p->blocks + block] != 0;
+        for (int64_t plane = 0; plane < p->b / 2; plane++)
+            around |= p->angular[(head * p->blocks + block) * (p->b / 2) + plane] != 0;
+        w->returns[block] = p->outer || !along || !around;
+    }
+}
+
 /* cos and sin of half the angles; cos - 1 and sin of the angles follow by doubling. */
-INLINE void turn_of_token(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Room room) {
+INLINE void turn_of_token(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t pairs = b / 2, count = p->blocks * pairs;
     const float *position = p->positions + (set * p->tokens + token) * p->axes;
     const float *angular = p->angular + head * count;
@@ -79,38 +103,51 @@ INLINE void turn_of_token(int64_t b, const Basis *p, int64_t set, int64_t head, 
         double at = 0;
         for (int64_t axis = 0; axis < p->axes; axis++)
             at += (double)position[axis] * (double)p->coefficients[(axis * p->heads + head) * p->blocks + block];
-        room.scale[block] = (float)at;
+        w.scale[block] = at;
     }
     for (int64_t start = 0; start < count; start += 64) {
         int64_t n = least(64, count - start);
         for (int64_t i = 0; i < n; i++)
-            angle[i] = 0.5 * (double)room.scale[(start + i) / pairs] * (double)angular[start + i];
+            angle[i] = 0.5 * w.scale[(start + i) / pairs] * (double)angular[start + i];
         for (int64_t i = n; i < round_up(n, 8); i++) angle[i] = 0;
-        cos_sin(angle, room.half_cosine + start, room.half_sine + start, round_up(n, 8));
+        int far = 0;
+        for (int64_t i = 0; i < n; i++) far |= !(fabs(angle[i]) <= FARTHEST_ANGLE);
+        if (far)
+            cos_sin_far(angle, w.half_cosine + start, w.half_sine + start, n);
+        else
+            cos_sin(angle, w.half_cosine + start, w.half_sine + start, round_up(n, 8));
     }
     for (int64_t i = 0; i < count; i++) {
-        room.less[i] = -2 * room.half_sine[i] * room.half_sine[i];
-        room.sine[i] = 2 * room.half_sine[i] * room.half_cosine[i];
+        w.less[i] = -2 * w.half_sine[i] * w.half_sine[i];
+        w.sine[i] = 2 * w.half_sine[i] * w.half_cosine[i];
     }
 }
 
-/* y (+)= x M in one block, for the rows of a panel. */
+/* y (+)= x M in one block, for the rows of a panel. A sum keeps to the block's own channels: NaN must not reach the
+   next ones through the zeros that a block is padded with. */
 INLINE void times(int64_t b, int64_t count, int64_t block, const float *matrices, const float *x, float *y,
-                  int accumulate, Room room) {
-    int64_t width = b == 8 ? 8 : room.width;
-    product(count, b, width, x + block * b, room.row, 1, matrices + block * b * width, width, y + block * b, room.row,
-            accumulate);
+                  int accumulate, Workspace w) {
+    int64_t width = b == 8 ? 8 : w.width;
+    const float *matrix = matrices + block * b * width;
+    x += block * b, y += block * b;
+    if (!accumulate || width == b) {
+        product(count, b, width, x, w.row, 1, matrix, width, y, w.row, accumulate);
+        return;
+    }
+    product(count, b, width, x, w.row, 1, matrix, width, w.spill, width, 0);
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t j = 0; j < b; j++) y[i * w.row + j] += w.spill[i * width + j];
 }
 
 /* What turning one block by the token's angles, or back, adds:  y = (rot - 1) x, or y = rot x. */
 INLINE void turn_block(int64_t b, int64_t count, int64_t block, const float *x, float *y, float sign, int whole,
-                       Room room) {
+                       Workspace w) {
     int64_t pairs = b / 2;
     if (b == 8) { /* a plane a lane */
-        v4 c = *(const v4 *)(room.less + block * 4), s = sign * *(const v4 *)(room.sine + block * 4);
+        v4 c = *(const v4 *)(w.less + block * 4), s = sign * *(const v4 *)(w.sine + block * 4);
         for (int64_t i = 0; i < count; i++) {
-            const v4 *in = (const v4 *)(x + i * room.row + block * 8);
-            v4 *out = (v4 *)(y + i * room.row + block * 8);
+            const v4 *in = (const v4 *)(x + i * w.row + block * 8);
+            v4 *out = (v4 *)(y + i * w.row + block * 8);
             v4 first = c * in[0] - s * in[1], second = s * in[0] + c * in[1];
             if (whole) {
                 first += in[0];
@@ -121,10 +158,10 @@ INLINE void turn_block(int64_t b, int64_t count, int64_t block, const float *x, 
         }
         return;
     }
-    const float *restrict less = room.less + block * pairs, *restrict sine = room.sine + block * pairs;
+    const float *restrict less = w.less + block * pairs, *restrict sine = w.sine + block * pairs;
     for (int64_t i = 0; i < count; i++) {
-        const float *restrict first = x + i * room.row + block * b, *restrict second = first + pairs;
-        float *restrict out = y + i * room.row + block * b;
+        const float *restrict first = x + i * w.row + block * b, *restrict second = first + pairs;
+        float *restrict out = y + i * w.row + block * b;
         for (int64_t j = 0; j < pairs; j++) {
             float even = first[j], odd = second[j], s = sign * sine[j], c = less[j];
             float change = c * even - s * odd, change_odd = s * even + c * odd;
@@ -135,24 +172,24 @@ INLINE void turn_block(int64_t b, int64_t count, int64_t block, const float *x, 
 }
 
 /* R x = x + U (rot - 1) U^T x, exactly x where nothing turns; or rot U^T x. */
-INLINE void turn_token(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Room room) {
+INLINE void turn_token(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t n = p->blocks * b;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
-    turn_of_token(b, p, set, head, token, room);
+    turn_of_token(b, p, set, head, token, w);
     while (next_panel(&walk, &panel)) {
-        gather(&panel, token, n, 0, room.x, room.row);
+        gather(&panel, token, n, 0, w.x, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t block = 0; block < p->blocks; block++) {
-            times(b, panel.count, block, room.inner, room.x, room.h, 0, room);
-            if (room.returns[block]) {
-                turn_block(b, panel.count, block, room.h, room.y, 1, 0, room);
-                times(b, panel.count, block, room.outer, room.y, room.x, 1, room);
+            times(b, panel.count, block, w.inner, w.x, w.h, 0, w);
+            if (w.returns[block]) {
+                turn_block(b, panel.count, block, w.h, w.y, 1, 0, w);
+                times(b, panel.count, block, w.outer, w.y, w.x, 1, w);
             } else {
-                turn_block(b, panel.count, block, room.h, room.x, 1, 1, room);
+                turn_block(b, panel.count, block, w.h, w.x, 1, 1, w);
             }
         }
-        spread(&panel, token, n, p->head_dim, 0, room.x, room.row);
+        spread(&panel, token, n, p->head_dim, 0, w.x, w.row);
     }
 }
 
@@ -166,16 +203,16 @@ INLINE float sinc(float x, float sine) {
 
 /* Daleckii-Krein: the products of a token, split into the parts that commute and anticommute with i,
    times the conjugate of  g(u, v) = s e^(i s (u + v) / 2) sinc(s (u - v) / 2)  at (w_j, w_k) and (w_j, -w_k). */
-INLINE void add_products(int64_t b, const Basis *p, int64_t head, Room room) {
-    int64_t pairs = b / 2, area = pairs * pairs, width = b == 8 ? 8 : room.width;
+INLINE void add_products(int64_t b, const Basis *p, int64_t head, Workspace w) {
+    int64_t pairs = b / 2, area = pairs * pairs, width = b == 8 ? 8 : w.width;
     for (int64_t block = 0; block < p->blocks; block++) {
-        const float *cosine = room.half_cosine + block * pairs, *sine = room.half_sine + block * pairs;
+        const float *cosine = w.half_cosine + block * pairs, *sine = w.half_sine + block * pairs;
         const float *angular = p->angular + (head * p->blocks + block) * pairs;
-        const float *m = room.products + block * b * width;
-        float s = room.scale[block], half = 0.5f * s;
+        const float *m = w.products + block * b * width;
+        float s = (float)w.scale[block], half = 0.5f * s;
         for (int64_t j = 0; j < pairs; j++) {
             const float *restrict upper = m + j * width, *restrict lower = upper + pairs * width;
-            float *restrict sums = room.sums + 4 * block * area + j * pairs;
+            float *restrict sums = w.sums + 4 * block * area + j * pairs;
             float cj = cosine[j], sj = sine[j], aj = half * angular[j];
             for (int64_t k = 0; k < pairs; k++) {
                 float ck = cosine[k], sk = sine[k], ak = half * angular[k];
@@ -193,98 +230,99 @@ INLINE void add_products(int64_t b, const Basis *p, int64_t head, Room room) {
     }
 }
 
-static void reduce_angles(const Basis *p, int64_t set, int64_t head, int64_t token, int64_t part, Room room) {
+static void reduce_angles(const Job *job, int64_t set, int64_t head, int64_t token, int64_t part, Workspace w) {
+    const Basis *p = job->p;
     int64_t pairs = p->b / 2;
     const float *position = p->positions + (set * p->tokens + token) * p->axes;
     float *d_position = NULL;
-    if (p->d_positions) d_position = p->d_positions + ((head * p->sets + set) * p->tokens + token) * p->axes;
+    if (job->positions) d_position = job->positions + ((head * p->sets + set) * p->tokens + token) * p->axes;
     for (int64_t axis = 0; d_position && axis < p->axes; axis++) d_position[axis] = 0;
     for (int64_t block = 0; block < p->blocks; block++) {
-        const float *angular = p->angular + (head * p->blocks + block) * pairs, *moment = room.moment + block * pairs;
+        const float *angular = p->angular + (head * p->blocks + block) * pairs, *moment = w.moment + block * pairs;
         float of_scale = 0;
         for (int64_t i = 0; i < pairs; i++) of_scale += angular[i] * moment[i];
         for (int64_t axis = 0; axis < p->axes; axis++) {
             int64_t at = (axis * p->heads + head) * p->blocks + block;
-            p->d_coefficients[part * p->axes * p->heads * p->blocks + at] += position[axis] * of_scale;
+            job->coefficients[part * p->axes * p->heads * p->blocks + at] += position[axis] * of_scale;
             if (d_position) d_position[axis] += p->coefficients[at] * of_scale;
         }
     }
 }
 
 /* One block: sum h x'^T, and the gradients of the angles,  gx_2 x_1 - gx_1 x_2  with gx = rot^T h = h + y. */
-INLINE void collect(int64_t b, int64_t count, int64_t block, int more, Room room) {
-    int64_t pairs = b / 2, width = b == 8 ? 8 : room.width;
-    product(b, count, width, room.h + block * b, 1, room.row, room.x + block * b, room.row,
-            room.products + block * b * width, width, more);
+INLINE void collect(int64_t b, int64_t count, int64_t block, int more, Workspace w) {
+    int64_t pairs = b / 2, width = b == 8 ? 8 : w.width;
+    product(b, count, width, w.h + block * b, 1, w.row, w.x + block * b, w.row,
+            w.products + block * b * width, width, more);
     if (b == 8) {
-        v4 sum = *(const v4 *)(room.moment + block * 4);
+        v4 sum = *(const v4 *)(w.moment + block * 4);
         for (int64_t i = 0; i < count; i++) {
-            int64_t at = i * room.row + block * 8;
-            const v4 *h = (const v4 *)(room.h + at), *y = (const v4 *)(room.y + at), *x = (const v4 *)(room.x + at);
+            int64_t at = i * w.row + block * 8;
+            const v4 *h = (const v4 *)(w.h + at), *y = (const v4 *)(w.y + at), *x = (const v4 *)(w.x + at);
             sum += (h[1] + y[1]) * x[0] - (h[0] + y[0]) * x[1];
         }
-        *(v4 *)(room.moment + block * 4) = sum;
+        *(v4 *)(w.moment + block * 4) = sum;
         return;
     }
-    float *restrict moment = room.moment + block * pairs;
+    float *restrict moment = w.moment + block * pairs;
     for (int64_t i = 0; i < count; i++) {
-        int64_t at = i * room.row + block * b;
-        const float *restrict h = room.h + at, *restrict y = room.y + at, *restrict x = room.x + at;
+        int64_t at = i * w.row + block * b;
+        const float *restrict h = w.h + at, *restrict y = w.y + at, *restrict x = w.x + at;
         for (int64_t j = 0; j < pairs; j++)
             moment[j] += (h[j + pairs] + y[j + pairs]) * x[j] - (h[j] + y[j]) * x[j + pairs];
     }
 }
 
-INLINE void turn_token_back(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, int64_t part,
-                            Room room) {
+INLINE void turn_token_back(int64_t b, const Job *job, int64_t set, int64_t head, int64_t token, int64_t part,
+                            Workspace w) {
+    const Basis *p = job->p;
     int64_t n = p->blocks * b;
     int wanted = p->d_base != NULL, more = 0;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
-    turn_of_token(b, p, set, head, token, room);
-    if (wanted) memset(room.moment, 0, 4 * p->blocks * (b / 2));
+    turn_of_token(b, p, set, head, token, w);
+    if (wanted) memset(w.moment, 0, 4 * p->blocks * (b / 2));
     while (next_panel(&walk, &panel)) {
-        gather(&panel, token, n, 1, room.grad, room.row);
-        if (wanted) gather(&panel, token, n, 0, room.raw, room.row);
+        gather(&panel, token, n, 1, w.grad, w.row);
+        if (wanted) gather(&panel, token, n, 0, w.raw, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t block = 0; block < p->blocks; block++) {
             /* h = U^T gy, or gy where U was left out */
-            if (room.returns[block])
-                times(b, panel.count, block, room.inner, room.grad, room.h, 0, room);
+            if (w.returns[block])
+                times(b, panel.count, block, w.inner, w.grad, w.h, 0, w);
             else
                 for (int64_t i = 0; i < panel.count; i++)
-                    copy_floats(room.h + i * room.row + block * b, room.grad + i * room.row + block * b, b);
-            turn_block(b, panel.count, block, room.h, room.y, -1, 0, room);
+                    copy_floats(w.h + i * w.row + block * b, w.grad + i * w.row + block * b, b);
+            turn_block(b, panel.count, block, w.h, w.y, -1, 0, w);
             if (wanted) {
-                times(b, panel.count, block, room.inner, room.raw, room.x, 0, room);
-                collect(b, panel.count, block, more, room);
+                times(b, panel.count, block, w.inner, w.raw, w.x, 0, w);
+                collect(b, panel.count, block, more, w);
             }
             /* dx = gy + U (rot^T - 1) h, or U rot^T h = U (h + (rot^T - 1) h) */
-            if (!room.returns[block])
+            if (!w.returns[block])
                 for (int64_t i = 0; i < panel.count; i++) {
-                    int64_t at = i * room.row + block * b;
+                    int64_t at = i * w.row + block * b;
                     for (int64_t j = 0; j < b; j++) {
-                        room.y[at + j] += room.h[at + j];
-                        room.grad[at + j] = 0;
+                        w.y[at + j] += w.h[at + j];
+                        w.grad[at + j] = 0;
                     }
                 }
-            times(b, panel.count, block, room.outer, room.y, room.grad, 1, room);
+            times(b, panel.count, block, w.outer, w.y, w.grad, 1, w);
         }
         more = 1;
-        spread(&panel, token, n, p->head_dim, 1, room.grad, room.row);
+        spread(&panel, token, n, p->head_dim, 1, w.grad, w.row);
     }
-    if (wanted && more) {
-        add_products(b, p, head, room);
-        reduce_angles(p, set, head, token, part, room);
-    }
+    if (wanted && more) add_products(b, p, head, w);
+    if (wanted) reduce_angles(job, set, head, token, part, w);
 }
 
 /* The gradient in the basis, as a real matrix: [[re a + re b, im b - im a], [im a + im b, re a - re b]] a pair. */
-static void write_sums(const Basis *p, int64_t head, int64_t part, Room room) {
+static void write_sums(const Job *job, int64_t head, int64_t part, Workspace w) {
+    const Basis *p = job->p;
     int64_t b = p->b, pairs = b / 2, area = pairs * pairs;
     for (int64_t block = 0; block < p->blocks; block++) {
-        const float *sums = room.sums + 4 * block * area;
-        float *target = p->d_base + ((part * p->heads + head) * p->blocks + block) * b * b;
+        const float *sums = w.sums + 4 * block * area;
+        float *target = job->inside + ((part * p->heads + head) * p->blocks + block) * b * b;
         for (int64_t j = 0; j < pairs; j++)
             for (int64_t k = 0; k < pairs; k++) {
                 const float *at = sums + j * pairs + k;
@@ -297,39 +335,94 @@ static void write_sums(const Basis *p, int64_t head, int64_t part, Room room) {
     }
 }
 
-INLINE void basis_part(int64_t b, const Basis *p, int64_t item, int backward) {
-    int64_t parts = parts_of(p->heads, p->tokens, p->threads);
-    int64_t head = item / parts, part = item % parts;
-    int64_t first = p->tokens * part / parts, last = p->tokens * (part + 1) / parts;
-    Room room = room_for(p);
-    read_basis(p, head, room);
+INLINE void basis_part(int64_t b, const Job *job, int64_t item, void *memory, int backward) {
+    const Basis *p = job->p;
+    int64_t head = item / job->parts, part = item % job->parts;
+    int64_t first = p->tokens * part / job->parts, last = p->tokens * (part + 1) / job->parts;
+    Arena arena = {memory, 0};
+    Workspace w = lay_out(p, &arena);
+    start_head(job, head, &w);
+    if (backward && p->d_base) {
+        memset(w.sums, 0, 4 * p->blocks * b * b);
+        for (int64_t axis = 0; axis < p->axes; axis++)
+            memset(job->coefficients + ((part * p->axes + axis) * p->heads + head) * p->blocks, 0, 4 * p->blocks);
+    }
     for (int64_t set = 0; set < p->sets; set++)
         for (int64_t token = first; token < last; token++)
             if (backward)
-                turn_token_back(b, p, set, head, token, part, room);
+                turn_token_back(b, job, set, head, token, part, w);
             else
-                turn_token(b, p, set, head, token, room);
-    if (backward && p->d_base) write_sums(p, head, part, room);
-    free(room.x);
+                turn_token(b, p, set, head, token, w);
+    if (backward && p->d_base) write_sums(job, head, part, w);
 }
 
-static void forward_part(void *context, int64_t item) {
-    const Basis *p = context;
-    if (p->b == 8) /* the most frequent size, which the compiler should know */
-        basis_part(8, p, item, 0);
+static void forward_part(const void *context, int64_t item, void *memory) {
+    const Job *job = context;
+    if (job->p->b == 8) /* the most frequent size, which the compiler should know */
+        basis_part(8, job, item, memory, 0);
     else
-        basis_part(p->b, p, item, 0);
+        basis_part(job->p->b, job, item, memory, 0);
 }
 
-static void backward_part(void *context, int64_t item) {
-    const Basis *p = context;
-    if (p->b == 8)
-        basis_part(8, p, item, 1);
+static void backward_part(const void *context, int64_t item, void *memory) {
+    const Job *job = context;
+    if (job->p->b == 8)
+        basis_part(8, job, item, memory, 1);
     else
-        basis_part(p->b, p, item, 1);
+        basis_part(job->p->b, job, item, memory, 1);
 }
 
-API void torchrope_basis(const Basis *p, int64_t backward) {
-    int64_t items = p->heads * parts_of(p->heads, p->tokens, p->threads);
-    parallel_for(items, p->threads, backward ? backward_part : forward_part, (void *)p);
+/* Of one block: U (G - G^T) / 2 U^T for the sum G of the parts in the basis. */
+static void base_of_block(const void *context, int64_t item, void *memory) {
+    const Job *job = context;
+    const Basis *p = job->p;
+    int64_t b = p->b, width = padded(b), all = p->heads * p->blocks * b * b;
+    const float *basis = p->basis + item * b * b;
+    float *skew = memory, *transposed = skew + b * width, *half = transposed + b * width, *sum = half + b * width;
+    memset(memory, 0, 4 * 2 * b * width);
+    for (int64_t i = 0; i < b * b; i++) {
+        sum[i] = 0;
+        for (int64_t part = 0; part < job->parts; part++) sum[i] += job->inside[part * all + item * b * b + i];
+    }
+    for (int64_t i = 0; i < b; i++)
+        for (int64_t j = 0; j < b; j++) {
+            skew[i * width + j] = 0.5f * (sum[i * b + j] - sum[j * b + i]);
+            transposed[i * width + j] = basis[j * b + i];
+        }
+    product(b, b, width, basis, b, 1, skew, width, half, width, 0);
+    product(b, b, width, half, width, 1, transposed, width, sum, width, 0);
+    for (int64_t i = 0; i < b; i++) memcpy(p->d_base + (item * b + i) * b, sum + i * width, 4 * b);
+}
+
+static int64_t run(const Job *job, int64_t backward) {
+    const Basis *p = job->p;
+    int64_t few = p->heads * floats_of_head(p) < 1 << 15;
+    int64_t status = parallel_for(p->heads, few ? 1 : p->threads, 0, pad_basis, job);
+    if (status != DONE) return status;
+    Arena arena = {NULL, 0};
+    lay_out(p, &arena);
+    return parallel_for(p->heads * job->parts, p->threads, arena.used, backward ? backward_part : forward_part, job);
+}
+
+API int64_t torchrope_basis(const Basis *p, int64_t backward) {
+    int wanted = backward && p->d_base;
+    Job job = {p, parts_of(p->heads, (p->tokens + 7) / 8, wanted, p->threads), NULL, NULL, NULL, NULL};
+    int64_t factors = p->axes * p->heads * p->blocks, square = p->heads * p->blocks * p->b * p->b;
+    int64_t places = p->d_positions ? p->sets * p->tokens * p->axes : 0, padded_floats = p->heads * floats_of_head(p);
+    job.matrices = allocate(4 * (padded_floats + (wanted ? job.parts * (factors + square) + p->heads * places : 0)));
+    if (!job.matrices) return OUT_OF_MEMORY;
+    if (wanted) {
+        job.inside = job.matrices + padded_floats;
+        job.coefficients = job.inside + job.parts * square;
+        if (places) job.positions = job.coefficients + job.parts * factors;
+    }
+    int64_t status = run(&job, backward);
+    if (wanted && status == DONE)
+        status = parallel_for(p->heads * p->blocks, p->threads, 16 * p->b * padded(p->b), base_of_block, &job);
+    if (wanted && status == DONE) {
+        add_parts(job.coefficients, job.parts, factors, p->d_coefficients);
+        if (places) add_parts(job.positions, p->heads, places, p->d_positions);
+    }
+    free(job.matrices);
+    return status;
 }

@@ -30,25 +30,20 @@ INLINE void apply(int64_t rows, int64_t b, int64_t width, const float *x, int64_
         product(rows, b, width, x, ldx, 1, matrix, width, y, ldx, 0);
 }
 
+/* Memory of a thread. */
 typedef struct {
     float *x, *grad, *y, *back, *matrix, *transposed, *outer;
     int64_t row, width; /* floats of a panel's row, and of a padded block's */
-} Room;
+} Workspace;
 
-static Room room_for(const Block *p) {
-    Room room;
-    room.width = padded(p->b);
-    room.row = round_up(p->blocks * p->b + room.width, 16);
-    int64_t square = p->b * room.width;
-    room.x = scratch(4 * (4 * ROWS * room.row + 3 * square));
-    memset(room.x, 0, 4 * (4 * ROWS * room.row + 3 * square));
-    room.grad = room.x + ROWS * room.row;
-    room.y = room.grad + ROWS * room.row;
-    room.back = room.y + ROWS * room.row;
-    room.matrix = room.back + ROWS * room.row;
-    room.transposed = room.matrix + square;
-    room.outer = room.transposed + square;
-    return room;
+static Workspace lay_out(const Block *p, Arena *arena) {
+    Workspace w;
+    w.width = padded(p->b);
+    w.row = round_up(p->blocks * p->b + w.width, 16);
+    float **panels[] = {&w.x, &w.grad, &w.y, &w.back}, **squares[] = {&w.matrix, &w.transposed, &w.outer};
+    for (int i = 0; i < 4; i++) *panels[i] = take(arena, 4 * ROWS * w.row);
+    for (int i = 0; i < 3; i++) *squares[i] = take(arena, 4 * p->b * w.width);
+    return w;
 }
 
 static const float *block_of(const Block *p, int64_t set, int64_t head, int64_t token, int64_t block) {
@@ -56,25 +51,25 @@ static const float *block_of(const Block *p, int64_t set, int64_t head, int64_t 
     return p->table + set * stride[0] + head * stride[1] + token * stride[2] + block * stride[3];
 }
 
-static void turn_token(const Block *p, int64_t set, int64_t head, int64_t token, Room room) {
+static void turn_token(const Block *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t b = p->b, n = p->blocks * b;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     while (next_panel(&walk, &panel)) {
-        gather(&panel, token, n, 0, room.x, room.row);
+        gather(&panel, token, n, 0, w.x, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t i = 0; i < p->blocks; i++) {
             /* y^T = x^T R^T */
-            copy_block(block_of(p, set, head, token, i), p->table_stride[5], p->table_stride[4], b, room.transposed,
-                       room.width);
-            apply(panel.count, b, room.width, room.x + i * b, room.row, room.transposed, room.y + i * b);
+            copy_block(block_of(p, set, head, token, i), p->table_stride[5], p->table_stride[4], b, w.transposed,
+                       w.width);
+            apply(panel.count, b, w.width, w.x + i * b, w.row, w.transposed, w.y + i * b);
         }
-        spread(&panel, token, n, p->head_dim, 0, room.y, room.row);
+        spread(&panel, token, n, p->head_dim, 0, w.y, w.row);
     }
 }
 
 /* dx = R^T gy, and the tangent's gradient  X - X^T  with  X = sum gy y^T. */
-static void turn_token_back(const Block *p, int64_t set, int64_t head, int64_t token, Room room) {
+static void turn_token_back(const Block *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t b = p->b, n = p->blocks * b, entries = b * (b - 1) / 2;
     float *tangent = NULL;
     if (p->d_tangent) {
@@ -84,46 +79,51 @@ static void turn_token_back(const Block *p, int64_t set, int64_t head, int64_t t
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     while (next_panel(&walk, &panel)) {
-        gather(&panel, token, n, 1, room.grad, room.row);
+        gather(&panel, token, n, 1, w.grad, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
-        if (tangent) gather(&panel, token, n, 0, room.x, room.row);
+        if (tangent) gather(&panel, token, n, 0, w.x, w.row);
         for (int64_t i = 0; i < p->blocks; i++) {
             const float *block = block_of(p, set, head, token, i);
             if (tangent) {
-                copy_block(block, p->table_stride[5], p->table_stride[4], b, room.transposed, room.width);
-                apply(panel.count, b, room.width, room.x + i * b, room.row, room.transposed, room.y);
-                product(b, panel.count, room.width, room.grad + i * b, 1, room.row, room.y, room.row, room.outer,
-                        room.width, 0);
+                copy_block(block, p->table_stride[5], p->table_stride[4], b, w.transposed, w.width);
+                apply(panel.count, b, w.width, w.x + i * b, w.row, w.transposed, w.y);
+                product(b, panel.count, w.width, w.grad + i * b, 1, w.row, w.y, w.row, w.outer, w.width, 0);
                 float *entry = tangent + i * entries;
                 for (int64_t r = 0; r < b; r++)
                     for (int64_t c = r + 1; c < b; c++)
-                        *entry++ += room.outer[r * room.width + c] - room.outer[c * room.width + r];
+                        *entry++ += w.outer[r * w.width + c] - w.outer[c * w.width + r];
             }
-            copy_block(block, p->table_stride[4], p->table_stride[5], b, room.matrix, room.width);
-            apply(panel.count, b, room.width, room.grad + i * b, room.row, room.matrix, room.back + i * b);
+            copy_block(block, p->table_stride[4], p->table_stride[5], b, w.matrix, w.width);
+            apply(panel.count, b, w.width, w.grad + i * b, w.row, w.matrix, w.back + i * b);
         }
-        spread(&panel, token, n, p->head_dim, 1, room.back, room.row);
+        spread(&panel, token, n, p->head_dim, 1, w.back, w.row);
     }
 }
 
 enum { TOKENS = 4 };
 
-static void block_part(const Block *p, int64_t item, int backward) {
-    Room room = room_for(p);
+INLINE void block_part(const Block *p, int64_t item, void *memory, int backward) {
+    Arena arena = {memory, 0};
+    Workspace w = lay_out(p, &arena);
+    if (w.width != p->b) {
+        memset(w.matrix, 0, 4 * p->b * w.width);
+        memset(w.transposed, 0, 4 * p->b * w.width);
+    }
     int64_t tiles = (p->tokens + TOKENS - 1) / TOKENS;
     int64_t set = item / (tiles * p->heads), head = item / tiles % p->heads, first = item % tiles * TOKENS;
     for (int64_t token = first; token < least(first + TOKENS, p->tokens); token++)
         if (backward)
-            turn_token_back(p, set, head, token, room);
+            turn_token_back(p, set, head, token, w);
         else
-            turn_token(p, set, head, token, room);
-    free(room.x);
+            turn_token(p, set, head, token, w);
 }
 
-static void forward_part(void *context, int64_t item) { block_part(context, item, 0); }
-static void backward_part(void *context, int64_t item) { block_part(context, item, 1); }
+static void forward_part(const void *context, int64_t item, void *memory) { block_part(context, item, memory, 0); }
+static void backward_part(const void *context, int64_t item, void *memory) { block_part(context, item, memory, 1); }
 
-API void torchrope_block(const Block *p, int64_t backward) {
+API int64_t torchrope_block(const Block *p, int64_t backward) {
     int64_t items = p->sets * p->heads * ((p->tokens + TOKENS - 1) / TOKENS);
-    parallel_for(items, p->threads, backward ? backward_part : forward_part, (void *)p);
+    Arena arena = {NULL, 0};
+    lay_out(p, &arena);
+    return parallel_for(items, p->threads, arena.used, backward ? backward_part : forward_part, p);
 }

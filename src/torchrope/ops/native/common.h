@@ -24,6 +24,7 @@
 
 /* Vectors without alignment: any float pointer may be read through them. */
 typedef float vf __attribute__((vector_size(4 * VW), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * VW), aligned(4), may_alias));
 typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 
@@ -96,39 +97,83 @@ INLINE void copy_row(const Rows *from, int64_t at, const Rows *to, int64_t targe
 /* OpenMP's entry points, found in the process that torch has loaded; where there are none, one thread does it all. */
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
 
-typedef struct {
-    void (*work)(void *, int64_t);
-    void *context;
-    int64_t count, next;
-} Loop;
+enum { DONE = 0, OUT_OF_MEMORY = 1 }; /* what kernels return */
 
-static void drain(void *data) {
-    Loop *loop = data;
-    for (;;) {
-        int64_t item = __atomic_fetch_add(&loop->next, 1, __ATOMIC_RELAXED);
-        if (item >= loop->count) return;
-        loop->work(loop->context, item);
-    }
-}
-
-/* Run work(context, 0 ... count - 1); what an item computes never depends on the thread that runs it. */
-INLINE void parallel_for(int64_t count, int64_t threads, void (*work)(void *, int64_t), void *context) {
-    Loop loop = {work, context, count, 0};
-    threads = least(threads, count);
-    if (threads > 1 && GOMP_parallel)
-        GOMP_parallel(drain, &loop, (unsigned)threads, 0);
-    else
-        drain(&loop);
-}
-
-INLINE void *scratch(int64_t bytes) {
+INLINE void *allocate(int64_t bytes) {
     void *memory = NULL;
     return posix_memalign(&memory, 64, (size_t)(bytes > 0 ? bytes : 64)) ? NULL : memory;
 }
 
+/* Memory that is handed out piece by piece; without memory it only counts. */
+typedef struct {
+    char *memory;
+    int64_t used;
+} Arena;
+
+INLINE void *take(Arena *arena, int64_t bytes) {
+    void *piece = arena->memory ? arena->memory + arena->used : NULL;
+    arena->used += round_up(bytes, 64);
+    return piece;
+}
+
+typedef struct {
+    void (*work)(const void *, int64_t, void *);
+    const void *context;
+    char *memory; /* of all threads, one after the other */
+    int64_t count, bytes, next, started;
+} Loop;
+
+static void drain(void *data) {
+    Loop *loop = data;
+    char *memory = loop->memory + __atomic_fetch_add(&loop->started, 1, __ATOMIC_RELAXED) * loop->bytes;
+    for (;;) {
+        int64_t item = __atomic_fetch_add(&loop->next, 1, __ATOMIC_RELAXED);
+        if (item >= loop->count) return;
+        loop->work(loop->context, item, memory);
+    }
+}
+
+/* Run work(context, 0 ... count - 1, memory of the thread: so many bytes, not initialised). What an item computes
+   depends neither on the thread that runs it nor on their number. */
+INLINE int64_t parallel_for(int64_t count, int64_t threads, int64_t bytes, void (*work)(const void *, int64_t, void *),
+                            const void *context) {
+    if (count < 1) return DONE;
+    threads = least(threads, count);
+    Loop loop = {work, context, NULL, count, round_up(bytes, 64), 0, 0};
+    loop.memory = allocate(threads * loop.bytes);
+    if (!loop.memory) return OUT_OF_MEMORY;
+    if (threads > 1 && GOMP_parallel)
+        GOMP_parallel(drain, &loop, (unsigned)threads, 0);
+    else
+        drain(&loop);
+    free(loop.memory);
+    return DONE;
+}
+
+/* ---- sums over parts ---- */
+
+/* Parts that `units` of each of so many columns are cut into. Where parts have sums of their own, enough of them for
+   many threads, whatever their number: rounding must not depend on it. */
+INLINE int64_t parts_of(int64_t columns, int64_t units, int with_sums, int64_t threads) {
+    int64_t items = with_sums ? 64 : 4 * threads;
+    if (units < 1 || columns < 1) return 1;
+    return least((items + columns - 1) / columns, units);
+}
+
+/* total = sum of the parts, one after the other in memory, in order. */
+INLINE void add_parts(const float *partial, int64_t parts, int64_t size, float *total) {
+    memcpy(total, partial, 4 * size);
+    for (int64_t part = 1; part < parts; part++)
+        for (int64_t i = 0; i < size; i++) total[i] += partial[part * size + i];
+}
+
 /* ---- angles ---- */
 
-/* cos and sin of n angles. Reduced in double, so that far positions lose nothing; cos 0 = 1 and sin 0 = 0 exactly. */
+/* Up to here one product with a rounded pi / 2 is exact enough. */
+static const double FARTHEST_ANGLE = 1e8;
+
+/* cos and sin of n angles up to FARTHEST_ANGLE. Reduced in double, so that far positions lose nothing; cos 0 = 1 and
+   sin 0 = 0 exactly. */
 INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) {
     const double rounder = 6755399441055744.0; /* 1.5 * 2^52: adding it rounds to an integer */
     for (int64_t i = 0; i < n; i++) {
@@ -144,6 +189,15 @@ INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) 
         float first = quadrant & 1 ? s : c, second = quadrant & 1 ? c : s;
         cosine[i] = (quadrant + 1) & 2 ? -first : first;
         sine[i] = quadrant & 2 ? -second : second;
+    }
+}
+
+/* Likewise of any angles. */
+static __attribute__((noinline, cold, unused)) void cos_sin_far(const double *angle, float *cosine, float *sine,
+                                                                int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        cosine[i] = (float)cos(angle[i]);
+        sine[i] = (float)sin(angle[i]);
     }
 }
 
@@ -208,13 +262,6 @@ INLINE void product(int64_t rows, int64_t depth, int64_t columns, const float *a
             columns -= VW, b += VW, c += VW;
         }
     }
-}
-
-/* Parts that tokens are cut into, so that heads and parts together keep all threads busy. */
-INLINE int64_t parts_of(int64_t heads, int64_t tokens, int64_t threads) {
-    if (heads >= 4 * threads || heads == 0) return 1;
-    int64_t wanted = (4 * threads + heads - 1) / heads;
-    return tokens < 1 ? 1 : least(wanted, tokens);
 }
 
 #endif

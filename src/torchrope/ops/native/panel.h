@@ -32,7 +32,7 @@ static int next_panel(Walk *walk, Panel *panel) {
         const Side *side = &walk->sides[walk->which];
         int64_t group = side->heads / walk->heads;
         int64_t last = walk->sets == 1 ? side->batch : walk->set + 1;
-        if (!side->batch || walk->sample >= last) {
+        if (!side->batch || !group || walk->sample >= last) {
             walk->which++;
             walk->sample = first_sample(walk);
             walk->member = 0;

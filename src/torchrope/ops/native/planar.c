@@ -10,41 +10,80 @@ typedef struct {
     const float *positions;   /* (position_batch, tokens, axes) */
     const float *frequencies; /* (axes, heads, pairs) */
     const float *table;       /* (position_batch, heads, tokens, pairs, 2), cos and sin, or NULL */
-    float *d_frequencies;     /* (parts, axes, heads, pairs) or NULL */
-    float *d_positions;       /* (heads, position_batch, tokens, axes) or NULL */
+    float *d_frequencies;     /* as frequencies, or NULL */
+    float *d_positions;       /* as positions, or NULL */
 } Planar;
 
+/* A call, its partial sums, and the parts that tokens are cut into. */
+typedef struct {
+    const Planar *p;
+    int64_t parts;
+    float *frequencies; /* (parts, axes, heads, pairs) or NULL */
+    float *positions;   /* (heads, position_batch, tokens, axes) or NULL */
+} Job;
+
+/* Memory of a thread. */
+typedef struct {
+    float *cosine, *sine, *moment; /* of a tile of tokens */
+    float *row, *row2, *result;    /* of a head */
+    float *steepest;               /* the largest frequency of the head along each axis */
+} Workspace;
+
+static Workspace lay_out(const Planar *p, Arena *arena) {
+    Workspace w;
+    float **tiles[] = {&w.cosine, &w.sine, &w.moment}, **rows[] = {&w.row, &w.row2, &w.result};
+    for (int i = 0; i < 3; i++) *tiles[i] = take(arena, 4 * TILE * 2 * p->pairs);
+    for (int i = 0; i < 3; i++) *rows[i] = take(arena, 4 * p->head_dim);
+    w.steepest = take(arena, 4 * p->axes);
+    return w;
+}
+
 /* cos twice, and -sin, sin:  y_j = cos_j x_j + sin_j x_(j xor 1). */
-static void turn_of_token(const Planar *p, int64_t set, int64_t head, int64_t token, float *cosine, float *sine) {
-    int64_t pairs = p->pairs;
-    if (p->table) {
-        const float *entry = p->table + ((set * p->heads + head) * p->tokens + token) * 2 * pairs;
-        for (int64_t i = 0; i < pairs; i++) {
-            cosine[2 * i] = cosine[2 * i + 1] = entry[2 * i];
-            sine[2 * i] = -entry[2 * i + 1];
-            sine[2 * i + 1] = entry[2 * i + 1];
-        }
-        return;
+INLINE void spread_pairs(const float *c, const float *s, int64_t apart, int64_t n, float *cosine, float *sine) {
+    for (int64_t i = 0; i < n; i++) {
+        cosine[2 * i] = cosine[2 * i + 1] = c[i * apart];
+        sine[2 * i] = -s[i * apart];
+        sine[2 * i + 1] = s[i * apart];
     }
+}
+
+INLINE void turn_by_angles(const Planar *p, int64_t set, int64_t head, int64_t token, float *cosine, float *sine,
+                           void (*find)(const double *, float *, float *, int64_t)) {
     const float *position = p->positions + (set * p->tokens + token) * p->axes;
-    for (int64_t start = 0; start < pairs; start += 64) {
-        int64_t n = least(64, pairs - start);
+    for (int64_t start = 0; start < p->pairs; start += 64) {
+        int64_t n = least(64, p->pairs - start);
         double angle[64];
         float c[64], s[64];
         memset(angle, 0, sizeof angle);
         for (int64_t axis = 0; axis < p->axes; axis++) {
-            const float *frequency = p->frequencies + (axis * p->heads + head) * pairs + start;
+            const float *frequency = p->frequencies + (axis * p->heads + head) * p->pairs + start;
             double at = position[axis];
             for (int64_t i = 0; i < n; i++) angle[i] += at * (double)frequency[i];
         }
-        cos_sin(angle, c, s, 64);
-        for (int64_t i = 0; i < n; i++) {
-            int64_t j = 2 * (start + i);
-            cosine[j] = cosine[j + 1] = c[i];
-            sine[j] = -s[i];
-            sine[j + 1] = s[i];
-        }
+        find(angle, c, s, 64);
+        spread_pairs(c, s, 1, n, cosine + 2 * start, sine + 2 * start);
     }
+}
+
+static __attribute__((noinline, cold)) void turn_far(const Planar *p, int64_t set, int64_t head, int64_t token,
+                                                     float *cosine, float *sine) {
+    turn_by_angles(p, set, head, token, cosine, sine, cos_sin_far);
+}
+
+static void turn_of_token(const Planar *p, int64_t set, int64_t head, int64_t token, const float *steepest,
+                          float *cosine, float *sine) {
+    if (p->table) {
+        const float *entry = p->table + ((set * p->heads + head) * p->tokens + token) * 2 * p->pairs;
+        spread_pairs(entry, entry + 1, 2, p->pairs, cosine, sine);
+        return;
+    }
+    const float *position = p->positions + (set * p->tokens + token) * p->axes;
+    double farthest = 0;
+    for (int64_t axis = 0; axis < p->axes; axis++) farthest += fabs((double)position[axis]) * (double)steepest[axis];
+    if (farthest <= FARTHEST_ANGLE)
+        turn_by_angles(p, set, head, token, cosine, sine, cos_sin);
+    else
+        turn_far(p, set, head, token, cosine, sine);
 }
 
 INLINE vf swap_pairs(vf x) {
@@ -92,13 +131,13 @@ INLINE void turn_row_back(const float *grad, const float *x, const float *cosine
     }
 }
 
-static void turn_tile(const Planar *p, int64_t set, int64_t head, int64_t first, int64_t count, int backward,
-                      float *memory) {
+INLINE void turn_tile(const Planar *p, int64_t set, int64_t head, int64_t first, int64_t count, int backward,
+                      Workspace w) {
     int64_t n = 2 * p->pairs, rest = p->head_dim - n;
-    float *cosine = memory, *sine = cosine + TILE * n, *moment = sine + TILE * n;
-    float *row = moment + TILE * n, *row2 = row + p->head_dim, *result = row2 + p->head_dim;
     int wanted = backward && (p->d_frequencies || p->d_positions);
-    for (int64_t t = 0; t < count; t++) turn_of_token(p, set, head, first + t, cosine + t * n, sine + t * n);
+    float *cosine = w.cosine, *sine = w.sine, *moment = w.moment; /* in registers: rows may alias what w holds */
+    for (int64_t t = 0; t < count; t++)
+        turn_of_token(p, set, head, first + t, w.steepest, cosine + t * n, sine + t * n);
     if (wanted) memset(moment, 0, 4 * TILE * n);
     for (int which = 0; which < 2; which++) {
         const Side *side = &p->sides[which];
@@ -111,11 +150,11 @@ static void turn_tile(const Planar *p, int64_t set, int64_t head, int64_t first,
                 for (int64_t t = 0; t < count; t++) {
                     int64_t at = row_offset(in, sample, own, first + t);
                     int64_t target = row_offset(&side->out, sample, own, first + t);
-                    const float *values = load_row(in, at, n, row);
-                    float *y = side->out.dtype == FLOAT32 ? (float *)side->out.data + target : result;
+                    const float *values = load_row(in, at, n, w.row);
+                    float *y = side->out.dtype == FLOAT32 ? (float *)side->out.data + target : w.result;
                     if (backward) {
                         int64_t x_at = row_offset(&side->x, sample, own, first + t);
-                        const float *x = wanted ? load_row(&side->x, x_at, n, row2) : NULL;
+                        const float *x = wanted ? load_row(&side->x, x_at, n, w.row2) : NULL;
                         turn_row_back(values, x, cosine + t * n, sine + t * n, y, wanted ? moment + t * n : NULL, n);
                     } else {
                         turn_row(values, cosine + t * n, sine + t * n, y, n);
@@ -126,51 +165,81 @@ static void turn_tile(const Planar *p, int64_t set, int64_t head, int64_t first,
     }
 }
 
-static void reduce_tile(const Planar *p, int64_t set, int64_t head, int64_t first, int64_t count, int64_t part,
+/* Add a tile's gradients of angles to the part's gradient of frequencies; write the positions' of this head. */
+static void reduce_tile(const Job *job, int64_t set, int64_t head, int64_t first, int64_t count, int64_t part,
                         const float *moment) {
+    const Planar *p = job->p;
     int64_t pairs = p->pairs;
     for (int64_t t = 0; t < count; t++) {
         const float *turn = moment + 2 * t * pairs;
         for (int64_t axis = 0; axis < p->axes; axis++) {
             int64_t token = set * p->tokens + first + t;
-            if (p->d_frequencies) {
+            if (job->frequencies) {
                 float at = p->positions[token * p->axes + axis];
-                float *sum = p->d_frequencies + ((part * p->axes + axis) * p->heads + head) * pairs;
+                float *sum = job->frequencies + ((part * p->axes + axis) * p->heads + head) * pairs;
                 for (int64_t i = 0; i < pairs; i++) sum[i] += at * (turn[2 * i + 1] - turn[2 * i]);
             }
-            if (p->d_positions) {
+            if (job->positions) {
                 const float *frequency = p->frequencies + (axis * p->heads + head) * pairs;
                 float sum = 0;
                 for (int64_t i = 0; i < pairs; i++) sum += frequency[i] * (turn[2 * i + 1] - turn[2 * i]);
-                p->d_positions[(head * p->position_batch * p->tokens + token) * p->axes + axis] = sum;
+                job->positions[(head * p->position_batch * p->tokens + token) * p->axes + axis] = sum;
             }
         }
     }
 }
 
-static void planar_part(const Planar *p, int64_t item, int backward) {
-    int64_t parts = parts_of(p->heads, p->tokens, p->threads);
-    int64_t head = item / parts, part = item % parts;
-    int64_t first = p->tokens * part / parts, last = p->tokens * (part + 1) / parts;
-    float *memory = scratch(4 * (6 * TILE * p->pairs + 3 * p->head_dim + 64));
+static void find_steepest(const Planar *p, int64_t head, float *steepest) {
+    for (int64_t axis = 0; axis < p->axes; axis++) {
+        const float *frequency = p->frequencies + (axis * p->heads + head) * p->pairs;
+        steepest[axis] = 0;
+        for (int64_t i = 0; i < p->pairs; i++) /* NaN stays */
+            steepest[axis] = fabsf(frequency[i]) <= steepest[axis] ? steepest[axis] : fabsf(frequency[i]);
+    }
+}
+
+static int64_t tiles_of(const Planar *p) { return (p->tokens + TILE - 1) / TILE; }
+
+INLINE void planar_part(const Job *job, int64_t item, void *memory, int backward) {
+    const Planar *p = job->p;
+    int64_t head = item / job->parts, part = item % job->parts;
+    int64_t tiles = tiles_of(p), first = tiles * part / job->parts * TILE;
+    int64_t last = least(tiles * (part + 1) / job->parts * TILE, p->tokens);
+    Arena arena = {memory, 0};
+    Workspace w = lay_out(p, &arena);
+    find_steepest(p, head, w.steepest);
+    for (int64_t axis = 0; job->frequencies && axis < p->axes; axis++)
+        memset(job->frequencies + ((part * p->axes + axis) * p->heads + head) * p->pairs, 0, 4 * p->pairs);
     for (int64_t set = 0; set < p->position_batch; set++)
         for (int64_t token = first; token < last; token += TILE) {
             int64_t count = least(TILE, last - token);
-            turn_tile(p, set, head, token, count, backward, memory);
-            if (backward && (p->d_frequencies || p->d_positions))
-                reduce_tile(p, set, head, token, count, part, memory + 4 * TILE * p->pairs);
+            turn_tile(p, set, head, token, count, backward, w);
+            if (backward && (job->frequencies || job->positions))
+                reduce_tile(job, set, head, token, count, part, w.moment);
         }
-    free(memory);
 }
 
-static void forward_part(void *context, int64_t item) { planar_part(context, item, 0); }
-static void backward_part(void *context, int64_t item) { planar_part(context, item, 1); }
+static void forward_part(const void *context, int64_t item, void *memory) { planar_part(context, item, memory, 0); }
+static void backward_part(const void *context, int64_t item, void *memory) { planar_part(context, item, memory, 1); }
 
-API int64_t torchrope_parts(int64_t heads, int64_t tokens, int64_t threads) {
-    return parts_of(heads, tokens, threads);
-}
-
-API void torchrope_planar(const Planar *p, int64_t backward) {
-    int64_t items = p->heads * parts_of(p->heads, p->tokens, p->threads);
-    parallel_for(items, p->threads, backward ? backward_part : forward_part, (void *)p);
+API int64_t torchrope_planar(const Planar *p, int64_t backward) {
+    int with_sums = backward && p->d_frequencies;
+    Job job = {p, parts_of(p->heads, tiles_of(p), with_sums, p->threads), NULL, NULL};
+    int64_t numbers = with_sums ? p->axes * p->heads * p->pairs : 0;
+    int64_t places = backward && p->d_positions ? p->position_batch * p->tokens * p->axes : 0;
+    float *partial = NULL;
+    if (numbers || places) {
+        partial = allocate(4 * (job.parts * numbers + p->heads * places));
+        if (!partial) return OUT_OF_MEMORY;
+        if (numbers) job.frequencies = partial;
+        if (places) job.positions = partial + job.parts * numbers;
+    }
+    Arena arena = {NULL, 0};
+    lay_out(p, &arena);
+    int64_t status = parallel_for(p->heads * job.parts, p->threads, arena.used, backward ? backward_part : forward_part,
+                                  &job);
+    if (status == DONE && numbers) add_parts(job.frequencies, job.parts, numbers, p->d_frequencies);
+    if (status == DONE && places) add_parts(job.positions, p->heads, places, p->d_positions);
+    free(partial);
+    return status;
 }

@@ -1,11 +1,17 @@
 /* Skew blocks in their planes:  B = U diag([[0, -w], [w, 0]]) U^T,  U orthogonal, w >= 0.
 
-   -B^2 is symmetric with each w^2 twice. Jacobi's rotations diagonalise it, several matrices side by side, in double;
-   then each eigenvector v is paired with B v / w, and both are taken out of what is left. */
+   Jacobi's method on pairs of planes, in double, several matrices side by side. Conjugation by a rotation of four
+   coordinates is, in quaternions, x -> a x b, which turns the two halves l and r of a skew 4 x 4 block
+   x -> l x + x r  each on its own:  a^-1 l a  and  b r b^-1.  Turned onto the first axis, the nearer end of it, they
+   leave two planes and nothing between them. U is a product of rotations, whatever the rank of B, so no plane is lost.
+   (Hacon, Jacobi's method for skew-symmetric matrices, SIAM J. Matrix Anal. Appl. 14, 1993) */
 #include "common.h"
 
-enum { LANES = 8, SWEEPS = 40 };
+enum { LANES = 8, SWEEPS = 60 };
 typedef double lanes[LANES];
+
+/* Entries between planes that are left, as a share of all, squared: far below a step of float32. */
+static const double RESIDUE = 1e-20;
 
 typedef struct {
     int64_t count, b, threads; /* b even */
@@ -14,147 +20,118 @@ typedef struct {
     float *angular;            /* (count, b / 2) */
 } SkewEig;
 
-/* Rotate columns (and rows) p and q of every lane by its own angle. */
-INLINE void rotate_pair(double *first, double *second, const double *cosine, const double *sine) {
-    for (int l = 0; l < LANES; l++) {
-        double x = first[l], y = second[l];
-        first[l] = cosine[l] * x - sine[l] * y;
-        second[l] = sine[l] * x + cosine[l] * y;
-    }
-}
-
-INLINE double off_diagonal(int64_t b, lanes *a) {
+/* The largest share of squares that is between planes, over all lanes; NaN counts as none. */
+INLINE double between_planes(int64_t b, lanes *a) {
     double worst = 0;
-    for (int l = 0; l < LANES; l++) {
-        double off = 0, on = 0;
-        for (int64_t i = 0; i < b; i++)
-            for (int64_t j = 0; j <= i; j++) {
+    lanes outside = {0}, all = {0};
+    for (int64_t i = 0; i < b; i++)
+        for (int64_t j = 0; j < i; j++)
+            for (int l = 0; l < LANES; l++) {
                 double square = a[i * b + j][l] * a[i * b + j][l];
-                if (i == j) on += square; else off += square;
+                all[l] += square;
+                outside[l] += i / 2 == j / 2 ? 0 : square;
             }
-        if (off > worst * on) worst = on > 0 ? off / on : 0;
-    }
+    for (int l = 0; l < LANES; l++)
+        if (outside[l] > worst * all[l]) worst = outside[l] / all[l];
     return worst;
 }
 
-/* Cyclic Jacobi: a becomes diagonal, the columns of v its eigenvectors. */
-INLINE void diagonalise(int64_t b, lanes *a, lanes *v) {
-    for (int64_t i = 0; i < b; i++)
-        for (int64_t j = 0; j < b; j++)
-            for (int l = 0; l < LANES; l++) v[i * b + j][l] = i == j;
-    for (int sweep = 0; sweep < SWEEPS && off_diagonal(b, a) > 1e-28; sweep++)
-        for (int64_t p = 0; p < b; p++)
-            for (int64_t q = p + 1; q < b; q++) {
-                double cosine[LANES], sine[LANES];
-                for (int l = 0; l < LANES; l++) {
-                    double apq = a[p * b + q][l], gap = 0.5 * (a[q * b + q][l] - a[p * b + p][l]);
-                    double length = fabs(gap) + sqrt(gap * gap + apq * apq);
-                    double t = length > 0 ? (gap < 0 ? -apq : apq) / length : 0;
-                    cosine[l] = 1 / sqrt(1 + t * t);
-                    sine[l] = t * cosine[l];
-                }
-                for (int64_t k = 0; k < b; k++) rotate_pair(a[k * b + p], a[k * b + q], cosine, sine);
-                for (int64_t k = 0; k < b; k++) rotate_pair(a[p * b + k], a[q * b + k], cosine, sine);
-                for (int64_t k = 0; k < b; k++) rotate_pair(v[k * b + p], v[k * b + q], cosine, sine);
+/* The unit quaternion (q0, 0, q2, q3) that turns v onto the nearer end of the first axis, or back for sign = -1. */
+INLINE void quaternion(double first, double second, double third, double sign, double *q0, double *q2, double *q3) {
+    double along = fabs(first), across = second * second + third * third, near = first < 0 ? -sign : sign;
+    double whole = sqrt(along * along + across) + along, length = sqrt(whole * whole + across);
+    double scale = length > 0 ? 1 / length : 0;
+    *q0 = length > 0 ? whole * scale : 1;
+    *q2 = near * third * scale;
+    *q3 = -near * second * scale;
+}
+
+/* The rotation of coordinates x -> a x b that leaves nothing between planes p and q. */
+INLINE void find_rotation(int64_t b, lanes *a, int64_t p, int64_t q, double (*rotation)[4][LANES]) {
+    lanes *p0 = a + 2 * p * b + 2 * q, *p1 = p0 + b;
+    for (int l = 0; l < LANES; l++) {
+        double k01 = a[2 * p * b + 2 * p + 1][l], k23 = a[2 * q * b + 2 * q + 1][l];
+        double k02 = p0[0][l], k03 = p0[1][l], k12 = p1[0][l], k13 = p1[1][l];
+        double a0, a2, a3, b0, b2, b3;
+        quaternion(-(k01 + k23), k13 - k02, -(k03 + k12), -1, &a0, &a2, &a3);
+        quaternion(k23 - k01, -(k02 + k13), k12 - k03, 1, &b0, &b2, &b3);
+        double left[4][4] = {{a0, 0, -a2, -a3}, {0, a0, -a3, a2}, {a2, a3, a0, 0}, {a3, -a2, 0, a0}};
+        double right[4][4] = {{b0, 0, -b2, -b3}, {0, b0, b3, -b2}, {b2, -b3, b0, 0}, {b3, b2, 0, b0}};
+        for (int i = 0; i < 4; i++)
+            for (int j = 0; j < 4; j++) {
+                double sum = 0;
+                for (int k = 0; k < 4; k++) sum += left[i][k] * right[k][j];
+                rotation[i][j][l] = sum;
             }
-}
-
-INLINE double dot(int64_t n, const double *x, const double *y) {
-    double sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
-    return sum;
-}
-
-/* Take the unit vector u out of x, twice for orthogonality to the last bit. */
-INLINE void take_out(int64_t n, double *x, const double *u) {
-    for (int again = 0; again < 2; again++) {
-        double along = dot(n, x, u);
-        for (int64_t i = 0; i < n; i++) x[i] -= along * u[i];
     }
 }
 
-INLINE void normalise(int64_t n, double *x) {
-    double length = sqrt(dot(n, x, x));
-    for (int64_t i = 0; i < n; i++) x[i] /= length;
-}
-
-/* Pair the b eigenvectors in the rows of v; u receives the columns of U as rows. */
-static void pair_up(int64_t b, const double *base, double *v, double *u, float *basis, float *angular) {
-    double largest = 0;
-    for (int64_t plane = 0; plane < b / 2; plane++) {
-        double *x = u + 2 * plane * b, *y = x + b, most = -1;
-        int64_t pick = 0;
-        for (int64_t i = 0; i < b; i++) {
-            double left = dot(b, v + i * b, v + i * b);
-            if (left > most * 1.0000001) most = left, pick = i;
+/* Rotate the coordinates of planes p and q among themselves: entries p, p + 1, q, q + 1, `apart` from one another. */
+INLINE void rotate_four(lanes *p, lanes *q, int64_t apart, double (*rotation)[4][LANES]) {
+    for (int l = 0; l < LANES; l++) {
+        double x[4] = {p[0][l], p[apart][l], q[0][l], q[apart][l]}, y[4];
+        for (int j = 0; j < 4; j++) {
+            y[j] = 0;
+            for (int i = 0; i < 4; i++) y[j] += x[i] * rotation[i][j][l];
         }
-        memcpy(x, v + pick * b, 8 * b);
-        normalise(b, x);
-        for (int64_t i = 0; i < 2 * plane; i++) take_out(b, x, u + i * b);
-        normalise(b, x);
-        for (int64_t i = 0; i < b; i++) y[i] = dot(b, base + i * b, x);
-        for (int64_t i = 0; i <= 2 * plane; i++) take_out(b, y, u + i * b);
-        double w = sqrt(dot(b, y, y));
-        largest = w > largest ? w : largest;
-        for (int64_t i = 0; i < b; i++) take_out(b, v + i * b, x);
-        if (w > 1e-9 * largest && w > 0) {
-            normalise(b, y);
-        } else { /* a plane that does not turn: any vector that is left */
-            w = 0;
-            most = -1;
-            for (int64_t i = 0; i < b; i++) {
-                double left = dot(b, v + i * b, v + i * b);
-                if (left > most) most = left, pick = i;
-            }
-            memcpy(y, v + pick * b, 8 * b);
-            normalise(b, y);
-            for (int64_t i = 0; i <= 2 * plane; i++) take_out(b, y, u + i * b);
-            normalise(b, y);
-        }
-        for (int64_t i = 0; i < b; i++) take_out(b, v + i * b, y);
-        angular[plane] = (float)w;
+        p[0][l] = y[0], p[apart][l] = y[1], q[0][l] = y[2], q[apart][l] = y[3];
     }
-    for (int64_t i = 0; i < b; i++)
-        for (int64_t j = 0; j < b; j++) basis[i * b + j] = (float)u[j * b + i];
 }
 
-INLINE void decompose(int64_t b, const SkewEig *p, int64_t first) {
+/* Cyclic sweeps over pairs of planes: a becomes planes on the diagonal, u the rotation that made it so. */
+INLINE void separate_planes(int64_t b, lanes *a, lanes *u) {
+    double rotation[4][4][LANES];
+    for (int sweep = 0; sweep < SWEEPS && between_planes(b, a) > RESIDUE; sweep++)
+        for (int64_t p = 0; p < b / 2; p++)
+            for (int64_t q = p + 1; q < b / 2; q++) {
+                find_rotation(b, a, p, q, rotation);
+                for (int64_t k = 0; k < b; k++) rotate_four(a + k * b + 2 * p, a + k * b + 2 * q, 1, rotation);
+                for (int64_t k = 0; k < b; k++) rotate_four(a + 2 * p * b + k, a + 2 * q * b + k, b, rotation);
+                for (int64_t k = 0; k < b; k++) rotate_four(u + k * b + 2 * p, u + k * b + 2 * q, 1, rotation);
+            }
+}
+
+INLINE void decompose(int64_t b, const SkewEig *p, int64_t first, lanes *a) {
     int64_t square = b * b, count = least(LANES, p->count - first);
-    lanes *a = scratch(2 * square * sizeof(lanes) + 3 * 8 * square);
-    lanes *v = a + square;
-    double *base = (double *)(v + square), *rows = base + square, *u = rows + square;
+    lanes *u = a + square;
     for (int l = 0; l < LANES; l++) {
         const float *source = p->base + (first + least(l, count - 1)) * square;
-        for (int64_t i = 0; i < b; i++)
-            for (int64_t j = 0; j < b; j++) {
-                double sum = 0;
-                for (int64_t k = 0; k < b; k++) sum += (double)source[i * b + k] * (double)source[j * b + k];
-                a[i * b + j][l] = sum;
-            }
+        for (int64_t i = 0; i < square; i++) a[i][l] = source[i];
+        for (int64_t i = 0; i < square; i++) u[i][l] = i / b == i % b;
     }
-    diagonalise(b, a, v);
+    separate_planes(b, a, u);
     for (int64_t l = 0; l < count; l++) {
+        const float *source = p->base + (first + l) * square;
         float *basis = p->basis + (first + l) * square, *angular = p->angular + (first + l) * (b / 2);
-        for (int64_t i = 0; i < square; i++) base[i] = p->base[(first + l) * square + i];
-        for (int64_t i = 0; i < b; i++)
-            for (int64_t j = 0; j < b; j++) rows[j * b + i] = v[i * b + j][l];
-        pair_up(b, base, rows, u, basis, angular);
-        if (dot(square, base, base) < INFINITY) continue;
-        for (int64_t i = 0; i < square; i++) basis[i] = NAN; /* what is not finite has no planes */
-        for (int64_t i = 0; i < b / 2; i++) angular[i] = NAN;
+        double size = 0;
+        for (int64_t i = 0; i < square; i++) size += fabs((double)source[i]);
+        if (!(size < INFINITY)) { /* what is not finite has no planes */
+            for (int64_t i = 0; i < square; i++) basis[i] = NAN;
+            for (int64_t i = 0; i < b / 2; i++) angular[i] = NAN;
+            continue;
+        }
+        for (int64_t plane = 0; plane < b / 2; plane++) {
+            double w = a[(2 * plane + 1) * b + 2 * plane][l];
+            int64_t swap = w < 0; /* the same plane seen from behind */
+            for (int64_t i = 0; i < b; i++) {
+                basis[i * b + 2 * plane + swap] = (float)u[i * b + 2 * plane][l];
+                basis[i * b + 2 * plane + 1 - swap] = (float)u[i * b + 2 * plane + 1][l];
+            }
+            angular[plane] = (float)fabs(w);
+        }
     }
-    free(a);
 }
 
-static void group(void *context, int64_t item) {
+static void group(const void *context, int64_t item, void *memory) {
     const SkewEig *p = context;
     switch (p->b) { /* sizes that the compiler should know */
-    case 4: decompose(4, p, item * LANES); return;
-    case 8: decompose(8, p, item * LANES); return;
-    default: decompose(p->b, p, item * LANES); return;
+    case 4: decompose(4, p, item * LANES, memory); return;
+    case 8: decompose(8, p, item * LANES, memory); return;
+    default: decompose(p->b, p, item * LANES, memory); return;
     }
 }
 
-API void torchrope_skew_eig(const SkewEig *p) {
-    parallel_for((p->count + LANES - 1) / LANES, p->threads, group, (void *)p);
+API int64_t torchrope_skew_eig(const SkewEig *p) {
+    int64_t bytes = 2 * p->b * p->b * (int64_t)sizeof(lanes);
+    return parallel_for((p->count + LANES - 1) / LANES, p->threads, bytes, group, p);
 }

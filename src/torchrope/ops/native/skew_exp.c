@@ -23,8 +23,8 @@ typedef struct {
     const float *generators; /* (axes, heads, blocks, b, b) */
     float *table;            /* (sets, heads, tokens, blocks, b, b), each block transposed */
     const float *tangent;    /* (sets, heads, tokens, blocks, b (b - 1) / 2), the gradient that came */
-    float *d_generators;     /* (parts, axes, heads, blocks, b, b) */
-    float *d_positions;      /* (heads, blocks, sets, tokens, axes) or NULL */
+    float *d_generators;     /* as generators */
+    float *d_positions;      /* as positions, or NULL */
 } SkewExp;
 
 /* How matrices lie: `lanes` of them side by side, element (i, j) of lane l at (i width + j) lanes + l. */
@@ -143,53 +143,86 @@ APART transpose(Layout y, float *c, const float *t) {
             transpose_square(t + i * y.width + j, y.width, c + j * y.width + i, y.width);
 }
 
-/* Largest row sum of absolute values, over all lanes. */
-INLINE float row_norm(Layout y, const float *a) {
-    float norm = 0;
-    for (int64_t i = 0; i < y.b; i++)
-        for (int64_t l = 0; l < y.lanes; l++) {
-            float sum = 0;
-            for (int64_t j = 0; j < y.b; j++) sum += fabsf(a[(i * y.width + j) * y.lanes + l]);
-            norm = sum > norm || sum != sum ? sum : norm;
-        }
-    return norm;
+/* The larger of the absolute values in each lane, as bits: these sort as numbers do, infinity above them, NaN on top. */
+INLINE vi larger(vi a, vi b) {
+    a &= INT32_MAX, b &= INT32_MAX;
+    vi first = a > b;
+    return (a & first) | (b & ~first);
 }
 
-/* Likewise, over the lanes whose norm is a number below 1e9. The others become zero, or they would spoil their
-   neighbours; a bit tells which. */
-INLINE float set_aside(Layout y, float *a, uint32_t *bad) {
-    float norms[VW] = {0}, norm = 0;
-    for (int64_t i = 0; i < y.b; i++)
-        for (int64_t l = 0; l < y.lanes; l++) {
-            float sum = 0;
-            for (int64_t j = 0; j < y.b; j++) sum += fabsf(a[(i * y.width + j) * y.lanes + l]);
-            norms[l] = sum > norms[l] || sum != sum ? sum : norms[l];
-        }
-    *bad = 0;
-    for (int64_t l = 0; l < y.lanes; l++)
-        if (norms[l] < 1e9f)
-            norm = norms[l] > norm ? norms[l] : norm;
-        else
-            *bad |= (uint32_t)1 << l;
-    for (int64_t i = 0; *bad && i < y.size; i++)
-        if (*bad >> i % y.lanes & 1) a[i] = 0;
-    return norm;
+/* Largest row sum of absolute values, over all lanes. */
+INLINE float row_norm(Layout y, const float *a) {
+    vf norm = {0};
+    for (int64_t i = 0; i < y.b; i++) {
+        const vf *row = (const vf *)(a + i * y.width * y.lanes);
+        vf sum = {0};
+        for (int64_t j = 0; j < y.width * y.lanes / VW; j++) sum += (vf)((vi)row[j] & INT32_MAX);
+        if (y.lanes == 1)
+            for (int l = 1; l < VW; l++) sum[0] += sum[l];
+        norm = (vf)larger((vi)sum, (vi)norm);
+    }
+    float largest = norm[0];
+    for (int l = 1; l < y.lanes; l++) largest = norm[l] > largest ? norm[l] : largest;
+    return largest;
 }
 
 /* ---- the exponential ---- */
 
-enum { LEVELS = 48 };
+/* Exponents of a larger norm are halved until they are below it: float32 has no digit of such an angle left, and the
+   lanes that share a scale keep theirs. */
+static const int FARTHEST = 40;
+enum {
+    LEVELS = 48,  /* squarings are fewer: FARTHEST and a few for the row sums */
+    RENEW = 8,    /* squarings, or powers, from one renewal of orthogonality to the next */
+    ENOUGH = 16,  /* times that the error may grow without one at the end: squarings double it, powers add to it */
+};
 
 typedef struct {
     float *a, *s, *s2, *s3, *s4, *t, *x;
-    float *level[LEVELS]; /* E before each squaring, the last after all; made when first needed */
+    float *level[LEVELS]; /* E before each squaring, the last after all; without `keep` the first alone */
 } Memory;
 
-/* From the exponent in m->a to E at every level (or the last alone); returns the squarings, and leaves the scaled
-   exponent in m->a. */
-static __attribute__((noinline)) int64_t exponentiate(Layout y, Memory *m, int keep) {
-    uint32_t bad;
-    float norm = set_aside(y, m->a, &bad);
+/* Make every lane finite and its norm less than 2^FARTHEST. What is not finite becomes zero, or it would spoil its
+   neighbours; a bit tells which. */
+INLINE uint32_t bring_near(Layout y, float *a) {
+    vi largest = {0};
+    for (int64_t i = 0; i < y.size / VW; i++) largest = larger(((const vi *)a)[i], largest);
+    if (y.lanes == 1)
+        for (int l = 1; l < VW; l++) largest[0] = largest[l] > largest[0] ? largest[l] : largest[0];
+    uint32_t bad = 0;
+    int far = 0, exponent[VW];
+    for (int64_t l = 0; l < y.lanes; l++) {
+        exponent[l] = (largest[l] >> 23) - 127 + 1;
+        if (exponent[l] > 128) bad |= (uint32_t)1 << l;
+        exponent[l] = (int)least(0, FARTHEST - 7 - exponent[l]); /* 2^7 >= b */
+        far |= exponent[l];
+    }
+    for (int64_t i = 0; far && i < y.size; i++) {
+        int64_t l = i % y.lanes;
+        a[i] = bad >> l & 1 ? 0 : ldexpf(a[i], exponent[l]);
+    }
+    return bad;
+}
+
+/* R <- R (1 - F / 2) with F = R^T R - 1, for R = 1 + E: what is left of F is its square. */
+APART renew(Layout y, Memory *m, float *e) {
+    float *f = m->s3, *next = m->s4;
+    transpose(y, f, e);
+    for (int64_t i = 0; i < y.size; i++) f[i] += e[i];
+    multiply(y, f, e, e, 1, 1);
+    for (int64_t i = 0; i < y.size; i++) {
+        f[i] *= -0.5f;
+        next[i] = e[i] + f[i];
+    }
+    multiply(y, next, e, f, 0, 1);
+    memcpy(e, next, 4 * y.size);
+}
+
+/* From the exponent in m->a to E at every level (or the last alone), of which powers up to `highest` are to be taken;
+   returns the squarings, and leaves the scaled exponent in m->a. */
+static __attribute__((noinline)) int64_t exponentiate(Layout y, Memory *m, int keep, int64_t highest) {
+    uint32_t bad = bring_near(y, m->a);
+    float norm = row_norm(y, m->a);
     int64_t before = norm > 1 ? (int64_t)ceilf(log2f(norm)) : 0;
     float shrink = exp2f((float)-before);
     for (int64_t i = 0; i < y.size; i++) m->a[i] *= shrink;
@@ -214,12 +247,13 @@ static __attribute__((noinline)) int64_t exponentiate(Layout y, Memory *m, int k
     }
     multiply(y, e, m->a, m->t, 0, 1);
     for (int64_t h = 0; h < squarings; h++) {
-        if (keep && !m->level[h + 1]) m->level[h + 1] = scratch(4 * y.size);
         float *next = keep ? m->level[h + 1] : e == m->level[0] ? m->s : m->level[0];
         for (int64_t i = 0; i < y.size; i++) next[i] = 2 * e[i];
         multiply(y, next, e, e, 0, 1);
         e = next;
+        if (h % RENEW == RENEW - 1) renew(y, m, e);
     }
+    if (highest << squarings % RENEW > ENOUGH) renew(y, m, e);
     if (!keep && e != m->level[0]) memcpy(m->level[0], e, 4 * y.size);
     for (int64_t i = 0; bad && i < y.size; i++)
         if (bad >> i % y.lanes & 1) m->a[i] = m->level[keep ? squarings : 0][i] = NAN; /* and so the gradient */
@@ -261,6 +295,22 @@ APART carry_back(Layout y, Memory *m, int64_t squarings) {
 }
 
 /* ---- matrices in and out ---- */
+
+typedef struct {
+    int64_t count;     /* rays */
+    int64_t *first;    /* of each ray, in the members; one more at the end */
+    int64_t *member;   /* tokens, by ray, then by multiple */
+    int64_t *multiple; /* of the ray's first token */
+} Rays;
+
+/* A call, the parts that its columns are cut into, and their sums. */
+typedef struct {
+    const SkewExp *p;
+    Rays rays; /* none where matrices lie side by side, or have no positions */
+    int64_t parts, backward;
+    float *generators; /* (parts, axes, heads, blocks, b, b), or NULL */
+    float *positions;  /* (heads, blocks, sets, tokens, axes), or NULL */
+} Job;
 
 /* A lane is a token of one head and block, or, without positions, a block. */
 typedef struct {
@@ -331,8 +381,9 @@ INLINE void read_tangent(Layout y, const SkewExp *p, const Group *g, float *x) {
     }
 }
 
-/* Add p_a J to the sums of this part, `(axes, size)`, and <A_a, J> to the positions' gradient. */
-INLINE void collect(Layout y, const SkewExp *p, const Group *g, const float *x, float *sums) {
+/* Add p_a J to the sums of this part, `(axes, size)`; write <A_a, J>, this column's gradient to the positions. */
+INLINE void collect(Layout y, const Job *job, const Group *g, const float *x, float *sums) {
+    const SkewExp *p = job->p;
     int64_t b = y.b;
     for (int64_t axis = 0; axis < p->axes; axis++) {
         float *sum = sums + axis * y.size;
@@ -344,14 +395,14 @@ INLINE void collect(Layout y, const SkewExp *p, const Group *g, const float *x, 
             for (int64_t l = 0; l < g->count; l++) position[l] = p->positions[(g->first + l) * p->axes + axis];
             for (int64_t i = 0; i < b * b; i++) ((vf *)sum)[i] += position * ((const vf *)x)[i];
         }
-        if (!p->d_positions) continue;
+        if (!job->positions) continue;
         const float *generator = generator_of(p, axis, g);
         for (int64_t l = 0; l < g->count; l++) {
             double dot = 0; /* thousands of terms that nearly cancel */
             for (int64_t i = 0; i < b; i++)
                 for (int64_t j = 0; j < b; j++) dot += generator[i * b + j] * x[(i * y.width + j) * y.lanes + l];
             int64_t token = g->first + l, all = p->sets * p->tokens;
-            p->d_positions[((g->head * p->blocks + g->block) * all + token) * p->axes + axis] = (float)dot;
+            job->positions[((g->head * p->blocks + g->block) * all + token) * p->axes + axis] = (float)dot;
         }
     }
 }
@@ -365,10 +416,11 @@ INLINE void write_gradient(Layout y, const SkewExp *p, const Group *g, const flo
                 p->d_generators[((g->first + l) * b + i) * b + j] = x[(i * y.width + j) * y.lanes + l];
 }
 
-INLINE void write_sums(Layout y, const SkewExp *p, const Group *g, int64_t part, const float *sums) {
+INLINE void write_sums(Layout y, const Job *job, const Group *g, int64_t part, const float *sums) {
+    const SkewExp *p = job->p;
     int64_t b = y.b;
     for (int64_t axis = 0; axis < p->axes; axis++) {
-        float *target = p->d_generators + (((part * p->axes + axis) * p->heads + g->head) * p->blocks + g->block) * b * b;
+        float *target = job->generators + (((part * p->axes + axis) * p->heads + g->head) * p->blocks + g->block) * b * b;
         for (int64_t i = 0; i < b; i++)
             for (int64_t j = 0; j < b; j++) {
                 float sum = 0;
@@ -385,13 +437,6 @@ INLINE void write_sums(Layout y, const SkewExp *p, const Group *g, int64_t part,
    On a lattice through the origin two tokens in five lie on the ray of another. */
 
 enum { LONGEST = 32, GAP = 4 };
-
-typedef struct {
-    int64_t count;     /* rays */
-    int64_t *first;    /* of each ray, in the members; one more at the end */
-    int64_t *member;   /* tokens, by ray, then by multiple */
-    int64_t *multiple; /* of the ray's first token */
-} Rays;
 
 typedef struct {
     float length;
@@ -416,49 +461,51 @@ static int64_t multiple_of(int64_t axes, const float *p, const float *base) {
     return (int64_t)ratio;
 }
 
-/* Rays of every set of positions; without `together`, each token is one of its own. */
-static Rays find_rays(const SkewExp *p, int together) {
-    int64_t all = p->sets * p->tokens;
-    Rays rays = {0, scratch(8 * (3 * all + 1)), NULL, NULL};
-    rays.member = rays.first + all + 1;
-    rays.multiple = rays.member + all;
-    Place *places = scratch(sizeof(Place) * p->tokens);
-    char *taken = scratch(p->tokens);
-    int64_t members = 0;
+/* Rays of every set of positions; without `together`, each token is one of its own. Returns whether memory was had. */
+static int find_rays(const SkewExp *p, int together, Rays *rays) {
+    int64_t all = p->sets * p->tokens, members = 0;
+    Arena arena = {allocate(3 * round_up(8 * (all + 1), 64) + round_up(sizeof(Place) * p->tokens, 64) + p->tokens), 0};
+    if (!arena.memory) return 0;
+    rays->first = take(&arena, 8 * (all + 1));
+    rays->member = take(&arena, 8 * (all + 1));
+    rays->multiple = take(&arena, 8 * (all + 1));
+    Place *places = take(&arena, sizeof(Place) * p->tokens);
+    char *taken = take(&arena, p->tokens);
+    rays->count = 0;
     for (int64_t set = 0; set < p->sets; set++) {
         const float *positions = p->positions + set * p->tokens * p->axes;
         for (int64_t i = 0; i < p->tokens; i++) {
             float length = 0;
             for (int64_t axis = 0; axis < p->axes; axis++) length += positions[i * p->axes + axis] * positions[i * p->axes + axis];
-            places[i] = (Place){length, i};
+            places[i] = (Place){length < INFINITY ? length : INFINITY, i}; /* NaN has no place in an order */
         }
         qsort(places, p->tokens, sizeof(Place), by_length);
         memset(taken, 0, p->tokens);
         for (int64_t i = 0; i < p->tokens; i++) {
             if (taken[i]) continue;
             const float *base = positions + places[i].token * p->axes;
-            rays.first[rays.count++] = members;
             int64_t last = 1;
-            for (int64_t j = i; j < p->tokens && (together || j == i); j++) {
+            rays->first[rays->count++] = members;
+            rays->member[members] = set * p->tokens + places[i].token;
+            rays->multiple[members++] = 1;
+            for (int64_t j = i + 1; j < p->tokens && together; j++) {
                 int64_t g = taken[j] ? 0 : multiple_of(p->axes, positions + places[j].token * p->axes, base);
                 if (g < last || g > last + GAP) continue;
                 taken[j] = 1;
-                rays.member[members] = set * p->tokens + places[j].token;
-                rays.multiple[members++] = last = g;
+                rays->member[members] = set * p->tokens + places[j].token;
+                rays->multiple[members++] = last = g;
             }
         }
     }
-    rays.first[rays.count] = members;
-    free(places);
-    free(taken);
-    return rays;
+    rays->first[rays->count] = members;
+    return 1;
 }
 
 INLINE void forward_ray(Layout y, const SkewExp *p, const Rays *rays, int64_t ray, Group g, Memory *m) {
     g.first = rays->member[rays->first[ray]];
     g.count = 1;
     read_exponents(y, p, &g, m->a);
-    exponentiate(y, m, 0);
+    exponentiate(y, m, 0, rays->multiple[rays->first[ray + 1] - 1]);
     float *e = m->s, *next = m->s2;
     memcpy(e, m->level[0], 4 * y.size);
     int64_t power = 1;
@@ -469,18 +516,21 @@ INLINE void forward_ray(Layout y, const SkewExp *p, const Rays *rays, int64_t ra
             float *spare = e;
             e = next;
             next = spare;
+            if (power % RENEW == 0) renew(y, m, e);
         }
         g.first = rays->member[i];
         write_table(y, p, &g, e);
     }
 }
 
-INLINE void backward_ray(Layout y, const SkewExp *p, const Rays *rays, int64_t ray, Group g, Memory *m, float *sums) {
+INLINE void backward_ray(Layout y, const Job *job, int64_t ray, Group g, Memory *m, float *sums) {
+    const SkewExp *p = job->p;
+    const Rays *rays = &job->rays;
     int64_t start = rays->first[ray], i = rays->first[ray + 1] - 1;
     g.first = rays->member[start];
     g.count = 1;
     read_exponents(y, p, &g, m->a);
-    int64_t squarings = exponentiate(y, m, 1);
+    int64_t squarings = exponentiate(y, m, 1, rays->multiple[i]);
     float *e = m->level[squarings], *sum = m->s, *x = m->s2, *next = m->s3;
     memset(sum, 0, 4 * y.size);
     memset(x, 0, 4 * y.size);
@@ -500,15 +550,10 @@ INLINE void backward_ray(Layout y, const SkewExp *p, const Rays *rays, int64_t r
     memcpy(m->x, x, 4 * y.size);
     carry_back(y, m, squarings);
     g.first = rays->member[start];
-    collect(y, p, &g, m->x, sums);
+    collect(y, job, &g, m->x, sums);
 }
 
 /* ---- the loop ---- */
-
-typedef struct {
-    const SkewExp *p;
-    Rays rays; /* none where matrices lie side by side, or have no positions */
-} Job;
 
 static int has_rays(const SkewExp *p) { return p->positions && p->b > 8; }
 static int64_t columns_of(const SkewExp *p) { return p->positions ? p->heads * p->blocks : 1; }
@@ -518,25 +563,30 @@ static int64_t groups_of(const SkewExp *p) {
     return (length_of(p) + lanes - 1) / lanes;
 }
 
-static int64_t parts_for(const SkewExp *p) { return parts_of(columns_of(p), groups_of(p), p->threads); }
+static Memory lay_out(const Job *job, Layout y, Arena *arena, float **sums) {
+    Memory m;
+    float **squares[] = {&m.a, &m.s, &m.s2, &m.s3, &m.s4, &m.t, &m.x};
+    for (int i = 0; i < 7; i++) *squares[i] = take(arena, 4 * y.size);
+    *sums = take(arena, job->backward ? 4 * y.size * job->p->axes : 0);
+    for (int h = 0; h < (job->backward ? LEVELS : 1); h++) m.level[h] = take(arena, 4 * y.size);
+    return m;
+}
 
-static void run_part(const Job *job, int64_t item, int backward) {
+static void run_part(const void *context, int64_t item, void *memory) {
+    const Job *job = context;
     const SkewExp *p = job->p;
     Layout y = layout_for(p->b);
-    int64_t parts = parts_for(p), count = has_rays(p) ? job->rays.count : groups_of(p);
-    int64_t column = item / parts, part = item % parts;
-    Memory m;
-    memset(&m, 0, sizeof m);
-    float *memory = scratch(4 * y.size * (8 + (backward ? p->axes : 0)));
-    memset(memory, 0, 4 * y.size * (8 + (backward ? p->axes : 0)));
-    float **places[] = {&m.a, &m.s, &m.s2, &m.s3, &m.s4, &m.t, &m.x, &m.level[0]};
-    for (int i = 0; i < 8; i++) *places[i] = memory + i * y.size;
-    float *sums = memory + 8 * y.size;
-    Group g = {column / p->blocks, column % p->blocks, 0, 0};
-    for (int64_t group = count * part / parts; group < count * (part + 1) / parts; group++) {
+    int64_t count = has_rays(p) ? job->rays.count : groups_of(p), part = item % job->parts;
+    Arena arena = {memory, 0};
+    float *sums;
+    Memory m = lay_out(job, y, &arena, &sums);
+    if (y.lanes == 1 && y.width > y.b) memset(m.a, 0, (char *)m.level[0] - (char *)m.a); /* what blocks are padded with */
+    if (job->backward) memset(sums, 0, 4 * y.size * p->axes);
+    Group g = {item / job->parts / p->blocks, item / job->parts % p->blocks, 0, 0};
+    for (int64_t group = count * part / job->parts; group < count * (part + 1) / job->parts; group++) {
         if (has_rays(p)) {
-            if (backward)
-                backward_ray(y, p, &job->rays, group, g, &m, sums);
+            if (job->backward)
+                backward_ray(y, job, group, g, &m, sums);
             else
                 forward_ray(y, p, &job->rays, group, g, &m);
             continue;
@@ -544,32 +594,45 @@ static void run_part(const Job *job, int64_t item, int backward) {
         g.first = group * y.lanes;
         g.count = least(y.lanes, length_of(p) - g.first);
         read_exponents(y, p, &g, m.a);
-        int64_t squarings = exponentiate(y, &m, backward);
-        if (!backward) {
+        int64_t squarings = exponentiate(y, &m, (int)job->backward, 1);
+        if (!job->backward) {
             write_table(y, p, &g, m.level[0]);
             continue;
         }
         read_tangent(y, p, &g, m.x);
         carry_back(y, &m, squarings);
         if (p->positions)
-            collect(y, p, &g, m.x, sums);
+            collect(y, job, &g, m.x, sums);
         else
             write_gradient(y, p, &g, m.x);
     }
-    if (backward && p->positions) write_sums(y, p, &g, part, sums);
-    for (int h = 1; h < LEVELS && m.level[h]; h++) free(m.level[h]);
-    free(memory);
+    if (job->backward && p->positions) write_sums(y, job, &g, part, sums);
 }
 
-static void forward_part(void *context, int64_t item) { run_part(context, item, 0); }
-static void backward_part(void *context, int64_t item) { run_part(context, item, 1); }
-
-/* Parts that the tokens of a column are cut into: the first dimension of d_generators. */
-API int64_t torchrope_skew_exp_parts(const SkewExp *p) { return p->positions ? parts_for(p) : 1; }
-
-API void torchrope_skew_exp(const SkewExp *p, int64_t backward) {
-    Job job = {p, {0, NULL, NULL, NULL}};
-    if (has_rays(p)) job.rays = find_rays(p, !p->d_positions); /* a position's own gradient needs a J of its own */
-    parallel_for(columns_of(p) * parts_for(p), p->threads, backward ? backward_part : forward_part, &job);
+API int64_t torchrope_skew_exp(const SkewExp *p, int64_t backward) {
+    int with_sums = backward && p->positions;
+    int64_t parts = parts_of(columns_of(p), groups_of(p), with_sums, p->threads);
+    Job job = {p, {0, NULL, NULL, NULL}, parts, backward, NULL, NULL};
+    int64_t numbers = with_sums ? p->axes * p->heads * p->blocks * p->b * p->b : 0;
+    int64_t places = backward && p->d_positions ? p->sets * p->tokens * p->axes : 0;
+    float *partial = NULL;
+    if (numbers) {
+        partial = allocate(4 * (job.parts * numbers + columns_of(p) * places));
+        if (!partial) return OUT_OF_MEMORY;
+        job.generators = partial;
+        if (places) job.positions = partial + job.parts * numbers;
+    }
+    /* a position's own gradient needs a J of its own */
+    int64_t status = has_rays(p) && !find_rays(p, !p->d_positions, &job.rays) ? OUT_OF_MEMORY : DONE;
+    if (status == DONE) {
+        Arena arena = {NULL, 0};
+        float *sums;
+        lay_out(&job, layout_for(p->b), &arena, &sums);
+        status = parallel_for(columns_of(p) * job.parts, p->threads, arena.used, run_part, &job);
+    }
+    if (status == DONE && numbers) add_parts(job.generators, job.parts, numbers, p->d_generators);
+    if (status == DONE && places) add_parts(job.positions, columns_of(p), places, p->d_positions);
     free(job.rays.first);
+    free(partial);
+    return status;
 }

@@ -1,10 +1,10 @@
-"""Angles are float32 or wider, whatever the model's dtype and whether or not autocast is on."""
+"""What every module asks of tensors: a dtype wide enough for angles, and whether values can be read."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
@@ -16,3 +16,13 @@ def without_autocast(like: Tensor) -> AbstractContextManager:
     """Switch autocast off on the device of a tensor; the meta device knows none."""
     # Not torch.amp.is_autocast_available: torch 2.11 and older cannot compile it.
     return nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
+
+
+def can_read(x: Tensor) -> bool:
+    """Whether Python may branch on the values of a tensor: a plain one on a CPU, neither traced nor transformed.
+
+    A GPU would have to be waited for; a graph and a function under `torch.vmap` have no values yet.
+    """
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
