@@ -67,7 +67,9 @@ def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
 
 def limits_of(layout: Layout) -> Limits:
     """The largest numbers that settings of a model for these tensors may name."""
-    longest = max((extent for stored in layout.values() for extent in stored.shape), default=0)
+    longest = max(
+        (max(stored.shape) for stored in layout.values() if stored.shape and 0 not in stored.shape), default=0
+    )
     return Limits(tensors=len(layout), longest=longest)
 
 

@@ -2,10 +2,8 @@
 
 import inspect
 import json
-import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,52 +15,22 @@ from torchrope import encodings as families
 from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
+from torchrope.interop.header import FORMAT, REBUILDERS, Header, read_header, tuples
 from torchrope.interop.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
 from torchrope.interop.rotary import ATTRIBUTE, Rotary, Site
 from torchrope.interop.settings import (
     ENCODINGS,
-    FLAG,
-    LABEL,
-    MAPPING,
-    NOTHING,
-    NUMBERS,
-    Kind,
     Limits,
     check,
-    matching,
     one_line,
     one_of,
     shown,
     told_in_one_line,
 )
-from torchrope.interop.swap import LIBRARIES, adapt, check_fit, install, origins
+from torchrope.interop.swap import adapt, check_fit, install, origins
 
 FILE = "torchrope.safetensors"
 """The name of the file in a folder."""
-
-_FORMAT = 1
-_REBUILDERS = {**LIBRARIES, "torchrope": "torchrope.interop.own"}
-
-_ANY = Kind("", lambda value, _: True)  # looked at on its own
-_HEAD = {"format": _ANY, "torchrope": LABEL, "library": one_of(*_REBUILDERS), "recipe": _ANY, "swap": _ANY}
-_SWAP = {"encodings": _ANY, "keep_ape": FLAG, "keep_rotation": FLAG, "lattices": _ANY}
-_ENCODING = {"class": matching(r"\w{1,200}", "a name"), "arguments": MAPPING}
-_LATTICE = {"spacing": NUMBERS | NOTHING, "origin": NUMBERS | NOTHING}
-
-
-@dataclass(frozen=True)
-class Head:
-    """What a file says of its model, checked.
-
-    Attributes:
-        library: Which one builds it.
-        recipe: What that library builds it from.
-        swap: The encodings that are put into it, and how; or None.
-    """
-
-    library: str
-    recipe: dict[str, Any]
-    swap: dict[str, Any] | None
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -128,15 +96,15 @@ def describe(encoding: nn.Module) -> dict[str, Any]:
 
 def build(description: dict[str, Any], classes: Iterable[type[Encoding]] = ()) -> Encoding:
     """The encoding that was described, of torchrope's classes and those given."""
-    return _class_of(description, classes)(**_tuples(description["arguments"]))
+    return _class_of(description, classes)(**tuples(description["arguments"]))
 
 
 def _settings(model: nn.Module, layout: Layout) -> str:
     """What rebuilds a model around its tensors, as JSON that `load` takes."""
     library, rotary = _library(model), _rotary(model)
     own = {type(encoding) for encoding in rotary.encodings} if rotary is not None else set()
-    recipe = import_module(_REBUILDERS[library]).recipe(model)
-    head = {"format": _FORMAT, "torchrope": __version__, "library": library, "recipe": recipe, "swap": None}
+    recipe = import_module(REBUILDERS[library]).recipe(model)
+    head = {"format": FORMAT, "torchrope": __version__, "library": library, "recipe": recipe, "swap": None}
     text, again = _rebuilt(head, layout, own)
     if rotary is not None and _rotary(again) is None:  # otherwise the recipe builds the encodings too
         text, again = _rebuilt({**head, "swap": _described(rotary)}, layout, own)
@@ -148,86 +116,25 @@ def _settings(model: nn.Module, layout: Layout) -> str:
 def _rebuilt(head: dict[str, Any], layout: Layout, classes: Iterable[Any]) -> tuple[str, nn.Module]:
     """Settings as they are written, and the model that they give, without memory."""
     text = _written(head)
-    return text, _built(_read(text, layout), layout, tuple(classes), "meta")
+    return text, _built(read_header(text, limits_of(layout)), layout, tuple(classes), "meta")
 
 
 def _loaded(file: Path, classes: tuple[type[Encoding], ...]) -> nn.Module:
     from safetensors import safe_open
 
+    if file.exists() and not file.is_file():
+        raise ValueError("it must be a file")
     with safe_open(file, framework="pt") as opened:
         text = (opened.metadata() or {}).get("torchrope")
         if text is None:
             raise ValueError("it has none of its settings")
         layout = layout_of_file(opened)
-        head = _read(text, layout)
-        check_fits(_built(head, layout, classes, "meta"), layout)
+        header = read_header(text, limits_of(layout))
+        check_fits(_built(header, layout, classes, "meta"), layout)
         tensors = {name: opened.get_tensor(name).clone() for name in layout}
-    model = _built(head, layout, classes, "cpu")
+    model = _built(header, layout, classes, "cpu")
     model.load_state_dict(tensors, assign=True)  # in the dtypes they were saved in
     return model.eval()
-
-
-def _read(text: str, layout: Layout) -> Head:
-    """The settings of a file, each of a kind that is known and of a size that its tensors explain.
-
-    Raises:
-        ValueError: the first that is not.
-    """
-    given, limits = _parsed(text), limits_of(layout)
-    if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != _FORMAT):
-        raise ValueError(f"its settings must be of format {_FORMAT}, got format {shown(given.get('format'))}")
-    check("its settings", given, _HEAD, limits)
-    import_module(_REBUILDERS[given["library"]]).check_recipe(given["recipe"], limits)
-    if given["swap"] is not None:
-        _check_swap(given["swap"], limits)
-    return Head(given["library"], _tuples(given["recipe"]), given["swap"])
-
-
-def _parsed(text: str) -> Any:
-    """Read JSON whose numbers are finite and fit 64 bits and whose names come once."""
-    try:
-        return json.loads(
-            text, object_pairs_hook=_once, parse_int=_fitting, parse_float=_finite, parse_constant=_finite
-        )
-    except json.JSONDecodeError as error:
-        raise ValueError(f"its settings must be JSON, got {error}") from None
-    except RecursionError:
-        raise ValueError("its settings must be JSON as `save` writes it, got brackets within too many others") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    settings = dict(pairs)
-    if len(settings) < len(pairs):
-        raise ValueError(
-            f"its settings must come once each, got a name twice among {shown([name for name, _ in pairs])}"
-        )
-    return settings
-
-
-def _fitting(digits: str) -> int:
-    number = int(digits) if len(digits) < 20 else 2**63
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"its settings must hold numbers of 64 bits, got {shown(digits)}")
-    return number
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"its settings must hold finite numbers, got {shown(digits)}")
-    return number
-
-
-def _check_swap(swap: Any, limits: Limits) -> None:
-    check("its swap", swap, _SWAP, limits)
-    for name, kinds in (("encodings", _ENCODING), ("lattices", _LATTICE)):
-        if not isinstance(swap[name], list):
-            raise ValueError(f"{name} of its swap must be a list, got {shown(swap[name])}")
-        for one in swap[name]:
-            check(f"each of the {name} of its swap", one, kinds, limits)
-    if len(swap["lattices"]) != len(swap["encodings"]):
-        came = f"{len(swap['lattices'])} for {len(swap['encodings'])} encodings"
-        raise ValueError(f"lattices of its swap must be one for each encoding, got {came}")
 
 
 def _class_of(description: dict[str, Any], classes: Iterable[type[Encoding]]) -> type[Encoding]:
@@ -245,7 +152,7 @@ def _library(model: nn.Module) -> str:
         return known[0]
     if type(model).__module__.startswith("torchrope."):
         return "torchrope"
-    raise ValueError(f"save rebuilds models of {', '.join(_REBUILDERS)}, got {type(model).__name__}")
+    raise ValueError(f"save rebuilds models of {', '.join(REBUILDERS)}, got {type(model).__name__}")
 
 
 def _described(rotary: Rotary) -> dict[str, Any]:
@@ -264,13 +171,13 @@ def _written(head: dict[str, Any]) -> str:
         raise ValueError(f"save writes settings as JSON, got a model built with another: {error}") from None
 
 
-def _built(head: Head, layout: Layout, classes: tuple[type[Encoding], ...], device: str) -> nn.Module:
+def _built(header: Header, layout: Layout, classes: tuple[type[Encoding], ...], device: str) -> nn.Module:
     """The model of a file's settings, its weights drawn anew; of no more parameters than its tensors explain."""
     with budget(layout):
-        with told_in_one_line(f"{head.library} refuses its settings"):
-            model: nn.Module = import_module(_REBUILDERS[head.library]).rebuild(head.recipe, device)
-        if head.swap is not None:
-            _swap_again(model, head.swap, layout, classes)
+        with told_in_one_line(f"{header.library} refuses its settings"):
+            model: nn.Module = import_module(REBUILDERS[header.library]).rebuild(header.recipe, device)
+        if header.swap is not None:
+            _swap_again(model, header.swap, layout, classes)
     return model
 
 
@@ -283,10 +190,8 @@ def _swap_again(model: nn.Module, swap: dict[str, Any], layout: Layout, classes:
     if len(descriptions) not in (1, len(sites)):
         raise ValueError(f"encodings of its swap must be one, or {len(sites)} for the layers, got {len(descriptions)}")
     own = next(adapter.tower.parameters())
-    limits = limits_of(layout)
-    encodings = [
-        _encoding(one, site, classes, own.device, limits) for one, site in zip(descriptions, sites, strict=False)
-    ]
+    pairs, limits = zip(descriptions, sites, strict=False), limits_of(layout)  # one alone is for all
+    encodings = [_encoding(one, site, classes, own.device, limits) for one, site in pairs]
     if len(descriptions) == 1:
         for site in sites:
             check_fit(encodings[0], site)
@@ -296,7 +201,7 @@ def _swap_again(model: nn.Module, swap: dict[str, Any], layout: Layout, classes:
     rotary.lattices = [_lattice(one, len(sites[0].lattice)) for one in swap["lattices"]]
     for name, table in list(rotary._buffers.items()):  # one that was put aside may be of another input size
         shapes = [stored.shape for key, stored in layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
-        if table is not None and shapes and len(shapes[0]) == table.ndim and shapes[0][-1:] == table.shape[-1:]:
+        if table is not None and shapes and _resizes(table, shapes[0]):
             rotary._buffers[name] = torch.empty(shapes[0], dtype=table.dtype, device=own.device)
 
 
@@ -325,11 +230,16 @@ def _encoding(
     return encoding
 
 
+def _resizes(table: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a table of positions may have this shape at another input size."""
+    return 0 not in shape and len(shape) == table.ndim and shape[-1:] == table.shape[-1:]
+
+
 def _lattice(described: dict[str, Any], num_axes: int) -> dict[str, Any]:
     for name, value in described.items():
         if isinstance(value, list) and len(value) != num_axes:
             raise ValueError(f"{name} of its lattices must be one number or {num_axes}, got {shown(value)}")
-    return {name: _tuples(value) for name, value in described.items()}
+    return {name: tuples(value) for name, value in described.items()}
 
 
 def _rotary(model: nn.Module) -> Rotary | None:
@@ -360,10 +270,3 @@ def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _file(path: str | os.PathLike[str]) -> Path:
     return Path(path) / FILE if Path(path).is_dir() else Path(path)
-
-
-def _tuples(value: Any) -> Any:
-    """JSON knows lists alone; sizes are tuples."""
-    if isinstance(value, dict):
-        return {name: _tuples(part) for name, part in value.items()}
-    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value

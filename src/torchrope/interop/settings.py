@@ -10,7 +10,7 @@ from typing import Any
 
 _MOST_LAYERS = 64
 _WIDEST = 2**16
-_FARTHEST = 2**24
+_LARGEST = 2**24
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -35,6 +35,10 @@ class Limits:
     def width(self) -> int:
         """Channels, heads, classes: the longest tensor's, or 65,536."""
         return max(self.longest, _WIDEST)
+
+    def filled(self, rule: str) -> str:
+        """A rule with these numbers in the place of their names."""
+        return rule.format(tensors=self.tensors, longest=self.longest, layers=self.layers, width=self.width)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ LAYER = whole("a layer from -{layers} to {layers}", lambda at: -at.layers, lambd
 WIDTH = whole(
     "a whole number from 0 to {width}, for tensors of up to {longest} in the file", lambda _: 0, lambda at: at.width
 )
-EXTENT = whole(f"a whole number from 1 to {_FARTHEST:,}", lambda _: 1, lambda _: _FARTHEST)
+EXTENT = whole(f"a whole number from 1 to {_LARGEST:,}", lambda _: 1, lambda _: _LARGEST)
 TOKEN = whole("a whole number of 32 bits", lambda _: -(2**31), lambda _: 2**31)
 MAPPING = Kind("settings by name", lambda value, _: isinstance(value, dict))
 WORD = matching(r"[A-Za-z0-9_]{0,64}", "a name of up to 64 letters and digits")
@@ -117,9 +121,6 @@ DEPTHS = Kind(
 )
 
 ENCODINGS: dict[str, Kind] = {
-    "num_axes": EXTENT,
-    "num_heads": EXTENT,
-    "head_dim": EXTENT,
     "block_size": WIDTH | NOTHING,
     "rotary_dim": WIDTH | NOTHING,
     "shared_heads": FLAG,
@@ -130,7 +131,7 @@ ENCODINGS: dict[str, Kind] = {
     "resting": SHARE,
     "sections": each(WIDTH) | NOTHING,
 }
-"""What torchrope's encodings take."""
+"""What torchrope's encodings take, besides the axes, heads and channels of their layer."""
 
 
 def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:
@@ -149,15 +150,13 @@ def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, p
     if not isinstance(given, dict):
         raise ValueError(f"{what} must be settings by name, got {shown(given)}")
     strange = [name for name in given if name not in kinds]
-    if strange:
-        raise ValueError(f"{what} must be among {', '.join(kinds)}, got {shown(strange[0])}")
-    missing = [name for name in kinds if name not in given]
-    if missing and not partly:
-        raise ValueError(f"{what} must have {', '.join(kinds)}, got no {missing[0]}")
+    missing = [] if partly else [name for name in kinds if name not in given]
+    if strange or missing:
+        rule = "of the closed list that a file may name" if partly else f"{', '.join(kinds)}, all of them"
+        raise ValueError(f"{what} must be {rule}, got {shown(strange[0]) if strange else f'no {missing[0]}'}")
     for name, value in given.items():
         if not kinds[name].holds(value, limits):
-            rule = kinds[name].rule.format(**{one: getattr(limits, one) for one in _NAMES})
-            raise ValueError(f"{name} of {what} must be {rule}, got {shown(value)}")
+            raise ValueError(f"{name} of {what} must be {limits.filled(kinds[name].rule)}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:
@@ -178,6 +177,3 @@ def told_in_one_line(what: str) -> Iterator[None]:
         yield
     except _REFUSALS as error:
         raise ValueError(f"{what}: {one_line(error)}") from None
-
-
-_NAMES = ("tensors", "longest", "layers", "width")
