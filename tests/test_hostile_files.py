@@ -227,11 +227,13 @@ def test_load_fetches_and_opens_nothing_that_a_file_names(
     (tmp_path / "config.json").write_text('{"architecture": "vit_tiny_patch16_224"}')
     reaching = _reaching(watched.url, str(target))
     mappings = [place for place in _places(case.header) if isinstance(_at(case.header, place), dict)]
-    outer = [place for place in mappings if place[-1] in ("recipe", "arguments", "config", "vision_config", "swap")]
+    strict = [place for place in mappings if place[-1] in ("recipe", "arguments", "swap")][:3]
+    loose = [place for place in mappings if str(place[-1]).endswith("config")]
     texts = [place for place in _places(case.header) if isinstance(_at(case.header, place), str)]
-    headers = [case.changed((*place, name), value) for place in outer[:4] for name, value in reaching.items()]
+    headers = [case.changed((*place, name), value) for place in strict for name, value in reaching.items()]
+    headers += [case.changed(place, {**_at(case.header, place), **reaching}) for place in loose]
     places = [f"{watched.url}/w.pth", str(target), "hf-hub:some/model", f"local-dir:{tmp_path}", "some/model"]
-    headers += [case.changed(place, value) for place in texts[:10] for value in places]
+    headers += [case.changed(place, value) for place in texts[:8] for value in places]
     given = case.header["recipe"]["arguments"]
     headers += [case.changed(ARGUMENTS, {**given, **more}) for more in _together(watched.url, str(target))]
     own = case.write(tmp_path / "case")
