@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -614,6 +615,42 @@ def test_load_gives_back_a_configuration_with_settings_of_earlier_versions(tmp_p
     assert torch.equal(again(image).logits, model(image).logits)
     assert again.config.id2label == config.id2label
     assert again.config.name_or_path == ""
+
+
+def test_save_refuses_a_configuration_that_would_lose_a_setting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torchrope.interop import transformers as ours
+
+    monkeypatch.delitem(ours._CONFIG, "layer_norm_eps")  # as one that a later version of transformers brings
+    tr.save(transformers.ViTModel(transformers.ViTConfig(**VISION)), tmp_path / "default")
+    model = transformers.ViTModel(transformers.ViTConfig(**VISION, layer_norm_eps=1e-3))
+    with pytest.raises(ValueError, match=r"got a ViTConfig with layer_norm_eps = 0\.001$"):
+        tr.save(model, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+class Weighted(tr.MixedRoPE):
+    """An encoding of somebody's own, with an argument of its own."""
+
+    def __init__(self, *, weights: dict[str, Any], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.weights = weights
+
+
+def test_load_holds_encodings_of_ones_own_against_their_layers(tmp_path: Path) -> None:
+    build: Any = partial(Weighted, weights={"a": [1, {"b": None}]})
+    tr.save(tr.swap(made("vit"), build), tmp_path / "whole")
+    with safe_open(tmp_path / "whole", framework="pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        case = Case(json.loads(opened.metadata()["torchrope"]), tensors)
+    again: Any = tr.load(tmp_path / "whole", classes=[Weighted])
+    assert again.rotary.encodings[1].weights == {"a": (1, {"b": None})}
+    for name, value in (("head_dim", 10**9), ("num_axes", 10**9), ("num_heads", 7), ("more", 1)):
+        case.write(tmp_path / "case", case.changed((*ENCODING, name), value))
+        with pytest.raises(ValueError, match=name) as caught, _little():
+            tr.load(tmp_path / "case", classes=[Weighted])
+        assert len(str(caught.value).splitlines()) == 1
 
 
 # -------------------------------------------------------------------------------------------------- changed at random

@@ -67,10 +67,8 @@ def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
 
 def limits_of(layout: Layout) -> Limits:
     """The largest numbers that settings of a model for these tensors may name."""
-    longest = max(
-        (max(stored.shape) for stored in layout.values() if stored.shape and 0 not in stored.shape), default=0
-    )
-    return Limits(tensors=len(layout), longest=longest)
+    filled = [stored.shape for stored in layout.values() if 0 not in stored.shape]  # of these the file has every number
+    return Limits(tensors=len(layout), longest=max((extent for shape in filled for extent in shape), default=0))
 
 
 def check_name(name: Any) -> None:

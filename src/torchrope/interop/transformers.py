@@ -94,6 +94,7 @@ _CONFIG: dict[str, Kind] = {
     "bos_token_id": TOKEN | NOTHING,
     "chunk_size_feed_forward": one_of(0),
     "drop_path_rate": SHARE,
+    "dtype": one_of("float16", "bfloat16", "float32", "float64") | NOTHING,
     "encoder_stride": WIDTH,
     "eos_token_id": TOKEN | each(TOKEN) | NOTHING,
     "hidden_act": _ACTIVATION,
@@ -155,7 +156,7 @@ _RECIPE: dict[str, Kind] = {
 }
 _ARGUMENTS: dict[str, Kind] = {"add_pooling_layer": FLAG, "use_mask_token": FLAG}
 # What a configuration may say beside, without a model that differs.
-_OF_NO_MODEL = {"_name_or_path", "architectures", "dtype", "model_type", "stage_names", "transformers_version"}
+_OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "transformers_version"}
 
 NAME = "torchrope"
 """The attention that swapped layers ask the registry for."""
