@@ -156,7 +156,7 @@ def test_tensors_must_fit(tmp_path: Path) -> None:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     del tensors["norm.bias"]
     save_file(tensors, tmp_path / "less", metadata=head)
-    with pytest.raises(ValueError, match=r"got none of \['norm.bias'\]"):
+    with pytest.raises(ValueError, match=r"got no norm\.bias$"):
         tr.load(tmp_path / "less")
     save_file(tensors, tmp_path / "other")
     with pytest.raises(ValueError, match="none of its settings"):

@@ -15,14 +15,22 @@ from torchrope import encodings as families
 from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
-from torchrope.interop.rotary import ATTRIBUTE, Rotary
-from torchrope.interop.swap import LIBRARIES, adapt, install, origins
+from torchrope.interop.header import FORMAT, REBUILDERS, Header, read_header, tuples
+from torchrope.interop.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
+from torchrope.interop.rotary import ATTRIBUTE, Rotary, Site
+from torchrope.interop.settings import (
+    ENCODINGS,
+    Limits,
+    check,
+    one_line,
+    one_of,
+    shown,
+    told_in_one_line,
+)
+from torchrope.interop.swap import adapt, check_fit, install, origins
 
 FILE = "torchrope.safetensors"
 """The name of the file in a folder."""
-
-_FORMAT = 1
-_REBUILDERS = {**LIBRARIES, "torchrope": "torchrope.interop.own"}
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -37,26 +45,22 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: A file, or a folder, which gets a file `torchrope.safetensors`.
 
     Raises:
-        ValueError: a model that cannot be rebuilt: of another library, changed by hand since it was made, or with
-            encodings of a class that torchrope does not have.
+        ValueError: a model that cannot be rebuilt: of another library, changed by hand since it was made, built with
+            arguments that `load` does not take from files, or with encodings of a class that torchrope does not have.
         OSError: the file cannot be written.
     """
     from safetensors.torch import save as to_bytes
 
-    library = _library(model)
-    recipe = _through_json(import_module(_REBUILDERS[library]).recipe(model))
-    head = {"format": _FORMAT, "torchrope": __version__, "library": library, "recipe": recipe, "swap": None}
-    rotary, tensors = _rotary(model), model.state_dict()
-    again = _rebuilt(head, "meta")
-    if rotary is not None and _rotary(again) is None:  # otherwise the recipe builds the encodings too
-        head["swap"] = _through_json(_described(rotary))
-        _swap_again(again, head["swap"], tensors, [type(encoding) for encoding in rotary.encodings])
-    _check_rebuilds(model, again)
-    write_whole(_file(path), to_bytes(_own_memory(tensors), metadata={"torchrope": json.dumps(head)}))
+    tensors = model.state_dict()
+    text = _settings(model, layout_of(tensors))
+    write_whole(_file(path), to_bytes(_own_memory(tensors), metadata={"torchrope": text}))
 
 
 def load(path: str | os.PathLike[str], *, classes: Iterable[type[Encoding]] = ()) -> nn.Module:
     """Build the model that `save` wrote, on the CPU, in evaluation mode.
+
+    A file names a class or an architecture that is installed, and arguments of a closed list: no weights are fetched,
+    no other file is opened. What it names must fit its tensors before memory is taken.
 
     Args:
         path: The file, or the folder that holds `torchrope.safetensors`.
@@ -66,29 +70,16 @@ def load(path: str | os.PathLike[str], *, classes: Iterable[type[Encoding]] = ()
         The model, swapped if it was.
 
     Raises:
-        ValueError: the file is missing, cut off or another's; its tensors do not fit the model it names.
+        ValueError: the file is missing, cut off, damaged or another's; its tensors do not fit the model it names.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     file = _file(path)
     try:
-        with safe_open(file, framework="pt") as opened:
-            text = (opened.metadata() or {}).get("torchrope")
-            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118, it is no dict
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"load needs a file that torchrope.save wrote, got {file}: {error}") from None
-    head = None if text is None else json.loads(text)
-    if head is None or head.get("format") != _FORMAT:
-        came = "none of its settings" if head is None else f"format {head.get('format')}"
-        raise ValueError(f"load needs a file that torchrope.save wrote in format {_FORMAT}, got {file} with {came}")
-    model = _rebuilt(head, "cpu")
-    if head["swap"] is not None:
-        _swap_again(model, head["swap"], tensors, classes)
-    wrong = model.load_state_dict(tensors, strict=False, assign=True)  # in the dtypes they were saved in
-    if wrong.missing_keys or wrong.unexpected_keys:
-        rule = f"load needs the tensors of {head['recipe']}"
-        raise ValueError(f"{rule}, got none of {wrong.missing_keys} and unknown {wrong.unexpected_keys} in {file}")
-    return model.eval()
+        return _loaded(file, tuple(classes))
+    except (OSError, SafetensorError, ValueError) as error:
+        rule = "load needs a file that torchrope.save wrote"
+        raise ValueError(f"{rule}, got {file}: {one_line(error)}") from None
 
 
 def describe(encoding: nn.Module) -> dict[str, Any]:
@@ -105,12 +96,53 @@ def describe(encoding: nn.Module) -> dict[str, Any]:
 
 def build(description: dict[str, Any], classes: Iterable[type[Encoding]] = ()) -> Encoding:
     """The encoding that was described, of torchrope's classes and those given."""
+    return _class_of(description, classes)(**tuples(description["arguments"]))
+
+
+def _settings(model: nn.Module, layout: Layout) -> str:
+    """What rebuilds a model around its tensors, as JSON that `load` takes."""
+    library, rotary = _library(model), _rotary(model)
+    own = {type(encoding) for encoding in rotary.encodings} if rotary is not None else set()
+    recipe = import_module(REBUILDERS[library]).recipe(model)
+    head = {"format": FORMAT, "torchrope": __version__, "library": library, "recipe": recipe, "swap": None}
+    text, again = _rebuilt(head, layout, own)
+    if rotary is not None and _rotary(again) is None:  # otherwise the recipe builds the encodings too
+        text, again = _rebuilt({**head, "swap": _described(rotary)}, layout, own)
+    _check_rebuilds(model, again)
+    check_fits(again, layout)
+    return text
+
+
+def _rebuilt(head: dict[str, Any], layout: Layout, classes: Iterable[Any]) -> tuple[str, nn.Module]:
+    """Settings as they are written, and the model that they give, without memory."""
+    text = _written(head)
+    return text, _built(read_header(text, limits_of(layout)), layout, tuple(classes), "meta")
+
+
+def _loaded(file: Path, classes: tuple[type[Encoding], ...]) -> nn.Module:
+    from safetensors import safe_open
+
+    if file.exists() and not file.is_file():
+        raise ValueError("it must be a file")
+    with safe_open(file, framework="pt") as opened:
+        text = (opened.metadata() or {}).get("torchrope")
+        if text is None:
+            raise ValueError("it has none of its settings")
+        layout = layout_of_file(opened)
+        header = read_header(text, limits_of(layout))
+        check_fits(_built(header, layout, classes, "meta"), layout)
+        tensors = {name: opened.get_tensor(name).clone() for name in layout}
+    model = _built(header, layout, classes, "cpu")
+    model.load_state_dict(tensors, assign=True)  # in the dtypes they were saved in
+    return model.eval()
+
+
+def _class_of(description: dict[str, Any], classes: Iterable[type[Encoding]]) -> type[Encoding]:
     name = description["class"]
-    own = {one.__name__: one for one in classes}
-    found = own.get(name, getattr(families, name, None))
+    found = {one.__name__: one for one in classes}.get(name, getattr(families, name, None))
     if not (isinstance(found, type) and issubclass(found, Encoding)):
         raise ValueError(f"encodings of your own must be given as classes=[...], got a model with {name}")
-    return found(**_tuples(description["arguments"]))
+    return found
 
 
 def _library(model: nn.Module) -> str:
@@ -120,7 +152,7 @@ def _library(model: nn.Module) -> str:
         return known[0]
     if type(model).__module__.startswith("torchrope."):
         return "torchrope"
-    raise ValueError(f"save rebuilds models of {', '.join(_REBUILDERS)}, got {type(model).__name__}")
+    raise ValueError(f"save rebuilds models of {', '.join(REBUILDERS)}, got {type(model).__name__}")
 
 
 def _described(rotary: Rotary) -> dict[str, Any]:
@@ -132,29 +164,82 @@ def _described(rotary: Rotary) -> dict[str, Any]:
     }
 
 
-def _through_json(value: Any) -> Any:
-    """A value as `load` will read it."""
+def _written(head: dict[str, Any]) -> str:
     try:
-        return json.loads(json.dumps(value))
+        return json.dumps(head)
     except TypeError as error:
         raise ValueError(f"save writes settings as JSON, got a model built with another: {error}") from None
 
 
-def _swap_again(model: nn.Module, swapped: dict[str, Any], tensors: dict[str, Tensor], classes: Iterable[Any]) -> None:
-    """Put the encodings that were described into a model, their weights as they come."""
-    own = tuple(classes)
-    encodings = [build(description, own) for description in swapped["encodings"]]
-    choices = {name: swapped[name] for name in ("keep_ape", "keep_rotation")}
-    rotary = install(adapt(model), encodings, spacing=None, origin=None, **choices)
-    rotary.lattices = list(_tuples(swapped["lattices"]))
-    for name in list(rotary._buffers):  # a table that was put aside may be of another input size
-        saved = [tensor for key, tensor in tensors.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
-        rotary._buffers[name] = torch.empty_like(saved[0], device=next(model.parameters()).device)
-
-
-def _rebuilt(head: dict[str, Any], device: str) -> nn.Module:
-    model: nn.Module = import_module(_REBUILDERS[head["library"]]).rebuild(_tuples(head["recipe"]), device)
+def _built(header: Header, layout: Layout, classes: tuple[type[Encoding], ...], device: str) -> nn.Module:
+    """The model of a file's settings, its weights drawn anew; of no more parameters than its tensors explain."""
+    with budget(layout):
+        with told_in_one_line(f"{header.library} refuses its settings"):
+            model: nn.Module = import_module(REBUILDERS[header.library]).rebuild(header.recipe, device)
+        if header.swap is not None:
+            _swap_again(model, header.swap, layout, classes)
     return model
+
+
+def _swap_again(model: nn.Module, swap: dict[str, Any], layout: Layout, classes: tuple[type[Encoding], ...]) -> None:
+    """Put the encodings that were described into a model, their weights as they come."""
+    adapter = adapt(model)
+    if getattr(adapter.tower, ATTRIBUTE, None) is not None:
+        raise ValueError("its swap must be of a model that is built without encodings, got one that has some")
+    sites, descriptions = adapter.sites(), swap["encodings"]
+    if len(descriptions) not in (1, len(sites)):
+        raise ValueError(f"encodings of its swap must be one, or {len(sites)} for the layers, got {len(descriptions)}")
+    own = next(adapter.tower.parameters())
+    pairs, limits = zip(descriptions, sites, strict=False), limits_of(layout)  # one alone is for all
+    encodings = [_encoding(one, site, classes, own.device, limits) for one, site in pairs]
+    if len(descriptions) == 1:
+        for site in sites:
+            check_fit(encodings[0], site)
+    choices = {name: swap[name] for name in ("keep_ape", "keep_rotation")}
+    with told_in_one_line("the model refuses its encodings"):
+        rotary = install(adapter, encodings, spacing=None, origin=None, **choices)
+    rotary.lattices = [_lattice(one, len(sites[0].lattice)) for one in swap["lattices"]]
+    for name, table in list(rotary._buffers.items()):  # one that was put aside may be of another input size
+        shapes = [stored.shape for key, stored in layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
+        if table is not None and shapes and _resizes(table, shapes[0]):
+            rotary._buffers[name] = torch.empty(shapes[0], dtype=table.dtype, device=own.device)
+
+
+def _encoding(
+    description: dict[str, Any],
+    site: Site,
+    classes: tuple[type[Encoding], ...],
+    device: torch.device,
+    limits: Limits,
+) -> Encoding:
+    """The encoding that was described for a layer; torchrope's on the device, others on the CPU, as they may need."""
+    place = {
+        "num_axes": one_of(len(site.lattice)),
+        "num_heads": one_of(*{1, site.num_heads}),
+        "head_dim": one_of(site.head_dim),
+    }
+    arguments, what = description["arguments"], f"the arguments of {description['class']}"
+    if _class_of(description, classes) is getattr(families, description["class"], None):
+        check(what, arguments, ENCODINGS | place, limits, partly=True)
+    else:
+        check(what, {name: arguments[name] for name in place if name in arguments}, place, limits, partly=True)
+        device = torch.device("cpu")
+    with device, told_in_one_line(f"{description['class']} refuses its settings"):
+        encoding = build(description, classes)
+    check_fit(encoding, site)
+    return encoding
+
+
+def _resizes(table: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a table of positions may have this shape at another input size."""
+    return 0 not in shape and len(shape) == table.ndim and shape[-1:] == table.shape[-1:]
+
+
+def _lattice(described: dict[str, Any], num_axes: int) -> dict[str, Any]:
+    for name, value in described.items():
+        if isinstance(value, list) and len(value) != num_axes:
+            raise ValueError(f"{name} of its lattices must be one number or {num_axes}, got {shown(value)}")
+    return {name: tuples(value) for name, value in described.items()}
 
 
 def _rotary(model: nn.Module) -> Rotary | None:
@@ -185,10 +270,3 @@ def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _file(path: str | os.PathLike[str]) -> Path:
     return Path(path) / FILE if Path(path).is_dir() else Path(path)
-
-
-def _tuples(value: Any) -> Any:
-    """JSON knows lists alone; sizes are tuples."""
-    if isinstance(value, dict):
-        return {name: _tuples(part) for name, part in value.items()}
-    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value

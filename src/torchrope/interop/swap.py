@@ -150,7 +150,7 @@ def _encodings(
         if block_size is not None:
             raise ValueError(f"block_size is for a name or a factory, got {block_size} beside an encoding")
         for site in sites:
-            _check_fit(encoding, site)
+            check_fit(encoding, site)
         return [encoding]
     factory = _named(encoding) if isinstance(encoding, str) else encoding
     wanted: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
@@ -161,7 +161,7 @@ def _encodings(
         for site in sites
     ]
     for made, site in zip(built, sites, strict=True):
-        _check_fit(made, site)
+        check_fit(made, site)
     return built
 
 
@@ -186,7 +186,12 @@ def _takes(factory: Callable[..., Encoding], argument: str) -> bool:
     return argument in inspect.signature(factory).parameters
 
 
-def _check_fit(encoding: Encoding, site: Site) -> None:
+def check_fit(encoding: Encoding, site: Site) -> None:
+    """Refuse an encoding that does not rotate the heads of an attention layer.
+
+    Raises:
+        ValueError: other axes, heads or channels, or no encoding at all.
+    """
     if not isinstance(encoding, Encoding):
         raise ValueError(f"swap needs a factory of encodings, got one of {type(encoding).__name__}")
     axes, heads = len(site.lattice), encoding.num_heads

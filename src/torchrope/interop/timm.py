@@ -6,7 +6,7 @@ import timm
 import torch
 from timm.layers import PatchDropout, PatchDropoutWithIndices
 from timm.layers.attention import Attention, AttentionRope
-from timm.models import get_model_args
+from timm.models import get_model_args, is_model, model_entrypoint
 from timm.models.eva import Eva, EvaAttention
 from timm.models.swin_transformer import SwinTransformer, WindowAttention
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
@@ -15,12 +15,119 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchrope.interop import timm_models as timm_models
 from torchrope.interop.rotary import Adapter, Rotary, Site
+from torchrope.interop.settings import (
+    DEPTHS,
+    ENCODING,
+    EXTENTS,
+    FLAG,
+    LAYER,
+    LAYERS,
+    MAPPING,
+    NOTHING,
+    NUMBER,
+    NUMBERS,
+    SHARE,
+    WIDTH,
+    WIDTHS,
+    WORD,
+    Kind,
+    Limits,
+    check,
+    each,
+    one_of,
+    shown,
+)
 from torchrope.ops import rotate, rotate_one
 from torchrope.positions import grid
 from torchrope.rotations import Rotation
 
 # Attention layers that pass q and k through q_norm and k_norm, (batch, heads, tokens, head_dim), one after the other.
 _NORMED = (Attention, AttentionRope, EvaAttention, ParallelScalingBlock)
+
+# What a file may say to any model of timm: nothing that names weights, files, caches or a hub.
+_OF_ANY: dict[str, Kind] = {
+    "num_classes": WIDTH,
+    "in_chans": WIDTH,
+    "global_pool": WORD,
+    "img_size": EXTENTS,
+    "features_only": FLAG,
+    "out_indices": LAYER | each(LAYER, most=64),
+    "output_stride": one_of(8, 16, 32),
+    "act_layer": WORD,
+    "norm_layer": WORD,
+    "drop_rate": SHARE,
+    "drop_path_rate": SHARE,
+    "pos_drop_rate": SHARE,
+    "patch_drop_rate": SHARE,
+    "proj_drop_rate": SHARE,
+    "attn_drop_rate": SHARE,
+}
+# What those take that swap knows. Others of timm's may loop over such sizes.
+_OF_TRANSFORMERS: dict[str, Kind] = _OF_ANY | {
+    "always_partition": FLAG,
+    "attn_layer": WORD,
+    "attn_only_layer_scale": FLAG,
+    "attn_pool_mlp_ratio": NUMBER,
+    "attn_pool_num_heads": WIDTH,
+    "attn_type": WORD,
+    "block_size": WIDTH,
+    "class_token": FLAG,
+    "depth": LAYERS,
+    "depths": DEPTHS,
+    "dynamic_img_pad": FLAG,
+    "dynamic_img_size": FLAG,
+    "embed_dim": WIDTH | each(WIDTH),
+    "embed_norm_layer": WORD,
+    "encoding": ENCODING,
+    "fc_norm": FLAG,
+    "final_norm": FLAG,
+    "fix_init": FLAG,
+    "head_dim": WIDTH | each(WIDTH | NOTHING),
+    "head_init_scale": NUMBER,
+    "init": WORD,
+    "init_values": NUMBER,
+    "keep_bias": FLAG,
+    "mlp_ratio": NUMBERS,
+    "no_embed_class": FLAG,
+    "num_heads": WIDTHS,
+    "num_kv_heads": WIDTH | each(WIDTH | NOTHING, most=1024),
+    "num_reg_tokens": WIDTH,
+    "patch_size": EXTENTS,
+    "pool_include_prefix": FLAG,
+    "pos_embed": WORD,
+    "pre_norm": FLAG,
+    "proj_bias": FLAG,
+    "qk_norm": FLAG,
+    "qkv_bias": FLAG,
+    "qkv_fused": FLAG,
+    "ref_feat_shape": EXTENTS,
+    "reg_tokens": WIDTH,
+    "rope_grid_indexing": WORD,
+    "rope_grid_offset": NUMBER,
+    "rope_jitter_coords": NUMBER,
+    "rope_mrope_section": each(WIDTH, most=3),
+    "rope_rescale_coords": NUMBER,
+    "rope_rotate_half": FLAG,
+    "rope_shift_coords": NUMBER,
+    "rope_temperature": NUMBER,
+    "rope_type": WORD,
+    "scale_attn_inner": FLAG,
+    "scale_attn_norm": FLAG,
+    "scale_mlp": FLAG,
+    "scale_mlp_norm": FLAG,
+    "strict_img_size": FLAG,
+    "swiglu_align_to": WIDTH,
+    "swiglu_mlp": FLAG,
+    "use_abs_pos_emb": FLAG,
+    "use_fc_norm": FLAG,
+    "use_post_norm": FLAG,
+    "use_post_transformer_norm": FLAG,
+    "use_pre_transformer_norm": FLAG,
+    "use_rot_pos_emb": FLAG,
+    "weight_init": WORD,
+    "window_size": EXTENTS | each(EXTENTS),
+}
+_MODULES = ("deit", "eva", "swin_transformer", "vision_transformer", "vision_transformer_hybrid")
 
 
 def adapters(model: nn.Module) -> list[Adapter]:
@@ -45,9 +152,28 @@ def recipe(model: Any) -> dict[str, Any]:
     return {"architecture": architecture, "arguments": {**arguments, **_of_features(model)}}
 
 
+def check_recipe(recipe: Any, limits: Limits) -> None:
+    """Refuse a recipe of a file that names more than an architecture of timm's and the data which builds it.
+
+    Raises:
+        ValueError: the first setting that is wrong.
+    """
+    check("its recipe", recipe, {"architecture": WORD, "arguments": MAPPING}, limits)
+    architecture = recipe["architecture"]
+    if not is_model(architecture):
+        raise ValueError(f"architecture of its recipe must be one that timm has, got {shown(architecture)}")
+    module = model_entrypoint(architecture).__module__
+    whole = not module.startswith("timm.") or module.rpartition(".")[2] in _MODULES
+    kinds = {name: kind | NOTHING for name, kind in (_OF_TRANSFORMERS if whole else _OF_ANY).items()}
+    check(f"the arguments of {architecture}", recipe["arguments"], kinds, limits, partly=True)
+
+
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     """The model of a recipe, its weights drawn anew."""
-    model: nn.Module = timm.create_model(recipe["architecture"], **recipe["arguments"], device=device)
+    with torch.device(device):  # timm computes some of its buffers on the default device first
+        model: nn.Module = timm.create_model(
+            recipe["architecture"], pretrained=False, **recipe["arguments"], device=device
+        )
     return model
 
 

@@ -9,14 +9,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from torchrope.files import write_whole
 from torchrope.interop.rotary import ATTRIBUTE, Adapter, Rotary, Site
 from torchrope.interop.saving import FILE, save
+from torchrope.interop.settings import (
+    EXTENTS,
+    FLAG,
+    LABEL,
+    LAYER,
+    LAYERS,
+    MAPPING,
+    NOTHING,
+    NUMBER,
+    SHARE,
+    TOKEN,
+    WIDTH,
+    WORD,
+    Kind,
+    Limits,
+    check,
+    each,
+    matching,
+    named,
+    one_line,
+    one_of,
+    shown,
+)
 from torchrope.ops import rotate
 from torchrope.rotations import Rotation
 
@@ -38,8 +62,101 @@ _PACKAGES = ("clip", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", 
 # Served without a download; another attention is the reader's choice.
 _ATTENTION_OF_FILES = ("eager", "sdpa", "flex_attention")
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-# Settings that name code on the hub.
-_NOT_FROM_FILES = ("attn_implementation", "experts_implementation", "auto_map", "quantization_config")
+_ACTIVATION = one_of(
+    "gelu",
+    "gelu_10",
+    "gelu_accurate",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_python",
+    "gelu_python_tanh",
+    "gelu_pytorch_tanh",
+    "hardswish",
+    "laplace",
+    "leaky_relu",
+    "linear",
+    "mish",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "relu6",
+    "sigmoid",
+    "silu",
+    "swish",
+    "tanh",
+)
+# What a file may say to the configurations of these models. All else that transformers writes is left out: it names
+# code, weights, files and versions, or nothing that these models read.
+_CONFIG: dict[str, Kind] = {
+    "apply_layernorm": FLAG,
+    "attention_dropout": SHARE | NOTHING,
+    "attention_probs_dropout_prob": SHARE,
+    "bos_token_id": TOKEN | NOTHING,
+    "chunk_size_feed_forward": one_of(0),
+    "drop_path_rate": SHARE,
+    "dtype": one_of("float16", "bfloat16", "float32", "float64") | NOTHING,
+    "encoder_stride": WIDTH,
+    "eos_token_id": TOKEN | each(TOKEN) | NOTHING,
+    "hidden_act": _ACTIVATION,
+    "hidden_dropout_prob": SHARE,
+    "hidden_size": WIDTH,
+    "id2label": named(matching(r"\d{1,9}", "a number"), LABEL) | NOTHING,
+    "image_size": EXTENTS | NOTHING,
+    "initializer_factor": NUMBER | NOTHING,
+    "initializer_range": NUMBER,
+    "intermediate_size": WIDTH,
+    "is_encoder_decoder": FLAG,
+    "key_bias": FLAG,
+    "label2id": named(LABEL, TOKEN | LABEL) | NOTHING,
+    "layer_norm_eps": NUMBER | NOTHING,
+    "layerscale_value": NUMBER,
+    "logit_scale_init_value": NUMBER | NOTHING,
+    "max_position_embeddings": WIDTH,
+    "mlp_bias": FLAG,
+    "mlp_ratio": NUMBER,
+    "num_attention_heads": WIDTH,
+    "num_channels": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_register_tokens": WIDTH,
+    "out_features": each(WORD, most=1024) | NOTHING,
+    "out_indices": each(LAYER, most=1024) | NOTHING,
+    "output_attentions": FLAG | NOTHING,
+    "output_hidden_states": FLAG | NOTHING,
+    "pad_token_id": TOKEN | NOTHING,
+    "patch_size": EXTENTS | NOTHING,
+    "pooler_act": _ACTIVATION,
+    "pooler_output_size": WIDTH | NOTHING,
+    "pos_embed_jitter": NUMBER | NOTHING,
+    "pos_embed_rescale": NUMBER | NOTHING,
+    "pos_embed_shift": NUMBER | NOTHING,
+    "problem_type": one_of("regression", "single_label_classification", "multi_label_classification") | NOTHING,
+    "proj_bias": FLAG,
+    "projection_dim": WIDTH | NOTHING,
+    "projection_size": WIDTH | NOTHING,
+    "qkv_bias": FLAG,
+    "query_bias": FLAG,
+    "reshape_hidden_states": FLAG,
+    "return_dict": FLAG | NOTHING,
+    "rope_theta": NUMBER,
+    "use_gated_mlp": FLAG,
+    "use_mask_token": FLAG,
+    "use_swiglu_ffn": FLAG,
+    "value_bias": FLAG,
+    "vision_use_head": FLAG,
+    "vocab_size": WIDTH,
+}
+_PARTS = ("text_config", "vision_config")  # configurations within one
+_RECIPE: dict[str, Kind] = {
+    "class": WORD,
+    "config": MAPPING,
+    "arguments": MAPPING,
+    "attention": LABEL | NOTHING,
+    "dtype": one_of(*_DTYPES),
+    "other_dtypes": named(LABEL, one_of(*_DTYPES)),
+}
+_ARGUMENTS: dict[str, Kind] = {"add_pooling_layer": FLAG, "use_mask_token": FLAG}
+# What a configuration may say beside, without a model that differs.
+_OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "transformers_version"}
 
 NAME = "torchrope"
 """The attention that swapped layers ask the registry for."""
@@ -55,6 +172,8 @@ def adapters(model: nn.Module) -> list[Adapter]:
 def recipe(model: Any) -> dict[str, Any]:
     """What builds a model of transformers again: its class, its configuration and the dtypes of its tensors."""
     _class_named(type(model).__name__)
+    config = _known(json.loads(model.config.to_json_string(use_diff=False)))
+    _check_nothing_is_lost(model.config, config)
     arguments = {}
     dtypes = {name: str(tensor.dtype) for name, tensor in _floating(model) if ATTRIBUTE not in name.split(".")}
     if type(model).__name__ == "ViTModel":
@@ -62,7 +181,7 @@ def recipe(model: Any) -> dict[str, Any]:
         arguments = {"add_pooling_layer": model.pooler is not None, "use_mask_token": with_mask}
     return {
         "class": type(model).__name__,
-        "config": json.loads(model.config.to_json_string(use_diff=False)),
+        "config": config,
         "arguments": arguments,
         "attention": model.config._attn_implementation,
         "dtype": str(model.dtype),
@@ -70,11 +189,30 @@ def recipe(model: Any) -> dict[str, Any]:
     }
 
 
+def check_recipe(recipe: Any, limits: Limits) -> None:
+    """Refuse a recipe of a file that names more than a class of these models and the data which builds it.
+
+    Raises:
+        ValueError: the first setting that is wrong.
+    """
+    check("its recipe", recipe, _RECIPE, limits)
+    _class_named(recipe["class"])
+    check(f"the arguments of {recipe['class']}", recipe["arguments"], _ARGUMENTS, limits, partly=True)
+    configs = {"config": recipe["config"]} | {name: recipe["config"].get(name) for name in _PARTS}
+    for name, config in configs.items():
+        if config is not None and not isinstance(config, dict):
+            raise ValueError(f"{name} of its recipe must be settings by name, got {shown(config)}")
+        known = {key: value for key, value in (config or {}).items() if key in _CONFIG}
+        check(f"the {name} of {recipe['class']}", known, _CONFIG, limits, partly=True)
+
+
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     """The model of a recipe, its weights drawn anew."""
     built = _class_named(recipe["class"])
-    settings = _trusted(json.loads(json.dumps(recipe["config"])))
-    config = built.config_class.from_dict(settings)
+    try:
+        config = built.config_class.from_dict(_known(json.loads(json.dumps(recipe["config"]))))
+    except StrictDataclassError as error:
+        raise ValueError(one_line(error)) from None
     if recipe["attention"] in _ATTENTION_OF_FILES:
         config._attn_implementation = recipe["attention"]
     with torch.device(device):
@@ -82,6 +220,24 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     for name, tensor in _floating(model):  # not model.to: DINOv3's frequencies may have stayed float32
         tensor.data = tensor.data.to(_DTYPES[recipe["other_dtypes"].get(name, recipe["dtype"])])
     return model
+
+
+def _known(config: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration says of its model, and those within it of theirs."""
+    own = {name: value for name, value in config.items() if name in _CONFIG}
+    return own | {part: _known(config[part]) for part in _PARTS if isinstance(config.get(part), dict)}
+
+
+def _check_nothing_is_lost(config: PreTrainedConfig, written: dict[str, Any]) -> None:
+    """Refuse a configuration that comes back with another value of what its class knows."""
+    again = json.loads(type(config).from_dict(json.loads(json.dumps(written))).to_json_string(use_diff=False))
+    before = json.loads(config.to_json_string(use_diff=False))
+    for part in ("", *_PARTS):
+        came, was = (one.get(part) or {} if part else one for one in (again, before))
+        for name in came.keys() - _OF_NO_MODEL - set(_PARTS):
+            if came[name] != was.get(name):
+                rule = "save knows the settings of these models, by their names in transformers"
+                raise ValueError(f"{rule}, got a {type(config).__name__} with {name} = {shown(was.get(name))}")
 
 
 def _floating(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -96,15 +252,6 @@ def _class_named(name: str) -> Any:
         if name in modeling.__all__:
             return getattr(modeling, name)
     raise ValueError(f"save and load know transformers' models of {', '.join(_PACKAGES)}, got {name}")
-
-
-def _trusted(settings: Any) -> Any:
-    """A configuration without what would fetch code."""
-    if isinstance(settings, list):
-        return [_trusted(value) for value in settings]
-    if not isinstance(settings, dict):
-        return settings
-    return {name: _trusted(value) for name, value in settings.items() if name.lstrip("_") not in _NOT_FROM_FILES}
 
 
 class OfTower(Adapter):

@@ -1,5 +1,6 @@
 """Swin's checkpoints (Liu et al.), Microsoft's and timm's, and rope-vit's with frequencies in its windows."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +12,14 @@ from torch import Tensor
 from torchrope.backbones import Swin
 from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE, NoEncoding, RelativePositionBias
 from torchrope.encodings.base import planar
-from torchrope.interop.published.swin import from_timm
-from torchrope.interop.published.tensors import Tensors, built_empty, fill
+from torchrope.interop.published.swin import BUFFERS, from_timm
+from torchrope.interop.published.tensors import Tensors, emptied, fill, outlined
 
 FAMILY = "Swin"
 _FREQUENCIES = re.compile(r"stages\.(\d+)\.encodings\.(\d+)\.frequencies")
 _FIRST = "layers.0.blocks.0.attn"
 _HEAD_DIM = 32  # of every published Swin
+_MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,14 @@ def convert(
     """
     tensors = Tensors(FAMILY, state)
     plan = _plan(tensors, state, window_size)
+    for name in itertools.filterfalse(BUFFERS.fullmatch, state):
+        tensors.check_floats(name)
+        if name.endswith(".rope_freqs"):
+            tensors.shape(name, 3)
     weights = {name: value.float() for name, value in from_timm(state).items()}
     frequencies = {name: weights.pop(name) for name in list(weights) if _FREQUENCIES.fullmatch(name)}
     has_bias = f"{_FIRST}.relative_position_bias_table" in state
-    model = built_empty(
+    model = outlined(
         partial(
             Swin,
             _input_size(tensors, plan, input_size),
@@ -81,7 +87,7 @@ def convert(
         )
     )
     _check_shapes(tensors, model, weights)
-    fill(model, weights)
+    fill(emptied(model), weights)
     for name, its in frequencies.items():
         encoding = model.get_submodule(name.removesuffix(".frequencies"))
         assert isinstance(encoding, Encoding)
@@ -96,7 +102,11 @@ def convert(
 
 def _plan(tensors: Tensors, state: Mapping[str, Tensor], window_size: int | None) -> Plan:
     dim, in_channels, height, width = tensors.shape("patch_embed.proj.weight", 4)
+    window = _window(tensors, window_size)
+    tensors.drop(*filter(BUFFERS.fullmatch, state))
     stages = tensors.depth("layers.")
+    if stages > _MOST_STAGES:
+        raise tensors.refusal(f"it must have up to {_MOST_STAGES} stages, each twice as wide, got {stages}")
     classifier = next((name for name in ("head.fc.weight", "head.weight") if name in tensors), None)
     return Plan(
         dim=dim,
@@ -105,7 +115,7 @@ def _plan(tensors: Tensors, state: Mapping[str, Tensor], window_size: int | None
         num_classes=tensors.shape(classifier, 2)[0] if classifier else 0,
         depths=tuple(tensors.depth(f"layers.{stage}.blocks.") for stage in range(stages)),
         num_heads=tuple(_heads(tensors, stage, dim * 2**stage) for stage in range(stages)),
-        window=_window(tensors, window_size),
+        window=window,
         mlp_ratio=tensors.shape("layers.0.blocks.0.mlp.fc1.weight", 2)[0] / dim,
         qkv_bias=f"{_FIRST}.qkv.bias" in tensors,
     )

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-# Each is computed from sizes alone.
-_BUFFERS = re.compile(r"layers\.\d+\.blocks\.\d+\.(attn_mask|attn\.(relative_position_index|rope_t_[xy]))")
+from torchrope.interop.published.tensors import without_gap
+
+BUFFERS = re.compile(r"layers\.\d+\.blocks\.\d+\.(attn_mask|attn\.(relative_position_index|rope_t_[xy]))")
+"""Names of what is computed from sizes alone."""
 
 _LAYER = {
     "norm1.weight": "layers.{}.norm1.weight",
@@ -69,7 +71,7 @@ def from_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         >>> model.load_state_dict(from_timm(theirs.state_dict()))
         <All keys matched successfully>
     """
-    state = {name: value for name, value in state.items() if not _BUFFERS.fullmatch(name)}
+    state = {name: value for name, value in state.items() if not BUFFERS.fullmatch(name)}
     names = _names(state)
     unknown = sorted(state.keys() - names.keys())
     if unknown:
@@ -107,11 +109,12 @@ def _names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _depths(state: Mapping[str, Tensor]) -> list[int]:
-    """Layers of each stage: one more than the highest index, one at least."""
+    """Layers of each stage, one at least: as far as both are numbered without a gap."""
     found = [re.match(r"layers\.(\d+)\.(?:blocks\.(\d+)\.)?", name) for name in state]
-    indices = [(int(match[1]), int(match[2] or 0)) for match in found if match]
-    stages = 1 + max((stage for stage, _ in indices), default=0)
-    return [1 + max((layer for at, layer in indices if at == stage), default=0) for stage in range(stages)]
+    layers: dict[int, set[int]] = {0: {0}}
+    for match in filter(None, found):
+        layers.setdefault(int(match[1]), {0}).add(int(match[2] or 0))
+    return [without_gap(layers[stage]) for stage in range(without_gap(layers))]
 
 
 def _listed(names: list[str]) -> str:

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint, each used once: what is missing, misshapen or left over is refused by name."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import count
 from typing import TypeVar, cast
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from torchrope.backbones import ViT
 from torchrope.encodings import Encoding
+from torchrope.interop.layout import FLOATS
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -36,6 +38,8 @@ class Tensors:
         shape = tuple(self._found(name).shape)
         if len(shape) != num_dimensions:
             raise self.refusal(f"{name} must have {num_dimensions} dimensions, got {shape}")
+        if 0 in shape:
+            raise self.refusal(f"{name} must hold numbers, got {shape}")
         return shape
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -43,10 +47,15 @@ class Tensors:
         tensor = self._found(name)
         if tuple(tensor.shape) != shape:
             raise self.refusal(f"{name} must be {shape}, got {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise self.refusal(f"{name} must be floating point, got {tensor.dtype}")
+        self.check_floats(name)
         del self._left[name]
         return tensor.float()
+
+    def check_floats(self, name: str) -> None:
+        """Refuse a weight that is not made of floating point numbers."""
+        tensor = self._found(name)
+        if tensor.dtype not in FLOATS:
+            raise self.refusal(f"{name} must be floating point, got {tensor.dtype}")
 
     def drop(self, *names: str) -> None:
         """Leave out what can be computed anew or was never read."""
@@ -54,12 +63,13 @@ class Tensors:
             self._left.pop(name, None)
 
     def depth(self, before: str) -> int:
-        """Layers: one more than the largest number that follows this prefix in a name."""
+        """Layers: the numbers from 0 on that follow this prefix in a name."""
         numbers = [name.removeprefix(before).partition(".")[0] for name in self._left if name.startswith(before)]
-        found = [int(number) for number in numbers if number.isdecimal()]
-        if not found:
-            raise self.refusal(f"{before}0 is missing")
-        return max(found) + 1
+        found = {int(number) for number in numbers if number.isdecimal()}
+        depth = without_gap(found)
+        if depth < max(len(found), 1):
+            raise self.refusal(f"{before}{depth} is missing")
+        return depth
 
     def finish(self) -> None:
         """Refuse what nothing has used."""
@@ -74,10 +84,19 @@ class Tensors:
         return self._left[name]
 
 
-def built_empty(build: Callable[[], Model]) -> Model:
-    """Build a model of zeros: quick, and without a draw from the random state."""
+def without_gap(numbers: Container[int]) -> int:
+    """How many numbers there are from 0 on, without a gap."""
+    return next(number for number in count() if number not in numbers)
+
+
+def outlined(build: Callable[[], Model]) -> Model:
+    """Build a model without memory, and without a draw from the random state."""
     with torch.device("meta"):
-        model = build()
+        return build()
+
+
+def emptied(model: Model) -> Model:
+    """Give a model that has no memory zeros on the CPU."""
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -87,7 +106,7 @@ def built_empty(build: Callable[[], Model]) -> Model:
 
 def assembled(build: Callable[[], ViT], weights: Mapping[str, Tensor], generators: Sequence[Tensor] = ()) -> ViT:
     """Build a ViT and write its weights and the generators of each of its encodings, none if those have none."""
-    model = built_empty(build)
+    model = emptied(outlined(build))
     fill(model, weights)
     encodings = cast(Iterable[Encoding], model.encodings)
     for encoding, its in zip(encodings, generators, strict=True) if generators else ():

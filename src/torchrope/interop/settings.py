@@ -1,0 +1,179 @@
+"""Settings that a file holds for builders of models: which there may be, of what type and size, checked before use."""
+
+import re
+import reprlib
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+_MOST_LAYERS = 64
+_WIDEST = 2**16
+_LARGEST = 2**24
+_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest numbers that settings may name, by the tensors that are there to fill a model.
+
+    Attributes:
+        tensors: How many there are.
+        longest: The largest extent of any of them.
+    """
+
+    tensors: int = 0
+    longest: int = 0
+
+    @property
+    def layers(self) -> int:
+        """Layers, each of which is built: as many as tensors, or 64, for features may leave most of them out."""
+        return max(self.tensors, _MOST_LAYERS)
+
+    @property
+    def width(self) -> int:
+        """Channels, heads, classes: the longest tensor's, or 65,536."""
+        return max(self.longest, _WIDEST)
+
+    def filled(self, rule: str) -> str:
+        """A rule with these numbers in the place of their names."""
+        return rule.format(tensors=self.tensors, longest=self.longest, layers=self.layers, width=self.width)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a setting must be.
+
+    Attributes:
+        rule: The same in words, with {names} of `Limits`.
+        holds: Whether a value, as JSON has it, is that.
+    """
+
+    rule: str
+    holds: Callable[[Any, Limits], bool]
+
+    def __or__(self, other: "Kind") -> "Kind":
+        return Kind(f"{self.rule}, or {other.rule}", lambda value, at: self.holds(value, at) or other.holds(value, at))
+
+
+def whole(rule: str, least: Callable[[Limits], int], most: Callable[[Limits], int]) -> Kind:
+    """A whole number between two limits."""
+    return Kind(rule, lambda value, at: type(value) is int and least(at) <= value <= most(at))
+
+
+def one_of(*choices: Any) -> Kind:
+    """One of a few values."""
+    return Kind(
+        " or ".join(map(repr, choices)),
+        lambda value, _: any(type(value) is type(choice) and value == choice for choice in choices),
+    )
+
+
+def each(kind: Kind, most: int = 16) -> Kind:
+    """A list of values of one kind."""
+    return Kind(
+        f"a list of up to {most} of ({kind.rule})",
+        lambda value, at: isinstance(value, list) and len(value) <= most and all(kind.holds(one, at) for one in value),
+    )
+
+
+def named(keys: Kind, values: Kind) -> Kind:
+    """A mapping, no longer than a model may be wide."""
+    return Kind(
+        f"a mapping of up to {{width}} from ({keys.rule}) to ({values.rule})",
+        lambda value, at: (
+            isinstance(value, dict)
+            and len(value) <= at.width
+            and all(keys.holds(name, at) and values.holds(one, at) for name, one in value.items())
+        ),
+    )
+
+
+def matching(pattern: str, rule: str) -> Kind:
+    """Text of a pattern."""
+    return Kind(rule, lambda value, _: isinstance(value, str) and re.fullmatch(pattern, value) is not None)
+
+
+NOTHING = Kind("null", lambda value, _: value is None)
+FLAG = Kind("true or false", lambda value, _: isinstance(value, bool))
+NUMBER = Kind("a number", lambda value, _: type(value) in (int, float))
+SHARE = Kind("a number from 0 to 1", lambda value, _: type(value) in (int, float) and 0 <= value <= 1)
+LAYERS = whole(
+    "a whole number from 0 to {layers}, for {tensors} tensors in the file", lambda _: 0, lambda at: at.layers
+)
+LAYER = whole("a layer from -{layers} to {layers}", lambda at: -at.layers, lambda at: at.layers)
+WIDTH = whole(
+    "a whole number from 0 to {width}, for tensors of up to {longest} in the file", lambda _: 0, lambda at: at.width
+)
+EXTENT = whole(f"a whole number from 1 to {_LARGEST:,}", lambda _: 1, lambda _: _LARGEST)
+TOKEN = whole("a whole number of 32 bits", lambda _: -(2**31), lambda _: 2**31)
+MAPPING = Kind("settings by name", lambda value, _: isinstance(value, dict))
+WORD = matching(r"[A-Za-z0-9_]{0,64}", "a name of up to 64 letters and digits")
+LABEL = matching(r"(?s).{0,1000}", "text of up to 1,000 characters")
+ENCODING = matching(r"[a-z0-9:+ -]{1,64}", "the name of an encoding")
+EXTENTS = EXTENT | each(EXTENT)
+WIDTHS = WIDTH | each(WIDTH, most=1024)
+NUMBERS = NUMBER | each(NUMBER)
+DEPTHS = Kind(
+    "a list of up to 16 whole numbers that add up to {layers} at most, for {tensors} tensors in the file",
+    lambda value, at: each(LAYERS).holds(value, at) and sum(value) <= at.layers,
+)
+
+ENCODINGS: dict[str, Kind] = {
+    "block_size": WIDTH | NOTHING,
+    "rotary_dim": WIDTH | NOTHING,
+    "shared_heads": FLAG,
+    "base": NUMBER | NOTHING,
+    "init": one_of("paper", "zeros"),
+    "min_frequency": NUMBER,
+    "max_frequency": NUMBER,
+    "resting": SHARE,
+    "sections": each(WIDTH) | NOTHING,
+}
+"""What torchrope's encodings take, besides the axes, heads and channels of their layer."""
+
+
+def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:
+    """Refuse settings that are missing, unknown, of another type or too large.
+
+    Args:
+        what: Whose they are, for the error.
+        given: The settings, as JSON has them.
+        kinds: What each must be.
+        limits: The largest numbers.
+        partly: Whether settings may be left out.
+
+    Raises:
+        ValueError: the first that is wrong, and what it must be.
+    """
+    if not isinstance(given, dict):
+        raise ValueError(f"{what} must be settings by name, got {shown(given)}")
+    strange = [name for name in given if name not in kinds]
+    missing = [] if partly else [name for name in kinds if name not in given]
+    if strange or missing:
+        rule = "of the closed list that a file may name" if partly else f"{', '.join(kinds)}, all of them"
+        raise ValueError(f"{what} must be {rule}, got {shown(strange[0]) if strange else f'no {missing[0]}'}")
+    for name, value in given.items():
+        if not kinds[name].holds(value, limits):
+            raise ValueError(f"{name} of {what} must be {limits.filled(kinds[name].rule)}, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value of a file in a few words of one line."""
+    return reprlib.repr(value)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line of bounded length."""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return kind + textwrap.shorten(str(error), 500, placeholder=" ...")
+
+
+@contextmanager
+def told_in_one_line(what: str) -> Iterator[None]:
+    """Say in one line what a library's constructor refuses, in whatever way it does."""
+    try:
+        yield
+    except _REFUSALS as error:
+        raise ValueError(f"{what}: {one_line(error)}") from None
