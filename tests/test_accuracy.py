@@ -1,0 +1,98 @@
+"""benchmarks/accuracy.py: blocks of any rank against float64, and what precision remains far from the origin."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import torchrope as tr
+from torchrope.ops import library
+
+ROOT = Path(__file__).parents[1]
+BACKENDS = ("auto", "reference")
+
+
+@pytest.fixture(scope="module")
+def accuracy() -> Iterator[ModuleType]:
+    """The script, imported from its folder as `python benchmarks/accuracy.py` has it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import accuracy
+
+    yield accuracy
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize("family", [tr.ComRoPELD, tr.ComRoPEAP])
+@pytest.mark.parametrize("b", [2, 3, 4, 6, 8, 16, 64])
+def test_blocks_of_any_rank_are_rotated_rightly(accuracy: ModuleType, b: int, family: type[tr.Encoding]) -> None:
+    for kind in accuracy.KINDS:
+        if (b == 64) <= (kind in ("one plane at rest", "rank 2", "repeated frequencies")):
+            checked = accuracy.check_blocks(kind, b, family)
+            assert checked.failures == 0, checked
+
+
+@pytest.mark.slow
+def test_ten_thousand_blocks_are_rotated_rightly(accuracy: ModuleType) -> None:
+    checked = accuracy.check_all(10_000, tell=lambda _: None)
+    assert sum(one.blocks for one in checked) >= 10_000
+    assert {(one.kind, one.block_size) for one in checked} == {(k, b) for k in accuracy.KINDS for b in accuracy.SIZES}
+    assert [one for one in checked if one.failures] == []
+
+
+def test_a_lost_plane_is_noticed(accuracy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_last(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        basis, angular = whole(base)
+        angular[..., -1] = 0
+        return basis, angular
+
+    whole = library.OPS.skew_eig
+    assert accuracy.check_blocks("full", 8, tr.ComRoPELD).failures == 0
+    monkeypatch.setattr(library.OPS, "skew_eig", without_last)
+    assert accuracy.check_blocks("full", 8, tr.ComRoPELD).failures > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "axes"), [("mixed", 2), ("comrope-ld:8", 2), ("comrope-ap:8", 2), ("string:8", 2), ("liere:8", 3)]
+    + [("liere:16", 1), ("liere:16", 2), ("liere", 3)],
+)  # fmt: skip
+def test_norms_are_kept_far_out(name: str, axes: int, backend: str) -> None:
+    """Random places and whole lattices, on which tokens are multiples of one another, forward and backward."""
+    encoding = tr.choose(name).rotary(num_axes=axes, num_heads=2, head_dim=64)
+    side = {1: 40, 2: 7, 3: 4}[axes]
+    for distance in (1.0, 30.0, 1e3, 1e4, 1e6):
+        lattice = tr.grid(*[side] * axes, spacing=distance / (side - 1))
+        scattered = (2 * torch.rand(20, axes) - 1) * distance
+        positions = torch.cat([lattice, scattered])
+        q = torch.randn(1, 2, len(positions), 64, requires_grad=True)
+        turned, _ = tr.rotate(q, q, encoding(positions, backend=backend), backend=backend)
+        (back,) = torch.autograd.grad(turned, q, q.detach())
+        for x in (turned, back):
+            change = x.detach().double().norm(dim=-1) / q.detach().double().norm(dim=-1) - 1
+            assert change.abs().max() <= 1e-5, distance
+
+
+def test_gradients_to_parameters_are_finite_and_bounded_far_out() -> None:
+    for name in ("liere:8", "liere", "comrope-ld:8"):
+        encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=64)
+        positions = (2 * torch.rand(20, 2) - 1) * 1e6
+        q = torch.randn(1, 2, 20, 64)
+        turned, _ = tr.rotate(q, q, encoding(positions))
+        turned.square().cumsum(-1).sum().backward()
+        for parameter in encoding.parameters():
+            # sum_tokens |p| |g| |x| bounds it where every J is an average over rotations.
+            assert 0 < parameter.grad.abs().max() < 1e6 * 20 * 64 * 64 * 16
+
+
+def test_committed_results_are_those_of_the_page(accuracy: ModuleType) -> None:
+    results = json.loads(accuracy.RESULTS.read_text(encoding="utf-8"))
+    assert sum(one["blocks"] for one in results["blocks"]) >= 10_000
+    assert sum(one["failures"] for one in results["blocks"]) == 0
+    far = [accuracy.Far(**one) for one in results["far"]]
+    assert max(one.norm_change for one in far) <= 1e-5
+    page = accuracy.PAGE.read_text(encoding="utf-8")
+    assert accuracy.render(page, far) == page
