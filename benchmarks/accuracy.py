@@ -151,9 +151,7 @@ def _by_library(encoding: Encoding, leaves: list[Tensor], upstream: Tensor, back
     return _per_block([*turned, *torch.autograd.grad(turned, leaves, list(upstream))], names)
 
 
-def _by_formula(
-    own_axes: bool, b: int, leaves: list[Tensor], upstream: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
+def _by_formula(own_axes: bool, b: int, leaves: list[Tensor], upstream: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Results in float64, and the size of the sums that each is made of, times one plus the angle."""
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     q, k, positions, *parameters = wide
@@ -189,9 +187,7 @@ def _per_block(results: list[Tensor], names: list[str]) -> list[Tensor]:
     """q, k, their gradients, the positions' and the parameters': each `(heads, blocks, ...)`; positions are of all."""
     vectors = [x.unflatten(-1, (BLOCKS, -1)).movedim(-2, 0).movedim(2, 0) for x in results[:4]]
     places = results[4].expand(HEADS, BLOCKS, *results[4].shape)
-    parameters = [
-        x if name == "upper" else x.movedim(0, -1) for name, x in zip(names, results[5:], strict=True)
-    ]
+    parameters = [x if name == "upper" else x.movedim(0, -1) for name, x in zip(names, results[5:], strict=True)]
     return [x.double() for x in (*vectors, places, *parameters)]
 
 

@@ -1,7 +1,21 @@
-"""Every test starts from the same random state and two threads."""
+"""Every test starts from the same random state."""
+
+import ctypes
 
 import pytest
 import torch
+
+from torchrope.ops import native
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernels", help="a library of kernels for CPUs to test in the place of the installed one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--kernels")
+    if path is not None:
+        native.LIBRARY = ctypes.CDLL(path)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """The kernels for CPUs: every law of the reference, in every dtype, layout and size."""
 
+import copy
 import hashlib
 import itertools
 import os
@@ -251,6 +252,39 @@ def test_scores_are_the_same_without_the_basis_and_so_are_gradients_of_them() ->
         assert_as_good(fast, plain, truth_of(encoding, inputs, scores=True))
 
 
+@pytest.mark.parametrize("name", ["comrope-ld:4", "comrope-ap:4", "string:4"])
+def test_two_rotations_of_one_encoding_share_their_basis(name: str) -> None:
+    encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=16).requires_grad_(False)
+    q, k = torch.randn(2, 2, 9, 16), torch.randn(2, 2, 5, 16)
+    places = torch.rand(9, 2), torch.rand(5, 2)
+    full = tr.rotate(q, k, encoding(places[0]), key_rotation=encoding(places[1]))
+    saved = tr.rotate(q, k, encoding(places[0]), key_rotation=encoding(places[1]), scores_only=True)
+    assert not torch.allclose(saved[0], full[0], atol=1e-3)  # the basis was left out
+    assert torch.allclose(saved[0] @ saved[1].mT, full[0] @ full[1].mT, atol=1e-5)
+    with torch.no_grad():
+        other = copy.deepcopy(encoding)
+        other.upper.add_(0.1)
+    apart = tr.rotate(q, k, encoding(places[0]), key_rotation=other(places[1]), scores_only=True)
+    expected = tr.rotate(q, k, encoding(places[0]), key_rotation=other(places[1]))
+    assert torch.allclose(apart[0] @ apart[1].mT, expected[0] @ expected[1].mT, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["comrope-ld:4", "comrope-ap:4", "string:4"])
+def test_gradients_to_two_equal_encodings_are_each_its_own(name: str) -> None:
+    """Bases that only happen to be equal: what each of the encodings gets is what it gets with both bases applied."""
+    one = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=16)
+    other = copy.deepcopy(one)
+    q, k, upstream = torch.randn(2, 2, 9, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 2, 9, 5)
+    places = torch.rand(9, 2), torch.rand(5, 2)
+    found = []
+    for scores_only in (True, False):
+        turned = tr.rotate(q, k, one(places[0]), key_rotation=other(places[1]), scores_only=scores_only)
+        leaves = [*one.parameters(), *other.parameters()]
+        found.append(torch.autograd.grad(turned[0] @ turned[1].mT, leaves, upstream))
+    for saved, full in zip(*found, strict=True):
+        torch.testing.assert_close(saved, full, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("change", ["positions", "factors"])
 def test_the_basis_is_left_out_of_both_sides_or_of_none(change: str) -> None:
     encoding = build("ld", 4, 1).requires_grad_(False)
@@ -299,20 +333,22 @@ def _place_of_interest(where: str, b: int) -> torch.Tensor:
     return block[tuple(torch.triu_indices(b, b, 1))]
 
 
-@pytest.mark.parametrize(("family", "b"), [*KINDS, ("ap", 3)])
-def test_the_same_call_gives_the_same_bits_and_threads_agree(family: str, b: int) -> None:
-    encoding = build(family, b, 2, heads=1)
-    inputs = make_inputs(encoding, 197)
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(("family", "b"), [*KINDS, ("ap", 3), ("ld", 4), ("liere", 16)])
+def test_results_are_the_same_bits_whatever_the_number_of_threads(family: str, b: int, heads: int) -> None:
+    encoding = build(family, b, 2, heads=heads)
+    inputs = [make_inputs(encoding, 197), make_inputs(encoding, 33, sets=(2,), key_tokens=70)]
     threads = torch.get_num_threads()
+    found = []
     try:
-        torch.set_num_threads(2)
-        first, second = outcome(encoding, inputs), outcome(encoding, inputs)
-        torch.set_num_threads(1)
-        alone = outcome(encoding, inputs)
+        for count in (1, 2, 2, 3, 7):
+            torch.set_num_threads(count)
+            found.append([outcome(encoding, one) for one in inputs])
     finally:
         torch.set_num_threads(threads)
-    assert_same_bits(first, second)
-    assert_as_good(first, alone, {name: x.double() for name, x in alone.items()})
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -376,6 +412,7 @@ def test_scratch_memory_is_written_before_it_is_read() -> None:
         (dict(backend="native", built=False), "backend 'native' needs kernels that were not built"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:torchrope computes with plain PyTorch:UserWarning")
 def test_a_backend_that_cannot_serve_says_why_in_one_line(
     change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,6 +447,7 @@ def test_a_named_backend_refuses_rotations_that_no_kernel_knows() -> None:
 
 
 @pytest.mark.parametrize(("family", "b"), KINDS)
+@pytest.mark.filterwarnings("ignore:torchrope computes with plain PyTorch:UserWarning")
 def test_every_backend_that_serves_gives_the_same_and_auto_does_without_kernels(
     family: str, b: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """The verb: layouts, heads, precision, errors."""
 
+import copy
 import math
 
 import pytest
@@ -111,6 +112,37 @@ def test_a_rotation_is_a_value() -> None:
     assert turn.to(torch.float64).matrix().dtype == torch.float64
     assert torch.equal(turn.to(torch.bfloat16).angles(), turn.angles())  # angles are never rounded
     assert turn.shape == (2, 9)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "name", ["none", "axial", "mixed", "golden", "comrope-ld:4", "comrope-ap:4", "comrope-ld:3", "string:4", "liere:4"]
+)
+def test_a_rotation_keeps_its_value_when_positions_and_parameters_change(name: str, backend: str) -> None:
+    head_dim = 6 if name.endswith("3") else 8
+    encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=head_dim)
+    positions, q = torch.rand(9, 2), torch.randn(2, 2, 9, head_dim)
+    turn = encoding(positions, backend=backend)
+    before, matrix = tr.rotate(q, q, turn, backend=backend)[0].clone(), turn.matrix().clone()
+    with torch.no_grad():
+        positions.add_(1)
+        for parameter in encoding.parameters():
+            parameter.add_(1)
+    assert torch.equal(tr.rotate(q, q, turn, backend=backend)[0], before)
+    assert torch.equal(turn.matrix(), matrix)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["comrope-ld:4", "comrope-ld:3", "comrope-ap:4", "comrope-ap:3", "liere:4", "string:4"]
+)
+def test_parameters_in_half_precision_are_multiplied_in_float32(name: str, dtype: torch.dtype, backend: str) -> None:
+    encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=12 if name.endswith("3") else 8).to(dtype)
+    positions = torch.rand(20, 2)
+    exact = copy.deepcopy(encoding).double()(positions.double()).matrix()
+    error = (encoding(positions, backend=backend).matrix().double() - exact).abs().max()
+    assert error < 5e-6
 
 
 def test_skew_exp_takes_strided_and_narrow_input() -> None:

@@ -1,5 +1,7 @@
 """Which path computes: the plain reference, the kernels for CPUs ("native") or those for GPUs ("triton")."""
 
+import warnings
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -10,6 +12,7 @@ from torchrope.ops.native import LIBRARY
 BACKENDS = ("auto", "reference", "native", "triton")
 
 _HAS_TRITON = find_spec("triton") is not None
+_NOT_BUILT = "needs kernels that were not built when torchrope was installed"
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,6 +33,8 @@ def takes_kernels(backend: str, *tensors: Tensor) -> bool:
     hindrance = _hindrance(backend, tensors)
     if hindrance is not None and backend != "auto":
         raise ValueError(f"backend {backend!r} {hindrance}")
+    if hindrance == _NOT_BUILT and not torch.compiler.is_compiling():
+        _tell_not_built()
     # A graph that is exported should run where torchrope is not.
     return hindrance is None and not (backend == "auto" and (_is_exporting() or _is_transformed()))
 
@@ -48,8 +53,18 @@ def _hindrance(backend: str, tensors: tuple[Tensor, ...]) -> str | None:
         if tensor.dtype not in _NARROW:
             return f"computes in float32, got {tensor.dtype}"
     if serving == "native":
-        return None if LIBRARY is not None else "needs kernels that were not built when torchrope was installed"
+        return None if LIBRARY is not None else _NOT_BUILT
     return None if _HAS_TRITON else "needs the package triton"
+
+
+@cache
+def _tell_not_built() -> None:
+    """Warn, once a process, that the slow path computes."""
+    warnings.warn(
+        "torchrope computes with plain PyTorch on CPUs: its kernels were not built when it was installed; "
+        "install it again where a C compiler is, GCC 12 or Clang 15 or newer",
+        stacklevel=2,
+    )
 
 
 def _is_exporting() -> bool:

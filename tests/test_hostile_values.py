@@ -1,0 +1,295 @@
+"""What tensors may hold: NaN, infinity, nothing at all; and memory that is not to be had. No process ends by it."""
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from building import COMPILER, build
+from torch import Tensor
+
+import torchrope as tr
+from torchrope.encodings import Encoding
+from torchrope.ops import backends, native
+
+FAMILIES: dict[str, Callable[[], Encoding]] = {
+    name: lambda name=name, dim=dim: tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=dim)
+    for name, dim in (
+        ("axial", 8),
+        ("mixed", 8),
+        ("golden", 8),
+        ("comrope-ld:6", 12),
+        ("comrope-ld:8", 16),
+        ("comrope-ap:4", 16),
+        ("comrope-ap:3", 12),
+        ("string:4", 8),
+        ("liere:3", 9),
+        ("liere:8", 16),
+        ("liere:12", 24),
+        ("liere", 64),
+    )
+}
+KERNELS = ("auto", "reference")
+needs_kernels = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions whose values cannot be looked at, as on a GPU or in a graph."""
+    monkeypatch.setattr("torchrope.encodings.base.can_read", lambda x: False)
+
+
+def rotation_of(encoding: Encoding, backend: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def turn(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return tr.rotate(q, k, encoding(positions, backend=backend), backend=backend)
+
+    return turn
+
+
+def vectors(encoding: Encoding, tokens: int = 20, batch: int = 2) -> Tensor:
+    return torch.randn(batch, encoding.num_heads, tokens, encoding.head_dim)
+
+
+def assert_confined(dirty: Tensor, clean: Tensor, where: tuple[slice | int, ...]) -> None:
+    """NaN where it was put, and everything else as without it."""
+    assert not dirty[where].isfinite().all()
+    mask = torch.ones(clean.shape, dtype=torch.bool)
+    mask[where] = False
+    assert_near(dirty[mask], clean[mask])
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Equal to rounding, which depends on what is computed side by side."""
+    largest = max(expected.abs().max().item(), 1.0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5 * largest)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_position_that_is_not_finite_spoils_its_token_alone(
+    family: str, backend: str, value: float, unread: None
+) -> None:
+    encoding = FAMILIES[family]()
+    turn, q = rotation_of(encoding, backend), vectors(FAMILIES[family]())
+    lattice = tr.grid(4, 5, spacing=0.25)
+    for positions, where in (
+        (lattice.clone(), (slice(None), slice(None), 7)),
+        (lattice.repeat(2, 1, 1), (1, slice(None), 7)),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (q, positions)]
+        clean = turn(leaves[0], leaves[0], leaves[1])[0]
+        gradient = torch.autograd.grad(clean.square().cumsum(-1).sum(), leaves)
+        positions[(1, 7, 0) if positions.ndim == 3 else (7, 0)] = value
+        dirty_leaves = [x.clone().requires_grad_() for x in (q, positions)]
+        dirty = turn(dirty_leaves[0], dirty_leaves[0], dirty_leaves[1])[0]
+        assert_confined(dirty.detach(), clean.detach(), where)
+        found = torch.autograd.grad(dirty.square().cumsum(-1).sum(), dirty_leaves)
+        assert_confined(found[0], gradient[0], where)
+        at = (1, 7) if positions.ndim == 3 else (7,)
+        mask = torch.ones(positions.shape[:-1], dtype=torch.bool)
+        mask[at] = False
+        assert_near(found[1][mask], gradient[1][mask])
+
+
+@pytest.mark.parametrize("family", ["mixed", "comrope-ld:6", "string:4", "liere:8", "liere:12", "liere"])
+def test_a_position_that_is_nan_ends_nothing_in_compiled_and_exported_graphs(family: str) -> None:
+    encoding = FAMILIES[family]()
+    q, clean = vectors(encoding), tr.grid(4, 5, spacing=0.25)
+    dirty = clean.clone()
+    dirty[7, 1] = math.nan
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoding = encoding
+
+        def forward(self, q: Tensor, positions: Tensor) -> Tensor:
+            return tr.rotate(q, q, self.encoding(positions))[0]
+
+    module = Module()
+    expected = module(q, clean).detach()
+    torch.compiler.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(module, (q, clean)).module()
+    for graph in (compiled, exported):
+        assert_confined(graph(q, dirty).detach(), expected, (slice(None), slice(None), 7))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_that_can_be_read_are_refused_in_one_line(family: str) -> None:
+    positions = tr.grid(4, 5)
+    positions[3, 1], positions[4, 0] = math.nan, -math.inf
+    with pytest.raises(ValueError, match=r"^positions must be finite, got NaN or infinity in 2 of 20$"):
+        FAMILIES[family]()(positions)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_may_be_mapped_over_and_nan_stays_where_it_is(family: str) -> None:
+    encoding = FAMILIES[family]()
+    turn, q = rotation_of(encoding, "auto"), vectors(encoding, batch=3)
+    positions = tr.grid(4, 5, spacing=0.25).repeat(3, 1, 1) * torch.tensor([1.0, 2.0, 3.0])[:, None, None]
+    clean = turn(q, q, positions)[0]
+    positions[1, 7, 0] = math.nan
+    mapped = torch.vmap(lambda q, p: turn(q, q, p)[0])(q, positions)
+    assert_confined(mapped.detach(), clean.detach(), (1, slice(None), 7))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_channel_that_is_not_finite_spoils_its_own_block_alone(family: str, backend: str, value: float) -> None:
+    encoding = FAMILIES[family]()
+    turn, positions = rotation_of(encoding, backend), tr.grid(4, 5, spacing=0.25)
+    b = encoding.block_size
+    for channel in (0, encoding.head_dim - 1):
+        q = vectors(encoding).requires_grad_()
+        block = slice(channel // b * b, channel // b * b + b)
+        clean = turn(q, q, positions)[0].detach()
+        spoiled = q.detach().clone()
+        spoiled[1, 0, 7, channel] = value
+        assert_confined(turn(spoiled, spoiled, positions)[0].detach(), clean, (1, 0, 7, block))
+        upstream = torch.randn_like(clean)
+        (expected,) = torch.autograd.grad(turn(q, q, positions)[0], q, upstream)
+        upstream[1, 0, 7, channel] = value
+        (found,) = torch.autograd.grad(turn(q, q, positions)[0], q, upstream)
+        assert_confined(found, expected, (1, 0, 7, block))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(
+    "family", ["mixed", "comrope-ld:6", "comrope-ld:8", "comrope-ap:4", "comrope-ap:3", "string:4", "liere:3"]
+    + ["liere:8", "liere:12"]
+)  # fmt: skip
+def test_a_parameter_that_is_not_finite_spoils_its_own_block_alone(family: str, backend: str, value: float) -> None:
+    encoding = FAMILIES[family]()
+    turn, positions, q = rotation_of(encoding, backend), tr.grid(4, 5, spacing=0.25), vectors(encoding)
+    clean = turn(q, q, positions)[0].detach()
+    upper = getattr(encoding, "upper", None)
+    with torch.no_grad():
+        if upper is None:
+            encoding.frequencies[0, 1, 0] = value
+        else:
+            upper[..., 1, 0, 0] = value  # head 1, block 0
+    b = encoding.block_size
+    dirty = turn(q, q, positions)[0].detach()
+    moved = positions.any(dim=-1)
+    mask = torch.ones_like(dirty, dtype=torch.bool)
+    mask[:, 1, :, :b] = False
+    assert_near(dirty[mask], clean[mask])
+    assert not dirty[:, 1, moved, :b].isfinite().any(dim=-1).all()
+
+
+EMPTY = [0, 2]
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_to_rotate_is_rotated_to_nothing(family: str, backend: str) -> None:
+    """0 samples, heads, tokens, of q, k and positions: the shapes that came, and gradients of zero."""
+    for batch, heads, tokens, sets in itertools.product(EMPTY, EMPTY, EMPTY, (None, 0, 2)):
+        for keys in ("alike", "full"):
+            encoding = FAMILIES[family]()
+            q = torch.randn(batch, heads, tokens, encoding.head_dim, requires_grad=True)
+            of_k = (batch, heads, tokens) if keys == "alike" else (batch, 2, tokens)
+            k = torch.randn(*of_k, encoding.head_dim, requires_grad=True)
+            shape = (tokens, 2) if sets is None else (sets, tokens, 2)
+            try:
+                turned = tr.rotate(q, k, encoding(torch.zeros(shape), backend=backend), backend=backend)
+            except ValueError as error:
+                assert "\n" not in str(error)  # noqa: PT017
+                continue
+            assert [x.shape for x in turned] == [q.shape, k.shape]
+            leaves = [q, k, *encoding.parameters()]
+            gradients = torch.autograd.grad(turned, leaves, [torch.ones_like(x) for x in turned], allow_unused=True)
+            assert all(g is None or g.isfinite().all() for g in gradients)
+
+
+def test_queries_without_heads_come_back_beside_keys_that_have_some() -> None:
+    for family in FAMILIES:
+        encoding = FAMILIES[family]()
+        q, k = torch.randn(2, 0, 9, encoding.head_dim), vectors(encoding, tokens=9)
+        turned_q, turned_k = tr.rotate(q, k, encoding(tr.grid(3, 3)))
+        assert turned_q.shape == q.shape
+        assert torch.equal(turned_k, tr.rotate(k, k, encoding(tr.grid(3, 3)))[1])
+
+
+def test_no_channels_and_no_axes_are_refused_in_one_line() -> None:
+    encoding = FAMILIES["liere:8"]()
+    rotation = encoding(tr.grid(3, 3))
+    with pytest.raises(ValueError, match=r"^head_dim of q must be the rotation's 16, got 0$"):
+        tr.rotate(torch.zeros(2, 2, 9, 0), torch.zeros(2, 2, 9, 0), rotation)
+    with pytest.raises(ValueError, match=r"^positions must have num_axes = 2 axes, got 0$"):
+        encoding(torch.zeros(9, 0))
+
+
+@pytest.fixture(scope="module")
+def without_memory(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels, whose allocations fail from a given one on."""
+    if COMPILER is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "limit.c").write_text(
+        "#include <stdint.h>\n#include <stdlib.h>\n"
+        '__attribute__((visibility("default"))) int64_t allocations_left = -1;\n'
+        "int limited(void **memory, size_t alignment, size_t size) {\n"
+        "    if (allocations_left == 0) return 12;\n"
+        "    if (allocations_left > 0) allocations_left--;\n"
+        "    return (posix_memalign)(memory, alignment, size);\n"
+        "}\n"
+    )
+    (folder / "limit.h").write_text(
+        "#include <stdlib.h>\nint limited(void **, size_t, size_t);\n"
+        "#define posix_memalign(memory, alignment, size) limited(memory, alignment, size)\n"
+    )
+    library = build(folder / "limited.so", "-O1", "-include", str(folder / "limit.h"), sources=[folder / "limit.c"])
+    return ctypes.CDLL(str(library))
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_that_is_not_to_be_had_is_an_error(
+    family: str, without_memory: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = FAMILIES[family]()
+    q, positions = vectors(encoding).requires_grad_(), tr.grid(4, 5, spacing=0.25).requires_grad_()
+    leaves = [q, positions, *encoding.parameters()]
+
+    def step() -> tuple[Tensor, ...]:
+        turned, _ = tr.rotate(q, q, encoding(positions))
+        return (turned, *torch.autograd.grad(turned.square().cumsum(-1).sum(), leaves))
+
+    expected = step()
+    monkeypatch.setattr(native, "LIBRARY", without_memory)
+    left = ctypes.c_int64.in_dll(without_memory, "allocations_left")
+    failures = 0
+    for allowed in itertools.count():
+        left.value = allowed
+        try:
+            found = step()
+        except MemoryError as error:
+            assert str(error).startswith("torchrope_")  # noqa: PT017
+            failures += 1
+            continue
+        finally:
+            left.value = -1
+        break
+    assert failures >= (1 if family in ("axial", "golden") else 2)
+    for one, other in zip(found, expected, strict=True):
+        assert_near(one, other)
+
+
+@needs_kernels
+def test_kernels_that_were_not_built_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoding, q = FAMILIES["mixed"](), vectors(FAMILIES["mixed"]())
+    monkeypatch.setattr(backends, "LIBRARY", None)
+    backends._tell_not_built.cache_clear()
+    with pytest.warns(UserWarning, match=r"computes with plain PyTorch on CPUs: .* C compiler") as caught:
+        for _ in range(2):
+            tr.rotate(q, q, encoding(tr.grid(4, 5)))
+    assert len(caught) == 1
+    assert "\n" not in str(caught[0].message)
