@@ -1,5 +1,6 @@
 # make demo   the main job on the embedded data        make check   lint, types, architecture
-# make test   the tests                                make slow    those that train for long, or are killed often
+# make test   the tests                                make slow    those that take long, and sanitize
+# make sanitize  the kernels for CPUs under AddressSanitizer and UndefinedBehaviorSanitizer
 # make readme the README's table, from committed results
 # make docs   the site, into site/; warnings are errors
 # make bench  every promised row of speed, into benchmarks/results and docs/speed.md
@@ -8,7 +9,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test slow check readme docs bench clean
+.PHONY: demo test slow sanitize check readme docs bench clean
 
 demo: $(READY)
 	$(BIN)/torchrope compare --out runs/demo
@@ -19,6 +20,10 @@ test: $(READY)
 
 slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow
+	$(BIN)/python tests/sanitize.py
+
+sanitize: $(READY)
+	$(BIN)/python tests/sanitize.py
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ What an encoding is comes in as plain numbers, by family:
 """
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -40,31 +41,24 @@ def rotated(x: Tensor, positions: Tensor, blocks: Tensor) -> Tensor:
     """R(p) x, float64; channels beyond the blocks pass.
 
     Args:
-        x: `(batch, heads, tokens, head_dim)`.
-        positions: `(tokens, axes)` or `(batch, tokens, axes)`.
+        x: `(*batch, heads, tokens, head_dim)`.
+        positions: `(tokens, axes)` or `(last of batch, tokens, axes)`.
         blocks: Generators `(axes, own heads, blocks, b, b)`; own heads divide those of x.
     """
-    axes, own, count, b, _ = blocks.shape
-    if not x.numel():
-        return x.double()
+    own, count, b = blocks.shape[1:4]
     exponent = torch.einsum("...ta,ahnij->...htnij", positions.double(), blocks)
     matrices = torch.linalg.matrix_exp(exponent.contiguous())  # (..., own, tokens, blocks, b, b)
-    matrices = matrices.repeat_interleave(x.shape[1] // own, dim=-5)
+    matrices = matrices.repeat_interleave(x.shape[-3] // own, dim=-5)
     columns = x.double()[..., : count * b].unflatten(-1, (count, b))
-    turned = torch.einsum("...htnij,zhtnj->zhtni" if positions.ndim == 2 else "zhtnij,zhtnj->zhtni", matrices, columns)
-    return torch.cat([turned.flatten(-2), x.double()[..., count * b :]], dim=-1)
+    turned = (matrices @ columns.unsqueeze(-1)).flatten(-3)
+    return torch.cat([turned, x.double()[..., count * b :]], dim=-1)
 
 
 def _skew(upper: Tensor, b: int) -> Tensor:
+    rows, columns = zip(*combinations(range(b), 2), strict=True)
     square = upper.new_zeros(*upper.shape[:-1], b, b)
-    entry = 0
-    for i in range(b):
-        for j in range(i + 1, b):
-            unit = torch.zeros(b, b, dtype=torch.float64)
-            unit[i, j], unit[j, i] = 1.0, -1.0
-            square = square + upper[..., entry, None, None] * unit
-            entry += 1
-    return square
+    square[..., list(rows), list(columns)] = upper
+    return square - square.transpose(-1, -2)
 
 
 def _planar(frequencies: Tensor) -> Tensor:

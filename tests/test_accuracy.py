@@ -57,9 +57,18 @@ def test_a_lost_plane_is_noticed(accuracy: ModuleType, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("name", "axes"), [("mixed", 2), ("comrope-ld:8", 2), ("comrope-ap:8", 2), ("string:8", 2), ("liere:8", 3)]
-    + [("liere:16", 1), ("liere:16", 2), ("liere", 3)],
-)  # fmt: skip
+    ("name", "axes"),
+    [
+        ("mixed", 2),
+        ("comrope-ld:8", 2),
+        ("comrope-ap:8", 2),
+        ("string:8", 2),
+        ("liere:8", 3),
+        ("liere:16", 1),
+        ("liere:16", 2),
+        ("liere", 3),
+    ],
+)
 def test_norms_are_kept_far_out(name: str, axes: int, backend: str) -> None:
     """Random places and whole lattices, on which tokens are multiples of one another, forward and backward."""
     encoding = tr.choose(name).rotary(num_axes=axes, num_heads=2, head_dim=64)

@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -161,10 +160,7 @@ def test_a_channel_that_is_not_finite_spoils_its_own_block_alone(family: str, ba
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("backend", KERNELS)
-@pytest.mark.parametrize(
-    "family", ["mixed", "comrope-ld:6", "comrope-ld:8", "comrope-ap:4", "comrope-ap:3", "string:4", "liere:3"]
-    + ["liere:8", "liere:12"]
-)  # fmt: skip
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("axial", "golden", "liere")])
 def test_a_parameter_that_is_not_finite_spoils_its_own_block_alone(family: str, backend: str, value: float) -> None:
     encoding = FAMILIES[family]()
     turn, positions, q = rotation_of(encoding, backend), tr.grid(4, 5, spacing=0.25), vectors(encoding)
@@ -288,8 +284,7 @@ def test_kernels_that_were_not_built_are_told_once(monkeypatch: pytest.MonkeyPat
     encoding, q = FAMILIES["mixed"](), vectors(FAMILIES["mixed"]())
     monkeypatch.setattr(backends, "LIBRARY", None)
     backends._tell_not_built.cache_clear()
-    with pytest.warns(UserWarning, match=r"computes with plain PyTorch on CPUs: .* C compiler") as caught:
-        for _ in range(2):
-            tr.rotate(q, q, encoding(tr.grid(4, 5)))
-    assert len(caught) == 1
-    assert "\n" not in str(caught[0].message)
+    with pytest.warns(UserWarning, match=r"^torchrope computes with plain PyTorch on CPUs: .*$") as told:
+        tr.rotate(q, q, encoding(tr.grid(4, 5)))
+    assert len(told) == 1
+    tr.rotate(q, q, encoding(tr.grid(4, 5)))  # a second warning would be an error

@@ -1,0 +1,264 @@
+"""Random encodings, shapes, strides and gradients, held to `oracle.py`: dense exponentials in float64.
+
+The examples are the same in every run; `make slow` tries 25 times as many.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import generators, rotated
+from parity import LAYOUTS, vectors
+from torch import Tensor
+
+import torchrope as tr
+from torchrope.encodings import Encoding
+
+WITH_BLOCKS: dict[str, Any] = {"liere": tr.LieRE, "ap": tr.ComRoPEAP, "ld": tr.ComRoPELD, "string": tr.STRING}
+FIXED: dict[str, Any] = {
+    "axial": tr.AxialRoPE,
+    "golden": tr.GoldenGateRoPE,
+    "dinov3": tr.DINOv3RoPE,
+    "mrope": tr.MRoPE,
+}
+FAMILIES = {**WITH_BLOCKS, **FIXED, "mixed": tr.MixedRoPE}
+BLOCKS = (2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 12, 16, 17, 20, 24, 32, 64)
+ENTRIES = ("normal", "normal", "zero", "whole", "pruned", "equal")
+NARROW = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
+# Rounding steps of the angles' dtype, and of the vectors', that a result may be off. In float64 the oracle errs:
+# torch.matrix_exp by 6e-13 at norms of 0.04.
+STEPS, OWN_STEPS = {torch.float32: 16.0, torch.float64: 1e4}, 4.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is drawn; every tensor follows from it and the seed."""
+
+    family: str
+    block_size: int
+    axes: int
+    blocks: int
+    own_heads: int
+    group: int
+    shared_heads: bool
+    rest: int
+    batch: tuple[int, ...]
+    tokens: int
+    key_tokens: int | None
+    own_positions: bool
+    layout: str
+    upstream_layout: str
+    dtypes: tuple[torch.dtype, torch.dtype]
+    entries: str
+    scale: float
+    scores_only: bool
+    backend: str
+    wanted: tuple[bool, ...]
+    seed: int
+
+    @property
+    def angles(self) -> torch.dtype:
+        return torch.float64 if torch.float64 in self.dtypes else torch.float32
+
+
+def seldom(often: st.SearchStrategy, other: st.SearchStrategy) -> st.SearchStrategy:
+    """Eight times of nine the one, otherwise the other."""
+    return st.integers(0, 8).flatmap(lambda drawn: other if drawn == 8 else often)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    family = draw(st.sampled_from((*WITH_BLOCKS, *WITH_BLOCKS, "mixed", *FIXED)))
+    b = draw(st.sampled_from([b for b in BLOCKS if family != "string" or b % 2 == 0])) if family in WITH_BLOCKS else 2
+    few, axes = b > 20, draw(st.integers(1, 5))
+    batch = draw(seldom(st.integers(1, 3).map(lambda n: (n,)), st.lists(st.integers(0, 3), max_size=3).map(tuple)))
+    return Case(
+        family=family,
+        block_size=b,
+        axes=axes,
+        blocks=draw(st.integers(1, 1 if few else 3)) * (axes if family in ("axial", "dinov3", "ap") else 1),
+        own_heads=draw(st.integers(1, 1 if few else 3)),
+        group=draw(st.integers(1, 3)),
+        shared_heads=draw(st.booleans()),
+        rest=draw(st.sampled_from((0, 0, 1, 5))),
+        batch=batch,
+        tokens=draw(seldom(st.integers(1, 9 if few else 40), st.just(0))),
+        key_tokens=draw(st.none() | seldom(st.integers(1, 9), st.just(0))),
+        own_positions=draw(st.booleans()),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        upstream_layout=draw(st.sampled_from(LAYOUTS)),
+        dtypes=draw(seldom(st.tuples(*[st.sampled_from(NARROW)] * 2), st.just((torch.float64, torch.float64)))),
+        entries=draw(st.sampled_from(ENTRIES)),
+        scale=draw(st.sampled_from((1.0, 1.0, 1.0, 1e-3, 0.0, 30.0, 1e3))),
+        scores_only=draw(st.booleans()),
+        backend=draw(seldom(st.just("auto"), st.just("reference"))),
+        wanted=draw(seldom(st.just((True,) * 6), st.tuples(*[st.booleans()] * 6))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def check(case: Case) -> None:
+    """Rotate by the library and by the formula; compare values and the gradients that are wanted."""
+    torch.manual_seed(case.seed)
+    encoding = _encoding(case)
+    key_tokens = case.tokens if case.key_tokens is None else case.key_tokens
+    heads = case.own_heads * case.group, case.own_heads
+    shapes = [(*case.batch, n, t, encoding.head_dim) for n, t in zip(heads, (case.tokens, key_tokens), strict=True)]
+    q, k = (vectors(shape, dtype, case.layout) for shape, dtype in zip(shapes, case.dtypes, strict=True))
+    upstream = [vectors(shape, d, case.upstream_layout) for shape, d in zip(shapes, case.dtypes, strict=True)]
+    sets = case.batch[-1:] if case.own_positions else ()
+    tokens = [case.tokens] if case.key_tokens is None else [case.tokens, key_tokens]
+    places = [case.scale * (2 * torch.rand(*sets, t, case.axes, dtype=case.angles) - 1) for t in tokens]
+    leaves = [x.detach() for x in (q, k, *places, *encoding.parameters())]
+    wanted = [want for want, _ in zip(case.wanted, leaves, strict=False)]
+    found = _by_library(case, encoding, leaves, wanted, upstream)
+    exact, sizes, names = _by_formula(case, encoding, leaves, upstream)
+    own = max(torch.finfo(dtype).eps for dtype in case.dtypes) if case.scores_only else 0.0
+    for name, actual, expected, size in zip(names, found, exact, sizes, strict=True):
+        if actual is not None:
+            assert actual.shape == expected.shape, name
+            steps = STEPS[case.angles] * torch.finfo(case.angles).eps + OWN_STEPS * own
+            allowed = steps * size + OWN_STEPS * torch.finfo(actual.dtype).eps * _largest(expected)
+            error = _largest(actual.double() - expected)
+            assert error <= allowed, f"{name}: error {error:.3g} exceeds {allowed:.3g}"
+
+
+def _encoding(case: Case) -> Encoding:
+    """The encoding of a case, its parameters drawn."""
+    rotary = case.block_size * case.blocks
+    size: dict[str, Any] = dict(num_axes=case.axes, num_heads=case.own_heads, head_dim=rotary + case.rest)
+    size |= {"block_size": case.block_size} if case.family in WITH_BLOCKS else {}
+    size |= {"sections": (case.blocks, *[0] * (case.axes - 1))} if case.family == "mrope" else {}
+    encoding: Encoding = FAMILIES[case.family](**size, rotary_dim=rotary, shared_heads=case.shared_heads)
+    with torch.no_grad():
+        for parameter in encoding.parameters():
+            parameter.copy_(_entries(parameter.shape, case.entries))
+    return encoding.to(case.angles)
+
+
+def _entries(shape: torch.Size, kind: str) -> Tensor:
+    normal = torch.randn(shape)
+    if kind == "zero":
+        return 0 * normal
+    if kind == "whole":
+        return normal.round()
+    if kind == "pruned":
+        return normal * (torch.rand(shape) < 0.3)
+    return torch.ones(shape) if kind == "equal" else normal
+
+
+def _by_library(
+    case: Case, encoding: Encoding, leaves: Sequence[Tensor], wanted: Sequence[bool], upstream: Sequence[Tensor]
+) -> list[Tensor | None]:
+    names = [name for name, _ in encoding.named_parameters()]
+    leaves = [leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, wanted, strict=True)]
+    q, k, *places = leaves[: len(leaves) - len(names)]
+    values = dict(zip(names, leaves[len(leaves) - len(names) :], strict=True))
+    rotation, *of_keys = (
+        torch.func.functional_call(encoding, values, (place,), {"backend": case.backend}) for place in places
+    )
+    elsewhere = of_keys[0] if of_keys else None
+    turned = tr.rotate(q, k, rotation, key_rotation=elsewhere, backend=case.backend, scores_only=case.scores_only)
+    outputs = [_scores(*turned)] if case.scores_only else list(turned)
+    came = [_scores(*upstream)] if case.scores_only else list(upstream)
+    flowing = [(out, g) for out, g in zip(outputs, came, strict=True) if out.requires_grad]
+    asked = [leaf for leaf in leaves if leaf.requires_grad]
+    gradients: Any = [torch.zeros_like(leaf) for leaf in asked]
+    if flowing and asked:
+        results, cotangents = zip(*flowing, strict=True)
+        gradients = torch.autograd.grad(results, asked, cotangents, materialize_grads=True)
+    left = iter(gradients)
+    return [*(x.detach() for x in outputs), *(next(left) if leaf.requires_grad else None for leaf in leaves)]
+
+
+def _by_formula(
+    case: Case, encoding: Encoding, leaves: Sequence[Tensor], upstream: Sequence[Tensor]
+) -> tuple[list[Tensor], list[float], list[str]]:
+    """Results and gradients in float64, the size of what each is a sum of times one plus the angle, and their names."""
+    parameters = [name for name, _ in encoding.named_parameters()]
+    wide = [leaf.double().requires_grad_() for leaf in leaves]
+    q, k, *places = wide[: len(wide) - len(parameters)]
+    values = dict(zip(parameters, wide[len(wide) - len(parameters) :], strict=True))
+    blocks = _generators(case, encoding, values)
+    pairs = [(q, places[0]), (k, places[-1])]
+    turned = [rotated(x, place, blocks) for x, place in pairs]
+    outputs = [_scores(*turned)] if case.scores_only else turned
+    came = [g.double() for g in ([_scores(*upstream)] if case.scores_only else upstream)]
+    gradients = torch.autograd.grad(outputs, wide, came, materialize_grads=True, retain_graph=True)
+    arrived = torch.autograd.grad(outputs, turned, came)
+
+    sizes = _sizes(case, blocks.detach(), pairs, arrived, values)
+    names = ["scores"] if case.scores_only else ["R q", "R k"]
+    names += ["dq", "dk", "d positions", "d key positions"][: 2 + len(places)] + [f"d {name}" for name in parameters]
+    return [*(x.detach() for x in outputs), *gradients], sizes, names
+
+
+@torch.no_grad()
+def _sizes(
+    case: Case,
+    blocks: Tensor,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    arrived: Sequence[Tensor],
+    values: dict[str, Tensor],
+) -> list[float]:
+    """What results and gradients are sums of, times one plus the largest angle: rounding errors are shares of that."""
+    norms = torch.linalg.matrix_norm(blocks, 2).amax(dim=(1, 2))  # (axes)
+    angle = 1 + max(_largest(place.abs() @ norms) for _, place in pairs)
+    lengths = [_largest(x.norm(dim=-1)) for x, _ in pairs]
+    # |g| |x|, summed over samples and heads, of each token
+    moments = [_of_tokens(g.norm(dim=-1) * x.norm(dim=-1), torch.sum) for g, (x, _) in zip(arrived, pairs, strict=True)]
+    places = [_of_tokens(place.abs().amax(dim=-1), torch.amax) for _, place in pairs]
+    of_positions = [_largest(moment) * _largest(norms) for moment in moments]
+    of_generators = sum(float((moment * place).sum()) for moment, place in zip(moments, places, strict=True))
+    if case.family == "ld":  # a product of two parameters
+        of_generators *= max([1.0, *(_largest(value) * case.block_size for value in values.values())])
+    if case.family == "string":  # whose basis rotates at the origin, too
+        of_generators += 8 * sum(float(moment.sum()) for moment in moments)
+    sizes = [lengths[0] * lengths[1]] if case.scores_only else lengths
+    sizes = [*sizes, *(_largest(g.norm(dim=-1)) for g in arrived)]
+    sizes += [sum(of_positions)] if case.key_tokens is None else of_positions
+    return [angle * size for size in [*sizes, *[of_generators] * len(values)]]
+
+
+def _of_tokens(x: Tensor, over: Callable[..., Tensor]) -> Tensor:
+    """Reduce `(..., tokens)` to `(tokens)`."""
+    flat = x.unsqueeze(0).flatten(0, -2)
+    return over(flat, dim=0) if len(flat) else flat.new_zeros(x.shape[-1])
+
+
+def _generators(case: Case, encoding: Encoding, values: dict[str, Tensor]) -> Tensor:
+    """Blocks `(axes, heads or 1, blocks, b, b)`, float64, from the numbers that the encoding holds."""
+    if case.family in FIXED:
+        frequencies = encoding.frequencies
+        frequencies = frequencies.unsqueeze(1) if frequencies.ndim == 2 else frequencies
+        return generators("frequencies", [frequencies], case.axes, 2)
+    if case.family == "mixed":
+        return generators("frequencies", [values["frequencies"]], case.axes, 2)
+    names = {"ld": ("factors", "upper"), "string": ("frequencies", "upper")}.get(case.family, ("upper",))
+    return generators(case.family, [values[name] for name in names], case.axes, case.block_size)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
+    return q.to(wide) @ k.to(wide).repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3).mT
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+@settings(max_examples=400, derandomize=True, deadline=None, database=None)
+@given(cases())
+def test_random_cases_equal_dense_exponentials_in_float64(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_ten_thousand_random_cases_equal_dense_exponentials_in_float64(case: Case) -> None:
+    check(case)
