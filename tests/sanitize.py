@@ -33,7 +33,7 @@ def main() -> int:
         for name in SETS.get(torch.backends.cpu.get_cpu_capability(), ("native",)):
             library = build(Path(folder) / f"{name}.so", f"-march={name}", *FLAGS)
             print(f"{name}:", flush=True)
-            command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "-m", "not slow"]
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
             if _run([*command, f"--kernels={library}", *(str(HERE / test) for test in TESTS)]):
                 return 1
     return 0
