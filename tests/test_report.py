@@ -388,6 +388,10 @@ def test_unfinished_runs_and_skipped_files_are_told(tmp_path):
         assert text in markdown
 
 
+def nested(levels):
+    return [nested(levels - 1)] if levels else 0
+
+
 def broken(change):
     results = fake_results()
     change(results)
@@ -415,6 +419,11 @@ def broken(change):
         (broken(lambda r: r["ranking"].pop()), "ranking must place every encoding once"),
         (broken(lambda r: r["ranking"][0].update(name="new")), "ranking must place every encoding once"),
         ("\xff", "results must be JSON, got"),
+        ("[" * 100_000, "nesting must be at most 100 levels deep, got more"),
+        (broken(lambda r: r["run"]["config"].update(deep=nested(150))), "nesting must be at most 100 levels deep"),
+        (broken(lambda r: r["data"].update(tokens=10**400)), "whole numbers must fit into 64 bits, got one of 1329"),
+        (broken(lambda r: r["data"].update(tokens=10**16)), "results.data.tokens must lie within ±1e+15, got 1000"),
+        (broken(lambda r: r["run"].update(seconds=0)).replace('"seconds": 0', '"seconds": 1e400'), "±1e+300, got inf"),
     ],
 )
 def test_unreadable_results_are_refused_in_one_line(tmp_path, text, message):

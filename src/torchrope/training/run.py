@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
-from torchrope.files import read_mapping, remove_unfinished, write_whole
+from torchrope.files import holds_files, read_mapping, write_whole
 from torchrope.training.averaging import AveragedWeights
 from torchrope.training.checkpoints import (
     CHECKPOINT,
     WEIGHTS,
-    WITHIN_EPOCH,
     WholeCheckpoints,
     WithinEpoch,
     every_epoch,
@@ -49,7 +48,7 @@ from torchrope.training.interruption import Interrupted, SaveOnSignal
 from torchrope.training.models import build_for_costs, build_model
 from torchrope.training.module import Module
 from torchrope.training.pretrained import load_backbone
-from torchrope.training.skipped import SKIPPED, KeepSkipped
+from torchrope.training.skipped import KeepSkipped
 from torchrope.training.start import start_from
 from torchrope.training.watch import Speed, count_tokens, loggers
 
@@ -209,8 +208,7 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
 def _claim(folder: Path, config: RunConfig) -> None:
     """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
     file = folder / CONFIG
-    remove_unfinished(folder, (CONFIG, CHECKPOINT, WITHIN_EPOCH, WEIGHTS, CURVE, SKIPPED))
-    if not file.exists() and folder.is_dir() and any(folder.iterdir()):
+    if not file.exists() and holds_files(folder):
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     if file.exists():
         different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), but=MAY_CHANGE)
