@@ -335,7 +335,8 @@ def test_a_users_mistake_is_told_in_one_line(
 
 @pytest.mark.parametrize("command", ["compare", "train"])
 @pytest.mark.parametrize(
-    "content", [b"data: {name: [digits\n", b"- a\n- b\n", b"", b"\xff\xfe\x00", b"optim: {lrr: 3}\n", b"model: &a {dim: *a}"]
+    "content",
+    [b"data: {name: [digits\n", b"- a\n- b\n", b"", b"\xff\xfe\x00", b"optim: {lrr: 3}\n", b"model: &a {dim: *a}"],
 )
 def test_a_bad_configuration_file_is_told_in_one_line(command: str, content: bytes, tmp_path: Path, run: Run) -> None:
     bad = tmp_path / "mine.yaml"

@@ -392,6 +392,19 @@ def test_fashion_takes_a_size_and_a_part(tmp_path):
     assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
 
 
+def test_a_bomb_in_place_of_an_idx_file_is_refused_in_one_line(tmp_path, monkeypatch):
+    assert fashion.UNPACKED > 60_000 * 28 * 28 + 16
+    idx_folder(tmp_path / "root", compressed=True)
+    path = tmp_path / "root" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes() + gzip.compress(bytes(2**20)) * 2**13)
+    monkeypatch.setattr(fashion, "UNPACKED", 2**20)
+    message = (
+        r"train-images-idx3-ubyte\.gz must be a readable, whole file, got: more than 1,048,576 bytes when unpacked$"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).setup()
+
+
 def test_the_package_of_debian_is_found(tmp_path, monkeypatch):
     idx_folder(tmp_path / "debian", compressed=True)
     monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "debian")

@@ -124,13 +124,19 @@ def test_holds_files_counts_no_write_that_was_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize("levels", [150, 100_000])
 def test_parse_json_refuses_deep_nesting(wrapped: str, levels: int) -> None:
     text = wrapped.replace("{}", "%s") % ("[" * levels + "]" * levels)
-    with pytest.raises(ValueError, match="^nesting must be at most 100 levels deep, got more$"):
+    with pytest.raises(ValueError, match=r"^nesting must be at most 100 levels deep, got more$"):
         parse_json(text)
 
 
 def test_parse_json_refuses_numbers_that_fit_no_machine_word() -> None:
-    assert parse_json(f"[{2**63}, {-(2**63)}, true, 1e300, NaN]", lambda _: None) == [2**63, -(2**63), True, 1e300, None]
-    with pytest.raises(ValueError, match="^whole numbers must fit into 64 bits, got one of 1329$"):
+    assert parse_json(f"[{2**63}, {-(2**63)}, true, 1e300, NaN]", lambda _: None) == [
+        2**63,
+        -(2**63),
+        True,
+        1e300,
+        None,
+    ]
+    with pytest.raises(ValueError, match=r"^whole numbers must fit into 64 bits, got one of 1329$"):
         parse_json('{"a": [{"b": 1' + 400 * "0" + "}]}")
 
 
@@ -156,7 +162,7 @@ def test_read_mapping_refuses_aliases_that_multiply(tmp_path: Path, repeated: st
     lines = ["l0: &l0 {name: lol}"]
     lines += [f"l{i}: &l{i} " + repeated % ", ".join(9 * [f"*l{i - 1}"]) for i in range(1, 30)]
     (tmp_path / "mine.yaml").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match="values must be at most 100000 with aliases written out, got more$"):
+    with pytest.raises(ValueError, match=r"values must be at most 100000 with aliases written out, got more$"):
         read_mapping(tmp_path / "mine.yaml", "settings")
 
 

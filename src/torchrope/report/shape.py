@@ -29,9 +29,10 @@ def check_kind(value: Any, kind: type, where: str) -> None:
     is_bool_for_number = isinstance(value, bool) and kind is not bool
     if not isinstance(value, accepted) or is_bool_for_number:
         raise ValueError(f"{where} must be {_WORDS[kind]}, got {short(value)}")
-    largest = _LARGEST.get(type(value))
-    if largest is not None and not abs(value) <= largest:
-        raise ValueError(f"{where} must lie within ±{largest:g}, got {short(value)}")
+    if isinstance(value, int | float):
+        largest = _LARGEST[float if isinstance(value, float) else int]
+        if not abs(value) <= largest:  # nor NaN
+            raise ValueError(f"{where} must lie within ±{largest:g}, got {short(value)}")
 
 
 def short(value: Any) -> str:
