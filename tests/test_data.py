@@ -12,7 +12,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from miniatures import MINIATURES, OPTIONS
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from torchvision import datasets as torchvision_datasets
 
 from torchrope.data import fashion, images
@@ -601,6 +601,50 @@ def test_a_picture_is_turned_upright(tmp_path):
     assert images.load_image(path, 64).size == (30, 40)
 
 
+NO_IMAGE = "no image (JPEG, PNG, WEBP, BMP, PPM, TIFF)"
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_no_program_is_run_for_a_picture_that_is_named_as_another(tmp_path, monkeypatch):
+    started = []
+
+    def refuse(_, command, *args, **kwargs):
+        started.append(command)
+        raise OSError("no programs here")
+
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not looked for yet
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    picture_folder(tmp_path, 4)
+    (tmp_path / "cat" / "drawing.png").write_bytes(EPS)
+    draw(tmp_path / "dog" / "cartoon.gif").rename(tmp_path / "dog" / "cartoon.jpg")
+    data = load_images(tmp_path)
+    assert started == []
+    assert dict(data.skipped) == {"cat/drawing.png": NO_IMAGE, "dog/cartoon.jpg": NO_IMAGE}
+
+
+@pytest.mark.parametrize("extension", images.IMG_EXTENSIONS)
+def test_load_image_reads_every_kind_that_is_listed(tmp_path, extension):
+    assert images.load_image(draw(tmp_path / f"a{extension}", size=(40, 30)), 64).size == (40, 30)
+
+
+def test_load_image_reads_several_pictures_of_a_camera_in_one_file(tmp_path):
+    picture = Image.new("RGB", (40, 30), "red")
+    picture.save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[picture])
+    assert images.load_image(tmp_path / "a.jpg", 64).size == (40, 30)
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_a_picture_of_too_many_pixels_is_named_whether_pillow_warns_or_refuses(tmp_path, monkeypatch):
+    picture_folder(tmp_path, 4)
+    draw(tmp_path / "cat" / "large.png", size=(60, 50))
+    draw(tmp_path / "dog" / "larger.png", size=(90, 80))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
+    skipped = dict(load_images(tmp_path, size=16).skipped)
+    assert skipped.pop("cat/large.png") == "60x50 pixels, more than 2,000"
+    assert skipped.pop("dog/larger.png").startswith("Image size (7200 pixels) exceeds limit of 4000 pixels")
+    assert not skipped
+
+
 def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
     picture_folder(tmp_path, 4)
     truncate(draw(tmp_path / "cat" / "cut.jpg"))
@@ -615,8 +659,8 @@ def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
     assert dict(data.skipped) == {
         "cat/cut.jpg": "truncated",
         "cat/cut.png": "truncated",
-        "dog/text.jpg": "not an image",
-        "dog/empty.png": "not an image",
+        "dog/text.jpg": NO_IMAGE,
+        "dog/empty.png": NO_IMAGE,
         "dog/deep.png": "I;16 pixels, not 8-bit ones",
     }
     assert len(caplog.messages) == 1
@@ -629,7 +673,7 @@ def test_many_damaged_files_are_counted_and_not_all_named(tmp_path, caplog):
     for number in range(8):
         (tmp_path / "cat" / f"bad{number}.png").touch()
     load_images(tmp_path)
-    assert caplog.messages[0].endswith("cat/bad4.png (not an image) and 3 more")
+    assert caplog.messages[0].endswith(f"cat/bad4.png ({NO_IMAGE}) and 3 more")
 
 
 def no_root(folder):
