@@ -23,8 +23,10 @@ from torchrope.training.averaging import AveragedWeights
 from torchrope.training.checkpoints import (
     CHECKPOINT,
     WEIGHTS,
+    FitsOptimizer,
     WholeCheckpoints,
     WithinEpoch,
+    damaged,
     every_epoch,
     newest,
     read_weights,
@@ -126,6 +128,7 @@ def train(
                 KeepSkipped(folder, data),
                 *callbacks(config, data, folder, module.guess_loss),
                 every_epoch(folder),
+                FitsOptimizer(),
                 *trainer_settings.pop("callbacks", []),
             ],
             plugins=[WholeCheckpoints(plain(config))],
@@ -155,6 +158,10 @@ def train(
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
             fits = False
+        except Exception as error:
+            if not trainer._checkpoint_connector._loaded_checkpoint or resume is None:
+                raise
+            raise damaged(resume) from error  # it was being restored
     if not fits:
         raise ValueError(_what_would_fit(config, data, trainer))
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
