@@ -171,6 +171,12 @@ def test_half_are_flipped_along_the_last_axis(shape):
     assert torch.equal(flipped[changed], inputs[changed].flip(-1))
 
 
+def test_flip_has_a_chance_of_one_half():
+    inputs = torch.tensor([0.0, 1.0]).expand(20_000, 1, 1, 2)
+    flipped = augment.flip(inputs, draws(20_000))[:, 0, 0, 0]
+    assert abs(flipped.mean() - 0.5) < 0.01  # three standard deviations
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("magnitude", [0, 9, 14, 30])
 def test_operations_are_torchvisions(operation, magnitude):
@@ -341,6 +347,14 @@ def test_batches_draw_mixup_or_cutmix_or_nothing():
         assert labels.shape == (4, 4)
     assert 80 < kinds["none"] < 125
     assert min(kinds["mixup"], kinds["cutmix"]) > 30
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.2, 0.8, 1.0])
+def test_batches_are_mixed_with_their_probability(probability):
+    config = AugmentConfig(mixup=1.0, mix_probability=probability)
+    inputs, labels = torch.zeros(2, 1, 1, 1), torch.arange(2)
+    mixed = [augment.mix(inputs, labels, 2, config, draws(2, seed))[1].max() < 1 for seed in range(1000)]
+    assert abs(sum(mixed) / 1000 - probability) <= 3 * (probability * (1 - probability) / 1000) ** 0.5
 
 
 def test_volumes_are_mixed_too():

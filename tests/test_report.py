@@ -217,6 +217,25 @@ def test_step_times_are_compared_with_none_or_else_the_cheapest():
     }
 
 
+def test_step_times_are_compared_with_none_though_others_are_quicker_and_some_have_no_time():
+    results = few_results()
+    for encoding, seconds in zip(results["encodings"], (0.02, 0.01, None), strict=True):
+        encoding["cost"]["step_seconds"] = seconds
+    assert tables.base_encoding(results)["name"] == "none"
+    assert {row.name: row.step_ratio for row in tables.result_rows(results)} == {
+        "none": "1.00×",
+        "mixed": "0.50×",
+        "liere": "–",
+    }
+    results["encodings"][0]["cost"]["step_seconds"] = 0.0  # no time that others could be compared with
+    assert tables.ratio_heading(results) == "× mixed"
+    for encoding in results["encodings"]:
+        del encoding["cost"]
+    assert tables.base_encoding(results) is None
+    assert tables.ratio_heading(results) == "×"
+    assert {row.step_ratio for row in tables.result_rows(results)} == {"–"}
+
+
 def test_spread_shows_only_where_there_are_several_seeds(tmp_path):
     once = written(tmp_path, few_results(1))
     assert "±" not in re.search(r"<table class=\"results\">.*?</table>", once, re.DOTALL)[0]

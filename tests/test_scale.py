@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_every_schedule_warms_up_linearly(schedule: Any) -> None:
     rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert max(rates) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("warmup_epochs", [5.0, 6.0, 25.0])
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_build_schedule_warms_up_over_half_of_the_steps_at_most(schedule: Any, warmup_epochs: float) -> None:
+    config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=warmup_epochs, schedule=schedule)
+    rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
+    assert rates[:20] == pytest.approx([step / 20 for step in range(1, 21)])
+    assert rates[20] == 1.0
+    assert all(after < before for before, after in pairwise(rates[20:]))
+    assert rates[30] == pytest.approx(0.5)
 
 
 class WithBackbone(nn.Module):
