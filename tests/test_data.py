@@ -23,7 +23,7 @@ from torchrope.data.digits import Digits, split_digits
 from torchrope.data.images import Images
 from torchrope.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
 from torchrope.data.tensors import balanced_subset
-from torchrope.data.transforms import resize, shuffle_patches
+from torchrope.data.transforms import resize, resize_bytes, shuffle_along, shuffle_patches
 
 COLOURS = {"cat": (200, 30, 30), "dog": (30, 30, 200)}
 
@@ -862,6 +862,30 @@ def test_resize_keeps_a_linear_ramp_inside(axes):
 def test_resize_to_the_same_size_changes_nothing():
     inputs = torch.rand(2, 3, 5, 7)
     assert torch.equal(resize(inputs, (5, 7)), inputs)
+
+
+def test_resize_bytes_rounds_to_the_nearest():
+    pixels = torch.randint(0, 256, (3, 1, 7, 9), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    expected = resize(pixels.double(), (10, 12))
+    changed = resize_bytes(pixels, (10, 12))
+    assert changed.dtype == torch.uint8
+    assert (changed - expected).abs().max() <= 0.501
+    assert abs((changed - expected).mean()) < 0.05
+
+
+@pytest.mark.parametrize(("axis", "extent"), [(0, 1), (0, 2), (1, 3), (2, 1)])
+def test_shuffle_along_moves_slices_of_one_axis_of_each_sample_by_itself(axis, extent):
+    inputs = torch.arange(50 * 2 * 4 * 6 * 5).view(50, 2, 4, 6, 5)
+    shuffled = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    assert shuffled.shape == inputs.shape
+    orders = set()
+    for before, after in zip(inputs, shuffled, strict=True):
+        slices = [part.numpy().tobytes() for part in before.split(extent, dim=1 + axis)]
+        orders.add(tuple(slices.index(part.contiguous().numpy().tobytes()) for part in after.split(extent, 1 + axis)))
+    assert all(sorted(order) == list(range(len(order))) for order in orders)
+    assert len(orders) > 1
+    again = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(again, shuffled)
 
 
 def test_resize_smooths_where_two_axes_shrink():

@@ -82,6 +82,13 @@ def test_rank_ties_where_both_spreads_together_are_as_large_as_the_gap(
     assert not_behind(places) == (["best", "other"] if verdict == "tied" else ["best"])
 
 
+def test_a_difference_is_between_means_over_seeds() -> None:
+    a = Accuracy("a", np.array([[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]]))
+    b = Accuracy("b", np.array([[0.0, 0.0, 0.0, 0.0]]))
+    assert a.ahead_of(b) == (0.5, 0.5)  # of every example
+    assert b.ahead_of(a) == (-0.5, -0.5)
+
+
 def test_mean_and_spread_are_over_seeds() -> None:
     accuracy = Accuracy("a", hits(0.9, 0.8, 0.7))
     assert accuracy.mean == pytest.approx(0.8)

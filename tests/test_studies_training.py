@@ -127,6 +127,13 @@ def test_judge_ties_at_zero_and_at_both_spreads_together(
     assert judge(value, low, high, spreads).verdict == verdict
 
 
+def test_top1_is_in_percent_over_seeds_and_examples() -> None:
+    cells = top1(np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
+    assert cells["top1"] == pytest.approx(50)
+    assert cells["spread"] == pytest.approx(100 * (0.5**2 / 2) ** 0.5)  # of 75 and 25
+    assert top1(np.ones((1, 3))) == {"top1": 100.0, "low": 100.0, "high": 100.0, "spread": None}
+
+
 def test_ends_leave_two_and_a_half_percent_on_either_side() -> None:
     assert ends(np.random.default_rng(0).permutation(np.arange(1, 1001))) == (25.0, 975.0)
     assert ends(np.array([1.0] * 960 + [np.inf] * 40)) == (1.0, np.inf)
