@@ -413,8 +413,7 @@ def test_detections_of_one_score_count_in_the_order_of_images_as_cocos(right_fir
     there, elsewhere = [0.0, 0, 8, 8], [8.0, 8, 16, 16]
     targets = [target([there], [1], (16, 16)), target([there], [1], (16, 16))]
     places = [there, elsewhere] if right_first else [elsewhere, there]
-    one = {"labels": torch.ones(1, dtype=torch.int64), "scores": torch.tensor([0.5])}
-    found = [{"boxes": torch.tensor([place]), **one} for place in places]
+    found = [{**objects(target([place], [1], (16, 16))), "scores": torch.tensor([0.5])} for place in places]
     assert average_precision(match(found, targets)) == pytest.approx(51 / 101 * (1 if right_first else 1 / 2))
     assert average_precision(match(found, targets)) == pytest.approx(of_pycocotools(found, targets, "boxes")[0])
 

@@ -19,6 +19,7 @@ import torchrope as tr
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
+from torchrope.data.transforms import shuffle_patches
 from torchrope.files import write_whole
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.training.cost import count_encoding_parameters, count_flops, measure_costs
@@ -229,6 +230,42 @@ def test_evaluation_agrees_with_a_count_by_hand_and_shuffling_needs_position() -
     assert measured.val_loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
     assert [size for size, _ in measured.resolutions] == [(8, 8), (16, 16)]
     assert measured.measures()["resolutions"][0] == {"size": [8, 8], "top1": pytest.approx(measured.top1)}
+
+
+def test_shuffling_is_measured_on_patches_that_have_changed_places() -> None:
+    data = data_of(small_run())
+    torch.manual_seed(0)
+    model = build_vit("learned", SMALL, data)
+    torch.nn.init.normal_(model.absolute.table)
+    measured = evaluate(model, data, [1.0])
+    generator, right = torch.Generator().manual_seed(0), 0
+    for inputs, labels in data.val_dataloader():
+        right += int((model.eval()(shuffle_patches(inputs, 2, generator)).argmax(-1) == labels).sum())
+    assert measured.shuffled_top1 == pytest.approx(right / 60)
+    assert measured.shuffled_top1 != measured.top1
+
+
+def test_the_trained_size_is_measured_on_all_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = data_of(small_run())
+    model = build_vit("none", SMALL, data)
+    labels, logits = predict(model, data)
+    monkeypatch.setattr(data, "views", 3, raising=False)
+    monkeypatch.setattr(data, "test_dataloader", data.val_dataloader)
+    right = torch.nn.functional.one_hot(labels, 10).float()
+    monkeypatch.setattr("torchrope.training.evaluate.predict_views", lambda *_: (labels, right))
+    measured = evaluate(model, data, [1.0, 2.0])
+    assert measured.top1 == 1
+    assert dict(measured.resolutions)[8, 8] == 1
+    assert dict(measured.resolutions)[16, 16] < 1
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_predict_leaves_a_model_as_it_was_and_repeats(training: bool) -> None:
+    data = data_of(small_run())
+    model = build_vit("none", SMALL, data).train(training)
+    first, second = predict(model, data)[1], predict(model, data)[1]
+    assert torch.equal(first, second), "dropout"
+    assert {module.training for module in model.modules()} == {training}
 
 
 def test_sizes_scale_space_but_not_time() -> None:
