@@ -248,7 +248,7 @@ def test_shuffling_is_measured_on_patches_that_have_changed_places() -> None:
 def test_the_trained_size_is_measured_on_all_views(monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(small_run())
     model = build_vit("none", SMALL, data)
-    labels, logits = predict(model, data)
+    labels, _ = predict(model, data)
     monkeypatch.setattr(data, "views", 3, raising=False)
     monkeypatch.setattr(data, "test_dataloader", data.val_dataloader)
     right = torch.nn.functional.one_hot(labels, 10).float()
