@@ -123,10 +123,9 @@ def newest(folder: Path) -> tuple[Path, tuple[int, int]] | None:
     if not found:
         return None
     path, saved = max(found, key=lambda pair: pair[1]["global_step"])
-    return path, (saved["epoch"] + 1, 0) if path.name == CHECKPOINT else (
-        saved["epoch"],
-        _progress(saved)["current"]["processed"],
-    )
+    if path.name == CHECKPOINT:
+        return path, (saved["epoch"] + 1, 0)
+    return path, (saved["epoch"], _progress(saved)["current"]["processed"])
 
 
 def read(path: Path, device: str) -> dict[str, Any]:
