@@ -1,13 +1,14 @@
 """ADE20k, and anybody's pictures with masks of class indices."""
 
 import logging
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from miniatures import ade20k, encoded, index_mask, picture, png, segments, write
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from torchrope.data.build import make_data
 from torchrope.data.config import AugmentConfig, DataConfig
@@ -27,6 +28,34 @@ def load(name: str, root: Path, augment: dict | None = None, **options) -> MapMo
 
 def parts(name: str, root: Path, **options) -> tuple[MapSet, MapSet]:
     return load(name, root, **options)._made_datasets()
+
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 60 48
+%%EndComments
+gsave
+%ImageData: 60 48 8 1 0 1 1 "beginimage"
+showpage
+%%EOF
+"""  # of grey pixels, as Pillow reads it
+
+
+def test_no_program_is_run_for_a_mask_that_is_no_png(tmp_path, monkeypatch):
+    started = []
+
+    def refuse(_, command, *args, **kwargs):
+        started.append(command)
+        raise OSError("no programs here")
+
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not looked for yet
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    segments(tmp_path)
+    write(tmp_path / "masks" / "train" / "scene2.png", EPS)
+    data = load("segments", tmp_path)
+    train = data._made_datasets()[0]
+    assert len([*train]) == len(train)
+    assert started == []
+    assert [name for name, _ in {*data.skipped, *train.reading.found()}] == ["masks/train/scene2.png"]
 
 
 # ADE20k

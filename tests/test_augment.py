@@ -1,5 +1,7 @@
 """Random changes of training inputs: who is changed how, never by chance alone, and what each change does."""
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 import torch
@@ -70,6 +72,11 @@ def test_an_examples_draws_depend_on_no_other_example():
     assert torch.equal(Draws(5, [7, 2, 9]).uniform("x", 4)[1], Draws(5, [2]).uniform("x", 4)[0])
     assert Draws(5, [7, 2]).seeds("x")[1] == Draws(5, [2]).seeds("x")[0]
     assert Draws(2**64 + 3, [1]).seeds("x") == Draws(3, [1]).seeds("x")
+    assert len({Draws(3 + 2**bit, [1]).seeds("x")[0] for bit in range(64)}) == 64, "each bit of a seed counts"
+
+
+def test_the_draws_of_a_batch_are_those_of_its_first_example():
+    assert torch.equal(Draws(5, [7, 2, 9]).of_batch.uniform("x", 4), Draws(5, [7]).uniform("x", 4))
 
 
 def test_a_seeded_part_leaves_the_generator_as_it_was():
@@ -96,6 +103,24 @@ def test_a_changed_example_is_a_function_of_seed_and_index():
     assert torch.equal(every[5][0], whole[5])
     other, _ = EpochSet(small_set(), config, 3, seed=5).__getitems__(range(24))
     assert all(not torch.equal(a, b) for a, b in zip(whole, other, strict=True))
+
+
+def test_an_example_beyond_the_end_is_one_of_the_set_with_draws_of_its_own():
+    data = small_set(24)
+    plain, labels = EpochSet(data, AugmentConfig(), 3, seed=4).__getitems__([29, 24, 71])
+    assert torch.equal(plain, data.__getitems__([5, 0, 23])[0])
+    assert labels.tolist() == [2, 0, 2]
+    cropped, _ = EpochSet(data, AugmentConfig(crop_padding=4), 3, seed=4).__getitems__([5, 29, 53, 77])
+    assert len({image.numpy().tobytes() for image in cropped}) == 4
+
+
+def test_erased_boxes_are_noise_of_what_a_model_sees():
+    data = small_set(24)
+    erased, _ = EpochSet(data, AugmentConfig(erasing=1.0), 3, seed=4).__getitems__(range(24))
+    noise = erased[erased != data.__getitems__(range(24))[0]]
+    assert len(noise) > 5000
+    assert abs(noise.mean()) < 0.05
+    assert abs(noise.std() - 1) < 0.05
 
 
 @pytest.mark.parametrize("setting", sorted(EVERYTHING))
@@ -169,6 +194,12 @@ def test_half_are_flipped_along_the_last_axis(shape):
     changed = (flipped != inputs).flatten(1).any(1)
     assert 150 < changed.sum() < 250
     assert torch.equal(flipped[changed], inputs[changed].flip(-1))
+
+
+def test_flip_has_a_chance_of_one_half():
+    inputs = torch.tensor([0.0, 1.0]).expand(20_000, 1, 1, 2)
+    flipped = augment.flip(inputs, draws(20_000))[:, 0, 0, 0]
+    assert abs(flipped.mean() - 0.5) < 0.01  # three standard deviations
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -252,6 +283,17 @@ def test_three_augment_is_grey_solarised_or_blurred():
     assert roughness(changed[blurred]) < 0.7 * roughness(images[blurred])
 
 
+def test_three_augment_blurs_by_up_to_two_pixels(monkeypatch):
+    sigmas = []
+    monkeypatch.setattr(augment, "blur", lambda x, drawn: (sigmas.append(drawn), x)[1])
+    augment.three_augment(torch.zeros(3000, 3, 1, 1, dtype=torch.uint8), draws(3000))
+    (drawn,) = sigmas
+    assert 900 < len(drawn) < 1100
+    assert 0.1 <= drawn.min() < 0.12
+    assert 1.98 < drawn.max() < 2.0
+    assert abs(drawn.mean() - 1.05) < 0.05
+
+
 def test_a_blur_is_a_gaussian_of_each_pictures_own_sigma():
     images, sigmas = pictures_of(3, 24), torch.tensor([0.1, 1.0, 2.0])
     blurred = augment.blur(images, sigmas)
@@ -285,6 +327,27 @@ def test_jitter_stays_within_its_strength_and_differs_by_example():
     ratio = changed.float().mean((1, 2, 3)) / images.float().mean((1, 2, 3))
     assert 0.69 < ratio.min() < 0.8
     assert 1.2 < ratio.max() < 1.31
+
+
+class Told(Draws):
+    """Draws that are known."""
+
+    def uniform(self, purpose, count=1):
+        return torch.tensor([[0.9, 0.1, 0.8, (index + 0.5) / 6] for index in self.indices], dtype=torch.float64)
+
+
+def test_jitter_changes_colours_in_each_of_six_orders():
+    images = pictures_of(1, 8).expand(6, -1, -1, -1).contiguous()
+    factors = [1 + 0.4 * (2 * drawn - 1) for drawn in (0.9, 0.1, 0.8)]
+    changes = (pictures.adjust_brightness, pictures.adjust_contrast, pictures.adjust_saturation)
+    expected = []
+    for order in permutations(range(3)):
+        image = images[0].float() / 255
+        for which in order:
+            image = changes[which](image, factors[which])
+        expected.append(image * 255)
+    changed = augment.jitter_colours(images, 0.4, Told(0, range(6)))
+    torch.testing.assert_close(changed.float(), torch.stack(expected), rtol=0, atol=0.51)
 
 
 def test_erasing_covers_a_box_in_a_share_of_the_inputs():
@@ -341,6 +404,14 @@ def test_batches_draw_mixup_or_cutmix_or_nothing():
         assert labels.shape == (4, 4)
     assert 80 < kinds["none"] < 125
     assert min(kinds["mixup"], kinds["cutmix"]) > 30
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.2, 0.8, 1.0])
+def test_batches_are_mixed_with_their_probability(probability):
+    config = AugmentConfig(mixup=1.0, mix_probability=probability)
+    inputs, labels = torch.zeros(2, 1, 1, 1), torch.arange(2)
+    mixed = [augment.mix(inputs, labels, 2, config, draws(2, seed))[1].max() < 1 for seed in range(1000)]
+    assert abs(sum(mixed) / 1000 - probability) <= 3 * (probability * (1 - probability) / 1000) ** 0.5
 
 
 def test_volumes_are_mixed_too():

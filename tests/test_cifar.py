@@ -1,9 +1,12 @@
 """CIFAR-10 and CIFAR-100: every way that they come in, pickles that are not run, and what is said of damage."""
 
+import gzip
 import hashlib
 import pickle
 import shutil
 import struct
+import tarfile
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -257,6 +260,99 @@ def dumped(values: dict) -> bytes:
 def test_a_pickle_without_pictures_and_labels_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         read_python(dumped(values), "fine_labels", "train")
+
+
+# Claims that are larger than their file
+
+
+def opcodes(*parts: bytes) -> bytes:
+    return b"\x80\x05" + b"".join(parts) + b"."
+
+
+HUGE = struct.pack("<Q", 2**62)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        opcodes(b"\x8e", HUGE, b"few bytes"),  # BINBYTES8
+        opcodes(b"\x96", HUGE, b"few bytes"),  # BYTEARRAY8
+        opcodes(b"\x8d", HUGE, b"few bytes"),  # BINUNICODE8
+        opcodes(b"\x95", HUGE, b"}"),  # FRAME
+        opcodes(b"\x8b\xff\xff\xff\x7f", b"few bytes"),  # LONG4
+        opcodes(b"}r", struct.pack("<I", 2**32 - 1)),  # LONG_BINPUT
+        opcodes(b"}p4294967295\n"),  # PUT
+        opcodes(
+            b"cnumpy.core.numeric\n_frombuffer\n(\x8a\x08", HUGE, b"cnumpy\ndtype\n\x8c\x02u1\x85RK\x01\x85\x8c\x01CtR"
+        ),
+    ],
+    ids=["bytes", "bytearray", "text", "frame", "long", "memo", "memo as text", "array"],
+)
+def test_read_arrays_takes_no_memory_for_what_a_pickle_claims(content):
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"^train must be a whole pickle of plain values") as error:
+        read_arrays(content, "train")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24
+    assert "\n" not in str(error.value)
+
+
+def test_read_arrays_writes_no_nested_values_out():
+    get = [b"h" + bytes([level]) for level in range(60)]  # BINGET
+    lists = b"]\x94" + b"".join(b"](" + 9 * get[level] + b"e\x94" for level in range(59))  # each of nine of the last
+    with pytest.raises(ValueError, match=r"list in place of text$"):
+        read_arrays(opcodes(lists, b"cnumpy\ndtype\n", get[59], b"\x85R"), "train")
+
+
+def test_a_label_beyond_all_numbers_is_refused(tmp_path):
+    root = cifar(tmp_path, "10")
+    stored = pickle.loads(cifar_contents("10", False)["data_batch_2"])
+    stored[b"labels"][3] = 10**400
+    (root / FOLDERS["10"] / "data_batch_2").write_bytes(pickle.dumps(stored))
+    with pytest.raises(ValueError, match=r"^data_batch_2 must hold 'labels' between 0 and 99, got others; whole ones"):
+        load("10", root).setup()
+
+
+def bomb(archive: Path, name: str, kind: bytes = tarfile.REGTYPE) -> Path:
+    """A file of 8 GB of zeros in an archive of a few kB."""
+    member = tarfile.TarInfo(name)
+    member.type, member.size = kind, 2**33
+    zeros = gzip.compress(bytes(2**20))
+    archive.parent.mkdir(parents=True)
+    archive.write_bytes(gzip.compress(member.tobuf(tarfile.GNU_FORMAT)) + zeros * 2**13)
+    return archive
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cifar-100-python/train", tarfile.REGTYPE),
+        ("cifar-100-python/file.txt~", tarfile.REGTYPE),
+        ("././@LongLink", tarfile.GNUTYPE_LONGNAME),
+        ("pax", tarfile.XHDTYPE),
+    ],
+)
+def test_a_bomb_in_place_of_an_archive_is_refused_in_one_line(tmp_path, monkeypatch, name, kind):
+    read, unpacked = gzip.GzipFile.read, []
+
+    def counted(self, size=-1):
+        unpacked.append(len(content := read(self, size)))
+        return content
+
+    monkeypatch.setattr(module, "UNPACKED", 2**22)
+    monkeypatch.setattr(gzip.GzipFile, "read", counted)
+    archive = bomb(tmp_path / "data" / "cifar-100-python.tar.gz", name, kind)
+    why = r"must be a readable, whole archive, .*, got: more than 4,194,304 bytes when unpacked$"
+    with pytest.raises(ValueError, match=why) as error:
+        load("100", archive).setup()
+    assert "\n" not in str(error.value)
+    assert sum(unpacked) <= 2**22 + 1
+
+
+def test_an_archive_may_hold_all_that_cifar_does():
+    python, binary = 186_000_000, 60_000 * (module.PIXELS + 2)  # bytes of the files, about, and exactly
+    assert 1.9 * max(python, binary) < module.UNPACKED < 4 * binary
 
 
 # Damage

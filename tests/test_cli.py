@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import yaml
 
 from torchrope.cli import main
 from torchrope.encodings import ABSOLUTE, BIAS, ROTARY
+from torchrope.files import UNFINISHED
 from torchrope.training.config import RunConfig, ScaleConfig
 
 SMALL = [
@@ -178,6 +181,68 @@ def test_compare_computes_as_it_is_told_and_older_folders_go_on(
     assert trained.value.args[0] == ScaleConfig(on_nan="ignore", precision="bf16", checkpoint_every=5)
 
 
+class Killed(BaseException):
+    """Raised in place of SIGKILL."""
+
+
+def die_in_replacement(monkeypatch: pytest.MonkeyPatch, number: int, *, behind: bool) -> None:
+    """End in the write of that number as a killed process does: before its file is there whole, or right behind."""
+    replace, done = os.replace, iter(range(1, 1000))
+
+    def die(unfinished: str, path: Path) -> None:
+        last = next(done) == number
+        if last and not behind:
+            shutil.copy(unfinished, f"{unfinished}-left")  # a killed process removes nothing
+            raise Killed
+        replace(unfinished, path)
+        if last:
+            raise Killed
+
+    monkeypatch.setattr("os.replace", die)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_compare_killed_in_any_write_before_the_first_training_goes_on(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, number: int, behind: bool
+) -> None:
+    def train(*_: object, **__: object) -> None:
+        raise Enough
+
+    monkeypatch.setattr("pytorch_lightning.Trainer.fit", train)
+    out = tmp_path / "out"
+    command = ["compare", *SMALL, "--encodings=none,mixed", "--out", out]
+    with monkeypatch.context() as killing:
+        die_in_replacement(killing, number, behind=behind)
+        with pytest.raises(Killed):
+            run(*command)
+    with pytest.raises(Enough):
+        run(*command)
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert written == {"config.yaml", "data.json", "runs/none-seed0/config.yaml"}  # one write each
+
+
+def test_compare_refuses_a_folder_with_runs_whose_data_nobody_knows(tmp_path: Path, run: Run) -> None:
+    command = ["compare", *SMALL, "--encodings=none", "--out", tmp_path]
+    run(*command)
+    (tmp_path / "data.json").unlink()
+    status, _, error = run(*command)
+    assert status == 2
+    assert "data.json must be a readable file" in error
+
+
+def test_compare_and_its_report_remove_what_killed_writes_left_anywhere(tmp_path: Path, run: Run) -> None:
+    command = ["compare", *SMALL, "--encodings=none", "--out", tmp_path]
+    run(*command)
+    (tmp_path / "runs" / "none-seed0" / "result.json").unlink()
+    folders = {path.parent for path in tmp_path.rglob("*") if path.is_file()}
+    for folder in folders:
+        (folder / f"{UNFINISHED}abcdefgh").write_text("half")
+    assert len(folders) == 4
+    assert run(*command)[0] == 0
+    assert not list(tmp_path.rglob(".*"))
+
+
 @pytest.mark.parametrize("command", ["compare", "train"])
 def test_lists_may_be_written_with_commas(command: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--model.patch_size 4,2 --optim.betas=0.9,0.95 --scale.logs csv,wandb --data.augment.randaugment 2,9"
@@ -270,7 +335,8 @@ def test_a_users_mistake_is_told_in_one_line(
 
 @pytest.mark.parametrize("command", ["compare", "train"])
 @pytest.mark.parametrize(
-    "content", [b"data: {name: [digits\n", b"- a\n- b\n", b"", b"\xff\xfe\x00", b"optim: {lrr: 3}\n"]
+    "content",
+    [b"data: {name: [digits\n", b"- a\n- b\n", b"", b"\xff\xfe\x00", b"optim: {lrr: 3}\n", b"model: &a {dim: *a}"],
 )
 def test_a_bad_configuration_file_is_told_in_one_line(command: str, content: bytes, tmp_path: Path, run: Run) -> None:
     bad = tmp_path / "mine.yaml"
@@ -280,6 +346,28 @@ def test_a_bad_configuration_file_is_told_in_one_line(command: str, content: byt
     assert "mine.yaml" in error or "lrr" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--config", "--model"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("layers: &a {dim: *a}", "a value must not hold itself, got an alias that does in line 1"),
+        (
+            "\n".join(["a0: &a0 [0]", *(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]" for i in range(1, 20))]),
+            "values must be at most 100000 with aliases written out, got more",
+        ),
+    ],
+    ids=["recursive", "multiplying"],
+)
+def test_compare_refuses_aliases_without_bounds_in_one_line(
+    option: str, content: str, message: str, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    status, _, error = run("compare", option, tmp_path / "mine.yaml", "--out", tmp_path / "out")
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "data.json", "costs.json", "runs/none-seed0/result.json"])

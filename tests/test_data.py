@@ -12,7 +12,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from miniatures import MINIATURES, OPTIONS
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from torchvision import datasets as torchvision_datasets
 
 from torchrope.data import fashion, images
@@ -23,7 +23,7 @@ from torchrope.data.digits import Digits, split_digits
 from torchrope.data.images import Images
 from torchrope.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
 from torchrope.data.tensors import balanced_subset
-from torchrope.data.transforms import resize, shuffle_patches
+from torchrope.data.transforms import resize, resize_bytes, shuffle_along, shuffle_patches
 
 COLOURS = {"cat": (200, 30, 30), "dog": (30, 30, 200)}
 
@@ -392,6 +392,19 @@ def test_fashion_takes_a_size_and_a_part(tmp_path):
     assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
 
 
+def test_a_bomb_in_place_of_an_idx_file_is_refused_in_one_line(tmp_path, monkeypatch):
+    assert fashion.UNPACKED > 60_000 * 28 * 28 + 16
+    idx_folder(tmp_path / "root", compressed=True)
+    path = tmp_path / "root" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes() + gzip.compress(bytes(2**20)) * 2**13)
+    monkeypatch.setattr(fashion, "UNPACKED", 2**20)
+    message = (
+        r"train-images-idx3-ubyte\.gz must be a readable, whole file, got: more than 1,048,576 bytes when unpacked$"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).setup()
+
+
 def test_the_package_of_debian_is_found(tmp_path, monkeypatch):
     idx_folder(tmp_path / "debian", compressed=True)
     monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "debian")
@@ -588,6 +601,50 @@ def test_a_picture_is_turned_upright(tmp_path):
     assert images.load_image(path, 64).size == (30, 40)
 
 
+NO_IMAGE = "no image (JPEG, PNG, WEBP, BMP, PPM, TIFF)"
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_no_program_is_run_for_a_picture_that_is_named_as_another(tmp_path, monkeypatch):
+    started = []
+
+    def refuse(_, command, *args, **kwargs):
+        started.append(command)
+        raise OSError("no programs here")
+
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not looked for yet
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    picture_folder(tmp_path, 4)
+    (tmp_path / "cat" / "drawing.png").write_bytes(EPS)
+    draw(tmp_path / "dog" / "cartoon.gif").rename(tmp_path / "dog" / "cartoon.jpg")
+    data = load_images(tmp_path)
+    assert started == []
+    assert dict(data.skipped) == {"cat/drawing.png": NO_IMAGE, "dog/cartoon.jpg": NO_IMAGE}
+
+
+@pytest.mark.parametrize("extension", images.IMG_EXTENSIONS)
+def test_load_image_reads_every_kind_that_is_listed(tmp_path, extension):
+    assert images.load_image(draw(tmp_path / f"a{extension}", size=(40, 30)), 64).size == (40, 30)
+
+
+def test_load_image_reads_several_pictures_of_a_camera_in_one_file(tmp_path):
+    picture = Image.new("RGB", (40, 30), "red")
+    picture.save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[picture])
+    assert images.load_image(tmp_path / "a.jpg", 64).size == (40, 30)
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_a_picture_of_too_many_pixels_is_named_whether_pillow_warns_or_refuses(tmp_path, monkeypatch):
+    picture_folder(tmp_path, 4)
+    draw(tmp_path / "cat" / "large.png", size=(60, 50))
+    draw(tmp_path / "dog" / "larger.png", size=(90, 80))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
+    skipped = dict(load_images(tmp_path, size=16).skipped)
+    assert skipped.pop("cat/large.png") == "60x50 pixels, more than 2,000"
+    assert skipped.pop("dog/larger.png").startswith("Image size (7200 pixels) exceeds limit of 4000 pixels")
+    assert not skipped
+
+
 def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
     picture_folder(tmp_path, 4)
     truncate(draw(tmp_path / "cat" / "cut.jpg"))
@@ -602,8 +659,8 @@ def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
     assert dict(data.skipped) == {
         "cat/cut.jpg": "truncated",
         "cat/cut.png": "truncated",
-        "dog/text.jpg": "not an image",
-        "dog/empty.png": "not an image",
+        "dog/text.jpg": NO_IMAGE,
+        "dog/empty.png": NO_IMAGE,
         "dog/deep.png": "I;16 pixels, not 8-bit ones",
     }
     assert len(caplog.messages) == 1
@@ -616,7 +673,7 @@ def test_many_damaged_files_are_counted_and_not_all_named(tmp_path, caplog):
     for number in range(8):
         (tmp_path / "cat" / f"bad{number}.png").touch()
     load_images(tmp_path)
-    assert caplog.messages[0].endswith("cat/bad4.png (not an image) and 3 more")
+    assert caplog.messages[0].endswith(f"cat/bad4.png ({NO_IMAGE}) and 3 more")
 
 
 def no_root(folder):
@@ -805,6 +862,30 @@ def test_resize_keeps_a_linear_ramp_inside(axes):
 def test_resize_to_the_same_size_changes_nothing():
     inputs = torch.rand(2, 3, 5, 7)
     assert torch.equal(resize(inputs, (5, 7)), inputs)
+
+
+def test_resize_bytes_rounds_to_the_nearest():
+    pixels = torch.randint(0, 256, (3, 1, 7, 9), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    expected = resize(pixels.double(), (10, 12))
+    changed = resize_bytes(pixels, (10, 12))
+    assert changed.dtype == torch.uint8
+    assert (changed - expected).abs().max() <= 0.501
+    assert abs((changed - expected).mean()) < 0.05
+
+
+@pytest.mark.parametrize(("axis", "extent"), [(0, 1), (0, 2), (1, 3), (2, 1)])
+def test_shuffle_along_moves_slices_of_one_axis_of_each_sample_by_itself(axis, extent):
+    inputs = torch.arange(50 * 2 * 4 * 6 * 5).view(50, 2, 4, 6, 5)
+    shuffled = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    assert shuffled.shape == inputs.shape
+    orders = set()
+    for before, after in zip(inputs, shuffled, strict=True):
+        slices = [part.numpy().tobytes() for part in before.split(extent, dim=1 + axis)]
+        orders.add(tuple(slices.index(part.contiguous().numpy().tobytes()) for part in after.split(extent, 1 + axis)))
+    assert all(sorted(order) == list(range(len(order))) for order in orders)
+    assert len(orders) > 1
+    again = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(again, shuffled)
 
 
 def test_resize_smooths_where_two_axes_shrink():

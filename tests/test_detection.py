@@ -408,6 +408,16 @@ def test_average_precision_at_its_ends() -> None:
     assert np.isnan(average_precision(match(perfect, targets), [0.0] * len(targets)))
 
 
+@pytest.mark.parametrize("right_first", [False, True])
+def test_detections_of_one_score_count_in_the_order_of_images_as_cocos(right_first: bool) -> None:
+    there, elsewhere = [0.0, 0, 8, 8], [8.0, 8, 16, 16]
+    targets = [target([there], [1], (16, 16)), target([there], [1], (16, 16))]
+    places = [there, elsewhere] if right_first else [elsewhere, there]
+    found = [{**objects(target([place], [1], (16, 16))), "scores": torch.tensor([0.5])} for place in places]
+    assert average_precision(match(found, targets)) == pytest.approx(51 / 101 * (1 if right_first else 1 / 2))
+    assert average_precision(match(found, targets)) == pytest.approx(of_pycocotools(found, targets, "boxes")[0])
+
+
 def test_detections_beyond_the_best_hundred_do_not_count() -> None:
     there = target([[0, 0, 8, 8]], [1], (16, 16))
     boxes = torch.tensor([[8.0, 8, 16, 16]] * 100 + [[0.0, 0, 8, 8]])

@@ -24,6 +24,7 @@ from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.data.faults import TooManyFaults
+from torchrope.files import UNFINISHED
 from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.training.cost import measure_peak_memory
 from torchrope.training.guards import Diverged
@@ -164,7 +165,7 @@ def test_checkpoints_within_an_epoch_keep_what_a_kill_would_lose(tmp_path: Path)
 
 def test_what_a_killed_write_left_is_swept_away_and_strangers_files_are_not(tmp_path: Path) -> None:
     config = small_run()
-    (tmp_path / ".config.yaml-abcd1234").write_text("half")
+    (tmp_path / f"{UNFINISHED}abcd1234").write_text("half")
     train(config, data_of(config), tmp_path)
     assert not list(tmp_path.glob(".*"))
     other = tmp_path / "other"

@@ -217,6 +217,25 @@ def test_step_times_are_compared_with_none_or_else_the_cheapest():
     }
 
 
+def test_step_times_are_compared_with_none_though_others_are_quicker_and_some_have_no_time():
+    results = few_results()
+    for encoding, seconds in zip(results["encodings"], (0.02, 0.01, None), strict=True):
+        encoding["cost"]["step_seconds"] = seconds
+    assert tables.base_encoding(results)["name"] == "none"
+    assert {row.name: row.step_ratio for row in tables.result_rows(results)} == {
+        "none": "1.00×",
+        "mixed": "0.50×",
+        "liere": "–",
+    }
+    results["encodings"][0]["cost"]["step_seconds"] = 0.0  # no time that others could be compared with
+    assert tables.ratio_heading(results) == "× mixed"
+    for encoding in results["encodings"]:
+        del encoding["cost"]
+    assert tables.base_encoding(results) is None
+    assert tables.ratio_heading(results) == "×"
+    assert {row.step_ratio for row in tables.result_rows(results)} == {"–"}
+
+
 def test_spread_shows_only_where_there_are_several_seeds(tmp_path):
     once = written(tmp_path, few_results(1))
     assert "±" not in re.search(r"<table class=\"results\">.*?</table>", once, re.DOTALL)[0]
@@ -388,6 +407,10 @@ def test_unfinished_runs_and_skipped_files_are_told(tmp_path):
         assert text in markdown
 
 
+def nested(levels):
+    return [nested(levels - 1)] if levels else 0
+
+
 def broken(change):
     results = fake_results()
     change(results)
@@ -415,6 +438,11 @@ def broken(change):
         (broken(lambda r: r["ranking"].pop()), "ranking must place every encoding once"),
         (broken(lambda r: r["ranking"][0].update(name="new")), "ranking must place every encoding once"),
         ("\xff", "results must be JSON, got"),
+        ("[" * 100_000, "nesting must be at most 100 levels deep, got more"),
+        (broken(lambda r: r["run"]["config"].update(deep=nested(150))), "nesting must be at most 100 levels deep"),
+        (broken(lambda r: r["data"].update(tokens=10**400)), "whole numbers must fit into 64 bits, got one of 1329"),
+        (broken(lambda r: r["data"].update(tokens=10**16)), "results.data.tokens must lie within ±1e+15, got 1000"),
+        (broken(lambda r: r["run"].update(seconds=0)).replace('"seconds": 0', '"seconds": 1e400'), "±1e+300, got inf"),
     ],
 )
 def test_unreadable_results_are_refused_in_one_line(tmp_path, text, message):

@@ -440,6 +440,8 @@ def damaged(change):
         (damaged(lambda s: s["findings"]["figures"][0].update(name="kernel")), "figures must have different names"),
         (damaged(lambda s: s["findings"]["checks"][0].update(holds="yes")), "holds must be true or false, got 'yes'"),
         (damaged(lambda s: s["run"].update(config=[])), "study.run.config must be an object, got []"),
+        (damaged(lambda s: s["data"].update(train=10**400)), "whole numbers must fit into 64 bits, got one of 1329"),
+        (damaged(lambda s: s["data"].update(train=10**16)), "study.data.train must lie within ±1e+15, got 1000"),
     ],
 )
 def test_damage_is_told_in_one_line_and_nothing_is_written(tmp_path, text, message):

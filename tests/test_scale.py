@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,24 @@ def test_every_schedule_warms_up_linearly(schedule: Any) -> None:
     assert max(rates) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("warmup_epochs", [5.0, 6.0, 25.0])
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_build_schedule_warms_up_over_half_of_the_steps_at_most(schedule: Any, warmup_epochs: float) -> None:
+    config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=warmup_epochs, schedule=schedule)
+    rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
+    assert rates[:20] == pytest.approx([step / 20 for step in range(1, 21)])
+    assert rates[20] == 1.0
+    assert all(after < before for before, after in pairwise(rates[20:]))
+    assert rates[30] == pytest.approx(0.5)
+
+
+def test_a_share_of_warm_up_that_is_zero_is_none() -> None:
+    config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=5, warmup_share=0.0)
+    rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
+    assert rates[0] == 1.0
+    assert rates[20] == pytest.approx(0.5)
+
+
 class WithBackbone(nn.Module):
     """What reads the maps of a backbone."""
 
@@ -171,6 +190,21 @@ def test_a_backbone_below_another_head_learns_more_slowly() -> None:
     assert len(rates) == len(list(model.parameters()))
     assert {round(rates[parameter], 9) for parameter in model.backbone.model.parameters()} == {1e-4}
     assert {rates[parameter] for parameter in model.decoder.parameters()} == {1e-3}
+
+
+def test_a_slower_backbone_keeps_the_decay_of_its_layers() -> None:
+    model = WithBackbone()
+
+    def rates(backbone_lr: float) -> dict[str, float]:
+        config = OptimConfig(lr=1e-3, layer_decay=0.5, backbone_lr=backbone_lr)
+        groups = build_optimizer(model, config).param_groups
+        rate = {parameter: group["lr"] for group in groups for parameter in group["params"]}
+        return {name: rate[parameter] for name, parameter in model.named_parameters()}
+
+    whole, slower = rates(1.0), rates(0.1)
+    assert len({rate for name, rate in whole.items() if name.startswith("backbone.model.")}) > 2
+    for name, rate in whole.items():
+        assert slower[name] == pytest.approx(rate * (0.1 if name.startswith("backbone.model.") else 1.0))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("lamb", LAMB)])

@@ -72,6 +72,7 @@ def test_as_many_pixels_are_predicted_as_are_true() -> None:
     predicted, truth = maps()
     assert total(counted(predicted, truth)) == (int((truth != 255).sum()),) * 2
     assert count_pixels(predicted[0], torch.full((5, 7), 255)) == {}
+    assert total([{"0": [1, 5, 2]}, {"0": [0, 1, 1], "3": [0, 0, 7]}]) == (6, 10)
 
 
 def of_images(name: str, *seeds: Any) -> Score:
@@ -81,6 +82,21 @@ def of_images(name: str, *seeds: Any) -> Score:
         return weights @ values / weights.sum(axis=1)
 
     return score(name, "mIoU", [partial(mean, np.asarray(values)) for values in seeds], len(seeds[0]))
+
+
+def test_classes_that_are_predicted_alone_count_against() -> None:
+    assert count_pixels(torch.tensor([[0, 2]]), torch.tensor([[0, 0]])) == {"0": [1, 1, 2], "2": [0, 1, 0]}
+    records = [count_pixels(torch.tensor([[0, 2]]), torch.tensor([[0, 0]]))]
+    assert mean_iou(records)(np.ones((1, 1)))[0] == pytest.approx((1 / 2 + 0) / 2)
+
+
+def test_a_score_is_the_mean_over_seeds_in_every_draw() -> None:
+    def seed(factor: float) -> Any:
+        return lambda weights: factor * weights[:, 0] / weights.sum(axis=1)
+
+    both = score("a", "mIoU", [seed(1.0), seed(3.0)], 5, draws=40)
+    assert both.seeds == pytest.approx([0.2, 0.6])
+    assert both.draws == pytest.approx(2 * drawn(5, 40)[:, 0] / 5)
 
 
 def test_draws_are_the_same_for_all_and_whole_images() -> None:

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from torchrope.data.config import DataConfig
 from torchrope.studies.lab.config import StudyConfig
-from torchrope.studies.lab.estimates import contrast, first_reach, resamples, trend
+from torchrope.studies.lab.dense_estimates import Score
+from torchrope.studies.lab.estimates import contrast, difference, ends, first_reach, judge, resamples, top1, trend
 from torchrope.studies.lab.grid import tell_trends, train_grid, trends
 from torchrope.studies.lab.results import Findings, Table
 from torchrope.studies.lab.runs import Run, Trained
@@ -105,6 +106,53 @@ def test_a_contrast_that_seeds_explain_is_none() -> None:
     assert contrast(hits(0.9), hits(0.9)).verdict == "tied"
     assert contrast(hits(1.0, 0.8), hits(0.9, 0.7)).verdict == "tied"
     assert str(contrast(hits(0.9), hits(0.9))) == "0.0 points [0.0, 0.0]"
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "spreads", "verdict"),
+    [
+        (5.1, 0.1, 9.0, (3.0, 4.0), "better"),
+        (5.0, 0.1, 9.0, (3.0, 4.0), "tied"),
+        (4.5, 0.1, 9.0, (3.0, 4.0), "tied"),
+        (-5.1, -9.0, -0.1, (3.0, 4.0), "worse"),
+        (-5.0, -9.0, -0.1, (4.0, 3.0), "tied"),
+        (5.1, 0.0, 9.0, (0.0, 0.0), "tied"),
+        (-5.1, -9.0, 0.0, (0.0, 0.0), "tied"),
+        (float("nan"), float("nan"), float("nan"), (0.0, 0.0), "tied"),
+    ],
+)
+def test_judge_ties_at_zero_and_at_both_spreads_together(
+    value: float, low: float, high: float, spreads: tuple[float, float], verdict: str
+) -> None:
+    assert judge(value, low, high, spreads).verdict == verdict
+
+
+def test_top1_is_in_percent_over_seeds_and_examples() -> None:
+    cells = top1(np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
+    assert cells["top1"] == pytest.approx(50)
+    assert cells["spread"] == pytest.approx(100 * (0.5**2 / 2) ** 0.5)  # of 75 and 25
+    assert top1(np.ones((1, 3))) == {"top1": 100.0, "low": 100.0, "high": 100.0, "spread": None}
+
+
+def test_ends_leave_two_and_a_half_percent_on_either_side() -> None:
+    assert ends(np.random.default_rng(0).permutation(np.arange(1, 1001))) == (25.0, 975.0)
+    assert ends(np.array([1.0] * 960 + [np.inf] * 40)) == (1.0, np.inf)
+
+
+def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
+    examples, share, other = 2000, 0.7, 0.6
+    random = np.random.default_rng(0)
+    one, two = (random.permutation(np.arange(examples) < part * examples).astype(float) for part in (share, other))
+    error = (share * (1 - share) / examples) ** 0.5
+    cells = top1(one[None])
+    assert cells["top1"] == pytest.approx(70)
+    assert cells["high"] - cells["low"] == pytest.approx(100 * 2 * 1.96 * error, rel=0.06)
+    assert cells["high"] + cells["low"] == pytest.approx(140, abs=0.3)
+    value, low, high = difference(one[None], two[None])
+    assert value == pytest.approx(10)
+    assert high - low == pytest.approx(100 * 2 * 1.96 * (one - two).std() / examples**0.5, rel=0.06)
+    score = Score("a", "mIoU", np.array([share]), resamples(examples) @ one)
+    assert score.interval[1] - score.interval[0] == pytest.approx(2 * 1.96 * error, rel=0.06)
 
 
 def test_cells_that_cannot_be_are_left_out_and_told() -> None:

@@ -1,20 +1,27 @@
 """Training: the schedule, what decays, resuming, measures and costs."""
 
+import io
 import math
 import os
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from pytorch_lightning.callbacks import Callback
 
 import torchrope as tr
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
+from torchrope.data.transforms import shuffle_patches
 from torchrope.files import write_whole
-from torchrope.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.training.cost import count_encoding_parameters, count_flops, measure_costs
 from torchrope.training.evaluate import evaluate, interval, predict, scaled_sizes
 from torchrope.training.models import build_vit
@@ -88,6 +95,98 @@ def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path: Path) -> None:
         train(config, data_of(config), tmp_path)
 
 
+def stopped_run(folder: Path, optimizer: str = "adamw") -> RunConfig:
+    """A run with a checkpoint of an epoch and one within the next."""
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise KeyboardInterrupt
+
+    config = small_run(epochs=2)
+    config = replace(
+        config,
+        data=replace(config.data, train_size=20, val_size=20, batch_size=10),
+        optim=replace(config.optim, optimizer=optimizer, ema_decay=0.9),
+        scale=ScaleConfig(checkpoint_every=1),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(config, data_of(config), folder, callbacks=[Stop()])
+    return config
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "lamb"])
+def test_a_run_goes_on_within_an_epoch_with_every_optimizer(tmp_path: Path, optimizer: str) -> None:
+    config = stopped_run(tmp_path, optimizer)
+    _, history = train(config, data_of(config), tmp_path)
+    assert [row["epoch"] for row in history.rows] == [1, 2]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    folder = tmp_path_factory.mktemp("stopped")
+    return stopped_run(folder), folder
+
+
+MISSING = object()
+MODEL_CHECKPOINT = "ModelCheckpoint{'monitor': None, 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1, "
+MODEL_CHECKPOINT += "'train_time_interval': None}"
+PROGRESS = "loops fit_loop epoch_loop.batch_progress"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "epoch",
+        "global_step",
+        "pytorch-lightning_version",
+        "state_dict",
+        "state_dict model.head.weight",
+        "loops",
+        "loops fit_loop",
+        f"{PROGRESS} current processed",
+        f"{PROGRESS} total ready",
+        "callbacks",
+        "callbacks History rows",
+        "callbacks History rows 0 epoch",
+        "callbacks History sums",
+        "callbacks History seconds",
+        "callbacks SeedEpoch generators",
+        "callbacks SeedEpoch generators 0 torch",
+        "callbacks AveragedWeights latest_update_step",
+        "callbacks ModelCheckpoint best_model_path",
+        "current_model_state model.head.weight",
+        "optimizer_states",
+        "optimizer_states 0 param_groups",
+        "optimizer_states 0 param_groups 0 betas",
+        "optimizer_states 0 state 0 exp_avg",
+        "optimizer_states 0 state 0 step",
+        "lr_schedulers 0 base_lrs",
+        "lr_schedulers 0 last_epoch",
+    ],
+)
+def test_a_checkpoint_of_other_parts_is_named_in_one_line_before_a_step(
+    tmp_path: Path, stopped: tuple[RunConfig, Path], place: str
+) -> None:
+    config, folder = stopped
+    file = shutil.copytree(folder, tmp_path / "run") / "within-epoch.ckpt"
+    whole = file.read_bytes()
+    *above, last = [int(word) if word.isdecimal() else word for word in place.split()]
+    optional = last in ("seconds", "sums", "generators", "latest_update_step", "best_model_path")
+    message = rf"^a checkpoint must be whole, got a damaged one; delete it: {re.escape(str(file))}$"
+    for value in [torch.zeros(3), *([] if last == "best_model_path" else ["text"]), *([] if optional else [MISSING])]:
+        saved = torch.load(io.BytesIO(whole), weights_only=True)
+        part = saved
+        for key in above:
+            part = part[MODEL_CHECKPOINT if key == "ModelCheckpoint" else key]
+        part[last] = value
+        if value is MISSING:
+            del part[last]
+        torch.save(saved, file)
+        with pytest.raises(ValueError, match=message):
+            train(config, data_of(config), file.parent, on_epoch=lambda _: pytest.fail("trained"))
+
+
 @pytest.mark.parametrize("content", ["- a list\n", "encoding: mixed\n"])
 def test_a_folder_that_holds_no_run_is_told_in_one_line(tmp_path: Path, content: str) -> None:
     with pytest.raises(ValueError, match=r"a run's folder holds config\.yaml and checkpoint\.ckpt, got"):
@@ -131,6 +230,42 @@ def test_evaluation_agrees_with_a_count_by_hand_and_shuffling_needs_position() -
     assert measured.val_loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
     assert [size for size, _ in measured.resolutions] == [(8, 8), (16, 16)]
     assert measured.measures()["resolutions"][0] == {"size": [8, 8], "top1": pytest.approx(measured.top1)}
+
+
+def test_shuffling_is_measured_on_patches_that_have_changed_places() -> None:
+    data = data_of(small_run())
+    torch.manual_seed(0)
+    model = build_vit("learned", SMALL, data)
+    torch.nn.init.normal_(model.absolute.table)
+    measured = evaluate(model, data, [1.0])
+    generator, right = torch.Generator().manual_seed(0), 0
+    for inputs, labels in data.val_dataloader():
+        right += int((model.eval()(shuffle_patches(inputs, 2, generator)).argmax(-1) == labels).sum())
+    assert measured.shuffled_top1 == pytest.approx(right / 60)
+    assert measured.shuffled_top1 != measured.top1
+
+
+def test_the_trained_size_is_measured_on_all_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = data_of(small_run())
+    model = build_vit("none", SMALL, data)
+    labels, _ = predict(model, data)
+    monkeypatch.setattr(data, "views", 3, raising=False)
+    monkeypatch.setattr(data, "test_dataloader", data.val_dataloader)
+    right = torch.nn.functional.one_hot(labels, 10).float()
+    monkeypatch.setattr("torchrope.training.evaluate.predict_views", lambda *_: (labels, right))
+    measured = evaluate(model, data, [1.0, 2.0])
+    assert measured.top1 == 1
+    assert dict(measured.resolutions)[8, 8] == 1
+    assert dict(measured.resolutions)[16, 16] < 1
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_predict_leaves_a_model_as_it_was_and_repeats(training: bool) -> None:
+    data = data_of(small_run())
+    model = build_vit("none", SMALL, data).train(training)
+    first, second = predict(model, data)[1], predict(model, data)[1]
+    assert torch.equal(first, second), "dropout"
+    assert {module.training for module in model.modules()} == {training}
 
 
 def test_sizes_scale_space_but_not_time() -> None:

@@ -2,8 +2,10 @@
 
 import gzip
 import logging
+import math
 import random
 import re
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,8 @@ import pytest
 import torch
 from pydicom.config import disable_value_validation
 from pydicom.dataset import FileDataset, FileMetaDataset
-from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
+from pydicom.encaps import encapsulate
+from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, RLELossless
 from pytorch_lightning.callbacks import Callback
 from torch.utils.data import DataLoader, default_collate
 
@@ -694,6 +697,137 @@ def test_a_nifti_file_found_cut_short_while_training_is_replaced(tmp_path):
     path = root / train.volumes[0].paths[0]
     path.write_bytes(path.read_bytes()[:-200])
     assert torch.equal(train[0][0], train[1][0])
+
+
+def rewritten(path: Path, tag: bytes, value: bytes) -> Path:
+    """A slice with other bytes under a tag of kind DS."""
+    content = path.read_bytes()
+    at = content.index(tag + b"DS")
+    end = at + 8 + int.from_bytes(content[at + 6 : at + 8], "little")
+    value += b" " * (len(value) % 2)
+    path.write_bytes(content[: at + 6] + len(value).to_bytes(2, "little") + value + content[end:])
+    return path
+
+
+SLOPE, INTERCEPT, POSITION = b"\x28\x00\x53\x10", b"\x28\x00\x52\x10", b"\x20\x00\x32\x00"
+
+
+@pytest.mark.parametrize("read", [read_slice, read_head_ct])
+@pytest.mark.parametrize(
+    ("tag", "value", "why"),
+    [
+        (SLOPE, b"nan", "RescaleSlope must be a finite number, got 'nan'"),
+        (SLOPE, b"-inf", "RescaleSlope must be a finite number, got '-inf'"),
+        (SLOPE, b"abc", "RescaleSlope must be a finite number, got 'abc'"),
+        (SLOPE, b"", "RescaleSlope must be a finite number, got ''"),
+        (SLOPE, b"1\\2", r"RescaleSlope must be a finite number, got '1\\\\2'"),
+        (SLOPE, b"0", "RescaleSlope must not be 0, got 0"),
+        (SLOPE, b"1e300", "values must be finite, got 119 that are not"),
+        (INTERCEPT, b"nan", "RescaleIntercept must be a finite number, got 'nan'"),
+        (INTERCEPT, b"inf", "RescaleIntercept must be a finite number, got 'inf'"),
+        (INTERCEPT, b"1,5", "RescaleIntercept must be a finite number, got '1,5'"),
+    ],
+)
+def test_read_slice_refuses_a_scale_that_gives_no_values(tmp_path, read, tag, value, why):
+    stored = np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+    path = write_slice(tmp_path / "a.dcm", stored, (0, 0, 0), study="1.2", intercept=-1000.0, bits=12, signed=0)
+    rewritten(path, tag, value)
+    with pytest.raises(ValueError, match=f"^{why}$"):
+        read(path)
+
+
+def test_a_slice_without_values_is_named_with_its_volume(tmp_path):
+    root = rsna_folder(tmp_path)
+    train, _ = load("rsna", root).datasets()
+    path = train.volumes[2].paths[1]
+    rewritten(root / "stage_2_train" / path, SLOPE, b"nan")
+    assert torch.equal(train[2][0], train[3][0])
+    why = f"{path}: RescaleSlope must be a finite number, got 'nan'"
+    assert train.reading.found() == [(train.samples[2][0], why)]
+
+
+@pytest.mark.parametrize("value", [b"a\\b\\c", b"1\\2", b"1\\nan\\3"])
+def test_a_slice_without_a_place_is_named_with_what_came(tmp_path, value):
+    path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
+    rewritten(path, POSITION, value)
+    _, ((name, why),) = index_headers(tmp_path, ["a.dcm"], folder=tmp_path)
+    assert name == "a.dcm"
+    assert why == f"ImagePositionPatient must be 3 finite numbers, got {value.decode()!r}"
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ({"Rows": 65535, "Columns": 65535}, "the header claims 8,589,672,450 bytes, more than a file of .* can hold"),
+        ({"NumberOfFrames": 10**6}, "a slice must be of one value a pixel and one frame, got 1 and 1000000"),
+    ],
+)
+def test_read_slice_takes_no_memory_for_what_a_header_claims(tmp_path, header, why):
+    path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
+    with disable_value_validation():
+        dataset = pydicom.dcmread(path)
+        dataset.file_meta.TransferSyntaxUID = RLELossless
+        dataset.PixelData = encapsulate([b"damaged!"])
+        dataset["PixelData"].is_undefined_length = True
+        for name, value in header.items():
+            setattr(dataset, name, value)
+        dataset.save_as(path)
+    with pytest.raises(ValueError, match=f"^{why}$"):
+        read_slice(path)
+
+
+@pytest.mark.parametrize("read", [read_slice, read_header])
+def test_an_element_that_claims_gigabytes_is_read_as_long_as_its_file(tmp_path, read):
+    path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
+    content = path.read_bytes()
+    at = content.index(POSITION)
+    path.write_bytes(content[: at + 4] + b"OB\0\0" + (2**32 - 2).to_bytes(4, "little") + content[at + 8 :])
+    tracemalloc.start()
+    with pytest.raises((ValueError, AttributeError), match=r"^no ImageOrientationPatient, .*|^The dataset has no "):
+        read(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24
+
+
+@pytest.mark.parametrize("extension", [".nii", ".nii.gz"])
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"scl_slope": math.inf, "scl_inter": 0}, "scl_slope must be finite, got inf"),
+        ({"scl_slope": 1, "scl_inter": math.nan}, "Valid slope but invalid intercept nan"),
+        ({"scl_slope": 1e38, "scl_inter": 0}, "voxels must be finite, got 60 that are not"),
+        (
+            {"dim": [3, 32767, 32767, 32767, 1, 1, 1, 1]},
+            "the header claims 70,362,301,923,326 bytes, more than a file of .* can hold",
+        ),
+    ],
+)
+def test_a_nifti_header_that_cannot_be_is_named_with_its_file(tmp_path, extension, fields, why):
+    root = nifti_folder(tmp_path)
+    (root / "scans" / "3.nii.gz").unlink()
+    image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), np.eye(4))
+    for name, value in {"vox_offset": 352, **fields}.items():
+        image.header[name] = value
+    content = image.header.binaryblock + bytes(4) + np.arange(64, dtype=np.int16).tobytes()
+    content = content.replace(b"ni1\0", b"n+1\0")
+    path = root / "scans" / f"3{extension}"
+    path.write_bytes(gzip.compress(content) if extension.endswith("gz") else content)
+    data = load("volumes", root)
+    train, val = data.datasets()
+    assert all(inputs.isfinite().all() for part in (train, val) for inputs, _ in (part[i] for i in range(len(part))))
+    (named,) = {*data.skipped, *train.reading.found(), *val.reading.found()}
+    assert named[0].startswith("scans/3")
+    assert re.fullmatch(why, named[1])
+
+
+@pytest.mark.parametrize("slope", [0, math.nan])
+def test_a_nifti_file_without_a_scale_has_its_own_values(tmp_path, slope):
+    image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), np.eye(4))
+    image.header["vox_offset"], image.header["scl_slope"], image.header["scl_inter"] = 352, slope, 0
+    content = image.header.binaryblock.replace(b"ni1\0", b"n+1\0")
+    (tmp_path / "a.nii").write_bytes(content + bytes(4) + np.arange(64, dtype=np.int16).tobytes())
+    assert sorted(read_volume(tmp_path, ["a.nii"]).flatten().tolist()) == list(range(64))
 
 
 # Folders and tables that are not as they must be

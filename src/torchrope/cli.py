@@ -16,7 +16,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from torchrope import recipes
 from torchrope._version import __version__
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import parse_yaml, read_mapping, write_whole
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -101,6 +101,7 @@ and a class token.
 _ALLOWED = ("torchrope", "torch", "torchvision", "timm")
 _LOADERS = ("torch.load", "torch.hub", "torch.package", "torch.serialization", "torch.utils.cpp_extension")
 _TELL_DATA = ("--data", "--data.name", "--recipe", "--config")
+_BOUNDED = "bounded-yaml"
 _SHORT = {"--data": "--data.name", "--epochs": "--optim.epochs"}
 
 
@@ -498,7 +499,10 @@ def _parse_over_recipe(parser: Any, options: list[str]) -> Any:
 
 
 def _parser_settings(command: str, description: str) -> dict[str, Any]:
-    from jsonargparse import DefaultHelpFormatter
+    from jsonargparse import DefaultHelpFormatter, set_loader
+    from yaml import YAMLError
+
+    set_loader(_BOUNDED, _load_bounded, (YAMLError, ValueError))
 
     class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
         """Types and defaults with every option, paragraphs as they are written."""
@@ -509,7 +513,15 @@ def _parser_settings(command: str, description: str) -> dict[str, Any]:
         "description": description,
         "formatter_class": Formatter,
         "exit_on_error": False,
+        "parser_mode": _BOUNDED,
     }
+
+
+def _load_bounded(text: str) -> Any:
+    """YAML as jsonargparse reads it, from files of any option and from values, without what grows by aliases."""
+    from jsonargparse import get_loader
+
+    return parse_yaml(text, get_loader("yaml"))
 
 
 def _restrict_imports(arguments: list[str]) -> list[str]:

@@ -3,13 +3,25 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+UNFINISHED = ".torchrope-unfinished-"
+"""Start of the names of files that are being written."""
+DEEPEST = 100
+"""Levels of nesting; Python's recursion ends at a few hundred."""
+MOST_NODES = 100_000
+"""Values of a YAML file with its aliases written out."""
+_TOO_DEEP = f"nesting must be at most {DEEPEST} levels deep, got more"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that a killed process or a full disk leaves the old one, or none, never a part.
+
+    Any number of processes may write into one folder, and the same file. What a killed one left in the folder is
+    removed, where the file system has locks.
 
     Args:
         path: Where; missing folders are made.
@@ -21,16 +33,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path.parent)
         _replace(path, data)
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
-    """Remove what a process that was killed while it wrote left beside files of these names."""
-    for name in names:
-        for unfinished in folder.glob(f".{name}-{'?' * 8}"):
-            unfinished.unlink(missing_ok=True)
+def holds_files(folder: Path) -> bool:
+    """Whether there is anything in a folder but files that are being written, or whose writing was cut short."""
+    return folder.is_dir() and any(not path.name.startswith(UNFINISHED) for path in folder.iterdir())
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
@@ -41,16 +52,12 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
         what: What it should be, for the error.
 
     Raises:
-        ValueError: it is not readable text, not JSON or YAML, or holds something else.
+        ValueError: it is not readable text, not JSON or YAML, holds something else, or is nested, repeats itself by
+            aliases or counts without bound.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            value = json.loads(text)
-        else:
-            import yaml
-
-            value = yaml.safe_load(text)
+        value = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except OSError as error:
         raise ValueError(f"{what} must be a readable file, got {path}: {error.strerror}") from None
     except Exception as error:  # UnicodeDecodeError, JSONDecodeError, YAMLError
@@ -60,15 +67,112 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     return value
 
 
-def _replace(path: Path, data: bytes) -> None:
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Parse JSON that can be computed with: nested at most 100 levels deep, whole numbers of 64 bits.
+
+    Args:
+        text: JSON.
+        parse_constant: What NaN and Infinity become, numbers by default.
+
+    Raises:
+        ValueError: it is no JSON, or goes beyond those bounds.
+    """
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(unfinished, 0o644)
-        os.replace(unfinished, path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)  # Ctrl-C may come right after the replacement
-        raise
+        value = json.loads(text, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _check_bounds([value], DEEPEST)
+    return value
+
+
+def parse_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
+    """Parse YAML within the bounds of `parse_json`, and of 100,000 values where each alias is written out.
+
+    Args:
+        text: YAML.
+        load: Makes the value, `yaml.safe_load` by default.
+
+    Raises:
+        ValueError: it goes beyond those bounds, or holds itself.
+        yaml.YAMLError: it is no YAML.
+    """
+    import yaml
+
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if node is not None and _nodes(node, {}) > MOST_NODES:
+        raise ValueError(f"values must be at most {MOST_NODES} with aliases written out, got more")
+    value = (load or yaml.safe_load)(text)
+    _check_bounds([value], DEEPEST)
+    return value
+
+
+def _nodes(node: Any, known: dict[Any, int]) -> int:
+    """Count the nodes of a YAML document as if each alias were written out."""
+    if not isinstance(node.value, list):
+        return 1
+    if node not in known:
+        known[node] = 0  # while it is being counted
+        parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        known[node] = 1 + sum(_nodes(part, known) for part in parts)
+    if not known[node]:
+        raise ValueError(f"a value must not hold itself, got an alias that does in line {node.start_mark.line + 1}")
+    return known[node]
+
+
+def _check_bounds(values: Any, levels: int) -> None:
+    """Raise ValueError for nesting below `levels`, or for whole numbers beyond 64 bits."""
+    for value in values:
+        if isinstance(value, dict | list):
+            if not levels:
+                raise ValueError(_TOO_DEEP)
+            _check_bounds(value.values() if isinstance(value, dict) else value, levels - 1)
+        elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+            raise ValueError(f"whole numbers must fit into 64 bits, got one of {value.bit_length()}")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    with _unfinished(path.parent) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        os.chmod(file.name, 0o644)
+        if os.name == "nt":
+            file.close()  # what is open cannot be replaced there
+        os.replace(file.name, path)
+
+
+@contextmanager
+def _unfinished(folder: Path) -> Iterator[IO[bytes]]:
+    """A new file, locked while this process lives; removed at the end unless it has become another."""
+    while True:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED, delete=False) as file:
+            try:
+                _lock(file, wait=True)
+                if os.path.exists(file.name):  # else somebody took it for abandoned before the lock
+                    yield file
+                    return
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)  # Ctrl-C may come right after the replacement
+                raise
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove unfinished files whose processes have ended."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        with suppress(OSError), path.open("r+b") as file:  # somebody else may finish or remove it at any time
+            if _lock(file, wait=False):
+                path.unlink()
+
+
+def _lock(file: IO[bytes], *, wait: bool) -> bool:
+    """Lock a file until it is closed or its process ends; False where another has it, or where there are no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (ImportError, OSError):
+        return False
+    return True

@@ -1,6 +1,7 @@
 """CIFAR-10 and CIFAR-100: the pickles, read without running them, or the binary version, packed or not."""
 
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,16 @@ from torch import Tensor
 from torchrope.data.cache import cache_folder
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
+from torchrope.data.gzipped import LimitedGzip
 from torchrope.data.pickles import read_arrays
 from torchrope.data.tensors import TensorSet, balanced_subset, byte_sets
 from torchrope.data.transforms import resize_bytes
 
 IMAGE_SIZE = 32
 PIXELS = 3 * IMAGE_SIZE * IMAGE_SIZE
+UNPACKED = 2 * 60_000 * (PIXELS + 2)
+"""Bytes that an archive may hold, twice as many as any of the four does."""
+LARGEST_LABEL = 99
 
 ADDRESS = "https://www.cs.toronto.edu/~kriz"
 FINE_CLASSES = """
@@ -165,17 +170,17 @@ def unpack(archive: Path, files: list[str]) -> dict[str, bytes]:
     """Read files from an archive into memory, whatever folder it has them in; nothing is written to disk.
 
     Raises:
-        ValueError: it cannot be read, or lacks one.
+        ValueError: it cannot be read, holds more than CIFAR does, or lacks one.
     """
     found: dict[str, bytes] = {}
     try:
-        with tarfile.open(archive, "r:*") as opened:
+        with LimitedGzip(archive, UNPACKED) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as opened:
             for member in opened:
                 name = member.name.rpartition("/")[2]
                 content = opened.extractfile(member) if member.isfile() and name in files else None
                 if content is not None:
                     found[name] = content.read()
-    except (OSError, EOFError, tarfile.TarError) as error:
+    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
         raise ValueError(f"{archive} must be a readable, whole archive, as at {ADDRESS}, got: {error}") from error
     missing = [file for file in files if file not in found]
     if missing:
@@ -200,6 +205,8 @@ def read_python(content: bytes, label_key: str, file: str) -> tuple[Tensor, Tens
     if not isinstance(labels, list) or len(labels) != len(images) or {type(label) for label in labels} - {int}:
         count = len(labels) if isinstance(labels, list) else type(labels).__name__
         raise ValueError(f"{file} must hold {label_key!r}, one number per picture = {len(images)}, got {count}")
+    if any(not 0 <= label <= LARGEST_LABEL for label in labels):
+        raise ValueError(f"{file} must hold {label_key!r} between 0 and {LARGEST_LABEL}, got others")
     return images.view(-1, 3, IMAGE_SIZE, IMAGE_SIZE), torch.tensor(labels, dtype=torch.int64)
 
 

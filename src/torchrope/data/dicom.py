@@ -1,6 +1,7 @@
 """DICOM files: an index of their headers, series in the order of space, values in Hounsfield units."""
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from pydicom.pixels import apply_modality_lut
 from rich.console import Console
 from rich.progress import track
 
-from torchrope.data.faults import reason
+from torchrope.data.faults import check_claim, reason
 from torchrope.files import read_mapping, write_whole
 
 INDEX_NAME = ".torchrope-headers.json"
@@ -72,10 +73,7 @@ def read_header(path: Path) -> Header:
     Raises:
         ValueError: it is no DICOM file, or does not say where its slice lies.
     """
-    try:
-        dataset = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=TAGS)
-    except (InvalidDicomError, EOFError) as error:
-        raise ValueError("no DICOM file, or damaged") from error
+    dataset = _read_dataset(path, stop_before_pixels=True, specific_tags=TAGS)
     missing = [tag for tag in NEEDED if tag not in dataset or dataset.get_item(tag).value in (None, b"")]
     if missing:
         raise ValueError(f"no {', '.join(missing)} in the header")
@@ -87,7 +85,7 @@ def read_header(path: Path) -> Header:
         position=_floats(dataset, "ImagePositionPatient", 3),
         orientation=_floats(dataset, "ImageOrientationPatient", 6),
         spacing=_floats(dataset, "PixelSpacing", 2),
-        thickness=float(_text(dataset, "SliceThickness") or 1.0),
+        thickness=_floats(dataset, "SliceThickness", 1)[0] if _text(dataset, "SliceThickness") else 1.0,
         shape=(int(dataset.Rows), int(dataset.Columns)),
     )
 
@@ -161,10 +159,9 @@ def read_slice(path: Path) -> torch.Tensor:
     """Read a slice's values `(rows, columns)`, rescaled as its header says: Hounsfield units for CT.
 
     Raises:
-        ValueError: it is no DICOM file, is damaged, or has more than one plane.
+        ValueError: it is no DICOM file, is damaged, has more than one plane, or values that are not finite.
     """
-    dataset = _read_dataset(path)
-    return _plane(apply_modality_lut(dataset.pixel_array, dataset))
+    return _rescaled(_read_dataset(path), path)
 
 
 def read_head_ct(path: Path) -> torch.Tensor:
@@ -178,23 +175,64 @@ def read_head_ct(path: Path) -> torch.Tensor:
     """
     dataset = _read_dataset(path)
     unsigned_12_bits = dataset.BitsStored == 12 and not dataset.PixelRepresentation
-    wrong = unsigned_12_bits and dataset.get("RescaleIntercept", 0) > -100
+    wrong = unsigned_12_bits and _rescaling(dataset)[1] > -100
     if not wrong:
-        return _plane(apply_modality_lut(dataset.pixel_array, dataset))
-    return _plane((dataset.pixel_array.astype(np.int32) + 1000) % 4096 - 1000)
+        return _rescaled(dataset, path)
+    return _plane((_stored(dataset, path).astype(np.int32) + 1000) % 4096 - 1000)
 
 
-def _read_dataset(path: Path) -> Any:
+class _Bounded(io.BufferedReader):
+    """A file that is asked for no more than it has: memory is taken for all that an element claims to be long."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path))
+        self.size = path.stat().st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self.size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
+
+
+def _read_dataset(path: Path, **options: Any) -> Any:
     try:
-        return pydicom.dcmread(path)
+        with _Bounded(path) as file:
+            return pydicom.dcmread(file, **options)
     except (InvalidDicomError, EOFError) as error:
-        raise ValueError(f"{path.name}: no DICOM file, or damaged") from error
+        raise ValueError("no DICOM file, or damaged") from error
+
+
+def _rescaled(dataset: Any, path: Path) -> torch.Tensor:
+    """The values in the units of the header."""
+    _rescaling(dataset)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _plane(apply_modality_lut(_stored(dataset, path), dataset))
+
+
+def _rescaling(dataset: Any) -> tuple[float, float]:
+    """Slope and intercept of the header, 1 and 0 where it has none."""
+    slope = _floats(dataset, "RescaleSlope", 1)[0] if "RescaleSlope" in dataset else 1.0
+    intercept = _floats(dataset, "RescaleIntercept", 1)[0] if "RescaleIntercept" in dataset else 0.0
+    if not slope:
+        raise ValueError(f"RescaleSlope must not be 0, got {_text(dataset, 'RescaleSlope')}")
+    return slope, intercept
+
+
+def _stored(dataset: Any, path: Path) -> np.ndarray:
+    """The values as they are in the file."""
+    numbers = [int(dataset.get(tag) or 1) for tag in ("Rows", "Columns", "SamplesPerPixel", "NumberOfFrames")]
+    if numbers[2:] != [1, 1]:
+        raise ValueError(f"a slice must be of one value a pixel and one frame, got {numbers[2]} and {numbers[3]}")
+    check_claim(math.prod(numbers) * int(dataset.get("BitsAllocated") or 1) // 8, path.stat().st_size)
+    return dataset.pixel_array
 
 
 def _plane(values: np.ndarray) -> torch.Tensor:
     if values.ndim != 2:
         raise ValueError(f"a slice must have rows and columns alone, got the shape {values.shape}")
-    return torch.from_numpy(values.astype(np.float32))
+    plane = torch.from_numpy(values.astype(np.float32))
+    if not plane.isfinite().all():
+        raise ValueError(f"values must be finite, got {int((~plane.isfinite()).sum())} that are not")
+    return plane
 
 
 def _text(dataset: Any, tag: str) -> str:
@@ -204,9 +242,13 @@ def _text(dataset: Any, tag: str) -> str:
 
 
 def _floats(dataset: Any, tag: str, number: int) -> tuple[float, ...]:
-    numbers = tuple(float(value) for value in _text(dataset, tag).split("\\"))
+    try:
+        numbers = tuple(float(value) for value in _text(dataset, tag).split("\\"))
+    except ValueError:
+        numbers = ()
     if len(numbers) != number or not all(math.isfinite(value) for value in numbers):
-        raise ValueError(f"{tag} must be {number} numbers, got {_text(dataset, tag)}")
+        wanted = "a finite number" if number == 1 else f"{number} finite numbers"
+        raise ValueError(f"{tag} must be {wanted}, got {_text(dataset, tag)[:60]!r}")
     return numbers
 
 

@@ -1,6 +1,5 @@
 """Fashion-MNIST, from a folder, from Debian's package, or from the network."""
 
-import gzip
 import math
 import zlib
 from pathlib import Path
@@ -11,10 +10,13 @@ from torch import Tensor
 from torchrope.data.cache import cache_folder
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
+from torchrope.data.gzipped import LimitedGzip
 from torchrope.data.tensors import TensorSet, balanced_subset, normalised_sets
 from torchrope.data.transforms import resize
 
 IMAGE_SIZE = 28
+UNPACKED = 2 * 60_000 * IMAGE_SIZE**2
+"""Bytes that a file may hold, twice as many as the largest does."""
 FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -133,8 +135,8 @@ def read_idx(path: Path, axes: int) -> Tensor:
         ValueError: the file cannot be read, or is not what its header states.
     """
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
+        content = _unpack(path) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{path} must be a readable, whole file, got: {error}") from error
     start = 4 + 4 * axes
     if len(content) < start or content[:4] != bytes([0, 0, UNSIGNED_BYTE, axes]):
@@ -143,3 +145,8 @@ def read_idx(path: Path, axes: int) -> Tensor:
     if len(content) - start != math.prod(shape) or not math.prod(shape):
         raise ValueError(f"{path} must hold the {math.prod(shape)} values of its header, got {len(content) - start}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).view(shape)
+
+
+def _unpack(path: Path) -> bytes:
+    with LimitedGzip(path, UNPACKED) as file:
+        return file.read()

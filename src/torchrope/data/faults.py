@@ -8,6 +8,10 @@ from typing import Generic, TypeVar
 import torch
 
 NAMED_IN_WARNING = 5
+LARGEST_RATIO = 1032
+"""A byte holds so many at most where deflate compressed them, as in .gz."""
+ANY_FILE = 2**28
+"""Bytes that any file may claim: images of one value compress better than that."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,17 @@ def reason(error: Exception) -> str:
     """Say in one line what an error of a decoder means."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "truncated" if "truncated" in text.lower() else text
+
+
+def check_claim(claimed: int, size: int) -> None:
+    """Raise ValueError where a header claims more bytes than its file can hold, before memory is taken for them.
+
+    Args:
+        claimed: Bytes of pixels or voxels, by the header.
+        size: Bytes of the file.
+    """
+    if claimed > max(LARGEST_RATIO * size, ANY_FILE):
+        raise ValueError(f"the header claims {claimed:,} bytes, more than a file of {size:,} can hold")
 
 
 def find_faults(

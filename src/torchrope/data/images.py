@@ -24,6 +24,8 @@ VAL_FRACTION = 0.2
 CROP_SCALE = (0.6, 1.0)
 PARTS = ("train", "val")
 STATISTICS_IMAGES = 512
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+"""Those of torchvision's extensions; Pillow reads others by running programs."""
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
 
 Sample = tuple[str, int]  # path below root, label
@@ -228,12 +230,26 @@ def unreadable(error: OSError) -> ValueError:
     return ValueError(f"every folder below root must be readable, got {error.filename!r}: {error.strerror}")
 
 
+def open_image(path: Path | BinaryIO) -> Image.Image:
+    """Open a picture of one of `FORMATS`, whatever its name says.
+
+    Raises:
+        UnidentifiedImageError: it is of none.
+        ValueError: it has more pixels than Pillow reads without a warning.
+    """
+    file = Image.open(path, formats=FORMATS)
+    if Image.MAX_IMAGE_PIXELS is not None and file.width * file.height > Image.MAX_IMAGE_PIXELS:
+        file.close()
+        raise ValueError(f"{file.width}x{file.height} pixels, more than {Image.MAX_IMAGE_PIXELS:,}")
+    return file
+
+
 def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
     """Decode an 8-bit picture as RGB, upright.
 
     With `size` a JPEG is decoded at a fraction of its resolution where that still leaves twice as much per side.
     """
-    with Image.open(path) as file:
+    with open_image(path) as file:
         if size is not None:
             file.draft("RGB", (2 * size, 2 * size))
         if file.mode.startswith(("I", "F")):
@@ -245,7 +261,7 @@ def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
 
 def explain_fault(error: Exception) -> str:
     """Say what is wrong with a picture that cannot be decoded."""
-    return "not an image" if isinstance(error, UnidentifiedImageError) else reason(error)
+    return f"no image ({', '.join(FORMATS)})" if isinstance(error, UnidentifiedImageError) else reason(error)
 
 
 def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], list[Sample]]:

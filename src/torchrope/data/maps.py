@@ -5,7 +5,6 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision import tv_tensors
 
@@ -22,7 +21,7 @@ from torchrope.data.dense import (
     of_photographs,
 )
 from torchrope.data.faults import Fault, find_faults, name_some, tell_skipped
-from torchrope.data.images import list_samples, load_image
+from torchrope.data.images import list_samples, load_image, open_image
 
 SIZE = 512
 SCALE_JITTER = (0.5, 2.0)
@@ -147,7 +146,7 @@ def read_mask(path: Path) -> Tensor:
     Raises:
         ValueError: it has several channels, or more than 8 bits.
     """
-    with Image.open(path) as file:
+    with open_image(path) as file:
         if file.mode not in ("P", "L", "1"):
             raise ValueError(f"its mask must have a palette or one grey channel of 8 bits, got {file.mode} pixels")
         return torch.from_numpy(np.array(file).astype(np.uint8))

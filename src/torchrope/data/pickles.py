@@ -3,6 +3,7 @@
 import io
 import math
 import pickle
+import pickletools
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def read_arrays(content: bytes, what: str) -> dict[str, Any]:
         ValueError: it is damaged, holds something else, or asks for another name; the message tells the name.
     """
     try:
+        _check_claims(content)
         stored = _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
         if not isinstance(stored, dict):
             raise ValueError(f"a {type(stored).__name__} in place of a dict")
@@ -43,6 +45,13 @@ def read_arrays(content: bytes, what: str) -> dict[str, Any]:
     except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{what} must be a whole pickle of plain values and arrays of bytes, got: {why}") from None
+
+
+def _check_claims(content: bytes) -> None:
+    """Raise ValueError where the pickle claims more bytes or values than it has, before memory is taken for them."""
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        if opcode.name.endswith("PUT") and int(argument) > number:  # type: ignore[arg-type]
+            raise ValueError(f"place {argument} for the value of number {number}")
 
 
 class _StandIn:
@@ -72,7 +81,7 @@ class _MakeType(_StandIn):
 
     def __call__(self, code: Any, *_: Any) -> _ByteType:
         if _text(code) not in ("u1", "|u1"):
-            raise ValueError(f"an array of {code!r}, not of bytes")
+            raise ValueError(f"an array of {_text(code)!r}, not of bytes")
         return _ByteType()
 
 
@@ -90,8 +99,10 @@ class _Array(_StandIn):
     def tensor(self) -> Tensor:
         """Uint8 of its shape."""
         content = self.content.encode("latin1") if isinstance(self.content, str) else self.content
+        if not isinstance(self.shape, tuple) or {type(length) for length in self.shape} - {int}:
+            raise ValueError("an array whose shape is no tuple of whole numbers")
         if not isinstance(content, bytes | bytearray) or math.prod(self.shape) != len(content):
-            raise ValueError(f"an array of shape {self.shape} without its bytes")
+            raise ValueError(f"an array of shape {str(self.shape)[:60]} without its bytes")
         if not content:
             return torch.empty(self.shape, dtype=torch.uint8)
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(self.shape)
@@ -111,7 +122,7 @@ class _FromBuffer(_StandIn):
 
     def __call__(self, content: Any, kind: Any, shape: Any, order: Any) -> _Array:
         array = _Array()
-        array.__setstate__((1, shape, kind, order != "C", bytes(content)))
+        array.__setstate__((1, shape, kind, order != "C", content))
         return array
 
 
@@ -121,8 +132,8 @@ class _Encode(_StandIn):
     __slots__ = ()
 
     def __call__(self, text: str, encoding: str) -> bytes:
-        if encoding != "latin1":
-            raise ValueError(f"text encoded as {encoding!r}")
+        if _text(encoding) != "latin1":
+            raise ValueError(f"text encoded as {_text(encoding)!r}")
         return text.encode("latin1")
 
 
@@ -150,4 +161,6 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    return value.decode("latin1") if isinstance(value, bytes) else str(value)
+    if not isinstance(value, bytes | str):  # and never str(value): lists of lists of one list have no end
+        raise ValueError(f"{type(value).__name__} in place of text")
+    return value.decode("latin1") if isinstance(value, bytes) else value

@@ -14,13 +14,14 @@ from typing import Any
 import nibabel
 import numpy as np
 import torch
+from nibabel.openers import ImageOpener
 from torch import Tensor
 
 from torchrope.data.cache import cache_folder
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
 from torchrope.data.dicom import Header, by_series, in_order, index_headers, read_slice
-from torchrope.data.faults import Fault, name_some, reason, tell_skipped
+from torchrope.data.faults import Fault, check_claim, name_some, reason, tell_skipped
 from torchrope.data.images import choose, existing_folder, hold_out, unreadable
 from torchrope.data.streamed import StreamedSet
 from torchrope.data.transforms import resize
@@ -268,7 +269,8 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
         OSError: a file cannot be read; nibabel's errors are of several other kinds, too.
     """
     if paths[0].lower().endswith(NIFTI_EXTENSIONS):
-        values = torch.from_numpy(_axial(nibabel.load(root / paths[0])).get_fdata(dtype=np.float32).copy())
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = torch.from_numpy(_axial(_load_nifti(root / paths[0])).get_fdata(dtype=np.float32).copy())
         if not values.isfinite().all():
             raise ValueError(f"voxels must be finite, got {int((~values.isfinite()).sum())} that are not")
         return values
@@ -276,6 +278,8 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
     for path in paths:
         try:
             planes.append(read_slice(root / path))
+        except MemoryError:
+            raise
         except Exception as error:  # pydicom's decoders raise many kinds
             raise ValueError(f"{path}: {reason(error)}") from error
     return torch.stack(planes)
@@ -327,9 +331,10 @@ def nifti_volume(root: Path, path: str) -> Volume:
     """Read the header of a NIfTI file.
 
     Raises:
-        ValueError: it has not three axes, no voxels, voxels without a size, or values that are no numbers.
+        ValueError: it has not three axes, no voxels, voxels without a size, values that are no numbers or are scaled
+            by none, or claims more voxels than it can hold.
     """
-    image: Any = nibabel.load(root / path)
+    image = _load_nifti(root / path)
     if len(image.shape) != 3:
         raise ValueError(f"a volume must have three axes, got the shape {image.shape}")
     if 0 in image.shape:
@@ -406,6 +411,17 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
         if None in row:  # what is beyond the columns; DictReader's types do not know of it
             raise ValueError(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")
     return rows
+
+
+def _load_nifti(path: Path) -> Any:
+    """Open a NIfTI file whose header its size and its values can agree with."""
+    image: Any = nibabel.load(path)
+    check_claim(math.prod(image.shape) * image.get_data_dtype().itemsize, path.stat().st_size)
+    with ImageOpener(str(path)) as file:
+        slope = float(type(image).header_class.from_fileobj(file, check=False)["scl_slope"])
+    if math.isinf(slope):  # nibabel takes it for no scaling, as NaN and 0 are
+        raise ValueError(f"scl_slope must be finite, got {slope}")
+    return image
 
 
 def _axial(image: Any) -> Any:

@@ -1,10 +1,10 @@
 """Read what studies found, `<study>[-<data>].json`, and refuse in one line what the report cannot show."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from torchrope.files import parse_json
 from torchrope.report.pictures import runs
 from torchrope.report.shape import check, check_kind, short
 
@@ -145,8 +145,8 @@ def read_study(file: Path) -> Study:
         ValueError: it is no JSON, of another schema, or lacks a part; the message names the file and the place.
     """
     try:
-        study = _showable(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, OSError, RecursionError) as error:
+        study = _showable(parse_json(file.read_text(encoding="utf-8")))
+    except (ValueError, OSError) as error:
         raise ValueError(f"a study must be JSON, got {file}: {error}") from None
     try:
         check_study(study)

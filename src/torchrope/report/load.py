@@ -1,9 +1,9 @@
 """Read `results.json` and refuse, in one line, what the report cannot show."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from torchrope.files import parse_json
 from torchrope.report.shape import check, check_kind, short
 
 Results = dict[str, Any]
@@ -83,7 +83,7 @@ def read_results(path: Path) -> Results:
         raise ValueError(f"a report needs the results.json of `torchrope {STUDY}`, got no file at {path}")
     try:
         # NaN and Infinity are no JSON: a loss that diverged reads as missing.
-        results = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+        results = parse_json(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except ValueError as error:
         raise ValueError(f"results must be JSON, got {path}: {error}") from None
     try:

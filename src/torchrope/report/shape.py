@@ -3,6 +3,7 @@
 from typing import Any
 
 _WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false", dict: "an object"}
+_LARGEST = {int: 10**15, float: 1e300}  # beyond, drawing overflows
 
 
 def check(value: Any, shape: Any, where: str) -> None:
@@ -23,11 +24,15 @@ def check(value: Any, shape: Any, where: str) -> None:
 
 
 def check_kind(value: Any, kind: type, where: str) -> None:
-    """Raise ValueError unless a value is of a type; true and false are no numbers."""
+    """Raise ValueError unless a value is of a type, and a number finite; true and false are no numbers."""
     accepted = (int, float) if kind is float else kind
     is_bool_for_number = isinstance(value, bool) and kind is not bool
     if not isinstance(value, accepted) or is_bool_for_number:
         raise ValueError(f"{where} must be {_WORDS[kind]}, got {short(value)}")
+    if isinstance(value, int | float):
+        largest = _LARGEST[float if isinstance(value, float) else int]
+        if not abs(value) <= largest:  # nor NaN
+            raise ValueError(f"{where} must lie within ±{largest:g}, got {short(value)}")
 
 
 def short(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from torchrope.files import read_mapping, remove_unfinished, write_whole
+from torchrope.files import holds_files, read_mapping, write_whole
 from torchrope.studies.config import CompareConfig
 from torchrope.training.config import MAY_CHANGE, differences, plain
 
@@ -39,6 +39,7 @@ class StudyFolder:
         self.data_file = path / "data.json"
         self.costs_file = path / "costs.json"
         self.results_file = path / "results.json"
+        self.runs = path / "runs"
 
     def claim(self, config: CompareConfig, fingerprint: str) -> CompareConfig:
         """Make the folder this configuration's; encodings and seeds may be added to those already there.
@@ -54,26 +55,30 @@ class StudyFolder:
             ValueError: it belongs to another configuration, or holds files that no comparison wrote.
         """
         mine = plain(config)
-        remove_unfinished(self.path, (self.config_file.name, self.data_file.name))
         if self.config_file.exists():
             theirs = self._stored_config()
             different = differences(theirs, mine, but=(*MAY_GROW, *MAY_CHANGE))
             if different:
                 rule = "--out must be a new folder or one of the same configuration"
                 raise ValueError(f"{rule}, got {self.path} with {different}")
-            if read_mapping(self.data_file, "data.json").get("fingerprint") != fingerprint:
-                raise ValueError(f"the data must be what it was, got other examples than {self.path} was trained on")
+            self._check_data(fingerprint)
             mine["encodings"] = list(dict.fromkeys([*theirs["encodings"], *mine["encodings"]]))
             mine["seeds"] = max(theirs["seeds"], mine["seeds"])
-        elif self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
+        elif self.path.is_file() or holds_files(self.path):
             raise ValueError(f"--out must be a new folder, an empty one, or one of torchrope compare, got {self.path}")
+        write_whole(self.config_file, yaml.safe_dump(mine, sort_keys=False))  # first: it makes the folder this one's
         write_json(self.data_file, {"fingerprint": fingerprint})
-        write_whole(self.config_file, yaml.safe_dump(mine, sort_keys=False))
         return replace(config, encodings=mine["encodings"], seeds=mine["seeds"])
+
+    def _check_data(self, fingerprint: str) -> None:
+        if not self.data_file.exists() and not self.runs.exists():
+            return  # ended between the two files of a claim, with nothing trained
+        if read_mapping(self.data_file, "data.json").get("fingerprint") != fingerprint:
+            raise ValueError(f"the data must be what it was, got other examples than {self.path} was trained on")
 
     def run_folder(self, run: Run) -> Path:
         """Where a run keeps its files."""
-        return self.path / "runs" / f"{run.encoding.replace(':', '-')}-seed{run.seed}"
+        return self.runs / f"{run.encoding.replace(':', '-')}-seed{run.seed}"
 
     def result(self, run: Run) -> dict[str, Any] | None:
         """The measures of a finished run, None where it is not finished."""

@@ -44,6 +44,10 @@ class AveragedWeights(WeightAveraging):
         both = {name: parts(checkpoint[name], mine) for name in ("state_dict", "current_model_state")}
         super().on_load_checkpoint(trainer, pl_module, {**checkpoint, **both})
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the step of the last update."""
+        super().load_state_dict({"latest_update_step": int(state_dict["latest_update_step"])})
+
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the average in the model, also where a finished run had nothing more to train."""
         self._copy_average_to_current(pl_module)

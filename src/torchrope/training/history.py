@@ -3,7 +3,7 @@
 import io
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from csv import DictWriter
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,11 @@ class SeedEpoch(Callback):
         return {"generators": of_all_processes(_generators())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the states for the first batch."""
+        """Keep the states for the first batch, if they are such."""
+        mine = _generators()
+        for states in state_dict["generators"]:
+            _set_generators(states)
+        _set_generators(mine)
         self.kept = state_dict["generators"]
 
 
@@ -109,8 +113,11 @@ class History(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up where the checkpoint was written."""
-        self.rows = state_dict["rows"]
-        self.spent = state_dict.get("seconds", 0.0)
+        rows = state_dict["rows"]
+        if not all({"epoch", "seconds"} <= set(row) and _are_numbers(row.values()) for row in rows):
+            raise TypeError("a learning curve must be made of numbers")
+        self.rows = list(rows)
+        self.spent = float(state_dict.get("seconds", 0.0))
         self.sums = state_dict.get("sums", [])
 
     def _write(self) -> None:
@@ -128,6 +135,10 @@ def of_all_processes(value: Any) -> list[Any]:
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
 
 
 def _generators() -> dict[str, Any]:

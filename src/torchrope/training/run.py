@@ -18,14 +18,15 @@ from torch.distributed.tensor import DTensor
 from torchrope.data.build import make_data
 from torchrope.data.config import DataConfig
 from torchrope.data.datamodule import DataModule
-from torchrope.files import read_mapping, remove_unfinished, write_whole
+from torchrope.files import holds_files, read_mapping, write_whole
 from torchrope.training.averaging import AveragedWeights
 from torchrope.training.checkpoints import (
     CHECKPOINT,
     WEIGHTS,
-    WITHIN_EPOCH,
+    FitsOptimizer,
     WholeCheckpoints,
     WithinEpoch,
+    damaged,
     every_epoch,
     newest,
     read_weights,
@@ -49,7 +50,7 @@ from torchrope.training.interruption import Interrupted, SaveOnSignal
 from torchrope.training.models import build_for_costs, build_model
 from torchrope.training.module import Module
 from torchrope.training.pretrained import load_backbone
-from torchrope.training.skipped import SKIPPED, KeepSkipped
+from torchrope.training.skipped import KeepSkipped
 from torchrope.training.start import start_from
 from torchrope.training.watch import Speed, count_tokens, loggers
 
@@ -127,6 +128,7 @@ def train(
                 KeepSkipped(folder, data),
                 *callbacks(config, data, folder, module.guess_loss),
                 every_epoch(folder),
+                FitsOptimizer(),
                 *trainer_settings.pop("callbacks", []),
             ],
             plugins=[WholeCheckpoints(plain(config))],
@@ -156,6 +158,10 @@ def train(
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
             fits = False
+        except Exception as error:
+            if not trainer._checkpoint_connector._loaded_checkpoint or resume is None:
+                raise
+            raise damaged(resume) from error  # it was being restored
     if not fits:
         raise ValueError(_what_would_fit(config, data, trainer))
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -209,8 +215,7 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
 def _claim(folder: Path, config: RunConfig) -> None:
     """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
     file = folder / CONFIG
-    remove_unfinished(folder, (CONFIG, CHECKPOINT, WITHIN_EPOCH, WEIGHTS, CURVE, SKIPPED))
-    if not file.exists() and folder.is_dir() and any(folder.iterdir()):
+    if not file.exists() and holds_files(folder):
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     if file.exists():
         different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), but=MAY_CHANGE)

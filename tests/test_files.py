@@ -1,0 +1,175 @@
+"""Files that are whole or not there: kills, processes side by side, and content that is nested or grows without end."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrope.files import holds_files, parse_json, read_mapping, write_whole
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from torchrope.files import write_whole
+def stop(_):
+    print("written", flush=True)
+    sys.stdin.readline()
+os.fsync = stop
+write_whole(Path(sys.argv[1]), sys.argv[2])
+"""
+
+
+def stopped_writer(path: Path, content: str) -> "subprocess.Popen[str]":
+    """A process that has written all of a file, and waits for a line before it replaces the old one."""
+    command = [sys.executable, "-c", WRITER, str(path), content]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "written\n"
+    return writer
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_write_whole_removes_what_killed_processes_left_in_the_folder(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a.txt", "old")
+    for name in ("a.txt", "b.txt"):
+        with stopped_writer(tmp_path / name, "half") as writer:
+            writer.kill()
+    assert len(names(tmp_path)) > 1
+    assert (tmp_path / "a.txt").read_text() == "old"
+    write_whole(tmp_path / "c.txt", "new")
+    assert names(tmp_path) == {"a.txt", "c.txt"}
+
+
+def test_write_whole_leaves_alone_what_another_process_is_writing(tmp_path: Path) -> None:
+    with stopped_writer(tmp_path / "a.txt", "theirs") as first, stopped_writer(tmp_path / "b.txt", "theirs") as second:
+        write_whole(tmp_path / "a.txt", "mine")
+        assert (tmp_path / "a.txt").read_text() == "mine"
+        for writer in (first, second):
+            writer.communicate("\n")
+            assert writer.returncode == 0
+    assert names(tmp_path) == {"a.txt", "b.txt"}
+    assert (tmp_path / "a.txt").read_text() == (tmp_path / "b.txt").read_text() == "theirs"
+
+
+def test_write_whole_begins_again_where_its_file_was_taken_for_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, taken = fcntl.flock, []
+
+    def late(file: Any, operation: int) -> None:
+        if not taken:  # another process looked between the file's creation and its lock
+            taken.append(file.name)
+            os.unlink(file.name)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    write_whole(tmp_path / "a.txt", "whole")
+    assert taken
+    assert names(tmp_path) == {"a.txt"}
+    assert (tmp_path / "a.txt").read_text() == "whole"
+
+
+def test_write_whole_needs_no_locks_but_then_cannot_tell_what_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stopped_writer(tmp_path / "a.txt", "theirs") as writer:
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        write_whole(tmp_path / "a.txt", "mine")
+        assert (tmp_path / "a.txt").read_text() == "mine"
+        writer.communicate("\n")
+        assert writer.returncode == 0
+    assert (tmp_path / "a.txt").read_text() == "theirs"
+
+
+def test_write_whole_cleans_up_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(tmp_path / "a.txt", "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"^cannot write .*a\.txt: No space left on device$"):
+        write_whole(tmp_path / "a.txt", "new")
+    assert names(tmp_path) == {"a.txt"}
+    assert (tmp_path / "a.txt").read_text() == "old"
+
+
+def test_holds_files_counts_no_write_that_was_cut_short(tmp_path: Path) -> None:
+    assert not holds_files(tmp_path / "missing")
+    with stopped_writer(tmp_path / "a.txt", "half") as writer:
+        assert not holds_files(tmp_path)
+        writer.kill()
+    assert names(tmp_path)
+    assert not holds_files(tmp_path)
+    (tmp_path / ".notes").write_text("mine")
+    assert holds_files(tmp_path)
+
+
+# Content
+
+
+@pytest.mark.parametrize("wrapped", ["{}", '{"rows": %s}'])
+@pytest.mark.parametrize("levels", [150, 100_000])
+def test_parse_json_refuses_deep_nesting(wrapped: str, levels: int) -> None:
+    text = wrapped.replace("{}", "%s") % ("[" * levels + "]" * levels)
+    with pytest.raises(ValueError, match=r"^nesting must be at most 100 levels deep, got more$"):
+        parse_json(text)
+
+
+def test_parse_json_refuses_numbers_that_fit_no_machine_word() -> None:
+    assert parse_json(f"[{2**63}, {-(2**63)}, true, 1e300, NaN]", lambda _: None) == [
+        2**63,
+        -(2**63),
+        True,
+        1e300,
+        None,
+    ]
+    with pytest.raises(ValueError, match=r"^whole numbers must fit into 64 bits, got one of 1329$"):
+        parse_json('{"a": [{"b": 1' + 400 * "0" + "}]}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [*a]", "a value must not hold itself, got an alias that does in line 1"),
+        ("x: 1\na: &a {b: {c: *a}}", "a value must not hold itself, got an alias that does in line 2"),
+        ("&a [[*a]]", "a value must not hold itself, got an alias that does in line 1"),
+        ("a: " + "[" * 150 + "]" * 150, "nesting must be at most 100 levels deep, got more"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nesting must be at most 100 levels deep, got more"),
+        ("a: 1" + 400 * "0", "whole numbers must fit into 64 bits, got one of 1329"),
+    ],
+)
+def test_read_mapping_refuses_yaml_without_bounds_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"^settings must be whole, got .*mine\.yaml: {message}$"):
+        read_mapping(tmp_path / "mine.yaml", "settings")
+
+
+@pytest.mark.parametrize("repeated", ["[%s]", "{<<: [%s]}"], ids=["lists", "merged"])
+def test_read_mapping_refuses_aliases_that_multiply(tmp_path: Path, repeated: str) -> None:
+    lines = ["l0: &l0 {name: lol}"]
+    lines += [f"l{i}: &l{i} " + repeated % ", ".join(9 * [f"*l{i - 1}"]) for i in range(1, 30)]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"values must be at most 100000 with aliases written out, got more$"):
+        read_mapping(tmp_path / "mine.yaml", "settings")
+
+
+def test_read_mapping_reads_aliases(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]\n")
+    assert read_mapping(tmp_path / "mine.yaml", "settings") == {
+        "a": {"x": 1},
+        "b": {"x": 1, "y": 2},
+        "c": [{"x": 1}, {"x": 1}],
+    }
