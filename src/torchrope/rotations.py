@@ -263,7 +263,7 @@ def exponential(skew: Tensor) -> Tensor:
     """
     skew = skew.contiguous()  # torch.matrix_exp refuses strides that einsum leaves behind
     norm = skew.detach().abs().sum(dim=-1, keepdim=True).amax(dim=-2, keepdim=True)
-    if can_read(norm) and not (norm > _NEAR).any():
+    if skew.is_meta or (can_read(norm) and not (norm > _NEAR).any()):
         return torch.linalg.matrix_exp(skew)
     stays = skew.device.type == "mps" or (can_read(norm) and not (norm > _FAR).any())
     wide = skew if stays else skew.double()
