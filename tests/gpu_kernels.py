@@ -5,7 +5,9 @@ own, because Triton decides for or against it when it is imported.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +16,10 @@ import torch
 from torch import Tensor
 
 from torchrope.ops import gpu, native
-from torchrope.ops.gpu import basis, block, exponential, planar
+from torchrope.ops.gpu import basis, block, exponential, planar, planes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import accuracy
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -258,9 +263,65 @@ def test_skew_exp_errs_at_most_twice_as_much_as_torch(b: int, norm: float) -> No
         assert error(actual).abs().max() <= 2 * error(peer).abs().max() + 1e-7, what
 
 
+@pytest.mark.parametrize("power", [3, 7, 12, 37])
+@pytest.mark.parametrize("b", [3, 16])
+def test_skew_exp_is_orthogonal_at_any_norm(b: int, power: int) -> None:
+    generators = skew_of_norm(10.0**power, 1, 2, 1, b)
+    table = exponential.exp(torch.ones(1, 1, 1, device=DEVICE), generators).double()
+    assert_near((table.mT @ table).float(), torch.eye(b, device=DEVICE).expand_as(table).double(), "R^T R", 1e-5)
+    tangent = normal(1, 2, 1, 1, b * (b - 1) // 2)
+    gradient, _ = exponential.exp_backward(torch.ones(1, 1, 1, device=DEVICE), generators, tangent, False)
+    assert torch.linalg.matrix_norm(gradient).max() <= 1.1 * torch.linalg.matrix_norm(skew(tangent, b)).max()
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # by numpy, in the interpreter
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("b", [2, 8])
+def test_skew_exp_of_one_token_does_not_touch_another(b: int, value: float) -> None:
+    positions, generators = normal(1, 4, 2), skew_of_norm(1.0, 2, 1, 2, b)
+    tangent = normal(1, 1, 4, 2, b * (b - 1) // 2)
+    clean = exponential.exp(positions, generators)
+    clean_slope = exponential.exp_backward(positions, generators, tangent, True)[1]
+    positions[0, 2, 1] = value
+    dirty = exponential.exp(positions, generators)
+    dirty_slope = exponential.exp_backward(positions, generators, tangent, True)[1]
+    others = [0, 1, 3]
+    assert_near(dirty[:, :, others], clean[:, :, others].double(), "other tokens")
+    assert_near(dirty_slope[:, others], clean_slope[:, others].double(), "gradients of other positions")
+    assert dirty[:, :, 2].isfinite().all() == (value == 1e30)
+    assert dirty_slope[:, 2].isfinite().all() == (value == 1e30)
+
+
 def test_skew_exp_of_zero_is_exactly_the_identity() -> None:
     table = exponential.exp(normal(1, 3, 2), torch.zeros(2, 2, 1, 6, 6, device=DEVICE))
     assert torch.equal(table, torch.eye(6, device=DEVICE).expand_as(table))
+
+
+@pytest.mark.parametrize("b", [2, 4, 6, 8, 12, 16, 24, 64])
+def test_planes_of_blocks_of_any_rank(b: int) -> None:
+    kinds = list(accuracy.KINDS)
+    if INTERPRETED and b > 8:  # a second each
+        kinds = ["rank 4"] if b == 64 else ["rank 2", "30 % left", "repeated frequencies"]
+    for kind in kinds:
+        base = accuracy.KINDS[kind](1 if INTERPRETED else 100, b).float().to(DEVICE)
+        turn, angular = (x.double() for x in planes.decompose(base))
+        inside = torch.zeros_like(turn)
+        even = torch.arange(0, b, 2, device=DEVICE)
+        inside[:, even + 1, even], inside[:, even, even + 1] = angular, -angular
+        assert (angular >= 0).all(), kind
+        assert_near((turn @ turn.mT).float(), torch.eye(b, device=DEVICE).expand_as(turn).double(), f"U U^T, {kind}")
+        assert_near((turn @ inside @ turn.mT).float(), base.double(), f"U diag(w) U^T, {kind}")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_planes_of_one_block_do_not_touch_another(value: float) -> None:
+    base = accuracy.KINDS["full"](3, 8).float().to(DEVICE)
+    clean = planes.decompose(base)
+    base[1, 2, 5] = value
+    for one, other in zip(planes.decompose(base), clean, strict=True):
+        assert one[1].isnan().all()
+        assert torch.equal(one[::2], other[::2])
+    assert planes.decompose(base[:0])[0].shape == (0, 8, 8)
 
 
 BASIS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ import torchrope.ops
 triton = pytest.importorskip("triton")
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,15 @@ def basis(dtype: torch.dtype, b: int, outer: bool) -> None:
     basis.rotate_backward(q, k, q, k, *given, outer, True)
 
 
+def planes(b: int) -> None:
+    from torchrope.ops.gpu import planes
+
+    planes.decompose(torch.zeros(3, b, b))
+
+
 FAMILIES: dict[str, Callable[[], None]] = {
+    "planes-b8": lambda: planes(8),
+    "planes-b64": lambda: planes(64),
     "planar-bf16": lambda: planar(torch.bfloat16, 2),
     "block-products-bf16-b8": lambda: block(torch.bfloat16, 16, 8),
     "block-products-bf16-b64": lambda: block(torch.bfloat16, 16, 64),

@@ -12,6 +12,7 @@ from torchrope.ops.gpu import basis as _basis
 from torchrope.ops.gpu import block as _block
 from torchrope.ops.gpu import exponential as _exponential
 from torchrope.ops.gpu import planar as _planar
+from torchrope.ops.gpu import planes as _planes
 
 
 def rotate_planar(
@@ -110,27 +111,8 @@ def skew_exp_backward(exponents: Tensor, tangent: Tensor) -> Tensor:
 
 
 def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Planes and frequencies of skew blocks `(count, b, b)`, b even, by the eigenvectors of a Hermitian matrix.
-
-    i (B + e K), K fixed and e far below float32's step, has no eigenvalue twice and none at zero, so that real and
-    imaginary parts of its eigenvectors are planes; frequencies are read from B itself.
-    """
-    wide = base.double()
-    b = base.shape[-1]
-    step = torch.arange(1, b // 2 + 1, dtype=torch.float64, device=base.device)
-    breaker = wide.new_zeros(b, b)
-    even = torch.arange(0, b, 2, device=base.device)
-    breaker[even + 1, even], breaker[even, even + 1] = step, -step
-    size = wide.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(1e-30)
-    _, vectors = torch.linalg.eigh(torch.complex(torch.zeros_like(wide), wide / size + 1e-9 * breaker))
-    kept = vectors[..., b // 2 :] * 2**0.5  # i B v = w v, w > 0:  B Im v = -w Re v
-    first, second = kept.imag, -kept.real
-    planes = torch.stack([first, second], dim=-1).flatten(-2)
-    basis = torch.linalg.qr(planes).Q
-    basis = basis * (basis * planes).sum(dim=-2, keepdim=True).sign()
-    first, second = basis[..., 0::2], basis[..., 1::2]
-    angular = (second * (wide @ first)).sum(dim=-2)
-    return basis.to(base.dtype), angular.to(base.dtype)
+    """Planes and frequencies of skew blocks `(count, b, b)`, b even:  B = U diag([[0, -w], [w, 0]]) U^T."""
+    return _planes.decompose(base)
 
 
 def _one(exponents: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Exponential of skew blocks:  R = exp(sum_a p_a A_a),  one tile of registers from the generators to the rotation.
 
 Forward: scale G until its norm is below 0.85, sum the Taylor series, square back; what is carried is E = R - I, so that
-small rotations keep their digits. Backward: the integral of e^-uG M e^uG over u in [0, 1], by its series at the same
-scale and one doubling a level.
+small rotations keep their digits. Squarings double the departure from orthogonality, which is renewed every eighth
+time. Backward: the integral of e^-uG M e^uG over u in [0, 1], by its series at the same scale and one doubling a level.
+Matrices of one tile share the scale; what is not finite is set aside, and its results are NaN.
 """
 
 # mypy: allow-untyped-defs
@@ -124,11 +125,13 @@ def _exp_kernel(
         exponent += position[:, None] * _load_generator(
             generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH
         )
+    exponent, finite = _near(exponent, BLOCK, WIDTH)
     _small, excess, levels = _small_exp(exponent)
-    for _ in range(levels):
-        excess = 2 * excess + multiply(excess, excess)
+    for level in range(levels):
+        excess = _squared(excess, level, levels)
     local = tl.arange(0, WIDTH)
     rotation = excess + (local[:, None] == local[None, :]).to(tl.float32)
+    rotation = tl.where(finite[:, None], rotation, float("nan"))
     at = table + matrix[:, None] * (BLOCK * BLOCK) + (local % BLOCK)[:, None] * BLOCK + (local % BLOCK)[None, :]
     tl.store(at, rotation, mask=own)
 
@@ -146,6 +149,7 @@ def _exp_backward_kernel(
         exponent += position[:, None] * _load_generator(
             generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH
         )
+    exponent, finite = _near(exponent, BLOCK, WIDTH)
     small, excess, levels = _small_exp(exponent)
     at, above, below = _upper_entries(matrix, own, BLOCK, WIDTH)
     moment = tl.load(tangent + at, mask=above | below, other=0.0) * 0.5
@@ -156,11 +160,13 @@ def _exp_backward_kernel(
         product = multiply(small, moment)
         moment = (tl.trans(product) - product) / (term + 2)
         integral += moment
-    for _ in range(levels):
-        # J <- (J + R^T J R) / 2  with  R = I + E.
+    for level in range(levels):
+        # J <- (J + R^T J R) / 2  with  R = I + E,  skew to the last bit: a symmetric rest would grow with every level.
         product = multiply(integral, excess)
-        integral += 0.5 * (product - tl.trans(product) + multiply(tl.trans(excess), product))
-        excess = 2 * excess + multiply(excess, excess)
+        product += 0.5 * multiply(tl.trans(excess), product)
+        integral += 0.5 * (product - tl.trans(product))
+        excess = _squared(excess, level, levels)
+    integral = tl.where(finite[:, None], integral, float("nan"))
     tl.store(upper + at, integral, mask=above)
     if NEED_POSITIONS:
         slot = tl.arange(0, WIDTH)
@@ -210,6 +216,34 @@ def _upper_entries(matrix, own, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     place = first * (2 * BLOCK - first - 1) // 2 + tl.maximum(row, column) - first - 1
     at = matrix[:, None] * (BLOCK * (BLOCK - 1) // 2) + place
     return at, own & (row < column), own & (row > column)
+
+
+@triton.jit
+def _near(exponent, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Exponents scaled to norms below 2^40, beyond which float32 knows no angle, and zeros for what is not finite.
+
+    Returns:
+        The tile, and whether the matrix of each row is finite [WIDTH].
+    """
+    slot = tl.arange(0, WIDTH) // BLOCK
+    own = slot[:, None] == slot[None, :]
+    bits = exponent.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # they sort as numbers do, infinity and NaN above
+    of_column = tl.max(tl.where(own, bits, 0), axis=0)
+    of_slot = tl.max(tl.where(own, of_column[None, :], 0), axis=1)  # skew: rows are alike
+    finite = of_slot < 0x7F800000
+    beyond = tl.maximum((of_slot >> 23) - (126 + 40 - 6), 0)  # 2^6 rows at most
+    scale = ((127 - beyond) << 23).to(tl.float32, bitcast=True)
+    return tl.where(finite[:, None], exponent, 0.0) * scale[:, None], finite
+
+
+@triton.jit
+def _squared(excess, level, levels):
+    """(I + E)^2 - I, made orthogonal again each eighth time and at the end:  R <- R (1 - F / 2),  F = R^T R - I."""
+    excess = 2 * excess + multiply(excess, excess)
+    if (level % 8 == 7) | ((level == levels - 1) & (level % 8 >= 4)):
+        half = -0.5 * (excess + tl.trans(excess) + multiply(tl.trans(excess), excess))
+        excess += half + multiply(excess, half)
+    return excess
 
 
 @triton.jit
