@@ -5,21 +5,17 @@ own, because Triton decides for or against it when it is imported.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import accuracy
 import pytest
 import torch
 from torch import Tensor
 
 from torchrope.ops import gpu, native
 from torchrope.ops.gpu import basis, block, exponential, planar, planes
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import accuracy
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -1,34 +1,20 @@
 """benchmarks/accuracy.py: blocks of any rank against float64, and what precision remains far from the origin."""
 
 import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
+import accuracy
 import pytest
 import torch
 
 import torchrope as tr
 from torchrope.ops import library
 
-ROOT = Path(__file__).parents[1]
 BACKENDS = ("auto", "reference")
-
-
-@pytest.fixture(scope="module")
-def accuracy() -> Iterator[ModuleType]:
-    """The script, imported from its folder as `python benchmarks/accuracy.py` has it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import accuracy
-
-    yield accuracy
-    sys.path.remove(str(ROOT / "benchmarks"))
 
 
 @pytest.mark.parametrize("family", [tr.ComRoPELD, tr.ComRoPEAP])
 @pytest.mark.parametrize("b", [2, 3, 4, 6, 8, 16, 64])
-def test_blocks_of_any_rank_are_rotated_rightly(accuracy: ModuleType, b: int, family: type[tr.Encoding]) -> None:
+def test_blocks_of_any_rank_are_rotated_rightly(b: int, family: type[tr.Encoding]) -> None:
     for kind in accuracy.KINDS:
         if (b == 64) <= (kind in ("one plane at rest", "rank 2", "repeated frequencies")):
             checked = accuracy.check_blocks(kind, b, family)
@@ -36,14 +22,14 @@ def test_blocks_of_any_rank_are_rotated_rightly(accuracy: ModuleType, b: int, fa
 
 
 @pytest.mark.slow
-def test_ten_thousand_blocks_are_rotated_rightly(accuracy: ModuleType) -> None:
+def test_ten_thousand_blocks_are_rotated_rightly() -> None:
     checked = accuracy.check_all(10_000, tell=lambda _: None)
     assert sum(one.blocks for one in checked) >= 10_000
     assert {(one.kind, one.block_size) for one in checked} == {(k, b) for k in accuracy.KINDS for b in accuracy.SIZES}
     assert [one for one in checked if one.failures] == []
 
 
-def test_a_lost_plane_is_noticed(accuracy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_plane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_last(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         basis, angular = whole(base)
         angular[..., -1] = 0
@@ -97,7 +83,7 @@ def test_gradients_to_parameters_are_finite_and_bounded_far_out() -> None:
             assert 0 < parameter.grad.abs().max() < 1e6 * 20 * 64 * 64 * 16
 
 
-def test_committed_results_are_those_of_the_page(accuracy: ModuleType) -> None:
+def test_committed_results_are_those_of_the_page() -> None:
     results = json.loads(accuracy.RESULTS.read_text(encoding="utf-8"))
     assert sum(one["blocks"] for one in results["blocks"]) >= 10_000
     assert sum(one["failures"] for one in results["blocks"]) == 0

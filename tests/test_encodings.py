@@ -62,6 +62,25 @@ def test_mixed_starts_from_the_axial_ladder_turned_per_head() -> None:
     assert len(directions.round(decimals=3).unique()) == 4
 
 
+@pytest.mark.parametrize("num_axes", [1, 2, 3, 4])
+def test_mixed_turns_the_axes_by_uniform_rotations(num_axes: int) -> None:
+    """Of the first pair of each axis, whose frequency is 1: orthogonal, determinant 1, no direction preferred."""
+    heads = 4000
+    encoding = tr.MixedRoPE(num_axes=num_axes, num_heads=heads, head_dim=2 * num_axes)
+    turns = encoding.frequencies.detach().movedim(1, 0)  # (heads, axes, axes)
+    assert torch.allclose(turns.mT @ turns, torch.eye(num_axes).expand_as(turns), atol=1e-5)
+    assert torch.allclose(torch.linalg.det(turns), torch.ones(heads), atol=1e-5)
+    if num_axes > 1:
+        # Haar measure: entries have mean 0, variance 1 / N and no correlation with one another.
+        entries = turns.flatten(1)
+        deviation = 5 * heads**-0.5
+        assert entries.mean(dim=0).abs().max() < deviation
+        moments = num_axes * entries.T @ entries / heads
+        if num_axes == 2:  # where two numbers say it all
+            moments = moments[:2, :2]
+        assert (moments - torch.eye(len(moments))).abs().max() < 3 * deviation
+
+
 @pytest.mark.parametrize("num_axes", [1, 2, 3])
 def test_blocks_of_two_are_one_and_the_same_family(num_axes: int) -> None:
     sizes = dict(num_axes=num_axes, num_heads=2, head_dim=12)
@@ -124,6 +143,34 @@ def test_generators_that_were_rounded_to_bfloat16_are_taken(family: type) -> Non
     encoding.set_generators(rounded)
     error = (encoding.generators() - rounded.float()).abs().max()
     assert error <= 0.02 * rounded.abs().max()
+
+
+@pytest.mark.parametrize("share", [1e-6, 1e-4])
+def test_generators_differ_by_rounding_up_to_a_hundred_thousandth(share: float) -> None:
+    """Of the largest: lopsided blocks, heads that differ, entries outside of blocks, axes that are no multiples."""
+    exact = tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4).generators().detach()
+    size = exact.abs().max() * share
+    shared, blocks = exact[:, :1].expand(-1, 2, -1, -1, -1).clone(), torch.zeros(2, 2, 1, 8, 8)
+    blocks[:, :, 0, :4, :4], blocks[:, :, 0, 4:, 4:] = exact.unbind(2)
+    multiples = exact[:1] * torch.tensor([1.0, -2.0])[:, None, None, None, None]
+    cases = [
+        (tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4), exact.clone(), (0, 0, 0, 0, 1)),
+        (tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4, shared_heads=True), shared, (0, 1, 0, (0, 1))),
+        (tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4), blocks, (0, 0, 0, (0, 7))),
+        (tr.ComRoPELD(num_axes=2, num_heads=2, head_dim=8, block_size=4), multiples, (1, 0, 0, (0, 3))),
+    ]
+    for encoding, generators, place in cases:
+        *front, last = place
+        if isinstance(last, tuple):  # keep it skew
+            generators[(*front, *last)] += 2 * size
+            generators[(*front, *reversed(last))] -= 2 * size
+        else:
+            generators[place] += 2 * size
+        if share > 1e-5:
+            with pytest.raises(ValueError, match="got"):
+                encoding.set_generators(generators)
+        else:
+            encoding.set_generators(generators)
 
 
 def test_encodings_build_under_a_narrow_default_dtype() -> None:

@@ -221,3 +221,27 @@ def test_every_operator_is_checked() -> None:
     schemas = torch._C._jit_get_all_schemas()
     defined = {s.name.removeprefix("torchrope::") for s in schemas if s.name.startswith("torchrope::")}
     assert defined == set(operator_calls())
+
+
+@pytest.mark.parametrize("b", [4, 16])
+def test_gradients_through_the_matrices_and_through_the_vectors_add_up(b: int) -> None:
+    """A rotation that rotates, and whose matrices are looked at too: two ways from one loss to the generators."""
+    encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=2 * b, block_size=b)
+    positions, q = torch.rand(5, 2, requires_grad=True), torch.randn(1, 2, 5, 2 * b)
+    weights, masks = torch.randn(1, 2, 5, 2 * b), torch.randn(2, 5, 2 * b, 2 * b)
+    leaves = [encoding.upper, positions]
+
+    def gradients(of_vectors: bool, of_matrices: bool) -> tuple[torch.Tensor, ...]:
+        rotation = encoding(positions)
+        loss = torch.zeros(())
+        if of_vectors:
+            loss = loss + (tr.rotate(q, q, rotation)[0] * weights).sum()
+        if of_matrices:
+            loss = loss + (rotation.matrix() * masks).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    both, first, second = gradients(True, True), gradients(True, False), gradients(False, True)
+    for whole, one, other in zip(both, first, second, strict=True):
+        assert one.any()
+        assert other.any()
+        torch.testing.assert_close(whole, one + other, rtol=1e-3, atol=1e-3)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import accuracy
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.func import vmap
 
 import torchrope as tr
 from torchrope.encodings import Encoding, planar, skew
-from torchrope.encodings.planes import cayley, inverse_cayley
+from torchrope.encodings.planes import cayley, inverse_cayley, planes
 from torchrope.rotations import block_diagonal
 
 KERNELS = pytest.param("native", marks=pytest.mark.skipif(tr.ops.backends.LIBRARY is None, reason="no kernels built"))
@@ -198,6 +199,19 @@ def test_rounding_does_not_mix_the_planes_of_a_large_head(seed: int) -> None:
     encoding = tr.STRING(num_axes=2, num_heads=1, head_dim=64)
     encoding.set_generators(source.generators())
     assert (encoding.generators() - source.generators()).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("b", [2, 3, 5, 8, 16, 33, 64])
+def test_planes_are_those_of_blocks_of_any_rank(b: int) -> None:
+    for kind, make in accuracy.KINDS.items():
+        for base in make(3, b).double():
+            basis, angular = planes(base)
+            inside = torch.zeros(b, b, dtype=torch.float64)
+            even = torch.arange(0, b - 1, 2)
+            inside[even + 1, even], inside[even, even + 1] = angular, -angular
+            assert (angular >= 0).all(), kind
+            assert (basis.mT @ basis - torch.eye(b)).abs().max() <= 1e-12, kind
+            assert (basis @ inside @ basis.mT - base).abs().max() <= 1e-12 * max(base.abs().max().item(), 1.0), kind
 
 
 def test_what_does_not_commute_is_refused() -> None:

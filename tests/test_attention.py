@@ -1,0 +1,53 @@
+"""Attention: what bias, masks and lengths mean, and that its weights are those that it attends with."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchrope as tr
+
+
+def attended(attention: tr.Attention, x: Tensor, weights: Tensor) -> Tensor:
+    """The output for given weights `(batch, heads, tokens, tokens)`."""
+    values = attention.qkv(x).unflatten(-1, (3, attention.num_heads, -1))[:, :, 2].transpose(1, 2)
+    return attention.proj((weights @ values).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("kind", ["none", "bias", "of each head", "mask"])
+def test_weights_are_those_that_attention_attends_with(kind: str, rotated: bool) -> None:
+    attention, x = tr.Attention(16, 2), torch.randn(3, 6, 16)
+    rotation = tr.LieRE(num_axes=1, num_heads=2, head_dim=8, block_size=4)(tr.grid(6)) if rotated else None
+    bias = {
+        "none": None,
+        "bias": torch.randn(6, 6),
+        "of each head": torch.randn(3, 2, 6, 6),
+        "mask": torch.rand(6, 6).fill_diagonal_(1.0) > 0.5,
+    }[kind]
+    weights = attention.weights(x, rotation, bias=bias)
+    assert weights.shape == (3, 2, 6, 6)
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(3, 2, 6))
+    torch.testing.assert_close(attention(x, rotation, bias=bias), attended(attention, x, weights), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_is_true_where_a_query_sees_a_key() -> None:
+    attention, x = tr.Attention(16, 2), torch.randn(1, 4, 16)
+    seen = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 1]]).bool()
+    weights = attention.weights(x, bias=seen)
+    assert (weights[..., ~seen] == 0).all()
+    assert (weights[..., seen] > 0).all()
+    changed = x.clone()
+    changed[:, 2:] += 1
+    assert torch.equal(attention(x, bias=seen)[:, :2], attention(changed, bias=seen)[:, :2])
+
+
+def test_weights_are_the_softmax_of_rotated_scores() -> None:
+    attention, x = tr.Attention(16, 2), torch.randn(2, 5, 16)
+    rotation = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8)(tr.grid(5))
+    q, k, _ = attention.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    matrix, bias = rotation.matrix(), torch.randn(5, 5)
+    turned = [torch.einsum("htij,bhtj->bhti", matrix, each) for each in (q, k)]
+    scores = turned[0] @ turned[1].mT / math.sqrt(8) + bias
+    torch.testing.assert_close(attention.weights(x, rotation, bias=bias), scores.softmax(-1), rtol=1e-4, atol=1e-5)
