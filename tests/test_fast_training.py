@@ -38,6 +38,7 @@ def end(losses: list[float]) -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
 @pytest.mark.parametrize("encoding", ["liere:8", "comrope-ld"])
+@pytest.mark.filterwarnings("ignore:torchrope computes with plain PyTorch:UserWarning")
 def test_kernels_train_like_the_reference_within_the_noise_of_seeds(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
