@@ -20,10 +20,10 @@ test: $(READY)
 
 slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow
-	$(BIN)/python tests/sanitize.py
+	$(BIN)/python tests/support/sanitize.py
 
 sanitize: $(READY)
-	$(BIN)/python tests/sanitize.py
+	$(BIN)/python tests/support/sanitize.py
 
 check: $(READY)
 	$(BIN)/ruff check .

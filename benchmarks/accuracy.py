@@ -24,7 +24,7 @@ from torch import Tensor
 import torchrope as tr
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
-from torchrope.provenance import provenance
+from torchrope.lab.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy.json"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from render import DOCS, RESULTS, render
 
-from torchrope.speed.parity import RedGate
-from torchrope.speed.results import write_results
-from torchrope.speed.suite import Plan, promised, run_suite
+from torchrope.lab.bench.parity import RedGate
+from torchrope.lab.bench.results import write_results
+from torchrope.lab.bench.suite import Plan, promised, run_suite
 
 
 def main() -> int:

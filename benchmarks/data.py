@@ -32,20 +32,20 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 from render import DOCS, RESULTS, render_data
 from torch.utils.data import DataLoader
 
-from torchrope import recipes
-from torchrope.data.augment import EpochSet
-from torchrope.data.build import make_data
-from torchrope.data.config import AugmentConfig
-from torchrope.data.datamodule import collate_once
-from torchrope.data.tensors import byte_sets
-from torchrope.provenance import provenance
-from torchrope.speed.measure import quartiles
-from torchrope.speed.results import VERSION, DataSuite, Loading, Source, write_results
-from torchrope.training.config import RunConfig
-from torchrope.training.cost import count_flops
-from torchrope.training.models import build_model
-from torchrope.training.run import read_config
-from torchrope.training.watch import BACKWARD_AND_FORWARD
+from torchrope.lab import recipes
+from torchrope.lab.bench.measure import quartiles
+from torchrope.lab.bench.results import VERSION, DataSuite, Loading, Source, write_results
+from torchrope.lab.data.augment import EpochSet
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import AugmentConfig
+from torchrope.lab.data.datamodule import collate_once
+from torchrope.lab.data.tensors import byte_sets
+from torchrope.lab.provenance import provenance
+from torchrope.lab.training.config import RunConfig
+from torchrope.lab.training.cost import count_flops
+from torchrope.lab.training.models import build_model
+from torchrope.lab.training.run import read_config
+from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
 
 PEAK_TFLOPS = 989.0
 """H100 and H200 (SXM), bfloat16 without sparsity, by NVIDIA's data sheets."""

@@ -77,7 +77,7 @@ def main() -> int:
 
 def parity_holds() -> bool:
     """Run the tests of all kernels on this device."""
-    laws = ROOT / "tests" / "gpu_kernels.py"
+    laws = ROOT / "tests" / "ops" / "gpu_kernels.py"
     return subprocess.run([sys.executable, "-m", "pytest", "-q", str(laws)], cwd=ROOT, check=False).returncode == 0
 
 
@@ -204,7 +204,7 @@ def training_rows(batch: int, rounds: int, compiled: bool) -> list[Row]:
 
 def training_step(encoding: str, batch: int, compiled: bool) -> Callable[[], object]:
     import torchrope
-    from torchrope.backbones import SIZES
+    from torchrope.models import SIZES
 
     torch.manual_seed(0)
     model = torchrope.ViT((224, 224), patch_size=16, encoding=encoding, **SIZES["base"]).cuda()

@@ -4,9 +4,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchrope.files import write_whole
-from torchrope.report.speed import render_data_docs, render_docs
-from torchrope.report.speed_figures import growth, step_times
-from torchrope.speed.results import DataSuite, Suite, read_results
+from torchrope.lab.bench.results import DataSuite, Suite, read_results
+from torchrope.lab.report.speed import render_data_docs, render_docs
+from torchrope.lab.report.speed_figures import growth, step_times
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"

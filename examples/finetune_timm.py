@@ -19,15 +19,15 @@ import timm
 from torch import nn
 
 import torchrope as tr
-from torchrope.data.build import make_data
-from torchrope.data.config import NAMES_TO_CLASSIFY, DataConfig
-from torchrope.data.datamodule import DataModule
 from torchrope.files import write_whole
-from torchrope.provenance import provenance
-from torchrope.training.classifier import Classifier
-from torchrope.training.config import OptimConfig
-from torchrope.training.evaluate import interval, predict
-from torchrope.training.run import QUIET, lightning_quiet
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import NAMES_TO_CLASSIFY, DataConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.provenance import provenance
+from torchrope.lab.training.classifier import Classifier
+from torchrope.lab.training.config import OptimConfig
+from torchrope.lab.training.evaluate import interval, predict
+from torchrope.lab.training.run import QUIET, lightning_quiet
 
 
 def main() -> None:

@@ -15,10 +15,6 @@ from torchrope._version import __version__ as __version__
 if TYPE_CHECKING:
     from torchrope import testing as testing
     from torchrope.attention import Attention as Attention
-    from torchrope.backbones import Features as Features
-    from torchrope.backbones import Swin as Swin
-    from torchrope.backbones import ViT as ViT
-    from torchrope.backbones import pad as pad
     from torchrope.encodings import STRING as STRING
     from torchrope.encodings import AbsoluteEncoding as AbsoluteEncoding
     from torchrope.encodings import AxialRoPE as AxialRoPE
@@ -43,14 +39,21 @@ if TYPE_CHECKING:
     from torchrope.encodings import yarn_temperature as yarn_temperature
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
-    from torchrope.interop.published import load_published as load_published
-    from torchrope.interop.saving import load as load
-    from torchrope.interop.saving import save as save
-    from torchrope.interop.swap import swap as swap
-    from torchrope.interop.swap import unswap as unswap
+    from torchrope.integrations.pretrained import load_backbone as load_backbone
+    from torchrope.integrations.published import load_published as load_published
+    from torchrope.integrations.saving import load as load
+    from torchrope.integrations.saving import save as save
+    from torchrope.integrations.swap import swap as swap
+    from torchrope.integrations.swap import unswap as unswap
+    from torchrope.models import Features as Features
+    from torchrope.models import Swin as Swin
+    from torchrope.models import ViT as ViT
+    from torchrope.models import pad as pad
     from torchrope.ops import rotate as rotate
     from torchrope.ops import skew_exp as skew_exp
+    from torchrope.positions import JitteredLattice as JitteredLattice
     from torchrope.positions import Packed as Packed
+    from torchrope.positions import VoxelLattice as VoxelLattice
     from torchrope.positions import anchor as anchor
     from torchrope.positions import grid as grid
     from torchrope.positions import jitter as jitter
@@ -68,11 +71,12 @@ if TYPE_CHECKING:
     from torchrope.rotations import Planar as Planar
     from torchrope.rotations import PlanarInBasis as PlanarInBasis
     from torchrope.rotations import Rotation as Rotation
-    from torchrope.training.pretrained import load_backbone as load_backbone
 
-_ROOMS = {
+_NAMES = {
     "torchrope.positions": (
+        "JitteredLattice",
         "Packed",
+        "VoxelLattice",
         "anchor",
         "grid",
         "jitter",
@@ -113,23 +117,23 @@ _ROOMS = {
         "yarn_temperature",
     ),
     "torchrope.attention": ("Attention",),
-    "torchrope.backbones": ("Features", "Swin", "ViT", "pad"),
+    "torchrope.models": ("Features", "Swin", "ViT", "pad"),
     "torchrope.inference": ("absorb", "freeze"),
-    "torchrope.interop.published": ("load_published",),
-    "torchrope.interop.saving": ("load", "save"),
-    "torchrope.interop.swap": ("swap", "unswap"),
-    "torchrope.training.pretrained": ("load_backbone",),
+    "torchrope.integrations.pretrained": ("load_backbone",),
+    "torchrope.integrations.published": ("load_published",),
+    "torchrope.integrations.saving": ("load", "save"),
+    "torchrope.integrations.swap": ("swap", "unswap"),
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-__all__ = ["__version__", "testing", *sorted(_ROOM_OF)]
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = ["__version__", "testing", *sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> object:
     if name == "testing":
         return import_module("torchrope.testing")
-    if name not in _ROOM_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'torchrope' has no attribute {name!r}")
-    value = getattr(import_module(_ROOM_OF[name]), name)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from torchrope.cli import main
+from torchrope.lab.cli import main
 
 sys.exit(main())

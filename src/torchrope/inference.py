@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention
-from torchrope.backbones import ViT
 from torchrope.encodings import STRING, AbsoluteEncoding, Encoding, MixedRoPE
 from torchrope.encodings.planes import planes
+from torchrope.models import ViT
 from torchrope.rotations import Block, Planar, Rotation, block_diagonal
 from torchrope.tensors import wide_dtype
 

@@ -265,6 +265,59 @@ def random_rescale(positions: Tensor, factor: float, *, generator: torch.Generat
     return rescale(positions, _log_uniform(positions, 1, factor, generator))
 
 
+class JitteredLattice(torch.nn.Module):
+    """Place patches on a lattice, and in training off it, each on its own within its cell.
+
+    One draw places a whole batch, as in ComRoPE's code.
+
+    Args:
+        spacing: Distance between patches, one number or one per axis.
+        origin: Position of the first patch, likewise.
+        cell: Width of the cell that a patch stays in, likewise; 0 spares an axis.
+        intensity: Deviation in halves of the cell, before clipping; see `torchrope.jitter`.
+    """
+
+    def __init__(self, spacing: PerAxis, origin: PerAxis, cell: PerAxis, intensity: float) -> None:
+        super().__init__()
+        self.spacing = spacing
+        self.origin = origin
+        self.cell = cell
+        self.intensity = intensity
+
+    def forward(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
+        """Positions `(patches, axes)` of a lattice of these sizes."""
+        positions = grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
+        return jitter(positions, self.cell, intensity=self.intensity) if self.training else positions
+
+
+class VoxelLattice(torch.nn.Module):
+    """Place the patches of every sample by its own voxels:  p = index · patch · spacing / unit.
+
+    Args:
+        patch_size: Voxels of a patch along each axis.
+        unit: The distance that counts as 1, in the unit of the spacings, such as 100.0 for 10 cm where they are in mm.
+
+    Example:
+        >>> place = VoxelLattice((2, 16), unit=100.0)
+        >>> place(1, 3, spacing=torch.tensor([[5.0, 0.5]]))[0, :, 1]
+        tensor([0.0000, 0.0800, 0.1600])
+    """
+
+    def __init__(self, patch_size: Sequence[int], unit: float) -> None:
+        super().__init__()
+        self.patch_size = tuple(patch_size)
+        self.unit = unit
+
+    def forward(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
+        """Positions `(batch, patches, axes)` of a lattice of these sizes, from spacings `(batch, axes)`."""
+        if spacing is None or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
+            came = "none" if spacing is None else tuple(spacing.shape)
+            raise ValueError(f"patches placed by voxels need spacings (batch, {len(sizes)}), got {came}")
+        spacing = spacing.to(device)
+        steps = spacing * torch.as_tensor(self.patch_size, dtype=spacing.dtype, device=device)
+        return grid(*sizes).to(steps) * steps[:, None] / self.unit
+
+
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Samples of several sizes in one sequence, end to end, which attention must keep apart.

@@ -1,0 +1,119 @@
+"""What a saved file says of its model: JSON of one format, checked as a whole before anything of it is used."""
+
+import json
+import math
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torchrope.integrations.settings import (
+    FLAG,
+    LABEL,
+    MAPPING,
+    NOTHING,
+    NUMBERS,
+    Kind,
+    Limits,
+    check,
+    matching,
+    one_of,
+    shown,
+)
+from torchrope.integrations.swap import LIBRARIES
+
+FORMAT = 1
+REBUILDERS = {**LIBRARIES, "torchrope": "torchrope.integrations.own"}
+"""The library that builds a model, and the module of ours that knows its recipes."""
+
+_LONGEST = 2**24
+_ANY = Kind("", lambda value, _: True)  # looked at on its own
+_HEADER = {"format": _ANY, "torchrope": LABEL, "library": one_of(*REBUILDERS), "recipe": _ANY, "swap": _ANY}
+_SWAP = {"encodings": _ANY, "keep_ape": FLAG, "keep_rotation": FLAG, "lattices": _ANY}
+_ENCODING = {"class": matching(r"\w{1,200}", "a name"), "arguments": MAPPING}
+_LATTICE = {"spacing": NUMBERS | NOTHING, "origin": NUMBERS | NOTHING}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What rebuilds a model around its tensors.
+
+    Attributes:
+        library: Which one builds it.
+        recipe: What that library builds it from.
+        swap: The encodings that are put into it, and how; or None.
+    """
+
+    library: str
+    recipe: dict[str, Any]
+    swap: dict[str, Any] | None
+
+
+def read_header(text: str, limits: Limits) -> Header:
+    """The settings of a file, each of a kind that is known and of a size that its tensors explain.
+
+    Raises:
+        ValueError: the first that is not.
+    """
+    given = _parsed(text)
+    if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != FORMAT):
+        raise ValueError(f"its settings must be of format {FORMAT}, got format {shown(given.get('format'))}")
+    check("its settings", given, _HEADER, limits)
+    import_module(REBUILDERS[given["library"]]).check_recipe(given["recipe"], limits)
+    if given["swap"] is not None:
+        _check_swap(given["swap"], limits)
+    return Header(given["library"], tuples(given["recipe"]), given["swap"])
+
+
+def _parsed(text: str) -> Any:
+    """Read JSON whose numbers are finite and fit 64 bits, and whose names come once."""
+    if len(text) > _LONGEST:
+        raise ValueError(f"its settings must be up to {_LONGEST:,} characters, got {len(text):,}")
+    try:
+        return json.loads(
+            text, object_pairs_hook=_once, parse_int=_fitting, parse_float=_finite, parse_constant=_finite
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its settings must be JSON, got {error}") from None
+    except RecursionError:
+        raise ValueError("its settings must be JSON as `save` writes it, got brackets within too many others") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    settings = dict(pairs)
+    if len(settings) < len(pairs):
+        raise ValueError(
+            f"its settings must come once each, got a name twice among {shown([name for name, _ in pairs])}"
+        )
+    return settings
+
+
+def _fitting(digits: str) -> int:
+    if len(digits) > 19:  # 64 bits hold no more
+        raise ValueError(f"its settings must hold numbers of up to 18 digits, got {shown(digits)}")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"its settings must hold finite numbers, got {shown(digits)}")
+    return number
+
+
+def _check_swap(swap: Any, limits: Limits) -> None:
+    check("its swap", swap, _SWAP, limits)
+    for name, kinds in (("encodings", _ENCODING), ("lattices", _LATTICE)):
+        if not isinstance(swap[name], list) or len(swap[name]) > limits.layers:
+            raise ValueError(f"{name} of its swap must be a list of up to {limits.layers}, got {shown(swap[name])}")
+        for one in swap[name]:
+            check(f"each of the {name} of its swap", one, kinds, limits)
+    if len(swap["lattices"]) != len(swap["encodings"]):
+        came = f"{len(swap['lattices'])} for {len(swap['encodings'])} encodings"
+        raise ValueError(f"lattices of its swap must be one for each encoding, got {came}")
+
+
+def tuples(value: Any) -> Any:
+    """JSON knows lists alone; sizes are tuples."""
+    if isinstance(value, dict):
+        return {name: tuples(part) for name, part in value.items()}
+    return tuple(tuples(part) for part in value) if isinstance(value, list) else value

@@ -1,0 +1,91 @@
+"""Checkpoints that papers published, read into the models of this library."""
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchrope.integrations.published import comrope, liere, rope_swin, rope_vit, timm_vit
+from torchrope.integrations.published.files import read_state
+
+_FAMILIES = (rope_vit, timm_vit, rope_swin, liere, comrope)
+
+
+def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
+    """Read a published checkpoint into a model of this library, in eval mode:  same weights, same logits.
+
+    The family is recognised by the names in the file, the architecture is read off its shapes, and every tensor is
+    used once. Pickles are read without running their code.
+
+    Args:
+        path: A `.safetensors` file or one of `torch.save`: a state dict, or a checkpoint that holds one under "model",
+            "state_dict", "model_state_dict" or "module"; prefixes of wrappers are taken off.
+        options: What the shapes do not tell, by family; each is read off the file or as published by default.
+
+            - rope-vit, and timm's `vit_*_patch16_rope_*`: `num_heads`, `input_size`, `encoding`: "axial", or "none"
+              for DeiT III, whose own checkpoints look like those of RoPE-Axial with APE.
+            - timm's ViT, DeiT, DINOv2: `num_heads`, `input_size`.
+            - Swin, Microsoft's, timm's and rope-vit's: `window_size`, `input_size`.
+            - LieRE: `input_size`, `patch_size`, `spacing`, and `layers`. Its forward rotates every layer by layer 0's
+              generators, though its files may hold some for each: "as published" does so, "per layer" uses them all.
+            - ComRoPE: `input_size`, `num_axes`, `activation`: "quick_gelu" or "gelu".
+
+    Returns:
+        A `ViT` or a `Swin` in float32 on the CPU.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is unsafe or damaged, a family that is unknown, or a tensor that is missing, misshapen
+            or left over; in one line, with its name.
+
+    Warns:
+        UserWarning: the file leaves open which of two models it is; the option that says so silences it.
+
+    Example:
+        >>> import tempfile, torch, torchrope
+        >>> names = {"patch_embed.proj.weight": (64, 3, 8, 8), "patch_embed.proj.bias": (64,), "cls_token": (1, 1, 64)}
+        >>> names |= {"pos_embed": (1, 17, 64), "norm.weight": (64,), "norm.bias": (64,)}
+        >>> layer = {"norm1": (64,), "attn.qkv": (192, 64), "attn.proj": (64, 64)}
+        >>> layer |= {"norm2": (64,), "mlp.fc1": (256, 64), "mlp.fc2": (64, 256)}
+        >>> for name, shape in layer.items():
+        ...     names |= {f"blocks.0.{name}.weight": shape, f"blocks.0.{name}.bias": shape[:1]}
+        >>> with tempfile.NamedTemporaryFile(suffix=".pth") as file:
+        ...     torch.save({"model": {name: torch.randn(shape) for name, shape in names.items()}}, file.name)
+        ...     model = torchrope.load_published(file.name)
+        >>> model(torch.randn(1, 3, 32, 48)).shape
+        torch.Size([1, 64])
+
+    References:
+        Heo et al., github.com/naver-ai/rope-vit; Ostmeier et al., github.com/StanfordMIMI/LieRE; Yu et al.,
+        github.com/Longin-Yu/ComRoPE; Wightman, github.com/huggingface/pytorch-image-models.
+    """
+    return convert(read_state(path), **options)
+
+
+def convert(state: Mapping[str, Tensor], **options: Any) -> nn.Module:
+    """Turn the tensors of a published checkpoint into a model, as `load_published` does for a file."""
+    family = family_of(state)
+    takes = options_of(family)
+    foreign = sorted(set(options) - set(takes))
+    if foreign:
+        raise ValueError(
+            f"checkpoints of {family.FAMILY} take the options {', '.join(takes)}, got {', '.join(foreign)}"
+        )
+    return family.convert(state, **options)
+
+
+def family_of(state: Mapping[str, Tensor]) -> Any:
+    """The module that knows checkpoints like these tensors."""
+    family = next((family for family in _FAMILIES if family.recognises(state)), None)
+    if family is None:
+        known = ", ".join(family.FAMILY for family in _FAMILIES)
+        names = ", ".join(sorted(state)[:3])
+        raise ValueError(f"load_published knows checkpoints of {known}, got {len(state)} tensors such as {names}")
+    return family
+
+
+def options_of(family: Any) -> list[str]:
+    """What a family's checkpoints can be told beside their tensors."""
+    return [name for name in inspect.signature(family.convert).parameters if name != "state"]

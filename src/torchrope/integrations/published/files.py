@@ -1,0 +1,143 @@
+"""From a file to a state dict: nothing in the file is executed, prefixes of wrappers are taken off."""
+
+import os
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.integrations.layout import FLOATS, check_name
+from torchrope.integrations.settings import shown
+
+_CONTAINERS = ("model", "state_dict", "model_state_dict", "module")
+_WRAPPERS = ("module.", "model.", "_orig_mod.")
+_DEEPEST = 8  # containers within containers
+_DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_COPIES = 4  # how often tensors of a file may show the same numbers, as shared weights do
+_REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
+
+
+def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint file, by name.
+
+    Args:
+        path: A file of `torch.save` or of safetensors (by its ending): a state dict, or a checkpoint that holds one
+            under "model", "state_dict", "model_state_dict" or "module".
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is neither, is cut short, holds other objects than plain tensors, or has no state dict.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    if not path.is_file():
+        raise ValueError(f"a checkpoint must be a file, got {path}")
+    read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
+    state = _find_state(read(path, size), path.name)
+    for name, tensor in state.items():
+        _check_plain(name, tensor, path.name)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    if held > _COPIES * size:
+        rule = f"tensors must take no more than {_COPIES} times the {size:,} bytes of their file"
+        raise ValueError(f"{rule}, got {held:,} in {path.name}")
+    return _without_wrappers({name: tensor.detach() for name, tensor in state.items()})
+
+
+def _read_safetensors(path: Path, size: int) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is no whole safetensors file: {_first_line(error)}") from error
+
+
+def _read_pickle(path: Path, size: int) -> Any:
+    with path.open("rb") as file:  # errors of the disk are raised here
+        archived = file.read(4) == b"PK\x03\x04"  # as torch.load tells
+    try:
+        if archived:
+            _check_archive(path, size)
+        with warnings.catch_warnings():  # torch tells of its own old formats; the caller cannot change the file
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may fail in any way
+        raise ValueError(_why_unreadable(path.name, error)) from error
+
+
+def _check_archive(path: Path, size: int) -> None:
+    """Refuse an archive whose records are longer than itself: `torch.save` never compresses."""
+    with zipfile.ZipFile(path) as archive:
+        claimed = sum(record.file_size for record in archive.infolist())
+    if claimed > size:
+        raise ValueError(f"its records must fit its {size:,} bytes, got {claimed:,} bytes of them")
+
+
+def _why_unreadable(name: str, error: Exception) -> str:
+    refused = _REFUSED.search(str(error))
+    if refused:
+        return (
+            f"torchrope reads pickles without running their code, got {refused[1]} in {name}; "
+            "save its state dict alone to load it"
+        )
+    if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
+        return (
+            f"torchrope reads pickles without running their code, got an instruction in {name} that tensors never need"
+        )
+    return f"{name} is no whole file of torch.save: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0].rstrip(".")
+
+
+def _find_state(content: Any, name: str) -> dict[str, Tensor]:
+    """The tensors by name, from whatever they are held under."""
+    for _ in range(_DEEPEST):
+        if not isinstance(content, Mapping):
+            raise ValueError(f"a checkpoint must be a dictionary, got {type(content).__name__} in {name}")
+        held = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), Mapping)), None)
+        if held is None:
+            break
+        content = held
+    else:
+        raise ValueError(f"a checkpoint must hold its tensors within {_DEEPEST} dictionaries, got more in {name}")
+    foreign = [key for key, value in content.items() if not isinstance(value, Tensor)]
+    if foreign or not content:
+        places = ", ".join(_CONTAINERS)
+        found = ", ".join(sorted(key if _is_name(key) else shown(key) for key in foreign)[:4]) or "nothing"
+        raise ValueError(
+            f"a checkpoint must be tensors by name, or hold them under one of {places}, got {found} in {name}"
+        )
+    for key in content:
+        check_name(key)
+    return dict(content)
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and key.isprintable() and len(key) <= 100
+
+
+def _check_plain(name: str, tensor: Tensor, file: str) -> None:
+    """Refuse a tensor whose numbers are not all there, or of a type that no model of ours reads."""
+    dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+    if not dense or tensor.is_meta or tensor.dtype not in _DTYPES:
+        kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
+        rule = "tensors of a checkpoint must be dense, of floats of 16 to 64 bits, integers or booleans"
+        raise ValueError(f"{rule}, got {name} of {kind}, {tensor.dtype} in {file}")
+
+
+def _without_wrappers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take off what DistributedDataParallel, torch.compile and Lightning modules put before every name."""
+    for wrapper in _WRAPPERS:
+        if all(name.startswith(wrapper) for name in state):
+            return _without_wrappers({name.removeprefix(wrapper): value for name, value in state.items()})
+    return state

@@ -1,0 +1,171 @@
+"""Swin's checkpoints (Liu et al.), Microsoft's and timm's, and rope-vit's with frequencies in its windows."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE, NoEncoding, RelativePositionBias
+from torchrope.encodings.base import planar
+from torchrope.integrations.published.swin import BUFFERS, from_timm
+from torchrope.integrations.published.tensors import Tensors, emptied, fill, outlined
+from torchrope.models import Swin
+
+FAMILY = "Swin"
+_FREQUENCIES = re.compile(r"stages\.(\d+)\.encodings\.(\d+)\.frequencies")
+_FIRST = "layers.0.blocks.0.attn"
+_HEAD_DIM = 32  # of every published Swin
+_MOST_STAGES = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A Swin as its shapes tell it."""
+
+    dim: int
+    patch_size: tuple[int, int]
+    in_channels: int
+    num_classes: int
+    depths: tuple[int, ...]
+    num_heads: tuple[int, ...]
+    window: int
+    mlp_ratio: float
+    qkv_bias: bool
+
+
+def recognises(state: Mapping[str, Tensor]) -> bool:
+    """Whether it has stages of blocks of attention."""
+    return "patch_embed.proj.weight" in state and f"{_FIRST}.qkv.weight" in state
+
+
+def convert(
+    state: Mapping[str, Tensor],
+    *,
+    window_size: int | None = None,
+    input_size: int | Sequence[int] | None = None,
+) -> Swin:
+    """Make a `Swin` with the bias, where the file has tables, and `MixedRoPE` or `AxialRoPE`, where it has frequencies.
+
+    Frequencies that all heads share, each on one axis alone, are RoPE-Axial's, which rope-vit stores but never trains.
+
+    Args:
+        state: The checkpoint.
+        window_size: Tokens along a window, where neither tables nor buffers tell it; 7 by default.
+        input_size: Training size; by default the one whose last stage is one window, as published.
+
+    Raises:
+        ValueError: what is missing, misshapen or left over.
+    """
+    tensors = Tensors(FAMILY, state)
+    plan = _plan(tensors, state, window_size)
+    for name in itertools.filterfalse(BUFFERS.fullmatch, state):
+        tensors.check_floats(name)
+        if name.endswith(".rope_freqs"):
+            tensors.shape(name, 3)
+    weights = {name: value.float() for name, value in from_timm(state).items()}
+    frequencies = {name: weights.pop(name) for name in list(weights) if _FREQUENCIES.fullmatch(name)}
+    has_bias = f"{_FIRST}.relative_position_bias_table" in state
+    model = outlined(
+        partial(
+            Swin,
+            _input_size(tensors, plan, input_size),
+            patch_size=plan.patch_size,
+            in_channels=plan.in_channels,
+            num_classes=plan.num_classes,
+            dim=plan.dim,
+            depths=plan.depths,
+            num_heads=plan.num_heads,
+            window_size=plan.window,
+            mlp_ratio=plan.mlp_ratio,
+            encoding=_encoding(frequencies),
+            bias=RelativePositionBias if has_bias else None,
+            qkv_bias=plan.qkv_bias,
+        )
+    )
+    _check_shapes(tensors, model, weights)
+    fill(emptied(model), weights)
+    for name, its in frequencies.items():
+        encoding = model.get_submodule(name.removesuffix(".frequencies"))
+        assert isinstance(encoding, Encoding)
+        if its.ndim != 3 or its.shape[1:] != (encoding.num_heads, encoding.head_dim // 2):
+            rule = (2, encoding.num_heads, encoding.head_dim // 2)
+            raise tensors.refusal(
+                f"the rope_freqs of {name.partition('.enc')[0]} must be {rule}, got {tuple(its.shape)}"
+            )
+        encoding.set_generators(planar(its))
+    return model.eval()
+
+
+def _plan(tensors: Tensors, state: Mapping[str, Tensor], window_size: int | None) -> Plan:
+    dim, in_channels, height, width = tensors.shape("patch_embed.proj.weight", 4)
+    window = _window(tensors, window_size)
+    tensors.drop(*filter(BUFFERS.fullmatch, state))
+    stages = tensors.depth("layers.")
+    if stages > _MOST_STAGES:
+        raise tensors.refusal(f"it must have up to {_MOST_STAGES} stages, each twice as wide, got {stages}")
+    classifier = next((name for name in ("head.fc.weight", "head.weight") if name in tensors), None)
+    return Plan(
+        dim=dim,
+        patch_size=(height, width),
+        in_channels=in_channels,
+        num_classes=tensors.shape(classifier, 2)[0] if classifier else 0,
+        depths=tuple(tensors.depth(f"layers.{stage}.blocks.") for stage in range(stages)),
+        num_heads=tuple(_heads(tensors, stage, dim * 2**stage) for stage in range(stages)),
+        window=window,
+        mlp_ratio=tensors.shape("layers.0.blocks.0.mlp.fc1.weight", 2)[0] / dim,
+        qkv_bias=f"{_FIRST}.qkv.bias" in tensors,
+    )
+
+
+def _heads(tensors: Tensors, stage: int, dim: int) -> int:
+    """Heads of a stage, which tables and frequencies have one each of."""
+    attention = f"layers.{stage}.blocks.0.attn"
+    if f"{attention}.relative_position_bias_table" in tensors:
+        return tensors.shape(f"{attention}.relative_position_bias_table", 2)[1]
+    if f"{attention}.rope_freqs" in tensors:
+        return tensors.shape(f"{attention}.rope_freqs", 3)[1]
+    return max(dim // _HEAD_DIM, 1)
+
+
+def _window(tensors: Tensors, window_size: int | None) -> int:
+    """Tokens along a window of the first stage: of an image (2 w - 1)^2 offsets, or w^2 places."""
+    told = None
+    if f"{_FIRST}.relative_position_bias_table" in tensors:
+        told = (math.isqrt(tensors.shape(f"{_FIRST}.relative_position_bias_table", 2)[0]) + 1) // 2
+    elif f"{_FIRST}.rope_t_x" in tensors:
+        told = math.isqrt(tensors.shape(f"{_FIRST}.rope_t_x", 1)[0])
+    if told and window_size not in (None, told):
+        raise tensors.refusal(f"window_size must be {told}, as its tables say, got {window_size}")
+    return told or window_size or 7
+
+
+def _input_size(tensors: Tensors, plan: Plan, input_size: int | Sequence[int] | None) -> tuple[int, ...]:
+    if input_size is None:
+        last = plan.window * 2 ** (len(plan.depths) - 1)
+        return (last * plan.patch_size[0], last * plan.patch_size[1])
+    sizes = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
+    if len(sizes) != 2 or any(size % patch for size, patch in zip(sizes, plan.patch_size, strict=True)):
+        raise tensors.refusal(f"input_size must be two multiples of the patch {plan.patch_size}, got {sizes}")
+    return sizes
+
+
+def _encoding(frequencies: Mapping[str, Tensor]) -> Callable[..., Encoding]:
+    if not frequencies:
+        return NoEncoding
+    return AxialRoPE if all(_is_axial(its) for its in frequencies.values()) else MixedRoPE
+
+
+def _is_axial(frequencies: Tensor) -> bool:
+    """Whether heads agree and every pair turns with one axis: exact zeros are cosines of a right angle there."""
+    alike = bool((frequencies - frequencies[:, :1]).abs().max() < 1e-6)
+    return alike and bool((frequencies.abs().min(dim=0).values < 1e-6).all()) and frequencies.shape[2] % 2 == 0
+
+
+def _check_shapes(tensors: Tensors, model: Swin, weights: Mapping[str, Tensor]) -> None:
+    for name, own in model.state_dict().items():
+        if name in weights and weights[name].shape != own.shape:
+            raise tensors.refusal(f"{name} of torchrope's must be {tuple(own.shape)}, got {tuple(weights[name].shape)}")

@@ -1,0 +1,169 @@
+"""timm models that are built with an encoding:  timm.create_model("torchrope_vit_base_patch16_224", encoding="liere").
+
+Registered when `torchrope.integrations.timm` is imported.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    register_model,
+    swin_transformer,
+    vision_transformer,
+)
+from torch import Tensor, nn
+
+from torchrope.encodings import Encoding
+from torchrope.encodings.base import Init
+from torchrope.integrations.swap import swap
+
+__all__: list[str] = []  # timm writes into it what is registered
+
+
+class VisionTransformer(vision_transformer.VisionTransformer):
+    """timm's vision transformer with an encoding in place of the position table.
+
+    Args:
+        encoding: As `torchrope.swap` takes it.
+        block_size: b, likewise.
+        init: "paper" by default: this model is trained from the start.
+        pos_embed: "none", or "learn" for a table beside the encoding (the papers' RoPE+APE).
+        settings: What timm's class takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoding: str | Encoding | Callable[..., Encoding] = "mixed",
+        block_size: int | None = None,
+        init: Init = "paper",
+        pos_embed: str = "none",
+        **settings: Any,
+    ) -> None:
+        super().__init__(pos_embed=pos_embed, **settings)
+        swap(self, encoding, block_size=block_size, init=init)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters without weight decay: timm's and the encoding's, as in RoPE-ViT."""
+        return super().no_weight_decay() | _of_encodings(self)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Parameters by layer; an encoding belongs to its own."""
+        blocks = [(r"^(?:blocks|rotary\.encodings)\.(\d+)", None), (r"^norm", (99999,))]
+        return {**super().group_matcher(coarse), "blocks": blocks}
+
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Drop layers that features do not need, with their encodings."""
+        kept = super().prune_intermediate_layers(*args, **kwargs)
+        rotary: Any = self.rotary
+        if len(rotary.encodings) > 1:
+            rotary.encodings = rotary.encodings[: len(self.blocks)]
+            del rotary.lattices[len(self.blocks) :]
+        return kept
+
+
+class SwinTransformer(swin_transformer.SwinTransformer):
+    """timm's Swin with an encoding in its windows.
+
+    Args:
+        encoding: As `torchrope.swap` takes it.
+        block_size: b, likewise.
+        init: "paper" by default: this model is trained from the start.
+        keep_bias: Whether the relative position bias stays beside the encoding (the papers' RoPE+RPB).
+        settings: What timm's class takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoding: str | Encoding | Callable[..., Encoding] = "mixed",
+        block_size: int | None = None,
+        init: Init = "paper",
+        keep_bias: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        swap(self, encoding, block_size=block_size, init=init, keep_ape=keep_bias)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters without weight decay: timm's and the encoding's, as in RoPE-ViT."""
+        return super().no_weight_decay() | _of_encodings(self)
+
+
+def _of_encodings(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters() if name.startswith("rotary.")}
+
+
+def _build(
+    family: type[nn.Module], read: Callable[..., Any], features: Any, name: str, pretrained: bool, **settings: Any
+) -> nn.Module:
+    """A model of one of the two classes, as timm builds its own; `features` are the layers given by default."""
+    model: nn.Module = build_model_with_cfg(
+        family,
+        name,
+        pretrained,
+        pretrained_filter_fn=_without_encoding(read),
+        feature_cfg=dict(out_indices=settings.pop("out_indices", features), feature_cls="getter"),
+        **settings,
+    )
+    return model
+
+
+_vit = partial(_build, VisionTransformer, vision_transformer.checkpoint_filter_fn, 3)
+_swin = partial(_build, SwinTransformer, swin_transformer.checkpoint_filter_fn, (0, 1, 2, 3))
+
+
+def _without_encoding(read: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
+    """Let weights of the same model without an encoding load; the encoding keeps its start."""
+
+    def filtered(state: dict[str, Any], model: Any) -> dict[str, Tensor]:
+        if getattr(model, "pos_embed", None) is None:
+            state = {name: value for name, value in state.items() if name != "pos_embed"}
+        own = {name: value for name, value in model.state_dict().items() if name.startswith("rotary.")}
+        return {**own, **read(state, model)}
+
+    return filtered
+
+
+_VIT: dict[str, dict[str, Any]] = {
+    "torchrope_vit_tiny_patch16_224": dict(embed_dim=192, depth=12, num_heads=3),
+    "torchrope_vit_small_patch16_224": dict(embed_dim=384, depth=12, num_heads=6),
+    "torchrope_vit_base_patch16_224": dict(embed_dim=768, depth=12, num_heads=12),
+    "torchrope_vit_large_patch16_224": dict(embed_dim=1024, depth=24, num_heads=16),
+}
+_SWIN: dict[str, dict[str, Any]] = {
+    "torchrope_swin_tiny_patch4_window7_224": dict(embed_dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
+    "torchrope_swin_small_patch4_window7_224": dict(embed_dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24)),
+    "torchrope_swin_base_patch4_window7_224": dict(embed_dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32)),
+    "torchrope_swin_large_patch4_window7_224": dict(embed_dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48)),
+}
+_DEFAULTS: dict[str, Any] = dict(
+    num_classes=1000,
+    input_size=(3, 224, 224),
+    fixed_input_size=True,
+    crop_pct=0.9,
+    interpolation="bicubic",
+    mean=IMAGENET_DEFAULT_MEAN,
+    std=IMAGENET_DEFAULT_STD,
+    first_conv="patch_embed.proj",
+)
+_heads: dict[str, Any] = {**dict.fromkeys(_VIT, "head"), **dict.fromkeys(_SWIN, "head.fc")}
+default_cfgs = generate_default_cfgs({name: {**_DEFAULTS, "classifier": head} for name, head in _heads.items()})
+
+
+def _register(name: str, build: Callable[..., nn.Module], sizes: dict[str, Any]) -> None:
+    def entry(pretrained: bool = False, **settings: Any) -> nn.Module:
+        return build(name, pretrained, **{**sizes, **settings})
+
+    entry.__name__ = name
+    register_model(entry)
+
+
+for _name, _sizes in _VIT.items():
+    _register(_name, _vit, _sizes)
+for _name, _sizes in _SWIN.items():
+    _register(_name, _swin, _sizes)

@@ -1,0 +1,111 @@
+"""What `torchrope bench` does: the parity gate, then every encoding beside its peers."""
+
+from collections.abc import Callable, Sequence
+from datetime import date
+
+import torch
+
+from torchrope.lab.bench.config import ENCODINGS, Setting
+from torchrope.lab.bench.measure import interleaved_seconds, milliseconds, ratio, threads
+from torchrope.lab.bench.parity import require_parity
+from torchrope.lab.bench.peers import OURS, available_peers, make_encoding, make_step, make_task, ours, serving_backend
+from torchrope.lab.bench.results import VERSION, Bench, Compared, Source, Timed
+from torchrope.lab.provenance import provenance
+
+PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
+
+Tell = Callable[[str], None]
+
+
+def run_bench(
+    setting: Setting,
+    *,
+    encodings: Sequence[str] | None = None,
+    rounds: int = 21,
+    num_threads: int | None = None,
+    companions: Sequence[str] = (),
+    command: str = "",
+    tell: Tell = print,
+) -> Bench:
+    """Check parity, then measure a step of every encoding, torchrope and its peers round by round in turn.
+
+    A step builds the rotation from its parameters, applies it to q and k, and returns the gradients to q, k and the
+    parameters.
+
+    Args:
+        setting: Shape, dtype, device.
+        encodings: Names; by default those of `ENCODINGS` that the setting fits.
+        rounds: Rounds that medians are over.
+        num_threads: Threads to compute with; None leaves the number alone.
+        companions: Encodings of torchrope that take part in every comparison under their own names.
+        command: What was run, for the results.
+        tell: Takes lines on the progress.
+
+    Raises:
+        RedGate: a fast path differs from the float64 reference; nothing is measured then.
+        ValueError: rounds or threads below 1, no CUDA device, an encoding named twice or one that does not fit.
+    """
+    _check(setting, encodings, rounds, num_threads)
+    names, not_fitting = _fitting(setting) if encodings is None else (list(encodings), {})
+    for name in names:
+        make_encoding(name, setting)
+    with threads(num_threads):
+        tell(f"parity against float64: {', '.join(names)}")
+        require_parity(names, setting)
+        compared = []
+        for index, name in enumerate(names, 1):
+            tell(f"measuring {index} of {len(names)}: {name}")
+            compared.append(_compare(name, setting, rounds, companions))
+        source = find_source(command)
+    return Bench(VERSION, setting, setting.lattice, setting.prefix, rounds, tuple(compared), not_fitting, source)
+
+
+def find_source(command: str) -> Source:
+    """Machine, versions, commit and date of what is measured now."""
+    found = provenance(PACKAGES)
+    return Source(
+        command=command,
+        date=date.today().isoformat(),
+        commit=found["commit"],
+        torchrope=found["torchrope"],
+        versions=found["versions"],
+        machine=found["machine"],
+        threads=torch.get_num_threads(),
+    )
+
+
+def _check(setting: Setting, encodings: Sequence[str] | None, rounds: int, num_threads: int | None) -> None:
+    for name, value in (("rounds", rounds), ("threads", num_threads)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be 1 or more, got {value}")
+    if setting.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda needs a CUDA device that torch can use, got none")
+    if encodings is not None and (not encodings or len(set(encodings)) != len(encodings)):
+        raise ValueError(f"encodings must be named once each, got {','.join(encodings) or 'none'}")
+
+
+def _fitting(setting: Setting) -> tuple[list[str], dict[str, str]]:
+    names, not_fitting = [], {}
+    for name in ENCODINGS:
+        try:
+            make_encoding(name, setting)
+        except ValueError as reason:
+            not_fitting[name] = str(reason)
+        else:
+            names.append(name)
+    if not names:
+        raise ValueError(f"the shape must fit an encoding, got {next(iter(not_fitting.values()))}")
+    return names, not_fitting
+
+
+def _compare(name: str, setting: Setting, rounds: int, companions: Sequence[str]) -> Compared:
+    task = make_task(name, setting)
+    peers, left_out = available_peers(task)
+    steps = {peer.name: make_step(task, peer) for peer in peers}
+    for companion in companions:
+        if companion != name:
+            other = make_task(companion, setting)
+            steps[companion] = make_step(other, ours(other))
+    seconds = interleaved_seconds(steps, rounds=rounds, device=setting.device)
+    timed = (Timed(who, milliseconds(own), ratio(own, seconds[OURS])) for who, own in seconds.items())
+    return Compared(name, serving_backend(task), tuple(timed), left_out)

@@ -1,0 +1,134 @@
+"""Time and memory of steps, side by side in one process."""
+
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from torchrope.lab.bench.results import Quartiles
+
+Work = Callable[[], object]
+
+_SHORTEST_SAMPLE = 0.05
+_MOST_REPEATS = 100
+
+
+def interleaved_seconds(works: Mapping[str, Work], *, rounds: int, device: str) -> dict[str, list[float]]:
+    """Time pieces of work in turn, so that the machine's moods hit all alike.
+
+    Each round takes one sample of each, beginning with another one every time; a sample repeats short work for
+    50 milliseconds. One untimed call warms up and the fastest of three others sets the repeats.
+
+    Args:
+        works: What to time, by name.
+        rounds: Samples of each.
+        device: Where it runs; CUDA is waited for.
+
+    Returns:
+        Seconds of one call, a number per round and name.
+    """
+    for work in works.values():
+        work()
+    repeats = {name: _repeats(work, device) for name, work in works.items()}
+    names = list(works)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            seconds[name].append(_seconds(works[name], repeats[name], device))
+    return seconds
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Median and quartiles of at least one value."""
+    if len(values) == 1:
+        return Quartiles(values[0], values[0], values[0])
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Quartiles(low, median, high)
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Quartiles:
+    """Quartiles of the ratios round by round, in which a slow moment cancels."""
+    return quartiles([a / b for a, b in zip(over, under, strict=True)])
+
+
+def milliseconds(seconds: Sequence[float]) -> Quartiles:
+    """Quartiles in milliseconds."""
+    return quartiles([1e3 * value for value in seconds])
+
+
+def slope(sizes: Sequence[int], times: Sequence[float]) -> float:
+    """Exponent of a power law through the points, by least squares of the logarithms."""
+    return statistics.linear_regression([math.log(size) for size in sizes], [math.log(t) for t in times]).slope
+
+
+def peak_bytes(work: Work, device: str) -> int:
+    """Most memory that a piece of work holds at once, beyond what was held before.
+
+    On the CPU every allocation of PyTorch's allocator counts, scratch inside operators too; what a library such as
+    MKL takes for itself does not.
+    """
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    held = peak = 0
+    for change in _cpu_allocations(work):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads; None leaves the number alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cpu_allocations(work: Work) -> list[int]:
+    """Bytes of every allocation, negative where they are given back, in order of time."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = work()
+        del result
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    on_cpu = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == 0]
+    return [int(event["args"]["Bytes"]) for event in sorted(on_cpu, key=lambda event: event["ts"])]
+
+
+def _repeats(work: Work, device: str) -> int:
+    seconds = _seconds(work, 1, device)
+    if seconds < _SHORTEST_SAMPLE:
+        seconds = min(seconds, _seconds(work, 1, device), _seconds(work, 1, device))
+    return max(1, min(_MOST_REPEATS, math.ceil(_SHORTEST_SAMPLE / max(seconds, 1e-9))))
+
+
+def _seconds(work: Work, repeats: int, device: str) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    _wait(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,80 @@
+"""The gate: no number of a fast path that is wrong."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torchrope.lab.bench.config import Setting
+from torchrope.lab.bench.peers import Task, make_step, make_task, ours
+
+# Errors grow with neither batch nor tokens, and float64 exponentials of all of them would take minutes.
+_LARGEST = {"batch": 2, "tokens": 257}
+_FACTOR = 2.0
+_FLOOR_STEPS = 8.0
+
+
+class RedGate(Exception):
+    """A fast path differs from the truth; `failures` has a line for each difference."""
+
+    def __init__(self, failures: Sequence[str]) -> None:
+        super().__init__(f"{len(failures)} results differ from the float64 reference")
+        self.failures = list(failures)
+
+
+def require_parity(names: Sequence[str], setting: Setting, *, backend: str = "auto") -> None:
+    """Compare every encoding's fast path with the float64 reference, values and all gradients.
+
+    The largest error may be twice the reference's own in the dtype, plus eight rounding steps of the largest value.
+    At most 2 samples and 257 tokens are compared.
+
+    Raises:
+        RedGate: an error is larger.
+        ValueError: an encoding that the setting does not fit.
+    """
+    smaller = replace(setting, **{name: min(getattr(setting, name), limit) for name, limit in _LARGEST.items()})
+    failures = [line for name in names for line in _failures(name, smaller, backend)]
+    if failures:
+        raise RedGate(failures)
+
+
+def _failures(name: str, setting: Setting, backend: str) -> list[str]:
+    task = make_task(name, setting)
+    truth, plain = _results(_in_float64(task), "reference"), _results(task, "reference")
+    try:
+        fast = _results(task, backend)
+    except (RuntimeError, NotImplementedError) as error:
+        return [f"{name}: {backend} raised {type(error).__name__}: {' '.join(str(error).split())}"]
+    lines = (_difference(fast[what], plain[what], truth[what]) for what in truth)
+    return [f"{name}: {what}: {line}" for what, line in zip(truth, lines, strict=True) if line]
+
+
+def _in_float64(task: Task) -> Task:
+    q, k = (x.detach().double().requires_grad_() for x in (task.q, task.k))
+    upstream = (task.cotangents[0].double(), task.cotangents[1].double())
+    encoding = copy.deepcopy(task.encoding).double()
+    return replace(task, encoding=encoding, positions=task.positions.double(), q=q, k=k, cotangents=upstream)
+
+
+def _results(task: Task, backend: str) -> dict[str, Tensor]:
+    turned, gradients = make_step(task, ours(task, backend))()
+    parameters = [name for name, _ in task.encoding.named_parameters()]
+    named = zip(("q", "k", *parameters), gradients, strict=True)
+    return {"rotated q": turned[0], "rotated k": turned[1], **{f"gradient of {name}": grad for name, grad in named}}
+
+
+def _difference(fast: Tensor, plain: Tensor, truth: Tensor) -> str | None:
+    """What is wrong with a result, None where nothing is."""
+    if fast.shape != truth.shape or fast.dtype != plain.dtype:
+        return f"{fast.dtype} {tuple(fast.shape)} instead of {plain.dtype} {tuple(truth.shape)}"
+    error, own = _largest(fast.double() - truth), _largest(plain.double() - truth)
+    floor = _FLOOR_STEPS * torch.finfo(plain.dtype).eps * (_largest(truth) or 1.0)
+    if error <= _FACTOR * own + floor:
+        return None
+    return f"error {error:.3g} exceeds {_FACTOR * own + floor:.3g}, twice the reference's {own:.3g} in {plain.dtype}"
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0

@@ -1,0 +1,315 @@
+"""What measuring leaves behind: dataclasses that are JSON files, and the one check of such a file."""
+
+import json
+import types
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from torchrope.files import read_mapping, write_whole
+from torchrope.lab.bench.config import Setting
+
+VERSION = 1
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """Median and quartiles over the rounds."""
+
+    low: float
+    median: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One way to do a step, beside the others.
+
+    Attributes:
+        name: Who.
+        milliseconds: Time of a step.
+        ratio: Its time over torchrope's in the same round: how many times as fast torchrope is.
+    """
+
+    name: str
+    milliseconds: Quartiles
+    ratio: Quartiles
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One encoding, torchrope first.
+
+    Attributes:
+        encoding: Its name.
+        backend: The kernels that torchrope took; "reference" where it has none for this device and dtype.
+        timed: Everybody who could be measured.
+        left_out: Why others could not, by name.
+    """
+
+    encoding: str
+    backend: str
+    timed: tuple[Timed, ...]
+    left_out: dict[str, str]
+
+    def of(self, name: str) -> Timed | None:
+        """What was measured of somebody, None where nothing was."""
+        return next((timed for timed in self.timed if timed.name == name), None)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where numbers come from."""
+
+    command: str
+    date: str
+    commit: str | None
+    torchrope: str
+    versions: dict[str, str]
+    machine: dict[str, str | int]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What `torchrope bench` leaves: rotation built and applied, forward and backward, every encoding.
+
+    Attributes:
+        schema: Version of this layout.
+        setting: Shape, dtype, device.
+        lattice: Tokens along each axis.
+        prefix: Tokens at the origin in front of them.
+        rounds: Rounds that medians are over.
+        encodings: The comparison of each encoding.
+        not_fitting: Why encodings of the default list were not measured, by name.
+        source: Machine, versions, commit.
+    """
+
+    schema: int
+    setting: Setting
+    lattice: tuple[int, ...]
+    prefix: int
+    rounds: int
+    encodings: tuple[Compared, ...]
+    not_fitting: dict[str, str]
+    source: Source
+
+    def of(self, encoding: str) -> Compared:
+        """The comparison of an encoding."""
+        return next(compared for compared in self.encodings if compared.encoding == encoding)
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What an encoding adds to a training step, as a share of the step without one."""
+
+    encoding: str
+    milliseconds: Quartiles
+    share: Quartiles
+
+
+@dataclass(frozen=True)
+class Training:
+    """Whole training steps of a vision transformer, one of each encoding in turn."""
+
+    input_size: int
+    patch_size: int
+    batch: int
+    dim: int
+    depth: int
+    num_heads: int
+    rounds: int
+    overheads: tuple[Overhead, ...]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak memory of building and applying a rotation, beyond q, k and parameters.
+
+    Attributes:
+        encoding: Its name.
+        setting: Shape, dtype, device.
+        training: With backward, or forward without gradients.
+        peak_bytes: Most that was allocated at once.
+        rotation_bytes: The table of the rotation alone.
+        output_bytes: Rotated q and k, in training their gradients too; part of the peak.
+    """
+
+    encoding: str
+    setting: Setting
+    training: bool
+    peak_bytes: int
+    rotation_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Time of a step over tokens or batch.
+
+    Attributes:
+        encoding: Its name.
+        over: "tokens" or "batch".
+        sizes: Where it was measured.
+        milliseconds: Time of a step at each.
+        slope: Of log time over log size, by least squares; 1 is linear.
+    """
+
+    encoding: str
+    over: str
+    sizes: tuple[int, ...]
+    milliseconds: tuple[Quartiles, ...]
+    slope: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One promise and what was measured.
+
+    Attributes:
+        name: Short name of the row.
+        what: What is compared with what.
+        unit: What follows the number: "×", " %" or nothing.
+        at_most: Whether smaller is better.
+        must: What must be reached, None where nothing was promised.
+        reach: What to reach for.
+        value: What was measured; None where it could not be.
+        why_not: Why it could not be measured.
+    """
+
+    name: str
+    what: str
+    unit: str
+    at_most: bool
+    must: float | None
+    reach: float | None
+    value: Quartiles | None
+    why_not: str | None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """All rows of one machine."""
+
+    schema: int
+    rows: tuple[Judged, ...]
+    bench: Bench
+    training: Training
+    memory: tuple[Peak, ...]
+    growth: tuple[Growth, ...]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How fast one kind of data comes on the CPU alone.
+
+    Attributes:
+        data: What is read.
+        shape: Of an example: channels and sizes.
+        augment: What is changed at random.
+        batch: Examples of a batch.
+        workers: Loading processes.
+        examples_per_second: Measured, over whole epochs.
+        gflops: 10⁹ operations of the model's forward pass on an example.
+        taken_per_second: Examples that a GPU would take, computed from these, its peak and its utilisation.
+    """
+
+    data: str
+    shape: tuple[int, ...]
+    augment: str
+    batch: int
+    workers: int
+    examples_per_second: Quartiles
+    gflops: float
+    taken_per_second: float
+
+
+@dataclass(frozen=True)
+class DataSuite:
+    """Data of every kind on one machine.
+
+    Attributes:
+        schema: Version of this layout.
+        rounds: Epochs that quartiles are over.
+        peak_tflops: Of the GPU that examples are counted for, 10¹² operations a second.
+        utilisation: The share of it that the model reaches.
+        rows: The measurements.
+        source: Machine, versions, commit.
+    """
+
+    schema: int
+    rounds: int
+    peak_tflops: float
+    utilisation: float
+    rows: tuple[Loading, ...]
+    source: Source
+
+
+def write_results(path: Path, results: Bench | Suite | DataSuite) -> None:
+    """Write results as JSON."""
+    write_whole(path, json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
+
+
+def read_results(path: Path, kind: type[Kind]) -> Kind:
+    """Read results back.
+
+    Raises:
+        ValueError: not JSON, another version, or a part that is missing, unknown or of the wrong kind.
+    """
+    plain = read_mapping(path, "benchmark results")
+    if plain.get("schema") != VERSION:
+        raise ValueError(f"benchmark results must have schema {VERSION}, got {path} with {plain.get('schema')!r}")
+    return from_plain(kind, plain, path.name)
+
+
+def from_plain(kind: Any, value: Any, where: str) -> Any:
+    """Build a dataclass, and those within it, from what JSON holds.
+
+    Raises:
+        ValueError: a name that is missing or unknown, or a value of the wrong kind; the message says where.
+    """
+    arguments = get_args(kind)
+    if is_dataclass(kind):
+        return _dataclass_from_plain(kind, value, where)
+    if get_origin(kind) is types.UnionType:
+        return _first_that_fits(arguments, value, where)
+    if get_origin(kind) is tuple:
+        _require(isinstance(value, list), "a list", value, where)
+        return tuple(from_plain(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if get_origin(kind) is dict:
+        _require(isinstance(value, dict), "an object", value, where)
+        return {name: from_plain(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
+    if kind is float:
+        _require(type(value) in (int, float), "a number", value, where)
+        return float(value)
+    _require(type(value) is kind, kind.__name__, value, where)
+    return value
+
+
+def _dataclass_from_plain(kind: Any, value: Any, where: str) -> Any:
+    _require(isinstance(value, dict), "an object", value, where)
+    names = {field.name for field in fields(kind)}
+    if names != set(value):
+        missing, unknown = sorted(names - set(value)), sorted(set(value) - names)
+        raise ValueError(f"{where} must have the names of {kind.__name__}, got {missing} missing, {unknown} unknown")
+    hints = get_type_hints(kind)
+    return kind(**{name: from_plain(hints[name], value[name], f"{where}.{name}") for name in names})
+
+
+def _first_that_fits(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    *others, last = [kind for kind in kinds if kind is not type(None)]
+    for kind in others:
+        try:
+            return from_plain(kind, value, where)
+        except ValueError:
+            continue
+    return from_plain(last, value, where)
+
+
+def _require(holds: bool, wanted: str, value: Any, where: str) -> None:
+    if not holds:
+        raise ValueError(f"{where} must be {wanted}, got {str(value)[:60]!r}")

@@ -1,0 +1,172 @@
+"""All rows of one machine: layer steps, whole training steps, memory, growth."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+
+from torchrope.lab.bench.bench import Tell, run_bench
+from torchrope.lab.bench.config import Setting
+from torchrope.lab.bench.measure import interleaved_seconds, milliseconds, peak_bytes, ratio, slope, threads
+from torchrope.lab.bench.peers import make_step, make_task, ours
+from torchrope.lab.bench.results import VERSION, Growth, Overhead, Peak, Quartiles, Suite, Training
+from torchrope.lab.bench.rows import (
+    BENCH_ENCODINGS,
+    GROWTH_ENCODINGS,
+    MEMORY_ENCODING,
+    TRAINING_ENCODINGS,
+    Measurements,
+    judge_all,
+)
+from torchrope.models import ViT
+
+_NO_ENCODING = "none"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of everything that is measured.
+
+    Attributes:
+        setting: Of the layer steps; the others start from it.
+        training: The model, its batch and rounds; what it measures is filled in.
+        rounds: Of the layer steps.
+        memory_tokens: Tokens at which memory is measured.
+        memory_batches: Batches at which memory is measured.
+        growth_tokens: Tokens over which time grows.
+        growth_batches: Batches over which time grows, at the tokens of the setting.
+        growth_rounds: Rounds at each size.
+    """
+
+    setting: Setting
+    training: Training
+    rounds: int = 21
+    memory_tokens: int = 785
+    memory_batches: tuple[int, ...] = (1, 8)
+    growth_tokens: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096)
+    growth_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    growth_rounds: int = 3
+
+
+def promised(device: str = "cpu") -> Plan:
+    """The sizes that the rows are promised for: ViT-B on images of 32x32, and layer steps of the same tokens."""
+    vit_b = Training(input_size=32, patch_size=4, batch=64, dim=768, depth=12, num_heads=12, rounds=5, overheads=())
+    return Plan(Setting(device=device), vit_b)
+
+
+def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", tell: Tell = print) -> Suite:
+    """Check parity, measure everything, and judge the rows.
+
+    Raises:
+        RedGate: a fast path differs from the float64 reference; nothing is measured then.
+    """
+    with threads(num_threads):
+        bench = run_bench(
+            plan.setting,
+            encodings=BENCH_ENCODINGS,
+            rounds=plan.rounds,
+            companions=("mixed",),
+            command=command,
+            tell=tell,
+        )
+        measurements = Measurements(
+            bench=bench,
+            memory=_memory(plan, tell),
+            growth=(*_growth(plan, "tokens", tell), *_growth(plan, "batch", tell)),
+            training=measure_training(plan.training, plan.setting.device, tell),
+        )
+    return Suite(
+        VERSION, judge_all(measurements), bench, measurements.training, measurements.memory, measurements.growth
+    )
+
+
+def measure_training(plan: Training, device: str, tell: Tell) -> Training:
+    """Time whole training steps: AdamW on a ViT, one step of each encoding in turn, float32."""
+    names = (_NO_ENCODING, *TRAINING_ENCODINGS)
+    tell(f"training steps of {plan.dim} channels, batch {plan.batch}: {', '.join(names)}")
+    steps = {name: _training_step(plan, name, device) for name in names}
+    seconds = interleaved_seconds(steps, rounds=plan.rounds, device=device)
+    overheads = (
+        Overhead(name, milliseconds(own), _beyond_one(ratio(own, seconds[_NO_ENCODING])))
+        for name, own in seconds.items()
+    )
+    return replace(plan, overheads=tuple(overheads))
+
+
+def measure_peak(encoding: str, setting: Setting, *, training: bool) -> Peak:
+    """Measure the peak memory of one step, beyond q, k, their upstream gradients and the parameters."""
+    task = make_task(encoding, setting)
+    peer = ours(task)
+    step = make_step(task, peer)
+
+    def infer() -> object:
+        with torch.no_grad():
+            return peer.turn(task.q, task.k)
+
+    b, wide = task.encoding.block_size, max(4, task.positions.element_size())
+    numbers = task.encoding.rotary_dim // 2 if b == 2 else task.encoding.rotary_dim * b
+    return Peak(
+        encoding=encoding,
+        setting=setting,
+        training=training,
+        peak_bytes=peak_bytes(step if training else infer, setting.device),
+        rotation_bytes=task.encoding.parameter_heads * setting.tokens * numbers * wide,
+        output_bytes=(4 if training else 2) * task.q.nbytes,
+    )
+
+
+def measure_growth(encoding: str, over: str, sizes: tuple[int, ...], setting: Setting, rounds: int) -> Growth:
+    """Time a step at several sizes, and fit the exponent."""
+    times = []
+    for size in sizes:
+        # One sample: from 32 MiB on the C library asks the system for fresh pages at every call, whatever is computed.
+        sized = replace(setting, tokens=size, batch=1) if over == "tokens" else replace(setting, batch=size)
+        task = make_task(encoding, sized)
+        works = {encoding: make_step(task, ours(task))}
+        times.append(milliseconds(interleaved_seconds(works, rounds=rounds, device=setting.device)[encoding]))
+    return Growth(encoding, over, sizes, tuple(times), slope(sizes, [time.median for time in times]))
+
+
+def _memory(plan: Plan, tell: Tell) -> tuple[Peak, ...]:
+    tell(f"memory of {MEMORY_ENCODING} at {plan.memory_tokens} tokens")
+    settings = [replace(plan.setting, tokens=plan.memory_tokens, batch=batch) for batch in plan.memory_batches]
+    return tuple(
+        measure_peak(MEMORY_ENCODING, setting, training=training) for training in (True, False) for setting in settings
+    )
+
+
+def _growth(plan: Plan, over: str, tell: Tell) -> list[Growth]:
+    sizes = plan.growth_tokens if over == "tokens" else plan.growth_batches
+    grown = []
+    for encoding in GROWTH_ENCODINGS:
+        tell(f"time over {over}, {sizes[0]} to {sizes[-1]}: {encoding}")
+        grown.append(measure_growth(encoding, over, sizes, plan.setting, plan.growth_rounds))
+    return grown
+
+
+def _beyond_one(share: Quartiles) -> Quartiles:
+    return Quartiles(share.low - 1, share.median - 1, share.high - 1)
+
+
+def _training_step(plan: Training, encoding: str, device: str) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = ViT(
+        (plan.input_size, plan.input_size),
+        patch_size=plan.patch_size,
+        num_classes=100,
+        dim=plan.dim,
+        depth=plan.depth,
+        num_heads=plan.num_heads,
+        encoding=encoding,
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    images = torch.randn(plan.batch, 3, plan.input_size, plan.input_size, device=device)
+    labels = torch.randint(100, (plan.batch,), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step

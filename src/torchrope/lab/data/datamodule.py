@@ -1,0 +1,271 @@
+"""What every data set tells about itself, and how its batches are drawn."""
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import islice, pairwise
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
+
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.faults import Fault, Skipping
+from torchrope.lab.data.repeated import Repeated
+from torchrope.lab.data.tensors import HeldSet, TensorSet
+
+RESIDENT_BYTES = 2**31  # a larger set stays in main memory
+
+
+class DataModule(pl.LightningDataModule, ABC):
+    """A data set with its training and validation batches.
+
+    A subclass MUST set the attributes below and write `datasets`. They are complete after `setup()`; all but
+    those of a folder of images are known before.
+
+    Attributes:
+        name: The name in `DataConfig`.
+        title: The name for people.
+        description: One sentence: what the data is, how much, whether it is real, and what the class is.
+        axes: Names of the axes that positions have, ("height", "width") or ("time", "height", "width").
+        in_channels: Channels of an input.
+        input_size: Extent of every axis, in pixels (and frames).
+        classes: Names of the classes; a label is an index into them.
+        tasks: What can be learned from it: "classify", "segment", "detect". Batches of the last two are lists,
+            `torchrope.lab.data.dense` says of what.
+        map_classes: What the indices in a semantic map mean, for "segment".
+        val_batch_factor: Examples in a batch of validation for each in one of training.
+        views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
+        run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
+            how they are changed.
+        tells_spacing: Whether batches of volumes carry the mm between voxels `(batch, axes)` behind inputs and labels,
+            set likewise.
+        resume_at: Epoch and how many of its batches a run that goes on has seen, set likewise; they are left out.
+    """
+
+    name: str
+    title: str
+    description: str
+    axes: tuple[str, ...]
+    in_channels: int
+    input_size: tuple[int, ...]
+    classes: tuple[str, ...]
+    tasks: tuple[str, ...] = ("classify",)
+    map_classes: tuple[str, ...] = ()
+    val_batch_factor: int = 4  # no gradients are kept, so more examples fit
+    views: int = 1
+    run_seed: int = 0
+    tells_spacing: bool = False
+    resume_at: tuple[int, int] = (0, 0)
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._skipped: list[Fault] = []
+        self._datasets: tuple[Dataset, Dataset] | None = None
+        self._resident: HeldSet | None = None
+
+    @abstractmethod
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """Make the training and the validation set.
+
+        Returns:
+            Two sets of (float32 `(channels, *input_size)`, int label), inputs normalised per channel with
+            mean and standard deviation of the training set. A set may have `__getitems__` that returns a
+            whole batch as a tuple of tensors; such batches are not collated again. A set of pictures may
+            have `raw`, itself with uint8 inputs, and `normalise`, which makes inputs of them; augmentation
+            of pixels happens in between. Those with boxes or maps are `torchrope.lab.data.dense.DenseSet`s.
+
+        Raises:
+            ValueError: the data is missing or cannot be used; the message is one line.
+        """
+
+    @property
+    def skipped(self) -> list[Fault]:
+        """Files left out so far, before the training and while it reads."""
+        return [*self._skipped, *(fault for reading in self.readings for fault in reading.found())]
+
+    @skipped.setter
+    def skipped(self, faults: list[Fault]) -> None:
+        self._skipped = faults
+
+    @property
+    def readings(self) -> list[Skipping]:
+        """What counts files that turn out to be damaged while they are read, of both parts."""
+        found = [getattr(part, "reading", None) for part in self._datasets or ()]
+        return [reading for reading in found if isinstance(reading, Skipping)]
+
+    @property
+    def num_axes(self) -> int:
+        """Number of axes that positions have."""
+        return len(self.axes)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.classes)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of training and of validation examples in use."""
+        train, val = self._made_datasets()
+        return len(train), len(val)  # type: ignore[arg-type]
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells the same examples, in the same split and order, from others."""
+        parts = [getattr(part, "samples", None) or part.labels.tolist() for part in self._made_datasets()]  # type: ignore[attr-defined]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Make both sets, once, whatever the stage."""
+        self._made_datasets()
+
+    def train_dataloader(self) -> DataLoader:
+        """Draw training batches in an order that depends on `run_seed` and the epoch alone.
+
+        Made anew for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
+        random state, so a resumed run sees what an uninterrupted one sees.
+        """
+        train = self._told(self._made_datasets()[0])
+        epoch, replicas, rank = self._place()
+        if self.trainer is not None:
+            train = self._on_device(train, self.trainer.strategy.root_device)
+        sampler = self._train_order(train, epoch, replicas, rank)
+        if epoch == self.resume_at[0] and self.resume_at[1]:
+            sampler = RestOf(sampler, epoch, self.resume_at[1] * self.config.batch_size)
+        generator = torch.Generator().manual_seed(self._seed + epoch)  # seeds worker processes
+        return self._loader(self._augmented(train, self._seed + epoch), self.config.batch_size, sampler, generator)
+
+    def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
+        """Order one process's training examples of an epoch."""
+        sampler: DistributedSampler = DistributedSampler(
+            train, num_replicas=replicas, rank=rank, shuffle=True, seed=seed
+        )
+        sampler.set_epoch(epoch)
+        return sampler
+
+    def batch_names(self, batches: Iterable[int]) -> list[str]:
+        """Which training examples the batches of this epoch and process hold: file names, or indices where none are."""
+        train, _ = self._made_datasets()
+        size = self.config.batch_size
+        order = list(self._train_order(train, *self._place()))
+        drawn = (index for batch in batches for index in order[batch * size : (batch + 1) * size])
+        chosen = [index % len(train) for index in drawn]  # type: ignore[arg-type]  # a repeat is counted on
+        files = getattr(train, "samples", None)
+        return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
+
+    def _augmented(self, train: Dataset, seed: int) -> Dataset:
+        """What is drawn at random for an example depends on seed and example alone."""
+        if isinstance(train, TensorSet) and not self.config.augment.on:
+            return train
+        from torchrope.lab.data.augment import EpochSet
+
+        return EpochSet(train, self.config.augment, self.num_classes, seed)
+
+    def _on_device(self, train: Dataset, device: torch.device) -> Dataset:
+        """Keep a set that is held in memory on the device that trains on it, where there is room."""
+        if not isinstance(train, HeldSet) or not self.config.resident or train.nbytes > RESIDENT_BYTES:
+            return train
+        if self._resident is None or self._resident.inputs.device != device:
+            self._resident = train if train.inputs.device == device else train.to(device)
+        return self._resident
+
+    def val_dataloader(self) -> DataLoader:
+        """Draw validation batches in the order of the set.
+
+        In training on several devices each draws its share, once, and all of them equally many batches: a sharded model
+        computes on all or on none.
+        """
+        val = self._told(self._made_datasets()[1])
+        batch_size = self.val_batch_factor * self.config.batch_size
+        if self.trainer is None or self.trainer.world_size == 1:
+            return self._loader(val, batch_size)
+        devices, total = self.trainer.world_size, len(val)  # type: ignore[arg-type]
+        if total < devices:
+            raise ValueError(f"validation must have an example for each of {devices} devices, got {total}")
+        mine = range(self.trainer.global_rank, total, devices)
+        count = math.ceil(math.ceil(total / devices) / batch_size)
+        ends = [len(mine) * number // count for number in range(count + 1)]
+        batches = [list(mine[start:end]) for start, end in pairwise(ends)]
+        return DataLoader(val, batch_sampler=batches, collate_fn=collate_once, num_workers=self.config.workers)
+
+    def _told(self, dataset: Dataset) -> Dataset:
+        """With the spacings of its samples, where they are asked for."""
+        return dataset.with_spacing() if self.tells_spacing else dataset  # type: ignore[attr-defined]
+
+    @property
+    def _seed(self) -> int:
+        """The samplers add the epoch to it; the factor keeps one run's epochs from being another's."""
+        return self.run_seed * 1_000_003
+
+    def _place(self) -> tuple[int, int, int]:
+        """Epoch, number of processes, and which of them this is."""
+        if self.trainer is None:
+            return 0, 1, 0
+        return self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
+
+    def _train_order(self, train: Dataset, epoch: int, replicas: int, rank: int) -> Sampler[int]:
+        """The sampler's order, with repeats where the augmentation asks for them."""
+        order = self.sampler(train, self._seed, epoch, replicas, rank)
+        repeats = self.config.augment.repeats
+        return order if repeats == 1 else Repeated(order, repeats, len(train))  # type: ignore[arg-type]
+
+    def _loader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        sampler: Iterable[int] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DataLoader:
+        held = dataset.dataset if hasattr(dataset, "dataset") else dataset
+        elsewhere = isinstance(held, HeldSet) and held.inputs.device.type != "cpu"
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            generator=generator,
+            collate_fn=collate_once,
+            num_workers=0 if elsewhere else self.config.workers,  # a device's memory is its own process's
+        )
+
+    def _made_datasets(self) -> tuple[Dataset, Dataset]:
+        if self._datasets is None:
+            self._datasets = self.datasets()
+        return self._datasets
+
+
+class RestOf(Sampler[int]):
+    """Leave out what has been seen: iteration starts behind it, the length stays that of the whole epoch.
+
+    Args:
+        whole: Order of all examples.
+        epoch: In which they were seen; in others nothing is left out.
+        seen: How many to leave out.
+    """
+
+    def __init__(self, whole: Sampler[int], epoch: int, seen: int) -> None:
+        self.whole = whole
+        self.epoch = epoch
+        self.seen = seen
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of another epoch, as Lightning asks for it."""
+        if hasattr(self.whole, "set_epoch"):
+            self.whole.set_epoch(epoch)
+        self.seen = self.seen if epoch == self.epoch else 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(iter(self.whole), self.seen, None)
+
+    def __len__(self) -> int:
+        return len(self.whole)  # type: ignore[arg-type]
+
+
+def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:
+    """Pass on a batch that the set indexed as a whole; collate a list of samples."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)

@@ -1,0 +1,274 @@
+"""ImageNet-1k, as folders of classes or as tar shards, and Tiny-ImageNet."""
+
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from torchvision.datasets.folder import is_image_file
+from torchvision.transforms import v2
+
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.data.faults import find_faults, name_some, tell_skipped
+from torchrope.lab.data.images import (
+    ImageSet,
+    Sample,
+    choose,
+    existing_folder,
+    explain_fault,
+    list_samples,
+    load_image,
+    random_crop,
+    subfolders,
+)
+from torchrope.lab.data.shards import ShardOrder, ShardSet, index_shards
+from torchrope.lab.data.tensors import Normalise, TensorSet, balanced_subset, byte_sets
+
+IMAGE_SIZE = 224
+TINY_SIZE = 64
+CROP_SCALE = (0.08, 1.0)
+SHOWN = 224 / 256  # share of the shorter side that validation takes
+MEAN = (0.485, 0.456, 0.406)  # of ImageNet's pixels, as all published models use them
+STD = (0.229, 0.224, 0.225)
+
+LAYOUT = (
+    "train/<class>/* with val/<class>/*, with LOC_val_solution.csv or with the devkit's "
+    "ILSVRC2012_validation_ground_truth.txt and meta.mat; or *train*.tar with *val*.tar, of jpg and cls"
+)
+SOURCE = "image-net.org or kaggle.com/c/imagenet-object-localization-challenge"
+TINY_LAYOUT = "train/<class>/images/*, val/images/* and val/val_annotations.txt"
+TINY_SOURCE = "cs231n.stanford.edu/tiny-imagenet-200.zip"
+KAGGLE_FOLDER = Path("ILSVRC/Data/CLS-LOC")
+DEVKIT_FOLDERS = (Path(), Path("data"), Path("ILSVRC2012_devkit_t12/data"))
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+
+
+class ImageNet(DataModule):
+    """ImageNet-1k, 1,281,167 pictures to train on and 50,000 to validate, or any data laid out alike.
+
+    Pictures are read while training; one that cannot be read is skipped then. Training crops 8 to 100 % of a
+    picture, validation shows the centre, 7/8 of the shorter side. Of shards only headers and labels are read
+    before, once.
+
+    Source: O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, arXiv:1409.0575, 2015.
+
+    Raises:
+        ValueError: root is missing or not laid out so.
+    """
+
+    name = "imagenet"
+    title = "ImageNet"
+    axes = ("height", "width")
+    in_channels = 3
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        side = config.size or IMAGE_SIZE
+        self.input_size = (side, side)
+        self.classes = ()
+        self.root = existing_folder(config.root, "imagenet", f"{LAYOUT}; from {SOURCE}")
+        self.description = f"Pictures of ImageNet, cropped to {side}×{side} colour pixels; the class is the synset."
+
+    def datasets(self) -> tuple[ImageSet, ImageSet]:
+        """List pictures or shards, and choose `train_size` and `val_size` of them."""
+        train_shards, val_shards = find_shards(self.root)
+        if train_shards and val_shards:
+            return self._sharded(train_shards, True), self._sharded(val_shards, False)
+        base = next((place for place in (self.root, self.root / KAGGLE_FOLDER) if (place / "train").is_dir()), None)
+        if base is None or not (base / "val").is_dir():
+            raise ValueError(f"root must hold {LAYOUT}; from {SOURCE}; got {str(self.root)!r}")
+        self.classes = tuple(subfolders(base / "train"))
+        train = list_samples(self.root, base / "train", self.classes)
+        val = list_validation(self.root, base / "val", self.classes)
+        for part, samples in (("train", train), ("val", val)):
+            if not samples:
+                raise ValueError(f"{part} must hold images, got none in {str(base / part)!r}")
+        return self._folder(train, True), self._folder(val, False)
+
+    def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
+        """Read few shards at a time; shuffle single files freely."""
+        if isinstance(train, ShardSet):
+            return ShardOrder(train.places[:, 0], seed, epoch, replicas, rank)
+        return super().sampler(train, seed, epoch, replicas, rank)
+
+    def _folder(self, samples: list[Sample], train: bool) -> ImageSet:
+        size, name = self._size(train)
+        chosen = choose(samples, size, self.config.split_seed, name)
+        return ImageSet(
+            self.root, chosen, self.input_size[0], self._transform(train), normalise(), self.config.max_skipped
+        )
+
+    def _sharded(self, shards: list[Path], train: bool) -> ShardSet:
+        samples, places, faults = index_shards(shards)
+        self.skipped = [*self._skipped, *faults]
+        if not samples:
+            raise ValueError(f"shards must hold jpg and cls, got none: {name_some(faults) or shards[0].name}")
+        tell_skipped(faults, len(samples) + len(faults), self.config.max_skipped, "shards and images")
+        labels = torch.tensor([label for _, label in samples])
+        if train:
+            self.classes = shard_classes(self.root, int(labels.max()) + 1)
+        elif int(labels.max()) >= self.num_classes:
+            raise ValueError(f"labels of val must lie below {self.num_classes} as in train, got {int(labels.max())}")
+        size, name = self._size(train)
+        chosen = balanced_subset(labels, size, self.config.split_seed, name)
+        kept = [samples[index] for index in chosen.tolist()]
+        return ShardSet(
+            shards,
+            kept,
+            places[chosen],
+            self.input_size[0],
+            self._transform(train),
+            normalise(),
+            self.config.max_skipped,
+        )
+
+    def _size(self, train: bool) -> tuple[int | None, str]:
+        return (self.config.train_size, "train_size") if train else (self.config.val_size, "val_size")
+
+    def _transform(self, train: bool) -> v2.Transform:
+        side, cubic = self.input_size[0], v2.InterpolationMode.BICUBIC
+        if train:
+            return random_crop(side, self.config.augment.crop_scale or CROP_SCALE, cubic)
+        return v2.Compose([v2.Resize(round(side / SHOWN), cubic), v2.CenterCrop(side), v2.PILToTensor()])
+
+
+class TinyImageNet(DataModule):
+    """Tiny-ImageNet, kept in memory as bytes: 64x64 colour pixels, 200 classes of 500 to train on and 50 to validate.
+
+    Source: Y. Le and X. Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS 231N, 2015.
+
+    Raises:
+        ValueError: root is missing or not laid out so.
+    """
+
+    name = "tiny-imagenet"
+    title = "Tiny-ImageNet"
+    axes = ("height", "width")
+    in_channels = 3
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        side = config.size or TINY_SIZE
+        self.input_size = (side, side)
+        root = existing_folder(config.root, "tiny-imagenet", f"{TINY_LAYOUT}; from {TINY_SOURCE}")
+        self.root = next((place for place in (root, root / "tiny-imagenet-200") if (place / "train").is_dir()), root)
+        if not (self.root / "train").is_dir() or not (self.root / "val").is_dir():
+            raise ValueError(f"root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got {str(root)!r}")
+        self.classes = tuple(subfolders(self.root / "train"))
+        self.description = (
+            f"Real pictures of {side}×{side} colour pixels (Tiny-ImageNet); the class is one of {self.num_classes}."
+        )
+
+    def datasets(self) -> tuple[TensorSet, TensorSet]:
+        """Decode `train_size` and `val_size` pictures into memory."""
+        config = self.config
+        train = list_samples(self.root, self.root / "train", self.classes)
+        val = list_validation(self.root, self.root / "val", self.classes)
+        for part, samples in (("train", train), ("val", val)):
+            if not samples:
+                raise ValueError(f"root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
+        return byte_sets(
+            *self._decode(choose(train, config.train_size, config.split_seed, "train_size")),
+            *self._decode(choose(val, config.val_size, config.split_seed, "val_size")),
+        )
+
+    def _decode(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        side = self.input_size[0]
+        fit = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
+        pixels = torch.empty(len(samples), 3, side, side, dtype=torch.uint8)
+        row = {path: index for index, (path, _) in enumerate(samples)}
+
+        def read(path: str) -> None:
+            pixels[row[path]] = fit(load_image(self.root / path, side))
+
+        faults = find_faults(list(row), read, explain_fault)
+        self.skipped = [*self._skipped, *faults]
+        if len(faults) == len(samples):
+            raise ValueError(f"images must be readable, got none: {name_some(faults)}")
+        tell_skipped(faults, len(samples), self.config.max_skipped, "images")
+        broken = {row[path] for path, _ in faults}
+        good = torch.tensor([index for index in range(len(samples)) if index not in broken])
+        return pixels[good], torch.tensor([label for _, label in samples])[good]
+
+
+def normalise() -> Normalise:
+    """Subtract ImageNet's mean and divide by its standard deviation."""
+    return Normalise(torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1))
+
+
+def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
+    """List the tar files that train and those that validate, told by their names or folders; sorted."""
+    train, val = (sorted({*root.glob(f"*{part}*.tar"), *root.glob(f"{part}*/*.tar")}) for part in ("train", "val"))
+    return train, [shard for shard in val if shard not in train]
+
+
+def shard_classes(root: Path, count: int) -> tuple[str, ...]:
+    """Name the classes by LOC_synset_mapping.txt or classes.txt, one a line, where root has it; else by number."""
+    for name in ("LOC_synset_mapping.txt", "classes.txt"):
+        if (root / name).is_file():
+            names = (root / name).read_text().splitlines()
+            if len(names) < count:
+                raise ValueError(f"{name} must name each of {count} classes in a line, got {len(names)}")
+            return tuple(names)
+    return tuple(str(number) for number in range(count))
+
+
+def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sample]:
+    """List the validation pictures: in folders of classes, or in one folder with a list of their classes.
+
+    Raises:
+        ValueError: there is neither, or a picture has no class or one that is not trained on.
+    """
+    flat = folder / "images" if (folder / "images").is_dir() else folder
+    if flat == folder and subfolders(folder):
+        strange = [name for name in subfolders(folder) if name not in classes]
+        if strange:
+            raise ValueError(f"val must have the classes of train, got {', '.join(strange[:3])} in val alone")
+        return list_samples(root, folder, classes)
+    files = sorted(path for path in flat.iterdir() if is_image_file(path.name) and not path.name.startswith("."))
+    labels = {name: label for label, name in enumerate(classes)}
+    classes_of, source = validation_classes(root, folder, [path.name for path in files])
+    for path in files:
+        if classes_of.get(path.stem) not in labels:
+            raise ValueError(
+                f"{source} must give a class of train to every image of val, "
+                f"got {classes_of.get(path.stem)!r} for {path.name}"
+            )
+    return [(path.relative_to(root).as_posix(), labels[classes_of[path.stem]]) for path in files]
+
+
+def validation_classes(root: Path, folder: Path, files: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Read the class of each picture, by its name without extension, and the name of the list that told it."""
+    annotations, solution = folder / "val_annotations.txt", "LOC_val_solution.csv"
+    if annotations.is_file():
+        rows = [line.split("\t") for line in annotations.read_text().splitlines() if line]
+        return {Path(row[0]).stem: row[1] for row in rows if len(row) > 1}, annotations.name
+    for place in (root, folder, folder.parent):
+        if (place / solution).is_file():
+            with (place / solution).open(newline="") as file:
+                rows = [row for row in csv.reader(file) if len(row) > 1]
+            return {row[0]: row[1].split()[0] for row in rows[1:] if row[1].split()}, solution
+    for place in (root / below for below in DEVKIT_FOLDERS):
+        if (place / GROUND_TRUTH).is_file() and (place / "meta.mat").is_file():
+            return ground_truth(place, files), GROUND_TRUTH
+    lists = f"{solution}, val_annotations.txt, or {GROUND_TRUTH} with meta.mat"
+    raise ValueError(f"val without folders of classes needs {lists} in {str(root)!r}, got none")
+
+
+def ground_truth(place: Path, files: Sequence[str]) -> dict[str, str]:
+    """Read the devkit: line n has the number of the class of ILSVRC2012_val_n, and meta.mat its synset."""
+    from scipy.io import loadmat
+
+    synsets = loadmat(str(place / "meta.mat"), squeeze_me=True)["synsets"]
+    by_number = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    lines = (place / GROUND_TRUTH).read_text().split()
+    numbered = {Path(name).stem: re.search(r"(\d+)$", Path(name).stem) for name in files}
+    return {
+        stem: by_number.get(int(lines[int(found[1]) - 1]), "")
+        for stem, found in numbered.items()
+        if found is not None and 1 <= int(found[1]) <= len(lines)
+    }

@@ -1,0 +1,302 @@
+"""Anybody's own pictures: one sub-folder per class."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from copy import copy
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, is_image_file
+from torchvision.transforms import v2
+
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.data.faults import Skipping, find_faults, name_some, reason, tell_skipped
+from torchrope.lab.data.tensors import Normalise, balanced_subset, byte_statistics
+
+IMAGE_SIZE = 64
+VAL_FRACTION = 0.2
+CROP_SCALE = (0.6, 1.0)
+PARTS = ("train", "val")
+STATISTICS_IMAGES = 512
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+"""Those of torchvision's extensions; Pillow reads others by running programs."""
+LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
+
+Sample = tuple[str, int]  # path below root, label
+
+
+class ImageSet(Dataset):
+    """Pictures read from disk when they are asked for; one that cannot be read gives way to the next that can.
+
+    Args:
+        root: Folder that the paths start from.
+        samples: (path below root, label) of every picture.
+        size: Pixels per side that `transform` makes.
+        transform: From a PIL picture to uint8 `(3, size, size)`.
+        normalise: From there to float32; None leaves bytes.
+        max_skipped: How many may be left out.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        samples: Sequence[Sample],
+        size: int,
+        transform: Callable[[Image.Image], Tensor],
+        normalise: Normalise | None = None,
+        max_skipped: int = 0,
+    ) -> None:
+        self.root = root
+        self.samples = samples
+        self.size = size
+        self.transform = transform
+        self.normalise = normalise
+        self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        pixels, label = self.reading.get(index)
+        return pixels if self.normalise is None else self.normalise(pixels), label
+
+    @property
+    def raw(self) -> "ImageSet":
+        """The same pictures as bytes."""
+        same = copy(self)
+        same.normalise = None
+        return same
+
+    def load(self, index: int) -> tuple[Tensor, int]:
+        """Read a picture, as bytes, and its label."""
+        return self.transform(load_image(self.open(index), self.size)), self.samples[index][1]
+
+    def open(self, index: int) -> Path | BinaryIO:
+        """Find the file of a picture."""
+        return self.root / self.samples[index][0]
+
+
+class Images(DataModule):
+    """Colour pictures from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
+
+    The second kind is split within each class by a hash of path and `split_seed`: the same on every machine,
+    and a picture added later leaves nearly all others where they were. Training crops 60 to 100 % of a
+    picture at random, and flips none unless `augment.flip` is set, since left and right may be classes;
+    validation takes the centre. Every file is decoded once in `setup`; those that cannot be are left out,
+    named in one warning and listed in `skipped`.
+
+    Raises:
+        ValueError: root is missing, is no readable folder, or is not laid out as above.
+    """
+
+    name = "images"
+    axes = ("height", "width")
+    in_channels = 3
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        side = config.size or IMAGE_SIZE
+        self.input_size = (side, side)
+        self.root = existing_folder(config.root)
+        self.folders, self.classes = find_classes(self.root)
+        self.title = f"Images in {self.root.name}"
+        self.description = f"Pictures from a folder of one's own, {self.root.name}; the class is the sub-folder."
+
+    def datasets(self) -> tuple[ImageSet, ImageSet]:
+        """Decode every file once, split, choose `train_size` and `val_size` of them, measure mean and std."""
+        config, side = self.config, self.input_size[0]
+        train, val = self._split(self._readable_samples())
+        train = choose(train, config.train_size, config.split_seed, "train_size")
+        val = choose(val, config.val_size, config.split_seed, "val_size")
+        self.description = (
+            f"{len(train) + len(val):,} pictures from a folder of one's own, {self.root.name}, "
+            f"cropped to {side}×{side} colour pixels; the class is the sub-folder."
+        )
+        centre = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
+        normalise = Normalise(*measure_statistics(ImageSet(self.root, train, side, centre)))
+        crop = random_crop(side, config.augment.crop_scale or CROP_SCALE)
+        return (
+            ImageSet(self.root, train, side, crop, normalise, config.max_skipped),
+            ImageSet(self.root, val, side, centre, normalise, config.max_skipped),
+        )
+
+    def _readable_samples(self) -> dict[str, list[Sample]]:
+        """List the pictures of each part that can be decoded; name the others in `skipped`."""
+        listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
+        paths = [path for samples in listed.values() for path, _ in samples]
+        self.skipped = find_faults(paths, lambda path: load_image(self.root / path, self.input_size[0]), explain_fault)
+        if len(self.skipped) == len(paths):
+            raise ValueError(
+                f"root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
+                + (f": {name_some(self.skipped)}" if paths else "")
+            )
+        tell_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
+        broken = {path for path, _ in self.skipped}
+        return {part: [s for s in samples if s[0] not in broken] for part, samples in listed.items()}
+
+    def _split(self, parts: dict[str, list[Sample]]) -> tuple[list[Sample], list[Sample]]:
+        if len(parts) == 2:
+            self._require_images(parts["train"], 1, " in train")
+            self._require_images(parts["val"], 1, " in val")
+            return parts["train"], parts["val"]
+        self._require_images(parts[""], 2, ", one to train on and one to hold out")
+        return hold_out(parts[""], self.config.split_seed)
+
+    def _require_images(self, samples: list[Sample], fewest: int, purpose: str) -> None:
+        labels = [label for _, label in samples]
+        for label, name in enumerate(self.classes):
+            if labels.count(label) < fewest:
+                raise ValueError(
+                    f"readable images of each class must number at least {fewest}{purpose}, "
+                    f"got {labels.count(label)} for {name!r}"
+                )
+
+
+def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
+    """Check that root is given and is a folder."""
+    if not root:
+        raise ValueError(f"root must be given for {kind} ({layout}), got {root!r}")
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        came = "a file" if folder.exists() else "which is not there"
+        raise ValueError(f"root must be a folder with {kind} ({layout}), got {root!r}, {came}")
+    return folder.resolve()
+
+
+def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Find the class folders.
+
+    Returns:
+        The folders that hold them, `{"train": ..., "val": ...}` or `{"": root}`, and the classes' names.
+
+    Raises:
+        ValueError: fewer than two classes, train without val, or train and val that differ in classes.
+    """
+    names = subfolders(root)
+    if not names:
+        raise ValueError(f"root must hold one sub-folder per class ({LAYOUT}), got none in {str(root)!r}")
+    # A class may be called train; a part is told by the folders in it.
+    parts = {part: root / part for part in PARTS if part in names and subfolders(root / part)}
+    if not parts:
+        return {"": root}, at_least_two(names, root)
+    if len(parts) == 1:
+        raise ValueError(f"root must hold train and val with one sub-folder per class in each, got {', '.join(names)}")
+    train, val = (subfolders(folder) for folder in parts.values())
+    if train != val:
+        alone = [f"{name!r} in train alone" for name in train if name not in val]
+        alone += [f"{name!r} in val alone" for name in val if name not in train]
+        raise ValueError(f"train and val must have the same classes, got {', '.join(alone)}")
+    return parts, at_least_two(train, root)
+
+
+def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
+    """Check that there is something to tell apart."""
+    if len(names) < 2:
+        raise ValueError(f"root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}")
+    return tuple(names)
+
+
+def subfolders(folder: Path) -> list[str]:
+    """Names of the folders in a folder, sorted, without hidden ones."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise unreadable(error) from error
+
+
+def list_samples(root: Path, folder: Path, classes: Sequence[str]) -> list[Sample]:
+    """List the image files of every class, at any depth, sorted, without hidden ones."""
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error) from error
+
+    samples = []
+    for label, name in enumerate(classes):
+        for place, _, files in os.walk(folder / name, onerror=refuse):
+            below = Path(place).relative_to(root)
+            images = (file for file in files if is_image_file(file) and not file.startswith("."))
+            samples += [((below / file).as_posix(), label) for file in images]
+    return sorted(samples)
+
+
+def unreadable(error: OSError) -> ValueError:
+    """Make the error for a folder that cannot be listed."""
+    return ValueError(f"every folder below root must be readable, got {error.filename!r}: {error.strerror}")
+
+
+def open_image(path: Path | BinaryIO) -> Image.Image:
+    """Open a picture of one of `FORMATS`, whatever its name says.
+
+    Raises:
+        UnidentifiedImageError: it is of none.
+        ValueError: it has more pixels than Pillow reads without a warning.
+    """
+    file = Image.open(path, formats=FORMATS)
+    if Image.MAX_IMAGE_PIXELS is not None and file.width * file.height > Image.MAX_IMAGE_PIXELS:
+        file.close()
+        raise ValueError(f"{file.width}x{file.height} pixels, more than {Image.MAX_IMAGE_PIXELS:,}")
+    return file
+
+
+def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
+    """Decode an 8-bit picture as RGB, upright.
+
+    With `size` a JPEG is decoded at a fraction of its resolution where that still leaves twice as much per side.
+    """
+    with open_image(path) as file:
+        if size is not None:
+            file.draft("RGB", (2 * size, 2 * size))
+        if file.mode.startswith(("I", "F")):
+            raise ValueError(f"{file.mode} pixels, not 8-bit ones")
+        upright = ImageOps.exif_transpose(file)
+    # Pillow warns when a transparent palette goes to RGB at once.
+    return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
+
+
+def explain_fault(error: Exception) -> str:
+    """Say what is wrong with a picture that cannot be decoded."""
+    return f"no image ({', '.join(FORMATS)})" if isinstance(error, UnidentifiedImageError) else reason(error)
+
+
+def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], list[Sample]]:
+    """Split each class by a hash of path and seed: a fifth, but at least one, is held out.
+
+    Returns:
+        Training and validation samples, each sorted.
+    """
+
+    def draw(sample: Sample) -> str:
+        return hashlib.sha256(f"{split_seed} {sample[0]}".encode(errors="surrogateescape")).hexdigest()
+
+    train, val = [], []
+    for label in sorted({label for _, label in samples}):
+        members = sorted((sample for sample in samples if sample[1] == label), key=draw)
+        held_out = max(1, round(VAL_FRACTION * len(members)))
+        val += members[:held_out]
+        train += members[held_out:]
+    return sorted(train), sorted(val)
+
+
+def choose(samples: Sequence[Sample], size: int | None, seed: int, name: str) -> list[Sample]:
+    """Choose `size` samples, as equal in number among the classes as they can be."""
+    labels = torch.tensor([label for _, label in samples])
+    return [samples[index] for index in balanced_subset(labels, size, seed, name).tolist()]
+
+
+def random_crop(
+    side: int, scale: tuple[float, float], interpolation: v2.InterpolationMode = v2.InterpolationMode.BILINEAR
+) -> Callable[[Image.Image], Tensor]:
+    """Crop a share within `scale` of a picture at random, and resize it to bytes `(3, side, side)`."""
+    return v2.Compose([v2.RandomResizedCrop(side, scale=scale, interpolation=interpolation), v2.PILToTensor()])
+
+
+def measure_statistics(images: ImageSet) -> tuple[Tensor, Tensor]:
+    """Measure mean and standard deviation per channel on up to 512 pictures, spread over the whole set."""
+    step = -(-len(images) // STATISTICS_IMAGES)
+    return byte_statistics(torch.stack([images[index][0] for index in range(0, len(images), step)]))

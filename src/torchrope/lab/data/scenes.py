@@ -1,0 +1,243 @@
+"""Scenes of several real digits with boxes, masks and a map, small enough to train on while one waits."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torchvision import tv_tensors
+
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.dense import (
+    Change,
+    DenseModule,
+    DenseSet,
+    Target,
+    boxed,
+    boxes_of,
+    compose,
+    flip_and_colours,
+    large_scale_jitter,
+)
+from torchrope.lab.data.digits import DIGIT_SIZE, split_digits
+from torchrope.lab.data.draws import Draws
+from torchrope.lab.data.tensors import HeldSet, Normalise
+from torchrope.lab.data.transforms import resize
+
+SIZE = 64
+SIZES = (64, 256)
+TRAIN_SIZE = 2000
+VAL_SIZE = 200
+DIGITS = (1, 5)  # on 64 x 64 pixels, as all counts
+SIDES = (10, 28)  # pixels, on every canvas
+BRIGHTNESS = (0.5, 1.0)
+INK = 0.25  # of its own brightness: where a digit is
+PLACES = 10  # that are tried for a digit
+FRAGMENTS = (0, 4)
+FRAGMENT_SIDES = (5, 12)
+FRAGMENT_BRIGHTNESS = (0.2, 0.6)
+NOISE = 0.05
+MEAN, STD = 0.085, 0.17  # of scenes of any size
+
+
+class Scenes(DenseModule):
+    """Real digits at random places and sizes on a square canvas of 64 to 256 grey pixels.
+
+    A canvas of 64 pixels holds 1 to 5 digits with sides of 10 to 28 pixels, in brightness of their own; a larger one
+    holds more in proportion to its area, of the same sizes: an evaluation there asks for positions beyond those of the
+    training, and for nothing else. A later digit covers earlier ones; where it would hide more than half of one it is
+    put elsewhere, and is left out if ten places will not do. Masks and boxes are of what is seen, a pixel belongs to a
+    digit from a quarter of its brightness on. Fragments of digits and noise lie below and belong to the background.
+
+    Scene n of either part is a function of `split_seed` and n alone, and no digit's picture is in both.
+
+    Source: the digits of `Digits`.
+
+    Raises:
+        ValueError: size is below 64 or above 256.
+    """
+
+    name = "scenes"
+    title = "Scenes of handwritten digits"
+    in_channels = 1
+    tasks = ("segment", "detect")
+    classes = tuple("0123456789")
+    map_classes = ("background", *classes)
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        side = SIZE if config.size is None else config.size
+        if not SIZES[0] <= side <= SIZES[1]:
+            raise ValueError(f"size must lie between {SIZES[0]} and {SIZES[1]}, got {side}")
+        self.input_size = (side, side)
+        self.sizes = (config.train_size or TRAIN_SIZE, config.val_size or VAL_SIZE)
+        fewest, most = in_proportion(DIGITS, side)
+        self.description = (
+            f"{sum(self.sizes):,} made scenes of {side}×{side} grey pixels with {fewest} to {most} real handwritten "
+            "digits (UCI, from scikit-learn) each; to find are their boxes, masks and classes."
+        )
+
+    def datasets(self) -> tuple["SceneSet", "SceneSet"]:
+        """Split the digits, and make the scenes of both parts."""
+        config, side = self.config, self.input_size[0]
+        train_digits, train_labels, val_digits, val_labels = split_digits(config.split_seed)
+        seeds = {part: Draws(config.split_seed, range(size)).seeds(part) for part, size in self._parts()}
+        change = compose([*large_scale_jitter(config.augment, side), *flip_and_colours(config.augment)])
+        return (
+            make_scenes(train_digits, train_labels, side, seeds["train"], change),
+            make_scenes(val_digits, val_labels, side, seeds["val"]),
+        )
+
+    def at_size(self, size: int) -> "Scenes":
+        """The same number of validation scenes on another canvas, for an evaluation; a single scene to train on."""
+        return Scenes(replace(self.config, size=size, train_size=1))
+
+    def _parts(self) -> list[tuple[str, int]]:
+        return list(zip(("train", "val"), self.sizes, strict=True))
+
+
+class SceneSet(DenseSet, HeldSet):
+    """Scenes in memory, as bytes.
+
+    Args:
+        inputs: Pictures, uint8 `(scenes, 1, side, side)`.
+        numbers: uint8 `(scenes, side, side)`: 0 is background, k the k-th digit of the scene.
+        objects: Class and box of every digit, scene by scene, int64 `(digits, 5)`.
+        counts: Digits of each scene.
+        change: Changes bytes and truth.
+    """
+
+    def __init__(
+        self, inputs: Tensor, numbers: Tensor, objects: Tensor, counts: Sequence[int], change: Change | None = None
+    ) -> None:
+        super().__init__(Normalise(torch.tensor(MEAN), torch.tensor(STD)), change)
+        self.inputs = inputs
+        self.numbers = numbers
+        self.objects = objects
+        self.counts = counts
+        self._of_each = objects.split(list(counts))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def read(self, index: int) -> tuple[Tensor, Target]:
+        """A scene with all that is told of it."""
+        numbers, objects = self.numbers[index], self._of_each[index]
+        labels, side = objects[:, 0], self.inputs.shape[-1]
+        of_number = torch.cat([labels.new_zeros(1), labels + 1]).to(torch.uint8)  # classes in the map
+        each = torch.arange(1, len(labels) + 1, device=labels.device)[:, None, None]
+        return tv_tensors.Image(self.inputs[index]), {
+            "boxes": boxed(objects[:, 1:], side, side),
+            "labels": labels,
+            "masks": tv_tensors.Mask(numbers == each),
+            "crowd": torch.zeros_like(labels, dtype=torch.bool),
+            "map": tv_tensors.Mask(of_number[numbers.long()]),
+            "name": self.name_of(index),
+        }
+
+    @staticmethod
+    def name_of(index: int) -> str:
+        """What a scene is called."""
+        return f"scene {index}"
+
+    @property
+    def samples(self) -> list[tuple[str, list]]:
+        """Names of the scenes, with what is in them."""
+        return [(self.name_of(index), objects.tolist()) for index, objects in enumerate(self._of_each)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.inputs.nbytes + self.numbers.nbytes + self.objects.nbytes
+
+    def to(self, device: torch.device) -> "SceneSet":
+        """Copy it to a device, whole."""
+        inputs, numbers, objects = (part.to(device) for part in (self.inputs, self.numbers, self.objects))
+        return SceneSet(inputs, numbers, objects, self.counts, self.change)
+
+
+def in_proportion(counts: tuple[int, int], side: int) -> tuple[int, int]:
+    """Least and largest count on a canvas, from those on 64 x 64 pixels."""
+    area = (side / SIZE) ** 2
+    return round(counts[0] * area), round(counts[1] * area)
+
+
+def make_scenes(
+    digits: Tensor, labels: Tensor, side: int, seeds: Sequence[int], change: Change | None = None
+) -> SceneSet:
+    """Make a scene for each seed.
+
+    Args:
+        digits: Digits to draw from, `(digits, 1, 8, 8)` in [0, 1].
+        labels: Their classes.
+        side: Pixels per side of the canvas.
+        seeds: Each decides all of a scene.
+        change: What the set changes in its examples.
+    """
+    scenes = [make_scene(digits, labels, side, torch.Generator().manual_seed(seed)) for seed in seeds]
+    inputs, numbers, objects = zip(*scenes, strict=True)
+    return SceneSet(
+        torch.stack(inputs)[:, None], torch.stack(numbers), torch.cat(objects), [len(each) for each in objects], change
+    )
+
+
+def make_scene(digits: Tensor, labels: Tensor, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a scene.
+
+    Returns:
+        Picture, uint8 `(side, side)`; number of the digit at every pixel, 0 for none, uint8 `(side, side)`; class and
+        box (left, top, right, bottom) of every digit, int64 `(digits, 5)`.
+    """
+
+    def draw(count: int) -> list[float]:
+        return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+
+    canvas = torch.zeros(side, side)
+    numbers = torch.zeros(side, side, dtype=torch.uint8)
+    of_digits, of_fragments = draw(2)
+    for _ in range(_between(in_proportion(FRAGMENTS, side), of_fragments)):
+        which, corner, *rest = draw(6)
+        row, column = divmod(int(corner * (DIGIT_SIZE // 2 + 1) ** 2), DIGIT_SIZE // 2 + 1)
+        piece = digits[int(which * len(digits)), :, row : row + DIGIT_SIZE // 2, column : column + DIGIT_SIZE // 2]
+        ink, place = _place(piece, FRAGMENT_SIDES, FRAGMENT_BRIGHTNESS, side, rest)
+        canvas[place] = torch.maximum(canvas[place], ink)
+    classes: list[int] = []
+    whole, seen = torch.zeros(2, 256, dtype=torch.int64)  # pixels of each number: when it was drawn, and now
+    for _ in range(_between(in_proportion(DIGITS, side), of_digits)):
+        for _ in range(PLACES):
+            which, *rest = draw(5)
+            index, number = int(which * len(digits)), len(classes) + 1
+            ink, place = _place(digits[index], SIDES, BRIGHTNESS, side, rest)
+            here = ink > INK * _within(BRIGHTNESS, rest[1])
+            left = seen - numbers[place][here].int().bincount(minlength=256)
+            if bool((2 * left >= whole)[1:number].all()):
+                seen, seen[number], whole[number] = left, here.sum(), here.sum()
+                numbers[place][here] = number
+                canvas[place] = torch.where(here, ink, torch.maximum(canvas[place], ink))
+                classes.append(int(labels[index]))
+                break
+    noisy = canvas + NOISE * torch.randn(side, side, generator=generator)
+    boxes = boxes_of(numbers == torch.arange(1, len(classes) + 1)[:, None, None]).long()
+    picture = (255 * noisy).round().clamp(0, 255).to(torch.uint8)
+    return picture, numbers, torch.cat([torch.tensor(classes)[:, None], boxes], dim=1)
+
+
+def _place(
+    piece: Tensor, sides: tuple[int, int], brightness: tuple[float, float], canvas: int, drawn: Sequence[float]
+) -> tuple[Tensor, tuple[slice, slice]]:
+    """A picture `(1, rows, columns)` at a size, a brightness and a place (four draws), and where that is."""
+    extent = _between(sides, drawn[0])
+    top, left = (int(number * (canvas - extent + 1)) for number in drawn[2:])
+    ink = resize(piece[None], extent)[0, 0] * _within(brightness, drawn[1])
+    return ink, (slice(top, top + extent), slice(left, left + extent))
+
+
+def _between(ends: tuple[int, int], drawn: float) -> int:
+    """A whole number, both ends included, of a draw from [0, 1)."""
+    low, high = ends
+    return low + int(drawn * (high - low + 1))
+
+
+def _within(ends: tuple[float, float], drawn: float) -> float:
+    low, high = ends
+    return low + drawn * (high - low)

@@ -1,0 +1,137 @@
+"""Tar shards as webdataset writes them (0001.jpg, 0001.cls, ...), read at any place."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from torchrope.files import read_mapping, write_whole
+from torchrope.lab.data.cache import cache_folder
+from torchrope.lab.data.faults import Fault
+from torchrope.lab.data.images import ImageSet, Sample
+from torchrope.lab.data.tensors import Normalise
+
+PICTURES = ("jpg", "jpeg", "png", "webp")
+SHARDS_AT_ONCE = 16  # whose examples are shuffled together
+
+Entry = tuple[str, int, int, int]  # name within the shard, label, offset, size
+
+
+class ShardSet(ImageSet):
+    """Pictures in tar shards.
+
+    Args:
+        shards: The files.
+        samples: (shard/name, label) of every picture.
+        places: (shard, offset, size) of every picture, int64 `(pictures, 3)`.
+        size: As in `ImageSet`, and so are the others.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Path],
+        samples: Sequence[Sample],
+        places: Tensor,
+        size: int,
+        transform: Callable[[Image.Image], Tensor],
+        normalise: Normalise | None,
+        max_skipped: int,
+    ) -> None:
+        super().__init__(shards[0].parent, samples, size, transform, normalise, max_skipped)
+        self.shards = shards
+        self.places = places
+
+    def open(self, index: int) -> BinaryIO:
+        """Read a picture's bytes."""
+        shard, offset, size = self.places[index].tolist()
+        with self.shards[shard].open("rb") as file:
+            file.seek(offset)
+            return io.BytesIO(file.read(size))
+
+
+class ShardOrder(Sampler[int]):
+    """Shuffle so that few shards are read at a time: shards first, then the examples of 16 shards together.
+
+    The order of an epoch is a function of seed and epoch, cut into one run of equal length for each process, so
+    that a process reads shards of its own but for those at its ends. As many examples as it takes for equal
+    lengths are drawn a second time. Workers take turns by batches and change nothing.
+
+    Args:
+        shards: Shard of every example, `(examples,)`.
+        seed: That of the run.
+        epoch: Whose order it is.
+        replicas: Number of processes.
+        rank: Which of them this is.
+    """
+
+    def __init__(self, shards: Tensor, seed: int, epoch: int, replicas: int, rank: int) -> None:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        turn = torch.randperm(int(shards.max()) + 1, generator=generator)[shards]
+        within = torch.rand(len(shards), generator=generator, dtype=torch.float64)
+        order = (turn // SHARDS_AT_ONCE + within).argsort()
+        self.length = -(-len(order) // replicas)
+        self.order = order[torch.arange(rank * self.length, (rank + 1) * self.length) % len(order)]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order.tolist())
+
+
+def index_shards(shards: Sequence[Path]) -> tuple[list[Sample], Tensor, list[Fault]]:
+    """List the pictures of shards with their labels and places, reading only the headers and the labels.
+
+    The list is kept in the cache folder under the shards' paths, sizes and times, so it is made once.
+
+    Returns:
+        Samples and places as `ShardSet` takes them, and what cannot be used.
+    """
+    stats = [[str(shard), shard.stat().st_size, shard.stat().st_mtime_ns] for shard in shards]
+    known = cache_folder() / f"shards-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.json"
+    if not known.exists():
+        with ThreadPoolExecutor() as pool:
+            write_whole(known, json.dumps({"shards": list(pool.map(index_shard, shards))}))
+    samples: list[Sample] = []
+    places: list[tuple[int, int, int]] = []
+    faults: list[Fault] = []
+    for number, (entries, broken) in enumerate(read_mapping(known, "an index of shards")["shards"]):
+        samples += [(f"{shards[number].name}/{name}", label) for name, label, _, _ in entries]
+        places += [(number, offset, size) for _, _, offset, size in entries]
+        faults += [(f"{shards[number].name}{name}", why) for name, why in broken]
+    return samples, torch.tensor(places, dtype=torch.int64).view(-1, 3), faults
+
+
+def index_shard(shard: Path) -> tuple[list[Entry], list[Fault]]:
+    """List one shard: name, label, offset and size of every picture, and what cannot be used."""
+    labels: dict[str, int] = {}
+    found: dict[str, tuple[str, int, int]] = {}
+    faults: list[Fault] = []
+    length = shard.stat().st_size
+    try:
+        with tarfile.open(shard, "r:") as opened:
+            for member in opened:
+                place = PurePosixPath(member.name)
+                key, _, extension = place.name.partition(".")
+                key = str(place.with_name(key))
+                if not member.isfile() or member.offset_data + member.size > length:
+                    continue
+                if extension.lower() in PICTURES:
+                    found[key] = (member.name, member.offset_data, member.size)
+                elif extension.lower() == "cls":
+                    content = opened.extractfile(member)
+                    labels[key] = int(content.read()) if content is not None else -1
+    except (OSError, tarfile.TarError, ValueError) as error:
+        faults.append(("", " ".join(str(error).split()) or type(error).__name__))
+    faults += [(f"/{name}", "no label") for key, (name, _, _) in found.items() if labels.get(key, -1) < 0]
+    entries = [(name, labels[key], at, size) for key, (name, at, size) in found.items() if labels.get(key, -1) >= 0]
+    return entries, faults

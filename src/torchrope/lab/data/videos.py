@@ -1,0 +1,348 @@
+"""Anybody's own videos: one sub-folder per class."""
+
+import os
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import av
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from torchrope.lab.data.clips import crop_corners, test_frames, training_frames
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.data.faults import find_faults, tell_skipped
+from torchrope.lab.data.images import Sample, choose, existing_folder, find_classes, hold_out, unreadable
+from torchrope.lab.data.streamed import StreamedSet
+
+FRAMES = 8
+FRAME_STRIDE = 4
+FRAME_SIZE = 224
+CROP_SCALE = (0.08, 1.0)
+CROP_RATIO = (3 / 4, 4 / 3)
+VIDEO_EXTENSIONS = (".avi", ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv")
+SEEK_MARGINS = (4, 64)  # frames; where B-frames are reordered, an AVI seeks a little too far
+MISSING_FRAMES = 0.05  # of those that the header counts; some writers count too many
+
+ChooseFrames = Callable[[int], list[list[int]]]  # from the number of frames to the indices of every clip
+
+
+@dataclass(frozen=True)
+class ClipShape:
+    """What is cut out of a video.
+
+    Attributes:
+        frames: Frames of a clip.
+        stride: Frames of the video for each of the clip.
+        size: Pixels per side.
+    """
+
+    frames: int
+    stride: int
+    size: int
+
+
+class TrainingClips(StreamedSet):
+    """One clip of every video: random start, random resized crop, the same for all frames.
+
+    Both are drawn from torch's global generator.
+
+    Args:
+        root: Folder that the paths start from.
+        samples: (path below root, label) of every video.
+        shape: Frames, stride and size.
+        max_skipped: So many videos may be damaged.
+    """
+
+    def __init__(self, root: Path, samples: Sequence[Sample], shape: ClipShape, max_skipped: int) -> None:
+        super().__init__(samples, max_skipped, "videos")
+        self.root = root
+        self.shape = shape
+        self.crop = v2.RandomResizedCrop(shape.size, scale=CROP_SCALE, ratio=CROP_RATIO, antialias=True)
+
+    def load(self, index: int) -> Tensor:
+        """A clip in bytes `(3, frames, size, size)`."""
+        shape = self.shape
+        (clip,) = read_clips(
+            self.root / self.samples[index][0],
+            lambda count: [training_frames(count, shape.frames, shape.stride)],
+        )
+        return self.crop(clip).movedim(0, 1)
+
+
+class TestClips(StreamedSet):
+    """The same clips of every video each time: temporal segments by crops, its shorter side made `size`.
+
+    Args:
+        root: Folder that the paths start from.
+        samples: (path below root, label) of every video.
+        shape: Frames, stride and size.
+        views: (segments, crops); one of each is the centre alone.
+        max_skipped: So many videos may be damaged.
+    """
+
+    __test__ = False  # pytest takes the name for a test's
+
+    def __init__(
+        self, root: Path, samples: Sequence[Sample], shape: ClipShape, views: tuple[int, int], max_skipped: int
+    ) -> None:
+        super().__init__(samples, max_skipped, "videos")
+        self.root = root
+        self.shape = shape
+        self.views = views
+
+    def load(self, index: int) -> Tensor:
+        """One clip in bytes `(3, frames, size, size)`, or several `(segments · crops, 3, frames, size, size)`."""
+        shape, (segments, crops) = self.shape, self.views
+        choose_frames = partial(_test_frames, shape=shape, segments=segments)
+        clips = []
+        for clip in read_clips(self.root / self.samples[index][0], choose_frames):
+            small = F.resize(clip, [shape.size], antialias=True)  # the shorter side
+            corners = crop_corners(small.shape[-2], small.shape[-1], shape.size, crops)
+            clips += [F.crop(small, *corner, shape.size, shape.size).movedim(0, 1) for corner in corners]
+        return clips[0] if segments * crops == 1 else torch.stack(clips)
+
+
+class VideoModule(DataModule):
+    """Videos in files, decoded with PyAV while the model trains, a seek and the frames of a clip at a time.
+
+    A subclass MUST write `parts` and `describe`. Every file is opened once in `setup`; those that cannot be, and
+    those found damaged while training, are left out, named and counted up to `max_skipped`.
+    """
+
+    axes = ("time", "height", "width")
+    in_channels = 3
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        self.shape = ClipShape(config.frames or FRAMES, config.frame_stride or FRAME_STRIDE, config.size or FRAME_SIZE)
+        self.input_size = (self.shape.frames, self.shape.size, self.shape.size)
+        segments, crops = config.test_views or (1, 1)
+        self.test_views = (segments, crops)
+        self.views = segments * crops
+
+    @abstractmethod
+    def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
+        """Find the folder that paths start from, and (path, label) of the training and the validation videos."""
+
+    def datasets(self) -> tuple[TrainingClips, TestClips]:
+        """Open every file once, choose `train_size` and `val_size` of them, measure mean and std."""
+        config = self.config
+        root, train, val = self.parts()
+        train = choose(train, config.train_size, config.split_seed, "train_size")
+        val = choose(val, config.val_size, config.split_seed, "val_size")
+        self.describe(len(train) + len(val))
+        limit = config.max_skipped
+        mean, std = TestClips(root, train, self.shape, (1, 1), limit).statistics()
+        return (
+            TrainingClips(root, train, self.shape, limit).normalised(mean, std),
+            TestClips(root, val, self.shape, (1, 1), limit).normalised(mean, std),
+        )
+
+    @abstractmethod
+    def describe(self, count: int) -> None:
+        """Set `description` once the number of videos is known."""
+
+    def test_dataloader(self) -> DataLoader:
+        """Draw batches of `test_views` of the validation videos: (batch, views, channels, time, height, width)."""
+        _, val = self._made_datasets()
+        assert isinstance(val, TestClips)
+        several = TestClips(val.root, val.samples, val.shape, self.test_views, self.config.max_skipped)
+        mean, std = val.mean, val.std
+        assert isinstance(mean, Tensor)
+        assert isinstance(std, Tensor)
+        return self._loader(several.normalised(mean, std), self.config.batch_size)
+
+    def openable(self, root: Path, samples: list[Sample]) -> list[Sample]:
+        """Leave out the videos that cannot be opened, named in `skipped`."""
+        faults = find_faults([path for path, _ in samples], lambda path: count_frames(root / path))
+        self.skipped = faults
+        if len(faults) == len(samples):
+            named = f": {faults[0][0]} ({faults[0][1]}), ..." if faults else ""
+            raise ValueError(
+                f"root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)}), got none in {str(root)!r}{named}"
+            )
+        tell_skipped(faults, len(samples), self.config.max_skipped, "videos")
+        left_out = {path for path, _ in faults}
+        return [sample for sample in samples if sample[0] not in left_out]
+
+
+class Videos(VideoModule):
+    """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
+
+    The second kind is split within each class by a hash of path and `split_seed`, as images are. Training clips
+    start anywhere and are random crops of 8 to 100 % of the picture, mirrored only where `augment.flip` says so,
+    since left and right may be classes. Validation takes the middle.
+
+    Raises:
+        ValueError: root is missing, is no readable folder, or is not laid out as above.
+    """
+
+    name = "videos"
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        self.root = existing_folder(config.root, "videos")
+        self.folders, self.classes = find_classes(self.root)
+        self.title = f"Videos in {self.root.name}"
+        self.describe(0)
+
+    def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
+        """List the videos of every class; split them where the folder does not."""
+        listed = {part: list_videos(self.root, folder, self.classes) for part, folder in self.folders.items()}
+        whole = set(self.openable(self.root, [sample for samples in listed.values() for sample in samples]))
+        kept = {part: [sample for sample in samples if sample in whole] for part, samples in listed.items()}
+        if len(kept) == 2:
+            require_each(kept["train"], self.classes, 1, "readable videos", " in train")
+            require_each(kept["val"], self.classes, 1, "readable videos", " in val")
+            return self.root, kept["train"], kept["val"]
+        require_each(kept[""], self.classes, 2, "readable videos", ", one to train on and one to hold out")
+        return self.root, *hold_out(kept[""], self.config.split_seed)
+
+    def describe(self, count: int) -> None:
+        """Say what the videos are."""
+        frames, side, _ = self.input_size
+        number = f"{count:,} videos" if count else "Videos"
+        self.description = (
+            f"{number} from a folder of one's own, {self.root.name}, cut to {frames} frames of {side}×{side} colour "
+            "pixels; the class is the sub-folder."
+        )
+
+
+def list_videos(root: Path, folder: Path, classes: Sequence[str]) -> list[Sample]:
+    """List the video files of every class, at any depth, sorted, without hidden ones."""
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error) from error
+
+    samples = []
+    for label, name in enumerate(classes):
+        for place, _, files in os.walk(folder / name, onerror=refuse):
+            below = Path(place).relative_to(root)
+            videos = (file for file in files if file.lower().endswith(VIDEO_EXTENSIONS) and not file.startswith("."))
+            samples += [((below / file).as_posix(), label) for file in videos]
+    return sorted(samples)
+
+
+def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int, what: str, purpose: str) -> None:
+    """Check that every class has its examples."""
+    labels = [label for _, label in samples]
+    for label, name in enumerate(classes):
+        if labels.count(label) < fewest:
+            raise ValueError(
+                f"{what} of each class must number at least {fewest}{purpose}, got {labels.count(label)} for {name!r}"
+            )
+
+
+def count_frames(path: Path) -> int:
+    """Number of frames of a video: from its header, or by counting packets where the header does not say.
+
+    Raises:
+        ValueError: it is no video, is damaged, or has no frames.
+        OSError: it cannot be opened.
+    """
+    with _opened(path) as (container, stream):
+        return _frame_count(container, stream)
+
+
+def read_clips(path: Path, choose_frames: ChooseFrames) -> list[Tensor]:
+    """Decode clips of a video, from the keyframe before each clip to its last frame.
+
+    Args:
+        path: The video.
+        choose_frames: Told the number of frames, says which ones each clip consists of, never decreasing.
+
+    Returns:
+        uint8 `(frames, 3, height, width)` for every clip.
+
+    Raises:
+        ValueError: the file is no video, or frames are missing or damaged.
+        OSError: it cannot be opened.
+    """
+    with _opened(path) as (container, stream):
+        count = _frame_count(container, stream)
+        wanted = choose_frames(count)
+        first = _first_time(container, stream)
+        return [_read_frames(container, stream, indices, count, first) for indices in wanted]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise ValueError("no video in it")
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1  # loading processes are the parallelism
+            yield container, stream
+    except av.error.InvalidDataError as error:
+        raise ValueError("no video, or damaged") from error
+
+
+def _frame_count(container: Any, stream: Any) -> int:
+    count = stream.frames
+    if not count:
+        count = sum(packet.size > 0 for packet in container.demux(stream))
+        container.seek(0)
+    if not count:
+        raise ValueError("no frames in it")
+    return count
+
+
+def _first_time(container: Any, stream: Any) -> int:
+    """Time of the first frame; it may differ from the stream's start where frames are reordered."""
+    for frame in container.decode(stream):
+        return frame.pts or 0
+    raise ValueError("no frame can be decoded")
+
+
+def _read_frames(container: Any, stream: Any, indices: list[int], count: int, first: int) -> Tensor:
+    """Frames at `indices`; where the container's times leave gaps, the next frame that there is."""
+    pictures: list[Tensor] = []
+    at, picture = -1, None
+    for at, frame in _decode_before(container, stream, indices[0], first):
+        if frame.is_corrupt:
+            raise ValueError(f"frame {at} of {count} damaged")
+        picture = frame
+        while at >= indices[len(pictures)]:
+            pictures.append(torch.from_numpy(frame.to_ndarray(format="rgb24")))
+            if len(pictures) == len(indices):
+                return torch.stack(pictures).movedim(-1, 1)
+    if picture is None or indices[-1] - at > max(1, MISSING_FRAMES * count):
+        raise ValueError(f"frame {indices[-1]} of {count} missing, the last is {at}")
+    last = torch.from_numpy(picture.to_ndarray(format="rgb24"))
+    return torch.stack(pictures + [last] * (len(indices) - len(pictures))).movedim(-1, 1)
+
+
+def _decode_before(container: Any, stream: Any, index: int, first: int) -> Iterator[tuple[int, Any]]:
+    """Decode from a keyframe at or before `index`."""
+    for margin in SEEK_MARGINS:
+        decoded = _decode_from(container, stream, max(0, index - margin), first)
+        head = next(decoded, None)
+        if head is not None and head[0] <= index:
+            return chain([head], decoded)
+    return _decode_from(container, stream, 0, first)
+
+
+def _decode_from(container: Any, stream: Any, index: int, first: int) -> Iterator[tuple[int, Any]]:
+    rate = stream.average_rate or stream.guessed_rate or Fraction(25)
+    per_frame = 1 / (rate * stream.time_base)
+    container.seek((stream.start_time or 0) + int(index * per_frame), stream=stream)
+    for number, frame in enumerate(container.decode(stream)):
+        timeless = number if index == 0 else sys.maxsize  # frames without times can be counted from the start alone
+        yield (timeless if frame.pts is None else round((frame.pts - first) / per_frame)), frame
+
+
+def _test_frames(count: int, shape: ClipShape, segments: int) -> list[list[int]]:
+    return test_frames(count, shape.frames, shape.stride, segments)

@@ -1,0 +1,464 @@
+"""Anybody's own volumes: DICOM series or NIfTI files, and a CSV file with their labels."""
+
+import csv
+import math
+import os
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import torch
+from nibabel.openers import ImageOpener
+from torch import Tensor
+
+from torchrope.lab.data.cache import cache_folder
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.data.dicom import Header, by_series, in_order, index_headers, read_slice
+from torchrope.lab.data.faults import Fault, check_claim, name_some, reason, tell_skipped
+from torchrope.lab.data.images import choose, existing_folder, hold_out, unreadable
+from torchrope.lab.data.streamed import StreamedSet
+from torchrope.lab.data.transforms import resize
+from torchrope.lab.data.videos import require_each
+
+SLICES = 32
+SLICE_SIZE = 224
+PERCENTILES = (0.5, 99.5)
+NIFTI_EXTENSIONS = (".nii", ".nii.gz")
+DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
+NOT_SLICES = ("DICOMDIR", "LICENSE", "README")
+LABELS = "labels.csv"
+LAYOUT = (
+    f"DICOM series or NIfTI files, and root/{LABELS} with the columns study, label and perhaps part: "
+    "a path below root, or a StudyInstanceUID; its class; train or val"
+)
+EXPECTED = f"volumes ({LAYOUT})"
+
+Spacing = tuple[float, float, float]
+Window = Sequence[float]  # centre, width
+ReadSlice = Callable[[Path], Tensor]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Where a volume is, and how large its voxels are.
+
+    Attributes:
+        name: What its samples are called.
+        paths: A NIfTI file, or the slices of a DICOM series in their order, below root.
+        spacing: mm between slices, rows and columns.
+        shape: Slices, rows and columns.
+        patient: Volumes of one patient stay in one part.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    spacing: Spacing
+    shape: tuple[int, int, int]
+    patient: str
+
+
+class VolumeSet(StreamedSet):
+    """Volumes read when they are asked for, windows as channels, resampled to one size.
+
+    Args:
+        root: Folder that the paths start from.
+        volumes: The volumes.
+        labels: Their labels.
+        size: (slices, rows, columns) of an input.
+        windows: (centre, width) of every channel; None is one channel from percentiles.
+        max_skipped: So many volumes may be damaged.
+        read_slice: From a DICOM file to values `(rows, columns)`.
+
+    Attributes:
+        spacings: mm between the voxels of every input along (slices, rows, columns), float32 `(volumes, 3)`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        volumes: Sequence[Volume],
+        labels: Sequence[int],
+        size: tuple[int, int, int],
+        *,
+        windows: Sequence[Window] | None,
+        max_skipped: int,
+        read_slice: ReadSlice = read_slice,
+    ) -> None:
+        names = [volume.name for volume in volumes]
+        super().__init__(list(zip(names, labels, strict=True)), max_skipped, "volumes")
+        self.root = root
+        self.volumes = list(volumes)
+        self.size = size
+        self.windows = windows
+        self.read_slice = read_slice
+        self.tells_spacing = False
+        extents = torch.tensor([volume.shape for volume in volumes]) * torch.tensor([v.spacing for v in volumes])
+        self.spacings = extents / torch.tensor(size)
+
+    def with_spacing(self) -> "VolumeSet":
+        """The same volumes as (input, label, spacing), so that batches carry `(batch, 3)` spacings in mm."""
+        changed = self.copied()
+        changed.tells_spacing = True
+        return changed
+
+    def load(self, index: int) -> Tensor:
+        """A volume `(channels, *size)` in [0, 1]."""
+        volume = self.volumes[index]
+        values = read_volume(self.root, volume.paths, self.read_slice)  # [slices, rows, columns]
+        windows = [percentile_window(values)] if self.windows is None else self.windows
+        slices = [resize(apply_windows(plane, windows)[None], self.size[1:])[0] for plane in values]
+        channels = torch.stack(slices, dim=1)  # [channels, slices, height, width]
+        # Along the slices as along one axis of a picture, so that shrinking smooths.
+        flat = resize(channels.flatten(2)[None], (self.size[0], channels[0, 0].numel()))[0]
+        return flat.unflatten(2, self.size[1:])
+
+    def sample(self, index: int) -> Any:
+        """As for any set; with its spacing where that is asked for."""
+        sample = super().sample(index)
+        return (*sample, self.spacings[index]) if self.tells_spacing else sample
+
+
+class VolumeModule(DataModule):
+    """Volumes in files, read while the model trains.
+
+    A subclass MUST set `root`, `default_windows`, `read_slice` and write `labelled` and `describe`. Volumes of one
+    patient are never in both parts. Those that cannot be read are left out, named and counted up to `max_skipped`.
+
+    Attributes:
+        root: Folder that the paths of volumes start from.
+        default_windows: Windows unless the configuration has some.
+        read_slice: From a DICOM file to values.
+    """
+
+    axes = ("depth", "height", "width")
+    root: Path
+    default_windows: Sequence[Window] | None
+    read_slice: ReadSlice
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        side = config.size or SLICE_SIZE
+        self.input_size = (config.frames or SLICES, side, side)
+        self.windows = config.windows or self.default_windows
+        self.in_channels = 1 if self.windows is None else len(self.windows)
+
+    @abstractmethod
+    def labelled(self) -> list[tuple[Volume, int, str]]:
+        """Find the volumes with their labels and their parts ("train", "val", or "" to be split here).
+
+        Sets `skipped`.
+        """
+
+    @abstractmethod
+    def describe(self, count: int) -> None:
+        """Set `description` once the number of volumes is known."""
+
+    def datasets(self) -> tuple[VolumeSet, VolumeSet]:
+        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std."""
+        config = self.config
+        found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
+        train, val = split_by_patient(found, config.split_seed)
+        require_each(train, self.classes, 1, "readable volumes", " to train on")
+        require_each(val, self.classes, 1, "readable volumes", " to validate on")
+        train = choose(train, config.train_size, config.split_seed, "train_size")
+        val = choose(val, config.val_size, config.split_seed, "val_size")
+        self.describe(len(train) + len(val))
+        make = partial(self._make_set, {name: volume for name, (volume, _, _) in found.items()})
+        mean, std = make(train).statistics()
+        return make(train).normalised(mean, std), make(val).normalised(mean, std)
+
+    def _make_set(self, volumes: Mapping[str, Volume], samples: Sequence[tuple[str, int]]) -> VolumeSet:
+        return VolumeSet(
+            self.root,
+            [volumes[name] for name, _ in samples],
+            [label for _, label in samples],
+            (self.input_size[0], self.input_size[1], self.input_size[2]),
+            windows=self.windows,
+            max_skipped=self.config.max_skipped,
+            read_slice=type(self).read_slice,
+        )
+
+
+class Volumes(VolumeModule):
+    """Volumes below `root`, DICOM series or NIfTI files, labelled by a CSV file with the columns study and label.
+
+    A study is the path of a NIfTI file or of a folder with one series, a StudyInstanceUID (of several series the one
+    with most slices is taken) or a SeriesInstanceUID. A third column, part, says train or val; without it a fifth of
+    each class is held out by a hash of the patient and `split_seed`.
+
+    Every volume is brought to the order of DICOM: slices upwards, rows to the back, columns to the patient's left,
+    for axial series and all NIfTI files.
+
+    Raises:
+        ValueError: root or the CSV file is missing or not as described.
+    """
+
+    name = "volumes"
+    default_windows = None
+    read_slice = staticmethod(read_slice)
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        self.root = existing_folder(config.root, "volumes", LAYOUT)
+        self.rows = read_labels(Path(config.labels) if config.labels else self.root / LABELS)
+        self.classes = tuple(sorted({label for _, label, _ in self.rows}, key=_numbers_first))
+        if len(self.classes) < 2:
+            raise ValueError(f"labels must be of at least two classes, got only {self.classes[0]!r}")
+        self.title = f"Volumes in {self.root.name}"
+        self.describe(0)
+
+    def labelled(self) -> list[tuple[Volume, int, str]]:
+        """Read all headers below root, and find what the table asks for."""
+        volumes, faults = find_volumes(self.root)
+        asked = [(volumes.get(_without_extension(study)), label, part) for study, label, part in self.rows]
+        missing = [study for (study, _, _), (volume, _, _) in zip(self.rows, asked, strict=True) if volume is None]
+        damaged = {_without_extension(path) for path, _ in faults}
+        faults += [(study, "not there") for study in missing if _without_extension(study) not in damaged]
+        self.skipped = faults
+        if len(missing) == len(asked):
+            named = f": {name_some(faults)}" if faults else ""
+            raise ValueError(f"root must hold {EXPECTED}, got none of the labelled ones in {str(self.root)!r}{named}")
+        tell_skipped(faults, len(asked), self.config.max_skipped, "volumes and slices")
+        return [(volume, self.classes.index(label), part) for volume, label, part in asked if volume is not None]
+
+    def describe(self, count: int) -> None:
+        """Say what the volumes are."""
+        slices, side, _ = self.input_size
+        number = f"{count:,} volumes" if count else "Volumes"
+        self.description = (
+            f"{number} from a folder of one's own, {self.root.name}, resampled to "
+            f"{slices} slices of {side}×{side} voxels; the class is a column of a table."
+        )
+
+
+def apply_windows(values: Tensor, windows: Sequence[Window]) -> Tensor:
+    """Map (centre - width / 2, centre + width / 2) to (0, 1), clipped, a channel for each window.
+
+    Args:
+        values: Any shape.
+        windows: (centre, width) in the units of the values.
+
+    Returns:
+        `(windows, *shape)`.
+
+    Example:
+        >>> apply_windows(torch.tensor([0.0, 40.0, 500.0]), [(40, 80)])
+        tensor([[0.0000, 0.5000, 1.0000]])
+    """
+    return torch.stack([((values - centre) / width + 0.5).clamp(0, 1) for centre, width in windows])
+
+
+def percentile_window(values: Tensor) -> Window:
+    """The window from the 0.5th to the 99.5th percentile."""
+    low, high = np.percentile(values.numpy(), PERCENTILES)
+    return float((low + high) / 2), float(max(high - low, 1e-6))
+
+
+def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_slice) -> Tensor:
+    """Read a NIfTI file or the slices of a series: float32 `(slices, rows, columns)`.
+
+    Raises:
+        ValueError: a file is damaged or not of that kind.
+        OSError: a file cannot be read; nibabel's errors are of several other kinds, too.
+    """
+    if paths[0].lower().endswith(NIFTI_EXTENSIONS):
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = torch.from_numpy(_axial(_load_nifti(root / paths[0])).get_fdata(dtype=np.float32).copy())
+        if not values.isfinite().all():
+            raise ValueError(f"voxels must be finite, got {int((~values.isfinite()).sum())} that are not")
+        return values
+    planes = []
+    for path in paths:
+        try:
+            planes.append(read_slice(root / path))
+        except MemoryError:
+            raise
+        except Exception as error:  # pydicom's decoders raise many kinds
+            raise ValueError(f"{path}: {reason(error)}") from error
+    return torch.stack(planes)
+
+
+def find_volumes(root: Path) -> tuple[dict[str, Volume], list[Fault]]:
+    """Find all volumes below root, from their headers alone.
+
+    Returns:
+        Volumes under every name by which a table may ask for them, and the files that cannot be used.
+    """
+    files = sorted(_files_below(root))
+    nifti = [path for path in files if path.lower().endswith(NIFTI_EXTENSIONS)]
+    volumes: dict[str, Volume] = {}
+    faults: list[Fault] = []
+    for path in nifti:
+        try:
+            volumes[_without_extension(path)] = nifti_volume(root, path)
+        except Exception as error:  # nibabel raises many kinds
+            faults.append((path, reason(error)))
+    slices = [path for path in files if _is_slice(path)]
+    headers, unreadable = index_headers(root, slices, folder=cache_folder())
+    series, disordered = series_volumes(headers)
+    folders = Counter(folder for volume in series for folder in _folders(volume))
+    for volume in series:  # the shortest first: the longest keeps the study's name
+        header = headers[volume.paths[0]]
+        own = [folder for folder in _folders(volume) if folders[folder] == 1]
+        volumes |= {name: volume for name in (header.study, header.series, *own) if name}
+    return volumes, faults + unreadable + disordered
+
+
+def series_volumes(headers: Mapping[str, Header]) -> tuple[list[Volume], list[Fault]]:
+    """Make a volume of every series, the one with fewest slices first, and name those that cannot be one."""
+    volumes: list[Volume] = []
+    faults: list[Fault] = []
+    for (study, series), paths in by_series(headers).items():
+        try:
+            ordered, spacing = in_order(paths, headers)
+        except ValueError as error:
+            faults.append((study, str(error)))
+            continue
+        rows, columns = headers[ordered[0]].shape
+        patient = headers[ordered[0]].patient or study
+        volumes.append(Volume(series or study, tuple(ordered), spacing, (len(ordered), rows, columns), patient))
+    return sorted(volumes, key=lambda volume: (len(volume.paths), volume.name)), faults
+
+
+def nifti_volume(root: Path, path: str) -> Volume:
+    """Read the header of a NIfTI file.
+
+    Raises:
+        ValueError: it has not three axes, no voxels, voxels without a size, values that are no numbers or are scaled
+            by none, or claims more voxels than it can hold.
+    """
+    image = _load_nifti(root / path)
+    if len(image.shape) != 3:
+        raise ValueError(f"a volume must have three axes, got the shape {image.shape}")
+    if 0 in image.shape:
+        raise ValueError(f"a volume must have voxels, got the shape {image.shape}")
+    if image.get_data_dtype().kind not in "fiu":
+        raise ValueError(f"voxels must be real numbers, got {image.get_data_dtype()}")
+    sizes = nibabel.affines.voxel_sizes(image.affine)
+    if not all(0 < size < math.inf for size in sizes):
+        raise ValueError(f"voxels must have a size in mm, got {', '.join(f'{size:g}' for size in sizes)}")
+    image = _axial(image)
+    z, y, x = (float(size) for size in image.header.get_zooms())
+    slices, rows, columns = image.shape
+    return Volume(_without_extension(path), (path,), (z, y, x), (slices, rows, columns), _without_extension(path))
+
+
+def split_by_patient(
+    found: Mapping[str, tuple[Volume, int, str]], split_seed: int
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Split (name, label) as their parts say, and those without one by patient, a fifth held out.
+
+    A patient counts under the highest label that any of its volumes has.
+    """
+    patients: dict[str, int] = {}
+    for volume, label, part in found.values():
+        if not part:
+            patients[volume.patient] = max(label, patients.get(volume.patient, 0))
+    held_out = {patient for patient, _ in hold_out(list(patients.items()), split_seed)[1]}
+    train: list[tuple[str, int]] = []
+    val: list[tuple[str, int]] = []
+    for name, (volume, label, part) in sorted(found.items()):
+        validates = part == "val" or (not part and volume.patient in held_out)
+        (val if validates else train).append((name, label))
+    return train, val
+
+
+def read_labels(path: Path) -> list[tuple[str, str, str]]:
+    """Read a table of studies: (study, label, part), the part "" where the table has none.
+
+    Raises:
+        ValueError: it cannot be read, lacks a column or a value, is empty, or has another part than train and val.
+    """
+    rows = list(read_table(path, ("study", "label"), EXPECTED))
+    labels = [(row["study"].strip(), row["label"].strip(), (row.get("part") or "").strip()) for row in rows]
+    for study, label, part in labels:
+        if not study or not label:
+            raise ValueError(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
+        if part not in ("", "train", "val"):
+            raise ValueError(f"part must be train or val, got {part!r} for {study!r} in {path}")
+    if len({study for study, _, _ in labels}) < len(labels):
+        raise ValueError(f"each study must have one label, got some twice in {path}")
+    return labels
+
+
+def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[str, str]]:
+    """Read a CSV file whose first line names the columns.
+
+    Raises:
+        ValueError: it cannot be read, lacks one of `columns`, is empty, or has rows that are too long.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, restval="")
+            names, rows = reader.fieldnames or [], list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or reason(error)
+        raise ValueError(f"labels must be a readable table of {expected}, got {path}: {why}") from error
+    missing = [column for column in columns if column not in names]
+    if missing:
+        came = ", ".join(names) or "none"
+        raise ValueError(f"labels must have the columns {', '.join(columns)}, got {path} with {came}")
+    if not rows:
+        raise ValueError(f"labels must name studies, got none in {path}")
+    for row in rows:
+        if None in row:  # what is beyond the columns; DictReader's types do not know of it
+            raise ValueError(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")
+    return rows
+
+
+def _load_nifti(path: Path) -> Any:
+    """Open a NIfTI file whose header its size and its values can agree with."""
+    image: Any = nibabel.load(path)
+    check_claim(math.prod(image.shape) * image.get_data_dtype().itemsize, path.stat().st_size)
+    with ImageOpener(str(path)) as file:
+        slope = float(type(image).header_class.from_fileobj(file, check=False)["scl_slope"])
+    if math.isinf(slope):  # nibabel takes it for no scaling, as NaN and 0 are
+        raise ValueError(f"scl_slope must be finite, got {slope}")
+    return image
+
+
+def _axial(image: Any) -> Any:
+    """Turn a NIfTI image to (slices up, rows to the back, columns to the left)."""
+    from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
+
+    return image.as_reoriented(ornt_transform(io_orientation(image.affine), axcodes2ornt(("S", "P", "L"))))
+
+
+def _files_below(root: Path) -> list[str]:
+    """All files at any depth, without hidden ones."""
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error) from error
+
+    found = []
+    for place, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+        below = Path(place).relative_to(root)
+        found += [(below / file).as_posix() for file in files if not file.startswith(".")]
+    return found
+
+
+def _is_slice(path: str) -> bool:
+    name = Path(path).name
+    return Path(path).suffix.lower() in DICOM_EXTENSIONS and name.upper() not in NOT_SLICES
+
+
+def _folders(volume: Volume) -> set[str]:
+    return {Path(path).parent.as_posix() for path in volume.paths}
+
+
+def _without_extension(path: str) -> str:
+    for extension in reversed(NIFTI_EXTENSIONS):
+        path = path.removesuffix(extension)
+    return path.rstrip("/").removeprefix("./")
+
+
+def _numbers_first(label: str) -> tuple[int, int, str]:
+    return (0, int(label), "") if label.isdecimal() else (1, 0, label)

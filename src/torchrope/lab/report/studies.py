@@ -1,0 +1,372 @@
+"""Write the report over all studies of a folder: one HTML page that opens offline, and its Markdown twin."""
+
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from torchrope.files import write_whole
+from torchrope.lab.report.findings import Study, read_studies
+from torchrope.lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look
+from torchrope.lab.report.notes import run_facts
+from torchrope.lab.report.pictures import sheet
+from torchrope.lab.report.plots import GRID, INK, PAPER, SOFT, Plot, page_looks, plot, slug, svg
+from torchrope.lab.report.studies_markdown import render_studies_markdown
+from torchrope.lab.report.tables import MISSING, count, percent, significant, size
+
+# A static drawing of more marks is left to the page's script and to report.md.
+MANY = 2000
+# Longer tables of a figure's numbers are in its CSV.
+LONG = 400
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value of a table as people read it.
+
+    Attributes:
+        text: What is shown.
+        interval: Its 95 % interval, shown below it; empty where there is none.
+        sort: What sorting goes by: a number, or None where there is none.
+        look: Class of the colour of an encoding; empty for anything else.
+    """
+
+    text: str
+    interval: str = ""
+    sort: float | None = None
+    look: str = ""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table as people read it."""
+
+    title: str
+    headings: list[str]
+    numeric: list[bool]
+    rows: list[list[Cell]]
+    source: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure as the page and the Markdown show it.
+
+    Attributes:
+        name: Of its file, and its id on the page.
+        figure: As the study wrote it.
+        plot: Its specification.
+        svg: The drawing that needs no script.
+        numbers: The same numbers as a table; empty where they are too many.
+    """
+
+    name: str
+    figure: dict[str, Any]
+    plot: Plot
+    svg: str
+    numbers: Shown | None
+
+
+@dataclass(frozen=True)
+class Shot:
+    """Pictures as the page and the Markdown show them.
+
+    Attributes:
+        name: Of their file, and their id on the page.
+        figure: As the study wrote them.
+        svg: The drawing.
+    """
+
+    name: str
+    figure: dict[str, Any]
+    svg: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A study on one data set."""
+
+    id: str
+    study: Study
+    data: str
+    about: str
+    drawn: list[Drawn]
+    shots: list[Shot]
+    tables: list[Shown]
+    facts: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A study with all data sets that it ran on, and what papers report."""
+
+    id: str
+    title: str
+    question: str
+    sources: list[str]
+    parts: list[Part]
+    published: list[Shown]
+
+
+def write_studies_report(out: Path) -> Path:
+    """Write `out/report/index.html`, `report.md` and `figures/*.svg` from the studies in `out`.
+
+    Everything is rendered before anything is written, and every file is written whole or not at all.
+
+    Args:
+        out: The folder that `torchrope study` filled.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ValueError: there is no study, or one is damaged.
+        ImportError: vl-convert-python is not installed.
+    """
+    studies = read_studies(Path(out))
+    chapters = arrange(studies)
+    folder = Path(out) / "report"
+    texts = {
+        **{folder / "figures" / f"{drawn.name}.svg": drawn.svg + "\n" for drawn in _all_drawn(chapters)},
+        folder / "report.md": render_studies_markdown(chapters, advice_table(chapters, {})),
+        folder / "index.html": render_studies_page(chapters, page_looks(studies)),
+    }
+    for path, text in texts.items():
+        write_whole(path, text)
+    for left in set((folder / "figures").glob("*.svg")) - set(texts):
+        left.unlink()
+    return folder / "index.html"
+
+
+def arrange(studies: Sequence[Study]) -> list[Chapter]:
+    """Draw every figure, write every table, and put what belongs to one study together."""
+    looks = page_looks(studies)
+    taken: set[str] = set()
+    chapters: dict[str, list[Study]] = {}
+    for study in studies:
+        chapters.setdefault(study["study"], []).append(study)
+    return [_chapter(name, group, looks, taken) for name, group in chapters.items()]
+
+
+def render_studies_page(chapters: Sequence[Chapter], looks: dict[str, Look]) -> str:
+    """Render the HTML page: style, scripts and figures inside it."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    template = environment.from_string(_shipped("studies.html"))
+    scripts = [_library(), _shipped("studies.js")]
+    parts = [part for chapter in chapters for part in chapter.parts]
+    return template.render(
+        style=Markup(_shipped("style.css") + _shipped("studies.css") + _colours()),
+        scripts=[Markup(script) for script in scripts],
+        policy=_policy(scripts),
+        chapters=chapters,
+        advice=advice_table(chapters, looks),
+        broken=[(part, check) for part in parts for check in part.study["findings"]["checks"] if not check["holds"]],
+        parts=parts,
+        many=MANY,
+        config=_indented,
+    )
+
+
+def advice_table(chapters: Sequence[Chapter], looks: dict[str, Look]) -> list[dict[str, Any]]:
+    """What to choose for which case, over all studies, in their order."""
+    return [
+        {
+            "case": advice["case"],
+            "encodings": [Cell(name, look=_look_class(name, looks)) for name in advice["encodings"]],
+            "because": advice["because"],
+            "part": part,
+            "chapter": chapter,
+        }
+        for chapter in chapters
+        for part in chapter.parts
+        for advice in part.study["findings"]["advice"]
+    ]
+
+
+def show_table(table: dict[str, Any], looks: dict[str, Look]) -> Shown:
+    """Write the cells of a table for people."""
+    columns = table["columns"]
+    return Shown(
+        title=table["title"],
+        headings=[
+            f"{column['title']}, {column['unit']}" if column.get("unit") else column["title"] for column in columns
+        ],
+        numeric=[_is_numeric(column["key"], table["rows"]) for column in columns],
+        rows=[[_cell(row, column, looks) for column in columns] for row in table["rows"]],
+        source=table.get("source") or "",
+        note=table.get("note") or "",
+    )
+
+
+def written(value: Any, digits: int | None = None) -> str:
+    """Write a value of a table: a missing one is a dash, a large number has its thousands apart."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if digits is None:
+        text = count(value) if float(value).is_integer() else _short_number(value)
+    else:
+        text = f"{value:,.{max(0, digits)}f}"
+    return text.replace("-", "−") if float(text.replace(",", "")) != 0 else text.lstrip("-")
+
+
+def _short_number(value: float) -> str:
+    return significant(value) if 1e-4 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def _cell(row: dict[str, Any], column: dict[str, Any], looks: dict[str, Look]) -> Cell:
+    value, digits = row[column["key"]], column.get("digits")
+    ends = [row[column[part]] for part in ("low", "high") if column.get(part)]
+    interval = ", ".join(written(end, digits) for end in ends) if any(end is not None for end in ends) else ""
+    sort = float(value) if isinstance(value, int | float) else None
+    return Cell(written(value, digits), interval, sort, _look_class(value, looks))
+
+
+def _is_numeric(key: str, rows: Sequence[dict[str, Any]]) -> bool:
+    values = [row[key] for row in rows if row[key] is not None]
+    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _look_class(value: Any, looks: dict[str, Look]) -> str:
+    return _colour_class(looks[value].place) if isinstance(value, str) and value in looks else ""
+
+
+def _colour_class(place: int) -> str:
+    return "plain" if place < 0 else f"c{place}"
+
+
+def _chapter(name: str, studies: Sequence[Study], looks: dict[str, Look], taken: set[str]) -> Chapter:
+    published = {json.dumps(table): table for study in studies for table in study["findings"]["published"]}
+    first = studies[0]
+    return Chapter(
+        id=_unique(f"study-{slug(name)}", taken),
+        title=first["title"],
+        question=first["question"],
+        sources=list(dict.fromkeys(source for study in studies for source in study["sources"])),
+        parts=[_part(study, looks, taken) for study in studies],
+        published=[show_table(table, looks) for table in published.values()],
+    )
+
+
+def _part(study: Study, looks: dict[str, Look], taken: set[str]) -> Part:
+    data = study.get("data") or {}
+    named = slug(study["study"], data["name"]) if data else slug(study["study"])
+    findings = study["findings"]
+    seeds = (study["run"].get("config") or {}).get("seeds")
+    run = {**study["run"], "seeds": list(range(seeds)) if isinstance(seeds, int) and 0 < seeds <= 1000 else []}
+    return Part(
+        id=_unique(f"on-{named}", taken),
+        study=study,
+        data=data.get("title", ""),
+        about=_about(data),
+        drawn=[
+            _draw(figure, _unique(f"{named}-{slug(figure['name'])}", taken), looks) for figure in findings["figures"]
+        ],
+        shots=[
+            _shoot(pictures, _unique(f"{named}-{slug(pictures['name'])}", taken))
+            for pictures in findings.get("pictures") or []
+        ],
+        tables=[show_table(table, looks) for table in findings["tables"]],
+        facts=run_facts({"run": run}),
+    )
+
+
+def _draw(figure: dict[str, Any], name: str, looks: dict[str, Look]) -> Drawn:
+    drawn = plot(figure, looks)
+    table = {
+        "title": figure["title"],
+        "columns": [{"key": key, "title": title} for key, title in drawn.columns],
+        "rows": [dict(zip((key for key, _ in drawn.columns), row, strict=True)) for row in drawn.rows],
+    }
+    numbers = show_table(table, looks) if len(figure["rows"]) <= LONG else None
+    return Drawn(name, figure, drawn, svg(drawn, name), numbers)
+
+
+def _shoot(pictures: dict[str, Any], name: str) -> Shot:
+    return Shot(name, pictures, sheet(pictures, name))
+
+
+def _about(data: dict[str, Any]) -> str:
+    facts = [
+        f"{count(data['train'])} examples to train on" if data.get("train") is not None else "",
+        f"{count(data['val'])} to validate" if data.get("val") is not None else "",
+        f"{count(data['num_classes'])} classes" if data.get("num_classes") is not None else "",
+        f"inputs of {size(data['input_size'])}" if data.get("input_size") else "",
+        f"{' × '.join(data['axes'])}" if data.get("axes") else "",
+        f"guessing scores {percent(data['chance'])} %" if data.get("chance") is not None else "",
+    ]
+    told = ", ".join(fact for fact in facts if fact)
+    described = data.get("description") or ""
+    return " ".join(filter(None, [described, f"{told[0].upper()}{told[1:]}." if told else ""]))
+
+
+def _unique(wanted: str, taken: set[str]) -> str:
+    name = next(name for name in (wanted, *(f"{wanted}-{n}" for n in range(2, 10**6))) if name not in taken)
+    taken.add(name)
+    return name
+
+
+def _all_drawn(chapters: Sequence[Chapter]) -> list[Drawn | Shot]:
+    parts = [part for chapter in chapters for part in chapter.parts]
+    return [*(drawn for part in parts for drawn in part.drawn), *(shot for part in parts for shot in part.shots)]
+
+
+def _library() -> str:
+    """Vega, Vega-Lite and vega-embed as one script without outside addresses to load from."""
+    import vl_convert
+
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """What the page may do: run its own scripts as they are written here, show pictures inside it, and nothing else."""
+    hashes = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    rules = ("default-src 'none'", f"script-src {allowed}", "style-src 'unsafe-inline'", "img-src data: blob:")
+    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
+
+
+def _colours() -> str:
+    """Colours of encodings, and of the figures on dark paper: drawings name colours, the page says what they mean."""
+    pairs = {PLAIN: DARK_PLAIN, **dict(zip(COLOURS, DARK_COLOURS, strict=True))}
+    dots = [f".dot.{_colour_class(place)} {{ background: {colour}; }}" for place, colour in enumerate(pairs, start=-1)]
+    drawn = {**pairs, PAPER: "none", INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--line)"}
+    rules = [
+        f'  .drawing [{part}="{light}" i] {{ {part}: {dark}; }}'
+        for light, dark in drawn.items()
+        for part in ("fill", "stroke")
+    ]
+    rules += [
+        f"  .dot.{_colour_class(place)} {{ background: {colour}; }}"
+        for place, colour in enumerate(pairs.values(), start=-1)
+    ]
+    return "\n".join(
+        [
+            *dots,
+            f'.drawing [fill="{PAPER}" i] {{ fill: none; }}',
+            "@media screen and (prefers-color-scheme: dark) {",
+            *rules,
+            "}",
+            "",
+        ]
+    )
+
+
+def _shipped(name: str) -> str:
+    return (files("torchrope.lab.report") / name).read_text(encoding="utf-8")
+
+
+def _indented(config: dict[str, Any] | None) -> str | None:
+    return json.dumps(config, indent=2, ensure_ascii=False) if config else None

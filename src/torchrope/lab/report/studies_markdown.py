@@ -1,0 +1,95 @@
+"""Write the report over studies as Markdown: the same tables, the figures as files beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchrope.lab.report.tables import escape_markdown, markdown_table
+
+if TYPE_CHECKING:
+    from torchrope.lab.report.studies import Chapter, Drawn, Part, Shot, Shown
+
+
+def render_studies_markdown(chapters: Sequence[Chapter], advice: Sequence[dict[str, Any]]) -> str:
+    """Write the whole report; figures are referred to as `figures/<name>.svg`."""
+    sections = [
+        "# What the studies of position encodings found",
+        "## What to choose for which case",
+        _advice(advice),
+        *(section for chapter in chapters for section in _chapter(chapter)),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _advice(advice: Sequence[dict[str, Any]]) -> str:
+    if not advice:
+        return "None of the studies here gives advice."
+    rows = [
+        [
+            row["case"],
+            ", ".join(cell.text for cell in row["encodings"]),
+            row["because"],
+            ", ".join(filter(None, [row["chapter"].title, row["part"].data])),
+        ]
+        for row in advice
+    ]
+    return markdown_table(["Case", "Choose", "Because", "Study"], rows, [False] * 4)
+
+
+def _chapter(chapter: Chapter) -> list[str]:
+    sources = f"Asked by: {'; '.join(map(escape_markdown, chapter.sources))}." if chapter.sources else ""
+    published = ["### What papers report"] if chapter.published else []
+    return [
+        f"## {escape_markdown(chapter.title)}",
+        f"*{escape_markdown(chapter.question)}*",
+        sources,
+        *(section for part in chapter.parts for section in _part(part)),
+        *published,
+        *(section for table in chapter.published for section in _table(table)),
+    ]
+
+
+def _part(part: Part) -> list[str]:
+    findings = part.study["findings"]
+    command = part.study["run"].get("command")
+    return [
+        f"### {escape_markdown(part.data)}" if part.data else "",
+        escape_markdown(part.about),
+        f"**{escape_markdown(findings['answer'])}**",
+        *(section for drawn in part.drawn for section in _drawing(drawn)),
+        *(section for table in part.tables for section in _table(table)),
+        *(section for shot in part.shots for section in _drawing(shot)),
+        *_checks(findings["checks"]),
+        "\n".join(f"- {escape_markdown(note)}" for note in findings["notes"]),
+        _code(command) if command else "",
+        "\n".join(f"- {name}: {escape_markdown(fact)}" for name, fact in part.facts),
+    ]
+
+
+def _drawing(drawn: Drawn | Shot) -> list[str]:
+    image = f"![{escape_markdown(drawn.figure['alt'])}](figures/{drawn.name}.svg)"
+    return [f"#### {escape_markdown(drawn.figure['title'])}", image, escape_markdown(drawn.figure.get("caption") or "")]
+
+
+def _table(table: Shown) -> list[str]:
+    rows = [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in table.rows]
+    source = f"Source: {escape_markdown(table.source)}." if table.source else ""
+    return [
+        f"#### {escape_markdown(table.title)}",
+        markdown_table(table.headings, rows, table.numeric),
+        source,
+        escape_markdown(table.note),
+    ]
+
+
+def _checks(checks: Sequence[dict[str, Any]]) -> list[str]:
+    if not checks:
+        return []
+    rows = [[check["law"], "holds" if check["holds"] else "does not hold", check["measured"]] for check in checks]
+    return ["#### What must hold", markdown_table(["Law", "", "Measured"], rows, [False] * 3)]
+
+
+def _code(command: str) -> str:
+    fence = "`" * max(3, 1 + max((len(run) for run in command.split() if set(run) == {"`"}), default=0))
+    return f"{fence}sh\n{' '.join(command.split())}\n{fence}"

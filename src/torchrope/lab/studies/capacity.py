@@ -1,0 +1,176 @@
+"""What larger blocks of generators add: sizes 2 to 64 (LieRE figure 2a; second version, figure 4a)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchrope.encodings import Encoding
+from torchrope.encodings.names import WITH_BLOCKS
+from torchrope.lab.studies.engine.estimates import about_intervals, at_best, caveat, correct, not_told_apart, told, top1
+from torchrope.lab.studies.engine.grid import (
+    ENCODING,
+    ONE_BY_ONE,
+    Cells,
+    Factor,
+    Plan,
+    better_or_not,
+    changes,
+    contrast_table,
+    named,
+    tell_trends,
+    top1_figure,
+    top1_table,
+    train_grid,
+    trend_table,
+    trends,
+)
+from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope.lab.studies.engine.results import Advice, Axis, Column, Figure, Findings, Table
+from torchrope.lab.studies.engine.runs import Run
+from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lab.training.cost import count_encoding_parameters
+
+BLOCKS = (2, 4, 8, 16, 32, 48, 64)
+FACTOR = Factor("block_size", "Block size", scale="log")
+
+PUBLISHED = (
+    published(
+        "Top-1 by block size, ViT-B; the figures print no numbers, these are of other tables",
+        f"{LIERE_2}, tables 1 and 2",
+        """
+        mixed, blocks of 2 | 68.8 | 46.3
+        liere:8 | 70.3 | 47.0
+        liere, blocks of 64 | 70.0 | 44.7
+        """,
+        ("Encoding", "CIFAR-100", "UCF101"),
+        note="Blocks of 48 do not divide the heads of 64 channels: the authors' code then rotates 48 of 64 and says "
+        "nothing. RoPE-Mixed and LieRE with blocks of 2 are the same function, drawn at first from other "
+        "distributions. The first version saw top-1 grow all the way, the second one finds 8 best.",
+    ),
+)
+
+
+def find(lab: Lab) -> Findings:
+    """Train families with blocks at every block size that divides a head."""
+    families = [name for name in lab.encodings if name in WITH_BLOCKS] or ["liere"]
+    head_dim = _head_dim(lab, families[0])
+    sizes = [size for size in BLOCKS if head_dim % size == 0]
+    if head_dim not in sizes:
+        sizes.append(head_dim)
+    plan: Plan = {name: {size: _runs(lab, name, size, head_dim) for size in sizes} for name in families}
+    cells, notes = train_grid(lab, plan)
+    slopes = trends(cells)
+    moved = changes(cells, lambda name: min(cells[name], key=float))
+    seeds = len(lab.seeds)
+    return Findings(
+        answer=_answer(slopes, moved) + caveat(seeds),
+        tables=[
+            top1_table("Top-1 by block size", cells, FACTOR, about_intervals(seeds)),
+            trend_table("Slope of top-1", slopes, "the block size"),
+            contrast_table("Against the smallest blocks", moved, FACTOR, "change", "Better by", ONE_BY_ONE),
+            _parameter_table(lab, cells),
+        ],
+        figures=[top1_figure(cells, FACTOR, _alt(cells)), _parameter_figure(lab, cells)],
+        published=PUBLISHED,
+        notes=[*_left_out(lab, head_dim), *notes],
+        advice=[_advice(lab, name, levels) for name, levels in cells.items()],
+    )
+
+
+def _head_dim(lab: Lab, name: str) -> int:
+    """Channels of a head; of a Swin all stages have as many, or the first one's count."""
+    return next(each.head_dim for each in lab.blueprint(lab.run(f"{name}:2")).modules() if isinstance(each, Encoding))
+
+
+def _runs(lab: Lab, name: str, size: int, head_dim: int) -> Sequence[Run]:
+    """LieRE's own default is the whole head: the name without a size, so that the run is the one others train."""
+    whole = name == "liere" and size == head_dim
+    return lab.runs([name if whole else f"{name}:{size}"])
+
+
+def _answer(slopes: Sequence[dict[str, Any]], moved: Sequence[dict[str, Any]]) -> str:
+    said = [tell_trends(slopes, "the block size")] if slopes else ["There is one block size alone."]
+    better, worse, tied = better_or_not([{**row, "name": f"{row['name']}:{row['level']}"} for row in moved], "change")
+    if better:
+        said.append(f"Measurably better than the smallest blocks: {told(better)}.")
+    if worse:
+        said.append(f"Measurably worse than the smallest: {told(worse)}.")
+    if tied and not better and not worse:
+        said.append("No block size differs measurably from the smallest.")
+    return " ".join(said)
+
+
+def _parameter_rows(lab: Lab, cells: Cells) -> list[dict[str, Any]]:
+    return [
+        {
+            **named(name),
+            "block_size": size,
+            "parameters": count_encoding_parameters(lab.blueprint(runs[0].run)),
+            **{key: value for key, value in top1(correct(runs)).items() if key != "spread"},
+        }
+        for name, levels in cells.items()
+        for size, runs in levels.items()
+    ]
+
+
+def _parameter_table(lab: Lab, cells: Cells) -> Table:
+    columns = (*ENCODING, FACTOR.column, Column("parameters", "Parameters of the encodings", digits=0))
+    keys = ("encoding", "name", "block_size", "parameters")
+    rows = [{key: row[key] for key in keys} for row in _parameter_rows(lab, cells)]
+    return Table("Numbers that the encodings learn", columns, rows, note="Counted over all layers and heads.")
+
+
+def _parameter_figure(lab: Lab, cells: Cells) -> Figure:
+    return Figure(
+        name="top1-by-parameters",
+        kind="lines",
+        title="Top-1 by parameters of the encodings",
+        alt="Top-1 in percent over the parameters that all encodings of a model have, one line for each family.",
+        x=Axis("parameters", "Parameters of the encodings", scale="log"),
+        y=Axis("top1", "Top-1", "%"),
+        rows=_parameter_rows(lab, cells),
+        series="name",
+        low="low",
+        high="high",
+        caption="A mark is a block size, the smallest on the left; intervals are 95 % over validation examples.",
+    )
+
+
+def _alt(cells: Cells) -> str:
+    sizes = sorted({int(size) for levels in cells.values() for size in levels})
+    return f"Top-1 in percent over block sizes {sizes[0]} to {sizes[-1]}, one line for each of {told(list(cells))}."
+
+
+def _left_out(lab: Lab, head_dim: int) -> list[str]:
+    small = [str(size) for size in BLOCKS if size < head_dim and head_dim % size]
+    large = [str(size) for size in BLOCKS if size > head_dim]
+    others = [name for name in lab.encodings if name not in WITH_BLOCKS]
+    notes = [f"Heads have {head_dim} channels."]
+    notes += [f"Left out: blocks of {told(small)}, which do not divide them."] if small else []
+    notes += [f"Left out: blocks of {told(large)}, which are larger."] if large else []
+    notes += [f"Left out: {told(others)}, whose blocks have one size or none."] if others else []
+    return notes
+
+
+def _advice(lab: Lab, name: str, levels: dict) -> Advice:
+    equals, value = at_best({f"{name}:{size}": correct(runs) for size, runs in levels.items()})
+    why = f"{equals[0]} reaches {value}"
+    tied = not_told_apart(equals)
+    first = min(equals, key=_size_of)
+    return Advice(
+        f"Block size of {name} on {lab.data.title}",
+        [first, *(each for each in equals if each != first)],
+        f"{why}{tied}; the smallest of them costs least",
+    )
+
+
+def _size_of(name: str) -> int:
+    return int(name.rpartition(":")[2])
+
+
+STUDY = Study(
+    title="Capacity",
+    question="Does an encoding gain from larger blocks, which can rotate in more ways?",
+    sources=(f"{LIERE_1}, figure 2a", f"{LIERE_2}, figure 4a"),
+    find=find,
+    encodings=("liere", "comrope-ld"),
+)

@@ -1,0 +1,44 @@
+"""Settings of `torchrope study`, as plain values: imports no torch."""
+
+from dataclasses import dataclass, field
+
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.studies.slurm import parse_slurm
+from torchrope.lab.training.config import ModelConfig, OptimConfig, ScaleConfig
+
+
+@dataclass
+class StudyConfig:
+    """A study on data of your choice.
+
+    Attributes:
+        data: Which data.
+        model: The model around the encodings.
+        optim: The optimiser.
+        scale: How runs are computed; an encoding that diverges is a result, so that on_nan is "ignore".
+        encodings: Names, see `torchrope.encodings.choose`; none is the study's own list.
+        seeds: Runs of each kind, seeds 0, 1, ...
+        parallel: Runs that train at the same time, each on a device or on its share of the processor's cores.
+        slurm: Train on a Slurm cluster in place of here: "partition=gpu,time=240", options of sbatch;
+            "cluster=local" takes processes of this machine.
+        out: Folder of studies; their runs are shared in it.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    scale: ScaleConfig = field(default_factory=lambda: ScaleConfig(on_nan="ignore"))
+    encodings: list[str] = field(default_factory=list)
+    seeds: int = 1
+    parallel: int = 1
+    slurm: str | None = None
+    out: str = "torchrope-studies"
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if len(set(self.encodings)) < len(self.encodings):
+            raise ValueError(f"encodings must be named once each, got {','.join(self.encodings)}")
+        if self.slurm is not None:
+            parse_slurm(self.slurm)

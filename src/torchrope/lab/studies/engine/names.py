@@ -1,0 +1,43 @@
+"""The names of all studies, in the order of the report: imports no torch."""
+
+import ast
+from pathlib import Path
+
+from torchrope.lab.data.config import NAMES_DENSE
+
+NAMES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
+    "shuffle",
+    "resolution",
+    "pooling",
+    "complexity",
+    "finetune",
+    "generators",
+    "attention",
+    "fourier",
+    "kernel",
+    "dense",
+)
+
+OF_PLACES = ("dense",)
+"""Those on data whose answers have a place in the picture."""
+
+
+def suitable(data: str) -> list[str]:
+    """Names of the studies for a data set."""
+    return [name for name in NAMES if (name in OF_PLACES) == (data in NAMES_DENSE)]
+
+
+def file_of(name: str) -> Path:
+    """The file of a study."""
+    return Path(__file__).parents[1] / f"{name.replace('-', '_')}.py"
+
+
+def summary(name: str) -> str:
+    """The first line of a study's file, which says what it is; read without running it."""
+    return (ast.get_docstring(ast.parse(file_of(name).read_text(encoding="utf-8"))) or "").partition("\n")[0]

@@ -1,0 +1,225 @@
+"""Runs that studies share: each is trained once, whoever asks for it, and measured once for each question."""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.nn import functional
+
+from torchrope.files import read_mapping
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.studies.folder import write_json
+from torchrope.lab.studies.progress import told_quality
+from torchrope.lab.training.classifier import Classifier
+from torchrope.lab.training.config import MAY_CHANGE, RunConfig, flat, plain
+from torchrope.lab.training.evaluate import predict_views_or_one
+from torchrope.lab.training.history import OnEpoch
+from torchrope.lab.training.module import Module
+from torchrope.lab.training.run import load, train
+from torchrope.lab.training.skipped import read_skipped
+from torchrope.models import Swin, ViT
+
+RESULT = "result.json"
+_ELSEWHERE = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
+"""Settings that change where numbers come from, or how fast, not the numbers."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model to train.
+
+    Attributes:
+        config: Its settings.
+        after: The run whose weights it starts with.
+    """
+
+    config: RunConfig
+    after: "Run | None" = None
+
+    @property
+    def encoding(self) -> str:
+        """Its encoding's name."""
+        return self.config.encoding
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.config.seed
+
+    @property
+    def key(self) -> str:
+        """Tells it from all other runs: a hash of what differs from the defaults, so that new settings change none."""
+        settings, defaults = flat(plain(self.config)), flat(plain(RunConfig()))
+        left_out = {*MAY_CHANGE, *_ELSEWHERE}
+        told = {name: value for name, value in settings.items() if name not in left_out and value != defaults.get(name)}
+        told |= {"after": self.after.key} if self.after else {}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        encoding = self.encoding.replace(":", "-").replace("+", "-and-")
+        return f"{self.config.data.name}-{encoding}-seed{self.seed}-{self.key}"
+
+    def __str__(self) -> str:
+        return f"{self.encoding} seed {self.seed}"
+
+
+@dataclass
+class Trained:
+    """A run that is finished.
+
+    Attributes:
+        run: What was asked for.
+        folder: Where its files are.
+        labels: True class of every validation example; none where pixels or boxes are predicted.
+        predicted: Predicted class of every one, likewise.
+        val_loss: Mean loss over them; None where it is not finite, or not known.
+        curve: A row an epoch: epoch, train_loss, what `Module.curve` names, seconds.
+        seconds: Of its training.
+        fingerprint: Of its data.
+        skipped: Files that could not be read, with the reason.
+    """
+
+    run: Run
+    folder: Path
+    labels: list[int]
+    predicted: list[int]
+    val_loss: float | None
+    curve: list[dict[str, float]]
+    seconds: float
+    fingerprint: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def encoding(self) -> str:
+        """Its encoding's name."""
+        return self.run.encoding
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.run.seed
+
+    @property
+    def quality(self) -> str:
+        """How good it is, in words."""
+        return f"top-1 {100 * self.top1:.1f} %" if self.labels else told_quality(self.curve[-1])
+
+    @property
+    def correct(self) -> np.ndarray:
+        """1.0 where the prediction is right, `(examples,)`."""
+        return np.equal(self.labels, self.predicted).astype(float)
+
+    @property
+    def top1(self) -> float:
+        """Share of right predictions."""
+        return float(self.correct.mean())
+
+    def check_examples(self, data: DataModule) -> None:
+        """Raise ValueError where `data` holds other examples now than the run saw."""
+        if self.fingerprint != data.fingerprint:
+            rule = "the data must be what the runs in --out were trained on"
+            raise ValueError(f"{rule}, got other examples than those of {self.folder}")
+
+    def load(self) -> tuple[ViT | Swin, DataModule]:
+        """Read the trained model and its data, the model in evaluation mode."""
+        _, data, module = load(self.folder)
+        return module.model.eval(), data
+
+    def measure(self, name: str, measure: Callable[[ViT | Swin, DataModule], dict[str, Any]]) -> dict[str, Any]:
+        """What `measure(model, data)` returns, computed once: it is kept in the run's folder under this name.
+
+        Args:
+            name: Says what is measured and with which settings; another name is another measure.
+            measure: Returns what JSON can keep.
+        """
+        file = self.folder / "measures" / f"{name}.json"
+        if not file.exists():
+            write_json(file, measure(*self.load()))
+        return read_mapping(file, "a measure")
+
+
+class Store:
+    """The folder of runs.
+
+    Args:
+        folder: Holds one folder a run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def of(self, run: Run) -> Path:
+        """The folder of a run."""
+        return self.folder / run.name
+
+    def finished(self, run: Run) -> Trained | None:
+        """A run that is trained and evaluated; None where it is not."""
+        file = self.of(run) / RESULT
+        if not file.exists():
+            return None
+        result = read_mapping(file, "a result")
+        wanted = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint")
+        if not set(result) >= {*wanted}:
+            raise ValueError(f"a result must hold {', '.join(wanted)}, got {file} without; delete it")
+        measured = {name: result[name] for name in wanted}
+        return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
+
+    def train(self, run: Run, data: DataModule | None = None, on_epoch: OnEpoch | None = None) -> None:
+        """Train and evaluate a run, unless another process has done it meanwhile."""
+        with self._alone(run):
+            if self.finished(run) is not None:
+                return
+            data = data or make_data(run.config.data)
+            data.setup()
+            start = None if run.after is None else str(self.of(run.after))
+            config = replace(run.config, start_from=start)
+            module, history = train(config, data, self.of(run), on_epoch=on_epoch)
+            write_json(self.of(run) / RESULT, _result(module, history.rows, data))
+
+    @contextmanager
+    def _alone(self, run: Run) -> Iterator[None]:
+        """Wait for another process that trains the same run; the lock ends with its process."""
+        locks = self.folder / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with open(locks / run.name, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def in_order(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs once each, in rounds: what a run starts from is in an earlier one."""
+    rounds: list[dict[str, Run]] = []
+    for run in runs:
+        chain = [run]
+        while chain[0].after is not None:
+            chain.insert(0, chain[0].after)
+        rounds += [{} for _ in range(len(chain) - len(rounds))]
+        for depth, each in enumerate(chain):
+            rounds[depth].setdefault(each.key, each)
+    return [list(each.values()) for each in rounds]
+
+
+def _result(module: Module, curve: list[dict[str, float]], data: DataModule) -> dict[str, Any]:
+    predicted: dict[str, Any] = {"labels": [], "predicted": [], "val_loss": curve[-1].get("val_loss")}
+    if isinstance(module, Classifier):
+        labels, logits = predict_views_or_one(module.model, data)
+        predicted = {
+            "labels": labels.tolist(),
+            "predicted": logits.argmax(dim=-1).tolist(),
+            "val_loss": functional.cross_entropy(logits, labels).item(),
+        }
+    return {
+        **predicted,
+        "curve": curve,
+        "seconds": sum(row["seconds"] for row in curve),
+        "fingerprint": data.fingerprint,
+    }

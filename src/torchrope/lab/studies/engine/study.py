@@ -1,0 +1,207 @@
+"""A study: a question, the runs that it needs, and what is found in them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.provenance import provenance
+from torchrope.lab.studies.describe import describe_data, describe_skipped
+from torchrope.lab.studies.engine.config import StudyConfig
+from torchrope.lab.studies.engine.names import NAMES, file_of
+from torchrope.lab.studies.engine.results import Findings, StudyResult
+from torchrope.lab.studies.engine.runs import Run, Store, Trained, in_order
+from torchrope.lab.studies.engine.workers import train_runs
+from torchrope.lab.studies.folder import write_json
+from torchrope.lab.training.config import RunConfig, plain
+from torchrope.lab.training.models import build_model
+from torchrope.models import Swin, ViT
+
+
+class Lab:
+    """What a study works with: its settings, its data, and the runs.
+
+    Args:
+        config: Settings.
+        console: Where progress goes.
+
+    Attributes:
+        encodings: Those asked for, or the study's own.
+        seeds: 0, 1, ...
+        skipped: Files that the runs asked for could not read, with the reason.
+    """
+
+    def __init__(self, config: StudyConfig, encodings: Sequence[str], console: Console) -> None:
+        self.config = config
+        self.encodings = config.encodings or list(encodings)
+        self.seeds = range(config.seeds)
+        self.console = console
+        self.store = Store(Path(config.out) / "runs")
+        self.skipped: dict[str, str] = {}
+
+    @cached_property
+    def data(self) -> DataModule:
+        """The data, set up."""
+        data = make_data(self.config.data)
+        data.setup()
+        return data
+
+    def run(
+        self,
+        encoding: str,
+        seed: int = 0,
+        *,
+        data: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        optim: dict[str, Any] | None = None,
+        after: Run | None = None,
+    ) -> Run:
+        """A run with the study's settings, some of them otherwise.
+
+        Args:
+            encoding: Its encoding.
+            seed: Its seed.
+            data, model, optim: Settings that differ, by name.
+            after: A run whose weights it starts with.
+        """
+        config = RunConfig(
+            encoding=encoding,
+            seed=seed,
+            data=replace(self.config.data, **(data or {})),
+            model=replace(self.config.model, **(model or {})),
+            optim=replace(self.config.optim, **(optim or {})),
+            scale=self.config.scale,
+        )
+        return Run(config, after)
+
+    def runs(self, encodings: Sequence[str], **settings: Any) -> list[Run]:
+        """A run of each encoding with each seed, settings as `run` takes them."""
+        return [self.run(encoding, seed, **settings) for encoding in encodings for seed in self.seeds]
+
+    def train(self, runs: Sequence[Run]) -> list[Trained]:
+        """Train what is not finished yet, whichever study asked for it first.
+
+        Args:
+            runs: What is wanted; runs that they start from come along.
+
+        Returns:
+            The runs asked for, in their order.
+
+        Raises:
+            ValueError: a setting that a run refuses, before any is trained; other data than finished runs saw.
+        """
+        rounds = in_order(runs)
+        for run in (run for each in rounds for run in each):
+            self.blueprint(run)
+        for each in rounds:
+            unfinished = []
+            for run in each:
+                earlier = self.store.finished(run)
+                if earlier is None:
+                    unfinished.append(run)
+                elif run.config.data == self.config.data:
+                    earlier.check_examples(self.data)
+            if unfinished:
+                train_runs(unfinished, self.store, self.data, self.config, self.console)
+        found = (self.store.finished(run) for run in runs)
+        trained = [each for each in found if each is not None]
+        for one in trained:
+            self.skipped |= one.skipped
+        return trained
+
+    def blueprint(self, run: Run) -> ViT | Swin:
+        """The model of a run without its numbers, on the meta device."""
+        data = self.data  # read outside, or it would be made on the meta device
+        with torch.device("meta"):
+            return build_model(run.encoding, run.config.model, data)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question that papers ask, made something that runs on any data.
+
+    Attributes:
+        title: For people.
+        question: What it asks, in a sentence.
+        sources: Papers with their tables and figures.
+        find: Trains what it needs with `lab.train`, and says what came out.
+        encodings: Compared where the user names none.
+        tasks: What its data must be for, one of them at least; see `DataModule.tasks`.
+        needs_data: False where it is computed from formulas.
+    """
+
+    title: str
+    question: str
+    sources: Sequence[str]
+    find: Callable[[Lab], Findings]
+    encodings: Sequence[str] = field(default=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"))
+    tasks: Sequence[str] = ("classify",)
+    needs_data: bool = True
+
+    def check(self, lab: Lab) -> None:
+        """Raise ValueError where the data is for other tasks."""
+        if self.needs_data and not {*self.tasks} & {*lab.data.tasks}:
+            rule = f"{self.title} needs data to {' or '.join(self.tasks)}"
+            raise ValueError(f"{rule}, got {lab.config.data.name}, to {' and '.join(lab.data.tasks)}")
+
+
+def find_study(name: str) -> Study:
+    """The study of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in NAMES:
+        raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}")
+    return import_module(f"torchrope.lab.studies.{file_of(name).stem}").STUDY
+
+
+def run_study(name: str, config: StudyConfig, *, command: str, console: Console) -> Path:
+    """Run a study, and write what it found.
+
+    Args:
+        name: Of the study.
+        config: On what, and where to leave it.
+        command: How the user started it, for the report.
+        console: Where progress goes.
+
+    Returns:
+        `config.out/<study>-<data>.json`, or `<study>.json` of a study that needs no data.
+
+    Raises:
+        ValueError: the name, a setting or the data is not as it must be.
+        KeyboardInterrupt: stopped; the same call goes on.
+    """
+    study = find_study(name)
+    lab = Lab(config, study.encodings, console)
+    study.check(lab)
+    findings = study.find(lab)
+    result = StudyResult(
+        study=name,
+        title=study.title,
+        question=study.question,
+        sources=study.sources,
+        findings=findings,
+        data=_describe(lab) if study.needs_data else None,
+        run={"command": command, "date": date.today().isoformat(), "config": _settings(lab, study), **provenance()},
+    )
+    file = Path(config.out) / (f"{name}-{config.data.name}.json" if study.needs_data else f"{name}.json")
+    write_json(file, result.plain())
+    return file
+
+
+def _describe(lab: Lab) -> dict[str, Any]:
+    return {**describe_data(lab.data), "skipped": describe_skipped(lab.skipped | dict(lab.data.skipped))}
+
+
+def _settings(lab: Lab, study: Study) -> dict[str, Any]:
+    settings = {**plain(lab.config), "encodings": list(lab.encodings)}
+    return settings if study.needs_data else {"encodings": settings["encodings"]}

@@ -1,0 +1,111 @@
+"""Who trains: this process, several beside each other, or a Slurm cluster."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.studies.engine.config import StudyConfig
+from torchrope.lab.studies.engine.runs import Run, Store
+from torchrope.lab.studies.progress import StudyProgress
+from torchrope.lab.studies.slurm import local_executor, parse_slurm, slurm_executor
+
+Submit = Callable[[Sequence[Run], Path], list[Any]]
+
+
+def train_runs(runs: Sequence[Run], store: Store, data: DataModule, config: StudyConfig, console: Console) -> None:
+    """Train runs that do not wait for each other, and say so one by one.
+
+    Args:
+        runs: Unfinished ones.
+        store: Where they go.
+        data: Of the study; a run on other data makes its own.
+        config: Says where: `parallel`, `slurm`.
+        console: Where progress goes.
+
+    Raises:
+        ValueError: what a run refuses; others that are under way end first.
+    """
+    epochs = sum(run.config.optim.epochs for run in runs)
+    with StudyProgress(len(runs), epochs, console) as progress:
+        if config.slurm is None and config.parallel == 1:
+            _here(runs, store, data, progress)
+            return
+        with _on_slurm(config.slurm, store) if config.slurm else _beside(config.parallel) as submit:
+            futures = dict(zip(submit(runs, store.folder), runs, strict=True))
+            for future in _as_they_end(list(futures)):
+                progress.begin(futures[future], futures[future].config.optim.epochs)
+                progress.end(future.result())
+
+
+def _here(runs: Sequence[Run], store: Store, data: DataModule, progress: StudyProgress) -> None:
+    for run in runs:
+        progress.begin(run, run.config.optim.epochs)
+        progress.end(_train(run, store.folder, data if run.config.data == data.config else None, progress.epoch))
+
+
+def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> str:
+    """Train one run, also in a process of its own.
+
+    Returns:
+        How good it is, in words.
+    """
+    store = Store(folder)
+    store.train(run, data, on_epoch)
+    trained = store.finished(run)
+    assert trained is not None
+    return trained.quality
+
+
+@contextmanager
+def _beside(parallel: int) -> Iterator[Submit]:
+    """Processes on this machine, each with a device, or with its share of the cores."""
+    context = multiprocessing.get_context("spawn")
+    places = context.SimpleQueue()
+    for place in range(parallel):
+        places.put((place, parallel))
+    with ProcessPoolExecutor(parallel, mp_context=context, initializer=_take_place, initargs=(places,)) as pool:
+        yield lambda runs, folder: [pool.submit(_train, run, folder) for run in runs]
+
+
+def _take_place(places: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    place, parallel = places.get()
+    if torch.cuda.device_count():
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // parallel))
+
+
+def _end_with_parent() -> None:
+    """A study that is killed leaves nobody training."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def _on_slurm(settings: str, store: Store) -> Iterator[Submit]:
+    """A job array; each job goes on where it was if it is taken off its machine and starts again."""
+    options, logs = parse_slurm(settings), store.folder / ".jobs"
+    here = options.pop("cluster", "slurm") == "local"
+    executor = local_executor(logs) if here else slurm_executor(logs, options, None)
+    yield lambda runs, folder: executor.map_array(_train, runs, [folder] * len(runs))
+
+
+def _as_they_end(futures: list[Any]) -> Iterator[Any]:
+    if all(isinstance(future, Future) for future in futures):
+        yield from as_completed(futures)
+    else:
+        from submitit.helpers import as_completed as jobs_as_completed
+
+        yield from jobs_as_completed(futures)

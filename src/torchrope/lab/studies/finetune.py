@@ -1,0 +1,252 @@
+"""What a rotary encoding adds to a model trained without one, by a short fine-tuning (ComRoPE table 4)."""
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrope.encodings import Encoding, NoEncoding, choose
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.studies.engine.estimates import (
+    OVER_SEEDS,
+    TOP1,
+    about_intervals,
+    caveat,
+    contrast,
+    correct,
+    told,
+    top1,
+)
+from torchrope.lab.studies.engine.grid import ENCODING, better_or_not, named
+from torchrope.lab.studies.engine.published import COMROPE, published
+from torchrope.lab.studies.engine.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
+from torchrope.lab.studies.engine.runs import Run, Trained
+from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lab.training.cost import count_encoding_parameters
+from torchrope.lab.training.evaluate import predict_views_or_one
+from torchrope.lab.training.models import build_model
+from torchrope.lab.training.start import start_from
+from torchrope.models import Swin, ViT
+from torchrope.positions import per_axis
+
+BASELINE = "learned"
+SHARE_OF_EPOCHS = 0.25
+SHARE_OF_LR = 0.3
+"""ComRoPE fine-tunes with 3e-4, where it trains from scratch with 1e-3 (supplement B.2 and table 5)."""
+
+TURN = (
+    "The last column is the largest angle from corner to opposite corner, mean over layers and heads, with the spacing "
+    "of the encoding's paper: one that starts at zero and has had too few steps to move is still no encoding."
+)
+
+COLUMNS = (
+    *ENCODING,
+    Column("swapped", "Right after the swap", "%", 1, low="swapped_low", high="swapped_high"),
+    TOP1,
+    OVER_SEEDS,
+    Column("gain", "Ahead of going on without it", "points", 1, low="gain_low", high="gain_high"),
+    Column("verdict", "Verdict"),
+    Column("turn", "Turns across the input", "rad", 2),
+)
+
+PUBLISHED = (
+    published(
+        "Top-1 on ImageNet of CLIP's ViT, fine-tuned for 4 epochs",
+        f"{COMROPE}, table 4",
+        """
+        absolute | 79.91
+        axial (Vanilla RoPE) | 79.82
+        liere | 80.12
+        comrope-ap | 80.11
+        comrope-ld | 80.17
+        """,
+        ("Encoding", "Top-1"),
+        digits=2,
+        note="One training each and no intervals: on 50,000 images the standard error of one such number is about 0.18 "
+        "points, so that unpaired the five cannot be told apart.",
+    ),
+)
+
+
+def find(lab: Lab) -> Findings:
+    """Put encodings into a trained model with a learned absolute one, and train all for as long again."""
+    names, left_out = _swaps(lab)
+    plan = {name: [_tuned(lab, name, seed) for seed in lab.seeds] for name in [BASELINE, *names]}
+    starts = lab.train(lab.runs([BASELINE]))
+    trained = iter(lab.train([run for runs in plan.values() for run in runs]))
+    groups = {name: [next(trained) for _ in runs] for name, runs in plan.items()}
+    learn = [name for name in names if _learns(lab, name)]
+    right_after = {name: _right_after(starts, plan[name]) for name in names}
+    rows = [_row(name, runs, groups[BASELINE], right_after.get(name, correct(starts))) for name, runs in groups.items()]
+    optim = groups[BASELINE][0].run.config.optim
+    seeds = len(lab.seeds)
+    note = f"{about_intervals(seeds)} {TURN}"
+    return Findings(
+        answer=_answer(rows, optim.epochs) + caveat(seeds),
+        tables=[Table("Before and after fine-tuning", COLUMNS, rows, note=note)],
+        figures=[_figure(rows)],
+        published=PUBLISHED,
+        checks=[_check(starts, {name: right_after[name] for name in learn})] if learn else [],
+        notes=[
+            f"Epochs of fine-tuning: {optim.epochs}, after {lab.config.optim.epochs}, at a rate of {optim.lr:.2g}. "
+            "The learned absolute encoding stays in the model, whichever rotary encoding joins it.",
+            *left_out,
+        ],
+        advice=[_advice(rows, lab)],
+    )
+
+
+def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
+    """Names with the absolute encoding that the pretrained model has, and a note on those that cannot be swapped in."""
+    names, others = [], []
+    for name in lab.encodings:
+        choice = choose(name)
+        if choice.rotary is NoEncoding or choice.bias is not None:
+            others.append(name)
+        else:
+            rotary = next(part for part in name.split("+") if choose(part).absolute is None)
+            names.append(f"{BASELINE}+{rotary}")
+    left_out = [name for name in others if name not in ("none", BASELINE)]
+    notes = [f"Left out: {told(left_out)}, which are not rotary or bring a bias."] if left_out else []
+    return list(dict.fromkeys(names)) or [f"{BASELINE}+mixed"], notes
+
+
+def _tuned(lab: Lab, name: str, seed: int) -> Run:
+    """A quarter of the epochs more, at a lower rate, from the trained model without the encoding."""
+    whole = lab.config.optim
+    lr = SHARE_OF_LR * whole.lr
+    optim = {
+        "epochs": max(1, round(SHARE_OF_EPOCHS * whole.epochs)),
+        "lr": lr,
+        "min_lr": min(whole.min_lr, lr),
+        "warmup_epochs": SHARE_OF_EPOCHS * whole.warmup_epochs,
+    }
+    return lab.run(name, seed, optim=optim, after=lab.run(BASELINE, seed))
+
+
+def _learns(lab: Lab, name: str) -> bool:
+    return _parameters(lab, name) > _parameters(lab, BASELINE)
+
+
+def _parameters(lab: Lab, name: str) -> int:
+    return count_encoding_parameters(lab.blueprint(lab.run(name)))
+
+
+def _right_after(starts: Sequence[Trained], tuned: Sequence[Run]) -> np.ndarray:
+    """Right or not with the encoding put in and nothing trained, `(seeds, examples)`."""
+    rights = []
+    for start, run in zip(starts, tuned, strict=True):
+        swapped = run.encoding.replace(":", "-")
+        measured = start.measure(f"swapped-{swapped}", partial(_swapped, run=run, start=start))
+        rights.append(np.equal(start.labels, measured["predicted"]).astype(float))
+    return np.stack(rights)
+
+
+def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, start: Trained) -> dict[str, Any]:
+    """What the pretrained model predicts with another encoding in it."""
+    with_it = build_model(run.encoding, run.config.model, data)
+    start_from(with_it, start.folder)
+    _, logits = predict_views_or_one(with_it.to(next(model.parameters()).device).eval(), data)
+    return {"predicted": logits.argmax(dim=-1).tolist()}
+
+
+def _row(name: str, runs: Sequence[Trained], baseline: Sequence[Trained], before: np.ndarray) -> dict[str, Any]:
+    swapped = top1(before)
+    row = {
+        **named(name),
+        **{f"swapped{end}": swapped[key] for end, key in (("", "top1"), ("_low", "low"), ("_high", "high"))},
+        **top1(correct(runs)),
+    }
+    if name == BASELINE:
+        return {**row, "gain": None, "gain_low": None, "gain_high": None, "verdict": "goes on", "turn": None}
+    found = contrast(correct(runs), correct(baseline))
+    gain = {"gain": found.value, "gain_low": found.low, "gain_high": found.high, "verdict": found.verdict}
+    return {**row, **gain, "turn": fmean(each.measure("turn", _turn)["radians"] for each in runs)}
+
+
+def _turn(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
+    """The largest angle by which an encoding turns from one corner of the input to the opposite one.
+
+    Mean over layers and heads.
+    """
+    sizes = model.embed.lattice(data.input_size)
+    angles = []
+    for encoding in (each for each in model.modules() if isinstance(each, Encoding)):
+        generators = encoding.generators().detach()  # [axes, heads, blocks, b, b]
+        spacing = per_axis("spacing", encoding.lattice(*sizes)["spacing"], len(sizes))
+        across = [width * (size - 1) for width, size in zip(spacing, sizes, strict=True)]
+        turned = torch.einsum("n,n...->...", generators.new_tensor(across), generators)
+        angles.append(torch.linalg.matrix_norm(turned, ord=2).amax(dim=-1).mean().item())
+    return {"radians": fmean(angles)}
+
+
+def _answer(rows: Sequence[dict[str, Any]], epochs: int) -> str:
+    base = rows[0]
+    time = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    moved = [{**row, "low": row["gain_low"], "high": row["gain_high"]} for row in rows[1:]]
+    better, worse, tied = better_or_not(moved, "gain")
+    said = [
+        f"A model with a learned absolute encoding that goes on for {time} reaches {base['top1']:.1f} % "
+        f"[{base['low']:.1f}, {base['high']:.1f}], from {base['swapped']:.1f} % before."
+    ]
+    said += [f"With a rotary encoding put in it is measurably better: {told(better)}."] if better else []
+    said += [f"It is measurably worse: {told(worse)}."] if worse else []
+    said += [f"No difference can be told: {told(tied)}."] if tied else []
+    turns = [f"{row['name']} {row['turn']:.2f}" for row in rows[1:]]
+    said += [f"Across the input they turn by {told(turns)} rad."]
+    return " ".join(said)
+
+
+def _check(starts: Sequence[Trained], right_after: dict[str, np.ndarray]) -> Check:
+    before = correct(starts)
+    changed = {name: int((after != before).sum()) for name, after in right_after.items()}
+    return Check(
+        law="A learned rotary encoding that starts at zero leaves the pretrained model as it was.",
+        holds=not any(changed.values()),
+        measured="answers that became right or wrong: "
+        + ", ".join(f"{name} {count}" for name, count in changed.items()),
+    )
+
+
+def _figure(rows: Sequence[dict[str, Any]]) -> Figure:
+    marks: list[Row] = []
+    for row in rows:
+        before = {"top1": row["swapped"], "low": row["swapped_low"], "high": row["swapped_high"]}
+        after = {key: row[key] for key in ("top1", "low", "high")}
+        marks += [{"name": row["name"], "when": "right after the swap", **before}]
+        marks += [{"name": row["name"], "when": "fine-tuned", **after}]
+    return Figure(
+        name="before-and-after",
+        kind="points",
+        title="Top-1 before and after fine-tuning",
+        alt=f"Top-1 in percent of {len(rows)} models right after an encoding was put in, and after fine-tuning.",
+        x=Axis("when", "When", scale="category"),
+        y=Axis("top1", "Top-1", "%"),
+        rows=marks,
+        series="name",
+        low="low",
+        high="high",
+        caption="Intervals are 95 % over validation examples.",
+    )
+
+
+def _advice(rows: Sequence[dict[str, Any]], lab: Lab) -> Advice:
+    better = sorted((row for row in rows[1:] if row["verdict"] == "better"), key=lambda row: -row["gain"])
+    case = f"A pretrained model with an absolute encoding, fine-tuned on {lab.data.title}"
+    if not better:
+        return Advice(case, [BASELINE], "no rotary encoding put in is measurably better than going on without one")
+    best = better[0]
+    why = f"{best['name']} gains {best['gain']:.1f} points [{best['gain_low']:.1f}, {best['gain_high']:.1f}]"
+    return Advice(case, [row["name"] for row in better], f"{why} over going on without a rotary encoding")
+
+
+STUDY = Study(
+    title="Fine-tuning",
+    question="What does a rotary encoding add to a model that was trained without one?",
+    sources=(f"{COMROPE}, table 4",),
+    find=find,
+    encodings=("axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"),
+)

@@ -1,0 +1,454 @@
+"""How well frequencies, or blocks, place a point: its reconstruction from them (RoPE-ViT figure 1)."""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrope.encodings import Encoding, MixedRoPE, NoEncoding, choose, planar
+from torchrope.lab.studies.describe import label
+from torchrope.lab.studies.engine.estimates import percent, told
+from torchrope.lab.studies.engine.published import ROPE_VIT
+from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Row, Table
+from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lab.training.evaluate import interval
+from torchrope.lab.training.models import build_model
+from torchrope.models import ViT
+from torchrope.positions import PerAxis, grid
+
+LATTICE = (14, 14)
+HEADS, HEAD_DIM = 12, 64
+"""ViT-B at 224x224 pixels with patches of 16x16, as in the paper."""
+REACH = 1e-6
+"""Directions of a span that are weaker than this share of its strongest do not count: they would need huge weights."""
+EXACT = 1e-9
+FIT, TRANSFORM = "best fit", "transform and back"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one layer with one encoding on one lattice.
+
+    Attributes:
+        encoding: Its name.
+        state: "initialisation" or "trained", with the setting.
+        sizes: Tokens along each axis.
+        blocks: R `(heads, tokens, n, b, b)`, heads of all seeds; 1 where they are alike. Channels that do not turn are
+            left out.
+        head_dim: Channels of a head.
+        one_axis: Whether each block turns with one axis alone.
+        per_seed: Heads of one seed.
+    """
+
+    encoding: str
+    state: str
+    sizes: tuple[int, ...]
+    blocks: Tensor
+    head_dim: int
+    one_axis: bool
+    per_seed: int
+
+    @property
+    def functions(self) -> Tensor:
+        """Matrix coefficients of R as functions of the token, `(heads, tokens, functions)`."""
+        entries = self.blocks.flatten(2)
+        rest = self.head_dim - self.blocks.shape[-3] * self.blocks.shape[-1]
+        return torch.cat([entries, entries.new_ones(*entries.shape[:-1], 1)], -1) if rest else entries
+
+
+def heads_of(
+    encodings: Sequence[Encoding],
+    sizes: Sequence[int],
+    name: str,
+    state: str,
+    *,
+    spacing: PerAxis | None = None,
+    origin: PerAxis | None = None,
+) -> Heads:
+    """The rotations of a lattice, in float64.
+
+    Args:
+        encodings: Of one layer, one a seed.
+        sizes: Tokens along each axis.
+        name: The encoding's.
+        state: For people.
+        spacing, origin: Of the lattice; by default as the encoding's paper has it.
+    """
+    found = []
+    with torch.no_grad():
+        for encoding in encodings:
+            paper = encoding.lattice(*sizes)
+            places = grid(
+                *sizes,
+                spacing=paper["spacing"] if spacing is None else spacing,
+                origin=paper["origin"] if origin is None else origin,
+                dtype=torch.float64,
+            )
+            exact = copy.deepcopy(encoding).cpu().double()
+            found.append(exact(places, backend="reference").blocks().double())
+            turning = exact.generators().abs().amax(dim=(-1, -2)) > 0  # (axes, heads, blocks)
+    alike = bool((found[0].shape[0] == 1) and all(torch.equal(found[0], each) for each in found))
+    blocks = found[0] if alike else torch.cat(found)
+    one_axis = not isinstance(encodings[0], NoEncoding) and bool((turning.sum(dim=0) <= 1).all())
+    return Heads(name, state, tuple(sizes), blocks, encodings[0].head_dim, one_axis, len(found[0]))
+
+
+def best_fit(functions: Tensor) -> tuple[Tensor, int]:
+    """Reconstruct every point of a lattice from functions, by least squares.
+
+    Args:
+        functions: `(tokens, functions)`.
+
+    Returns:
+        The orthogonal projector onto their span, `(tokens, tokens)`, whose rows are the reconstructions, and the span's
+        dimension.
+    """
+    left, strength, _ = torch.linalg.svd(functions, full_matrices=False)
+    basis = left[:, strength > REACH * strength[0]]
+    return basis @ basis.mT, basis.shape[1]
+
+
+def transform(blocks: Tensor, head_dim: int) -> Tensor:
+    """Reconstruct every point by transforming it with the encoding's frequencies and back:  tr(R(p₀)^T R(p)) / d.
+
+    For blocks of 2 this is the mean of cos θ·(p - p₀) over the frequencies θ: the discrete Fourier transform of a point
+    and its inverse, with these frequencies alone.
+
+    Args:
+        blocks: `(tokens, n, b, b)`.
+        head_dim: d.
+
+    Returns:
+        `(points, tokens)`.
+    """
+    flat = blocks.flatten(1)
+    still = head_dim - blocks.shape[-3] * blocks.shape[-1]
+    return (flat @ flat.mT + still) / head_dim
+
+
+def sharpness(reconstructions: Tensor, sizes: Sequence[int]) -> dict[str, float]:
+    """How sharp reconstructions of points are, mean over the points.
+
+    Args:
+        reconstructions: One a point, `(points, tokens)`, points row-major as the tokens.
+        sizes: Tokens along each axis.
+
+    Returns:
+        peak: what is left of a point's 1; outside: share of the energy, the sum of squares, that is not in the point;
+        lines: share of that which lies on lines along the axes through the point; width: root mean square distance
+        from the point, in tokens, weighted by energy.
+    """
+    places = grid(*sizes, dtype=torch.float64)
+    apart = places.unsqueeze(1) - places  # (points, tokens, axes)
+    energy = reconstructions.square()
+    whole = energy.sum(dim=1).clamp(min=torch.finfo(energy.dtype).tiny)
+    away = energy * ~torch.eye(len(energy), dtype=torch.bool)
+    on_lines = away * ((apart != 0).sum(dim=-1) == 1)
+    outside = away.sum(dim=1) / whole
+    spread = (energy * apart.square().sum(dim=-1)).sum(dim=1) / whole
+    total = float(away.sum())
+    return {
+        "peak": float(reconstructions.diagonal().mean()),
+        "outside": float(outside.mean()),
+        "lines": float(on_lines.sum()) / total if total > EXACT else 0.0,
+        "width": float(spread.sqrt().mean()),
+    }
+
+
+def all_frequencies(sizes: Sequence[int]) -> Heads:
+    """One head with every frequency of a lattice's discrete Fourier transform, 2π k / size along each axis."""
+    count = math.prod(sizes)
+    encoding = MixedRoPE(num_axes=len(sizes), num_heads=1, head_dim=2 * count).double()
+    waves = grid(*sizes, dtype=torch.float64) * 2 * math.pi / torch.tensor(sizes, dtype=torch.float64)
+    encoding.set_generators(planar(waves.mT.unsqueeze(1)))
+    return heads_of([encoding], sizes, "all", "all frequencies")
+
+
+def find(lab: Lab) -> Findings:
+    """Reconstruct points from each encoding, at the start and where a run of the same lab is trained."""
+    rotary = [name for name in lab.encodings if issubclass(choose(name).parts[-1], Encoding)]
+    if not rotary:
+        raise ValueError(f"fourier is of rotary encodings, got {', '.join(lab.encodings)}")
+    notes = []
+    if left_out := [name for name in lab.encodings if name not in rotary]:
+        notes.append(f"{told(left_out)} left out: no rotary encoding.")
+    measured = []
+    for name in rotary:
+        try:
+            encodings = [_at_start(name, seed) for seed in lab.seeds]
+        except ValueError as error:
+            notes.append(f"{name} left out: {error}.")
+            continue
+        measured.append(heads_of(encodings, LATTICE, name, "ViT-B, initialisation"))
+    for name in rotary:
+        measured += _trained(lab, name)
+    rows = [_row(heads) for heads in measured]
+    return Findings(
+        answer=_answer(rows),
+        tables=[_table(rows)],
+        figures=[_maps(measured), _bars(rows)],
+        checks=_checks(measured),
+        notes=[*notes, *_notes(any("trained" in heads.state for heads in measured))],
+    )
+
+
+def _at_start(name: str, seed: int) -> Encoding:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return choose(name).rotary(num_axes=len(LATTICE), num_heads=HEADS, head_dim=HEAD_DIM)
+
+
+def _trained(lab: Lab, name: str) -> list[Heads]:
+    """The first layer of runs that another study has trained, and of the same models before."""
+    if lab.config.model.backbone != "vit":
+        return []
+    runs = [lab.store.finished(lab.run(name, seed)) for seed in lab.seeds]
+    starts, ends = [], []
+    for run in runs:
+        if run is None or run.val_loss is None:
+            continue
+        end, data = run.load()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(run.seed)
+            start = build_model(name, run.run.config.model, data)
+        assert isinstance(start, ViT)
+        assert isinstance(end, ViT)
+        starts.append(start)
+        ends.append(end)
+    if not ends:
+        return []
+    sizes = ends[0].embed.lattice(data.input_size)
+    at = dict(spacing=ends[0].spacing, origin=ends[0].origin)
+    return [
+        heads_of([_first(model) for model in models], sizes, name, f"{data.name}, {state}", **at)
+        for models, state in ((starts, "initialisation"), (ends, "trained"))
+    ]
+
+
+def _first(model: ViT) -> Encoding:
+    encoding = model.encodings[0]
+    assert isinstance(encoding, Encoding)
+    return encoding
+
+
+def _row(heads: Heads) -> dict[str, Any]:
+    fits = [best_fit(each) for each in heads.functions]
+    fitted = [sharpness(projector, heads.sizes) for projector, _ in fits]
+    back = [sharpness(transform(each, heads.head_dim), heads.sizes) for each in heads.blocks]
+    together = heads.functions[: heads.per_seed].transpose(0, 1).flatten(1)
+    row: dict[str, Any] = {
+        "name": f"{heads.encoding}, {heads.state}",
+        "encoding": heads.encoding,
+        "state": heads.state,
+        "tokens": math.prod(heads.sizes),
+        "dimension": float(np.mean([dimension for _, dimension in fits])),
+        "together": _dimension_of_many(together),
+        "heads": len(heads.blocks),
+    }
+    for prefix, values in (("fit", fitted), ("back", back)):
+        for key in ("peak", "outside", "lines", "width"):
+            numbers = np.array([each[key] for each in values]) * (1 if key == "width" else 100)
+            low, high = interval(numbers)
+            name = f"{prefix}_{key}"
+            row |= {name: float(numbers.mean()), f"{name}_low": low, f"{name}_high": high}
+    return row
+
+
+def _dimension_of_many(functions: Tensor) -> int:
+    """The dimension of a span of very many functions, by their Gram matrix over tokens."""
+    strength = torch.linalg.eigvalsh(functions @ functions.mT)
+    return int((strength > REACH**2 * strength[-1]).sum())
+
+
+def _measured(key: str, title: str, unit: str, digits: int) -> Column:
+    return Column(key, title, unit, digits, low=f"{key}_low", high=f"{key}_high")
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    return Table(
+        "Reconstruction of a point",
+        (
+            Column("name", "Encoding"),
+            _measured("fit_outside", "Best fit: energy outside the point", "%", 1),
+            _measured("fit_lines", "Of it on lines along the axes", "%", 1),
+            _measured("fit_width", "Width", "tokens", 2),
+            Column("dimension", "Dimensions, one head", digits=1),
+            Column("together", "All heads", digits=0),
+            Column("tokens", "Of", digits=0),
+            _measured("back_outside", "Transform and back: energy outside", "%", 1),
+            _measured("back_lines", "Of it on lines along the axes", "%", 1),
+            _measured("back_width", "Width", "tokens", 2),
+            Column("heads", "Heads", digits=0),
+        ),
+        rows,
+        note="A point is 1 at a token and 0 at all others; means over every token. The best fit takes the matrix "
+        "coefficients of R(p), which for blocks of 2 are the cosines and sines of the frequencies, with any weights, "
+        f"but no directions weaker than {REACH:g} of the strongest; its peak is 1 minus the energy outside, and the "
+        "mean peak is dimensions over tokens. Transform and back is the paper's: tr(R(p₀)ᵀR(p))/d, all frequencies "
+        "with the same weight. Energy is the sum of squares, width the root mean square distance from the point. "
+        "Intervals hold 95 % of 2,000 bootstrap resamples of the heads of one layer and of all seeds; where heads are "
+        "alike there is one and no interval.",
+    )
+
+
+def _percent(row: dict[str, Any], key: str) -> str:
+    value, low, high = row[key], row[f"{key}_low"], row[f"{key}_high"]
+    return f"{value:.1f} %" if row["heads"] == 1 else percent(value, low, high)
+
+
+def _answer(rows: Sequence[dict[str, Any]]) -> str:
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["state"], {})[row["encoding"]] = row
+    before = {state.replace("trained", "initialisation") for state in groups if state.endswith("trained")}
+    return " ".join(_about(state, group) for state, group in groups.items() if state not in before)
+
+
+def _about(state: str, group: dict[str, dict[str, Any]]) -> str:
+    """A sentence or two on one state: what each leaves outside, and axial against mixed where both are there."""
+    parts = [f"{_percent(row, 'fit_outside')} with {name}" for name, row in group.items()]
+    said = f"{state}: of the energy of its best fit to a point one head puts outside the point {told(parts)}."
+    if {"axial", "mixed"} <= set(group):
+        axial, mixed = group["axial"], group["mixed"]
+        better = mixed["fit_outside_high"] < axial["fit_outside_low"]
+        worse = mixed["fit_outside_low"] > axial["fit_outside_high"]
+        verdict = (
+            "place it more sharply than"
+            if better
+            else "place it less sharply than"
+            if worse
+            else "are not told apart from"
+        )
+        said += (
+            f" Mixed frequencies {verdict} axial ones; of what axial ones put outside {_percent(axial, 'fit_lines')} "
+            f"lies on lines along the axes, with mixed ones {_percent(mixed, 'fit_lines')}."
+        )
+    return said
+
+
+def _checks(measured: Sequence[Heads]) -> list[Check]:
+    off = 0.0
+    for sizes in (LATTICE, (4, 3, 5)):
+        heads = all_frequencies(sizes)
+        identity = torch.eye(math.prod(sizes), dtype=torch.float64)
+        fit, _ = best_fit(heads.functions[0])
+        back = transform(heads.blocks[0], heads.head_dim)
+        off = max(off, float((fit - identity).abs().max()), float((back - identity).abs().max()))
+    checks = [
+        Check(
+            "With all frequencies of the lattice both reconstructions are exact, over two axes and over three",
+            off < EXACT,
+            f"off by {off:.1e} at most",
+        )
+    ]
+    alone = [heads for heads in measured if heads.one_axis and min(heads.sizes) > 1]
+    if alone:
+        bend = max(_bend(best_fit(heads.functions[0])[0], heads.sizes) for heads in alone)
+        names = told(list(dict.fromkeys(heads.encoding for heads in alone)))
+        checks.append(
+            Check(
+                f"Blocks that turn with one axis each ({names}) reconstruct sums of functions of one axis",
+                bend < EXACT,
+                f"largest mixed difference {bend:.1e}",
+            )
+        )
+    return checks
+
+
+def _bend(reconstructions: Tensor, sizes: Sequence[int]) -> float:
+    """f(x, y) - f(x', y) - f(x, y') + f(x', y') over the last two axes, the largest: 0 for sums of functions of one."""
+    lattice = reconstructions.unflatten(1, tuple(sizes))
+    return float(lattice.diff(dim=-1).diff(dim=-2).abs().max())
+
+
+def _notes(trained: bool) -> list[str]:
+    return [
+        "RoPE-ViT's figure prints no numbers; it shows axial frequencies and those of RoPE-Mixed trained on ImageNet. "
+        "ViT-B here is at initialisation, 14x14 tokens, 12 heads of 64 channels"
+        + (
+            "; trained encodings are those of runs found in the same folder, their first layer."
+            if trained
+            else "; runs that the accuracy study has trained in the same folder would be shown beside."
+        ),
+        "The span of a block's coefficients is what several heads, or several pairs of contents, can add up to: one "
+        "query and one key weigh the b² coefficients of a block by a product of their channels, which reaches all of "
+        "the span for blocks of 2 alone.",
+    ]
+
+
+def _maps(measured: Sequence[Heads]) -> Figure:
+    """The middle point, reconstructed by the first head; of more than two axes, the plane through the point."""
+    rows: list[dict[str, Any]] = []
+    for heads in measured:
+        place = tuple(size // 2 for size in heads.sizes)
+        point = int(np.ravel_multi_index(place, heads.sizes))
+        fit, _ = best_fit(heads.functions[0])
+        back = transform(heads.blocks[0], heads.head_dim)
+        for way, values in ((FIT, fit[point]), (TRANSFORM, back[point])):
+            lattice = values.view(heads.sizes)[place[:-2]]
+            lattice = lattice.unsqueeze(0) if lattice.ndim == 1 else lattice
+            panel = f"{label(heads.encoding)}, {heads.state}, {way}"
+            rows += [
+                {"panel": panel, "x": x, "y": y, "value": round(float(lattice[y, x]), 6)}
+                for y in range(lattice.shape[0])
+                for x in range(lattice.shape[1])
+            ]
+    names = told(list(dict.fromkeys(heads.encoding for heads in measured)))
+    return Figure(
+        name="reconstruction",
+        kind="cells",
+        title="A point, reconstructed",
+        alt=f"Reconstruction of the point in the middle of the lattice by one head of {names}, by best fit and by "
+        "transform and back; axial encodings draw a cross, blocks that reach everything a point.",
+        x=Axis("x", "Column", "tokens"),
+        y=Axis("y", "Row", "tokens"),
+        rows=rows,
+        panel="panel",
+        colour=Axis("value", "Reconstruction"),
+        caption="The first head of the first layer. A point that is placed exactly is 1 in the middle and 0 elsewhere.",
+    )
+
+
+def _bars(rows: Sequence[dict[str, Any]]) -> Figure:
+    shown = [
+        {
+            "panel": f"{row['state']}, {way}",
+            "name": row["encoding"],
+            "outside": row[f"{key}_outside"],
+            "low": row[f"{key}_outside_low"],
+            "high": row[f"{key}_outside_high"],
+        }
+        for row in rows
+        for way, key in ((FIT, "fit"), (TRANSFORM, "back"))
+    ]
+    worst, best = (pick(rows, key=lambda row: row["fit_outside"]) for pick in (max, min))
+    return Figure(
+        name="outside",
+        kind="points",
+        title="Energy outside the point",
+        alt=f"Energy outside the point in percent by encoding; by best fit {worst['name']} has the most with "
+        f"{worst['fit_outside']:.1f}, {best['name']} the least with {best['fit_outside']:.1f}.",
+        x=Axis("outside", "Energy outside", "%"),
+        y=Axis("name", "Encoding", scale="category"),
+        rows=shown,
+        series="name",
+        panel="panel",
+        low="low",
+        high="high",
+        caption="Lines are 95 % intervals over heads.",
+    )
+
+
+STUDY = Study(
+    title="Placing a point",
+    question="How sharply can an encoding's frequencies, or its blocks, place a point?",
+    sources=(f"{ROPE_VIT}, figure 1",),
+    find=find,
+    encodings=("axial", "mixed", "golden", "liere:8", "liere", "comrope-ap", "comrope-ld", "string"),
+    needs_data=False,
+)

@@ -1,0 +1,395 @@
+"""What generators learn: their elements, and how far they are from commuting (ComRoPE table 8, figure 8)."""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrope.encodings import Encoding
+from torchrope.encodings.base import upper_triangle
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.studies.describe import label
+from torchrope.lab.studies.engine.estimates import by_encoding, caveat, told
+from torchrope.lab.studies.engine.feasible import feasible
+from torchrope.lab.studies.engine.published import COMROPE, published
+from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope.lab.studies.engine.runs import Run
+from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lab.training.models import build_model
+from torchrope.models import Swin, ViT
+from torchrope.positions import PerAxis, per_axis
+
+START, END = "start", "end"
+WHEN = {START: "At the start", END: "Trained"}
+RESAMPLES = 2000
+KEPT = 20_000  # elements of a run that its density is drawn from
+BINS = 60
+COMMUTES = 1e-9
+
+Ends = tuple[float, float | None, float | None]  # value, low, high
+
+COLUMNS = (
+    Column("encoding", "Encoding"),
+    Column("name", "Name"),
+    Column("block", "Block size", digits=0),
+    Column("start", "σ at the start", "rad per unit", 3),
+    Column("end", "σ trained", "rad per unit", 3, low="end_low", high="end_high"),
+    Column("patch", "σ trained", "rad per patch", 3, low="patch_low", high="patch_high"),
+    Column("apart_start", "From commuting, at the start", digits=3),
+    Column("apart", "From commuting, trained", digits=3, low="apart_low", high="apart_high"),
+    Column("moved", "Change", digits=3, low="moved_low", high="moved_high"),
+    Column("path", "Way from the start over its length", "%", 1, low="path_low", high="path_high"),
+)
+
+PUBLISHED = (
+    published(
+        "Standard deviation of the elements of trained angle matrices, images at 224",
+        f"{COMROPE}, table 8",
+        """
+        liere | 0.326 | 0.246 | 0.195
+        comrope-ap | 0.271 | 0.208 | 0.171
+        comrope-ld | 0.384 | 0.278 | 0.238
+        """,
+        ("Encoding", "Blocks of 2", "Blocks of 4", "Blocks of 8"),
+        unit="rad per unit",
+        digits=3,
+        note="Without intervals; figure 8 prints no numbers. The text speaks of variance, the table of standard "
+        "deviations. The supplement names no unit of position; in the published code an image is 1 long.",
+    ),
+)
+
+
+def find(lab: Lab) -> Findings:
+    """Read the generators of the runs of the accuracy study, and of other block sizes."""
+    possible, notes = feasible(lab, lab.runs(lab.encodings))
+    runs = [run for run in possible if any(_learn(lab.blueprint(run)))]
+    fixed = dict.fromkeys(run.encoding for run in possible if run not in runs)
+    notes += [f"{name} is left out: it has no generators that learn." for name in fixed]
+    if not runs:
+        return Findings("No encoding named has generators that learn.", notes=notes)
+    trained = lab.train(runs)
+    found = {each.run.key: each.measure("generators-moved", _measure(each.run)) for each in trained}
+    groups = {name: [found[each.run.key] for each in of_one] for name, of_one in by_encoding(trained).items()}
+    relative = {each.encoding: found[each.run.key]["relative"] for each in trained}
+    rows = [_row(name, results) for name, results in groups.items()]
+    return Findings(
+        answer=_answer(rows, relative, len(lab.seeds)),
+        tables=[Table("Generators at the start and trained", COLUMNS, rows, note=_NOTE)],
+        figures=[_by_layer(groups), *_densities(groups)],
+        published=PUBLISHED,
+        checks=_checks(groups, relative),
+        notes=[*notes, *_UNITS],
+    )
+
+
+def summarised(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
+    """What is to know of the generators of a model.
+
+    Args:
+        encodings: Of each layer, with the spacing of its patches.
+
+    Returns:
+        Lists of one entry a layer and head: `layer`, `apart` as `from_commuting`, and number, sum and sum of squares
+        of the elements per unit of position (`moments`) and per patch (`patch_moments`); `elements` per patch, KEPT of
+        them at most; `block`, their size.
+    """
+    found: dict[str, Any] = {"layer": [], "apart": [], "moments": [], "patch_moments": []}
+    elements = []
+    for layer, (encoding, spacing) in enumerate(encodings, start=1):
+        a = copy.deepcopy(encoding).double().generators().detach()
+        steps = torch.tensor(per_axis("spacing", spacing, len(a)), dtype=a.dtype).reshape(-1, 1, 1, 1, 1)
+        for head in range(encoding.parameter_heads):
+            own, in_patches = strict_upper(a[:, head]), strict_upper((a * steps)[:, head])
+            found["layer"].append(layer)
+            found["apart"].append(from_commuting(a[:, head]).mean().item())
+            found["moments"].append(_moments(own))
+            found["patch_moments"].append(_moments(in_patches))
+            elements.append(in_patches)
+    every = torch.cat(elements)
+    first = encodings[0][0]
+    return {
+        **found,
+        "elements": every[:: max(1, -(-len(every) // KEPT))].tolist(),
+        "block": first.block_size,
+    }
+
+
+def from_commuting(generators: Tensor) -> Tensor:
+    """How far generators are from commuting:  ‖A B - B A‖ / (‖A‖ ‖B‖), Frobenius norms; 0 where one of them is 0.
+
+    Args:
+        generators: `(axes, blocks, b, b)`.
+
+    Returns:
+        One number a pair of axes and block, `(axes (axes - 1) / 2, blocks)`; 0 to 1 for skew matrices.
+
+    References:
+        Bloch and Iserles, Commutators of skew-symmetric matrices, 2005: the bound.
+    """
+    ratios = []
+    for a, b in itertools.combinations(generators, 2):
+        norms = torch.linalg.matrix_norm(a) * torch.linalg.matrix_norm(b)
+        ratios.append(torch.linalg.matrix_norm(a @ b - b @ a) / torch.where(norms > 0, norms, 1.0))
+    return torch.stack(ratios) if ratios else generators.new_zeros(1, generators.shape[1])
+
+
+def strict_upper(generators: Tensor) -> Tensor:
+    """The elements above the diagonal of generators `(axes, blocks, b, b)`, flat, without blocks that are zero."""
+    there = generators.flatten(2).any(dim=-1)
+    return upper_triangle(generators[there]).flatten()
+
+
+def _measure(run: Run) -> Any:
+    def measure(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
+        before, after = _of(untrained(run, data)), _of(model)
+        found = {START: summarised(before), END: summarised(after)}
+        return {**found, "path": travelled(before, after), "relative": all(each.relative for each, _ in after)}
+
+    return measure
+
+
+def untrained(run: Run, data: DataModule) -> ViT | Swin:
+    """The model that a run began with, drawn from its seed as the run did."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        return build_model(run.encoding, run.config.model, data)
+
+
+def _of(model: ViT | Swin) -> list[tuple[Encoding, PerAxis]]:
+    """Encodings layer by layer on the CPU, with the spacing of patches or, in a Swin, of a stage's tokens."""
+    parts: list[Any] = list(model.stages) if isinstance(model, Swin) else [model]
+    return [(copy.deepcopy(each).cpu(), part.spacing) for part in parts for each in part.encodings]
+
+
+def _learn(model: ViT | Swin) -> list[bool]:
+    return [
+        any(parameter.requires_grad for parameter in each.parameters())
+        for each in model.modules()
+        if isinstance(each, Encoding)
+    ]
+
+
+def travelled(before: Sequence[tuple[Encoding, PerAxis]], after: Sequence[tuple[Encoding, PerAxis]]) -> list[float]:
+    """How far training moved the generators,  ‖A' - A‖ / ‖A‖  over all axes, one number a layer and head."""
+    shares = []
+    for (one, _), (other, _) in zip(before, after, strict=True):
+        a, b = (copy.deepcopy(each).double().generators().detach().flatten(2) for each in (one, other))
+        for head in range(one.parameter_heads):
+            length = a[:, head].norm().item()
+            shares.append((b[:, head] - a[:, head]).norm().item() / (length or 1.0))
+    return shares
+
+
+def _moments(elements: Tensor) -> list[float]:
+    return [len(elements), elements.sum().item(), elements.square().sum().item()]
+
+
+def _pooled(results: Sequence[dict[str, Any]], when: str, key: str) -> np.ndarray:
+    """One entry a seed, layer and head."""
+    return np.array([entry for each in results for entry in each[when][key]], dtype=float)
+
+
+def deviation(moments: np.ndarray) -> Ends:
+    """Standard deviation of all elements, with its 95 % interval over heads.
+
+    Args:
+        moments: Number, sum and sum of squares of each head's elements, `(heads, 3)`.
+    """
+
+    def of(drawn: np.ndarray) -> np.ndarray:
+        count, total, squares = np.moveaxis(drawn.sum(axis=-2), -1, 0)
+        count = np.maximum(count, 1)  # generators that are zero have no elements
+        return np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
+
+    return _with_interval(moments, of)
+
+
+def mean(values: np.ndarray) -> Ends:
+    """Mean with its 95 % interval over heads, of values `(heads,)`."""
+    return _with_interval(values, lambda drawn: drawn.mean(axis=-1))
+
+
+def _with_interval(values: np.ndarray, statistic: Any) -> Ends:
+    value = float(statistic(values))
+    if len(values) < 2:
+        return value, None, None
+    rng = np.random.default_rng(0)
+    drawn = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)]
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return value, float(low), float(high)
+
+
+def _row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    apart = {when: _pooled(results, when, "apart") for when in WHEN}
+    return {
+        "encoding": label(name),
+        "name": name,
+        "block": results[0][END]["block"],
+        "start": deviation(_pooled(results, START, "moments"))[0],
+        **_cells("end", deviation(_pooled(results, END, "moments"))),
+        **_cells("patch", deviation(_pooled(results, END, "patch_moments"))),
+        "apart_start": mean(apart[START])[0],
+        **_cells("apart", mean(apart[END])),
+        **_cells("moved", mean(apart[END] - apart[START])),
+        **_cells("path", mean(100 * np.array([share for each in results for share in each["path"]]))),
+    }
+
+
+def _cells(key: str, ends: Ends) -> dict[str, float | None]:
+    return dict(zip((key, f"{key}_low", f"{key}_high"), ends, strict=True))
+
+
+_NOTE = (
+    "σ is the standard deviation of the elements above the diagonal. From commuting is ‖AB − BA‖ / (‖A‖ ‖B‖), the mean "
+    "over pairs of axes, blocks, heads and layers: 0 where the generators commute, 1 at most. The way is "
+    "‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals hold 95 % of bootstrap resamples of the heads of all "
+    "layers."
+)
+_UNITS = (
+    "A unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "
+    "ComRoPE, as in their papers; rad per patch can be compared among all.",
+    "Blocks that an axis has no part in, as in ComRoPE-AP, are not counted among its elements.",
+)
+
+
+def _answer(rows: list[dict[str, Any]], relative: dict[str, bool], seeds: int) -> str:
+    free = [row for row in rows if not relative[row["name"]]]
+    sentences = [_moved(row) for row in free]
+    commuting = [row["name"] for row in rows if relative[row["name"]]]
+    if commuting:
+        verb = "commute" if len(commuting) > 1 else "commutes"
+        sentences.append(f"{told(commuting)} {verb} by construction, before and after.")
+    widest, narrowest = (choose(rows, key=lambda row: row["patch"]) for choose in (max, min))
+    if widest is not narrowest:
+        sentences.append(
+            f"Trained elements spread most in {widest['name']}, {_told(widest, 'patch')} rad per patch, and least in "
+            f"{narrowest['name']}, {_told(narrowest, 'patch')}."
+        )
+    farthest = max(rows, key=lambda row: row["path"])
+    if len(rows) > 1:
+        sentences.append(f"Training moves {farthest['name']} most, by {_told(farthest, 'path', 1)} % of its length.")
+    return " ".join(sentences) + caveat(seeds)
+
+
+def _moved(row: dict[str, Any]) -> str:
+    low, high = row["moved_low"], row["moved_high"]
+    start = f"Training leaves the generators of {row['name']} {_told(row, 'apart')} from commuting"
+    if low is None or low <= 0 <= high:
+        return f"{start}, not measurably other than the {row['apart_start']:.3f} of the start."
+    where = "further" if row["moved"] > 0 else "nearer"
+    return f"{start}, {where} than the {row['apart_start']:.3f} of the start (change {_told(row, 'moved')})."
+
+
+def _told(row: dict[str, Any], key: str, digits: int = 3) -> str:
+    low, high = row[f"{key}_low"], row[f"{key}_high"]
+    return f"{row[key]:.{digits}f}" + ("" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]")
+
+
+def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
+    rows = []
+    for name, results in groups.items():
+        layers = _pooled(results, END, "layer")
+        for when, title in WHEN.items():
+            values = _pooled(results, when, "apart")
+            for layer in np.unique(layers):
+                ends = mean(values[layers == layer])
+                rows.append({"name": name, "when": title, "layer": int(layer), **_cells("apart", ends)})
+    furthest = max(rows, key=lambda row: row["apart"] if row["when"] == WHEN[END] else -1.0)  # type: ignore[arg-type, return-value]
+    return Figure(
+        name="from-commuting",
+        kind="lines",
+        title="How far generators are from commuting",
+        alt="‖AB − BA‖ / (‖A‖ ‖B‖) by layer, at the start and trained, one line for each of "
+        f"{len(groups)} encodings; trained, {furthest['name']} is furthest with {furthest['apart']:.3f} in layer "
+        f"{furthest['layer']}.",
+        x=Axis("layer", "Layer"),
+        y=Axis("apart", "‖AB − BA‖ / (‖A‖ ‖B‖)"),
+        rows=rows,
+        series="name",
+        panel="when",
+        low="apart_low",
+        high="apart_high",
+        caption="0 commutes. Bands are 95 % intervals over heads.",
+    )
+
+
+def _densities(groups: dict[str, list[dict[str, Any]]]) -> list[Figure]:
+    rows: list[dict[str, Any]] = []
+    for name, results in groups.items():
+        for value, density in _density(_pooled(results, END, "elements")):
+            rows.append(
+                {"name": name, "block": f"Blocks of {results[0][END]['block']}", "value": value, "density": density}
+            )
+    x = Axis("value", "Element", "rad per patch")
+    settings: dict[str, Any] = dict(kind="lines", x=x, series="name", panel="block")
+    alt = f"Density of the elements above the diagonal of the trained generators of {len(groups)} encodings"
+    return [
+        Figure(
+            name="density",
+            title="Density of the elements",
+            alt=f"{alt}, by block size.",
+            y=Axis("density", "Density"),
+            rows=rows,
+            **settings,
+        ),
+        Figure(
+            name="density-log",
+            title="Density of the elements, logarithmic",
+            alt=f"{alt}, on a logarithmic scale, which shows the tails.",
+            y=Axis("density", "Density", scale="log"),
+            rows=[row for row in rows if row["density"] > 0],
+            caption="Bins without an element are left out.",
+            **settings,
+        ),
+    ]
+
+
+def _density(elements: np.ndarray) -> list[tuple[float, float]]:
+    """Middles of bins and the densities in them."""
+    if not len(elements):
+        return []
+    density, edges = np.histogram(elements, bins=BINS, density=True)
+    return list(zip(((edges[1:] + edges[:-1]) / 2).tolist(), density.tolist(), strict=True))
+
+
+def _checks(groups: dict[str, list[dict[str, Any]]], relative: dict[str, bool]) -> list[Check]:
+    largest = {
+        name: max(float(_pooled(results, when, "apart").max()) for when in WHEN) for name, results in groups.items()
+    }
+    checks = [
+        Check(
+            "Commutators of skew matrices are no longer than the product of their lengths",
+            max(largest.values()) <= 1 + COMMUTES,
+            f"at most {max(largest.values()):.3f} of it",
+        )
+    ]
+    commuting = [value for name, value in largest.items() if relative[name]]
+    if commuting:
+        law = "Families that commute by construction do so before and after training"
+        checks.insert(0, Check(law, max(commuting) <= COMMUTES, f"at most {max(commuting):.1g} apart"))
+    return checks
+
+
+STUDY = Study(
+    title="Learned generators",
+    question="What do generators learn, and do those that are free to learn to commute?",
+    sources=(f"{COMROPE}, table 8 and figure 8",),
+    find=find,
+    encodings=(
+        "mixed",
+        "liere:2",
+        "comrope-ap:2",
+        "comrope-ld:2",
+        "liere:4",
+        "comrope-ap:4",
+        "comrope-ld:4",
+        "liere:8",
+        "comrope-ap",
+        "comrope-ld",
+        "liere",
+    ),
+)

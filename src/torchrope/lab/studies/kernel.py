@@ -1,0 +1,552 @@
+"""The score between two tokens by their offset, and what of it depends on where they are (in none of the papers)."""
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrope.encodings import Encoding, NoEncoding, choose
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.studies.describe import label
+from torchrope.lab.studies.engine.estimates import by_encoding, caveat, percent, told
+from torchrope.lab.studies.engine.feasible import feasible
+from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Row, Table
+from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lab.training.evaluate import interval
+from torchrope.lab.training.models import build_model
+from torchrope.models import Swin, ViT
+from torchrope.positions import grid
+from torchrope.rotations import block_diagonal
+
+EXACT = 1e-9
+"""Absolute parts below this are rounding: everything is computed in float64."""
+SHOWN = 1e-3
+"""Absolute parts above this are there beyond doubt."""
+HEADS_DRAWN = 4
+STATES = ("initialisation", "trained", "trained, with its projections")
+MEASURE = "kernel-1"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The scores of all pairs of tokens of one head, sorted by offset.
+
+    Attributes:
+        offsets: p' - p in tokens, `(offsets, axes)`, key minus query; every one of the lattice.
+        mean: Score at each, mean over the pairs that have it, `(offsets,)`.
+        absolute: Root mean square of what pairs of that offset deviate from their mean by, over that of the whole,
+            `(offsets,)`; NaN where one pair alone has the offset.
+        share: The same over all pairs.
+    """
+
+    offsets: Tensor
+    mean: Tensor
+    absolute: Tensor
+    share: float
+
+
+def pair_indices(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Tensor, Tensor]]:
+    """For every offset of a lattice, the queries and the keys that have it.
+
+    Args:
+        sizes: Tokens along each axis.
+
+    Yields:
+        The offset in tokens, indices of the queries, and of the keys, row-major like `torchrope.grid`.
+    """
+    index = torch.arange(int(np.prod(sizes))).view(*sizes)
+    for offset in itertools.product(*(range(1 - size, size) for size in sizes)):
+        query, key = index, index
+        for axis, (step, size) in enumerate(zip(offset, sizes, strict=True)):
+            query = query.narrow(axis, max(0, -step), size - abs(step))
+            key = key.narrow(axis, max(0, step), size - abs(step))
+        yield offset, query.flatten(), key.flatten()
+
+
+def rotary_kernel(
+    matrices: Tensor, sizes: Sequence[int], *, query_weight: Tensor | None = None, key_weight: Tensor | None = None
+) -> Kernel:
+    """The kernel of one head's rotations:  q^T R(p)^T R(p') k  over contents.
+
+    Without weights contents are isotropic, E q k^T = I for equal ones: the mean score is tr(R(p)^T R(p')) / d, 1 at
+    offset 0. With weights contents c are isotropic and q = W_q c, k = W_k c: the mean score of equal contents is
+    tr(W_q^T R(p)^T R(p') W_k) / (|W_q| |W_k|). The absolute part is of independent contents, where a root mean square
+    score is a Frobenius norm: |W_q^T (K - K̄) W_k| over |W_q^T K W_k|, K = R(p)^T R(p'), K̄ its mean at an offset.
+
+    Args:
+        matrices: R `(tokens, d, d)`, or its blocks `(tokens, n, b, b)` where there are no weights.
+        sizes: Tokens along each axis.
+        query_weight, key_weight: W_q and W_k, `(d, channels)`.
+    """
+    blocks = matrices if matrices.ndim == 4 else matrices.unsqueeze(1)
+    d = blocks.shape[1] * blocks.shape[-1]
+    left = right = None
+    scale = float(d)
+    if query_weight is not None and key_weight is not None:
+        left, right = _square_root(query_weight), _square_root(key_weight)
+        scale = float(query_weight.norm() * key_weight.norm())
+        joint = key_weight @ query_weight.mT  # (d, d):  tr(W_q^T K W_k) = tr(K joint)
+    offsets, means, deviations, wholes, counts = [], [], [], [], []
+    for offset, queries, keys in pair_indices(sizes):
+        k = blocks[queries].mT @ blocks[keys]  # (pairs, n, b, b)
+        average = k.mean(dim=0)
+        deviation = k - average
+        if left is None or right is None:
+            mean = average.diagonal(dim1=-2, dim2=-1).sum() / scale
+        else:
+            mean = (average[0] * joint.mT).sum() / scale
+            deviation, k = left.mT @ deviation @ right, left.mT @ k @ right
+        offsets.append(offset)
+        means.append(mean)
+        deviations.append(deviation.square().sum())
+        wholes.append(k.square().sum())
+        counts.append(len(queries))
+    return _kernel(offsets, torch.stack(means), torch.stack(deviations), torch.stack(wholes), counts)
+
+
+def scalar_kernel(scores: Tensor, sizes: Sequence[int]) -> Kernel:
+    """The kernel of an encoding whose part of the score is a number for each pair of tokens.
+
+    Args:
+        scores: `(tokens, tokens)`, queries before keys.
+        sizes: Tokens along each axis.
+    """
+    offsets, means, deviations, wholes, counts = [], [], [], [], []
+    for offset, queries, keys in pair_indices(sizes):
+        s = scores[queries, keys]
+        offsets.append(offset)
+        means.append(s.mean())
+        deviations.append((s - s.mean()).square().sum())
+        wholes.append(s.square().sum())
+        counts.append(len(queries))
+    return _kernel(offsets, torch.stack(means), torch.stack(deviations), torch.stack(wholes), counts)
+
+
+def _kernel(
+    offsets: list[tuple[int, ...]], means: Tensor, deviations: Tensor, wholes: Tensor, counts: list[int]
+) -> Kernel:
+    pairs = torch.tensor(counts, dtype=means.dtype)
+    several = pairs > 1
+    # As a variance's: deviations from the mean of n pairs are too small by (n - 1) / n.
+    unbiased = torch.where(several, deviations * pairs / (pairs - 1).clamp(min=1), torch.nan)
+    absolute = (unbiased / wholes.clamp(min=torch.finfo(means.dtype).tiny)).sqrt()
+    share = (unbiased[several].sum() / wholes[several].sum().clamp(min=torch.finfo(means.dtype).tiny)).sqrt()
+    return Kernel(torch.tensor(offsets), means, absolute, float(share))
+
+
+def _square_root(weight: Tensor) -> Tensor:
+    """C of `(d, d)` with C C^T = W W^T."""
+    values, vectors = torch.linalg.eigh(weight @ weight.mT)
+    return vectors * values.clamp(min=0).sqrt()
+
+
+def kernels(model: ViT, sizes: Sequence[int], *, projections: bool = False) -> list[list[Kernel]]:
+    """The kernels of a model's layers and heads, in float64.
+
+    A rotary encoding has one for each layer and head; a bias its numbers over the largest of them; an absolute one,
+    which the first layer alone is given, the scalar products of its vectors over their mean square. Where a name
+    brings several, the rotary one is measured.
+
+    Args:
+        model: A vision transformer.
+        sizes: Tokens along each axis.
+        projections: Whether contents pass the layer's own projections to queries and keys, with the gains and biases
+            before them; for rotary encodings alone.
+
+    Returns:
+        Layers of heads.
+    """
+    with torch.no_grad():
+        if rotates(model):
+            places = grid(*sizes, spacing=model.spacing, origin=model.origin, dtype=torch.float64)
+            return [_of_layer(model, layer, places, sizes, projections) for layer in range(len(model.layers))]
+        if model.biases:
+            return [_of_bias(bias, sizes) for bias in model.biases]
+        if model.absolute is not None:
+            vectors = model.absolute.cpu()(*sizes).double()
+            return [[scalar_kernel(vectors @ vectors.mT / vectors.square().sum(dim=1).mean(), sizes)]]
+        return [[scalar_kernel(torch.ones(int(np.prod(sizes)), int(np.prod(sizes)), dtype=torch.float64), sizes)]]
+
+
+def rotates(model: ViT) -> bool:
+    """Whether a model has a rotary encoding."""
+    return not isinstance(model.encodings[0], NoEncoding)
+
+
+def _of_layer(model: ViT, layer: int, places: Tensor, sizes: Sequence[int], projections: bool) -> list[Kernel]:
+    encoding: Any = copy.deepcopy(model.encodings[layer % len(model.encodings)]).cpu().double()
+    blocks = encoding(places, backend="reference").blocks()  # (heads or 1, tokens, n, b, b)
+    whole = blocks.shape[-3] * blocks.shape[-1] == encoding.head_dim
+    if not projections:
+        return [rotary_kernel(own if whole else block_diagonal(own, encoding.head_dim), sizes) for own in blocks]
+    dense = block_diagonal(blocks, encoding.head_dim).expand(encoding.num_heads, -1, -1, -1)
+    weights = projected(model.layers[layer])
+    return [
+        rotary_kernel(own, sizes, query_weight=query, key_weight=key)
+        for own, query, key in zip(dense, weights[0], weights[1], strict=True)
+    ]
+
+
+def projected(layer: Any) -> Tensor:
+    """What takes normed contents, and 1 for the biases, to queries and keys, `(2, heads, head_dim, dim + 1)`."""
+    qkv, norm = layer.attention.qkv, layer.norm1
+    weight, gain, shift = (each.detach().cpu().double() for each in (qkv.weight, norm.weight, norm.bias))
+    bias = weight.new_zeros(len(weight)) if qkv.bias is None else qkv.bias.detach().cpu().double()
+    both = torch.cat([weight * gain, (weight @ shift + bias).unsqueeze(1)], dim=1)
+    return both.unflatten(0, (3, layer.attention.num_heads, -1))[:2]
+
+
+def _of_bias(bias: Any, sizes: Sequence[int]) -> list[Kernel]:
+    tables = bias.cpu()(*sizes).double()
+    largest = tables.abs().amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return [scalar_kernel(table, sizes) for table in tables / largest]
+
+
+def plain_kernels(layers: Sequence[Sequence[Kernel]]) -> dict[str, Any]:
+    """Kernels as JSON keeps them: offsets once, then a list a layer of what heads have."""
+    return {
+        "offsets": layers[0][0].offsets.tolist(),
+        "mean": [[head.mean.tolist() for head in layer] for layer in layers],
+        "absolute": [[[_or_none(x) for x in head.absolute.tolist()] for head in layer] for layer in layers],
+        "share": [[head.share for head in layer] for layer in layers],
+    }
+
+
+def _or_none(value: float) -> float | None:
+    return value if value == value else None
+
+
+def measure(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
+    """Both views of a trained model, on the lattice that it was trained on."""
+    assert isinstance(model, ViT)
+    lattice = model.embed.lattice(data.input_size)
+    views = {"trained": plain_kernels(kernels(model, lattice))}
+    if rotates(model):
+        views["trained, with its projections"] = plain_kernels(kernels(model, lattice, projections=True))
+    return views
+
+
+@dataclass
+class View:
+    """The kernels of one encoding in one state, over seeds.
+
+    Attributes:
+        encoding: Its name.
+        state: One of `STATES`.
+        runs: What `plain_kernels` gives, one a seed.
+    """
+
+    encoding: str
+    state: str
+    runs: list[dict[str, Any]]
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """`(offsets, axes)`."""
+        return np.array(self.runs[0]["offsets"])
+
+    @property
+    def heads(self) -> np.ndarray:
+        """Scores `(seeds · layers · heads, offsets)`."""
+        return self._all("mean")
+
+    @property
+    def absolute(self) -> np.ndarray:
+        """Absolute parts `(seeds · layers · heads, offsets)`, NaN where one pair has the offset."""
+        return self._all("absolute")
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Absolute part of every head, `(seeds · layers · heads,)`."""
+        return self._all("share")
+
+    def _all(self, key: str) -> np.ndarray:
+        return np.array([head for run in self.runs for layer in run[key] for head in layer], dtype=float)
+
+
+def commutes(encoding: str, num_axes: int, head_dim: int) -> bool | None:
+    """Whether scores of a rotary encoding must be relative; None where it has no rotary part."""
+    choice = choose(encoding)
+    if not any(issubclass(part, Encoding) for part in choice.parts):
+        return None
+    return choice.rotary(num_axes=num_axes, num_heads=1, head_dim=head_dim).relative
+
+
+def find(lab: Lab) -> Findings:
+    """Measure kernels at the start of training and at its end, in the runs of the accuracy study."""
+    if lab.config.model.backbone != "vit":
+        raise ValueError(f"kernel reads the layers of backbone vit, got {lab.config.model.backbone}")
+    runs, notes = feasible(lab, lab.runs(lab.encodings))
+    if not runs:
+        raise ValueError(f"kernel needs an encoding that the model allows, got {', '.join(lab.encodings)}")
+    trained = by_encoding(lab.train(runs))
+    views: list[View] = []
+    for name, of_name in trained.items():
+        views.append(View(name, "initialisation", [_at_start(lab, name, seed) for seed in lab.seeds]))
+        finite = [run for run in of_name if run.val_loss is not None and np.isfinite(run.val_loss)]
+        if len(finite) < len(of_name):
+            notes.append(f"{name}: {len(of_name) - len(finite)} of {len(of_name)} trainings diverged and are left out.")
+        measured = [run.measure(MEASURE, measure) for run in finite]
+        states = [state for state in STATES[1:] if measured and state in measured[0]]
+        views += [View(name, state, [each[state] for each in measured]) for state in states]
+    model: Any = lab.blueprint(runs[0])
+    relative = {name: commutes(name, len(lab.data.axes), model.encodings[0].head_dim) for name in trained}
+    rows = [_row(view, relative[view.encoding]) for view in views]
+    return Findings(
+        answer=_answer(rows, relative) + caveat(len(lab.seeds)),
+        tables=[_table(rows)],
+        figures=[*_maps(views, lab.data.axes), _by_distance(views)],
+        checks=_checks(views, relative),
+        notes=[*notes, *_notes(relative)],
+    )
+
+
+def _at_start(lab: Lab, name: str, seed: int) -> dict[str, Any]:
+    data, config = lab.data, lab.run(name, seed).config.model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build_model(name, config, data)
+    assert isinstance(model, ViT)
+    return plain_kernels(kernels(model, model.embed.lattice(data.input_size)))
+
+
+def _row(view: View, relative: bool | None) -> dict[str, Any]:
+    low, high = interval(view.shares)
+    nearest = np.abs(view.offsets).sum(axis=1) == 1
+    neighbour = view.heads[:, nearest].mean(axis=1)
+    next_low, next_high = interval(neighbour)
+    return {
+        "name": f"{view.encoding}, {view.state}",
+        "encoding": view.encoding,
+        "state": view.state,
+        "relative": {True: "yes", False: "no", None: "-"}[relative],
+        "absolute": 100 * float(view.shares.mean()),
+        "absolute_low": 100 * low,
+        "absolute_high": 100 * high,
+        "most": 100 * float(view.shares.max()),
+        "neighbour": float(neighbour.mean()),
+        "neighbour_low": next_low,
+        "neighbour_high": next_high,
+        "heads": len(view.shares),
+    }
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    return Table(
+        "Absolute part of the scores",
+        (
+            Column("name", "Encoding and state"),
+            Column("relative", "Commuting"),
+            Column("absolute", "Absolute part", "%", 2, low="absolute_low", high="absolute_high"),
+            Column("most", "Largest of a head", "%", 2),
+            Column("neighbour", "Score of neighbours", "", 3, low="neighbour_low", high="neighbour_high"),
+            Column("heads", "Heads", digits=0),
+        ),
+        rows,
+        note="The absolute part is how far the scores of pairs with the same offset are from their mean, root mean "
+        "square over contents and pairs, relative to the scores themselves. Intervals hold 95 % of 2,000 bootstrap "
+        "resamples of the heads of all layers and seeds; heads that were trained together are not independent. Scores "
+        "are 1 for a token with itself, and their mean is over contents: isotropic ones, or those that the layer's "
+        "own projections make of isotropic ones.",
+    )
+
+
+def _percent(row: Mapping[str, Any]) -> str:
+    return percent(row["absolute"], row["absolute_low"], row["absolute_high"])
+
+
+def _answer(rows: Sequence[dict[str, Any]], relative: Mapping[str, bool | None]) -> str:
+    commuting = [name for name, holds in relative.items() if holds and name != "none"]
+    free = [name for name, holds in relative.items() if holds is False]
+    vectors = [name for name, holds in relative.items() if holds is None and not name.startswith("bias")]
+    cells = {(row["encoding"], row["state"]): row for row in rows}
+    said = []
+    if commuting:
+        said.append(f"The scores of {told(commuting)} depend on the offset alone, to rounding, trained or not.")
+    for name in free:
+        start, end = cells[name, "initialisation"], cells.get((name, "trained"))
+        words = f"With {name}, whose generators do not commute, the absolute part is {_percent(start)} at the start"
+        if end:
+            own = cells[name, "trained, with its projections"]
+            words += f", {_percent(end)} after training, {_percent(own)} through the projections that were learned"
+        said.append(words + ".")
+    if not free:
+        said.append("No encoding asked for has generators that do not commute.")
+    for name in vectors:
+        row = cells.get((name, "trained"), cells[name, "initialisation"])
+        said.append(f"The vectors of {name} have an absolute part of {_percent(row)} in their scalar products.")
+    return " ".join(said) + " Parts are root mean squares relative to the scores; intervals are over heads and layers."
+
+
+def _checks(views: Sequence[View], relative: Mapping[str, bool | None]) -> list[Check]:
+    commuting = [float(view.shares.max()) for view in views if relative[view.encoding]]
+    free = [(view, float(view.shares.min())) for view in views if relative[view.encoding] is False]
+    turned = [view for view in views if relative[view.encoding] is not None and view.state != STATES[2]]
+    checks = []
+    if commuting:
+        checks.append(
+            Check(
+                "Commuting encodings have no absolute part, in any head, before or after training",
+                max(commuting) < EXACT,
+                f"largest {max(commuting):.1e} over {len(commuting)} measurements",
+            )
+        )
+    if free:
+        least = min(share for _, share in free)
+        checks.append(
+            Check(
+                "Generators that do not commute have an absolute part, in every head",
+                least > SHOWN,
+                f"smallest {100 * least:.2f} % over {len(free)} measurements",
+            )
+        )
+    if turned:
+        off = max(float(np.abs(view.heads[:, (view.offsets == 0).all(axis=1)] - 1).max()) for view in turned)
+        checks.append(Check("A token's score with itself is 1 for every rotation", off < EXACT, f"off by {off:.1e}"))
+    return checks
+
+
+def _notes(relative: Mapping[str, bool | None]) -> list[str]:
+    joined = [name for name in relative if "+" in name]
+    scalars = [name for name, holds in relative.items() if holds is None]
+    return [
+        "Class and register tokens have no place and are left out.",
+        *([f"Of {told(joined)} the rotary part is measured, or the bias where there is none."] if joined else []),
+        *(
+            [
+                f"{told(scalars)}: what is measured are scalar products of the vectors that are added, over their mean "
+                "square, or the numbers of a bias over its largest; contents and projections are left out."
+            ]
+            if scalars
+            else []
+        ),
+    ]
+
+
+def _slices(axes: Sequence[str], offsets: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The planes of offsets that a figure shows: all of two axes; of more, at 0 and 1 along those before the last two.
+
+    Yields:
+        What to add to a panel's name, and which offsets are in it.
+    """
+    outer = offsets[:, :-2]
+    if not outer.shape[1]:
+        yield "", np.ones(len(offsets), dtype=bool)
+        return
+    yield f", {axes[0]} 0", (outer == 0).all(axis=1)
+    if (outer[:, 0] == 1).any():
+        yield f", {axes[0]} +1", (outer[:, 0] == 1) & (outer[:, 1:] == 0).all(axis=1)
+
+
+def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
+    means: list[Row] = []
+    absolutes: list[Row] = []
+    heads: list[Row] = []
+    if len(axes) < 2:
+        return []
+    with np.errstate(invalid="ignore"):
+        for view in views:
+            if view.encoding == "none" or view.state == STATES[2]:
+                continue
+            for part, inside in _slices(axes, view.offsets):
+                panel = f"{label(view.encoding)}, {view.state}{part}"
+                means += _cells(panel, view, view.heads.mean(axis=0), inside)
+                if view.shares.max() > EXACT:
+                    absolutes += _cells(panel, view, 100 * view.absolute.mean(axis=0), inside)
+                if view.state == "trained" and not part.endswith("+1"):
+                    for head in range(min(HEADS_DRAWN, len(view.runs[0]["mean"][0]))):
+                        score = np.array(view.runs[0]["mean"][0][head])
+                        heads += _cells(f"{label(view.encoding)}, head {head + 1}{part}", view, score, inside)
+    x, y = (Axis(key, f"Offset along {axis}", "tokens") for key, axis in zip("xy", (axes[-1], axes[-2]), strict=True))
+    figures = [
+        ("kernel", "Score by offset", "Mean score", "", means, "Mean over heads and layers; 1 is that of a token with "
+         "itself.", "highest at offset 0"),
+        ("kernel-heads", "Score by offset, heads of the first layer", "Mean score", "", heads,
+         "Heads of the first layer, trained, of the first seed.", "heads differ in direction and reach"),
+        ("kernel-absolute", "Absolute part by offset", "Absolute part", "%", absolutes,
+         "How far pairs with the same offset differ, relative to the scores; mean over heads and layers. Offsets that "
+         "one pair alone has are left out, and so are encodings without any.", "zero for all others, to rounding"),
+    ]  # fmt: skip
+    return [
+        Figure(
+            name=name,
+            kind="cells",
+            title=title,
+            alt=f"{title} along the last two axes, small pictures of {_names(rows)}: {comes_out}.",
+            x=x,
+            y=y,
+            rows=rows,
+            panel="panel",
+            colour=Axis("value", meaning, unit),
+            caption=caption,
+        )
+        for name, title, meaning, unit, rows, caption, comes_out in figures
+        if rows
+    ]
+
+
+def _names(rows: Sequence[Row]) -> str:
+    """The encodings that panels are of."""
+    return "; ".join(dict.fromkeys(re.split(", (?:initialisation|trained|head)", str(row["panel"]))[0] for row in rows))
+
+
+def _cells(panel: str, view: View, values: np.ndarray, inside: np.ndarray) -> list[dict[str, Any]]:
+    return [
+        {"panel": panel, "x": int(offset[-1]), "y": int(offset[-2]), "value": round(float(value), 6)}
+        for offset, value in zip(view.offsets[inside], values[inside], strict=True)
+        if value == value
+    ]
+
+
+def _by_distance(views: Sequence[View]) -> Figure:
+    rows: list[dict[str, Any]] = []
+    for view in views:
+        if view.encoding == "none":
+            continue
+        distance = np.sqrt((view.offsets**2).sum(axis=1)).round().astype(int)
+        absolute = view.absolute
+        known = ~np.isnan(absolute[0])
+        for steps in np.unique(distance[known]):
+            values = absolute[:, known & (distance == steps)].mean(axis=1)
+            low, high = interval(values)
+            rows.append(
+                {
+                    "panel": view.state,
+                    "name": view.encoding,
+                    "distance": int(steps),
+                    "absolute": 100 * float(values.mean()),
+                    "low": 100 * low,
+                    "high": 100 * high,
+                }
+            )
+    top = max(rows, key=lambda row: row["absolute"], default=None)
+    most = f"; largest for {top['name']}, {top['absolute']:.0f} at {top['distance']} tokens" if top else ""
+    return Figure(
+        name="absolute-by-distance",
+        kind="lines",
+        title="Absolute part by distance",
+        alt=f"Absolute part of the scores in percent by distance in tokens, one line for each encoding{most}.",
+        x=Axis("distance", "Distance", "tokens"),
+        y=Axis("absolute", "Absolute part", "%"),
+        rows=rows,
+        series="name",
+        panel="panel",
+        low="low",
+        high="high",
+        caption="Distances are rounded to whole tokens; bands are 95 % intervals over heads.",
+    )
+
+
+STUDY = Study(
+    title="Score by offset",
+    question="How do scores depend on the offset of two tokens, and what of them on absolute position?",
+    sources=("In none of the papers: what LieRE's generators add that do not commute",),
+    find=find,
+    encodings=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"),
+)

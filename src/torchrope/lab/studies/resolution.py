@@ -1,0 +1,606 @@
+"""Accuracy at other input sizes, and what helps (LieRE fig. 2, ComRoPE table 3, RoPE-ViT figs. 4-6, table 5)."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchrope.encodings import STRING, NoEncoding, choose
+from torchrope.encodings.scaling import extend, yarn_temperature
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.data.transforms import resize
+from torchrope.lab.studies.describe import label
+from torchrope.lab.studies.engine.estimates import (
+    at_best,
+    caveat,
+    contrast,
+    difference,
+    not_told_apart,
+    points,
+    told,
+    top1,
+)
+from torchrope.lab.studies.engine.feasible import feasible
+from torchrope.lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
+from torchrope.lab.studies.engine.results import Advice, Axis, Check, Column, Figure, Findings, Table
+from torchrope.lab.studies.engine.runs import Run, Trained
+from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lab.training.evaluate import predict, scaled_sizes
+from torchrope.models import Swin, ViT
+from torchrope.positions import per_axis
+
+Size = tuple[int, ...]
+Right = dict[Size, np.ndarray]  # right or not, (seeds, examples)
+
+SCALES = (0.5, 0.75, 1.25, 1.5, 2.0)
+STAGE_SCALE = 256 / 224
+STAGE_SHARE = 30 / 200  # of the first stage's epochs
+STAGE_LR = 0.1  # of the first stage's
+JITTER = 1.0
+METHODS = {"ntk": "NTK", "yarn": "YaRN", "interpolate": "interpolation"}
+STAGED = ("learned", "axial", "mixed", "liere:8", "comrope-ld")
+JITTERED = ("mixed", "liere:8", "comrope-ld")
+ZOOMED_OTHERWISE = ("motion",)
+SAME = 0.005  # of the predictions may be ties within rounding
+
+PUBLISHED = (
+    published(
+        "Top-1 by inference size, ImageNet-1k, trained at 224",
+        f"{LIERE_REVIEWS}, resolutions",
+        """
+        liere | 64.6 (64.1-65.0) | 69.3 (68.9-69.7) | 71.4 (71.0-71.8) | 73.2 (72.8-73.6) | 73.1 (72.7-73.5) | 71.7 (71.3-72.1)
+        liere, second stage | 64.0 (63.5-64.4) | 68.7 (68.3-69.1) | 71.5 (71.1-71.9) | 73.8 (73.4-74.2) | 74.0 (73.6-74.3) | 73.3 (72.9-73.6)
+        mixed | 63.7 (63.3-64.2) | 68.8 (68.4-69.2) | 71.1 (70.7-71.5) | 72.5 (72.1-72.9) | 72.1 (71.7-72.5) | 69.7 (69.3-70.1)
+        mixed, second stage | 63.1 (62.7-63.5) | 68.2 (67.8-68.6) | 71.2 (70.8-71.6) | 73.3 (72.9-73.6) | 73.3 (72.9-73.7) | 71.7 (71.3-72.1)
+        """,  # noqa: E501
+        ("Encoding", "192", "224", "256", "320", "384", "448"),
+        note="The answer to reviewers has the second stage at 240, the paper at 256; the paper speaks of 196 in place "
+        "of 192. RoPE-Mixed is called naver there.",
+    ),
+    published(
+        "Top-1 by inference size, UCF101, trained at 224",
+        f"{COMROPE}, table 3",
+        """
+        absolute, perturbed | 48.10 | 55.25 | 76.50 | 93.10 | 76.70 | 71.48 | 74.36 | 62.23 | 53.18
+        absolute | 45.54 | 55.18 | 76.48 | 92.87 | 75.91 | 70.70 | 73.70 | 60.43 | 48.79
+        axial (vanilla RoPE), perturbed | 47.28 | 54.96 | 75.69 | 93.79 | 77.66 | 72.53 | 74.72 | 65.19 | 57.34
+        axial (vanilla RoPE) | 48.12 | 55.21 | 76.47 | 94.12 | 76.72 | 71.59 | 74.47 | 62.28 | 53.99
+        liere, perturbed | 48.97 | 56.15 | 77.33 | 94.43 | 78.35 | 73.20 | 77.33 | 65.74 | 58.23
+        liere | 48.75 | 55.46 | 78.16 | 94.24 | 78.91 | 72.92 | 76.86 | 65.35 | 56.85
+        comrope-ap, perturbed | 50.14 | 55.63 | 77.47 | 94.37 | 79.27 | 73.56 | 76.66 | 67.68 | 59.34
+        comrope-ap | 48.06 | 55.63 | 75.72 | 94.26 | 75.75 | 70.93 | 74.72 | 64.91 | 57.98
+        comrope-ld, perturbed | 49.89 | 56.60 | 79.21 | 94.24 | 80.27 | 74.22 | 78.60 | 67.46 | 60.39
+        comrope-ld | 48.70 | 56.46 | 78.30 | 94.48 | 79.27 | 74.58 | 76.86 | 66.02 | 57.68
+        """,
+        ("Encoding", "112", "128", "192", "224", "256", "320", "384", "448", "512"),
+        digits=2,
+        note="Without intervals. At 320 the paper marks 74.22 as the best though 74.58 is higher. Accuracy rises again "
+        "from 320 to 384 in every row. In the published code the absolute encoding cannot tell columns apart, and is "
+        "part of every variant by default.",
+    ),
+    published(
+        "Top-1 by inference size, ImageNet-1k, ViT-S trained at 224",
+        f"{ROPE_VIT}, table 5",
+        """
+        ResFormer-S | 57.8 | 71.4 | 77.0 | 79.6 | 80.8 | 81.4 | 80.7 | 79.3 | 77.7
+        absolute (ViT-S) | 35.4 | 69.3 | 76.1 | 79.1 | 80.4 | 80.9 | 79.4 | 77.6 | 75.4
+        mixed | 55.7 | 70.6 | 76.6 | 79.6 | 80.9 | 82.0 | 81.8 | 80.9 | 79.1
+        learned+mixed | 58.5 | 71.4 | 76.7 | 79.5 | 80.9 | 82.3 | 81.7 | 80.5 | 78.5
+        """,
+        ("Encoding", "96", "128", "160", "192", "224", "288", "384", "448", "512"),
+        note="Without intervals; figures 4 to 6 print no numbers.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The input sizes that models are evaluated at.
+
+    Attributes:
+        all: From small to large.
+        trained: That of the training, one of them.
+        axis: The axis whose size tells the scale, the first but time.
+    """
+
+    all: tuple[Size, ...]
+    trained: Size
+    axis: int
+
+    @classmethod
+    def of(cls, data: DataModule, patch_size: Sequence[int]) -> "Sizes":
+        """About half to twice the size of the training along every axis but time, in whole patches."""
+        axis = next((index for index, name in enumerate(data.axes) if name != "time"), 0)
+        return cls(tuple(scaled_sizes(data, patch_size, SCALES)), tuple(data.input_size), axis)
+
+    @property
+    def larger(self) -> tuple[Size, ...]:
+        """Those above that of the training."""
+        return tuple(size for size in self.all if size > self.trained)
+
+    def scale(self, size: Size) -> float:
+        """Over that of the training."""
+        return size[self.axis] / self.trained[self.axis]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something done to an encoding, beside what it is compared with.
+
+    Attributes:
+        what: Named: "a second stage", "perturbation", "NTK".
+        name: The encoding.
+        right: With it.
+        base: Without it.
+    """
+
+    what: str
+    name: str
+    right: Right
+    base: Right
+
+
+def find(lab: Lab) -> Findings:
+    """Evaluate runs of the accuracy study, and some of its own, at several sizes."""
+    plain, notes = feasible(lab, lab.runs(lab.encodings))
+    if not plain:
+        return Findings("No encoding named can be trained here.", notes=notes)
+    names = list(dict.fromkeys(run.encoding for run in plain))
+    staged, more = second_stages(lab, names)
+    jittered, and_more = perturbed(lab, names)
+    trained = lab.train([*plain, *staged, *jittered])
+    patch_size = lab.blueprint(plain[0]).embed.patch_size
+    sizes = Sizes.of(lab.data, patch_size)
+    first, second, third = _parts(trained, (len(plain), len(staged), len(jittered)))
+    right = measured(first, lab, sizes)
+    extended, left_out = extensions(first, lab, sizes)
+    changes = [
+        *(Change("a second stage", name, found, right[name]) for name, found in measured(second, lab, sizes).items()),
+        *(Change("perturbation", name, found, right[name]) for name, found in measured(third, lab, sizes).items()),
+        *(Change(METHODS[how], name, found, right[name]) for (name, how), found in extended.items()),
+        *_together(right),
+    ]
+    return Findings(
+        answer=_answer(right, changes, sizes, len(lab.seeds)),
+        tables=_tables(right, changes, sizes),
+        figures=_figures(right, changes, sizes),
+        published=PUBLISHED,
+        checks=_checks(first, right, lab, sizes),
+        notes=[*notes, *more, *and_more, *left_out, *_notes(lab, sizes)],
+        advice=_advice(right, changes, sizes, lab),
+    )
+
+
+def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """Runs that go on at a larger size, a share of the epochs long, with a smaller learning rate.
+
+    Args:
+        lab: Of the study.
+        names: Encodings that can be trained.
+
+    Returns:
+        The runs, and notes on what is left out.
+    """
+    data, optim = lab.data, lab.config.optim
+    if data.name in ZOOMED_OTHERWISE:
+        return [], [f"No second stage: larger inputs of {data.name} hold a larger field, not the same one enlarged."]
+    *_, height, width = data.input_size if len(data.input_size) > 1 else (0, 1)
+    patch = lab.blueprint(lab.run(names[0])).embed.patch_size[-1]
+    if height != width:
+        return [], [f"No second stage: it needs inputs as high as wide, got {_told(data.input_size)}."]
+    side = patch * max(width // patch + 1, round(STAGE_SCALE * width / patch))
+    try:
+        make_data(lab.run(names[0], data={"size": side}).config.data)
+    except ValueError as error:
+        return [], [f"No second stage: {error}."]
+    lr = STAGE_LR * optim.lr
+    settings: dict[str, Any] = dict(
+        data={"size": side},
+        model={"input_size": list(lab.config.model.input_size or data.input_size)},
+        optim={
+            "epochs": max(1, round(STAGE_SHARE * optim.epochs)),
+            "lr": lr,
+            "min_lr": min(optim.min_lr, lr),
+            "warmup_epochs": 0.0,
+            "warmup_share": None,
+        },
+    )
+    runs = [
+        lab.run(first.encoding, first.seed, **settings, after=first) for first in lab.runs(_chosen(lab, names, STAGED))
+    ]
+    epochs = settings["optim"]["epochs"]
+    told_epochs = f"{epochs} more epoch{'s' if epochs > 1 else ''}"
+    what = f"The second stage has {told_epochs} at {side} pixels a side, with {STAGE_LR:g} of the learning rate"
+    return runs, [
+        f"{what}; positions run on past those of the first stage. One stage ends without them."
+    ] if runs else []
+
+
+def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """Runs whose patches move within their cells in training, as ComRoPE's with intensity 1."""
+    if lab.config.model.backbone == "swin" or lab.config.model.jitter:
+        return [], ["Perturbation is compared on a ViT whose configuration has none."]
+    rotary = [name for name in _chosen(lab, names, JITTERED) if choose(name).rotary is not NoEncoding]
+    runs = lab.runs(rotary, model={"jitter": JITTER})
+    note = (
+        "Perturbation moves what rotary encodings read; an absolute encoding, other than in ComRoPE, is not perturbed."
+    )
+    return runs, [note] if runs else []
+
+
+def measured(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
+    """Which validation examples are right at every size, by encoding."""
+    name = "-".join(["top1-at", *(_told(size) for size in sizes.all)])
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in trained:
+        told_at = each.measure(name, lambda model, _: predictions(model, lab.data, sizes.all))
+        found.setdefault(each.encoding, []).append(told_at)
+    return {encoding: _right(runs, sizes.all) for encoding, runs in found.items()}
+
+
+def predictions(model: ViT | Swin, data: DataModule, sizes: Sequence[Size]) -> dict[str, Any]:
+    """Classes that a model gives the validation set, resampled to each of the sizes: `labels`, and one list a size."""
+    found: dict[str, Any] = {}
+    for size in sizes:
+        labels, logits = predict(model, data, partial(resize, size=size))
+        found |= {"labels": labels.tolist(), _told(size): logits.argmax(dim=-1).tolist()}
+    return found
+
+
+def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict[tuple[str, str], Right], list[str]]:
+    """Which examples are right at the larger sizes with frequencies scaled for them, by encoding and method."""
+    if lab.config.model.backbone == "swin":
+        return {}, ["Scaled frequencies are left out: a Swin's windows do not grow with the input."]
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    refused: dict[tuple[str, str], str] = {}
+    for each in trained:
+        for method in methods_for(lab.blueprint(each.run), each.encoding):
+            name = "-".join([method, *(_told(size) for size in sizes.larger)])
+            result = each.measure(name, partial(_extended_predictions, data=lab.data, sizes=sizes, method=method))
+            if "refused" in result:
+                refused[each.encoding, method] = result["refused"]
+            else:
+                found.setdefault((each.encoding, method), []).append(result)
+    notes = [f"{METHODS[how]} of {name} is left out: {why}." for (name, how), why in refused.items()]
+    if found:
+        notes.append(
+            "NTK and YaRN scale frequencies, which blocks of 2 and STRING have; larger blocks are interpolated alone. "
+            "YaRN comes with its temperature. No method trains anything."
+        )
+    return {key: _right(runs, sizes.larger) for key, runs in found.items()}, notes
+
+
+def methods_for(model: ViT | Swin, encoding: str) -> list[str]:
+    """The ways to scale a rotary encoding that stands alone; none for others."""
+    if "+" in encoding or isinstance(model, Swin) or isinstance(model.encodings[0], NoEncoding):
+        return []
+    with_frequencies = isinstance(model.encodings[0], STRING) or model.encodings[0].block_size == 2
+    return list(METHODS) if with_frequencies else ["interpolate"]
+
+
+def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
+    """A copy of a trained model whose encodings are scaled for inputs of a larger size.
+
+    Args:
+        model: Trained.
+        size: Of the inputs.
+        trained: Of those in training.
+        method: A key of `METHODS`.
+
+    Raises:
+        ValueError: what `extend` refuses.
+    """
+    lattice = model.embed.lattice(trained)
+    factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
+    spacing = per_axis("spacing", model.spacing, len(lattice))
+    extent = [count * step for count, step in zip(lattice, spacing, strict=True)]
+    longer = copy.deepcopy(model)
+    scaled = [extend(each, factor, method=method, train_size=extent) for each in model.encodings]  # type: ignore
+    longer.encodings = nn.ModuleList(scaled)
+    if method == "yarn":
+        _sharpen(longer, yarn_temperature(factor))
+    return longer
+
+
+@torch.no_grad()
+def _sharpen(model: ViT, temperature: float) -> None:
+    """Multiply all queries and keys."""
+    for layer in model.layers:
+        qkv = layer.attention.qkv  # type: ignore[union-attr]
+        width = 2 * qkv.out_features // 3  # type: ignore
+        for parameter in (qkv.weight, qkv.bias):  # type: ignore[union-attr]
+            if parameter is not None:
+                parameter[:width] *= temperature  # type: ignore
+
+
+def _extended_predictions(model: ViT, _: DataModule, *, data: DataModule, sizes: Sizes, method: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for size in sizes.larger:
+        try:
+            longer = extended_for(model, size, sizes.trained, method)
+        except ValueError as error:
+            return {"refused": str(error)}
+        found |= predictions(longer, data, [size])
+    return found
+
+
+def _chosen(lab: Lab, names: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Those of the usual ones that can be; all, where the user named encodings."""
+    return list(names) if lab.config.encodings else [name for name in names if name in usual]
+
+
+def _parts(trained: list[Trained], lengths: Sequence[int]) -> list[list[Trained]]:
+    ends = np.cumsum(lengths).tolist()
+    return [trained[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _right(runs: Sequence[dict[str, Any]], sizes: Sequence[Size]) -> Right:
+    return {
+        size: np.stack([np.equal(each["labels"], each[_told(size)]).astype(float) for each in runs]) for size in sizes
+    }
+
+
+def _told(size: Sequence[int]) -> str:
+    return "x".join(map(str, size))
+
+
+def _shown(size: Size) -> str:
+    return " × ".join(map(str, size))
+
+
+def _together(right: dict[str, Right]) -> list[Change]:
+    """Absolute encodings and biases beside rotary ones: what each adds to the other alone."""
+    changes = []
+    for name, found in right.items():
+        absolute, _, rotary = name.partition("+")
+        changes += [
+            Change(f"{added} added", base, found, right[base])
+            for base, added in ((rotary, absolute), (absolute, rotary))
+            if rotary and base in right
+        ]
+    return changes
+
+
+def _columns(sizes: Sequence[Size], unit: str) -> list[Column]:
+    return [
+        Column(f"at{_told(size)}", _shown(size), unit, 1, low=f"low{_told(size)}", high=f"high{_told(size)}")
+        for size in sizes
+    ]
+
+
+def _cells(size: Size, value: float, low: float, high: float) -> dict[str, float]:
+    return {f"at{_told(size)}": value, f"low{_told(size)}": low, f"high{_told(size)}": high}
+
+
+def _tables(right: dict[str, Right], changes: list[Change], sizes: Sizes) -> list[Table]:
+    largest = sizes.all[-1]
+    rows = []
+    for name in sorted(right, key=lambda name: -right[name][largest].mean()):
+        row: dict[str, Any] = {"encoding": label(name), "name": name}
+        for size in sizes.all:
+            cells = top1(right[name][size])
+            row |= _cells(size, cells["top1"], cells["low"], cells["high"])
+        lost, low, high = difference(right[name][largest], right[name][sizes.trained])
+        rows.append({**row, "kept": lost, "kept_low": low, "kept_high": high})
+    names = [Column("encoding", "Encoding"), Column("name", "Name")]
+    kept = Column("kept", "Largest against trained", "points", 1, low="kept_low", high="kept_high")
+    tables = [
+        Table(
+            "Top-1 by inference size",
+            [*names, *_columns(sizes.all, "%"), kept],
+            rows,
+            note=f"Trained at {_shown(sizes.trained)}. Intervals hold 95 % of bootstrap resamples of the examples.",
+        )
+    ]
+    for title, chosen in _groups(changes).items():
+        at = [size for size in sizes.all if all(size in change.right for change in chosen)]
+        lines = []
+        for change in chosen:
+            line: dict[str, Any] = {"encoding": label(change.name), "name": change.name, "what": change.what}
+            for size in at:
+                line |= _cells(size, *difference(change.right[size], change.base[size]))
+            lines.append(line)
+        columns = [*names, Column("what", "With"), *_columns(at, "points")]
+        tables.append(Table(title, columns, lines, note="Paired differences of top-1 to the encoding without it."))
+    return tables
+
+
+def _groups(changes: list[Change]) -> dict[str, list[Change]]:
+    """Changes by the title of their table."""
+    groups: dict[str, list[Change]] = {}
+    for change in changes:
+        groups.setdefault(_title(change.what), []).append(change)
+    return groups
+
+
+def _title(what: str) -> str:
+    if what in METHODS.values():
+        return "What scaled frequencies change"
+    return "What two encodings together change" if what.endswith(" added") else f"What {what} changes"
+
+
+def _figures(right: dict[str, Right], changes: list[Change], sizes: Sizes) -> list[Figure]:
+    x = Axis("scale", "Input size over that of the training", "times")
+    lines: list[dict[str, Any]] = []
+    for name, found in right.items():
+        for size in sizes.all:
+            cells = top1(found[size])
+            lines.append(
+                {"name": name, "scale": sizes.scale(size), "size": _shown(size)}
+                | {key: cells[key] for key in ("top1", "low", "high")}
+            )
+    largest = max(right, key=lambda name: right[name][sizes.all[-1]].mean())
+    figures = [
+        Figure(
+            name="top1-by-size",
+            kind="lines",
+            title="Top-1 by inference size",
+            alt=f"Top-1 in percent at {len(sizes.all)} input sizes from {_shown(sizes.all[0])} to "
+            f"{_shown(sizes.all[-1])}, one line for each of {len(right)} encodings; {largest} ends highest.",
+            x=x,
+            y=Axis("top1", "Top-1", "%"),
+            rows=lines,
+            series="name",
+            low="low",
+            high="high",
+            caption=f"All are trained at {_shown(sizes.trained)}, 1 on the axis. Bands are 95 % intervals.",
+        )
+    ]
+    rows: list[dict[str, Any]] = []
+    for change in changes:
+        for size in change.right:
+            value, low, high = difference(change.right[size], change.base[size])
+            row = {"name": change.name, "what": change.what, "scale": sizes.scale(size), "points": value}
+            rows.append({**row, "low": low, "high": high})
+    if rows:
+        kinds = list(dict.fromkeys(change.what for change in changes))
+        figures.append(
+            Figure(
+                name="changes-by-size",
+                kind="lines",
+                title="What helps at other sizes",
+                alt=f"Change of top-1 in points at each input size by {told(kinds)}, one line for each encoding; above "
+                "zero it helps.",
+                x=x,
+                y=Axis("points", "Change of top-1", "points"),
+                rows=rows,
+                series="name",
+                panel="what",
+                low="low",
+                high="high",
+                caption="Paired differences to the same encoding without it, with 95 % intervals.",
+            )
+        )
+    return figures
+
+
+def _answer(right: dict[str, Right], changes: list[Change], sizes: Sizes, seeds: int) -> str:
+    largest = sizes.all[-1]
+    (best, *others), value = _at_best(right, largest)
+    apart = f"; {told(others)} cannot be told apart from it" if others else ""
+    kept = {name: difference(found[largest], found[sizes.trained]) for name, found in right.items()}
+    least, most = max(kept, key=lambda name: kept[name][0]), min(kept, key=lambda name: kept[name][0])
+    sentences = [
+        f"At {_shown(largest)}, {sizes.scale(largest):g} times the size trained on, {best} reaches {value}{apart}."
+    ]
+    if len(right) > 1:
+        sentences.append(
+            f"From {_shown(sizes.trained)} to there {least} changes by {points(*kept[least])}, {most} by "
+            f"{points(*kept[most])}."
+        )
+    if changes:
+        candidates = _alone(right) | _changed(changes)
+        (first, *_), most_of_all = _at_best({name: found for name, (_, found) in candidates.items()}, largest)
+        sentences.append(f"Of everything tried, {first} reaches most there, {most_of_all}.")
+    sentences += [_effect(what, [each for each in changes if each.what == what], largest) for what in _kinds(changes)]
+    return " ".join(sentences) + caveat(seeds)
+
+
+def _kinds(changes: list[Change]) -> list[str]:
+    return list(dict.fromkeys(change.what for change in changes))
+
+
+def _effect(what: str, changes: list[Change], size: Size) -> str:
+    """One sentence on what something changes at a size: whom it helps, whom it harms."""
+    found = {each.name: contrast(each.right[size], each.base[size]) for each in changes}
+    better, worse = (
+        [f"{name} by {found[name]}" for name in found if found[name].verdict == verdict]
+        for verdict in ("better", "worse")
+    )
+    start = what[0].upper() + what[1:]
+    said = [f"changes {told(better)}"] if better else []
+    said += [f"{'and ' if better else 'changes '}{told(worse)}"] if worse else []
+    if not said:
+        return f"{start} measurably changes nothing there ({told(list(found))})."
+    rest = [name for name in found if found[name].verdict == "tied"]
+    return f"{start} {' '.join(said)} there" + (f", not measurably {told(rest)}." if rest else ".")
+
+
+def _at_best(right: dict[str, Right], size: Size) -> tuple[list[str], str]:
+    return at_best({name: found[size] for name, found in right.items()})
+
+
+def _checks(trained: Sequence[Trained], right: dict[str, Right], lab: Lab, sizes: Sizes) -> list[Check]:
+    if lab.data.views > 1:
+        return []
+    there = np.concatenate([right[name][sizes.trained].ravel() for name in right])
+    stored: dict[str, list[np.ndarray]] = {}
+    for each in trained:
+        stored.setdefault(each.encoding, []).append(each.correct)
+    before = np.concatenate([np.concatenate(stored[name]) for name in right])
+    changed = int((there != before).sum())
+    law = "At the size trained on every example is as right as at the end of the training, up to ties within rounding"
+    return [Check(law, changed <= SAME * len(before), f"{changed} of {len(before)} differ")]
+
+
+def _advice(right: dict[str, Right], changes: list[Change], sizes: Sizes, lab: Lab) -> list[Advice]:
+    if len(right) < 2 or not sizes.larger:
+        return []
+    largest = sizes.all[-1]
+    case = f"Inputs {sizes.scale(largest):g} times as large as in training"
+    where = f"at {_shown(largest)} on {lab.data.title}, trained at {_shown(sizes.trained)}"
+    found = []
+    for state, candidates in (
+        (", as trained", _alone(right)),
+        (", all means taken", _alone(right) | _changed(changes)),
+    ):
+        equals, value = _at_best({name: each for name, (_, each) in candidates.items()}, largest)
+        encodings = list(dict.fromkeys(candidates[name][0] for name in equals))
+        found.append(Advice(case + state, encodings, f"{equals[0]} reaches {value} {where}{not_told_apart(equals)}"))
+    return found if changes else found[:1]
+
+
+def _alone(right: dict[str, Right]) -> dict[str, tuple[str, Right]]:
+    return {name: (name, found) for name, found in right.items()}
+
+
+def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
+    """What was done to an encoding, in words, with the encoding; two kinds together are encodings of their own."""
+    alone = [change for change in changes if not change.what.endswith(" added")]
+    return {f"{change.name} with {change.what}": (change.name, change.right) for change in alone}
+
+
+def _notes(lab: Lab, sizes: Sizes) -> list[str]:
+    notes = [
+        "Inputs are resampled from the size trained on, so that a larger one holds no more detail, while papers read "
+        "larger pictures from their files.",
+    ]
+    if "time" in lab.data.axes:
+        notes.append("The number of frames stays.")
+    if lab.data.views > 1:
+        notes.append("Other sizes are measured on one view of each example.")
+    if lab.config.model.backbone == "swin":
+        notes.append("A Swin's windows keep their tokens; in RoPE-ViT they grow with the input.")
+    return notes
+
+
+STUDY = Study(
+    title="Input size",
+    question="Which encodings keep their accuracy at input sizes not trained on, and what helps them?",
+    sources=(
+        f"{LIERE_2}, figure 2",
+        f"{LIERE_REVIEWS}, resolutions",
+        f"{COMROPE}, table 3",
+        f"{ROPE_VIT}, figures 4 to 6 and table 5",
+    ),
+    find=find,
+    encodings=(
+        "none",
+        "learned",
+        "axial",
+        "mixed",
+        "learned+axial",
+        "learned+mixed",
+        "bias",
+        "bias+mixed",
+        "liere:8",
+        "liere",
+        "comrope-ld",
+    ),
+)

@@ -1,0 +1,143 @@
+"""Whether heads and layers need encodings of their own (LieRE's second version, table 2)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchrope.encodings import choose
+from torchrope.lab.studies.engine.estimates import about_intervals, caveat, points, told
+from torchrope.lab.studies.engine.grid import (
+    ENCODING,
+    ONE_BY_ONE,
+    Cells,
+    Factor,
+    Plan,
+    changes,
+    contrast_table,
+    named,
+    top1_figure,
+    top1_table,
+    train_grid,
+)
+from torchrope.lab.studies.engine.published import LIERE_2, published
+from torchrope.lab.studies.engine.results import Advice, Column, Findings, Table
+from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lab.training.cost import count_encoding_parameters
+
+FACTOR = Factor("shared", "Shared across", scale="category")
+NOTHING = "nothing"
+LEVELS = {
+    NOTHING: {"share_heads": False, "share_layers": False},
+    "heads": {"share_heads": True, "share_layers": False},
+    "layers": {"share_heads": False, "share_layers": True},
+    "heads and layers": {"share_heads": True, "share_layers": True},
+}
+DEFAULT = ("mixed", "liere:8", "liere")
+
+PUBLISHED = (
+    published(
+        "Top-1 by what is shared, ViT-B on CIFAR-100",
+        f"{LIERE_2}, table 2",
+        """
+        nothing (printed with both ticks) | 68.8 | 70.3 | 70.0
+        layers | 68.7 | 69.8 | 69.5
+        heads | 69.5 | 69.7 | 69.7
+        heads and layers | 68.3 | 69.5 | 69.4
+        """,
+        ("Shared across", "mixed", "liere:8", "liere"),
+        note="The first row is ticked as shared across layers and across heads, but has the numbers of table 1, where "
+        "nothing is shared, and stands beside a row for all shared. Its FLOPs, 5.684 G as in the second row against "
+        "5.613 G in the others, are those of heads apart. In the authors' published code all layers use the first "
+        "layer's encoding: with it, rows that differ in layers alone are the same model.",
+    ),
+)
+
+
+def find(lab: Lab) -> Findings:
+    """Train every encoding that learns with each kind of sharing."""
+    learned = [name for name in lab.encodings if _learns(lab, name)] or list(DEFAULT)
+    levels = [NOTHING, "heads"] if lab.config.model.backbone == "swin" else list(LEVELS)
+    plan: Plan = {name: {level: lab.runs([name], model=LEVELS[level]) for level in levels} for name in learned}
+    cells, notes = train_grid(lab, plan)
+    moved = changes(cells, NOTHING)
+    seeds = len(lab.seeds)
+    return Findings(
+        answer=_answer(moved) + caveat(seeds),
+        tables=[
+            contrast_table("Against encodings of their own", moved, FACTOR, "change", "Better by", ONE_BY_ONE),
+            top1_table("Top-1 by what is shared", cells, FACTOR, about_intervals(seeds)),
+            _parameter_table(lab, cells),
+        ],
+        figures=[top1_figure(cells, FACTOR, _alt(cells))],
+        published=PUBLISHED,
+        notes=[*_left_out(lab, learned), *notes],
+        advice=[_advice(moved, lab)],
+    )
+
+
+def _learns(lab: Lab, name: str) -> bool:
+    """Whether its rotary part has numbers to share."""
+    return count_encoding_parameters(lab.blueprint(lab.run(name))) > _absolute(lab, name)
+
+
+def _absolute(lab: Lab, name: str) -> int:
+    """Numbers of the absolute part, which is there once whatever is shared."""
+    absolute = [part for part in name.split("+") if choose(part).absolute is not None]
+    return count_encoding_parameters(lab.blueprint(lab.run(absolute[0]))) if absolute else 0
+
+
+def _answer(moved: Sequence[dict[str, Any]]) -> str:
+    gains = [_told(row, 1) for row in moved if row["verdict"] == "better"]
+    costs = [_told(row, -1) for row in moved if row["verdict"] == "worse"]
+    if not gains and not costs:
+        return "No sharing, across heads, layers or both, measurably changes the top-1 of any encoding."
+    said = [f"Sharing measurably costs {told(costs)}." if costs else "No sharing measurably costs top-1."]
+    said += [f"Sharing measurably gains {told(gains)}."] if gains else []
+    rest = len(moved) - len(gains) - len(costs)
+    said += [f"In {rest} of {len(moved)} cases no difference can be told."] if rest else []
+    return " ".join(said)
+
+
+def _told(row: dict[str, Any], sign: int) -> str:
+    low, high = sorted((sign * row["low"], sign * row["high"]))
+    return f"{row['name']} across {row['level']} {points(sign * row['change'], low, high)}"
+
+
+def _parameter_table(lab: Lab, cells: Cells) -> Table:
+    rows = [
+        {**named(name), "shared": level, "parameters": count_encoding_parameters(lab.blueprint(runs[0].run))}
+        for name, levels in cells.items()
+        for level, runs in levels.items()
+    ]
+    columns = (*ENCODING, FACTOR.column, Column("parameters", "Parameters of the encodings", digits=0))
+    return Table("Numbers that the encodings learn", columns, rows, note="Counted over all layers and heads.")
+
+
+def _alt(cells: Cells) -> str:
+    return f"Top-1 in percent with intervals for {told(list(cells))}, by what is shared."
+
+
+def _left_out(lab: Lab, learned: Sequence[str]) -> list[str]:
+    others = [name for name in lab.encodings if name not in learned]
+    notes = [f"Left out: {told(others)}, which learn nothing that could be shared."] if others else []
+    if lab.config.model.backbone == "swin":
+        notes.append("Left out: sharing across layers, whose windows and heads differ in a Swin.")
+    return notes
+
+
+def _advice(moved: Sequence[dict[str, Any]], lab: Lab) -> Advice:
+    worse = {row["name"] for row in moved if row["verdict"] == "worse"}
+    names = list(dict.fromkeys(row["name"] for row in moved))
+    free = [name for name in names if name not in worse]
+    if not free:
+        return Advice(f"Sharing an encoding on {lab.data.title}", names, "each loses measurably with some sharing")
+    because = f"sharing across heads, layers or both costs {told(free)} nothing that can be measured"
+    return Advice(f"Few parameters for the encoding on {lab.data.title}", free, because)
+
+
+STUDY = Study(
+    title="Sharing",
+    question="Do heads and layers need encodings of their own?",
+    sources=(f"{LIERE_2}, table 2",),
+    find=find,
+    encodings=DEFAULT,
+)

@@ -1,0 +1,331 @@
+"""How much a model needs to know where its patches are: shuffled inputs (LieRE tables 3 and 4)."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.data.transforms import shuffle_along, shuffle_patches
+from torchrope.lab.studies.describe import label
+from torchrope.lab.studies.engine.estimates import (
+    by_encoding,
+    caveat,
+    contrast,
+    difference,
+    percent,
+    points,
+    told,
+    top1,
+)
+from torchrope.lab.studies.engine.feasible import feasible
+from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope.lab.studies.engine.runs import Trained
+from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lab.training.evaluate import predict
+from torchrope.models import Swin, ViT
+
+INTACT, PATCHES, FRAMES = "intact", "patches", "frames"
+TITLES = {INTACT: "As they are", PATCHES: "Patches shuffled", FRAMES: "Frames shuffled"}
+VERDICTS = {"worse": "smaller", "tied": "not told apart"}
+SEED = 0
+RESAMPLES = 2000
+ROUNDING = 1e-4  # of the largest class score
+
+COLUMNS = (
+    Column("encoding", "Encoding"),
+    Column("name", "Name"),
+    Column("before", "Before", "%", 1, low="before_low", high="before_high"),
+    Column("after", "After", "%", 1, low="after_low", high="after_high"),
+    Column("drop", "Drop", "points", 1, low="drop_low", high="drop_high"),
+    Column("lost", "Share lost", "%", 1, low="lost_low", high="lost_high"),
+    Column("verdict", "Drop beside the largest"),
+)
+
+_SHARE = "The drop is (before - after) / before, one number without interval."
+PUBLISHED = (
+    published(
+        "Patches shuffled, CIFAR-100, first version",
+        f"{LIERE_1}, table 3",
+        """
+        absolute | 63.9 | 19.6 | 69.3
+        axial (VisionLlama RoPE) | 65.8 | 29.7 | 54.8
+        mixed (RoPE-Mixed) | 66.7 | 16.5 | 75.4
+        liere | 69.4 | 15.9 | 77.1
+        """,
+        ("Encoding", "Before", "After", "Drop"),
+        note=f"{_SHARE} The two accuracies of VisionLlama give 54.9 and those of RoPE-Mixed 75.3.",
+    ),
+    published(
+        "Patches shuffled, UCF101, first version",
+        f"{LIERE_1}, table 4",
+        """
+        absolute | 44.4 | 44.0 | 0.1
+        mixed (RoPE-Mixed) | 48.6 | 36.6 | 24.7
+        liere | 51.1 | 32.2 | 36.9
+        """,
+        ("Encoding", "Before", "After", "Drop"),
+        note=f"{_SHARE} That of the absolute encoding cannot be right: its two accuracies give 0.9; those of LieRE "
+        "give 37.0. The paper speaks of patches and frames and does not tell their results apart.",
+    ),
+    published(
+        "Patches shuffled, second version",
+        f"{LIERE_2}, table 3",
+        """
+        absolute | 63.9 | 19.6 | 69.3 | 40.9 | 39.5 | 0.0
+        axial (VisionLlama RoPE) | 65.5 | 29.7 | 54.8 | 45.0 | 37.0 | 17.7
+        mixed (RoPE-Mixed) | 68.8 | 17.1 | 75.1 | 46.3 | 28.2 | 39.1
+        liere:8 | 70.3 | 12.3 | 82.5 | 47.0 | 27.8 | 40.9
+        liere | 70.0 | 10.8 | 84.6 | 44.7 | 28.0 | 37.4
+        """,
+        (
+            "Encoding",
+            "Before, CIFAR-100",
+            "After, CIFAR-100",
+            "Drop, CIFAR-100",
+            "Before, UCF101",
+            "After, UCF101",
+            "Drop, UCF101",
+        ),
+        note=f"{_SHARE} That of the absolute encoding on UCF101 cannot be right: its two accuracies give 3.4. "
+        "VisionLlama's drop on CIFAR-100 is that of the first version, with 65.8 before; 65.5 gives 54.7.",
+    ),
+)
+
+
+def find(lab: Lab) -> Findings:
+    """Evaluate the runs of the accuracy study on shuffled inputs."""
+    runs, notes = feasible(lab, lab.runs(lab.encodings))
+    if not runs:
+        return Findings("No encoding named can be trained here.", notes=notes)
+    trained = lab.train(runs)
+    kinds = [PATCHES, FRAMES] if "time" in lab.data.axes else [PATCHES]
+    measured = {each.run.key: each.measure(_measure_name(kinds), partial(shuffled, kinds=kinds)) for each in trained}
+    groups = {name: [measured[each.run.key] for each in each_run] for name, each_run in by_encoding(trained).items()}
+    rows = {kind: losses(groups, kind) for kind in kinds}
+    return Findings(
+        answer=_answer(rows, lab),
+        tables=[_table(kind, rows[kind], lab) for kind in kinds],
+        figures=[_figure(rows, lab)],
+        published=PUBLISHED,
+        checks=_checks(trained, measured, kinds),
+        notes=[*notes, *_notes(lab)],
+    )
+
+
+def shuffled(model: ViT | Swin, data: DataModule, *, kinds: Sequence[str]) -> dict[str, Any]:
+    """Predict the validation set as it is and shuffled, on one view of each example.
+
+    Args:
+        model: Trained.
+        data: Its data.
+        kinds: Of shuffling.
+
+    Returns:
+        `labels`, and by kind `predicted` and `apart`, the largest change of a class score over the largest score.
+    """
+    labels, intact = predict(model, data)
+    found: dict[str, Any] = {"labels": labels.tolist(), INTACT: {"predicted": intact.argmax(dim=-1).tolist()}}
+    for kind in kinds:
+        _, logits = predict(model, data, shuffler(kind, model.embed.patch_size, data.axes))
+        apart = (logits - intact).abs().max() / intact.abs().max()
+        found[kind] = {"predicted": logits.argmax(dim=-1).tolist(), "apart": apart.item()}
+    return found
+
+
+def shuffler(kind: str, patch_size: Sequence[int], axes: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """A function that shuffles batches: "patches" over the whole lattice, "frames" along time, in whole patches.
+
+    Args:
+        kind: Which.
+        patch_size: Extent of a patch along each axis.
+        axes: Names of the axes.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    if kind == PATCHES:
+        return partial(shuffle_patches, patch_size=patch_size, generator=generator)
+    time = list(axes).index("time")
+    return partial(shuffle_along, axis=time, extent=patch_size[time], generator=generator)
+
+
+def losses(groups: dict[str, list[dict[str, Any]]], kind: str) -> list[dict[str, Any]]:
+    """The rows of a table: what every encoding loses by one kind of shuffling, the largest drop first.
+
+    Args:
+        groups: What `shuffled` gave, of all seeds of each encoding.
+        kind: Of shuffling.
+    """
+    right = {name: (_right(runs, INTACT), _right(runs, kind)) for name, runs in groups.items()}
+    ordered = sorted(right, key=lambda name: np.mean(right[name][1]) - np.mean(right[name][0]))
+    largest = right[ordered[0]][0] - right[ordered[0]][1]
+    rows = []
+    for name in ordered:
+        before, after = right[name]
+        drop, drop_low, drop_high = difference(before, after)
+        lost, lost_low, lost_high = share_lost(before.mean(axis=0), after.mean(axis=0))
+        rows.append(
+            {
+                "encoding": label(name),
+                "name": name,
+                **_named("before", top1(before)),
+                **_named("after", top1(after)),
+                "drop": drop,
+                "drop_low": drop_low,
+                "drop_high": drop_high,
+                "lost": lost,
+                "lost_low": lost_low,
+                "lost_high": lost_high,
+                "verdict": "largest" if name == ordered[0] else VERDICTS[contrast(before - after, largest).verdict],
+            }
+        )
+    return rows
+
+
+def share_lost(before: np.ndarray, after: np.ndarray) -> tuple[float | None, float | None, float | None]:
+    """How much of the accuracy is lost, (before - after) / before in percent, with its 95 % interval.
+
+    Args:
+        before, after: Right or not, of the same examples, `(examples,)`.
+
+    Returns:
+        Share, low, high; None where nothing was right before.
+    """
+    if not before.any():
+        return None, None, None
+    rng = np.random.default_rng(SEED)
+    shares = []
+    for _ in range(RESAMPLES):
+        drawn = rng.integers(len(before), size=len(before))
+        right = before[drawn].sum()
+        if right:
+            shares.append(100 * (1 - after[drawn].sum() / right))
+    low, high = np.percentile(shares, (2.5, 97.5))
+    return 100 * float(1 - after.sum() / before.sum()), float(low), float(high)
+
+
+def _right(runs: list[dict[str, Any]], kind: str) -> np.ndarray:
+    """Right or not, `(seeds, examples)`."""
+    return np.stack([np.equal(each["labels"], each[kind]["predicted"]).astype(float) for each in runs])
+
+
+def _named(prefix: str, cells: dict[str, Any]) -> dict[str, Any]:
+    return {prefix: cells["top1"], f"{prefix}_low": cells["low"], f"{prefix}_high": cells["high"]}
+
+
+def _measure_name(kinds: Sequence[str]) -> str:
+    return "-".join(["shuffled", *kinds, str(SEED)])
+
+
+def _checks(trained: list[Trained], measured: dict[str, Any], kinds: Sequence[str]) -> list[Check]:
+    """A ViT without encoding sees a bag of tokens; rounding alone may change what it says."""
+    bags = [each for each in trained if each.encoding == "none" and each.run.config.model.backbone == "vit"]
+    if not bags:
+        return []
+    results = [measured[each.run.key] for each in bags]
+    pairs = [pair for found in results for kind in kinds for pair in _before_and_after(found, kind)]
+    changed = sum(a != b for a, b in pairs)
+    apart = max(found[kind]["apart"] for found in results for kind in kinds)
+    return [
+        Check(
+            'Shuffling leaves "none" unchanged: the same predictions, up to ties within rounding',
+            apart <= ROUNDING,
+            f"{changed} of {len(pairs)} predictions changed, class scores by at most {apart:.1g} of the largest",
+        )
+    ]
+
+
+def _before_and_after(found: dict[str, Any], kind: str) -> list[tuple[int, int]]:
+    return list(zip(found[INTACT]["predicted"], found[kind]["predicted"], strict=True))
+
+
+def _answer(rows: dict[str, list[dict[str, Any]]], lab: Lab) -> str:
+    sentences = [_sentence(kind, of_kind) for kind, of_kind in rows.items()]
+    return " ".join(sentences) + caveat(len(lab.seeds))
+
+
+def _sentence(kind: str, rows: list[dict[str, Any]]) -> str:
+    first = rows[0]
+    drop = points(first["drop"], first["drop_low"], first["drop_high"])
+    if first["drop_low"] <= 0:
+        return f"With {kind} shuffled no encoding measurably loses: the largest drop, of {first['name']}, is {drop}."
+    after = percent(first["after"], first["after_low"], first["after_high"])
+    tied = [row["name"] for row in rows if row["verdict"] == "not told apart"]
+    apart = f"; {told(tied)} cannot be told apart from it" if tied else ""
+    said = f"With {kind} shuffled {first['name']} loses most, {drop}, and is left with {after}{apart}."
+    spared = [row["name"] for row in rows if row["drop_low"] <= 0]
+    return said + (f" No loss is measured for {told(spared)}." if spared else "")
+
+
+def _table(kind: str, rows: list[dict[str, Any]], lab: Lab) -> Table:
+    what = {
+        PATCHES: "Every example's patches change places at random, over the whole lattice; what is in them stays.",
+        FRAMES: "Every example's frames change places along time, as many together as a patch is deep.",
+    }[kind]
+    return Table(
+        f"Top-1 with {kind} shuffled",
+        COLUMNS,
+        rows,
+        note=f"{what} Drops are between the same examples, with 95 % bootstrap intervals; the share lost is the drop "
+        f"over what was reached before, the papers' measure. Guessing reaches {100 / lab.data.num_classes:.1f} %.",
+    )
+
+
+def _figure(rows: dict[str, list[dict[str, Any]]], lab: Lab) -> Figure:
+    marks: list[dict[str, Any]] = []
+    for kind, of_kind in rows.items():
+        states = [(TITLES[kind], "after")] if marks else [(TITLES[INTACT], "before"), (TITLES[kind], "after")]
+        marks += [
+            {
+                "name": row["name"],
+                "inputs": title,
+                "top1": row[key],
+                "low": row[f"{key}_low"],
+                "high": row[f"{key}_high"],
+            }
+            for title, key in states
+            for row in of_kind
+        ]
+    first = next(iter(rows.values()))[0]
+    return Figure(
+        name="top1-shuffled",
+        kind="points",
+        title="Top-1 as trained and shuffled",
+        alt=f"Top-1 in percent of {len(next(iter(rows.values())))} encodings before and after shuffling; "
+        f"{first['name']} falls furthest, from {first['before']:.1f} to {first['after']:.1f}.",
+        x=Axis("top1", "Top-1", "%"),
+        y=Axis("name", "Encoding", scale="category"),
+        rows=marks,
+        series="inputs",
+        low="low",
+        high="high",
+        caption=f"Lines are 95 % intervals. Guessing reaches {100 / lab.data.num_classes:.1f} %.",
+    )
+
+
+def _notes(lab: Lab) -> list[str]:
+    notes = [
+        "Each example has a permutation of its own, so that the luck of permutations is within the intervals.",
+        "A drop tells how much a model leans on places, not how well it uses them: models that are better before have "
+        "more to lose.",
+    ]
+    if lab.data.views > 1:
+        notes.append("Before and after are of one view of each example, not averaged over views.")
+    if lab.config.model.backbone == "swin":
+        notes.append("A Swin's windows and merging know places whatever its encoding, so that none loses too.")
+    patch = math.prod(lab.config.model.patch_size)
+    if patch > 1:
+        notes.append("Pixels within a patch stay in order.")
+    return notes
+
+
+STUDY = Study(
+    title="Shuffled patches",
+    question="How much does each encoding's model depend on where its patches are?",
+    sources=(f"{LIERE_1}, tables 3 and 4", f"{LIERE_2}, table 3"),
+    find=find,
+)

@@ -1,0 +1,77 @@
+"""From a configuration to a model that names pixels or finds objects."""
+
+from typing import Any
+
+from torch import nn
+
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.training.config import ModelConfig, RunConfig
+from torchrope.lab.training.models import build_model
+from torchrope.lab.training.module import Module
+from torchrope.models import Features, ViT
+
+SEGMENTER_CHANNELS, DETECTOR_CHANNELS = 512, 256
+"""Channels of heads in mmsegmentation's and ViTDet's recipes."""
+
+
+def build_dense_module(config: RunConfig, data: DataModule) -> Module:
+    """Build the untrained model of a configuration whose head names pixels or finds objects."""
+    model = build_head(config.model, build_features(config.encoding, config.model, data), data)
+    if config.model.task == "segment":
+        from torchrope.lab.training.segmenter import Segmenter
+
+        return Segmenter(model, config.optim)
+    from torchrope.lab.training.detector import Detector
+
+    return Detector(model, config.optim)
+
+
+def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
+    """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others.
+
+    Deformable DETR reads a Swin's stages but the first, as DINO does. A detector's pyramid leaves out levels with a
+    cell for every pixel, or more, where most of the time would go.
+    """
+    model = build_model(encoding, config, data)
+    if not isinstance(model, ViT):
+        first = 1 if config.head == "deformable-detr" else 0
+        return Features(model, indices=range(first, len(model.stages)))
+    windows: dict[str, Any] = {"window_size": config.window, "global_layers": config.global_layers}
+    if config.head == "upernet":
+        from torchrope.lab.dense.segmentation import layers_of_plain_vit
+
+        return Features(model, indices=layers_of_plain_vit(len(model.layers)), **windows)
+    fine = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1)) if config.task == "detect" else 0
+    channels = config.head_channels or DETECTOR_CHANNELS
+    return Features(model, pyramid=True, indices=range(fine, 4), out_channels=channels, **windows)
+
+
+def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.Module:
+    """Build what reads the maps of a backbone; what is within a head keeps the proportions of its paper."""
+    detects = config.task == "detect"
+    channels = config.head_channels or (DETECTOR_CHANNELS if config.head != "upernet" else SEGMENTER_CHANNELS)
+    queries: dict[str, int] = {} if config.num_queries is None else {"queries": config.num_queries}
+    classes = data.classes if detects else data.map_classes
+    match config.head:
+        case "upernet":
+            from torchrope.lab.dense.segmentation import UperNet
+
+            return UperNet(features, classes, channels=channels, auxiliary_channels=min(256, max(1, channels // 2)))
+        case "mask2former":
+            from torchrope.lab.dense.segmentation import Mask2Former
+
+            wide = {"encoder_mlp_dim": 4 * channels, "mlp_dim": 8 * channels}
+            return Mask2Former(features, classes, channels=channels, **wide, **queries)
+        case "faster-rcnn":
+            from torchrope.lab.dense.detection import FasterRCNN
+
+            return FasterRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
+        case "mask-rcnn":
+            from torchrope.lab.dense.detection import MaskRCNN
+
+            return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
+        case "deformable-detr":
+            from torchrope.lab.dense.detection import DeformableDETR
+
+            return DeformableDETR(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
+    raise ValueError(f"head must name pixels or find objects, got {config.head!r}")

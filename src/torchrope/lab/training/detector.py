@@ -1,0 +1,72 @@
+"""A detector in training: its losses and its average precision."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+from torchmetrics.detection import MeanAveragePrecision
+
+from torchrope.lab.dense.average_precision import RECALLS, THRESHOLDS
+from torchrope.lab.training.config import OptimConfig
+from torchrope.lab.training.module import Module
+
+Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
+
+
+class Detector(Module):
+    """Train a model that finds objects.
+
+    Validation reports the loss that the model has in evaluation, and COCO's average precision of boxes, `val_ap`, and
+    of masks, `val_mask_ap`, where it finds them; over the images of all processes. Crowds count as COCO counts them.
+
+    Args:
+        model: Has `losses`, `predict` and `finds`, as those of `interop.heads.detection`.
+        optim: Settings of the optimiser.
+    """
+
+    curve = ("val_loss", "val_ap")
+    quality = "box AP"
+
+    def __init__(self, model: Any, optim: OptimConfig) -> None:
+        super().__init__(model, optim)
+        self.val_loss = MeanMetric(nan_strategy="ignore")
+        kinds = tuple({"boxes": "bbox", "masks": "segm"}[kind] for kind in model.finds)
+        # Its own are COCO's rounded to float32, which a recall such as 7 of 10 reaches and COCO's does not.
+        exact = dict(iou_thresholds=THRESHOLDS.tolist(), rec_thresholds=RECALLS.tolist())
+        self.val_precision = MeanAveragePrecision(iou_type=kinds, backend="pycocotools", **exact)  # type: ignore[arg-type]
+
+    def forward(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """What is found in images `(channels, height, width)`."""
+        return self.model.predict(images)
+
+    def training_step(self, batch: Batch, _: int) -> dict[str, Tensor]:
+        """The loss of a batch, and beside it its parts."""
+        images, targets = batch
+        losses = self.model.losses(images, targets)
+        loss = torch.stack(list(losses.values())).sum()
+        self.train_loss.update(loss.detach(), len(images))
+        return {"loss": loss, **{name: part.detach() for name, part in losses.items()}}
+
+    def validation_step(self, batch: Batch, _: int) -> None:
+        """Count loss and detections of a batch."""
+        images, targets = batch
+        losses = self.model.losses(images, targets)
+        self.val_loss.update(torch.stack(list(losses.values())).sum(), len(images))
+        self.val_precision.update(self(images), [_truth(target) for target in targets])
+
+    def on_validation_epoch_end(self) -> None:
+        """Report the epoch; where no image has an object, nothing could be found."""
+        measured = self.val_precision.compute()
+        self.val_precision.reset()
+        named = {"val_ap": "bbox_map", "val_mask_ap": "segm_map"} if len(self.model.finds) > 1 else {"val_ap": "map"}
+        found = {name: measured[key].clamp(min=0) for name, key in named.items()}
+        self.log_dict({"val_loss": self.val_loss})
+        self.log_dict(found, sync_dist=True)  # the same in all processes
+
+
+def _truth(target: dict[str, Any]) -> dict[str, Tensor]:
+    """A target as torchmetrics names it."""
+    truth: dict[str, Tensor] = {name: target[name] for name in ("boxes", "labels", "masks") if name in target}
+    return {**truth, "iscrowd": target["crowd"].long()} if "crowd" in target else truth

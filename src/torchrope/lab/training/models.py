@@ -1,0 +1,142 @@
+"""From a configuration to its model: a ViT or a Swin."""
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchrope.encodings import Choice, Encoding, choose
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.training.config import TASKS, ModelConfig
+from torchrope.models import SIZES, SWIN_SIZES, Swin, ViT
+from torchrope.positions import JitteredLattice, VoxelLattice, per_axis
+
+
+def build_model(encoding: str, config: ModelConfig, data: DataModule) -> ViT | Swin:
+    """Build the model of a configuration for data of a kind.
+
+    Args:
+        encoding: A name such as "learned+liere:8".
+        config: Everything else about the model.
+        data: Tells the input size, channels and classes.
+
+    Raises:
+        ValueError: what the encoding or the model refuses, a setting of the other backbone, and data that are for
+            another task than the head's.
+    """
+    if config.task not in data.tasks:
+        heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
+        raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
+    return build_swin(encoding, config, data) if config.backbone == "swin" else build_vit(encoding, config, data)
+
+
+def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
+    """Build the vision transformer of a configuration, as `build_model` does."""
+    choice = choose(encoding)
+    return ViT(
+        config.input_size or data.input_size,
+        patch_size=config.patch,
+        in_channels=data.in_channels,
+        num_classes=data.num_classes,
+        encoding=_rotary(choice, config),
+        absolute=choice.absolute,
+        bias=choice.bias,
+        share_layers=config.share_layers,
+        spacing=_one_or_all(config.spacing),
+        origin=_one_or_all(config.origin),
+        positions=_places(choice, config, data),
+        pool=config.pool,
+        num_registers=config.num_registers,
+        qkv_bias=config.qkv_bias,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        drop_path=config.drop_path,
+        layer_scale=config.layer_scale,
+        checkpoint_layers=config.checkpoint_layers,
+        **_given(config, SIZES, ("dim", "depth", "num_heads", "mlp_dim")),
+    )
+
+
+def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
+    """Build the Swin of a configuration, as `build_model` does; it averages its last stage, whatever `pool` says."""
+    choice = choose(encoding)
+    sizes = _given(config, SWIN_SIZES, ("dim", "depths"))
+    if config.stage_heads is not None:
+        sizes["num_heads"] = config.stage_heads
+    return Swin(
+        config.input_size or data.input_size,
+        patch_size=config.patch,
+        in_channels=data.in_channels,
+        num_classes=data.num_classes,
+        window_size=config.window or 7,
+        encoding=_rotary(choice, config),
+        absolute=choice.absolute,
+        bias=choice.bias,
+        spacing=_one_or_all(config.spacing),
+        origin=_one_or_all(config.origin),
+        qkv_bias=config.qkv_bias,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        drop_path=config.drop_path,
+        checkpoint_layers=config.checkpoint_layers,
+        **sizes,
+    )
+
+
+class AtOneSpacing(nn.Module):
+    """A model called with inputs alone, whose voxels count as cubes of 1 mm: what it costs, not what it says.
+
+    Args:
+        model: Placed by voxels.
+    """
+
+    def __init__(self, model: ViT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits `(batch, classes)`."""
+        return self.model(inputs, inputs.new_ones(len(inputs), inputs.ndim - 2))
+
+
+def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.Module:
+    """The model of a configuration as it is called with inputs alone, to measure what it costs."""
+    model = build_model(encoding, config, data)
+    return AtOneSpacing(model) if config.unit_mm is not None and isinstance(model, ViT) else model
+
+
+def _places(choice: Choice, config: ModelConfig, data: DataModule) -> nn.Module | None:
+    """What places patches in spite of one lattice for all, if anything."""
+    if config.unit_mm is not None:
+        patch_size = [size for _, size in zip(data.input_size, itertools.cycle(config.patch_size))]
+        return VoxelLattice(patch_size, config.unit_mm)
+    return _jittered(choice, config, data) if config.jitter else None
+
+
+def _jittered(choice: Choice, config: ModelConfig, data: DataModule) -> JitteredLattice:
+    """The lattice of the encoding's paper, or the configuration's, jittered along all axes but time."""
+    input_size = config.input_size or data.input_size
+    sizes = [size // patch for size, patch in zip(input_size, itertools.cycle(config.patch_size))]
+    family = next((part for part in choice.parts if issubclass(part, Encoding)), Encoding)
+    paper = family.lattice(*sizes)
+    spacing = paper["spacing"] if config.spacing is None else _one_or_all(config.spacing)
+    origin = paper["origin"] if config.origin is None else _one_or_all(config.origin)
+    widths = per_axis("spacing", spacing, len(sizes))
+    cell = [0.0 if axis == "time" else width for axis, width in zip(data.axes, widths, strict=True)]
+    return JitteredLattice(spacing, origin, cell, config.jitter)
+
+
+def _rotary(choice: Choice, config: ModelConfig) -> Any:
+    return partial(choice.rotary, shared_heads=True) if config.share_heads else choice.rotary
+
+
+def _given(config: ModelConfig, named: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """The size by name, overridden by what is given one by one; the backbone's defaults where neither is."""
+    given = {name: getattr(config, name) for name in names}
+    return {**named.get(config.size or "", {}), **{name: value for name, value in given.items() if value is not None}}
+
+
+def _one_or_all(values: Sequence[Any] | None) -> Any:
+    return values[0] if values and len(values) == 1 else values

@@ -1,0 +1,53 @@
+"""A backbone that starts with the weights of a run, or with anything that `torchrope.load_backbone` reads."""
+
+import os
+from pathlib import Path
+
+from torchrope.files import read_mapping
+from torchrope.integrations.pretrained import load_backbone
+from torchrope.integrations.saving import FILE
+from torchrope.lab.data.build import make_data
+from torchrope.lab.training.checkpoints import read_weights
+from torchrope.lab.training.config import CONFIG, read_config
+from torchrope.lab.training.models import build_model
+from torchrope.models import Features, Swin, ViT
+
+
+def start_backbone(features: Features, source: str | os.PathLike[str]) -> None:
+    """Give a backbone the weights of a pre-trained model, as `torchrope.load_backbone` does.
+
+    Args:
+        features: The backbone, of the architecture and encoding of the source.
+        source: The folder of a run that classified, or whatever else `torchrope.load_backbone` takes.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: what does not fit, in one line, or what cannot be read.
+    """
+    folder = Path(source).expanduser()
+    load_backbone(features, of_run(folder) if folder.is_dir() and not (folder / FILE).exists() else source)
+
+
+def of_run(folder: Path) -> ViT | Swin:
+    """The model of a run that classified, from its weights and configuration; its data need not be read.
+
+    Raises:
+        ValueError: the folder holds no run, or one that did not classify.
+    """
+    if not (folder / CONFIG).exists():
+        raise ValueError(f"a backbone starts with the folder of a run, which holds {CONFIG}, got {folder}")
+    config = read_config(read_mapping(folder / CONFIG, CONFIG))
+    if config.model.task != "classify":
+        raise ValueError(
+            f"a backbone starts with a run that classified, got one with head {config.model.head} in {folder}"
+        )
+    stored = read_weights(folder)
+    weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
+    data = make_data(config.data)
+    data.classes = tuple(map(str, range(len(weights["head.weight"]))))
+    model = build_model(config.encoding, config.model, data)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise ValueError(f"the weights of a run must be of its own model, got others in {folder}") from None
+    return model.eval()

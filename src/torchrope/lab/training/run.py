@@ -1,0 +1,255 @@
+"""One training run that survives being killed: a checkpoint after every epoch, written whole."""
+
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import yaml
+from pytorch_lightning.callbacks import Callback
+from torch.distributed.tensor import DTensor
+
+from torchrope.files import holds_files, read_mapping, write_whole
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.training.averaging import AveragedWeights
+from torchrope.lab.training.checkpoints import (
+    CHECKPOINT,
+    WEIGHTS,
+    FitsOptimizer,
+    WholeCheckpoints,
+    WithinEpoch,
+    damaged,
+    every_epoch,
+    newest,
+    read_weights,
+)
+from torchrope.lab.training.classifier import Classifier
+from torchrope.lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, plain, read_config
+from torchrope.lab.training.cost import count_flops
+from torchrope.lab.training.dense import build_dense_module
+from torchrope.lab.training.devices import batches_in_a_step, placed
+from torchrope.lab.training.guards import LossGuard, device_memory, out_of_memory
+from torchrope.lab.training.history import History, OnEpoch, SeedEpoch
+from torchrope.lab.training.interruption import Interrupted, SaveOnSignal
+from torchrope.lab.training.models import build_for_costs, build_model
+from torchrope.lab.training.module import Module
+from torchrope.lab.training.pretrained import start_backbone
+from torchrope.lab.training.skipped import KeepSkipped
+from torchrope.lab.training.start import start_from
+from torchrope.lab.training.watch import Speed, count_tokens, loggers
+
+CURVE = "curve.csv"
+QUIET: dict[str, Any] = dict(
+    accelerator="gpu" if torch.cuda.is_available() else "cpu",
+    devices=1,
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    num_sanity_val_steps=0,
+)
+
+CHATTER = (
+    ".*does not have many workers.*",
+    ".*LeafSpec.*",
+    ".*exists and is not empty.*",
+    ".*dataloader is not resumable.*",  # ours goes on where it was
+    ".*smaller than the logging interval.*",
+    ".*dirpath has changed.*",  # a folder may be moved
+)
+PRECISIONS: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed"}
+
+
+def train(
+    config: RunConfig,
+    data: DataModule,
+    folder: Path,
+    *,
+    on_epoch: OnEpoch | None = None,
+    **trainer_settings: Any,
+) -> tuple[Module, History]:
+    """Train to the last epoch, from the checkpoint in `folder` where there is one.
+
+    A run that was killed and goes on ends with the same weights as one that was not.
+
+    Args:
+        config: The model and its settings.
+        data: Its data, set up.
+        folder: Receives `config.yaml`, and after every epoch `checkpoint.ckpt`, `weights.safetensors` (the model alone)
+            and `curve.csv`, each whole at any time; `within-epoch.ckpt` where the configuration asks for it.
+        on_epoch: Called with every finished epoch's row of the learning curve.
+        trainer_settings: Passed on to Lightning's Trainer.
+
+    Returns:
+        The trained model, on the device it was trained on, and its learning curve.
+
+    Raises:
+        ValueError: the folder belongs to another configuration, its checkpoint is damaged, `start_from` is no run of
+            such a model, a batch does not fit into memory, or the loss is lost (`Diverged`).
+        Interrupted: stopped by SIGTERM, or SIGUSR1 on Slurm; saved, the same call goes on.
+        KeyboardInterrupt: stopped by Ctrl-C; the same call goes on with the epoch that was under way.
+    """
+    pl.seed_everything(config.seed, verbose=False)
+    module = build_module(config, data)
+    if config.scale.compile:
+        (module.model if config.model.task == "classify" else module.model.backbone).compile()
+    data.run_seed = config.seed
+    data.tells_spacing = config.model.unit_mm is not None
+    going_on = newest(folder)
+    if config.start_from is not None and going_on is None:
+        start_from(module.model, Path(config.start_from))
+    if config.backbone_from is not None and going_on is None:
+        start_backbone(module.model.backbone, config.backbone_from)
+    resume, data.resume_at = going_on or (None, (0, 0))
+    history = History(folder / CURVE, on_epoch)
+    with lightning_quiet():
+        trainer = pl.Trainer(
+            max_epochs=config.optim.epochs,
+            gradient_clip_val=config.optim.clip or None,
+            callbacks=[
+                SeedEpoch(config.seed),
+                history,
+                KeepSkipped(folder, data),
+                *callbacks(config, data, folder, module.guess_loss),
+                every_epoch(folder),
+                FitsOptimizer(),
+                *trainer_settings.pop("callbacks", []),
+            ],
+            plugins=[WholeCheckpoints(plain(config))],
+            default_root_dir=folder,
+            reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
+            use_distributed_sampler=False,  # they know their process
+            **placed(
+                {
+                    **QUIET,
+                    "precision": PRECISIONS[config.scale.precision],
+                    "logger": loggers(config.scale, folder) or False,
+                    **trainer_settings,
+                }
+            ),
+        )
+        if config.optim.effective_batch is not None:
+            trainer.accumulate_grad_batches = batches_in_a_step(config, trainer.world_size)
+        if trainer.is_global_zero:
+            _claim(folder, config)
+        fits = True
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+        except Interrupted:
+            raise
+        except SystemExit:  # Lightning's answer to Ctrl-C
+            raise KeyboardInterrupt from None
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+            fits = False
+        except Exception as error:
+            if not trainer._checkpoint_connector._loaded_checkpoint or resume is None:
+                raise
+            raise damaged(resume) from error  # it was being restored
+    if not fits:
+        raise ValueError(_what_would_fit(config, data, trainer))
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        module = build_module(config, data)  # the file has whole the weights that processes have parts of
+        module.load_state_dict(read_weights(folder))
+    return module.to(trainer.strategy.root_device), history
+
+
+def callbacks(config: RunConfig, data: DataModule, folder: Path, guess_loss: float) -> list[Callback]:
+    """What a run does beside training, where its configuration asks for it."""
+    scale = config.scale
+    wanted: list[Callback] = [SaveOnSignal(folder)]
+    if scale.on_nan != "ignore":
+        wanted.append(LossGuard(folder, scale.explosion * guess_loss, skip=scale.on_nan == "skip"))
+    if scale.logs:
+        wanted.append(_speed(config, data))
+    if config.optim.ema_decay is not None:
+        wanted.append(AveragedWeights(config.optim.ema_decay))
+    if config.scale.checkpoint_every is not None:
+        wanted.append(WithinEpoch(folder, config.scale.checkpoint_every))
+    return wanted
+
+
+def _speed(config: RunConfig, data: DataModule) -> Speed:
+    build = partial(build_model, config.encoding, config.model, data)
+    if config.model.task != "classify":
+        return Speed(None, None, None)  # what is computed depends on the sizes of the pictures, and on what is in them
+    shape = torch.Size([1, data.in_channels, *data.input_size])
+    for_costs = partial(build_for_costs, config.encoding, config.model, data)
+    flops = None if config.scale.peak_tflops is None else count_flops(for_costs, shape)
+    with torch.device("meta"):
+        tokens = count_tokens(build(), data.input_size)
+    return Speed(tokens, flops, config.scale.peak_tflops)
+
+
+def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:
+    if config.model.task != "classify":
+        rule = f"a step must fit into memory, got batch_size {config.data.batch_size}"
+        effective = config.optim.effective_batch or config.data.batch_size * trainer.world_size
+        return f"{rule}; a smaller --data.batch_size with --optim.effective_batch {effective} needs less"
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    example = torch.zeros(1, data.in_channels, *data.input_size, device=device)
+    limit, devices = device_memory(device), trainer.world_size
+    return out_of_memory(
+        config, lambda: build_for_costs(config.encoding, config.model, data).to(device), example, limit, devices
+    )
+
+
+def _claim(folder: Path, config: RunConfig) -> None:
+    """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
+    file = folder / CONFIG
+    if not file.exists() and holds_files(folder):
+        raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
+    if file.exists():
+        different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), but=MAY_CHANGE)
+        if different:
+            rule = "a run's folder must be new or of the same configuration"
+            raise ValueError(f"{rule}, got {folder} with {different}")
+    write_whole(file, yaml.safe_dump(plain(config), sort_keys=False))
+
+
+def load(folder: Path) -> tuple[RunConfig, DataModule, Module]:
+    """Read a run back: its configuration, its data, and the model of its last finished epoch.
+
+    Raises:
+        ValueError: the folder holds no run, or its files are damaged or of another run.
+    """
+    trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
+    if not (folder / CONFIG).exists() or not trained:
+        raise ValueError(f"a run's folder holds {CONFIG} and {CHECKPOINT}, got {folder}")
+    config = read_config(read_mapping(folder / CONFIG, CONFIG))
+    data = make_data(config.data)
+    data.tells_spacing = config.model.unit_mm is not None
+    data.setup()
+    module = build_module(config, data)
+    weights = read_weights(folder)
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint must be of the run's own model, got another in {folder}") from error
+    return config, data, module.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def build_module(config: RunConfig, data: DataModule) -> Module:
+    """The untrained model of a configuration."""
+    if config.model.task != "classify":
+        return build_dense_module(config, data)
+    return Classifier(build_model(config.encoding, config.model, data), data.num_classes, config.optim)
+
+
+@contextmanager
+def lightning_quiet() -> Iterator[None]:
+    """Hush what Lightning says about itself: banners, tips, and advice that does not hold here."""
+    for name in ("pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        for chatter in CHATTER:
+            warnings.filterwarnings("ignore", chatter)
+        yield

@@ -1,0 +1,104 @@
+"""FSDP2: every process holds a part of the weights, gradients and moments; a layer is whole only while it computes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import ModelParallelStrategy, ParallelStrategy
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from torchrope.lab.training.averaging import AveragedWeights
+from torchrope.lab.training.parts import gathered, part_of, parts
+
+
+class Sharded(ModelParallelStrategy):
+    """Train one model in parts, on all processes.
+
+    Checkpoints are those of a run that is not sharded, so that a run may go on with another strategy.
+
+    References:
+        Zhao et al., PyTorch FSDP, arXiv:2304.11277; `torch.distributed.fsdp.fully_shard`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(save_distributed_checkpoint=False)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning calls `load_optimizer_state_dict`: yes."""
+        return True
+
+    def setup_environment(self) -> None:
+        """Make all processes one axis of data."""
+        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the model, and its average where there is one, before the optimiser learns of its parameters."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model_to_device()
+        averages = [callback.average() for callback in trainer.callbacks if isinstance(callback, AveragedWeights)]  # type: ignore[attr-defined]
+        for module in (self.lightning_module, *averages):
+            shard(module.model, self.device_mesh["data_parallel"])
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole weights, on the first process alone."""
+        assert self.lightning_module is not None
+        return gathered(self.lightning_module.state_dict())
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole moments, likewise."""
+        state = optimizer.state_dict()
+        return {**state, "state": {number: gathered(moments) for number, moments in state["state"].items()}}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the file in every process, each of which keeps its part."""
+        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Keep this process's part of the weights."""
+        assert self.lightning_module is not None
+        mine = self.lightning_module.state_dict()
+        self.lightning_module.load_state_dict(parts(checkpoint["state_dict"], mine), strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep this process's part of the moments."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            stored = [number for group in state["param_groups"] for number in group["params"]]
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            like = dict(zip(stored, weights, strict=True))
+            moments = {
+                number: {name: part_of(value, like[number]) for name, value in of_one.items()}
+                for number, of_one in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": moments})
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard each layer of a `ViT` or `Swin`, and together what is around them.
+
+    Encodings are among the latter: a rotation outlives the call that made it, and what is sharded on its own is freed
+    behind that.
+
+    Args:
+        model: Changed in place.
+        mesh: One axis of processes.
+    """
+    for parameter in model.parameters():
+        if parameter.numel() == 0:
+            parameter.requires_grad_(False)  # a gradient without a number cannot be cut
+    for stage in getattr(model, "stages", [model]):
+        for layer in stage.layers:
+            fully_shard(layer, mesh=mesh)
+    # The root too: weights that stayed whole behind a validation would hide what is loaded or averaged into the parts.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)

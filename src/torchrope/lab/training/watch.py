@@ -1,0 +1,178 @@
+"""What can be seen of a run while it goes on: logs, speed, time left."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.callbacks.callback import Callback
+from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from torchrope.lab.training.config import ScaleConfig
+from torchrope.models import ViT
+
+BACKWARD_AND_FORWARD = 3
+"""A backward pass computes twice what the forward pass does (Kaplan et al. 2020, section 2.1)."""
+
+
+def loggers(config: ScaleConfig, folder: Path) -> list[Logger]:
+    """The logs that a configuration asks for, in `folder/logs`; a run that goes on loses nothing of them.
+
+    Raises:
+        ValueError: one needs a package that is not there.
+    """
+    return [_logger(name, folder / "logs") for name in config.logs]
+
+
+class Speed(Callback):
+    """Log loss, learning rate and speed: examples and tokens a second on all devices, and the share of their peak.
+
+    Args:
+        tokens: Tokens of an example; None where that is not known.
+        flops: Operations of a forward pass of an example.
+        peak_tflops: What one device can do, 10¹² operations a second.
+    """
+
+    def __init__(self, tokens: int | None, flops: int | None, peak_tflops: float | None) -> None:
+        self.tokens = tokens
+        self.flops = flops
+        self.peak_tflops = peak_tflops
+        self.examples = 0
+        self.since = 0.0
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Leave validation out of the clock."""
+        self.examples, self.since = 0, time.perf_counter()
+
+    def on_train_start(self, *_: Any) -> None:
+        """Start the clock, also within an epoch."""
+        self.examples, self.since = 0, time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log every `log_every_n_steps` steps, and the end of an epoch."""
+        self.examples += len(batch[1]) * trainer.world_size
+        loop = trainer.fit_loop.epoch_loop
+        due = trainer.global_step % trainer.log_every_n_steps == 0 and not loop._should_accumulate()  # type: ignore[attr-defined]
+        if not (due or loop.batch_progress.is_last_batch):
+            return
+        rate = self.examples / max(time.perf_counter() - self.since, 1e-9)
+        self.on_train_epoch_start()
+        if trainer.is_global_zero and trainer.loggers:
+            measures = {
+                **{name: float(part) for name, part in outputs.items()},  # the loss, and what it is made of
+                "lr": trainer.optimizers[0].param_groups[-1]["lr"],
+                **speed_measures(rate, self.tokens, self.flops, self.peak_tflops, trainer.world_size),
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(measures, step=trainer.global_step)
+
+
+def speed_measures(
+    rate: float, tokens: int | None, flops: int | None, peak_tflops: float | None, devices: int
+) -> dict[str, float]:
+    """What a rate of examples a second means: tokens a second, and the model FLOP utilisation
+
+        3 · flops · rate / (devices · peak),
+
+    of Chowdhery et al., PaLM, appendix B: operations that the model needs, whatever is computed again.
+
+    Example:
+        >>> speed_measures(100.0, tokens=65, flops=10**9, peak_tflops=1.0, devices=1)
+        {'samples_per_second': 100.0, 'tokens_per_second': 6500.0, 'flop_utilisation': 0.3}
+    """
+    measures = {"samples_per_second": rate}
+    if tokens is not None:
+        measures["tokens_per_second"] = rate * tokens
+    if flops is not None and peak_tflops is not None:
+        measures["flop_utilisation"] = BACKWARD_AND_FORWARD * flops * rate / (devices * peak_tflops * 1e12)
+    return measures
+
+
+def count_tokens(model: Any, input_size: tuple[int, ...]) -> int | None:
+    """Tokens that the model makes of an input, prefix included."""
+    if not isinstance(model, ViT):
+        return None
+    patches = 1
+    for extent in model.embed.lattice(input_size):
+        patches *= extent
+    return patches + model.num_prefix
+
+
+class RunProgress(ProgressBar):
+    """A bar over all steps of the run with the time left; without a terminal, a line for every epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.console = Console()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("training")
+        self.started = 0.0
+        self.first_epoch = 0
+
+    def disable(self) -> None:
+        """Show nothing, as in all processes but the first."""
+        self.bar.disable = True
+        self.console.quiet = True
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Show the bar, from where the run goes on."""
+        self.started, self.first_epoch = time.monotonic(), trainer.current_epoch
+        total = int(trainer.estimated_stepping_batches)
+        self.bar.update(self.task, total=total, completed=trainer.global_step)
+        self.bar.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Move on."""
+        epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+        self.bar.update(self.task, completed=trainer.global_step, description=epoch)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        """Tell how the epoch went."""
+        done = trainer.current_epoch + 1
+        elapsed = time.monotonic() - self.started
+        left = elapsed / (done - self.first_epoch) * (trainer.max_epochs - done)  # type: ignore[operator]
+        known = {"train_loss": module.train_loss.compute(), **trainer.callback_metrics}
+        loss = float(known.get("val_loss", known["train_loss"]))
+        measured = f"loss {loss:.4f}, {module.quality} {100 * float(known[module.curve[-1]]):.1f} %"
+        self.console.print(
+            f"epoch {done} of {trainer.max_epochs}: {measured}, about {timedelta(seconds=round(left))} left",
+            highlight=False,
+        )
+
+    def on_train_end(self, *_: Any) -> None:
+        """Close the bar."""
+        self.bar.stop()
+
+    def on_exception(self, *_: Any) -> None:
+        """Likewise."""
+        self.bar.stop()
+
+
+def _logger(name: str, folder: Path) -> Logger:
+    try:
+        match name:
+            case "csv":
+                return CSVLogger(folder, name="csv")
+            case "tensorboard":
+                return TensorBoardLogger(folder, name="tensorboard", version="")
+            case "wandb":
+                from pytorch_lightning.loggers import WandbLogger
+
+                return WandbLogger(save_dir=folder, project="torchrope")
+    except ModuleNotFoundError:
+        raise ValueError(f"the log {name!r} needs its package: pip install {name}") from None
+    raise ValueError(f"logs are csv, tensorboard and wandb, got {name!r}")

@@ -1,0 +1,393 @@
+"""Maps at several strides for heads that find or segment: a ViT's layers, a pyramid of its last one, Swin's stages."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.attention import fitting, per_axis_window
+from torchrope.models.swin import Stage, Swin
+from torchrope.models.vit import ViT
+from torchrope.positions import per_axis
+
+_SCALES = (4, 2, 1, 1 / 2)  # cells of each level of the pyramid along a patch
+_EPS = 1e-6  # of ViTDet's norms
+
+
+class Features(nn.Module):
+    """Give the maps of a ViT or a Swin for images of any size, with padding that nothing of an image sees.
+
+        ViT           the layers chosen, all at the patch's stride
+        ViT, pyramid  the last layer, at strides of 1/4, 1/2, 1 and 2 patches:  resize -> 1x1 -> norm -> 3x3 -> norm
+        Swin          norm(stage), each at its own stride
+
+    The maps of an image are the same alone and in a batch of larger ones, but for what a model makes of the lattice's
+    size: a relative position bias of a ViT is stretched to that of the batch, and a Swin shifts its windows where that
+    is larger than one.
+
+    Args:
+        model: For images, with square patches. It is taken over: what no map needs is taken out of it, its head, its
+            last norm and later layers; and its class token and registers, if it gets windows, as in ViTDet.
+        indices: Layers of a ViT, counted from 1, 0 the embedded patches, -1 the last; by default the last of each
+            quarter. Stages of a Swin, or levels of a pyramid, counted from 0; all by default.
+        pyramid: Whether a ViT gives a simple feature pyramid.
+        out_channels: Channels of each level of the pyramid.
+        window_size: Patches along a window, or one number for each axis; a ViT attends within windows but in
+            `global_layers`, its positions still those of the whole image. By default it attends everywhere, and a Swin
+            within the windows of its training.
+        global_layers: Layers that attend everywhere, counted as above; the last of each quarter by default. Those of
+            ViTDet's code, 2, 5, 8, 11 of 12, counted from 0, are 3, 6, 9, 12 here.
+
+    Attributes:
+        channels: Of each map.
+        strides: Pixels from one cell of each map to the next.
+        feature_info: The same as timm's models tell it.
+        size_divisor: What height and width are filled up to a multiple of.
+
+    Raises:
+        ValueError: a model for other data than images, indices that it does not have, windows of a Swin that attends
+            everywhere in some layers, or a level with more than one cell a pixel.
+
+    References:
+        Li et al., Exploring Plain Vision Transformer Backbones for Object Detection, section 3. Liu et al., Swin
+        Transformer, for a norm on each stage in its code for detection.
+
+    Example:
+        >>> from torchrope import Features, ViT
+        >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
+        >>> backbone = Features(vit, pyramid=True, out_channels=16, window_size=2, global_layers=(2, 4))
+        >>> [tuple(map.shape) for map in backbone(torch.randn(1, 3, 50, 70))]
+        [(1, 16, 25, 35), (1, 16, 13, 18), (1, 16, 7, 9), (1, 16, 4, 5)]
+        >>> backbone.strides, backbone.channels
+        ((2, 4, 8, 16), (16, 16, 16, 16))
+    """
+
+    channels: tuple[int, ...]
+    strides: tuple[int | float, ...]
+    indices: tuple[int, ...]
+    levels: nn.ModuleList  # of a pyramid
+    norms: nn.ModuleList  # of a Swin
+
+    def __init__(
+        self,
+        model: ViT | Swin,
+        *,
+        indices: Sequence[int] | None = None,
+        pyramid: bool = False,
+        out_channels: int = 256,
+        window_size: int | Sequence[int] | None = None,
+        global_layers: Sequence[int] | None = None,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
+        super().__init__()
+        self.arguments = arguments  # with the model, what builds it again
+        self.model = model
+        self.pyramid = pyramid
+        self.out_channels = out_channels
+        self.size_divisor = _side_of_patch(model)
+        self.window_size = None if window_size is None else per_axis_window(window_size, 2)
+        self.global_layers: tuple[int, ...] | None = None
+        if isinstance(model, Swin):
+            if pyramid or global_layers is not None:
+                which = "a pyramid" if pyramid else "global_layers"
+                raise ValueError(f"{which} is for a ViT, got a Swin, whose stages have strides of their own")
+            self._take_stages(model, indices)
+        else:
+            self._take_windows(model, global_layers)
+            if pyramid:
+                self._take_pyramid(model, indices)
+            else:
+                self._take_layers(model, indices)
+        model.norm, model.head = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        """Compute the maps.
+
+        Args:
+            x: Images `(batch, channels, height, width)` of any size; to the right and below they are filled up with
+                zeros to whole patches.
+            mask: Where an image is, `(batch, height, width)`, boolean: from the upper left corner on, the rest is
+                padding. By default all is image.
+
+        Returns:
+            One `(batch, channels, ceil(height / stride), ceil(width / stride))` per stride, 0 in padding.
+
+        Raises:
+            ValueError: a mask that is not boolean or not of the images' size.
+        """
+        height, width = x.shape[-2:]
+        if mask is not None:
+            _check_mask(mask, x)
+            x = _zeroed(x, mask.unsqueeze(1))
+        x = functional.pad(x, (0, -width % self.size_divisor, 0, -height % self.size_divisor))
+        maps = self._maps(x, None if mask is None else _cells(mask, self.size_divisor))
+        there = [None if mask is None else _cells(mask, stride).unsqueeze(1) for stride in self.strides]
+        if self.pyramid:
+            patches = None if mask is None else _cells(mask, self.size_divisor).unsqueeze(1)
+            sizes = [(math.ceil(height / stride), math.ceil(width / stride)) for stride in self.strides]
+            maps = [
+                level(maps[0], size, patches, cells)
+                for level, size, cells in zip(self.levels, sizes, there, strict=True)
+            ]
+        return [_zeroed(map, cells) for map, cells in zip(maps, there, strict=True)]
+
+    @property
+    def feature_info(self) -> "FeatureInfo":
+        """Channels and strides as timm's models tell them."""
+        return FeatureInfo(self.channels, self.strides)
+
+    def get_extra_state(self) -> Tensor:
+        """Where tokens stand, as pre-trained weights may say: spacing and origin of each stage, `(stages, 2, axes)`."""
+        parts = getattr(self.model, "stages", [self.model])
+        told = [[per_axis(name, getattr(part, name), 2) for name in ("spacing", "origin")] for part in parts]
+        return torch.tensor(told, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Put tokens where a checkpoint has them."""
+        for part, (spacing, origin) in zip(getattr(self.model, "stages", [self.model]), state.tolist(), strict=True):
+            part.spacing, part.origin = tuple(spacing), tuple(origin)
+
+    def extra_repr(self) -> str:
+        """Show what comes out."""
+        return f"strides={self.strides}, channels={self.channels}"
+
+    def _take_windows(self, vit: ViT, global_layers: Sequence[int] | None) -> None:
+        if self.window_size is None:
+            if global_layers is not None:
+                rule = "global_layers are for a model with a window_size"
+                raise ValueError(f"{rule}, got {tuple(global_layers)} without")
+            return
+        depth = len(vit.layers)
+        self.global_layers = _counted("global_layers", global_layers, range(depth + 1), _quarters(depth))
+        if 0 in self.global_layers:
+            raise ValueError(f"global_layers are counted from 1, got {tuple(global_layers or ())}")
+        vit.drop_prefix()
+
+    def _take_layers(self, vit: ViT, indices: Sequence[int] | None) -> None:
+        depth = len(vit.layers)
+        self.indices = _counted("indices", indices, range(depth + 1), _quarters(depth))
+        deepest = max(self.indices)
+        vit.layers = vit.layers[:deepest]
+        for of_layers in ("encodings", "biases"):
+            if len(getattr(vit, of_layers)) > 1:
+                setattr(vit, of_layers, getattr(vit, of_layers)[:deepest])
+        self.channels = (vit.embed.proj.out_features,) * len(self.indices)
+        self.strides = (self.size_divisor,) * len(self.indices)
+
+    def _take_pyramid(self, vit: ViT, indices: Sequence[int] | None) -> None:
+        levels = range(len(_SCALES))
+        self.indices = _counted("indices", indices, levels, tuple(levels))
+        strides = [self.size_divisor / _SCALES[index] for index in self.indices]
+        if min(strides) < 1:
+            rule = "a level of the pyramid must have a stride of 1 pixel or more"
+            raise ValueError(f"{rule}, got {min(strides)} for patches of {self.size_divisor}; leave it out of indices")
+        dim = vit.embed.proj.out_features
+        self.levels = nn.ModuleList(Level(dim, _SCALES[index], self.out_channels) for index in self.indices)
+        self.strides = tuple(int(stride) if stride == int(stride) else stride for stride in strides)
+        self.channels = (self.out_channels,) * len(strides)
+
+    def _take_stages(self, swin: Swin, indices: Sequence[int] | None) -> None:
+        stages = range(len(swin.stages))
+        self.indices = _counted("indices", indices, stages, tuple(stages))
+        swin.stages = swin.stages[: max(self.indices) + 1]
+        dim = swin.embed.proj.out_features
+        self.channels = tuple(dim * 2**index for index in self.indices)
+        self.strides = tuple(self.size_divisor * 2**index for index in self.indices)
+        self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
+
+    def _maps(self, x: Tensor, there: Tensor | None) -> list[Tensor]:
+        """The maps of the model, before a pyramid, from images of whole patches."""
+        if isinstance(self.model, ViT):
+            return self.model.feature_maps(
+                x,
+                [-1] if self.pyramid else self.indices,
+                norm=False,
+                there=there,
+                window_size=self.window_size,
+                global_layers=self.global_layers or (),
+            )
+        if there is None and not self._windows_fill(self.model.embed.lattice(x.shape[2:])):
+            there = torch.ones(1, *self.model.embed.lattice(x.shape[2:]), dtype=torch.bool, device=x.device)
+        stages = self.model.feature_maps(x, window_size=self.window_size, there=there)
+        return [norm(stages[index]) for index, norm in zip(self.indices, self.norms, strict=True)]
+
+    def _windows_fill(self, sizes: tuple[int, ...]) -> bool:
+        """Whether the windows of every stage of a Swin fill its lattice."""
+        for stage in cast(Swin, self.model).stages:
+            window = fitting(self.window_size or cast(Stage, stage).window, sizes)
+            if any(size % part for size, part in zip(sizes, window, strict=True)):
+                return False
+            sizes = tuple(-(-size // 2) for size in sizes)
+        return True
+
+
+class FeatureInfo:
+    """Tell channels and strides of maps as timm's `features_only` models do; every map is counted from 0.
+
+    Args:
+        channels: Of each map.
+        strides: Of each map, in pixels.
+
+    References:
+        timm, models/_features.py.
+    """
+
+    def __init__(self, channels: Sequence[int], strides: Sequence[int | float]) -> None:
+        self.info: list[dict[str, Any]] = [
+            {"num_chs": count, "reduction": stride, "module": f"maps.{index}", "index": index}
+            for index, (count, stride) in enumerate(zip(channels, strides, strict=True))
+        ]
+        self.out_indices = tuple(range(len(self.info)))
+
+    def get(self, key: str, idx: int | Sequence[int] | None = None) -> Any:
+        """One value of every map, of one map, or of several."""
+        if isinstance(idx, int):
+            return self.info[idx][key]
+        return [self.info[index][key] for index in (self.out_indices if idx is None else idx)]
+
+    def get_dicts(self, keys: Sequence[str] | None = None, idx: int | Sequence[int] | None = None) -> Any:
+        """Several values, all by default, as `get` gives one."""
+        chosen = [{key: info[key] for key in keys or info} for info in self.info]
+        if isinstance(idx, int):
+            return chosen[idx]
+        return [chosen[index] for index in (self.out_indices if idx is None else idx)]
+
+    def channels(self, idx: int | Sequence[int] | None = None) -> Any:
+        """Channels."""
+        return self.get("num_chs", idx)
+
+    def reduction(self, idx: int | Sequence[int] | None = None) -> Any:
+        """Strides."""
+        return self.get("reduction", idx)
+
+    def module_name(self, idx: int | Sequence[int] | None = None) -> Any:
+        """Names, "maps.0" and so on."""
+        return self.get("module", idx)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.info[index]
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Normalise the channels of each cell of a map `(batch, channels, height, width)`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """A map to a map of the same shape."""
+        return super().forward(input.movedim(1, -1)).movedim(-1, 1)
+
+
+class Level(nn.Module):
+    """One level of a simple feature pyramid:  resize -> 1x1 convolution -> norm -> 3x3 convolution -> norm.
+
+    Args:
+        dim: Channels of the map of patches.
+        scale: Cells along a patch: 4, 2, 1 or 1/2.
+        out_channels: Channels of the level.
+    """
+
+    def __init__(self, dim: int, scale: float, out_channels: int) -> None:
+        super().__init__()
+        self.halves = scale < 1
+        half, quarter = dim // 2, dim // 4
+        twice: list[nn.Module] = [nn.ConvTranspose2d(dim, half, 2, stride=2)] if scale > 1 else []
+        again = (
+            [LayerNorm2d(half, _EPS), nn.GELU(), nn.ConvTranspose2d(half, quarter, 2, stride=2)] if scale > 2 else []
+        )
+        self.enlarge = nn.Sequential(*twice, *again)
+        enlarged = quarter if again else half if twice else dim
+        self.project = nn.Sequential(nn.Conv2d(enlarged, out_channels, 1, bias=False), LayerNorm2d(out_channels, _EPS))
+        self.smooth = nn.Sequential(
+            nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False), LayerNorm2d(out_channels, _EPS)
+        )
+
+    def forward(self, x: Tensor, size: tuple[int, int], patches: Tensor | None, cells: Tensor | None) -> Tensor:
+        """The map of patches to this level.
+
+        Args:
+            x: `(batch, dim, height, width)`.
+            size: Cells of the level, those beyond are cut off.
+            patches: Where patches are no padding, `(batch, 1, height, width)`.
+            cells: Where cells of the level are no padding, `(batch, 1, *size)`.
+        """
+        if self.halves:
+            low = x if patches is None else x.masked_fill(~patches, torch.finfo(x.dtype).min)
+            x = _zeroed(functional.max_pool2d(low, 2, ceil_mode=True), cells)
+        x = self.enlarge(x)[..., : size[0], : size[1]]
+        return self.smooth(_zeroed(self.project(x), cells))
+
+
+def pad(images: Sequence[Tensor], divisor: int = 1) -> tuple[Tensor, Tensor]:
+    """Fill images of several sizes up to one size, to the right and below with zeros.
+
+    Args:
+        images: Each `(channels, height, width)`, one or more.
+        divisor: Height and width of the batch are multiples of it.
+
+    Returns:
+        The batch `(batch, channels, height, width)` and where the images are, `(batch, height, width)`, boolean.
+
+    Raises:
+        ValueError: no images, images of several numbers of channels, or a divisor below 1.
+
+    Example:
+        >>> batch, mask = pad([torch.ones(3, 4, 2), torch.ones(3, 2, 5)], 4)
+        >>> batch.shape, mask.sum(dim=(1, 2)).tolist()
+        (torch.Size([2, 3, 4, 8]), [8, 10])
+    """
+    if not images or any(image.ndim != 3 or image.shape[0] != images[0].shape[0] for image in images):
+        came = [tuple(image.shape) for image in images]
+        raise ValueError(f"pad needs one or more images (channels, height, width) of the same channels, got {came}")
+    if divisor < 1:
+        raise ValueError(f"divisor must be 1 or more, got {divisor}")
+    height, width = (math.ceil(max(image.shape[axis] for image in images) / divisor) * divisor for axis in (1, 2))
+    batch = images[0].new_zeros(len(images), images[0].shape[0], height, width)
+    mask = torch.zeros(len(images), height, width, dtype=torch.bool, device=batch.device)
+    for index, image in enumerate(images):
+        batch[index, :, : image.shape[1], : image.shape[2]] = image
+        mask[index, : image.shape[1], : image.shape[2]] = True
+    return batch, mask
+
+
+def _quarters(depth: int) -> tuple[int, ...]:
+    """The last layer of each quarter, counted from 1."""
+    return tuple(sorted({depth * quarter // 4 for quarter in (1, 2, 3, 4)} - {0}))
+
+
+def _counted(name: str, given: Sequence[int] | None, known: range, default: tuple[int, ...]) -> tuple[int, ...]:
+    """What was given, counted from the front; the default where nothing was."""
+    if given is None:
+        return default
+    if not given or any(index not in range(-len(known), len(known)) for index in given):
+        raise ValueError(f"{name} must be between {-len(known)} and {len(known) - 1}, one or more, got {tuple(given)}")
+    return tuple(known[index] for index in given)
+
+
+def _side_of_patch(model: ViT | Swin) -> int:
+    patch = model.embed.patch_size
+    if len(patch) != 2 or patch[0] != patch[1]:
+        raise ValueError(f"Features are for images in square patches, got patches of {patch}")
+    return patch[0]
+
+
+def _check_mask(mask: Tensor, x: Tensor) -> None:
+    wanted = (x.shape[0], *x.shape[-2:])
+    if mask.dtype != torch.bool or tuple(mask.shape) != wanted:
+        raise ValueError(f"mask must be boolean {wanted}, as the images are, got {mask.dtype} {tuple(mask.shape)}")
+
+
+def _cells(mask: Tensor, stride: int | float) -> Tensor:
+    """Which cells of a map hold a pixel of an image: those whose first does, for images begin at the corner."""
+    rows, columns = (
+        (torch.arange(math.ceil(size / stride), device=mask.device) * stride).long() for size in mask.shape[-2:]
+    )
+    return mask[:, rows][:, :, columns]
+
+
+def _zeroed(map: Tensor, cells: Tensor | None) -> Tensor:
+    return map if cells is None else map.masked_fill(~cells, 0)

@@ -1,0 +1,363 @@
+"""Swin for any number of axes: attention in windows, shifted in every other layer, over four merging stages."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.attention import Attention, Windows, fitting, masked, pad_ends, per_axis_window
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias
+from torchrope.models.parts import DropPath, PatchEmbed, extents, mlp, on_lattice, resolve, run_layer
+from torchrope.positions import PerAxis, grid
+from torchrope.rotations import Rotation
+
+SWIN_SIZES: dict[str, dict[str, Any]] = {
+    "tiny": dict(dim=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
+    "small": dict(dim=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24)),
+    "base": dict(dim=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32)),
+    "large": dict(dim=192, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48)),
+}
+"""The paper's sizes, section 3.3."""
+
+
+class Swin(nn.Module):
+    """Classify data with any number of axes, attending within windows.
+
+        patches -> tokens (+ APE) -> stages of [merge 2^N neighbours, layers in windows (+ bias, R(p))]
+                -> norm -> mean -> class
+
+    As published it has encoding="bias"; a rotary name takes the bias's place, and "bias+mixed" has both.
+
+    Args:
+        input_size: Extent of the training data along each axis, such as (224, 224) or (8, 224, 224).
+        patch_size: Extent of a patch along each axis, or one number for all.
+        in_channels: Channels of the data.
+        num_classes: Classes; 0 returns the pooled features.
+        dim: Channels of a token in the first stage; each merging doubles them.
+        depths: Layers of each stage.
+        num_heads: Attention heads of each stage.
+        window_size: Tokens of a window along each axis, or one number for all. Where the training lattice is
+            smaller, the window is the lattice.
+        mlp_ratio: Channels inside the MLP over those outside.
+        encoding: A name ("bias", "mixed", "bias+liere:8", "none"), or what builds a rotary encoding from num_axes,
+            num_heads and head_dim. Each layer has its own.
+        absolute: What builds an absolute encoding from sizes and dim, such as `LearnedAPE`; a name brings its own.
+        bias: What builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`, likewise.
+        spacing: Distance between neighbouring tokens of a window, one number or one per axis, in every stage. By
+            default the convention of the encoding's paper for a lattice like the stage's window; it never changes
+            with input or window size.
+        origin: Position of a window's first token, likewise.
+        qkv_bias: Whether queries, keys and values have a bias.
+        dropout: Probability of dropping a channel after the embedding, attention projection and MLP.
+        attention_dropout: Probability of dropping an attention weight.
+        drop_path: Probability of skipping a branch for a sample, growing linearly from 0 to this in the last
+            layer (the paper: 0.2 for tiny, 0.3 for small, 0.5 for base).
+        checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
+
+    Raises:
+        ValueError: sizes that patches do not fill, stages that disagree, unknown names, and what the encoding refuses.
+
+    References:
+        Liu et al., Swin Transformer: Hierarchical Vision Transformer using Shifted Windows. Heo et al., Rotary
+        Position Embedding for Vision Transformer, section 3.3, for RoPE in the windows.
+
+    Example:
+        >>> model = Swin((32, 32), num_classes=10, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4,
+        ...              encoding="bias+mixed")
+        >>> model(torch.randn(5, 3, 40, 48)).shape
+        torch.Size([5, 10])
+        >>> [tuple(stage.shape) for stage in model.feature_maps(torch.randn(5, 3, 32, 32))]
+        [(5, 16, 8, 8), (5, 32, 4, 4)]
+    """
+
+    def __init__(
+        self,
+        input_size: Sequence[int],
+        *,
+        patch_size: int | Sequence[int] = 4,
+        in_channels: int = 3,
+        num_classes: int = 1000,
+        dim: int = 96,
+        depths: Sequence[int] = (2, 2, 6, 2),
+        num_heads: Sequence[int] = (3, 6, 12, 24),
+        window_size: int | Sequence[int] = 7,
+        mlp_ratio: float = 4.0,
+        encoding: str | Callable[..., Encoding] = "bias",
+        absolute: Callable[..., AbsoluteEncoding] | None = None,
+        bias: Callable[..., RelativePositionBias] | None = None,
+        spacing: PerAxis | None = None,
+        origin: PerAxis | None = None,
+        qkv_bias: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.1,
+        checkpoint_layers: bool = False,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        self.arguments = arguments  # what builds it again
+        if len(depths) != len(num_heads) or min([*depths, *num_heads], default=0) < 1:
+            given = f"{tuple(depths)} and {tuple(num_heads)}"
+            raise ValueError(f"depths and num_heads must be 1 or more, one of each per stage, got {given}")
+        self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
+        self.embed_norm = nn.LayerNorm(dim)
+        sizes = self.embed.lattice(input_size)
+        choice = resolve(encoding, absolute, bias)
+        self.absolute = None if choice.absolute is None else choice.absolute(sizes=sizes, dim=dim)
+        self.dropout = nn.Dropout(dropout)
+
+        window = per_axis_window(window_size, len(sizes))
+        self.stages = nn.ModuleList()
+        for index, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
+            if index:
+                sizes = tuple(math.ceil(size / 2) for size in sizes)
+            earlier = sum(depths[:index])
+            self.stages.append(
+                Stage(
+                    dim * 2**index,
+                    fitting(window, sizes),
+                    merges=index > 0,
+                    num_heads=heads,
+                    choice=choice,
+                    spacing=spacing,
+                    origin=origin,
+                    mlp_ratio=mlp_ratio,
+                    qkv_bias=qkv_bias,
+                    dropout=dropout,
+                    attention_dropout=attention_dropout,
+                    drop_paths=[drop_path * (earlier + i) / max(sum(depths) - 1, 1) for i in range(depth)],
+                    checkpoint_layers=checkpoint_layers,
+                )
+            )
+        features = dim * 2 ** (len(depths) - 1)
+        self.norm = nn.LayerNorm(features)
+        self.head = nn.Linear(features, num_classes) if num_classes else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as Swin: weights of deviation 0.02, zero biases; the embedding as a convolution."""
+        for module in self.modules():
+            if module is self.embed.proj:
+                self.embed.proj.reset_parameters()
+            elif isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias):
+                module.reset_parameters()
+
+    def forward(self, x: Tensor, *, window_size: int | Sequence[int] | None = None) -> Tensor:
+        """Classify.
+
+        Args:
+            x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone.
+            window_size: Tokens of a window along each axis in every stage; those of the training by default. A bias
+                is resampled, rotary positions run on at the training spacing.
+
+        Returns:
+            Logits `(batch, num_classes)`.
+        """
+        return self.head(self.features(x, window_size=window_size))
+
+    def features(self, x: Tensor, *, window_size: int | Sequence[int] | None = None) -> Tensor:
+        """The pooled features `(batch, dim of the last stage)` of data `(batch, in_channels, *sizes)`."""
+        last = self._stages(x, window_size)[-1]
+        return self.norm(last).flatten(1, -2).mean(dim=1)
+
+    def feature_maps(
+        self, x: Tensor, *, window_size: int | Sequence[int] | None = None, there: Tensor | None = None
+    ) -> list[Tensor]:
+        """What each stage gives, `(batch, dim of the stage, *sizes of the stage)`, without the last norm.
+
+        Args:
+            x: As in `forward`.
+            window_size: As in `forward`.
+            there: Which patches are no padding, `(batch or 1, *lattice)`. No token attends to those that are, nor to
+                what fills up windows, which are then filled up before they are shifted. By default all attend to
+                zeros there, and windows are shifted first, as timm's are; where windows fill a lattice of patches that
+                are all there both are the same.
+        """
+        return [stage.movedim(-1, 1) for stage in self._stages(x, window_size, there)]
+
+    def _stages(self, x: Tensor, window_size: int | Sequence[int] | None, there: Tensor | None = None) -> list[Tensor]:
+        """The lattices `(batch, *sizes, dim)` that the stages give."""
+        sizes = self.embed.lattice(x.shape[2:])
+        tokens = self.embed_norm(self.embed(x))  # (batch, tokens, dim)
+        if self.absolute is not None:
+            tokens = tokens + on_lattice(self.absolute, sizes, None if there is None else extents(there))
+        lattice = self.dropout(tokens).unflatten(1, sizes)
+        window = None if window_size is None else per_axis_window(window_size, len(sizes))
+        lattices = []
+        for index, stage in enumerate(self.stages):
+            if there is not None and index:
+                lattice = lattice * there.unsqueeze(-1)  # what merges with padding merges with zeros
+                there = there[(slice(None), *(slice(None, None, 2) for _ in sizes))]
+            lattice = stage(lattice, window, there)
+            lattices.append(lattice)
+        return lattices
+
+
+class Stage(nn.Module):
+    """Merge neighbours, except in the first stage; then layers in windows, those of every other layer shifted by half.
+
+    Args:
+        dim: Channels of a token.
+        window: Tokens of a window along each axis at the training size.
+        merges: Whether the stage begins with a merging.
+        num_heads: Attention heads.
+        choice: What builds the encodings.
+        spacing: As `Swin`'s.
+        origin: As `Swin`'s.
+        mlp_ratio: As `Swin`'s.
+        qkv_bias: As `Swin`'s.
+        dropout: As `Swin`'s.
+        attention_dropout: As `Swin`'s.
+        drop_paths: Probability of skipping a branch, one per layer.
+        checkpoint_layers: As `Swin`'s.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        window: tuple[int, ...],
+        *,
+        merges: bool,
+        num_heads: int,
+        choice: Choice,
+        spacing: PerAxis | None,
+        origin: PerAxis | None,
+        mlp_ratio: float,
+        qkv_bias: bool,
+        dropout: float,
+        attention_dropout: float,
+        drop_paths: Sequence[float],
+        checkpoint_layers: bool,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_layers = checkpoint_layers
+        self.window = window
+        self.merge = PatchMerging(dim // 2, num_axes=len(window)) if merges else nn.Identity()
+        self.layers = nn.ModuleList(
+            Layer(
+                dim,
+                num_heads,
+                int(dim * mlp_ratio),
+                qkv_bias=qkv_bias,
+                dropout=dropout,
+                attention_dropout=attention_dropout,
+                drop_path=drop_path,
+            )
+            for drop_path in drop_paths
+        )
+        head = dict(num_axes=len(window), num_heads=num_heads, head_dim=dim // num_heads)
+        encodings = [choice.rotary(**head) for _ in drop_paths]
+        self.encodings = nn.ModuleList(encodings)
+        biases = [] if choice.bias is None else [choice.bias(sizes=window, num_heads=num_heads) for _ in drop_paths]
+        self.biases = nn.ModuleList(biases)
+        paper = encodings[0].lattice(*window)
+        self.spacing = paper["spacing"] if spacing is None else spacing
+        self.origin = paper["origin"] if origin is None else origin
+
+    def forward(self, x: Tensor, window: tuple[int, ...] | None = None, there: Tensor | None = None) -> Tensor:
+        """A lattice `(batch, *sizes, dim of the stage before)` to `(batch, *sizes of the stage, dim)`.
+
+        Args:
+            x: The lattice.
+            window: Tokens of a window along each axis; those of the training by default.
+            there: Which tokens of the stage are no padding, `(batch or 1, *sizes of the stage)`; see `feature_maps`.
+        """
+        x = self.merge(x)
+        sizes = x.shape[1:-1]
+        plain = Windows.fit(sizes, window or self.window)
+        if there is not None:
+            x = pad_ends(x, plain.padded)
+            there = pad_ends(there.unsqueeze(-1), plain.padded).squeeze(-1)
+            plain = Windows.fit(plain.padded, plain.window)
+        shifted = plain.shifted()
+        cuts = [(cut, _mask(cut, there, x)) for cut in (plain, shifted)]
+        positions = grid(*plain.window, spacing=self.spacing, origin=self.origin, device=x.device)
+        for index, layer in enumerate(self.layers):
+            cut, mask = cuts[index % 2]
+            bias = self.biases[index](*plain.window) if len(self.biases) else None
+            inputs = (x, cut, self.encodings[index](positions), bias, mask)
+            x = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
+        for axis, size in enumerate(sizes, 1):
+            x = x.narrow(axis, 0, size)
+        return x
+
+
+class Layer(nn.Module):
+    """One pre-norm layer:  x + attention(norm(x), R(p), bias) window by window,  then  x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_dim: int,
+        *,
+        qkv_bias: bool,
+        dropout: float,
+        attention_dropout: float,
+        drop_path: float,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = Attention(
+            dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
+        )
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = mlp(dim, mlp_dim, dropout)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(
+        self, x: Tensor, windows: Windows, rotation: Rotation, bias: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        """A lattice `(batch, *sizes, dim)` to a lattice of the same shape.
+
+        Args:
+            x: The lattice.
+            windows: How it is cut.
+            rotation: The rotation of the positions in a window.
+            bias: Added to the scores of every window, `(heads, tokens, tokens)`.
+            mask: Which tokens may attend to which, `(batch · windows, 1, tokens, tokens)`; None where all may.
+        """
+        mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=masked(bias, mask))
+        x = x + self.drop_path(windows.join(mixed))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class PatchMerging(nn.Module):
+    """Halve a lattice along each axis:  x -> W norm(2^N neighbours),  twice the channels; odd sizes padded with zeros.
+
+    Args:
+        dim: Channels of a token.
+        num_axes: Axes of the lattice, N.
+    """
+
+    def __init__(self, dim: int, *, num_axes: int) -> None:
+        super().__init__()
+        self.num_axes = num_axes
+        self.norm = nn.LayerNorm(2**num_axes * dim)
+        self.proj = nn.Linear(2**num_axes * dim, 2 * dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A lattice `(batch, *sizes, dim)` to `(batch, *half the sizes, 2 dim)`."""
+        x = pad_ends(x, [size + size % 2 for size in x.shape[1:-1]])
+        for axis in reversed(range(1, self.num_axes + 1)):
+            x = x.unflatten(axis, (x.shape[axis] // 2, 2))
+        outer = range(1, 2 * self.num_axes, 2)
+        inner = range(2 * self.num_axes, 0, -2)  # the first axis fastest, as Swin's weights have it
+        neighbours = x.permute(0, *outer, *inner, -1).flatten(self.num_axes + 1)
+        return self.proj(self.norm(neighbours))
+
+
+def _mask(cut: Windows, there: Tensor | None, x: Tensor) -> Tensor | None:
+    """Which tokens may attend to which in a batch of lattices, `(batch · windows, 1, tokens, tokens)`, or None."""
+    near = cut.mask(device=x.device)
+    if there is None and near is None:
+        return None
+    seen = torch.ones((), dtype=torch.bool, device=x.device) if there is None else cut.seen(there)
+    mask = seen if near is None else seen & near  # (batch or 1 or nothing, windows, tokens, tokens)
+    return mask.expand(x.shape[0], *mask.shape[-3:]).flatten(0, 1).unsqueeze(1)

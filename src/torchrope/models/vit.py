@@ -1,0 +1,462 @@
+"""A vision transformer for any number of axes: sequences, images, video, volumes."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.attention import Attention, Windows, masked, per_axis_window
+from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
+from torchrope.models.parts import DropPath, PatchEmbed, extents, mlp, on_lattice, resolve, run_layer
+from torchrope.positions import PerAxis, grid, prefix
+from torchrope.rotations import Rotation
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": dict(dim=384, depth=12, num_heads=6, mlp_dim=768),
+    "small": dict(dim=384, depth=12, num_heads=6, mlp_dim=1536),
+    "base": dict(dim=768, depth=12, num_heads=12, mlp_dim=3072),
+    "large": dict(dim=1024, depth=24, num_heads=16, mlp_dim=4096),
+}
+"""The papers' sizes: small, base, large are those of DeiT and RoPE-ViT; tiny is LieRE's, 384 wide."""
+
+# The first ViT's; torch's default of 1e-5 drowns tokens that start near zero, and pretrained weights expect this.
+_EPS = 1e-6
+
+
+class ViT(nn.Module):
+    """Classify data with any number of axes.
+
+        patches -> tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> pool -> class
+
+    Args:
+        input_size: Extent of the training data along each axis, such as (224, 224) or (8, 224, 224).
+        patch_size: Extent of a patch along each axis, or one number for all.
+        in_channels: Channels of the data.
+        num_classes: Classes; 0 returns the pooled features.
+        dim: Channels of a token.
+        depth: Layers.
+        num_heads: Attention heads.
+        mlp_dim: Channels inside the MLP; 4 dim by default.
+        encoding: A name ("mixed", "liere:8", "learned+axial"), or what builds an encoding from num_axes,
+            num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
+        absolute: What builds an absolute encoding from sizes and dim, such as `LearnedAPE`; a name brings its own.
+        bias: What builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`, likewise.
+        share_layers: One encoding, or bias, for all layers, its rotation computed once per forward.
+        spacing: Distance between neighbouring patches, one number or one per axis. By default the convention
+            of the encoding's paper at the training size; it never changes with the input size.
+        origin: Position of the first patch, likewise.
+        positions: What places the patches of a lattice in spite of spacing and origin, from its sizes and `device=`,
+            such as `torchrope.patch_centers`; a module, if it should know whether the model trains. Where the model is
+            called with `spacing`, it is given that too.
+        pool: "cls" reads a class token that sits at the origin, "mean" averages the patches.
+        num_registers: Extra tokens without a place, dropped before pooling.
+        qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
+        dropout: Probability of dropping a channel after the embedding, attention projection and MLP (LieRE: 0.1).
+        attention_dropout: Probability of dropping an attention weight.
+        drop_path: Probability of skipping a branch for a sample, growing linearly from 0 to this in the last
+            layer (RoPE-ViT follows DeiT III).
+        layer_scale: Initial factor on each branch (DeiT III: 1e-4), or None.
+        activation: What builds the nonlinearity of the MLP.
+        norm_eps: Added to the variance in every norm; CLIP and LieRE have torch's default, 1e-5.
+        embedding_norm: Whether all tokens are normalised before the first layer, as CLIP's are.
+        checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
+
+    Raises:
+        ValueError: sizes that patches do not fill, unknown names, and what the encoding refuses.
+
+    Example:
+        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2,
+        ...             encoding="liere:8")
+        >>> model(torch.randn(5, 1, 8, 12)).shape
+        torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        input_size: Sequence[int],
+        *,
+        patch_size: int | Sequence[int],
+        in_channels: int = 3,
+        num_classes: int = 1000,
+        dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_dim: int | None = None,
+        encoding: str | Callable[..., Encoding] = "none",
+        absolute: Callable[..., AbsoluteEncoding] | None = None,
+        bias: Callable[..., RelativePositionBias] | None = None,
+        share_layers: bool = False,
+        spacing: PerAxis | None = None,
+        origin: PerAxis | None = None,
+        positions: Callable[..., Tensor] | None = None,
+        pool: Literal["cls", "mean"] = "cls",
+        num_registers: int = 0,
+        qkv_bias: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        layer_scale: float | None = None,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        norm_eps: float = _EPS,
+        embedding_norm: bool = False,
+        checkpoint_layers: bool = False,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        self.arguments = arguments  # what builds it again
+        if pool not in ("cls", "mean"):
+            raise ValueError(f"pool must be 'cls' or 'mean', got {pool!r}")
+        if depth < 1 or num_heads < 1:
+            raise ValueError(f"depth and num_heads must be 1 or more, got {depth} and {num_heads}")
+        if dim % num_heads:
+            raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
+        self.pool = pool
+        self.checkpoint_layers = checkpoint_layers
+        self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
+        sizes = self.embed.lattice(input_size)
+
+        choice = resolve(encoding, absolute, bias)
+        self.absolute = None if choice.absolute is None else choice.absolute(sizes=sizes, dim=dim)
+        head = dict(num_axes=len(sizes), num_heads=num_heads, head_dim=dim // num_heads)
+        own = 1 if share_layers else depth
+        encodings = [choice.rotary(**head) for _ in range(own)]
+        self.encodings = nn.ModuleList(encodings)
+        biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(own)]
+        self.biases = nn.ModuleList(biases)
+        paper = encodings[0].lattice(*sizes)
+        self.spacing = paper["spacing"] if spacing is None else spacing
+        self.origin = paper["origin"] if origin is None else origin
+        self.place = positions
+
+        self.num_prefix = num_registers + (pool == "cls")
+        self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim))
+        self.dropout = nn.Dropout(dropout)
+        self.embedding_norm = nn.LayerNorm(dim, eps=norm_eps) if embedding_norm else nn.Identity()
+        self.layers = nn.ModuleList(
+            Layer(
+                dim,
+                num_heads,
+                mlp_dim or 4 * dim,
+                qkv_bias=qkv_bias,
+                dropout=dropout,
+                attention_dropout=attention_dropout,
+                drop_path=drop_path * index / max(depth - 1, 1),
+                layer_scale=layer_scale,
+                activation=activation,
+                norm_eps=norm_eps,
+            )
+            for index in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the first ViT: Xavier uniform weights, zero biases; encodings as in their papers."""
+        itself, *parts = self.modules()
+        for module in (*parts, itself):
+            initialize(module)
+
+    def forward(self, x: Tensor | Sequence[Tensor], spacing: Tensor | None = None) -> Tensor:
+        """Classify.
+
+        Args:
+            x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone. Or
+                samples of several sizes, each `(in_channels, *sizes)`, which go through the layers as one sequence.
+            spacing: Distances between the voxels of every sample, `(batch, axes)`, for `positions` that places each
+                sample's patches by them, `(batch, tokens, axes)`.
+
+        Returns:
+            Logits `(batch, num_classes)`.
+        """
+        return self.head(self.features(x, spacing))
+
+    def features(self, x: Tensor | Sequence[Tensor], spacing: Tensor | None = None) -> Tensor:
+        """The pooled features `(batch, dim)` of what `forward` takes."""
+        tokens = self.norm(self.hidden_states(x, [-1], spacing)[0])
+        samples = [tokens] if isinstance(x, Tensor) else tokens.split(self._lengths(self._parts(x)), dim=1)
+        pooled = [each[:, 0] if self.pool == "cls" else each[:, self.num_prefix :].mean(dim=1) for each in samples]
+        return pooled[0] if isinstance(x, Tensor) else torch.cat(pooled)
+
+    def feature_maps(
+        self,
+        x: Tensor,
+        indices: Sequence[int],
+        *,
+        norm: bool = True,
+        there: Tensor | None = None,
+        window_size: int | Sequence[int] | None = None,
+        global_layers: Collection[int] = (),
+    ) -> list[Tensor]:
+        """Lay the tokens of chosen depths on the lattice of patches, without prefix tokens.
+
+        With a window size, layers attend within windows, and queries and keys are rotated before they are cut: every
+        position is that of the whole lattice. A bias is that of the whole lattice, too.
+
+        Args:
+            x: `(batch, in_channels, *sizes)`, as in `forward`.
+            indices: Depths: 0 is the embedded patches, i the output of layer i counted from 1, -1 that of the last.
+            norm: Whether the final norm is applied to each.
+            there: Which patches are no padding, `(batch, *lattice)`; no token attends to those that are. A table of
+                vectors is resampled to what each sample fills, a bias to the lattice of all.
+            window_size: Tokens of a window along each axis, or one number for all; by default all attend to all.
+            global_layers: Layers that attend everywhere all the same, counted from 1.
+
+        Returns:
+            One `(batch, dim, *lattice)` per index.
+
+        Raises:
+            ValueError: an index beyond the depth, or windows in a model that has tokens without a place.
+
+        References:
+            Li et al., Exploring Plain Vision Transformer Backbones for Object Detection, section 3.
+
+        Example:
+            >>> model = ViT((8, 8), patch_size=2, dim=32, depth=2, num_heads=2)
+            >>> [tuple(map.shape) for map in model.feature_maps(torch.randn(5, 3, 8, 12), [1, 2])]
+            [(5, 32, 4, 6), (5, 32, 4, 6)]
+        """
+        sizes = self.embed.lattice(x.shape[2:])
+        wanted = self._depths(indices)
+        sized = self.absolute is not None or self.place is not None  # what looks at the size of each sample
+        filled = extents(there) if there is not None and sized else None
+        tokens = self.embedded(x, filled)
+        places = on_lattice(partial(self._places, device=tokens.device), sizes, filled)
+        rotations = [encoding(prefix(places, self.num_prefix)) for encoding in self.encodings]
+        window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
+        sights = self._sights(sizes, self._masks(x.shape[0], sizes, there, window), window, global_layers)
+        inputs = (
+            (rotations[index % len(rotations)], bias, None, within) for index, (bias, within) in enumerate(sights)
+        )
+        states = self._through_layers(tokens, inputs, wanted)
+        return [self.to_map(self.norm(tokens) if norm else tokens, sizes) for tokens in states]
+
+    def to_map(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Tokens `(batch, prefix + patches, dim)` to the map `(batch, dim, *sizes)` of the patches alone."""
+        return tokens[:, self.num_prefix :].mT.unflatten(2, tuple(sizes))
+
+    def hidden_states(
+        self, x: Tensor | Sequence[Tensor], indices: Sequence[int], spacing: Tensor | None = None
+    ) -> list[Tensor]:
+        """The tokens of chosen depths, not normed.
+
+        Args:
+            x: What `forward` takes.
+            indices: Depths, numbered as in `feature_maps`.
+            spacing: What `forward` takes.
+
+        Returns:
+            One `(batch, prefix + patches, dim)` per index; `(1, tokens of all samples, dim)` for a list of samples.
+        """
+        wanted = self._depths(indices)
+        parts = self._parts(x)
+        lattices = [self.embed.lattice(part.shape[2:]) for part in parts]
+        lengths = None if isinstance(x, Tensor) else self._lengths(parts)
+        tokens = _end_to_end([self.embedded(part) for part in parts])
+        told = [None] * len(parts) if spacing is None else [spacing] if lengths is None else spacing.split(1)
+        pairs = zip(lattices, told, strict=True)
+        places = _end_to_end([self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs], dim=-2)
+        rotations = [encoding(places) for encoding in self.encodings]
+        biases = [self.score_biases(sizes) for sizes in lattices]
+        inputs = []
+        for index in range(len(self.layers)):
+            own = [of_layers[index % len(of_layers)] for of_layers in biases]
+            inputs.append((rotations[index % len(rotations)], own[0] if lengths is None else own, lengths))
+        return self._through_layers(tokens, inputs, wanted)
+
+    def _through_layers(
+        self, tokens: Tensor, inputs: Iterable[tuple[object, ...]], wanted: Sequence[int]
+    ) -> list[Tensor]:
+        """The tokens of the wanted depths; `inputs` are what each layer takes beside them."""
+        kept = {0: tokens} if 0 in wanted else {}
+        for depth, (layer, others) in enumerate(zip(self.layers, inputs, strict=True), 1):
+            tokens = run_layer(layer, tokens, *others, checkpointed=self.checkpoint_layers)
+            if depth in wanted:
+                kept[depth] = tokens
+        return [kept[depth] for depth in wanted]
+
+    def _depths(self, indices: Sequence[int]) -> list[int]:
+        depths = range(len(self.layers) + 1)
+        if any(index not in range(-len(depths), len(depths)) for index in indices):
+            raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")
+        return [depths[index] for index in indices]
+
+    def _masks(
+        self, batch: int, sizes: tuple[int, ...], there: Tensor | None, window: Windows | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Which keys are seen where all is seen, and which within windows; None where all are."""
+        everywhere = within = None
+        if there is not None:
+            everywhere = functional.pad(there.flatten(1), (self.num_prefix, 0), value=True)[:, None, None]
+        if window is not None and (there is not None or window.padded != window.sizes):
+            all_there = self.prefix_tokens.new_ones(1, *sizes, dtype=torch.bool)
+            seen = window.seen(all_there if there is None else there)  # (batch or 1, windows, tokens, tokens)
+            within = seen.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
+        return everywhere, within
+
+    def _sights(
+        self,
+        sizes: tuple[int, ...],
+        masks: tuple[Tensor | None, Tensor | None],
+        window: Windows | None,
+        global_layers: Collection[int],
+    ) -> Iterator[tuple[Tensor | None, Windows | None]]:
+        """What each layer adds to its scores, and the windows that it attends within, if any."""
+        if window is not None and self.num_prefix:
+            raise ValueError(f"windows are for a model without prefix tokens, got {self.num_prefix} of them")
+        everywhere, within = masks
+        for index in range(len(self.layers)):
+            bias = self.biases[index % len(self.biases)] if len(self.biases) else None
+            if window is None or index + 1 in global_layers:
+                yield masked(None if bias is None else self._with_prefix(bias(*sizes)), everywhere), None
+            else:
+                yield masked(None if bias is None else bias(*sizes, window=window.window), within), window
+
+    def embedded(self, x: Tensor, filled: Sequence[tuple[int, ...]] | None = None) -> Tensor:
+        """Data `(batch, in_channels, *sizes)` as the tokens of the first layer, prefix tokens first.
+
+        Args:
+            x: The data.
+            filled: How many patches each sample fills along each axis, from the first on; all by default.
+        """
+        tokens = self.embed(x)
+        if self.absolute is not None:
+            tokens = tokens + on_lattice(self.absolute, self.embed.lattice(x.shape[2:]), filled)
+        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
+        return self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
+
+    def rotations(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> list[Rotation]:
+        """The rotations of a lattice of patches, one per layer, or one alone where layers share it."""
+        positions = self.positions(sizes, device=device)
+        return [encoding(positions) for encoding in self.encodings]
+
+    def positions(
+        self, sizes: Sequence[int], *, device: torch.device | str | None = None, spacing: Tensor | None = None
+    ) -> Tensor:
+        """Where the tokens of a lattice of patches are, prefix tokens first, `([batch,] tokens, axes)`."""
+        return prefix(self._places(*sizes, device=device, spacing=spacing), self.num_prefix)
+
+    def _places(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
+        """Where the patches of a lattice are."""
+        if self.place is not None:
+            return self.place(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
+        if spacing is not None:
+            raise ValueError(
+                f"spacing is for a model with positions of its own, got {tuple(spacing.shape)} without them"
+            )
+        return grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
+
+    def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        return [x] if isinstance(x, Tensor) else _batches_of_one(x, len(self.embed.patch_size))
+
+    def _lengths(self, parts: list[Tensor]) -> list[int]:
+        """Tokens of each sample."""
+        return [self.num_prefix + math.prod(self.embed.lattice(part.shape[2:])) for part in parts]
+
+    def score_biases(self, sizes: Sequence[int]) -> list[Tensor | None]:
+        """What is added to the scores, 0 for tokens without a place: one per layer, or one alone as `rotations`."""
+        return [self._with_prefix(bias(*sizes)) for bias in self.biases] or [None]
+
+    def _with_prefix(self, bias: Tensor) -> Tensor:
+        return functional.pad(bias, (self.num_prefix, 0, self.num_prefix, 0))
+
+    def drop_prefix(self) -> None:
+        """Leave class token and registers out from now on, as windows need it; nothing is left to classify with."""
+        self.num_prefix = 0
+        self.prefix_tokens = nn.Parameter(self.prefix_tokens.detach()[:0].clone())
+
+
+class Layer(nn.Module):
+    """One pre-norm layer:  x + attention(norm(x), R(p)),  then  x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_dim: int,
+        *,
+        qkv_bias: bool,
+        dropout: float,
+        attention_dropout: float,
+        drop_path: float,
+        layer_scale: float | None,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        norm_eps: float = _EPS,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attention = Attention(
+            dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
+        )
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = mlp(dim, mlp_dim, dropout, activation)
+        self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        bias: Tensor | Sequence[Tensor | None] | None = None,
+        lengths: Sequence[int] | None = None,
+        within: Windows | None = None,
+    ) -> Tensor:
+        """Tokens `(batch, tokens, dim)` to tokens of the same shape; the rest is what `Attention` takes."""
+        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths, within=within)
+        x = x + self.drop_path(self.scale1(mixed), lengths)
+        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel (Touvron et al., CaiT, equation 12)."""
+
+    def __init__(self, dim: int, initial: float) -> None:
+        super().__init__()
+        self.initial = initial
+        self.factor = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set all factors to the initial one."""
+        nn.init.constant_(self.factor, self.initial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale channels of `(..., dim)`."""
+        return x * self.factor
+
+
+def initialize(module: nn.Module) -> None:
+    """Initialise what one module of a ViT holds itself, its children left alone."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias | LayerScale):
+        module.reset_parameters()
+    elif isinstance(module, ViT):
+        nn.init.trunc_normal_(module.prefix_tokens, std=0.02, a=-0.04, b=0.04)
+
+
+def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:
+    """Samples `(channels, *sizes)` as batches; those that are batches of one already stay."""
+    if not samples:
+        raise ValueError("a list of samples must hold one or more, got none")
+    alone = [x.unsqueeze(0) if x.ndim == num_axes + 1 else x for x in samples]
+    for x in alone:
+        if x.ndim != num_axes + 2 or len(x) != 1:
+            raise ValueError(f"samples of a list must be (in_channels, *sizes), {num_axes} sizes, got {tuple(x.shape)}")
+    return alone
+
+
+def _end_to_end(parts: list[Tensor], dim: int = 1) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:
+    if initial is None:
+        return nn.Identity(), nn.Identity()
+    return LayerScale(dim, initial), LayerScale(dim, initial)

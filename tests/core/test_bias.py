@@ -1,0 +1,188 @@
+"""The relative position bias: Swin's table, other lattices, names, and the vision transformer that takes it."""
+
+from itertools import product
+
+import pytest
+import torch
+from timm.layers.pos_embed_rel import resize_rel_pos_bias_table, resize_rel_pos_bias_table_simple
+from timm.models.beit import Attention as BeitAttention
+from timm.models.swin_transformer import get_relative_position_index
+from torch.nn import functional
+
+import torchrope as tr
+from torchrope.lab.bench.config import Setting
+from torchrope.lab.bench.peers import make_encoding
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.training.config import ModelConfig
+from torchrope.lab.training.cost import count_encoding_parameters
+from torchrope.lab.training.models import build_vit
+from torchrope.lab.training.optim import decay_groups
+
+
+@pytest.mark.parametrize("sizes", [(5,), (2, 3), (3, 1), (2, 3, 2)])
+def test_tokens_at_the_same_offset_share_a_number_in_row_major_order(sizes: tuple[int, ...]) -> None:
+    bias = tr.RelativePositionBias(sizes=sizes, num_heads=2)
+    offsets = list(product(*(range(1 - size, size) for size in sizes)))
+    places = list(product(*map(range, sizes)))
+    values = bias(*sizes)
+    for (i, query), (j, key) in product(enumerate(places), repeat=2):
+        offset = tuple(a - b for a, b in zip(query, key, strict=True))
+        assert torch.equal(values[:, i, j], bias.table[offsets.index(offset)])
+
+
+@pytest.mark.parametrize("window", [(4, 5), (2, 3), (1, 5), (4, 1)])
+def test_a_window_has_the_numbers_of_its_pairs_in_the_whole_lattice(window: tuple[int, ...]) -> None:
+    bias = tr.RelativePositionBias(sizes=(4, 5), num_heads=2)
+    inside = torch.zeros(4, 5, dtype=torch.bool)
+    inside[: window[0], : window[1]] = True
+    tokens = inside.flatten().nonzero().flatten()
+    assert torch.equal(bias(4, 5, window=window), bias(4, 5)[:, tokens][:, :, tokens])
+
+
+def test_the_order_is_timms() -> None:
+    bias = tr.RelativePositionBias(sizes=(3, 4), num_heads=5)
+    theirs = bias.table[get_relative_position_index(3, 4).flatten()].unflatten(0, (12, 12)).permute(2, 0, 1)
+    assert torch.equal(bias(3, 4), theirs)
+
+
+def test_along_axes_that_grow_the_table_is_resampled_as_swins_authors_do() -> None:
+    bias = tr.RelativePositionBias(sizes=(7, 7), num_heads=3).double()
+    wide = tr.RelativePositionBias(sizes=(12, 12), num_heads=3).double()
+    with torch.no_grad():
+        wide.table.copy_(resize_rel_pos_bias_table_simple(bias.table, (12, 12), (23 * 23, 3)))
+    assert torch.allclose(bias(12, 12), wide(12, 12), atol=1e-14)
+
+
+def test_along_axes_that_shrink_every_offset_keeps_its_number() -> None:
+    bias = tr.RelativePositionBias(sizes=(4, 5, 3), num_heads=2)
+    tokens = torch.arange(60).reshape(4, 5, 3)[:2, :5, :1].flatten()
+    assert torch.equal(bias(2, 5, 1), bias(4, 5, 3)[:, tokens][:, :, tokens])
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:Using a non-tuple sequence")  # timm's own
+def test_shrinking_is_nearly_what_timm_and_beit_do() -> None:
+    bias = tr.RelativePositionBias(sizes=(7, 7), num_heads=1)
+    with torch.no_grad():
+        bias.table.copy_(torch.cos(tr.grid(13, 13).sum(dim=-1, keepdim=True) / 4))
+    small = tr.RelativePositionBias(sizes=(4, 4), num_heads=1)
+    with torch.no_grad():
+        small.table.copy_(resize_rel_pos_bias_table(bias.table, (4, 4), (49, 1)))
+    assert (bias(4, 4) - small(4, 4)).abs().max() < 0.02
+    stretched = functional.interpolate(bias.table.mT.reshape(1, 1, 13, 13), size=(7, 7), mode="bicubic")
+    assert (stretched.flatten() - small.table.flatten()).abs().max() > 0.5
+
+
+def test_one_axis_may_shrink_while_another_grows() -> None:
+    bias = tr.RelativePositionBias(sizes=(4, 4), num_heads=1).double()
+    slope = tr.grid(7, 7).double()
+    with torch.no_grad():
+        bias.table.copy_(slope[:, :1])  # changes along axis 0 alone
+    other = bias(2, 9).unflatten(1, (2, 9)).unflatten(3, (2, 9))[0]
+    rows = torch.arange(2.0).double()
+    expected = (3 + rows.unsqueeze(1) - rows).reshape(2, 1, 2, 1).expand_as(other)
+    assert torch.allclose(other, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 5), (6, 6)])
+def test_the_gradient_reaches_the_table_at_every_size(sizes: tuple[int, int]) -> None:
+    bias = tr.RelativePositionBias(sizes=(3, 3), num_heads=2).double()
+    bias(*sizes).sum().backward()
+    tokens = sizes[0] * sizes[1]
+    assert bias.table.grad.sum(dim=0).tolist() == pytest.approx([tokens**2] * 2)
+
+
+def test_it_starts_small_and_is_drawn_anew_off_the_meta_device() -> None:
+    with torch.device("meta"):
+        bias = tr.RelativePositionBias(sizes=(14, 14), num_heads=12)
+    bias.to_empty(device="cpu").reset_parameters()
+    assert bias.table.std().item() == pytest.approx(0.02, rel=0.05)
+    assert repr(bias) == "RelativePositionBias(sizes=(14, 14), num_heads=12)"
+
+
+def test_names_bring_a_bias_beside_the_others() -> None:
+    every = tr.choose("learned + bias + liere:8")
+    assert every.parts == [tr.LearnedAPE, tr.RelativePositionBias, tr.LieRE]
+    assert tr.choose("bias").parts == [tr.RelativePositionBias]
+    assert tr.choose("bias").rotary is tr.NoEncoding
+    assert tr.choose("mixed").bias is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tr.choose("bias+mixed+bias"), "'bias' once, joined by '\\+', got 'bias\\+mixed\\+bias'"),
+        (lambda: tr.choose("bias:8"), "got 'bias:8'; did you mean 'bias'"),
+        (lambda: tr.RelativePositionBias(sizes=(), num_heads=1), r"must be 1 or more, got sizes \(\), num_heads 1"),
+        (lambda: tr.RelativePositionBias(sizes=(2, 0), num_heads=1), r"must be 1 or more, got sizes \(2, 0\)"),
+        (lambda: tr.RelativePositionBias(sizes=(2,), num_heads=0), "must be 1 or more, got sizes .*, num_heads 0"),
+        (
+            lambda: tr.RelativePositionBias(sizes=(2, 2), num_heads=1)(2),
+            "RelativePositionBias needs 2 sizes, one per axis, got 1",
+        ),
+        (
+            lambda: tr.ViT((8, 8), patch_size=2, encoding="bias", bias=tr.RelativePositionBias),
+            "give one bias, got 'bias' and bias=",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_line(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def _vit(**settings: object) -> tr.ViT:
+    base = dict(patch_size=2, in_channels=1, num_classes=5, dim=16, depth=2, num_heads=2, mlp_dim=16)
+    return tr.ViT((6, 8), **{**base, **settings})
+
+
+def test_a_vit_adds_it_between_patches_and_nothing_for_the_class_token_as_beit() -> None:
+    model = _vit(encoding="bias+mixed")
+    ours = model.score_biases((3, 4))
+    for bias, values in zip(model.biases, ours, strict=True):
+        theirs = BeitAttention(16, num_heads=2, window_size=(3, 4))
+        with torch.no_grad():
+            theirs.relative_position_bias_table.copy_(functional.pad(bias.table, (0, 0, 0, 3)))
+        assert torch.equal(values, theirs._get_rel_pos_bias()[0])
+    assert not torch.equal(*ours)
+
+
+def test_a_vits_scores_move_by_its_bias_at_any_size() -> None:
+    model = _vit(encoding="bias").eval()
+    plain = _vit(encoding="none").eval()
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if "biases" not in name})
+    x = torch.randn(3, 1, 6, 8)
+    with torch.no_grad():
+        for bias in model.biases:
+            bias.table.zero_()
+    assert torch.allclose(model(x), plain(x), atol=1e-5)
+    with torch.no_grad():
+        model.biases[0].table.normal_()
+    assert not torch.allclose(model(x), plain(x), atol=1e-3)
+    for size in ((6, 8), (4, 10)):
+        model(torch.randn(1, 1, *size)).sum().backward()
+        assert model.biases[0].table.grad.abs().sum() > 0
+
+
+def test_a_class_token_sees_all_patches_alike() -> None:
+    model = _vit(encoding="bias", depth=1).eval()  # one layer: the class token has not met what the bias changed
+    x = torch.randn(3, 1, 6, 8)
+    before = model(x)
+    with torch.no_grad():
+        model.biases[0].table.normal_()
+    assert torch.allclose(model(x), before, atol=1e-6)
+
+
+def test_a_bias_counts_as_an_encoding_and_does_not_decay() -> None:
+    model = _vit(encoding="bias")
+    assert count_encoding_parameters(model) == 2 * 5 * 7 * 2
+    assert count_encoding_parameters(_vit(encoding="bias", share_layers=True)) == 5 * 7 * 2
+    spared = {id(parameter) for parameter in decay_groups(model, 0.1)[1]["params"]}
+    assert all(id(bias.table) in spared for bias in model.biases)
+
+
+def test_a_configuration_brings_it_by_name() -> None:
+    model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(DataConfig()))
+    assert [bias.num_heads for bias in model.biases] == [2, 2]
+    with pytest.raises(ValueError, match=r"bench measures rotary encodings, got 'bias\+mixed'"):
+        make_encoding("bias+mixed", Setting())

@@ -1,0 +1,344 @@
+"""Fixed frequencies and their scaling, against timm, transformers and the papers' formulas."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from cases import CASES
+from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3, RotaryEmbeddingMRope, apply_rot_embed_cat
+from torch import Tensor
+from transformers import DINOv3ViTConfig, LlamaConfig, Qwen2VLTextConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+
+import torchrope as tr
+from torchrope.encodings import planar
+from torchrope.encodings.golden import directions
+
+HEAD_DIM = 32
+
+
+def half_and_half(x: Tensor) -> Tensor:
+    """Channels of torchrope in the order of libraries whose pairs are channels j and j + head_dim / 2."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT
+
+
+def vectors(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    q, k = torch.randn(2, 1, 2, tokens, HEAD_DIM, dtype=dtype).unbind(0)
+    return q, k
+
+
+@pytest.mark.parametrize("normalize", ["separate", "max", "min"])
+def test_dinov3_has_the_scores_of_timm(normalize: str) -> None:
+    sizes = (3, 5)
+    theirs = RotaryEmbeddingDinoV3(HEAD_DIM, normalize_coords=normalize, rotate_half=True).eval().double()
+    coords = tr.patch_centers(*sizes, normalize=normalize, dtype=torch.float64)
+    table = torch.cat(theirs._get_pos_embed_from_coords(coords), dim=-1)
+    q, k = vectors(15, torch.float64)
+    expected = scores(*(apply_rot_embed_cat(half_and_half(x), table, half=True) for x in (q, k)))
+
+    encoding = tr.DINOv3RoPE(num_axes=2, num_heads=2, head_dim=HEAD_DIM)
+    rounded = scores(*tr.rotate(q, k, encoding(coords)))
+    assert (rounded - expected).abs().max() < 1e-4
+    encoding = encoding.double()
+    own_axis = encoding.frequencies != 0
+    exact = own_axis * (2 * math.pi / theirs.periods).repeat(2)
+    encoding.set_generators(planar(exact).unsqueeze(1))
+    assert (scores(*tr.rotate(q, k, encoding(coords))) - expected).abs().max() < 1e-10
+    # theirs builds its coordinates in float32
+    assert (theirs.get_embed(list(sizes)) - table).abs().max() < 1e-4
+
+
+def test_dinov3_has_the_scores_of_transformers() -> None:
+    config = DINOv3ViTConfig(hidden_size=2 * HEAD_DIM, num_attention_heads=2, image_size=48, patch_size=16)
+    cos, sin = dinov3.DINOv3ViTRopePositionEmbedding(config).eval()(torch.zeros(1, 3, 48, 80))
+    q, k = vectors(16)
+    expected = scores(*dinov3.apply_rotary_pos_emb(half_and_half(q), half_and_half(k), cos, sin))
+    encoding = tr.DINOv3RoPE(num_axes=2, num_heads=2, head_dim=HEAD_DIM, base=config.rope_theta)
+    positions = tr.prefix(tr.patch_centers(3, 5), 1)
+    assert (scores(*tr.rotate(q, k, encoding(positions))) - expected).abs().max() < 1e-4
+
+
+def test_a_vit_places_patches_as_dinov3_does_at_any_size() -> None:
+    build = partial(
+        tr.ViT, (8, 8), patch_size=2, in_channels=1, num_classes=3, dim=32, depth=1, num_heads=2, encoding="dinov3"
+    )
+    own, squeezed = build(), build(positions=tr.patch_centers)
+    assert torch.allclose(own.positions((4, 4)), squeezed.positions((4, 4)))
+    assert own.positions((6, 6)).max() > 1.2
+    assert torch.equal(squeezed.positions((6, 6)), tr.prefix(tr.patch_centers(6, 6), 1))
+    assert squeezed(torch.randn(2, 1, 12, 8)).shape == (2, 3)
+
+
+MROPE = {
+    "chunked": (
+        partial(tr.MRoPE, sections=(4, 6, 6)),
+        lambda: qwen2.Qwen2VLRotaryEmbedding(
+            Qwen2VLTextConfig(hidden_size=64, num_attention_heads=2, rope_parameters=multimodal((4, 6, 6)))
+        ),
+    ),
+    "interleaved": (
+        partial(tr.InterleavedMRoPE, sections=(8, 4, 4)),
+        lambda: qwen3.Qwen3VLTextRotaryEmbedding(
+            Qwen3VLTextConfig(head_dim=HEAD_DIM, num_attention_heads=2, rope_parameters=multimodal((8, 4, 4)))
+        ),
+    ),
+}
+
+
+def multimodal(sections: tuple[int, ...]) -> dict[str, object]:
+    return {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(sections)}
+
+
+@pytest.mark.parametrize("allocation", MROPE)
+def test_mrope_has_the_scores_of_transformers(allocation: str) -> None:
+    family, theirs = MROPE[allocation]
+    positions = torch.randint(0, 40, (11, 3))  # (time, height, width)
+    q, k = vectors(11)
+    cos, sin = theirs()(q, positions.T.unsqueeze(1))
+    expected = scores(*qwen2.apply_rotary_pos_emb(half_and_half(q), half_and_half(k), cos, sin))
+    encoding = family(num_axes=3, num_heads=2, head_dim=HEAD_DIM)
+    assert (scores(*tr.rotate(q, k, encoding(positions))) - expected).abs().max() < 2e-4
+
+
+def test_interleaved_mrope_has_the_scores_of_timm_on_images() -> None:
+    theirs = RotaryEmbeddingMRope(HEAD_DIM, mrope_section=(6, 5, 5))
+    q, k = vectors(12)
+    table = theirs.get_embed([3, 4])
+    expected = scores(*(apply_rot_embed_cat(half_and_half(x), table, half=True) for x in (q, k)))
+    encoding = tr.InterleavedMRoPE(num_axes=3, num_heads=2, head_dim=HEAD_DIM)
+    assert encoding.sections == (6, 5, 5)
+    positions = tr.grid(1, 3, 4)
+    assert (scores(*tr.rotate(q, k, encoding(positions))) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", [tr.MRoPE, tr.InterleavedMRoPE])
+def test_mrope_is_the_rope_of_text_where_all_coordinates_agree(family: type) -> None:
+    text = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=HEAD_DIM)(tr.grid(9))
+    positions = tr.grid(9).expand(-1, 3)
+    assert torch.allclose(family(num_axes=3, num_heads=1, head_dim=HEAD_DIM)(positions).matrix(), text.matrix())
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "message"),
+    [
+        (tr.MRoPE, (4, 6), r"sections must be 3 numbers of pairs that add up to 16, got \(4, 6\)"),
+        (tr.MRoPE, (4, 6, 5), "add up to 16"),
+        (tr.MRoPE, (-1, 9, 8), "add up to 16"),
+        (tr.InterleavedMRoPE, (4, 6, 6), r"axis 1 has room for 5 pairs in turn, got sections \(4, 6, 6\)"),
+    ],
+)
+def test_sections_that_do_not_fit_are_told(family: type, sections: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        family(num_axes=3, num_heads=2, head_dim=HEAD_DIM, sections=sections)
+
+
+def test_golden_frequencies_are_geometric_along_the_golden_angle() -> None:
+    encoding = tr.GoldenGateRoPE(
+        num_axes=2, num_heads=3, head_dim=16, min_frequency=0.5, max_frequency=64.0, resting=0.25
+    )
+    lengths = encoding.frequencies.norm(dim=0)
+    expected = torch.tensor([0.0, 0.0, *(0.5 * 128 ** (step / 5) for step in range(6))])
+    assert torch.allclose(lengths, expected.expand(3, -1))
+    golden = (1 + math.sqrt(5)) / 2
+    for head in range(3):
+        for pair in range(2, 8):
+            x, y = encoding.frequencies[:, head, pair] / lengths[head, pair]
+            turn = (8 * head + pair) / golden  # of half a circle
+            assert math.cos(2 * math.pi * turn) == pytest.approx((x * x - y * y).item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("num_axes", [1, 3, 4])
+def test_other_directions_are_normal_points_of_the_generalised_golden_ratio(num_axes: int) -> None:
+    ratio = {1: (1 + math.sqrt(5)) / 2, 3: 1.2207440846057596, 4: 1.1673039782614187}[num_axes]
+    normal = torch.distributions.Normal(0.0, 1.0)
+    for index, direction in enumerate(directions(20, num_axes), start=1):
+        cube = torch.tensor([index / ratio**power % 1 for power in range(1, num_axes + 1)], dtype=torch.float64)
+        expected = normal.icdf(cube)
+        assert torch.allclose(direction, expected / expected.norm(), atol=1e-6)
+
+
+@pytest.mark.parametrize("num_axes", [2, 3])
+def test_directions_cover_all_ways_more_evenly_than_chance(num_axes: int) -> None:
+    def farthest(spread: Tensor) -> float:
+        anywhere = torch.nn.functional.normalize(torch.randn(2000, num_axes, dtype=torch.float64), dim=-1)
+        return (anywhere @ spread.mT).abs().amax(dim=1).min().item()
+
+    by_chance = torch.nn.functional.normalize(torch.randn(64, num_axes, dtype=torch.float64), dim=-1)
+    assert farthest(directions(64, num_axes)) > farthest(by_chance)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(min_frequency=0.0), "frequencies must be 0 < lowest <= highest, got 0.0 and 20.0"),
+        (dict(max_frequency=0.1), "got 0.2 and 0.1"),
+        (dict(resting=1.5), "resting must be a share from 0 to 1, got 1.5"),
+    ],
+)
+def test_golden_refuses_what_makes_no_ladder(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tr.GoldenGateRoPE(num_axes=2, num_heads=1, head_dim=8, **change)
+
+
+@pytest.mark.parametrize("family", [tr.AxialRoPE, tr.DINOv3RoPE, tr.GoldenGateRoPE, tr.MRoPE, tr.InterleavedMRoPE])
+def test_fixed_frequencies_stay_float32_in_a_bfloat16_model(family: type) -> None:
+    encoding = family(num_axes=2, num_heads=2, head_dim=16)
+    exact = encoding.frequencies.clone()
+    assert torch.equal(encoding.to(torch.bfloat16).frequencies, exact)
+    assert torch.equal(encoding.half().float().frequencies, exact)
+    assert not list(encoding.parameters())
+
+
+@pytest.mark.parametrize("family", [tr.DINOv3RoPE, tr.MRoPE])
+def test_a_pair_of_one_axis_refuses_a_second(family: type) -> None:
+    encoding = family(num_axes=2, num_heads=2, head_dim=8)
+    with pytest.raises(ValueError, match=f"{family.__name__} gives a pair to one axis, got a pair that turns with 2"):
+        encoding.set_generators(planar(torch.ones(2, 1, 4)))
+    golden = tr.GoldenGateRoPE(num_axes=2, num_heads=2, head_dim=8)
+    golden.set_generators(planar(torch.arange(16.0).reshape(2, 2, 4)))
+    assert torch.equal(golden.frequencies, torch.arange(16.0).reshape(2, 2, 4))
+
+
+def llama(rope: dict[str, object]) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=2 * HEAD_DIM,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        rope_parameters={"rope_theta": 10_000.0, **rope},
+    )
+
+
+def ladder() -> Tensor:
+    return tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=HEAD_DIM).double().frequencies.unsqueeze(1)
+
+
+def test_interpolation_and_ntk_are_those_of_transformers() -> None:
+    linear, _ = ROPE_INIT_FUNCTIONS["linear"](llama({"rope_type": "linear", "factor": 4.0}), "cpu")
+    assert torch.allclose(tr.interpolate(ladder(), 4.0).flatten().float(), linear, rtol=1e-5)
+    # Dynamic NTK at factor 1 and three times the length has the base of a factor of 3.
+    dynamic, _ = ROPE_INIT_FUNCTIONS["dynamic"](llama({"rope_type": "dynamic", "factor": 1.0}), "cpu", seq_len=768)
+    assert torch.allclose(tr.ntk(ladder(), 3.0).flatten().float(), dynamic, rtol=1e-5)
+
+
+@pytest.mark.parametrize("train_size", [256, 2048])
+@pytest.mark.parametrize("factor", [1.0, 4.0, 16.0])
+def test_yarn_is_that_of_transformers(factor: float, train_size: int) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": train_size,
+        "truncate": False,
+    }
+    theirs, temperature = ROPE_INIT_FUNCTIONS["yarn"](llama(rope), "cpu")
+    mine = tr.yarn(ladder(), factor, train_size=train_size)
+    assert torch.allclose(mine.flatten().float(), theirs, rtol=1e-5)
+    assert tr.yarn_temperature(factor) == pytest.approx(temperature)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25, (0.5, 0.5), (4.0, 0.25)])
+def test_inputs_that_are_not_longer_keep_the_temperature_of_one(factor: float | tuple[float, ...]) -> None:
+    assert tr.yarn_temperature(factor) == 1.0
+
+
+def test_yarn_keeps_the_fastest_pair_where_none_turns_often_as_transformers_does() -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 14, "truncate": False}
+    theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](llama(rope), "cpu")
+    mine = tr.yarn(ladder(), 2.0, train_size=14)
+    assert torch.allclose(mine.flatten().float(), theirs, rtol=1e-5)
+    assert mine[0, 0, 0] == 1.0
+
+
+SCALINGS = {"interpolate": tr.interpolate, "ntk": tr.ntk, "yarn": partial(tr.yarn, train_size=14.0)}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_each_axis_has_its_own_factor(name: str) -> None:
+    frequencies = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=32).frequencies_per_axis()
+    scaled = SCALINGS[name](frequencies, (1.0, 3.0))
+    assert torch.equal(scaled[0], frequencies[0])
+    own = frequencies[1] != 0
+    alone = SCALINGS[name](frequencies[1:, :, own[0]], 3.0)
+    assert torch.allclose(scaled[1:, :, own[0]], alone)
+    assert scaled[1][own][-1].item() == pytest.approx(frequencies[1][own][-1].item() / 3)
+    assert not scaled[1][~own].any()
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_pairs_keep_their_directions_where_all_axes_grow_alike(name: str) -> None:
+    frequencies = tr.MixedRoPE(num_axes=3, num_heads=4, head_dim=24).frequencies.detach()
+    scaled = SCALINGS[name](frequencies, 2.0)
+    ratio = scaled / frequencies
+    assert torch.allclose(ratio, ratio[:1].expand_as(ratio), rtol=1e-4)
+    assert (ratio <= 1 + 1e-6).all()
+    assert (ratio >= 0.5 - 1e-6).all()
+    assert ratio.min().item() == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_nothing_grows_nothing_changes_and_gradients_pass(name: str) -> None:
+    frequencies = torch.tensor([[[1.0, 0.0, 0.1]], [[0.0, 0.0, 0.2]], [[0.0, 0.0, 0.0]]], requires_grad=True)
+    assert torch.allclose(SCALINGS[name](frequencies, 1.0), frequencies)
+    (gradient,) = torch.autograd.grad(SCALINGS[name](frequencies, 2.0).sum(), frequencies)
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_encoding_extends_by_interpolation_and_is_left_as_it_is(case: str) -> None:
+    encoding = CASES[case]()
+    before = encoding.generators().detach().clone()
+    factor = [2.0 + axis for axis in range(encoding.num_axes)]
+    extended = tr.extend(encoding, factor, method="interpolate")
+    per_axis = torch.tensor(factor).reshape(-1, 1, 1, 1, 1)
+    assert torch.allclose(extended.generators(), before / per_axis, atol=1e-5)
+    assert torch.equal(encoding.generators(), before)
+    assert type(extended) is type(encoding)
+
+
+@pytest.mark.parametrize("method", ["ntk", "yarn"])
+@pytest.mark.parametrize("family", [tr.AxialRoPE, tr.MixedRoPE, tr.GoldenGateRoPE, tr.STRING])
+def test_encodings_with_frequencies_extend_by_them(family: type, method: str) -> None:
+    encoding = family(num_axes=2, num_heads=2, head_dim=16)
+    own = encoding.frequencies if family is tr.STRING else encoding.frequencies_per_axis()
+    expected = SCALINGS[method](own, (1.0, 2.0))
+    extended = tr.extend(encoding, (1.0, 2.0), method=method, train_size=14.0)
+    mine = extended.frequencies if family is tr.STRING else extended.frequencies_per_axis()
+    assert torch.allclose(mine, expected)
+    assert not torch.equal(expected, own)
+    if family is tr.STRING:
+        assert torch.equal(extended.basis(), encoding.basis())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tr.interpolate(torch.ones(2, 1, 3), (1.0, 0.0)), r"factor must be above 0, got \(1.0, 0.0\)"),
+        (lambda: tr.ntk(torch.ones(2, 1, 3), (1.0,)), r"factor must be one number or one per axis \(2\), got 1"),
+        (lambda: tr.yarn(torch.ones(1, 1, 3), 2.0, train_size=-1), "train_size must be above 0, got -1"),
+        (
+            lambda: tr.yarn(torch.ones(1, 1, 3), 2.0, train_size=9, beta_fast=1.0),
+            "yarn needs beta_fast > beta_slow > 0, got 1.0 and 1.0",
+        ),
+        (
+            lambda: tr.extend(CASES["axial-N2"](), 2.0, method="pi"),
+            "method must be interpolate, ntk or yarn, got 'pi'",
+        ),
+        (lambda: tr.extend(CASES["axial-N2"](), 2.0, method="yarn"), "yarn needs train_size"),
+        (
+            lambda: tr.extend(CASES["liere4-N2-rest"](), 2.0),
+            "ntk scales frequencies, which blocks of 2 and STRING have; interpolate serves any encoding, got LieRE",
+        ),
+    ],
+)
+def test_what_cannot_be_scaled_is_told_in_one_line(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        call()  # type: ignore[operator]
+    assert "\n" not in str(caught.value)

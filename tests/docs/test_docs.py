@@ -1,0 +1,66 @@
+"""The code in docs/ runs as printed, links lead somewhere, figures and numbers are those of the library."""
+
+import json
+import re
+import runpy
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import torchrope as tr
+from torchrope.lab.studies.engine.names import NAMES
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BLOCKS = [
+    pytest.param(page.name, textwrap.dedent(block), id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE))
+]
+
+
+@pytest.mark.parametrize(("page", "block"), BLOCKS)
+def test_a_block_of_code_runs_as_printed(page: str, block: str) -> None:
+    exec(compile(block, page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("name", ["positions", "generators", "rotation", "scores"])
+def test_a_figure_is_what_the_library_draws(name: str, tmp_path: Path) -> None:
+    drawn = runpy.run_path(str(DOCS / "figures.py"))["FIGURES"][name]()
+    committed = (DOCS / "figures" / f"{name}.svg").read_text()
+    number = re.compile(r"-?\d+(?:\.\d+)?")
+    assert number.sub("", drawn) == number.sub("", committed)
+    # Drawn to a tenth of a pixel: another processor may round to the next one.
+    assert [float(found) for found in number.findall(drawn)] == pytest.approx(
+        [float(found) for found in number.findall(committed)], abs=0.11
+    )
+
+
+def test_every_public_name_is_on_the_api_page() -> None:
+    documented = {
+        path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), re.M)
+    }
+    assert set(tr.__all__) - {"__version__"} <= documented
+
+
+def test_every_study_is_in_the_table_of_studies() -> None:
+    assert set(NAMES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
+
+
+def test_the_accuracies_that_the_guide_names_are_committed_results() -> None:
+    results = json.loads((DOCS / "results/digits/results.json").read_text())
+    measured = {
+        (encoding["name"], f"{100 * at['mean']:.1f} ± {100 * at['spread']:.1f}")
+        for encoding in results["encodings"]
+        for at in encoding["resolutions"]
+    }
+    named = re.findall(r"`([\w-]+)`[^`±]*?(\d+\.\d ± \d+\.\d)", (DOCS / "choose.md").read_text())
+    assert len(named) == 5
+    assert set(named) <= measured

@@ -1,0 +1,134 @@
+"""`make docs`: the site builds without a warning, is whole, and asks the network for nothing."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    any(
+        importlib.util.find_spec(name) is None
+        for name in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
+    ),
+    reason="the site is built with mkdocs, material and mkdocstrings: pip install -c constraints.txt '.[docs]'",
+)
+ELSEWHERE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Requested(HTMLParser):
+    """Collect what a browser fetches by itself for a page; links that a reader may follow are none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = {name: value or "" for name, value in attrs}
+        fetched = [told.get("src", ""), told.get("srcset", ""), told.get("poster", ""), told.get("data", "")]
+        if tag in ("link", "use", "image"):
+            fetched += [told.get("href", ""), told.get("xlink:href", "")]
+        fetched += re.findall(r"url\(['\"]?([^'\")]+)", told.get("style", ""))
+        self.addresses += [address for address in fetched if address]
+
+
+def pages_of(nav: Any) -> Iterator[str]:
+    """Every page that a navigation names."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, dict):
+        for part in nav.values():
+            yield from pages_of(part)
+    else:
+        for part in nav:
+            yield from pages_of(part)
+
+
+@pytest.mark.slow
+def test_every_page_of_the_navigation_is_built(site: Path) -> None:
+    pages = list(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert len(pages) > 15
+    for page in pages:
+        assert (site / page).with_suffix(".html").stat().st_size > 1000, page
+
+
+@pytest.mark.slow
+def test_no_page_asks_the_network_for_anything(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        requested = Requested()
+        text = page.read_text()
+        requested.feed(text)
+        assert requested.addresses, page
+        assert not [address for address in requested.addresses if ELSEWHERE.match(address)], page
+        assert 'class="mermaid"' not in text, f"{page}: the theme fetches mermaid from a CDN"
+    for sheet in site.rglob("*.css"):
+        addresses = re.findall(r"(?:@import\s+url\(|@import\s+|url\()\s*['\"]?([^'\")\s]+)", sheet.read_text())
+        assert not [address for address in addresses if ELSEWHERE.match(address)], sheet
+
+
+@pytest.mark.slow
+def test_sections_of_the_readme_stand_where_pages_link_to_them(site: Path) -> None:
+    own = (site / "own-encoding.html").read_text()
+    assert "Isotropic" in own
+    assert "README" not in own
+    choose = (site / "choose.html").read_text()
+    assert 'href="conventions.html">Conventions</a>' in choose
+    assert 'href="results/digits/report/report.html"' in choose
+
+
+@pytest.mark.slow
+def test_the_api_page_has_formulas_sources_and_examples(site: Path) -> None:
+    text = (site / "api.html").read_text()
+    assert 'id="torchrope.LieRE"' in text
+    assert "<code>R(p) = exp(sum_a p_a A_a),  A_a block diagonal, skew, learned</code>" in text
+    assert "<code>R(p) = I,  A_a = 0</code>.  The model sees a bag of tokens." in text
+    assert "<em>Source:</em> LieRE" in text
+    assert "&gt;&gt;&gt; " in text
+    assert "References:" not in text
+
+
+def test_a_section_ends_at_the_next_heading_and_code_has_no_headings(hooks: ModuleType) -> None:
+    readme = "# Title\nintro\n## Start here, now\n```\n# no heading\n```\nsee [docs/speed.md](docs/speed.md)\n## Next\n"
+    found = hooks.section(readme, "start-here-now", "index.md")
+    assert found == "```\n# no heading\n```\nsee [Speed](speed.md)"
+    assert hooks.section(readme, "title", "index.md") == "intro"
+
+
+def test_a_section_that_is_not_there_is_refused(hooks: ModuleType) -> None:
+    from mkdocs.exceptions import PluginError
+
+    with pytest.raises(PluginError, match=r"index.md needs a heading of README.md for #gone, got none"):
+        hooks.section("# Title\n", "gone", "index.md")

@@ -1,0 +1,692 @@
+"""Files that `load` must refuse, in one line, quickly, with nothing fetched, opened or executed on their behalf."""
+
+import copy
+import http.server
+import json
+import os
+import pickle
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import timm
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from swapped import made
+from torch import Tensor, nn
+
+import torchrope as tr
+from torchrope.integrations.layout import budget
+
+VISION = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
+)
+TEXT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=20)
+
+Header = dict[str, Any]
+Place = tuple[str | int, ...]
+
+
+def _clip() -> nn.Module:
+    return transformers.CLIPModel(transformers.CLIPConfig(vision_config=VISION, text_config=TEXT, projection_dim=16))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "timm": lambda: tr.swap(made("vit"), "liere:4", keep_ape=False),
+    "swin": lambda: tr.swap(made("swin"), "mixed"),
+    "eva": lambda: tr.swap(made("rope_axial"), "golden", keep_rotation=True),
+    "clip": lambda: tr.swap(_clip(), "axial"),
+    "torchrope": lambda: tr.ViT((16, 16), patch_size=4, dim=32, depth=2, num_heads=2, encoding="learned+liere:4"),
+    "own-swin": lambda: tr.Swin(
+        (32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding="bias+mixed"
+    ),
+}
+
+
+class Case:
+    """A file that loads, taken apart: its settings and its tensors."""
+
+    def __init__(self, header: Header, tensors: dict[str, Tensor]) -> None:
+        self.header = header
+        self.tensors = tensors
+
+    def write(self, path: Path, header: Any = None, tensors: dict[str, Tensor] | None = None) -> Path:
+        text = header if isinstance(header, str) else json.dumps(self.header if header is None else header)
+        save_file(self.tensors if tensors is None else tensors, path, metadata={"torchrope": text})
+        return path
+
+    def changed(self, place: Place, value: Any) -> Header:
+        header = copy.deepcopy(self.header)
+        _at(header, place[:-1])[place[-1]] = value
+        return header
+
+
+def _at(value: Any, place: Place) -> Any:
+    for key in place:
+        value = value[key]
+    return value
+
+
+def _places(value: Any, place: Place = ()) -> Iterator[Place]:
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield (*place, key)
+        yield from _places(part, (*place, key))
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    folder = tmp_path_factory.mktemp("whole")
+    found = {}
+    for name, build in MODELS.items():
+        tr.save(build(), folder / name)
+        with safe_open(folder / name, framework="pt") as opened:
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            found[name] = Case(json.loads(opened.metadata()["torchrope"]), tensors)
+    return found
+
+
+@contextmanager
+def _little(seconds: float = 1) -> Iterator[None]:
+    """So many seconds of the processor at most, and 200 MB of memory."""
+    began, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert time.process_time() - began < seconds
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 200_000  # kilobytes
+
+
+def _loads(path: Path) -> bool:
+    """Whether a file loads; otherwise it must be refused in one line, either way with little."""
+    try:
+        with _little(seconds=2):
+            tr.load(path)
+    except ValueError as error:
+        told = str(error)
+    else:
+        return True
+    assert len(told.splitlines()) == 1, told
+    return False
+
+
+def _refused(path: Path, message: str = ".") -> str:
+    with pytest.raises(ValueError, match=message) as caught, _little():
+        tr.load(path)
+    told = str(caught.value)
+    assert len(told.splitlines()) == 1
+    assert len(told) < 1000
+    assert "load needs a file that torchrope.save wrote" in told
+    return told
+
+
+# ----------------------------------------------------------------------------------------------- nothing is fetched
+
+ARGUMENTS = ("recipe", "arguments")
+
+
+class Watched:
+    """What was asked of a server on this machine, which addresses were called, which files opened."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.requests: list[str] = []
+        self.calls: list[Any] = []
+        self.opened: list[str] = []
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.requests.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_POST = do_GET
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    seen = Watched(f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", seen.url)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", seen.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    connect = socket.socket.connect
+    monkeypatch.setattr(socket.socket, "connect", lambda self, to: (seen.calls.append(to), connect(self, to))[1])
+    for owner, name in (("builtins", "open"), ("io", "open"), ("os", "open")):
+        plain = getattr(__import__(owner), name)
+        spy = lambda file, *a, plain=plain, **k: (seen.opened.append(str(file)), plain(file, *a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(f"{owner}.{name}", spy)
+    yield seen
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def _together(url: str, path: str) -> list[dict[str, Any]]:
+    """Arguments of timm.create_model that fetch or open something together."""
+    nothing = {"url": None, "hf_hub_id": None}
+    return [
+        {"pretrained": True, "pretrained_cfg_overlay": {**nothing, "url": f"{url}/weights.pth"}},
+        {"pretrained": True, "pretrained_cfg_overlay": {**nothing, "hf_hub_id": "some/model"}},
+        {"pretrained": True, "pretrained_cfg_overlay": {**nothing, "file": path}},
+        {"pretrained": True, "pretrained_cfg": {"url": f"{url}/weights.pth", "input_size": [3, 64, 64]}},
+        {"checkpoint_path": path},
+    ]
+
+
+def _reaching(url: str, path: str) -> dict[str, Any]:
+    """Settings of timm and transformers by which code and weights are found."""
+    found = {"url": f"{url}/w.pth", "architecture": "vit_tiny_patch16_224", "num_classes": 5, "input_size": [3, 64, 64]}
+    return {
+        "pretrained": True,
+        "pretrained_cfg": found,
+        "pretrained_cfg_overlay": {**found, "hf_hub_id": "some/model", "file": path},
+        "pretrained_model_args": {"checkpoint_path": path},
+        "checkpoint_path": path,
+        "cache_dir": path,
+        "file": path,
+        "hybrid_backbone": url,
+        "backbone": "some/model",
+        "use_timm_backbone": True,
+        "use_pretrained_backbone": True,
+        "backbone_config": {"model_type": "vit", "_name_or_path": url},
+        "backbone_kwargs": {"pretrained": True},
+        "_name_or_path": path,
+        "name_or_path": url,
+        "auto_map": {"AutoModel": "some/model--code.Model", "AutoConfig": "some/model--code.Config"},
+        "trust_remote_code": True,
+        "attn_implementation": "some/kernel",
+        "_attn_implementation": "some/kernel",
+        "experts_implementation": "some/kernel",
+        "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "kernel_config": {"RMSNorm": "some/kernel:Norm"},
+        "act_layer": "os.system",
+        "norm_layer": f"{path}:Norm",
+        "block_fn": "builtins.print",
+    }
+
+
+@pytest.mark.parametrize("library", ["timm", "clip", "torchrope"])
+def test_load_fetches_and_opens_nothing_that_a_file_names(
+    library: str, cases: dict[str, Case], watched: Watched, tmp_path: Path
+) -> None:
+    case, target = cases[library], tmp_path / "weights.pth"
+    torch.save(case.tensors, target)
+    (tmp_path / "config.json").write_text('{"architecture": "vit_tiny_patch16_224"}')
+    reaching = _reaching(watched.url, str(target))
+    mappings = [place for place in _places(case.header) if isinstance(_at(case.header, place), dict)]
+    strict = [place for place in mappings if place[-1] in ("recipe", "arguments", "swap")][:3]
+    loose = [place for place in mappings if str(place[-1]).endswith("config")]
+    texts = [place for place in _places(case.header) if isinstance(_at(case.header, place), str)]
+    headers = [case.changed((*place, name), value) for place in strict for name, value in reaching.items()]
+    headers += [case.changed(place, {**_at(case.header, place), **reaching}) for place in loose]
+    places = [f"{watched.url}/w.pth", str(target), "hf-hub:some/model", f"local-dir:{tmp_path}", "some/model"]
+    headers += [case.changed(place, value) for place in texts[:8] for value in places]
+    given = case.header["recipe"]["arguments"]
+    headers += [case.changed(ARGUMENTS, {**given, **more}) for more in _together(watched.url, str(target))]
+    own = case.write(tmp_path / "case")
+    del watched.opened[:]
+    for header in headers:
+        _loads(case.write(own, header))  # what builds nothing may be left out instead
+    assert watched.requests == []
+    assert watched.calls == []
+    assert not [file for file in watched.opened if str(tmp_path) in file and not file.endswith("case")]
+
+
+@pytest.mark.parametrize("library", ["timm", "torchrope"])
+def test_load_refuses_arguments_that_reach_out(library: str, cases: dict[str, Case], tmp_path: Path) -> None:
+    for name, value in _reaching("http://127.0.0.1:9", str(tmp_path)).items():
+        header = cases[library].changed(("recipe", "arguments", name), value)
+        _refused(cases[library].write(tmp_path / "case", header), rf"closed list .*, got '{name[:8]}|{name} of")
+
+
+# --------------------------------------------------------------------------------------------- sizes and their limits
+
+ENCODING = ("swap", "encodings", 0, "arguments")
+TOO_LARGE: list[tuple[str, Place, Any, str]] = [
+    ("timm", (*ARGUMENTS, "depth"), 10**9, r"depth .* must be a whole number from 0 to 64, .* got 1000000000"),
+    ("timm", (*ARGUMENTS, "embed_dim"), 10**9, r"embed_dim .* from 0 to 65536, .* got 1000000000"),
+    ("timm", (*ARGUMENTS, "img_size"), [10**9, 10**9], r"img_size .* from 1 to 16,777,216"),
+    ("timm", (*ARGUMENTS, "img_size"), [2**24, 2**24], "numbers in parameters"),
+    ("timm", (*ARGUMENTS, "img_size"), 6_400, "pos_embed of"),
+    ("timm", (*ARGUMENTS, "num_classes"), 10**9, "num_classes .* 65536"),
+    ("timm", (*ARGUMENTS, "depth"), 64, "encodings of its swap must be one, or 64 for the layers, got 2"),
+    ("timm", (*ARGUMENTS, "embed_dim"), 2**16, "of"),
+    ("timm", (*ARGUMENTS, "mlp_ratio"), 1e300, "timm refuses its settings"),
+    ("timm", (*ARGUMENTS, "mlp_ratio"), 1e308, "timm refuses its settings"),
+    ("timm", (*ARGUMENTS, "reg_tokens"), 10**9, "reg_tokens .* 65536"),
+    ("timm", (*ENCODING, "head_dim"), 10**9, "head_dim .* must be 16, got 1000000000"),
+    ("timm", (*ENCODING, "num_axes"), 10**9, "num_axes .* must be 2, got"),
+    ("timm", (*ENCODING, "num_heads"), 10**9, "num_heads .* must be 1 or 2, got"),
+    ("timm", (*ENCODING, "block_size"), 10**9, "block_size .* 65536"),
+    ("timm", (*ENCODING, "rotary_dim"), 60_000, "rotary_dim must be between 0 and head_dim = 16"),
+    ("swin", (*ARGUMENTS, "depths"), [10**9, 2], "depths .* add up to 67"),
+    ("swin", (*ARGUMENTS, "depths"), [40, 40], "depths .* add up to 67"),
+    ("swin", (*ARGUMENTS, "depths"), [1] * 17, "depths .* up to 16"),
+    ("swin", (*ARGUMENTS, "img_size"), [2**20, 2**20], "numbers in buffers"),
+    ("swin", (*ARGUMENTS, "window_size"), 10**9, "window_size .* 16,777,216"),
+    ("eva", (*ARGUMENTS, "img_size"), [2**18, 2**18], "numbers in buffers"),
+    ("eva", (*ARGUMENTS, "num_kv_heads"), 10**9, "num_kv_heads .* 65536"),
+    ("clip", ("recipe", "config", "vision_config", "num_hidden_layers"), 10**9, r"num_hidden_layers .* got 1000000000"),
+    ("clip", ("recipe", "config", "text_config", "vocab_size"), 10**9, r"vocab_size .* 65536"),
+    ("clip", ("recipe", "config", "text_config", "hidden_size"), 2**16, "of"),
+    ("clip", ("recipe", "config", "vision_config", "image_size"), 10**9, r"image_size .* 16,777,216"),
+    ("clip", ("recipe", "config", "vision_config", "image_size"), 2**24, "."),
+    (
+        "clip",
+        ("recipe", "config", "vision_config", "id2label"),
+        dict.fromkeys(map(str, range(70_000)), "a"),
+        "id2label",
+    ),
+    ("torchrope", (*ARGUMENTS, "depth"), 10**9, r"depth .* from 0 to 64, for 3\d tensors in the file, got 1000000000"),
+    ("torchrope", (*ARGUMENTS, "dim"), 10**9, r"dim .* from 0 to 65536, for tensors of up to 1000 in the file"),
+    ("torchrope", (*ARGUMENTS, "dim"), 2**16, "of"),
+    ("torchrope", (*ARGUMENTS, "input_size"), [10**9, 16], "16,777,216"),
+    ("torchrope", (*ARGUMENTS, "input_size"), [2**24, 2**24], "numbers in parameters"),
+    ("torchrope", (*ARGUMENTS, "input_size"), [16] * 9, "up to 8"),
+    ("torchrope", (*ARGUMENTS, "encoding"), "liere:99999999999", "divisible"),
+    ("torchrope", (*ARGUMENTS, "num_registers"), 2**16, "prefix_tokens of"),
+    ("own-swin", (*ARGUMENTS, "depths"), [64, 10**9], "depths .* add up to 67"),
+    ("own-swin", (*ARGUMENTS, "window_size"), [2**24, 2**24], "."),
+    ("own-swin", (*ARGUMENTS, "dim"), 10**9, "65536"),
+]
+
+
+@pytest.mark.parametrize(("library", "place", "value", "message"), TOO_LARGE)
+def test_load_refuses_sizes_that_its_tensors_do_not_explain(
+    library: str, place: Place, value: Any, message: str, cases: dict[str, Case], tmp_path: Path
+) -> None:
+    case = cases[library]
+    _refused(case.write(tmp_path / "case", case.changed(place, value)), message)
+
+
+def test_load_holds_encodings_against_the_layers_that_they_are_for(cases: dict[str, Case], tmp_path: Path) -> None:
+    swap = cases["timm"].header["swap"]
+    for count in (0, 3, 60, 10**4):
+        parts = {name: [swap[name][0]] * count for name in ("encodings", "lattices")}
+        header = {**cases["timm"].header, "swap": {**swap, **parts}}
+        _refused(cases["timm"].write(tmp_path / "case", header), rf"up to 64|for the layers, got {count}")
+
+
+def test_load_gives_a_file_no_more_than_its_bytes_by_empty_tensors(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases["torchrope"]
+    tensors = case.tensors | {"empty": torch.empty(0, 2**40)}
+    _refused(case.write(tmp_path / "case", case.changed((*ARGUMENTS, "dim"), 10**9), tensors), "65536")
+
+
+def test_load_spends_the_budget_of_its_own_thread_alone() -> None:
+    built: list[nn.Module] = []
+    thread = threading.Thread(target=lambda: built.append(nn.Linear(20_000, 20_000, device="meta")))
+    with budget({}):
+        thread.start()
+        thread.join()
+        with pytest.raises(ValueError, match="may take 268,435,456 numbers in parameters"):
+            nn.Linear(20_000, 20_000, device="meta")
+    assert len(built) == 1
+    assert nn.Linear(20_000, 20_000, device="meta").weight.numel() == 4 * 10**8
+
+
+# --------------------------------------------------------------------------------------------------- malformed headers
+
+
+def _without(*place: str | int) -> Callable[[Header], None]:
+    def change(header: Header) -> None:
+        del _at(header, place[:-1])[place[-1]]
+
+    return change
+
+
+def _with(value: Any, *place: str | int) -> Callable[[Header], None]:
+    def change(header: Header) -> None:
+        _at(header, place[:-1])[place[-1]] = value
+
+    return change
+
+
+TEXTS = {
+    "list": "[]",
+    "number": "5",
+    "string": '"settings"',
+    "null": "null",
+    "empty mapping": "{}",
+    "nothing": "",
+    "cut": '{"format": 1',
+    "deep lists": "[" * 100_000 + "]" * 100_000,
+    "deep mappings": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "name twice": '{"format": 1, "format": 1}',
+    "NaN": '{"format": NaN}',
+    "infinity": '{"format": -Infinity}',
+    "beyond floats": '{"format": 1e999}',
+    "beyond integers": '{"format": ' + "9" * 10_000 + "}",
+    "lone surrogate": '{"format": 1, "torchrope": "\\ud800", "library": "\\ud800"}',
+    "much": json.dumps({"format": 1, "torchrope": "a" * 2**24}),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_load_refuses_metadata_that_is_not_its_own(kind: str, cases: dict[str, Case], tmp_path: Path) -> None:
+    _refused(cases["torchrope"].write(tmp_path / "case", TEXTS[kind]), "its settings must")
+
+
+MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
+    *[("timm", _without(name), f"got no {name}|format None") for name in ("format", "torchrope", "library", "recipe")],
+    ("timm", _without("swap"), "got no swap"),
+    ("timm", _with(1, "more"), "got 'more'"),
+    ("timm", _with(2, "format"), "of format 1, got format 2"),
+    ("timm", _with(True, "format"), "of format 1, got format True"),
+    ("timm", _with(1.0, "format"), "of format 1, got format 1.0"),
+    ("timm", _with([], "torchrope"), r"torchrope of its settings must be text .*, got \[\]"),
+    ("timm", _with("other", "library"), "library of its settings must be 'timm' or 'transformers' or 'torchrope'"),
+    ("timm", _with(["timm"], "library"), "library of its settings must be"),
+    ("timm", _with([], "recipe"), r"its recipe must be settings by name, got \[\]"),
+    ("timm", _with(None, "recipe"), "its recipe must be settings by name, got None"),
+    ("timm", _without("recipe", "architecture"), "got no architecture"),
+    ("timm", _without("recipe", "arguments"), "got no arguments"),
+    ("timm", _with([1], *ARGUMENTS), "arguments of its recipe must be settings by name"),
+    ("timm", _with("no_such_model", "recipe", "architecture"), "one that timm has, got 'no_such_model'"),
+    ("timm", _with("hf-hub:timm/vit", "recipe", "architecture"), "architecture of its recipe must be a name"),
+    ("timm", _with("vit_tiny_patch16_224.augreg", "recipe", "architecture"), "must be a name"),
+    ("timm", _with({}, "recipe", "architecture"), "must be a name"),
+    ("timm", _with(1, *ARGUMENTS, "no_such_argument"), "closed list .*, got 'no_such_argument'"),
+    ("timm", _with(True, *ARGUMENTS, "num_classes"), "num_classes .* must be a whole number"),
+    ("timm", _with(2.0, *ARGUMENTS, "depth"), "depth .* must be a whole number"),
+    ("timm", _with("2", *ARGUMENTS, "depth"), "depth .* must be a whole number"),
+    ("timm", _with(-1, *ARGUMENTS, "depth"), "depth .* must be a whole number"),
+    ("timm", _with(0, *ARGUMENTS, "num_heads"), "timm refuses its settings: ZeroDivisionError"),
+    ("timm", _with(0, *ARGUMENTS, "patch_size"), "patch_size .* from 1"),
+    ("timm", _with("nonsense", *ARGUMENTS, "global_pool"), "timm refuses its settings: AssertionError"),
+    ("timm", _with("nonsense", *ARGUMENTS, "act_layer"), "timm refuses its settings: KeyError"),
+    ("timm", _with({"a": 1}, *ARGUMENTS, "qkv_bias"), "qkv_bias .* must be true or false"),
+    ("timm", _with(1.5, *ARGUMENTS, "drop_rate"), "drop_rate .* from 0 to 1"),
+    ("timm", _with(5, "swap"), "its swap must be settings by name, got 5"),
+    ("timm", _with("swap", "swap"), "its swap must be settings by name, got 'swap'"),
+    ("timm", _without("swap", "keep_ape"), "got no keep_ape"),
+    ("timm", _with(1, "swap", "keep_ape"), "keep_ape of its swap must be true or false, got 1"),
+    ("timm", _with(7, "swap", "encodings"), "encodings of its swap must be a list"),
+    ("timm", _with({}, "swap", "encodings"), "encodings of its swap must be a list"),
+    ("timm", _with(["LieRE"], "swap", "encodings"), "must be settings by name, got 'LieRE'"),
+    ("timm", _with([], "swap", "lattices"), "one for each encoding, got 0 for 2"),
+    ("timm", _with([1, 1], "swap", "lattices"), "must be settings by name, got 1"),
+    ("timm", _with([1.0] * 3, "swap", "lattices", 0, "origin"), "one number or 2"),
+    ("timm", _with("1", "swap", "lattices", 0, "spacing"), "spacing .* must be a number"),
+    ("timm", _with("NoSuchClass", "swap", "encodings", 0, "class"), "classes=.*, got a model with NoSuchClass"),
+    ("timm", _with("Encoding", "swap", "encodings", 0, "class"), "Encoding refuses its settings: TypeError"),
+    ("timm", _with("LearnedAPE", "swap", "encodings", 0, "class"), "classes="),
+    ("timm", _with("os.system", "swap", "encodings", 0, "class"), "class .* must be a name"),
+    ("timm", _with([], *ENCODING), "arguments .* must be settings by name"),
+    ("timm", _with("zeros", *ENCODING, "base"), "base .* must be a number"),
+    ("timm", _with(1, *ENCODING, "more"), "closed list .*, got 'more'"),
+    ("timm", _with(0.5, *ENCODING, "resting"), "LieRE refuses its settings: TypeError"),
+    ("timm", _with({"class": "ViT", "arguments": {}}, "recipe"), "its recipe must be"),
+    ("clip", _with("LlavaModel", "recipe", "class"), "know transformers' models of clip, .*, got LlavaModel"),
+    ("clip", _with("CLIPPreTrainedModel", "recipe", "class"), "."),
+    ("clip", _with("float8_e4m3fn", "recipe", "dtype"), "dtype of its recipe must be 'torch.float16'"),
+    ("clip", _with({"a": "float32"}, "recipe", "other_dtypes"), "other_dtypes of its recipe must be a mapping"),
+    ("clip", _with(5, "recipe", "attention"), "attention of its recipe must be text"),
+    ("clip", _with(1, "recipe", "arguments", "device"), "closed list .*, got 'device'"),
+    ("clip", _with([], "recipe", "config"), "config of its recipe must be settings by name"),
+    ("clip", _with("text", "recipe", "config", "text_config"), "text_config of its recipe must be settings by name"),
+    ("clip", _with("eval", "recipe", "config", "vision_config", "hidden_act"), "hidden_act .* must be 'gelu' or"),
+    ("clip", _with(3, "recipe", "config", "vision_config", "num_attention_heads"), "transformers refuses its settings"),
+    ("clip", _with(0, "recipe", "config", "vision_config", "num_attention_heads"), "transformers refuses its settings"),
+    ("clip", _with("x", "recipe", "config", "vision_config", "layer_norm_eps"), "layer_norm_eps .* must be a number"),
+    ("clip", _with({"0": 5}, "recipe", "config", "id2label"), "id2label .* must be a mapping"),
+    ("clip", _with({"a": "b"}, "recipe", "config", "id2label"), "id2label .* must be a mapping"),
+    ("torchrope", _with("Features", "recipe", "class"), "class of its recipe must be 'ViT' or 'Swin'"),
+    ("torchrope", _with("gelu", *ARGUMENTS, "activation"), "closed list .*, got 'activation'"),
+    ("torchrope", _without(*ARGUMENTS, "patch_size"), "torchrope refuses its settings: TypeError: .*patch_size"),
+    ("torchrope", _with("no such encoding", *ARGUMENTS, "encoding"), "encodings are none, axial"),
+    ("torchrope", _with("../liere", *ARGUMENTS, "encoding"), "must be the name of an encoding"),
+    ("torchrope", _with(3, *ARGUMENTS, "num_heads"), "dim must be divisible by num_heads = 3"),
+    (
+        "torchrope",
+        _with({"encodings": [], "keep_ape": True, "keep_rotation": True, "lattices": []}, "swap"),
+        "swap knows",
+    ),
+    ("own-swin", _with([1], *ARGUMENTS, "num_heads"), "one of each per stage"),
+    ("own-swin", _with([[2], 2], *ARGUMENTS, "depths"), "depths .* must be a list"),
+]
+
+
+@pytest.mark.parametrize(("library", "change", "message"), MALFORMED)
+def test_load_refuses_malformed_settings(
+    library: str, change: Callable[[Header], None], message: str, cases: dict[str, Case], tmp_path: Path
+) -> None:
+    header = copy.deepcopy(cases[library].header)
+    change(header)
+    _refused(cases[library].write(tmp_path / "case", header), message)
+
+
+def test_load_puts_encodings_into_no_model_that_has_some(cases: dict[str, Case], tmp_path: Path) -> None:
+    import torchrope.integrations.timm  # noqa: F401, it registers
+
+    small = dict(img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+    tr.save(timm.create_model("torchrope_vit_tiny_patch16_224", encoding="mixed", **small), tmp_path / "built")
+    with safe_open(tmp_path / "built", framework="pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        header = json.loads(opened.metadata()["torchrope"])
+    header["swap"] = cases["timm"].header["swap"]
+    _refused(Case(header, tensors).write(tmp_path / "case"), "built without encodings")
+
+
+# ---------------------------------------------------------------------------------------------------- wrong tensors
+
+TENSORS: list[tuple[dict[str, Any], str]] = [
+    ({"norm.bias": None}, r"got no norm\.bias$"),
+    ({"norm.bias": None, "norm.weight": None, "head.bias": None, "head.weight": None}, "; and 1 more$"),
+    ({"more": torch.ones(2)}, "got more, which it has not$"),
+    ({"norm.bias": torch.ones(31)}, r"got norm.bias of \(31,\) instead of \(32,\)$"),
+    ({"norm.bias": torch.ones(32, 1)}, r"got norm.bias of \(32, 1\) instead of \(32,\)$"),
+    ({"norm.bias": torch.ones(0)}, r"got norm.bias of \(0,\) instead of \(32,\)$"),
+    ({"norm.bias": torch.ones(32, dtype=torch.int64)}, "got norm.bias of torch.int64 instead of torch.float32$"),
+    ({"norm.bias": torch.ones(32, dtype=torch.bool)}, "norm.bias of torch.bool instead of"),
+    ({"norm.bias": torch.ones(32, dtype=torch.uint8)}, "norm.bias of torch.uint8 instead of"),
+    ({"norm.bias": torch.ones(32, dtype=torch.complex64)}, "norm.bias of C64 instead of torch.float32$"),
+    ({"norm.bias": torch.ones(32).to(torch.float8_e4m3fn)}, "norm.bias of F8_E4M3 instead of torch.float32$"),
+    ({"rotary.table0": torch.ones(1, 17, 31)}, r"rotary.table0 of \(1, 17, 31\) instead of \(1, 17, 32\)$"),
+    ({"rotary.table0": torch.ones(17, 32)}, r"rotary.table0 of \(17, 32\) instead of"),
+    ({"a\nb": torch.ones(2)}, r"names of tensors must be printable text .*, got 'a\\nb'$"),
+    ({"a" * 1000: torch.ones(2)}, "of up to 500 characters"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), TENSORS)
+def test_load_refuses_tensors_that_are_not_the_models(
+    change: dict[str, Tensor | None], message: str, cases: dict[str, Case], tmp_path: Path
+) -> None:
+    changed = {**cases["timm"].tensors, **change}
+    tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    _refused(cases["timm"].write(tmp_path / "case", tensors=tensors), message)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_load_takes_floats_of_any_precision(dtype: torch.dtype, cases: dict[str, Case], tmp_path: Path) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in cases["timm"].tensors.items()}
+    model = tr.load(cases["timm"].write(tmp_path / "case", tensors=tensors))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+# ----------------------------------------------------------------------------------------------------- other files
+
+
+def test_load_refuses_files_of_other_formats(cases: dict[str, Case], tmp_path: Path) -> None:
+    whole = cases["timm"].write(tmp_path / "whole").read_bytes()
+    huge = json.dumps({"a": {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 4]}}).encode()
+    contents = {
+        "empty": b"",
+        "text": b"hello",
+        "pickle": pickle.dumps({"torchrope": "{}"}),
+        "archive": b"PK\x03\x04" + bytes(100),
+        "cut": whole[:-100],
+        "longer": whole + b"more",
+        "header alone": whole[:1000],
+        "header of no end": (2**62).to_bytes(8, "little") + b"{}",
+        "sizes that overflow": len(huge).to_bytes(8, "little") + huge + bytes(4),
+        "header of a list": (2).to_bytes(8, "little") + b"[]",
+        "deep header": (10**6).to_bytes(8, "little") + b"[" * 10**6,
+    }
+    for name, content in contents.items():
+        (tmp_path / "case").write_bytes(content)
+        assert "case: " in _refused(tmp_path / "case"), name
+    (tmp_path / "folder").mkdir()
+    _refused(tmp_path / "folder", r"got .*torchrope\.safetensors")
+    _refused(tmp_path / "missing", "got .*missing")
+    os.mkfifo(tmp_path / "pipe")
+    _refused(tmp_path / "pipe", "got .*pipe: it must be a file")
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+def test_save_refuses_what_load_would(tmp_path: Path) -> None:
+    quantized = made("vit")
+    quantized.head.weight = nn.Parameter(quantized.head.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    odd = transformers.ViTModel(transformers.ViTConfig(**VISION, hidden_act="sqrtsoftplus"))
+    for model, message in (
+        (timm.create_model("resnet10t", stem_width=24), "closed list that a file may name, got 'stem_width'"),
+        (quantized, "head.weight of torch.float8_e4m3fn instead of"),
+        (odd, "hidden_act .* got 'sqrtsoftplus'"),
+        (made("vit", init_values=float("nan")), "must hold finite numbers, got 'NaN'"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            tr.save(model, tmp_path / "case")
+        assert len(str(caught.value).splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        (
+            "vit_tiny_patch16_224",
+            dict(
+                global_pool="map", qk_norm=True, act_layer="relu", norm_layer="rmsnorm", reg_tokens=2, pos_embed="none"
+            ),
+        ),
+        ("vit_tiny_patch16_224", dict(init_values=1e-5, drop_path_rate=0.1, patch_drop_rate=0.2, in_chans=1)),
+        ("eva02_tiny_patch14_224", dict(img_size=56, rope_type="mixed", swiglu_mlp=True, num_reg_tokens=1)),
+        ("vit_small_patch16_dinov3", dict(qkv_bias=False, rope_temperature=50.0)),
+    ],
+)
+def test_load_gives_back_what_these_arguments_build(
+    architecture: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = timm.create_model(
+        architecture, **{**dict(img_size=64, embed_dim=48, depth=2, num_heads=3, num_classes=5), **settings}
+    ).eval()
+    tr.save(model, tmp_path)
+    image = torch.randn(1, model.in_chans, *model.patch_embed.img_size)
+    with torch.no_grad():
+        assert torch.equal(tr.load(tmp_path)(image), model(image))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [("resnet10t", {}), ("convnext_atto", dict(drop_path_rate=0.1)), ("resnet10t", dict(features_only=True))],
+)
+def test_load_gives_back_other_models_of_timm(architecture: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = timm.create_model(architecture, **settings).eval()
+    tr.save(model, tmp_path)
+    again = tr.load(tmp_path)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_load_gives_back_a_configuration_with_settings_of_earlier_versions(tmp_path: Path) -> None:
+    earlier = dict(torchscript=False, add_cross_attention=False, top_k=50, pruned_heads={}, use_bfloat16=False)
+    config = transformers.ViTConfig(**VISION, **earlier, layer_norm_eps=1e-3, num_labels=3)
+    config.name_or_path = "google/vit-base-patch16-224"
+    model = transformers.ViTForImageClassification(config).eval()
+    tr.save(model, tmp_path)
+    again: Any = tr.load(tmp_path)
+    image = torch.randn(1, 3, 32, 32)
+    assert torch.equal(again(image).logits, model(image).logits)
+    assert again.config.id2label == config.id2label
+    assert again.config.name_or_path == ""
+
+
+def test_save_refuses_a_configuration_that_would_lose_a_setting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from torchrope.integrations import transformers as ours
+
+    monkeypatch.delitem(ours._CONFIG, "layer_norm_eps")  # as one that a later version of transformers brings
+    tr.save(transformers.ViTModel(transformers.ViTConfig(**VISION)), tmp_path / "default")
+    model = transformers.ViTModel(transformers.ViTConfig(**VISION, layer_norm_eps=1e-3))
+    with pytest.raises(ValueError, match=r"got a ViTConfig with layer_norm_eps = 0\.001$"):
+        tr.save(model, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+class Weighted(tr.MixedRoPE):
+    """An encoding of somebody's own, with an argument of its own."""
+
+    def __init__(self, *, weights: dict[str, Any], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.weights = weights
+
+
+def test_load_holds_encodings_of_ones_own_against_their_layers(tmp_path: Path) -> None:
+    build: Any = partial(Weighted, weights={"a": [1, {"b": None}]})
+    tr.save(tr.swap(made("vit"), build), tmp_path / "whole")
+    with safe_open(tmp_path / "whole", framework="pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        case = Case(json.loads(opened.metadata()["torchrope"]), tensors)
+    again: Any = tr.load(tmp_path / "whole", classes=[Weighted])
+    assert again.rotary.encodings[1].weights == {"a": (1, {"b": None})}
+    for name, value in (("head_dim", 10**9), ("num_axes", 10**9), ("num_heads", 7), ("more", 1)):
+        case.write(tmp_path / "case", case.changed((*ENCODING, name), value))
+        with pytest.raises(ValueError, match=name) as caught, _little():
+            tr.load(tmp_path / "case", classes=[Weighted])
+        assert len(str(caught.value).splitlines()) == 1
+
+
+# -------------------------------------------------------------------------------------------------- changed at random
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 3, 64, 65_536, 2**24, 10**9, -(10**9), 2**62, 0.5, -2.0, 1e308, "", "x", "../x"),
+    *("relu", "liere:4", "9" * 50, [], [1], [2, 2], [10**9] * 2, [2**16] * 16, ["a"], [[1]], {}, {"a": 1}),
+]
+
+
+def _changed_at_random(header: Header, draw: random.Random) -> Header:
+    header = copy.deepcopy(header)
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        places = list(_places(header))
+        place = draw.choice(places)
+        parent, key = _at(header, place[:-1]), place[-1]
+        chance = draw.random()
+        if chance < 0.7:
+            number = type(parent[key]) is int and draw.random() < 0.5
+            factor = draw.choice([-1, 2, 10, 10**3, 10**6])
+            parent[key] = parent[key] * factor + 1 if number else copy.deepcopy(draw.choice(VALUES))
+        elif chance < 0.8:
+            del parent[key]
+        elif chance < 0.9:
+            parent[key] = copy.deepcopy(_at(header, draw.choice(places)))
+        elif isinstance(parent, dict):
+            parent[f"{key}x"] = parent.pop(key)
+        else:
+            parent.append(copy.deepcopy(parent[key]))
+    return header
+
+
+@pytest.mark.filterwarnings("ignore")  # of libraries, about what they then build or refuse
+@pytest.mark.parametrize("library", MODELS)
+def test_load_refuses_random_changes_in_one_line_or_loads(library: str, cases: dict[str, Case], tmp_path: Path) -> None:
+    draw = random.Random(library)
+    for _ in range(40):
+        header = _changed_at_random(cases[library].header, draw)
+        _loads(cases[library].write(tmp_path / "case", header))

@@ -1,0 +1,190 @@
+"""Backbones that start with other models: equal maps at the training size and beyond, a line for what does not fit."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from published import randomised, saved
+from torch import Tensor, nn
+
+import torchrope as tr
+from torchrope.models import Features
+
+SIZES = [(64, 64), (96, 128), (80, 50)]  # of training, and beyond
+vit = partial(tr.ViT, patch_size=8, dim=32, depth=4, num_heads=2)
+
+
+def _drawn(model: nn.Module) -> Any:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def _agree(features: Features, expected: Callable[[Tensor], list[Tensor]], sizes: list[tuple[int, int]]) -> None:
+    features.eval()
+    for size in sizes:
+        x = torch.randn(1, 3, *size)
+        with torch.no_grad():
+            for map, theirs in zip(features(x), expected(x), strict=True):
+                assert (map - theirs).abs().max() < 1e-4 * max(1, theirs.abs().max()), size
+
+
+@pytest.mark.parametrize("encoding", ["mixed", "liere:8", "comrope-ap:4", "axial", "learned+mixed", "bias", "none"])
+@pytest.mark.parametrize("side", [64, 128])
+def test_a_backbone_of_any_lattice_computes_what_the_model_does(encoding: str, side: int) -> None:
+    """The spacing of positions is that of training; a table is resampled, so there lattices are the same."""
+    trained = _drawn(vit((64, 64), encoding=encoding, num_registers=1))
+    backbone = Features(vit((side, side), encoding=encoding, num_registers=1, drop_path=0.1), indices=(1, 3))
+    tr.load_backbone(backbone, trained)
+    if encoding in ("learned+mixed", "bias") and side != 64:
+        x = torch.randn(1, 3, side, side)
+        for map, theirs in zip(backbone.eval()(x), trained.feature_maps(x, [1, 3], norm=False), strict=True):
+            assert torch.allclose(map, theirs, atol=1e-4)  # both are resampled once
+        return
+    _agree(backbone, lambda x: trained.feature_maps(x, [1, 3], norm=False), [(64, 64), (96, 128), (40, 64)])
+
+
+def test_class_token_and_registers_stay_behind_where_windows_attend() -> None:
+    trained = _drawn(vit((64, 64), encoding="liere:8", num_registers=2))
+    backbone = Features(vit((64, 64), encoding="liere:8"), pyramid=True, window_size=4, global_layers=(4,))
+    tr.load_backbone(backbone, trained)
+    trained.drop_prefix()
+    x = torch.randn(1, 3, 96, 96)
+    expected = trained.feature_maps(x, [-1], norm=False, window_size=4, global_layers=(4,))
+    assert torch.equal(
+        backbone.eval().model.feature_maps(x, [-1], norm=False, window_size=4, global_layers=(4,))[0], expected[0]
+    )
+
+
+@pytest.mark.parametrize("encoding", ["bias", "bias+liere:4", "mixed"])
+@pytest.mark.parametrize("window", [4, 8])
+def test_a_swin_takes_other_windows(encoding: str, window: int) -> None:
+    swin = partial(tr.Swin, patch_size=2, dim=16, depths=(2, 2), num_heads=(1, 2), encoding=encoding)
+    trained = _drawn(swin((64, 64), window_size=4))
+    backbone = Features(swin((64, 64), window_size=window))
+    tr.load_backbone(backbone, trained)
+    for stage, own in zip(backbone.model.stages, trained.stages, strict=True):
+        assert (stage.spacing, stage.origin) == (own.spacing, own.origin)
+
+    def expected(x: Tensor) -> list[Tensor]:
+        stages = trained.feature_maps(x, window_size=window)
+        return [norm(stage) for norm, stage in zip(backbone.norms, stages, strict=True)]
+
+    _agree(backbone, expected, [(64, 64), (128, 64)])  # windows of 8 fill lattices of 32 and 16
+
+
+small = dict(img_size=64, embed_dim=48, depth=3, num_heads=2, num_classes=5, dynamic_img_size=True)
+TIMM: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit_small_patch16_224": ("learned", {}),
+    "deit3_small_patch16_224": ("learned", dict(layer_scale=1.0)),
+    "vit_small_patch16_rope_224": ("axial", dict(layer_scale=1.0)),
+    "vit_small_patch16_rope_ape_224": ("learned+axial", dict(layer_scale=1.0)),
+    "vit_small_patch16_rope_mixed_224": ("mixed", dict(layer_scale=1.0)),
+}
+
+
+@pytest.mark.parametrize("name", TIMM)
+@pytest.mark.parametrize("as_file", [False, True])
+def test_timms_vits_give_the_maps_of_their_features_only(name: str, as_file: bool, tmp_path: Path) -> None:
+    theirs = randomised(timm.create_model(name, **small))
+    encoding, more = TIMM[name]
+    backbone = Features(
+        tr.ViT((64, 64), patch_size=16, dim=48, depth=3, num_heads=2, encoding=encoding, **more), indices=(1, 2, 3)
+    )
+    options = {} if "rope_ape" not in name or not as_file else dict(encoding="axial")
+    if as_file:
+        tr.load_backbone(backbone, saved(theirs.state_dict(), tmp_path), num_heads=2, **options)
+    else:
+        tr.load_backbone(backbone, theirs)
+    getter = timm.create_model(name, features_only=True, out_indices=(0, 1, 2), **small).eval()
+    getter.model.load_state_dict(theirs.state_dict(), strict=False)
+    assert backbone.feature_info.channels() == getter.feature_info.channels()
+    assert backbone.feature_info.reduction() == getter.feature_info.reduction()
+    _agree(backbone, getter, [(64, 64), (96, 128)])
+
+
+def test_timms_swins_give_the_maps_of_their_features_only_behind_our_norms() -> None:
+    shape = dict(img_size=64, embed_dim=32, depths=(2, 2), num_heads=(1, 2), window_size=4)
+    theirs = randomised(timm.create_model("swin_tiny_patch4_window7_224", strict_img_size=False, **shape), spread=0.1)
+    backbone = Features(tr.Swin((64, 64), patch_size=4, dim=32, depths=(2, 2), num_heads=(1, 2), window_size=4))
+    tr.load_backbone(backbone, theirs)
+
+    def expected(x: Tensor) -> list[Tensor]:
+        stages = theirs.forward_intermediates(x, intermediates_only=True)
+        return [norm(stage) for norm, stage in zip(backbone.norms, stages, strict=True)]
+
+    _agree(backbone, expected, [(64, 64), (96, 128)])
+
+
+def test_a_model_that_was_saved_is_a_backbone(tmp_path: Path) -> None:
+    trained = _drawn(vit((64, 64), encoding="mixed"))
+    tr.save(trained, tmp_path)
+    backbone = Features(vit((64, 64), encoding="mixed"))
+    tr.load_backbone(backbone, tmp_path)
+    _agree(backbone, lambda x: trained.feature_maps(x, [1, 2, 3, 4], norm=False), SIZES[:2])
+
+
+one = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            lambda: tr.ViT((64, 64), **one | {"encoding": "axial"}),
+            "encodings.0: AxialRoPE instead of MixedRoPE; .*1 more",
+        ),
+        (lambda: tr.ViT((64, 64), **one | {"encoding": "liere:8"}), "encodings.0: LieRE instead of MixedRoPE"),
+        (lambda: tr.ViT((64, 64), **one | {"num_heads": 4}), "layers.0.attention: 4 heads instead of 2 heads"),
+        (lambda: tr.ViT((64, 64), **one | {"dim": 64}), r"prefix_tokens: \(1, 64\) instead of \(1, 32\); embed.proj"),
+        (lambda: tr.ViT((64, 64), **one | {"depth": 3}), "encodings.3: nothing instead of MixedRoPE"),
+        (
+            lambda: tr.ViT((64, 64), **one | {"patch_size": 4}),
+            r"embed: patches of \(4, 4\) instead of \(8, 8\)|\(4, 4\)",
+        ),
+        (lambda: tr.ViT((64, 64), **one, norm_eps=1e-5), "layers.0.norm1: eps 1e-05 instead of eps 1e-06"),
+        (lambda: tr.ViT((64, 64), **one, layer_scale=1e-4), "layers.0.scale1: LayerScale instead of Identity"),
+        (lambda: tr.ViT((64, 64), **one, activation=nn.ReLU), "layers.0.mlp.1: ReLU instead of GELU"),
+        (lambda: tr.ViT((64, 64), **one, num_registers=2), r"prefix_tokens: \(3, 32\) instead of \(1, 32\)"),
+        (lambda: tr.ViT((64, 64), **one, absolute=tr.SinusoidalAPE), "absolute: SinusoidalAPE instead of nothing"),
+        (lambda: tr.ViT((64, 64), **one, bias=tr.RelativePositionBias), "biases.0.table: .* instead of nothing"),
+        (lambda: tr.ViT((64, 64), **one, positions=tr.patch_centers), "positions: others on the same lattice"),
+        (lambda: tr.Swin((64, 64), dim=32, depths=(2,), num_heads=(2,)), "got a Swin for a ViT"),
+        (lambda: timm.create_model("resnet10t"), "load_published knows checkpoints of"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_line(source: Callable[[], nn.Module], message: str) -> None:
+    backbone = Features(tr.ViT((64, 64), **one))
+    before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as caught:
+        tr.load_backbone(backbone, source())
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
+
+
+@pytest.mark.parametrize("encoding", ["axial", "mixed", "bias", "none"])
+def test_what_layers_share_each_may_have_but_not_the_other_way_round(encoding: str) -> None:
+    shares, own = (_drawn(vit((64, 64), encoding=encoding, share_layers=share)) for share in (True, False))
+    backbone = Features(vit((64, 64), encoding=encoding))
+    tr.load_backbone(backbone, shares)
+    _agree(backbone, lambda x: shares.feature_maps(x, [1, 2, 3, 4], norm=False), SIZES[:2])
+    if encoding in ("mixed", "bias"):
+        with pytest.raises(ValueError, match=r"(encodings|biases)\.1\.(frequencies|table): .* instead of nothing"):
+            tr.load_backbone(Features(vit((64, 64), encoding=encoding, share_layers=True)), own)
+
+
+def test_fixed_frequencies_come_along() -> None:
+    trained = _drawn(vit((64, 64), encoding=partial(tr.AxialRoPE, base=50.0)))
+    backbone = Features(vit((64, 64), encoding="axial"))
+    tr.load_backbone(backbone, trained)
+    _agree(backbone, lambda x: trained.feature_maps(x, [1, 2, 3, 4], norm=False), SIZES[:2])
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.pth"):
+        tr.load_backbone(Features(tr.ViT((64, 64), **one)), tmp_path / "none.pth")

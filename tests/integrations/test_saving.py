@@ -1,0 +1,163 @@
+"""A model in one file: what comes back, what is refused, and that nothing else runs."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from swapped import MODELS, awake, images, made
+from torch import nn
+
+import torchrope as tr
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "vit_parallel"])
+def test_a_swapped_model_comes_back(name: str, keep: bool, tmp_path: Path) -> None:
+    model = made(name).eval()
+    x = images(model)
+    expected = model(x)
+    awake(tr.swap(model, "liere:4", keep_ape=keep))
+    tr.save(model, tmp_path / "model.safetensors")
+    again: Any = tr.load(tmp_path / "model.safetensors")
+    assert type(again) is type(model)
+    assert not again.training
+    assert torch.equal(again(x), model(x))
+    assert again.rotary.lattices == model.rotary.lattices
+    assert torch.equal(tr.unswap(again)(x), expected)
+
+
+def test_what_was_chosen_at_the_swap_is_kept(tmp_path: Path) -> None:
+    encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16, rotary_dim=8, shared_heads=True)
+    model = tr.swap(made("vit", drop_path_rate=0.2), encoding, spacing=0.25, origin=(1.0, 2.0))
+    model.set_input_size((32, 96))
+    tr.save(model, tmp_path)
+    again: Any = tr.load(tmp_path)
+    x = torch.randn(2, 3, 32, 96)
+    assert torch.equal(again(x), model.eval()(x))
+    assert repr(again.rotary.encodings) == repr(model.rotary.encodings)
+    assert again.blocks[1].drop_path1.drop_prob == pytest.approx(0.2)
+
+
+def test_a_table_put_aside_at_another_size(tmp_path: Path) -> None:
+    model = tr.swap(made("vit"), "mixed", keep_ape=False).eval()
+    model.set_input_size((32, 64))
+    tr.save(model, tmp_path)
+    x = torch.randn(1, 3, 32, 64)
+    assert torch.equal(tr.load(tmp_path)(x), model(x))
+
+
+def test_plain_registered_and_feature_models(tmp_path: Path) -> None:
+    import torchrope.integrations.timm  # noqa: F401, it registers
+
+    small = dict(img_size=64, embed_dim=32, depth=3, num_heads=2)
+    x = torch.randn(1, 3, 64, 64)
+    for model in (
+        made("vit"),
+        timm.create_model("torchrope_vit_tiny_patch16_224", encoding="liere", block_size=4, **small),
+        timm.create_model("torchrope_vit_tiny_patch16_224", features_only=True, out_indices=(0, 1), **small),
+    ):
+        tr.save(model, tmp_path)
+        expected, came = model.eval()(x), tr.load(tmp_path)(x)
+        pairs = zip(expected, came, strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        partial(tr.ViT, (16, 16), patch_size=4, dim=32, depth=2, num_heads=2, encoding="learned+liere:4", pool="mean"),
+        partial(tr.ViT, (4, 8, 8), patch_size=(2, 4, 4), dim=32, depth=2, num_heads=2, encoding="string:8"),
+        partial(tr.Swin, (32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding="bias+mixed"),
+    ],
+)
+def test_models_of_our_own_come_back(model: Any, tmp_path: Path) -> None:
+    built = model(num_classes=5).eval()
+    tr.save(built, tmp_path)
+    again = tr.load(tmp_path)
+    x = torch.randn(2, 3, *built.arguments["input_size"])
+    assert torch.equal(again(x), built(x))
+    with pytest.raises(ValueError, match="settings as JSON"):
+        tr.save(model(encoding=tr.MixedRoPE), tmp_path / "other")
+
+
+def test_tensors_come_back_in_their_dtypes(tmp_path: Path) -> None:
+    model = tr.swap(made("vit").bfloat16(), "liere", init="paper").eval()
+    tr.save(model, tmp_path)
+    again = tr.load(tmp_path)
+    x = images(model).bfloat16()
+    assert torch.equal(again(x), model(x))
+    assert {name: p.dtype for name, p in again.named_parameters()} == {n: p.dtype for n, p in model.named_parameters()}
+    assert all(p.requires_grad for p in again.parameters())
+
+
+class Isotropic(tr.MixedRoPE):
+    pass
+
+
+def test_encodings_of_ones_own_are_given_by_hand(tmp_path: Path) -> None:
+    model = tr.swap(made("vit"), Isotropic, init="paper").eval()
+    tr.save(model, tmp_path)
+    x = images(model)
+    with pytest.raises(ValueError, match=r"given as classes=\[\.\.\.\], got a model with Isotropic"):
+        tr.load(tmp_path)
+    assert torch.equal(tr.load(tmp_path, classes=[Isotropic])(x), model(x))
+
+
+def test_the_file_is_plain_data(tmp_path: Path) -> None:
+    tr.save(tr.swap(made("vit"), "liere:4"), tmp_path / "m")
+    with safe_open(tmp_path / "m", framework="pt") as opened:
+        head = json.loads(opened.metadata()["torchrope"])
+    assert head["recipe"]["architecture"] == "vit_tiny_patch16_224"
+    assert head["swap"]["encodings"][0]["class"] == "LieRE"
+
+
+def changed() -> nn.Module:
+    model = made("vit")
+    model.head = nn.Sequential(nn.Linear(32, 5), nn.ReLU())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (partial(nn.Linear, 2, 2), "save rebuilds models of timm, transformers, torchrope, got Linear"),
+        (changed, "got head: .*Sequential.* instead of .*Linear"),
+        (partial(made, "vit", act_layer=nn.ReLU), "settings as JSON, got a model built with another"),
+        (partial(timm.models.VisionTransformer, img_size=32, embed_dim=32, depth=1, num_heads=2), "made otherwise"),
+    ],
+)
+def test_what_cannot_be_rebuilt_is_refused_before_anything_is_written(model: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        tr.save(model(), tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_no_models(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    tr.save(made("vit"), whole)
+    (tmp_path / "cut").write_bytes(whole.read_bytes()[:-100])
+    (tmp_path / "text").write_text("hello")
+    for name in ("cut", "text", "missing"):
+        with pytest.raises(ValueError, match=f"load needs a file that torchrope.save wrote, got .*{name}"):
+            tr.load(tmp_path / name)
+
+
+def test_tensors_must_fit(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tr.save(made("vit"), tmp_path / "m")
+    with safe_open(tmp_path / "m", framework="pt") as opened:
+        head = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    del tensors["norm.bias"]
+    save_file(tensors, tmp_path / "less", metadata=head)
+    with pytest.raises(ValueError, match=r"got no norm\.bias$"):
+        tr.load(tmp_path / "less")
+    save_file(tensors, tmp_path / "other")
+    with pytest.raises(ValueError, match="none of its settings"):
+        tr.load(tmp_path / "other")

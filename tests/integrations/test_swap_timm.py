@@ -1,0 +1,362 @@
+"""Encodings in timm's models: the outputs of before, everything that timm does with a model, and the way back."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from swapped import MODELS, SMALL, SWIN, awake, drawn, images, made
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+import torchrope as tr
+
+ENCODINGS = ["mixed", "liere", "comrope-ap:4", "comrope-ld:4", "string:8"]
+
+
+def without_rotation(model: Any) -> Any:
+    """What a model computes whose own rotation is taken out."""
+    plain = copy.deepcopy(model)
+    if getattr(plain, "rope", None) is not None:
+        plain.rope = None
+    return plain
+
+
+@pytest.mark.parametrize("name_of_encoding", ENCODINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_zero_generators_keep_outputs_bit_for_bit(name: str, name_of_encoding: str) -> None:
+    model = made(name)
+    plain = without_rotation(model)
+    names, x = set(model.state_dict()), images(model)
+    tr.swap(model, name_of_encoding)
+    for training in (False, True):
+        assert torch.equal(drawn(model.train(training), x), drawn(plain.train(training), x))
+    model(x).square().sum().backward()
+    for encoding in model.rotary.encodings:
+        assert any(p.grad.abs().max() > 0 for p in encoding.parameters() if p.grad is not None)
+    assert {key for key in model.state_dict() if not key.startswith("rotary.")} == names - {"rope.freqs"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unswap_gives_the_model_back(name: str) -> None:
+    model = made(name).eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    learns = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
+    x = images(model)
+    expected = model(x)
+    awake(tr.swap(model, "liere", keep_ape=False))
+    assert not torch.equal(model(x), expected)
+    tr.unswap(model)
+    assert torch.equal(model(x), expected)
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert learns == {key: parameter.requires_grad for key, parameter in model.named_parameters()}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["vit", "rope_mixed_ape", "swin"])
+def test_copies_live_on_their_own(name: str) -> None:
+    model = awake(tr.swap(made(name), "liere", block_size=8)).eval()
+    x = images(model)
+    expected = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+        awake(twin)
+        assert not torch.allclose(twin(x), expected, atol=1e-4)
+        tr.unswap(twin)
+        assert torch.equal(model(x), expected)
+
+
+def attention_in_float64(attention: Any, x: Tensor, encoding: tr.Encoding, positions: Tensor) -> Tensor:
+    """softmax(q^T R^T R' k / sqrt d) v with dense matrices, from the weights of a timm attention layer."""
+    projected = nn.functional.linear(x, attention.qkv.weight, attention.qkv.bias)  # a layer called would rotate
+    heads = projected.unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = heads.unbind(0)
+    exponents = torch.einsum("na,ahbij->hnbij", positions.to(x.dtype), encoding.generators().to(x.dtype))
+    blocks = torch.linalg.matrix_exp(exponents.contiguous())  # (heads, tokens, blocks, b, b)
+    q, k = (
+        torch.einsum("hnbij,shnbj->shnbi", blocks, y.unflatten(-1, (blocks.shape[2], -1))).flatten(-2) for y in (q, k)
+    )
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    return attention.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("encoding", ["mixed", "liere:4", "comrope-ld:4"])
+def test_a_swapped_layer_is_rotary_attention(encoding: str) -> None:
+    model = tr.swap(made("vit", dynamic_img_size=True), encoding, init="paper").eval().double()
+    seen: dict[str, Tensor] = {}
+    layer = model.blocks[0].attn
+    layer.register_forward_hook(lambda module, args, output: seen.update(x=args[0], y=output))
+    model(images(model, by=(0.5, 1.5)).double())
+    rotary = model.rotary
+    positions = tr.prefix(tr.grid(2, 6, **rotary.lattices[0], dtype=torch.float64), 1)
+    truth = attention_in_float64(layer, seen["x"], rotary.encodings[0], positions)
+    assert torch.allclose(seen["y"], truth, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["rope_mixed_ape", "rope_axial"])
+def test_frequencies_of_a_rope_vit_move_into_an_encoding(name: str) -> None:
+    """Replacing timm's own rotation by the same rotation changes nothing: signs, axes and pairs agree."""
+    model = made(name, dynamic_img_size=True).eval()
+    x = images(model, by=(0.5, 1.5))
+    expected = model(x)
+    rope = copy.deepcopy(model.rope)
+    encodings = iter([taken_over(rope, layer) for layer in range(2)])
+    tr.swap(model, lambda **head: next(encodings))
+    assert torch.allclose(model(x), expected, atol=1e-5)
+
+
+def taken_over(rope: Any, layer: int) -> tr.Encoding:
+    if hasattr(rope, "freqs"):
+        columns, rows = rope.freqs[:, layer]  # timm's x is the column
+        encoding: tr.Encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
+        frequencies = torch.stack([rows, columns])  # (axes, heads, pairs)
+    else:
+        ladder = 100.0 ** (-torch.arange(4) / 4)
+        still = torch.zeros(4)
+        encoding = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=16)
+        frequencies = torch.stack([torch.cat([still, ladder]), torch.cat([ladder, still])]).unsqueeze(1)
+    encoding.set_generators(torch.stack([torch.stack([0 * frequencies, -frequencies], -1),
+                                         torch.stack([frequencies, 0 * frequencies], -1)], -2))  # fmt: skip
+    return encoding
+
+
+def test_a_rotation_of_the_models_own_may_stay_beside() -> None:
+    model = made("rope_mixed_ape").eval()
+    x = images(model)
+    expected = model(x)
+    tr.swap(model, "liere", keep_rotation=True)
+    assert torch.equal(model(x), expected)
+    assert "rope.freqs" in model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["vit", "eva02", "rope_mixed_ape"])
+def test_other_input_sizes(name: str) -> None:
+    """Rectangles and larger images, drawn at once or set beforehand."""
+    model = awake(tr.swap(made(name, dynamic_img_size=True), "mixed")).eval()
+    wide = images(model, by=(0.5, 2))
+    assert model(wide).shape == (2, 5)
+    expected = model(wide)
+    model.set_input_size(tuple(wide.shape[2:]))
+    assert torch.allclose(model(wide), expected, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:timm")
+def test_swin_at_another_input_and_window() -> None:
+    model = awake(tr.swap(made("swin"), "mixed", keep_ape=False)).eval()
+    lattice = model.rotary.lattices[0]
+    model.set_input_size((112, 84), window_size=(8, 7))
+    assert model(torch.randn(1, 3, 112, 84)).shape == (1, 5)
+    assert model.rotary.lattices[0] == lattice  # the spacing is that of the training size
+
+
+def test_windows_are_rotated_by_their_own_lattice() -> None:
+    """A Swin of one window attends like a ViT layer does over that lattice."""
+    model = tr.swap(made("swin", window_size=14), "liere:4", init="paper", keep_ape=False).eval().double()
+    seen: dict[str, Tensor] = {}
+    layer = model.layers[0].blocks[0].attn
+    layer.register_forward_hook(lambda module, args, output: seen.update(x=args[0], y=output))
+    model(images(model).double())
+    rotary = model.rotary
+    positions = tr.grid(14, 14, **rotary.lattices[0], dtype=torch.float64)
+    truth = attention_in_float64(layer, seen["x"], rotary.encodings[0], positions)
+    assert seen["y"].shape == (2, 196, 32)
+    assert torch.allclose(seen["y"], truth, atol=1e-5)  # positions are float32
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", ["vit", "rope_mixed_ape"])
+def test_checkpointing_finds_the_places_of_its_own_forward(name: str, shared: bool) -> None:
+    """Two forwards of as many tokens elsewhere, then one backward, which computes both anew."""
+    encoding: Any = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=4) if shared else "liere:4"
+    model = tr.swap(made(name, dynamic_img_size=True), encoding, init="paper").train()
+    x, y = images(model), images(model, by=(0.5, 2))
+
+    def gradients(checkpointing: bool) -> list[Tensor]:
+        model.zero_grad()
+        model.set_grad_checkpointing(checkpointing)
+        (model(x).square().sum() + model(y).square().sum()).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    for plain, recomputed in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("name", ["vit", "eva02"])
+def test_tokens_left_by_patch_dropout_keep_their_places(name: str) -> None:
+    model = made(name, patch_drop_rate=0.5).train()
+    plain = without_rotation(model)
+    x = images(model)
+    tr.swap(model, "liere", block_size=4)
+    assert torch.equal(drawn(model, x), drawn(plain, x))
+    awake(model)
+    seen = {}
+    model.blocks[0].attn.q_norm.register_forward_hook(
+        lambda module, args, output: seen.update(before=args[0], after=output)
+    )
+    drawn(model, x)
+    norms = [seen[key].norm(dim=-1) for key in ("before", "after")]
+    assert torch.allclose(*norms, atol=1e-5)
+    assert not torch.allclose(seen["before"], seen["after"], atol=1e-3)
+    tr.unswap(model)
+    assert torch.equal(drawn(model, x), drawn(made_again(plain, model), x))
+
+
+def made_again(plain: Any, model: Any) -> Any:
+    """The model before its swap: plain, with the rotation that it had."""
+    if getattr(model, "rope", None) is not None:
+        plain.rope = model.rope
+    return plain
+
+
+def test_patch_dropout_gathers_positions() -> None:
+    """Patches that are left turn as they do in the whole image."""
+    model = awake(tr.swap(made("vit", patch_drop_rate=0.5), "mixed")).train()
+    turned: list[tuple[Tensor, Tensor]] = []
+    norm = model.blocks[0].attn.q_norm
+    kept: list[Tensor] = []
+    model.patch_drop.register_forward_hook(lambda module, args, output: kept.append(output))
+    norm.register_forward_hook(lambda module, args, output: turned.append((args[0], output)))
+    before = model.patch_drop.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    drawn(model, images(model, batch=3))
+    before.remove()
+    whole, left = kept[0], kept[1]
+    assert left.shape[1] < whole.shape[1]
+    index = (whole.unsqueeze(1) == left.unsqueeze(2)).all(-1).int().argmax(-1)  # (batch, tokens left)
+    q, turned_q = turned[0]
+    positions = tr.prefix(tr.grid(4, 4), 1)[index]
+    expected, _ = tr.rotate(q, q, model.rotary.encodings[0](positions))
+    assert torch.allclose(turned_q, expected, atol=1e-5)
+
+
+def test_one_encoding_is_shared_and_computed_once() -> None:
+    encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=8)
+    calls: list[Any] = []
+    encoding.register_forward_hook(lambda *seen: calls.append(seen))
+    model = tr.swap(made("vit"), encoding)
+    model(images(model))
+    assert len(calls) == 1
+    assert sum(p.numel() for p in model.rotary.parameters()) == sum(p.numel() for p in encoding.parameters())
+
+
+@pytest.mark.parametrize("encoding", ["mixed", "liere:4"])
+@pytest.mark.parametrize("name", ["vit", "rope_mixed_ape", "swin"])
+def test_compiles_into_one_graph(name: str, encoding: str) -> None:
+    model = awake(tr.swap(made(name), encoding)).eval()
+    x = images(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x), model(x), atol=1e-5)
+
+
+def test_features_go_on_working() -> None:
+    plain = timm.create_model(
+        "vit_tiny_patch16_224", features_only=True, out_indices=(0,), **{**SMALL, "num_classes": 0}
+    )
+    x = torch.randn(2, 3, 64, 64)
+    expected = plain(x)
+    swapped = tr.swap(plain, "mixed")
+    assert all(torch.equal(one, other) for one, other in zip(swapped(x), expected, strict=True))
+    model = awake(tr.swap(made("vit"), "mixed")).eval()
+    final, [first] = model.forward_intermediates(x, indices=[0])
+    assert first.shape == (2, 32, 4, 4)
+    assert torch.allclose(model.forward_head(final), model(x), atol=1e-6)
+
+
+def test_half_precision_keeps_generators_exact() -> None:
+    model = tr.swap(made("vit").bfloat16(), "liere", init="paper")
+    assert {p.dtype for p in model.rotary.parameters()} == {torch.float32}
+    assert model(images(model).bfloat16()).dtype == torch.bfloat16
+
+
+def test_grouped_queries() -> None:
+    model = Eva(attn_type="rope", num_kv_heads=1, qkv_fused=False, use_rot_pos_emb=True, patch_size=16, **SMALL)
+    plain, x = without_rotation(model), torch.randn(2, 3, 64, 64)
+    assert torch.equal(tr.swap(model, "liere:8").eval()(x), plain.eval()(x))
+    assert awake(model).rotary.encodings[0].num_heads == 1
+    assert model(x).shape == (2, 5)
+
+
+def test_a_model_inside_another_is_found() -> None:
+    whole = nn.ModuleDict({"backbone": made("vit"), "neck": nn.Linear(5, 5)})
+    tr.swap(whole, "mixed")
+    assert whole["backbone"].rotary is not None
+
+
+def wrong(**changes: Any) -> tr.Encoding:
+    return tr.MixedRoPE(**{**dict(num_axes=2, num_heads=2, head_dim=16), **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (lambda: nn.Linear(2, 2), dict(encoding="mixed"), "swap knows timm's VisionTransformer.*got Linear"),
+        (lambda: nn.ModuleList([made("vit"), made("vit")]), dict(encoding="mixed"), "got ModuleList, with 2 of them"),
+        (lambda: tr.swap(made("vit"), "mixed"), dict(encoding="mixed"), "VisionTransformer that is: unswap it"),
+        (lambda: made("vit"), dict(encoding="learned+mixed"), "keep_ape=True keeps the model's table, got 'learned"),
+        (lambda: made("vit"), dict(encoding="mixd"), "did you mean 'mixed'"),
+        (lambda: made("vit"), dict(encoding=wrong(num_heads=3)), "head_dim=16, got MixedRoPE.*num_heads=3"),
+        (lambda: made("vit"), dict(encoding=wrong(), block_size=2), "block_size is for a name or a factory, got 2"),
+        (lambda: made("vit"), dict(encoding=lambda **head: nn.Linear(1, 1)), "factory of encodings, got one of Linear"),
+        (lambda: made("vit"), dict(encoding="mixed", init="zero"), "init must be 'paper' or 'zeros', got 'zero'"),
+        (lambda: made("vit"), dict(encoding="liere", block_size=5), "head_dim must be divisible by block_size = 5"),
+    ],
+)  # fmt: skip
+def test_what_swap_refuses(model: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tr.swap(model(), **settings)
+
+
+def test_a_layer_that_swap_does_not_know_is_named() -> None:
+    class Own(nn.Identity):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__()
+
+    with pytest.raises(ValueError, match="norms q and k by themselves, got Own as block 0"):
+        tr.swap(VisionTransformer(block_fn=Own, **SMALL), "mixed")
+
+
+def test_unswap_needs_a_swapped_model_of_the_same_size() -> None:
+    with pytest.raises(ValueError, match="unswap needs a swapped model, got VisionTransformer"):
+        tr.unswap(made("vit"))
+    model = tr.swap(made("vit"), "mixed", keep_ape=False)
+    model.set_input_size((32, 64))
+    with pytest.raises(ValueError, match="got a position table of"):
+        tr.unswap(model)
+
+
+def test_models_are_registered() -> None:
+    import torchrope.integrations.timm  # noqa: F401, it registers
+
+    assert timm.list_models("torchrope*") == sorted(
+        [f"torchrope_vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
+        + [f"torchrope_swin_{size}_patch4_window7_224" for size in ("tiny", "small", "base", "large")]
+    )
+    name = "torchrope_vit_base_patch16_224"
+    model: Any = timm.create_model(name, encoding="liere", block_size=8, device="meta")
+    assert sum(p.numel() for p in model.rotary.parameters()) == 64512
+    assert "rotary.encodings.0.upper" in model.no_weight_decay()
+    small: Any = timm.create_model("torchrope_vit_tiny_patch16_224", features_only=True, out_indices=(0,), **SMALL)
+    assert [feature.shape for feature in small(torch.randn(1, 3, 64, 64))] == [(1, 32, 4, 4)]
+    assert len(small.model.rotary.encodings) == 1
+    swin: Any = timm.create_model(
+        "torchrope_swin_tiny_patch4_window7_224", features_only=True, out_indices=(0, 1), **SWIN
+    )
+    assert [feature.shape[1] for feature in swin(torch.randn(1, 3, 56, 56))] == [32, 64]
+
+
+def test_weights_without_an_encoding_start_a_registered_model(tmp_path: Any) -> None:
+    import torchrope.integrations.timm  # noqa: F401, it registers
+
+    plain = made("vit").eval()
+    torch.save(plain.state_dict(), tmp_path / "plain.pth")
+    local = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "plain.pth"), num_classes=5))
+    started: Any = timm.create_model(
+        "torchrope_vit_tiny_patch16_224", init="zeros", pos_embed="learn", **local, **SMALL
+    ).eval()
+    x = images(plain)
+    assert torch.equal(started(x), plain(x))
+    assert timm.create_model("torchrope_vit_tiny_patch16_224", **local, **SMALL)(x).shape == (2, 5)

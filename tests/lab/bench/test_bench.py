@@ -1,0 +1,507 @@
+"""`torchrope bench` and the rows behind docs/speed.md: the gate, fair peers, honest verdicts."""
+
+import json
+import math
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrope.lab.bench import measure, peers
+from torchrope.lab.bench.bench import run_bench
+from torchrope.lab.bench.config import Setting, nearest_to_cube
+from torchrope.lab.bench.measure import interleaved_seconds, peak_bytes, quartiles, ratio, slope
+from torchrope.lab.bench.parity import RedGate, require_parity
+from torchrope.lab.bench.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
+from torchrope.lab.bench.results import Bench, Suite, Training, read_results, write_results
+from torchrope.lab.bench.rows import ROWS, Measurements
+from torchrope.lab.bench.suite import Plan, promised, run_suite
+from torchrope.lab.cli import _show_bench, main
+from torchrope.lab.report.speed import render_docs, verdict
+from torchrope.lab.report.speed_figures import growth, step_times
+from torchrope.rotations import Block, Rotation
+from torchrope.testing import assert_close
+
+ROOT = Path(__file__).parents[3]
+SMALL = Setting(batch=2, heads=2, tokens=10, head_dim=8)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main(["bench", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def not_compiled(task: peers.Task) -> peers.Peer:
+    raise Unavailable("costs seconds")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, peers.COMPILED, not_compiled)
+
+
+@pytest.fixture(scope="module")
+def suite() -> Suite:
+    """All rows, tiny."""
+    plan = Plan(
+        Setting(batch=1, heads=1, tokens=5, head_dim=64),
+        Training(input_size=8, patch_size=4, batch=1, dim=64, depth=1, num_heads=1, rounds=1, overheads=()),
+        rounds=1,
+        memory_tokens=5,
+        growth_tokens=(4, 8),
+        growth_batches=(1, 2),
+        growth_rounds=1,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PEERS, peers.COMPILED, not_compiled)
+        return run_suite(plan, command="make bench", tell=lambda line: None)
+
+
+def test_bench_leaves_numbers_a_table_and_a_figure(tmp_path: Path, run: Run) -> None:
+    status, printed, _ = run("--shape=2,2,10,8", "--encodings=mixed", "--rounds=3", "--threads=1", "--out", tmp_path)
+    assert status == 0
+    assert printed.index("parity") < printed.index("measuring")
+
+    bench = read_results(tmp_path / "bench.json", Bench)
+    assert bench.setting == SMALL
+    assert (bench.lattice, bench.prefix, bench.rounds, bench.source.threads) == ((3, 3), 1, 3, 1)
+    assert bench.source.command.startswith("torchrope bench --shape=2,2,10,8")
+    timed = {one.name: one for one in bench.of("mixed").timed}
+    assert {"torchrope", "reference", "compiled reference", "timm", "complex multiply"} <= set(timed)
+    assert asdict(timed["torchrope"].ratio) == {"low": 1, "median": 1, "high": 1}
+    for one in timed.values():
+        assert 0 < one.milliseconds.low <= one.milliseconds.median <= one.milliseconds.high
+
+    table = [line.split("  ") for line in printed.splitlines() if line.startswith(("encoding", "mixed"))]
+    headings, row = ([cell.strip() for cell in cells if cell.strip()] for cells in table)
+    assert headings[:6] == ["encoding", "backend", "ms", "× reference", "× compiled", "× timm"]
+    assert dict(zip(headings, row, strict=True))["× timm"] == f"{timed['timm'].ratio.median:.2f}"
+    assert "matrix_exp was not measured" in printed
+    assert ElementTree.parse(tmp_path / "bench.svg").getroot().tag.endswith("svg")
+
+
+def wrong_value(turned: Tensor) -> Tensor:
+    return turned * 1.001
+
+
+def not_a_number(turned: Tensor) -> Tensor:
+    return turned * torch.nan
+
+
+def wrong_gradient(turned: Tensor) -> Tensor:
+    return turned + 0.01 * (turned - turned.detach())
+
+
+def refusal(turned: Tensor) -> Tensor:
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "first", "failures"),
+    [
+        (wrong_value, "mixed: rotated q: error", 5),
+        (not_a_number, "mixed: rotated q: error nan", 5),
+        (wrong_gradient, "mixed: gradient of q: error", 3),
+        (refusal, "mixed: auto raised RuntimeError: no such kernel", 1),
+    ],
+)
+def test_a_wrong_fast_path_has_no_numbers(
+    spoil: Callable[[Tensor], Tensor],
+    first: str,
+    failures: int,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = peers.rotate
+
+    def rotate(q: Tensor, k: Tensor, rotation: object, *, backend: str) -> tuple[Tensor, ...]:
+        turned = right(q, k, rotation, backend="reference")
+        return turned if backend == "reference" else tuple(map(spoil, turned))
+
+    monkeypatch.setattr(peers, "rotate", rotate)
+    status, printed, error = run("--shape=2,2,10,8", "--encodings=mixed", "--out", tmp_path / "out")
+    reason, *lines = error.splitlines()
+    assert status == 1
+    assert reason == f"torchrope bench: no numbers, {failures} results differ from the float64 reference:"
+    assert lines[0].startswith(first)
+    assert len(lines) == failures
+    assert "measuring" not in printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_what_ships_passes_the_gate(dtype: str) -> None:
+    names = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:4")
+    require_parity(names, replace(SMALL, dtype=dtype))
+
+
+def test_the_gate_names_the_encoding_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = peers.rotate
+
+    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, backend: str) -> tuple[Tensor, Tensor]:
+        backwards = backend == "auto" and isinstance(rotation, Block)
+        return right(q, k, rotation.inverse() if backwards else rotation, backend="reference")
+
+    monkeypatch.setattr(peers, "rotate", rotate)
+    with pytest.raises(RedGate) as red:
+        require_parity(("axial", "liere:4"), SMALL)
+    assert {line.split(":")[0] for line in red.value.failures} == {"liere"}
+
+
+PAIRS = [
+    ("axial", peers.TIMM, SMALL),
+    ("axial", peers.TIMM, replace(SMALL, tokens=9, head_dim=16)),
+    ("axial", peers.ROTARY_EMBEDDING, SMALL),
+    ("axial", peers.ROTARY_EMBEDDING, replace(SMALL, axes=3, head_dim=12, tokens=24)),
+    ("axial", peers.COMPLEX, SMALL),
+    ("mixed", peers.TIMM, SMALL),
+    ("mixed", peers.TIMM, replace(SMALL, tokens=6)),
+    ("mixed", peers.COMPLEX, replace(SMALL, axes=3, dtype="float64")),
+    ("liere:2", peers.COMPLEX, SMALL),
+    ("liere:4", peers.MATRIX_EXP, SMALL),
+    ("liere:8", peers.MATRIX_EXP, replace(SMALL, axes=1)),
+    ("comrope-ap:4", peers.MATRIX_EXP, SMALL),
+    ("comrope-ld:4", peers.MATRIX_EXP, replace(SMALL, dtype="float64")),
+    ("comrope-ld:4", peers.MATRIX_EXP, replace(SMALL, dtype="bfloat16")),
+]
+
+
+@pytest.mark.parametrize(("name", "who", "setting"), PAIRS)
+def test_everybody_computes_the_same(name: str, who: str, setting: Setting) -> None:
+    task = make_task(name, setting)
+    try:
+        peer = PEERS[who](task)
+    except Unavailable as reason:
+        pytest.skip(f"{who}: {reason}")
+    turned, gradients = make_step(task, peer)()
+    same, expected = make_step(task, reference(task))()
+    channels = slice(None) if peer.channels is None else peer.channels
+    for one, other in zip((*turned, *gradients[:2]), (*same, *expected[:2]), strict=True):
+        assert_close(one, other[..., channels], f"{who} - reference")
+    for one, other in zip(gradients[2:], expected[2:], strict=True):
+        scale = other.abs().max()
+        assert_close((one / scale).flatten(), (other / scale).flatten(), f"{who} gradient", task.q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "who", "reason"),
+    [
+        ("mixed", replace(SMALL, axes=3), peers.TIMM, "timm has two axes and heads divisible by 4"),
+        ("liere:4", SMALL, peers.TIMM, "timm has no such encoding"),
+        ("mixed", SMALL, peers.MATRIX_EXP, "nobody exponentiates blocks of 2"),
+        ("liere:4", SMALL, peers.COMPLEX, "complex numbers turn channel pairs alone"),
+        ("mixed", SMALL, peers.ROTARY_EMBEDDING, "rotary-embedding-torch has no such encoding"),
+    ],
+)
+@pytest.mark.usefixtures("uncompiled")
+def test_who_is_left_out_is_said_with_the_reason(name: str, setting: Setting, who: str, reason: str) -> None:
+    measured, left_out = available_peers(make_task(name, setting))
+    assert left_out[who] == reason
+    assert who not in {peer.name for peer in measured}
+
+
+def test_packages_that_are_not_installed_and_failing_compilers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    monkeypatch.setitem(sys.modules, "timm.layers", None)
+    _, left_out = available_peers(make_task("mixed", SMALL))
+    assert left_out[peers.COMPILED] == "torch.compile failed: RuntimeError"
+    assert left_out[peers.TIMM] == "not installed"
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_encodings_that_the_shape_does_not_fit_are_told() -> None:
+    bench = run_bench(replace(SMALL, head_dim=6), rounds=1, tell=lambda line: None)
+    assert [compared.encoding for compared in bench.encodings] == ["mixed", "liere"]
+    assert "head_dim must be divisible by block_size = 8, got 6" in bench.not_fitting["liere:8"]
+    assert set(bench.not_fitting) == {"axial", "liere:8", "comrope-ap", "comrope-ld"}
+
+
+@pytest.mark.parametrize(("serving", "expected"), [("native", "native"), ("nothing", "reference")])
+def test_the_kernels_that_serve_are_named(serving: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = peers.rotate
+
+    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, backend: str) -> tuple[Tensor, Tensor]:
+        if backend not in ("auto", "reference", serving):
+            raise ValueError(f"backend {backend!r} cannot serve")
+        return right(q, k, rotation, backend="reference")
+
+    task = make_task("mixed", SMALL)
+    monkeypatch.setattr(peers, "BACKENDS", ("auto", "reference", "triton", "native"))
+    monkeypatch.setattr(peers, "rotate", rotate)
+    monkeypatch.setattr(type(task.encoding), "__call__", lambda self, positions, backend: self.forward(positions))
+    assert peers.serving_backend(task) == expected
+
+
+def test_rounds_take_turns_and_begin_with_another_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_MOST_REPEATS", 1)
+    calls: list[str] = []
+    works = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    seconds = interleaved_seconds(works, rounds=3, device="cpu")
+    assert "".join(calls[-9:]) == "abcbcacab"
+    assert {name: len(own) for name, own in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    slow_moment = ratio([2.0, 20.0, 2.0, 2.0, 2.0], [1.0, 10.0, 1.0, 1.0, 1.0])
+    assert asdict(slow_moment) == {"low": 2, "median": 2, "high": 2}
+    assert asdict(quartiles([1.0, 2.0, 3.0, 4.0, 5.0])) == {"low": 2, "median": 3, "high": 4}
+
+
+def test_peak_memory_counts_what_is_held_at_once() -> None:
+    def work() -> Tensor:
+        first = torch.ones(1000, 1000)
+        second = first * 2
+        del first
+        return second * 2
+
+    assert peak_bytes(work, "cpu") == pytest.approx(2 * 4e6, rel=1e-3)
+
+
+def test_the_slope_is_the_exponent() -> None:
+    assert slope((1, 2, 8), [3.0, 3.0 * 2**1.5, 3.0 * 8**1.5]) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "axes", "lattice", "front"),
+    [
+        (65, 2, (8, 8), 1),
+        (64, 2, (8, 8), 0),
+        (785, 2, (28, 28), 1),
+        (4096, 2, (64, 64), 0),
+        (513, 3, (8, 8, 8), 1),
+        (17, 4, (2, 2, 2, 2), 1),
+        (1, 2, (1, 1), 0),
+        (2, 2, (1, 1), 1),
+        (61, 2, (6, 10), 1),
+        (100, 1, (100,), 0),
+    ],
+)
+def test_tokens_stand_on_the_lattice_nearest_to_a_cube(
+    tokens: int, axes: int, lattice: tuple[int, ...], front: int
+) -> None:
+    setting = replace(SMALL, tokens=tokens, axes=axes)
+    assert (setting.lattice, setting.prefix) == (lattice, front)
+    assert math.prod(nearest_to_cube(tokens, axes)) == tokens
+    assert make_task("mixed", setting).positions.shape == (tokens, axes)
+
+
+def test_every_promise_is_judged_once_and_every_part_is_there(suite: Suite, tmp_path: Path) -> None:
+    assert [row.name for row in suite.rows] == [row.name for row in ROWS]
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert all(row.value is not None for row in suite.rows)
+    none, *others = suite.training.overheads
+    assert (none.encoding, none.share.median) == ("none", 0)
+    assert all(math.isfinite(other.share.median) for other in others)
+    for peak in suite.memory:
+        assert peak.peak_bytes > peak.rotation_bytes == 5 * 64 * 64 * 4
+    write_results(tmp_path / "cpu.json", suite)
+    assert read_results(tmp_path / "cpu.json", Suite) == suite
+
+
+def test_rows_say_what_was_measured(suite: Suite) -> None:
+    said = {row.name: row.value.median for row in suite.rows if row.value is not None}
+    for encoding in ("comrope-ap:8", "comrope-ld:8"):
+        mixed = suite.bench.of(encoding).of("mixed")
+        assert mixed is not None
+        assert said[f"{encoding} / mixed"] == pytest.approx(1 / mixed.ratio.median)
+    timm = suite.bench.of("mixed").of("timm")
+    assert timm is not None
+    assert said["mixed / timm"] == timm.ratio.median
+    for overhead in suite.training.overheads[1:]:
+        assert said[f"training {overhead.encoding}"] == pytest.approx(100 * overhead.share.median)
+    training, inference = suite.memory[0], suite.memory[2]
+    assert training.training
+    assert training.peak_bytes > inference.peak_bytes
+    assert said["memory training, batch 1"] == (training.peak_bytes - training.output_bytes) / training.rotation_bytes
+    assert (
+        said["memory inference, batch 1"] == (inference.peak_bytes - inference.output_bytes) / inference.rotation_bytes
+    )
+
+
+def test_a_row_without_its_peer_says_why(suite: Suite) -> None:
+    mixed = suite.bench.of("mixed")
+    alone = replace(mixed, timed=mixed.timed[:1], left_out={"timm": "not installed"})
+    measurements = Measurements(replace(suite.bench, encodings=(alone,)), suite.training, suite.memory, suite.growth)
+    judged = ROWS[0].judge(measurements)
+    assert (judged.value, judged.why_not) == (None, "timm: not installed")
+
+
+def test_without_matplotlib_the_numbers_stand_and_the_figure_is_missed(
+    suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchrope.lab.report.speed_figures", None)
+    write_results(tmp_path / "bench.json", suite.bench)
+    assert _show_bench(tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "no figure: matplotlib is not installed" in printed
+    assert "liere:64" in printed
+    assert not (tmp_path / "bench.svg").exists()
+
+
+def test_the_plan_is_the_one_that_was_promised() -> None:
+    plan = promised()
+    assert plan.setting == Setting(batch=8, heads=12, tokens=65, head_dim=64, axes=2, dtype="float32", device="cpu")
+    assert (plan.training.batch, plan.training.depth, plan.training.dim) == (64, 12, 768)
+    assert (plan.memory_tokens, plan.growth_tokens[0], plan.growth_tokens[-1]) == (785, 64, 4096)
+
+
+def drop(plain: dict) -> None:
+    del plain["rows"][0]["must"]
+
+
+def add(plain: dict) -> None:
+    plain["training"]["note"] = "quick"
+
+
+def spell(plain: dict) -> None:
+    plain["bench"]["rounds"] = "many"
+
+
+def age(plain: dict) -> None:
+    plain["schema"] = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop, "rows[0] must have the names of Judged, got ['must'] missing, [] unknown"),
+        (add, "training must have the names of Training, got [] missing, ['note'] unknown"),
+        (spell, "bench.rounds must be int, got 'many'"),
+        (age, "benchmark results must have schema 1, got"),
+    ],
+)
+def test_results_of_another_shape_are_refused(
+    damage: Callable[[dict], None], message: str, suite: Suite, tmp_path: Path
+) -> None:
+    plain = json.loads(json.dumps(asdict(suite)))
+    damage(plain)
+    (tmp_path / "cpu.json").write_text(json.dumps(plain))
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as refused:
+        read_results(tmp_path / "cpu.json", Suite)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("at_most", "must", "reach", "median", "expected"),
+    [
+        (False, 5, 8, 4.9, "NOT reached"),
+        (False, 5, 8, 5.0, "reached"),
+        (False, 5, 8, 8.1, "reached, and the further goal"),
+        (True, 4, 2, 4.1, "NOT reached"),
+        (True, 4, 2, 3.9, "reached"),
+        (True, 4, 2, -0.5, "reached, and the further goal"),
+        (True, None, 1.5, 1.6, "NOT reached"),
+        (True, None, 1.5, 1.4, "reached"),
+        (False, 5, 8, float("nan"), "NOT reached"),
+        (False, 5, 8, None, "not measured (timm: not installed)"),
+    ],
+)
+def test_a_promise_is_kept_or_not(
+    at_most: bool, must: float | None, reach: float, median: float | None, expected: str
+) -> None:
+    value = None if median is None else {"low": median, "median": median, "high": median}
+    row = {"at_most": at_most, "must": must, "reach": reach, "value": value, "why_not": "timm: not installed"}
+    assert verdict(row) == expected
+
+
+def test_docs_are_written_from_the_committed_numbers() -> None:
+    page, results = (ROOT / "docs" / "speed.md").read_text(), ROOT / "benchmarks" / "results" / "cpu.json"
+    committed = asdict(read_results(results, Suite)) if results.exists() else None
+    assert render_docs(page, committed) == page
+    if committed is not None:
+        for name in ("bench", "growth-tokens", "growth-batch"):
+            assert (ROOT / "docs" / "speed" / f"{name}.svg").exists()
+
+
+def test_docs_show_every_row_and_every_number(suite: Suite) -> None:
+    plain = json.loads(json.dumps(asdict(suite)))
+    page = render_docs((ROOT / "docs" / "speed.md").read_text(), plain)
+    assert render_docs(page, plain) == page
+    assert "Nothing measured yet" not in page
+    rows = page.split("<!-- rows:begin -->")[1].split("<!-- rows:end -->")[0]
+    for row in plain["rows"]:
+        line = next(line for line in rows.splitlines() if row["what"].split(" ~ ")[0] in line.replace("\\", ""))
+        assert verdict(row) in line or row["name"].startswith("growth")
+    for growing in plain["growth"]:
+        assert f"| {growing['encoding']} | {growing['milliseconds'][0]['median']:.2f} |" in page
+
+
+def test_figures_name_everybody_and_hold_no_date(suite: Suite) -> None:
+    plain = json.loads(json.dumps(asdict(suite)))
+    drawings = [step_times(plain["bench"]), growth(plain, "tokens"), growth(plain, "batch")]
+    for drawing in drawings:
+        assert drawing is not None
+        assert ElementTree.fromstring(drawing.svg) is not None
+        assert plain["bench"]["source"]["date"] not in drawing.svg
+    for name in ("torchrope", "reference", "timm", "matrix_exp", "liere:64"):
+        assert name in drawings[0].svg
+    assert growth({"growth": []}, "tokens") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--dvice cpu", "there is no option --dvice; did you mean '--device'?"),
+        ("--device cdua", "must be one of cpu, cuda, got 'cdua'; did you mean 'cuda'?"),
+        ("--dtype float23", "got 'float23'; did you mean 'float32'?"),
+        ("--encodings lier", "got 'lier'; did you mean 'liere'?"),
+        ("--encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
+        ("--encodings ,", "encodings must be named once each, got none"),
+        ("--encodings learned", "bench measures rotary encodings, got 'learned'"),
+        ("--encodings none", "bench measures rotary encodings, got 'none'"),
+        ("--encodings liere:7", "head_dim must be divisible by block_size = 7, got 64"),
+        ("--shape 1,2,3", "--shape must be four whole numbers BATCH,HEADS,TOKENS,HEAD_DIM, got '1,2,3'"),
+        ("--shape 1,2,0,8", "tokens must be 1 or more, got 0"),
+        ("--shape 1,2,3,1", "the shape must fit an encoding, got"),
+        ("--axes 0", "axes must be 1 or more, got 0"),
+        ("--rounds 0", "rounds must be 1 or more, got 0"),
+        ("--threads 0", "threads must be 1 or more, got 0"),
+        ("--rounds many", "--rounds"),
+        ("--out /dev/null", "--out must be a folder, got the file /dev/null"),
+    ],
+)
+def test_a_users_mistake_is_told_in_one_line(
+    arguments: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run(*arguments.split())
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(run: Run) -> None:
+    assert run("--device", "cuda")[2].startswith("torchrope bench: device cuda needs a CUDA device")
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    for option in ("--device", "--shape", "--axes", "--dtype", "--encodings", "--threads", "--rounds", "--out"):
+        assert option in printed
+
+
+def test_the_script_of_all_rows_starts() -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "cpu.py"), "--help"]
+    assert "--training-batch" in subprocess.run(script, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,464 @@
+"""Random changes of training inputs: who is changed how, never by chance alone, and what each change does."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from miniatures import MINIATURES, OPTIONS, noise
+from PIL import Image, ImageFilter
+from torch.nn import functional
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as pictures
+from training_path import train_two_steps
+
+from torchrope.lab.data import augment
+from torchrope.lab.data.augment import OPERATIONS, OPERATIONS_OF_VOLUMES, EpochSet, randaugment_changes, volume_changes
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.draws import Draws, seeded
+from torchrope.lab.data.tensors import TensorSet, byte_sets
+from torchrope.lab.training.classifier import Classifier
+from torchrope.lab.training.config import OptimConfig
+
+EVERYTHING = dict(
+    crop_padding=4,
+    flip=True,
+    randaugment=(2, 9),
+    three_augment=True,
+    color_jitter=0.3,
+    erasing=0.5,
+    mixup=0.8,
+    cutmix=1.0,
+)
+
+
+OF_CLIPS = dict(flip=True, randaugment=(2, 9), erasing=0.5, mixup=0.8, cutmix=1.0)  # and of volumes
+
+
+def clips_of(count: int, frames: int = 3, side: int = 24) -> torch.Tensor:
+    """Bytes `(count, 3, frames, side, side)`."""
+    return torch.from_numpy(noise(count * frames, side)).unflatten(0, (count, frames)).movedim(1, 2).contiguous()
+
+
+def pictures_of(count: int, side: int = 32) -> torch.Tensor:
+    return torch.from_numpy(noise(count, side))
+
+
+def small_set(count: int = 24) -> TensorSet:
+    pixels, labels = pictures_of(count), torch.arange(count) % 3
+    return byte_sets(pixels, labels, pixels[:3], labels[:3])[0]
+
+
+def draws(count: int, seed: int = 0) -> Draws:
+    return Draws(seed, list(range(count)))
+
+
+# Numbers that belong to examples
+
+
+def test_draws_are_uniform_and_independent_of_seed_example_purpose_and_place():
+    drawn = draws(20_000).uniform("a", 3)
+    assert 0 <= drawn.min() < 1e-3 < 0.999 < drawn.max() < 1
+    assert (drawn.mean(0) - 0.5).abs().max() < 0.01
+    counts = torch.histc(drawn[:, 0], 20, 0, 1)
+    assert ((counts - 1000) ** 2 / 1000).sum() < 50, "chi-square of 19 degrees"
+    others = [draws(20_000).uniform("b")[:, 0], draws(20_000, 1).uniform("a")[:, 0], drawn[:, 1], drawn[:, 0].roll(1)]
+    for other in others:
+        assert torch.corrcoef(torch.stack([drawn[:, 0], other]))[0, 1].abs() < 0.03
+
+
+def test_an_examples_draws_depend_on_no_other_example():
+    assert torch.equal(Draws(5, [7, 2, 9]).uniform("x", 4)[1], Draws(5, [2]).uniform("x", 4)[0])
+    assert Draws(5, [7, 2]).seeds("x")[1] == Draws(5, [2]).seeds("x")[0]
+    assert Draws(2**64 + 3, [1]).seeds("x") == Draws(3, [1]).seeds("x")
+    assert len({Draws(3 + 2**bit, [1]).seeds("x")[0] for bit in range(64)}) == 64, "each bit of a seed counts"
+
+
+def test_the_draws_of_a_batch_are_those_of_its_first_example():
+    assert torch.equal(Draws(5, [7, 2, 9]).of_batch.uniform("x", 4), Draws(5, [7]).uniform("x", 4))
+
+
+def test_a_seeded_part_leaves_the_generator_as_it_was():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with seeded(8):
+        first = torch.rand(1)
+    with seeded(8):
+        assert torch.equal(torch.rand(1), first)
+    assert torch.equal(torch.rand(2), expected)
+
+
+# One epoch
+
+
+def test_a_changed_example_is_a_function_of_seed_and_index():
+    config = AugmentConfig(**{**EVERYTHING, "mixup": 0.0, "cutmix": 0.0})
+    every = EpochSet(small_set(), config, 3, seed=4)
+    whole, _ = every.__getitems__(range(24))
+    again, labels = EpochSet(small_set(), config, 3, seed=4).__getitems__([5, 20, 3])
+    assert torch.equal(whole[[5, 20, 3]], again)
+    assert labels.tolist() == [2, 2, 0]
+    assert torch.equal(every[5][0], whole[5])
+    other, _ = EpochSet(small_set(), config, 3, seed=5).__getitems__(range(24))
+    assert all(not torch.equal(a, b) for a, b in zip(whole, other, strict=True))
+
+
+def test_an_example_beyond_the_end_is_one_of_the_set_with_draws_of_its_own():
+    data = small_set(24)
+    plain, labels = EpochSet(data, AugmentConfig(), 3, seed=4).__getitems__([29, 24, 71])
+    assert torch.equal(plain, data.__getitems__([5, 0, 23])[0])
+    assert labels.tolist() == [2, 0, 2]
+    cropped, _ = EpochSet(data, AugmentConfig(crop_padding=4), 3, seed=4).__getitems__([5, 29, 53, 77])
+    assert len({image.numpy().tobytes() for image in cropped}) == 4
+
+
+def test_erased_boxes_are_noise_of_what_a_model_sees():
+    data = small_set(24)
+    erased, _ = EpochSet(data, AugmentConfig(erasing=1.0), 3, seed=4).__getitems__(range(24))
+    noise = erased[erased != data.__getitems__(range(24))[0]]
+    assert len(noise) > 5000
+    assert abs(noise.mean()) < 0.05
+    assert abs(noise.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize("setting", sorted(EVERYTHING))
+def test_every_setting_changes_an_epoch(setting):
+    data, config = small_set(), AugmentConfig(**{setting: EVERYTHING[setting]})
+    inputs, labels = EpochSet(data, config, 3, seed=4).__getitems__(range(24))
+    assert config.on
+    assert not torch.equal(inputs, data.__getitems__(range(24))[0])
+    assert labels.shape == ((24, 3) if setting in ("mixup", "cutmix") else (24,))
+
+
+def test_nothing_is_changed_by_default():
+    data = small_set()
+    assert not AugmentConfig().on
+    inputs, labels = EpochSet(data, AugmentConfig(), 3, seed=4).__getitems__([1, 2])
+    assert torch.equal(inputs, data.__getitems__([1, 2])[0])
+    assert labels.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["cifar10", "images", "videos", "volumes"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+def test_batches_do_not_depend_on_workers_or_on_torchs_generator(tmp_path, name):
+    root = str(MINIATURES[name](tmp_path))
+
+    def epoch(workers: int, chance: int) -> list:
+        options = {"root": root, "size": 32, "train_size": 20, "batch_size": 8, "workers": workers}
+        settings = OF_CLIPS if name in OPTIONS else EVERYTHING
+        data = make_data(DataConfig(name, augment=AugmentConfig(**settings), **{**options, **OPTIONS.get(name, {})}))
+        data.run_seed = 3
+        torch.manual_seed(chance)
+        return list(data.train_dataloader())
+
+    first, again = epoch(0, 1), epoch(2, 2)
+    assert all(
+        torch.equal(a, b) for one, other in zip(first, again, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_training_repeats_bit_by_bit_with_everything_on(tmp_path):
+    root = str(MINIATURES["cifar10"](tmp_path / "data"))
+    weights = []
+    for name in ("one", "two"):
+        config = DataConfig("cifar10", root=root, batch_size=10, train_size=20, val_size=10, augment=dict(EVERYTHING))
+        data, classifier, rows = train_two_steps(config, tmp_path / name, epochs=2)
+        assert data.trainer.global_step == 4
+        assert 0 <= rows[-1]["val_top1"] <= 1
+        weights.append(classifier.state_dict())
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+# Each change
+
+
+def test_a_padded_crop_is_a_shift_with_black_coming_in():
+    images = pictures_of(200, 8) | 1
+    cropped = augment.crop_padded(images, 2, draws(200))
+    seen = set()
+    for image, crop in zip(images, cropped, strict=True):
+        padded = functional.pad(image, (2,) * 4)
+        places = [(y, x) for y in range(5) for x in range(5) if torch.equal(padded[:, y : y + 8, x : x + 8], crop)]
+        assert len(places) == 1
+        seen.add(places[0])
+    assert len(seen) == 25
+
+
+@pytest.mark.parametrize("shape", [(400, 3, 4, 4), (400, 1, 2, 4, 4)])
+def test_half_are_flipped_along_the_last_axis(shape):
+    inputs = torch.randn(shape)
+    flipped = augment.flip(inputs, draws(400))
+    changed = (flipped != inputs).flatten(1).any(1)
+    assert 150 < changed.sum() < 250
+    assert torch.equal(flipped[changed], inputs[changed].flip(-1))
+
+
+def test_flip_has_a_chance_of_one_half():
+    inputs = torch.tensor([0.0, 1.0]).expand(20_000, 1, 1, 2)
+    flipped = augment.flip(inputs, draws(20_000))[:, 0, 0, 0]
+    assert abs(flipped.mean() - 0.5) < 0.01  # three standard deviations
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("magnitude", [0, 9, 14, 30])
+def test_operations_are_torchvisions(operation, magnitude):
+    space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
+    One = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})
+    images = pictures_of(3, 24)
+    ours = [change(images).int() for change in randaugment_changes(magnitude, 24, 24)[OPERATIONS.index(operation)]]
+    theirs = []
+    for seed in range(8):  # theirs draws one direction for the batch
+        torch.manual_seed(seed)
+        theirs.append(One(1, magnitude)(images).int())
+
+    # Their strengths are float32, so that a product may fall on the other side of a whole number.
+    def alike(one: torch.Tensor, others: list[torch.Tensor]) -> bool:
+        differences = [(one - other).abs() for other in others]
+        return any(bool(d.max() <= 1) and d.float().mean() < 0.01 for d in differences)
+
+    assert all(alike(one, theirs) for one in ours)
+    assert all(alike(one, ours) for one in theirs)
+
+
+def test_randaugment_draws_operations_alike_and_one_by_one(monkeypatch):
+    kinds = []
+    change_by_kind = augment.change_by_kind
+    monkeypatch.setattr(
+        augment, "change_by_kind", lambda x, drawn, changes: (kinds.append(drawn), change_by_kind(x, drawn, changes))[1]
+    )
+    images = pictures_of(1, 8).expand(2800, -1, -1, -1).contiguous()
+    augment.randaugment(images, 2, 9, draws(2800))
+    assert len(kinds) == 2
+    for drawn in kinds:
+        counts = drawn.bincount(minlength=28).float()
+        assert (counts - 100).abs().max() < 45
+    assert (kinds[0] == kinds[1]).float().mean() < 0.1
+
+
+def test_all_frames_of_a_clip_have_its_operations():
+    clips = clips_of(60)
+    changed = augment.randaugment(clips, 2, 14, draws(60))
+    assert changed.shape == clips.shape
+    assert (changed != clips).flatten(1).any(1).sum() > 40
+    for frame in range(clips.shape[2]):
+        assert torch.equal(changed[:, :, frame], augment.randaugment(clips[:, :, frame], 2, 14, draws(60)))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS_OF_VOLUMES)
+@pytest.mark.parametrize("magnitude", [0, 14, 30])
+def test_operations_of_volumes_are_torchvisions_on_every_slice(operation, magnitude):
+    volumes = clips_of(2).float() / 255  # [2, 3, slices, height, width], the channels are windows
+    one, other = volume_changes(magnitude, 24, 24)[OPERATIONS_OF_VOLUMES.index(operation)]
+    space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
+    theirs = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})(1, magnitude)
+    expected = []
+    for seed in range(8):  # theirs draws one direction for the batch
+        torch.manual_seed(seed)
+        planes = volumes.reshape(6, 1, -1, 24) if operation == "Contrast" else volumes.reshape(-1, 1, 24, 24)
+        expected.append(theirs(planes).view_as(volumes))
+    for ours in (one(volumes), other(volumes)):
+        assert any(torch.allclose(ours, their, atol=1e-5) for their in expected)
+        assert 0 <= ours.min() <= ours.max() <= 1
+    assert magnitude == 0 or operation == "Identity" or not torch.allclose(one(volumes), other(volumes), atol=1e-3)
+
+
+def test_volumes_draw_each_of_their_operations():
+    volumes = torch.rand(1, 2, 2, 8, 8).expand(200, -1, -1, -1, -1).contiguous()
+    changed = augment.randaugment_volumes(volumes, 1, 20, draws(200))
+    assert len({volume.numpy().tobytes() for volume in changed}) == 2 * len(OPERATIONS_OF_VOLUMES) - 1
+
+
+def test_three_augment_is_grey_solarised_or_blurred():
+    images = pictures_of(60, 16)
+    changed = augment.three_augment(images, draws(60))
+    grey = (changed[:, :1] == changed).flatten(1).all(1)
+    solarised = torch.tensor([torch.equal(a, pictures.solarize(b, 128)) for a, b in zip(changed, images, strict=True)])
+    blurred = ~grey & ~solarised
+    assert min(grey.sum(), solarised.sum(), blurred.sum()) > 10
+    assert torch.equal(changed[grey], pictures.rgb_to_grayscale(images[grey], 3))
+    roughness = lambda x: x.float().diff(dim=-1).abs().mean()  # noqa: E731
+    assert roughness(changed[blurred]) < 0.7 * roughness(images[blurred])
+
+
+def test_three_augment_blurs_by_up_to_two_pixels(monkeypatch):
+    sigmas = []
+    monkeypatch.setattr(augment, "blur", lambda x, drawn: (sigmas.append(drawn), x)[1])
+    augment.three_augment(torch.zeros(3000, 3, 1, 1, dtype=torch.uint8), draws(3000))
+    (drawn,) = sigmas
+    assert 900 < len(drawn) < 1100
+    assert 0.1 <= drawn.min() < 0.12
+    assert 1.98 < drawn.max() < 2.0
+    assert abs(drawn.mean() - 1.05) < 0.05
+
+
+def test_a_blur_is_a_gaussian_of_each_pictures_own_sigma():
+    images, sigmas = pictures_of(3, 24), torch.tensor([0.1, 1.0, 2.0])
+    blurred = augment.blur(images, sigmas)
+    assert torch.equal(blurred[0], images[0])
+    for number in (1, 2):
+        theirs = pictures.gaussian_blur(
+            functional.pad(images[number].float(), (6,) * 4, mode="replicate"), 13, [float(sigmas[number])]
+        )
+        assert (blurred[number] - theirs[:, 6:-6, 6:-6]).abs().max() <= 0.51
+    picture = Image.fromarray(images[1].permute(1, 2, 0).numpy()).filter(ImageFilter.GaussianBlur(1.0))
+    difference = blurred[1].permute(1, 2, 0).float() - torch.from_numpy(np.array(picture)).float()
+    assert difference.abs().mean() < 1.5, "Pillow's, which DeiT-III used, is made of box filters"
+
+
+@pytest.mark.parametrize(
+    ("which", "theirs"),
+    [(0, pictures.adjust_brightness), (1, pictures.adjust_contrast), (2, pictures.adjust_saturation)],
+)
+def test_colours_are_changed_as_torchvision_does(which, theirs):
+    images = pictures_of(4, 16)
+    factors = torch.tensor([0.7, 0.9, 1.1, 1.3])
+    ours = augment.blend(images.float(), factors[:, None, None, None], which)
+    for image, factor, changed in zip(images, factors, ours, strict=True):
+        torch.testing.assert_close(changed, theirs(image.float() / 255, float(factor)) * 255, rtol=0, atol=0.01)
+
+
+def test_jitter_stays_within_its_strength_and_differs_by_example():
+    images = pictures_of(1, 8).expand(64, -1, -1, -1).contiguous()
+    changed = augment.jitter_colours(images, 0.3, draws(64))
+    assert len({image.numpy().tobytes() for image in changed}) > 60
+    ratio = changed.float().mean((1, 2, 3)) / images.float().mean((1, 2, 3))
+    assert 0.69 < ratio.min() < 0.8
+    assert 1.2 < ratio.max() < 1.31
+
+
+class Told(Draws):
+    """Draws that are known."""
+
+    def uniform(self, purpose, count=1):
+        return torch.tensor([[0.9, 0.1, 0.8, (index + 0.5) / 6] for index in self.indices], dtype=torch.float64)
+
+
+def test_jitter_changes_colours_in_each_of_six_orders():
+    images = pictures_of(1, 8).expand(6, -1, -1, -1).contiguous()
+    factors = [1 + 0.4 * (2 * drawn - 1) for drawn in (0.9, 0.1, 0.8)]
+    changes = (pictures.adjust_brightness, pictures.adjust_contrast, pictures.adjust_saturation)
+    expected = []
+    for order in permutations(range(3)):
+        image = images[0].float() / 255
+        for which in order:
+            image = changes[which](image, factors[which])
+        expected.append(image * 255)
+    changed = augment.jitter_colours(images, 0.4, Told(0, range(6)))
+    torch.testing.assert_close(changed.float(), torch.stack(expected), rtol=0, atol=0.51)
+
+
+def test_erasing_covers_a_box_in_a_share_of_the_inputs():
+    inputs = torch.zeros(200, 3, 16, 16)
+    erased = augment.erase(inputs.clone(), 0.25, draws(200))
+    covered = (erased != 0).all(1)  # [b, h, w]
+    changed = covered.flatten(1).any(1)
+    assert 30 < changed.sum() < 70
+    for mask in covered[changed]:
+        rows, columns = mask.any(1).sum(), mask.any(0).sum()
+        assert mask.sum() == rows * columns, "not a box"
+        assert 0.01 < mask.float().mean() < 0.4
+
+
+def test_a_box_goes_through_all_frames_with_other_noise_in_each():
+    erased = augment.erase(torch.zeros(60, 3, 4, 16, 16), 0.5, draws(60))
+    covered = erased != 0  # [b, channels, frames, height, width]
+    assert 15 < covered.flatten(1).any(1).sum() < 45
+    assert torch.equal(covered, covered[:, :1, :1].expand_as(covered))
+    noise = erased[covered.flatten(1).any(1)].flatten(1, 2)
+    assert all(len({plane.numpy().tobytes() for plane in planes}) == 12 for planes in noise)
+
+
+# Mixing
+
+
+def mixed(count: int, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = torch.arange(count, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 16, 16).clone()
+    labels = torch.arange(count)
+    return inputs, *augment.mix(
+        inputs.clone(), labels, count, AugmentConfig(**options), draws(count, options.get("s", 1))
+    )
+
+
+@pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
+def test_labels_are_mixed_as_the_pixels_are(options):
+    inputs, out, labels = mixed(6, **options)
+    torch.testing.assert_close(labels.sum(1), torch.ones(6))
+    # A pixel's value is the number of its example, so the mean pixel is the label's mean.
+    torch.testing.assert_close(out.mean((1, 2, 3)), labels @ torch.arange(6.0))
+    assert not torch.equal(out, inputs)
+    if "mixup" not in options:
+        assert (out == out.round()).all(), "CutMix blends no pixels"
+
+
+def test_batches_draw_mixup_or_cutmix_or_nothing():
+    kinds = {"mixup": 0, "cutmix": 0, "none": 0}
+    config = AugmentConfig(mixup=1.0, cutmix=1.0, mix_probability=0.5)
+    for seed in range(200):
+        inputs = torch.arange(4.0).view(-1, 1, 1, 1).expand(-1, 1, 16, 16).clone()
+        out, labels = augment.mix(inputs, torch.arange(4), 4, config, draws(4, seed))
+        whole = bool((labels.max(1).values == 1).all())
+        kinds["none" if whole else "cutmix" if (out == out.round()).all() else "mixup"] += 1
+        assert labels.shape == (4, 4)
+    assert 80 < kinds["none"] < 125
+    assert min(kinds["mixup"], kinds["cutmix"]) > 30
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.2, 0.8, 1.0])
+def test_batches_are_mixed_with_their_probability(probability):
+    config = AugmentConfig(mixup=1.0, mix_probability=probability)
+    inputs, labels = torch.zeros(2, 1, 1, 1), torch.arange(2)
+    mixed = [augment.mix(inputs, labels, 2, config, draws(2, seed))[1].max() < 1 for seed in range(1000)]
+    assert abs(sum(mixed) / 1000 - probability) <= 3 * (probability * (1 - probability) / 1000) ** 0.5
+
+
+def test_volumes_are_mixed_too():
+    volumes = torch.randn(4, 3, 2, 8, 8)
+    out, labels = augment.mix(volumes.clone(), torch.arange(4), 4, AugmentConfig(mixup=1.0), draws(4))
+    share = labels[1, 1]
+    torch.testing.assert_close(out[1], share * volumes[1] + (1 - share) * volumes[0])
+    assert type(out) is torch.Tensor
+
+
+def test_the_loss_of_mixed_labels_is_the_mixed_loss():
+    torch.manual_seed(0)
+    classifier = Classifier(torch.nn.Linear(5, 3), 3, OptimConfig())
+    inputs, labels = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
+    soft = 0.7 * functional.one_hot(labels, 3) + 0.3 * functional.one_hot(labels.roll(1), 3)
+    logits = classifier(inputs)
+    expected = 0.7 * functional.cross_entropy(logits, labels) + 0.3 * functional.cross_entropy(logits, labels.roll(1))
+    torch.testing.assert_close(classifier.training_step((inputs, soft), 0), expected)
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"randaugment": (2, 31)}, r"randaugment must be 1 or more operations of magnitude 0 to 30, got \(2, 31\)"),
+        ({"randaugment": (2,)}, "randaugment must be two numbers, got"),
+        ({"crop_scale": (0.5, 0.2)}, "crop_scale must rise within 0 and 1, got"),
+        ({"erasing": 1.5}, "erasing must lie between 0 and 1, got 1.5"),
+        ({"mixup": -1.0}, "mixup must be 0 or more, got -1.0"),
+    ],
+)
+def test_a_bad_setting_is_refused(values, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        AugmentConfig(**values)
+
+
+def test_changes_of_pixels_are_refused_where_there_are_none():
+    with pytest.raises(
+        ValueError, match=r"^augment\.crop_padding is for images, cifar10, .*imagenet alone, got name 'digits'$"
+    ):
+        DataConfig("digits", augment={"crop_padding": 2, "erasing": 0.1})
+    with pytest.raises(ValueError, match=r"^augment\.erasing is for images, .*, rsna alone, got name 'motion'$"):
+        DataConfig("motion", augment={"erasing": 0.1})
+    with pytest.raises(ValueError, match=r"^augment\.color_jitter is for images, .* got name 'videos'$"):
+        DataConfig("videos", augment={"randaugment": [2, 9], "color_jitter": 0.1})
+    with pytest.raises(ValueError, match=r"^augment\.crop_scale is for images, imagenet alone, got name 'cifar10'$"):
+        DataConfig("cifar10", augment={"crop_scale": (0.5, 1.0)})
+    assert DataConfig("digits", augment={"mixup": 0.8}).augment == AugmentConfig(mixup=0.8)

@@ -1,0 +1,386 @@
+"""COCO's format: read as pycocotools reads it, and what is wrong with a file is told in one line."""
+
+import contextlib
+import copy
+import io
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from miniatures import COCO_CATEGORIES, coco, encoded, picture, runs, write
+from pycocotools import mask as theirs
+from pycocotools.coco import COCO
+
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.coco import Coco, CocoSet, check_segmentation, decode, unpacked
+from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.faults import TooManyFaults
+
+TRAIN = "annotations/instances_train2017.json"
+VAL = "annotations/instances_val2017.json"
+
+
+def load(root: Path, augment: dict | None = None, **options) -> Coco:
+    options = {"size": 32, "batch_size": 2, **options}
+    data = make_data(DataConfig("coco", root=str(root), augment=AugmentConfig(**augment or {}), **options))
+    data.setup()
+    assert isinstance(data, Coco)
+    return data
+
+
+def sets(root: Path, **options) -> tuple[CocoSet, CocoSet]:
+    return load(root, **options)._made_datasets()
+
+
+def change(root: Path, file: str, edit) -> None:
+    content = json.loads((root / file).read_text())
+    edit(content)
+    write(root / file, json.dumps(content))
+
+
+def api(root: Path, file: str = VAL) -> COCO:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return COCO(root / file)
+
+
+# As pycocotools
+
+
+@pytest.mark.parametrize("file", [TRAIN, VAL])
+def test_boxes_masks_and_labels_are_those_of_pycocotools(tmp_path, file):
+    root, oracle = coco(tmp_path), api(coco(tmp_path), file)
+    dataset = sets(root)[file == VAL]
+    ids = sorted(oracle.cats)
+    seen = 0
+    for index in range(len(dataset)):
+        image, target = dataset.load(index)
+        entry = oracle.imgs[int(Path(target["name"]).stem)]
+        assert image.shape == (3, entry["height"], entry["width"])
+        annotations = oracle.loadAnns(oracle.getAnnIds(entry["id"]))
+        annotations = [one for one in annotations if file == VAL or not one["iscrowd"]]
+        assert target["crowd"].tolist() == [bool(one["iscrowd"]) for one in annotations]
+        assert target["labels"].tolist() == [ids.index(one["category_id"]) for one in annotations]
+        for one, box, mask in zip(annotations, target["boxes"], target["masks"], strict=True):
+            left, top, wide, high = one["bbox"]
+            torch.testing.assert_close(box, torch.tensor([left, top, left + wide, top + high]).float())
+            assert np.array_equal(mask.numpy(), oracle.annToMask(one))
+            seen += 1
+    assert seen == {TRAIN: 11, VAL: 7}[file]
+
+
+def test_the_classes_are_numbered_without_gaps(tmp_path):
+    data = load(coco(tmp_path))
+    assert data.classes == tuple(COCO_CATEGORIES.values())
+    assert data.tasks == ("detect",)
+    assert data.map_classes == ()
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_run_lengths_of_every_kind_are_read_as_they_are_written(height, width, data):
+    drawn = data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width))
+    mask = np.array(drawn, dtype=np.uint8).reshape(height, width)
+    packed = theirs.encode(np.asfortranarray(mask))["counts"].decode()
+    assert unpacked(packed) == runs(mask)
+    for counts in (packed, runs(mask)):
+        segmentation = {"size": [height, width], "counts": counts}
+        check_segmentation(segmentation, height, width)
+        assert np.array_equal(decode(segmentation, height, width).numpy(), mask)
+
+
+def test_long_runs_are_read_too():
+    mask = np.zeros((700, 900), np.uint8)
+    mask[100:650, 3:890] = 1
+    packed = theirs.encode(np.asfortranarray(mask))["counts"].decode()
+    assert unpacked(packed) == runs(mask)
+    assert sum(unpacked(packed)) == 700 * 900
+
+
+# Training and validation
+
+
+def test_training_leaves_out_crowds_and_empty_images_and_validation_keeps_them(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        data = load(coco(tmp_path))
+    assert caplog.messages == []
+    train, val = data._made_datasets()
+    assert [Path(name).stem[-2:] for name, _ in train.samples] == ["01", "02", "03", "05", "06"]
+    assert not any(target["crowd"].any() for _, target in train)
+    assert [len(target["labels"]) for _, target in val] == [1, 3, 0, 3]
+    assert [int(target["crowd"].sum()) for _, target in val] == [0, 1, 0, 0]
+
+
+def test_the_shorter_side_is_resized_and_the_longer_one_bound(tmp_path):
+    root = coco(tmp_path)
+    write(root / "val2017" / "wide.jpg", encoded(picture(20, 100, 1)))
+    box = {"bbox": [50, 5, 40, 10], "segmentation": [[50, 5, 90, 5, 90, 15, 50, 15]]}
+
+    def add(content):
+        content["images"].append({"id": 99, "file_name": "wide.jpg", "height": 20, "width": 100})
+        content["annotations"].append({"id": 5, "image_id": 99, "category_id": 1, "iscrowd": 0, **box})
+
+    change(root, VAL, add)
+    for dataset in sets(root, size=30):
+        shapes = {tuple(image.shape[1:]) for image, _ in dataset}
+        assert all(min(shape) == 30 or max(shape) == 50 for shape in shapes)
+    image, target = sets(root, size=30)[1][-1 + 5]
+    assert image.shape == (3, 10, 50)
+    torch.testing.assert_close(target["boxes"], torch.tensor([[25.0, 2.5, 45.0, 7.5]]))
+    assert target["masks"].shape == (1, 10, 50)
+    assert target["masks"][0, 3:7, 26:44].all()
+    assert target["masks"].sum() < 6 * 22
+
+
+def test_pixels_are_normalised_as_imagenets(tmp_path):
+    (train, _), root = sets(coco(tmp_path), size=48), tmp_path
+    image, target = train[[path for path, _ in train.samples].index("train2017/000000000005.jpg")]
+    from PIL import Image
+
+    pixels = np.asarray(Image.open(root / target["name"]).convert("RGB"), np.float32) / 255
+    expected = (pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    torch.testing.assert_close(image, torch.from_numpy(expected).float().permute(2, 0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_jittered_training_crops_and_boxes_fit_what_is_left(tmp_path):
+    train, val = sets(coco(tmp_path), size=40, augment={"scale_jitter": (0.5, 2.0), "flip": True})
+    sizes = set()
+    for seed in range(10):
+        for image, target in train.of_epoch(seed):
+            sizes.add(tuple(image.shape[1:]))
+            assert max(image.shape[1:]) <= 40
+            for box, mask in zip(target["boxes"].int().tolist(), target["masks"], strict=True):
+                rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
+                assert box == [int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1]
+    assert len(sizes) > 10
+    assert min(val[0][0].shape[1:]) == 40
+
+
+# Layouts
+
+
+def test_other_names_and_a_folder_of_images_do(tmp_path):
+    root = coco(tmp_path / "standard")
+    for part in ("train", "val"):
+        content = (root / "annotations" / f"instances_{part}2017.json").read_text()
+        write(tmp_path / "own" / "annotations" / f"cars_{part}.json", content)
+        for file in (root / f"{part}2017").iterdir():
+            write(tmp_path / "own" / "images" / file.name, file.read_bytes())
+    assert load(tmp_path / "own").counts == load(root).counts == (5, 4)
+
+
+def test_without_a_file_for_val_a_fifth_is_held_out(tmp_path):
+    root = coco(tmp_path)
+    (root / VAL).unlink()
+    (root / "annotations" / "captions_val2017.json").unlink()
+    train, val = sets(root)
+    assert len(val) == 1
+    assert len(train) + len(val) in (5, 6)  # the empty image is in one of them
+    assert {name for name, _ in train.samples}.isdisjoint(name for name, _ in val.samples)
+    assert sets(root)[1].samples == val.samples
+
+
+def test_boxes_without_any_mask_do(tmp_path):
+    root = coco(tmp_path)
+    for file in (TRAIN, VAL):
+        change(root, file, lambda content: [one.update(segmentation=[]) for one in content["annotations"]])
+    train, _ = sets(root, augment={"scale_jitter": (0.5, 2.0), "flip": True})
+    for seed in range(4):
+        for _, target in train.of_epoch(seed):
+            assert "masks" not in target
+            assert len(target["boxes"]) == len(target["labels"])
+
+
+# Faults
+
+
+def first(content: dict) -> dict:
+    return content["annotations"][0]
+
+
+FAULTS = {
+    "category": (lambda one: one.update(category_id=77), "category 77 is not among the categories"),
+    "no category": (lambda one: one.pop("category_id"), "category None is not among the categories"),
+    "no box": (lambda one: one.pop("bbox"), "empty: without a box of four numbers, got None"),
+    "not a number": (lambda one: one.update(bbox=[1, float("nan"), 3, 4]), "empty: without a box of four numbers, got"),
+    "no area": (lambda one: one.update(bbox=[3, 4, 0, 5]), r"a box without area, \[3, 4, 0, 5\]"),
+    "negative": (lambda one: one.update(bbox=[30, 40, -8, 5]), "a box without area"),
+    "outside": (lambda one: one.update(bbox=[70, 4, 9, 5]), r"a box out of the image of 64x48 pixels, \[70, 4, 9, 5\]"),
+    "no mask": (lambda one: one.update(segmentation=[]), "empty: without a polygon or a mask"),
+    "no polygon": (lambda one: one.update(segmentation=[[]]), "a polygon must be three or more pairs of numbers"),
+    "a line": (lambda one: one.update(segmentation=[[1, 2, 3, 4]]), "a polygon must be three or more pairs"),
+    "odd": (lambda one: one.update(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "a polygon must be three or more pairs"),
+    "far": (lambda one: one.update(segmentation=[[0, 0, 1e9, 0, 3, 3]]), r"a polygon 1e\+09 pixels away"),
+    "another size": (
+        lambda one: one.update(segmentation={"size": [64, 48], "counts": [64 * 48]}),
+        r"a mask must be as large as the image, \[48, 64\], got \[64, 48\]",
+    ),
+    "short": (
+        lambda one: one.update(segmentation={"size": [48, 64], "counts": [5, 6]}),
+        "counts of a mask must sum to 3072, the image's pixels, got 11",
+    ),
+    "short and packed": (
+        lambda one: one.update(segmentation={"size": [48, 64], "counts": "52203"}),
+        "counts of a mask must sum to 3072, the image's pixels, got 16",
+    ),
+    "other characters": (
+        lambda one: one.update(segmentation={"size": [48, 64], "counts": "5\u00e9"}),
+        "a mask must have counts in pycocotools' characters",
+    ),
+    "below zero": (
+        lambda one: one.update(segmentation={"size": [48, 64], "counts": [-5, 48 * 64 + 5]}),
+        "a mask must have counts of 0 or more",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_annotation_that_cannot_be_used_is_told_and_left_out_or_ends_the_run(tmp_path, caplog, fault):
+    edit, message = FAULTS[fault]
+    root = coco(tmp_path)
+    expected = [target["labels"].tolist() for _, target in sets(root)[0]]
+    change(root, TRAIN, lambda content: edit(first(content)))
+    with caplog.at_level(logging.WARNING):
+        data = load(root)
+    (told,) = caplog.messages
+    named = r"train2017/000000000001.jpg annotation 100 \("
+    match = pytest.raises(TooManyFaults, match=f"^at most max_skipped = 0 .* got 1: {named}{message}")
+    assert told.startswith("skipped 1 of 30 images and annotations: train2017/000000000001.jpg annotation 100 (")
+    assert [name for name, _ in data.skipped] == ["train2017/000000000001.jpg annotation 100"]
+    labels = [target["labels"].tolist() for _, target in data._made_datasets()[0]]
+    assert labels == [expected[0][1:], *expected[1:]]
+    with match as error:
+        load(root, max_skipped=0)
+    assert "\n" not in str(error.value)
+
+
+def test_a_box_that_reaches_out_is_cut_at_the_edge(tmp_path):
+    root = coco(tmp_path)
+    change(root, TRAIN, lambda content: first(content).update(bbox=[-4, 30, 20, 90]))
+    dataset = sets(root)[0]
+    assert load(root).skipped == []
+    assert dataset.load(0)[1]["boxes"][0].tolist() == [0, 30, 16, 48]
+
+
+IMAGES = {
+    "missing": (
+        lambda root, content: (root / "train2017/000000000001.jpg").unlink(),
+        r"000000000001.jpg \(not there\)",
+    ),
+    "unlisted": (
+        lambda root, content: content["annotations"][0].update(image_id=4711),
+        r"instances_train2017.json annotation 100 \(of image 4711, not listed\)",
+    ),
+    "twice": (
+        lambda root, content: content["images"].append(copy.copy(content["images"][0])),
+        r"000000000001.jpg \(image 1 is listed twice\)",
+    ),
+    "no size": (lambda root, content: content["images"][0].pop("height"), r"jpg \(image 1 without height and width\)"),
+    "no name": (
+        lambda root, content: content["images"][0].pop("file_name"),
+        r"\(image 1 without an id and a file_name",
+    ),
+    "elsewhere": (
+        lambda root, content: content["images"][0].update(file_name="../secret.jpg"),
+        r"\.\./secret.jpg \(image 1 is not below the folder of images\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", IMAGES)
+def test_an_image_that_cannot_be_used_is_told_and_left_out_or_ends_the_run(tmp_path, caplog, fault):
+    edit, message = IMAGES[fault]
+    root = coco(tmp_path)
+    change(root, TRAIN, lambda content: edit(root, content))
+    with caplog.at_level(logging.WARNING):
+        data = load(root)
+    assert len(caplog.messages) == 1
+    assert data.counts[0] == (5 if fault in ("unlisted", "twice") else 4)
+    with pytest.raises(TooManyFaults, match=message) as error:
+        load(root, max_skipped=0)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xd8 no picture", r"000000000002.jpg \((cannot identify|broken|truncated)"),
+        (
+            encoded(picture(48, 64, 1)),
+            r"000000000002.jpg \(it must be as large as its annotations say, 48x64 pixels, got",
+        ),
+    ],
+)
+def test_a_picture_that_cannot_be_read_gives_way_to_the_next(tmp_path, caplog, content, message):
+    root = coco(tmp_path)
+    write(root / "train2017/000000000002.jpg", content)
+    data = load(root)
+    with caplog.at_level(logging.WARNING):
+        names = [target["name"][-6:] for _, target in data._made_datasets()[0]]
+    assert names == ["01.jpg", "03.jpg", "03.jpg", "05.jpg", "06.jpg"]
+    assert len(data.skipped) == 1
+    assert len(caplog.messages) == 1
+    with pytest.raises(TooManyFaults, match=message):
+        list(load(root, max_skipped=0)._made_datasets()[0])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda root: write(root / TRAIN, "{not json"),
+            "annotations must be COCO's JSON .* got instances_train2017.json: ",
+        ),
+        (lambda root: write(root / TRAIN, "[]"), "got instances_train2017.json without a list of images$"),
+        (lambda root: change(root, TRAIN, lambda c: c.pop("categories")), "without a list of categories$"),
+        (
+            lambda root: change(root, VAL, lambda c: c.update(annotations=[3])),
+            "val2017.json without a list of annotations$",
+        ),
+        (
+            lambda root: change(root, VAL, lambda c: c["categories"][1].update(name="bus")),
+            "^categories of val must be those of train, got 3 'bus' instead of 'car'$",
+        ),
+        (
+            lambda root: change(root, TRAIN, lambda c: c["categories"].append({"id": 3, "name": "bus"})),
+            "^categories must have each an id of its own, a whole number, got others in instances_train2017.json$",
+        ),
+        (
+            lambda root: (root / TRAIN).unlink(),
+            "got captions_train2017.json without a list of images$",
+        ),
+        (
+            lambda root: write(root / "annotations" / "instances_train2014.json", "{}"),
+            "^root must hold .*; got instances_train2014.json, instances_train2017.json$",
+        ),
+        (lambda root: (root / "train2017").rename(root / "pictures"), "got no image of train in '.*'$"),
+        (
+            lambda root: change(root, TRAIN, lambda c: c.update(annotations=[])),
+            "^root must hold images with objects to train on and images to validate on, got 0 and 4$",
+        ),
+    ],
+)
+def test_what_is_not_of_the_format_is_refused_in_one_line(tmp_path, edit, message):
+    root = coco(tmp_path)
+    edit(root)
+    with pytest.raises(ValueError, match=message) as error:
+        load(root)
+    assert "\n" not in str(error.value)
+
+
+def test_a_root_that_is_missing_says_what_is_expected_where(tmp_path):
+    with pytest.raises(ValueError, match=r"^root must be given for COCO \(annotations/.*cocodataset.org\), got None$"):
+        make_data(DataConfig("coco"))
+    with pytest.raises(ValueError, match=r"^root must hold annotations/.*; got none for train in '.*'$"):
+        load(tmp_path)
+
+
+def test_a_machine_without_pycocotools_is_told_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchrope.lab.data.coco", None)
+    monkeypatch.delitem(__import__("sys").modules, "torchrope.lab.data.coco")
+    monkeypatch.setitem(__import__("sys").modules, "pycocotools", None)
+    with pytest.raises(ValueError, match=r"^coco is read with pycocotools \(pip install 'torchrope\[dense\]'\), got"):
+        make_data(DataConfig("coco", root=str(coco(tmp_path))))

@@ -1,0 +1,906 @@
+"""The data room: what each set promises, how its batches are drawn, and what it says to bad input."""
+
+import gzip
+import logging
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from miniatures import MINIATURES, OPTIONS
+from PIL import EpsImagePlugin, Image
+from torchvision import datasets as torchvision_datasets
+
+from torchrope.lab.data import fashion, images
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import DATA_NAMES, NAMES_TO_CLASSIFY, NAMES_WITH_ROOT, DataConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.data.digits import Digits, split_digits
+from torchrope.lab.data.images import Images
+from torchrope.lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
+from torchrope.lab.data.tensors import balanced_subset
+from torchrope.lab.data.transforms import resize, resize_bytes, shuffle_along, shuffle_patches
+
+COLOURS = {"cat": (200, 30, 30), "dog": (30, 30, 200)}
+
+
+# Folders of pictures and files that the tests make
+
+
+def draw(path: Path, colour=(90, 120, 150), mode="RGB", size=(40, 30), **options) -> Path:
+    """A picture with some texture, so that a truncated file really lacks pixels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(sum(path.name.encode()))
+    noise = torch.randint(0, 40, (size[1], size[0], 3), generator=generator)
+    pixels = (noise + torch.tensor(colour)).clamp(max=255).to(torch.uint8)
+    Image.fromarray(pixels.numpy()).convert(mode).save(path, **options)
+    return path
+
+
+def truncate(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def picture_folder(root: Path, count: int, order=1) -> Path:
+    """root/<class>/<n>.png, written in either order."""
+    for number in range(count)[::order]:
+        for name, colour in COLOURS.items():
+            draw(root / name / f"{number}.png", colour)
+    return root
+
+
+def load_images(root, **options) -> Images:
+    data = make_data(DataConfig("images", root=None if root is None else str(root), **options))
+    data.setup("fit")
+    return data
+
+
+def idx_bytes(values: torch.Tensor) -> bytes:
+    header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    return header + values.to(torch.uint8).numpy().tobytes()
+
+
+def idx_folder(folder: Path, compressed: bool) -> dict[str, torch.Tensor]:
+    """The four files of a small Fashion-MNIST: 40 pictures to train on, 20 to validate."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(1)
+    contents = {}
+    for part, count in (("train", 40), ("t10k", 20)):
+        contents[f"{part}-images-idx3-ubyte"] = torch.randint(256, (count, 28, 28), generator=generator)
+        contents[f"{part}-labels-idx1-ubyte"] = torch.arange(count) % 10
+    for name, values in contents.items():
+        content = idx_bytes(values)
+        path = folder / (f"{name}.gz" if compressed else name)
+        path.write_bytes(gzip.compress(content) if compressed else content)
+    return contents
+
+
+def one_line(error: pytest.ExceptionInfo) -> bool:
+    return "\n" not in str(error.value)
+
+
+def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
+    return dataset.__getitems__(range(len(dataset)))
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "birds"}, f"name must be one of {', '.join(DATA_NAMES)}, got 'birds'"),
+        (
+            {"root": "here"},
+            f"root is read by {', '.join(NAMES_WITH_ROOT)} alone, got '.*here' with name 'digits'",
+        ),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"size": -3}, "size must be at least 1, got -3"),
+        ({"workers": -1}, "workers must be at least 0, got -1"),
+        ({"split_seed": -1}, "split_seed must be at least 0, got -1"),
+        ({"frames": 8}, "frames is read by videos, ucf101, volumes, rsna alone, got 8 with name 'digits'"),
+        ({"split": 2, "name": "videos"}, "split is read by ucf101 alone, got 2 with name 'videos'"),
+        ({"split": 4, "name": "ucf101"}, "split must be 1, 2 or 3, got 4"),
+        ({"frames": 0, "name": "rsna"}, "frames must be at least 1, got 0"),
+        (
+            {"test_views": [5], "name": "ucf101"},
+            r"test_views must be segments and crops, at least 1 each, got \[5\]",
+        ),
+        (
+            {"windows": [[40, 0]], "name": "rsna"},
+            r"windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
+        ),
+        ({"windows": [], "name": "rsna"}, r"windows must each be \[centre, width above 0\], got \[\]"),
+    ],
+)
+def test_a_bad_configuration_is_refused(values, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        DataConfig(**values)
+
+
+def test_the_configuration_is_described_without_importing_torch():
+    code = "import sys, torchrope.lab.data.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(params=NAMES_TO_CLASSIFY)
+def any_data(request, tmp_path) -> DataModule:
+    """One of every kind that is classified, small; the others are in test_dense.py."""
+    write = MINIATURES.get(request.param)
+    root = None if write is None else str(write(tmp_path))
+    options = OPTIONS.get(request.param, {})
+    data = make_data(DataConfig(request.param, root=root, batch_size=4, train_size=16, val_size=10, **options))
+    data.setup("fit")
+    return data
+
+
+def test_every_data_set_keeps_the_contract(any_data):
+    train, val = any_data.train_dataloader().dataset, any_data.val_dataloader().dataset
+    inputs, label = train[0]
+    assert inputs.shape == (any_data.in_channels, *any_data.input_size)
+    assert inputs.dtype == torch.float32
+    assert type(label) is int
+    assert any_data.num_axes == len(any_data.input_size) == len(any_data.axes)
+    assert any_data.num_classes == len(set(any_data.classes)) > 1
+    assert any_data.counts == (len(train), len(val)) == (16, 10)
+    assert {label for _, label in (train[i] for i in range(len(train)))} <= set(range(any_data.num_classes))
+    assert any_data.skipped == []
+    assert any_data.description.endswith(".")
+    assert any_data.title
+
+
+def test_batches_hold_every_example_once(any_data):
+    for loader, count in zip((any_data.train_dataloader(), any_data.val_dataloader()), any_data.counts, strict=True):
+        batches = list(loader)
+        assert sum(len(labels) for _, labels in batches) == count
+        assert batches[0][0].shape[1:] == (any_data.in_channels, *any_data.input_size)
+        assert batches[0][1].dtype == torch.int64
+    assert len(next(iter(any_data.train_dataloader()))[1]) == 4
+
+
+def test_setup_makes_the_sets_once():
+    data = make_data(DataConfig("digits"))
+    data.setup("fit")
+    first = data.train_dataloader().dataset
+    data.setup("validate")
+    assert data.train_dataloader().dataset is first
+
+
+# The order of the examples
+
+
+class Recorder(pl.LightningModule):
+    """Learns nothing and remembers the labels of every epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.epochs: dict[int, list[int]] = {}
+
+    def training_step(self, batch, _):
+        self.epochs.setdefault(self.current_epoch, []).extend(batch[1].tolist())
+        return self.layer(batch[0].flatten(1)).square().mean()
+
+    def validation_step(self, batch, _):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def run(epochs: int, run_seed: int, workers: int = 0, resume: Path | None = None) -> tuple[dict, pl.Trainer]:
+    data = make_data(DataConfig("digits", train_size=100, workers=workers))
+    data.run_seed = run_seed
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(recorder, data, ckpt_path=resume)
+    return recorder.epochs, trainer
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+def test_the_order_depends_on_run_seed_and_epoch_alone():
+    first, _ = run(3, run_seed=3)
+    again, _ = run(3, run_seed=3)
+    other, _ = run(3, run_seed=4)
+    assert first == again
+    orders = [tuple(order) for run in (first, other) for order in run.values()]
+    assert len(set(orders)) == 6, "an epoch of one run repeats another"
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+
+
+# Workers draw their first indices as soon as they start, so they are a case of their own.
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path, workers):
+    whole_run, _ = run(3, run_seed=3, workers=workers)
+    _, trainer = run(2, run_seed=3, workers=workers)
+    trainer.save_checkpoint(tmp_path / "after2.ckpt")
+    resumed, _ = run(3, run_seed=3, workers=workers, resume=tmp_path / "after2.ckpt")
+    assert resumed == {2: whole_run[2]}
+
+
+def test_validation_keeps_its_order():
+    loader = make_data(DataConfig("digits")).val_dataloader()
+    assert torch.equal(torch.cat([labels for _, labels in loader]), loader.dataset.labels)
+
+
+# A balanced choice
+
+
+def test_a_balanced_subset_is_balanced_nested_and_reproducible():
+    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
+    small = balanced_subset(labels, 9, 5, "train_size")
+    large = balanced_subset(labels, 30, 5, "train_size")
+    assert Counter(labels[small].tolist()) == {0: 3, 1: 3, 2: 3}
+    assert Counter(labels[large].tolist()) == {0: 13, 1: 13, 2: 4}
+    assert set(small.tolist()) < set(large.tolist())
+    assert torch.equal(small, balanced_subset(labels, 9, 5, "train_size"))
+    assert not torch.equal(small, balanced_subset(labels, 9, 6, "train_size"))
+
+
+@pytest.mark.parametrize("size", [2, 85])
+def test_a_subset_that_cannot_be_is_refused(size):
+    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
+    message = rf"^val_size must lie between 3 \(one per class\) and 84 \(all there are\), got {size}$"
+    with pytest.raises(ValueError, match=message):
+        balanced_subset(labels, size, 0, "val_size")
+
+
+# Digits
+
+
+def test_digits_are_split_within_each_class_and_disjoint():
+    train_images, train_labels, val_images, val_labels = split_digits(0)
+    assert (len(train_images), len(val_images)) == (1437, 360)
+    assert train_images.min() == 0
+    assert train_images.max() == 1
+    share = val_labels.bincount() / (train_labels.bincount() + val_labels.bincount())
+    assert (share - 0.2).abs().max() < 0.01
+    train = {tuple(image.flatten().tolist()) for image in train_images}
+    assert train.isdisjoint(tuple(image.flatten().tolist()) for image in val_images)
+
+
+def test_the_split_depends_on_split_seed_and_not_on_run_seed():
+    first, again, other = (split_digits(seed)[1] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    data = make_data(DataConfig("digits"))
+    data.run_seed = 7
+    assert torch.equal(data.datasets()[0].labels, first)
+
+
+def test_inputs_are_normalised_with_the_training_sets_mean_and_std():
+    train, val = Digits(DataConfig("digits")).datasets()
+    assert train.inputs.mean().abs() < 1e-5
+    assert (train.inputs.std(correction=0) - 1).abs() < 1e-5
+    assert val.inputs.mean().abs() > 1e-5, "the validation set is normalised with its own mean"
+
+
+def test_digits_take_another_size():
+    data = Digits(DataConfig("digits", size=16, train_size=20, val_size=10))
+    train, val = data.datasets()
+    assert train.inputs.shape == (20, 1, *data.input_size) == (20, 1, 16, 16)
+    assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
+    assert torch.equal(val.labels.bincount(), torch.ones(10, dtype=torch.int64))
+
+
+# Motion
+
+
+def counted_patches(frame: torch.Tensor) -> Counter:
+    patches = frame.unfold(0, 4, 4).unfold(1, 4, 4).reshape(-1, 16)
+    return Counter(tuple(patch.tolist()) for patch in patches)
+
+
+def test_motion_has_the_promised_sizes_and_balance():
+    data = Motion(DataConfig("motion"))
+    train, val = data.datasets()
+    assert train.inputs.shape == (2400, 1, *data.input_size) == (2400, 1, 5, 20, 20)
+    assert val.inputs.shape == (600, 1, 5, 20, 20)
+    assert torch.equal(train.labels.bincount(), torch.full((8,), 300))
+    assert torch.equal(val.labels.bincount(), torch.full((8,), 75))
+
+
+def test_motion_is_determined_by_split_seed():
+    first, again, other = (Motion(DataConfig("motion", split_seed=seed)).datasets() for seed in (0, 0, 1))
+    assert torch.equal(first[0].inputs, again[0].inputs)
+    assert torch.equal(first[1].inputs, again[1].inputs)
+    assert not torch.equal(first[0].labels, other[0].labels)
+
+
+def test_the_validation_clips_do_not_depend_on_train_size():
+    few, many = (Motion(DataConfig("motion", train_size=size)).datasets() for size in (80, 160))
+    assert len(few[0]) == 80
+    assert torch.equal(few[1].labels, many[1].labels)
+
+
+def test_every_class_holds_the_same_patches():
+    digit = split_digits(0)[0][:1].expand(8, -1, -1, -1)
+    starts = torch.tensor([[17, 6]]).expand(8, -1)
+    clips = render_clips(digit, starts, torch.arange(8), side=20)
+    bags = [counted_patches(frame) for frame in clips.flatten(0, 2)]
+    assert len(bags) == 8 * FRAMES
+    assert all(bag == bags[0] for bag in bags)
+    assert len({tuple(clip.flatten().tolist()) for clip in clips}) == 8, "two classes make the same clip"
+
+
+@pytest.mark.parametrize("side", [20, 24])
+def test_the_class_is_the_motion(side):
+    clips, labels = make_clips(split_digits(0)[0], 64, side, torch.Generator().manual_seed(2))
+    frames = clips[:, 0].double()
+    spectrum = torch.fft.fft2(frames)
+    correlation = torch.fft.ifft2(spectrum[:, :-1].conj() * spectrum[:, 1:]).real  # [n, t - 1, side, side]
+    peak = correlation.flatten(2).argmax(-1)
+    moved = torch.stack([peak // side, peak % side], -1)
+    stated = torch.tensor(list(VELOCITIES.values()))[labels] % side
+    assert torch.equal(moved, stated[:, None].expand_as(moved))
+
+
+def test_a_frame_shows_the_digit_whole():
+    digits = split_digits(0)[0]
+    clips, _ = make_clips(digits[:1], 16, 20, torch.Generator().manual_seed(2))
+    expected = digits[0].flatten().sort().values
+    for frame in clips.flatten(0, 2):
+        assert torch.equal(frame.flatten().sort().values[-64:], expected)
+
+
+@pytest.mark.parametrize("size", [16, 22])
+def test_motion_refuses_a_size_that_breaks_its_law(size):
+    with pytest.raises(ValueError, match=f"^size must be a multiple of 4 from 20 up, got {size}$"):
+        Motion(DataConfig("motion", size=size))
+
+
+def test_motion_needs_a_clip_of_each_class():
+    with pytest.raises(ValueError, match=r"^val_size must be at least 8 \(one per class\), got 3$"):
+        Motion(DataConfig("motion", val_size=3))
+
+
+# Fashion-MNIST
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("below", [".", "FashionMNIST/raw"])
+def test_idx_files_are_read_plain_and_compressed(tmp_path, compressed, below):
+    contents = idx_folder(tmp_path / "root" / below, compressed)
+    train, val = make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).datasets()
+    assert torch.equal(train.labels, contents["train-labels-idx1-ubyte"])
+    assert torch.equal(val.labels, contents["t10k-labels-idx1-ubyte"])
+    pixels = contents["train-images-idx3-ubyte"].float() / 255
+    expected = (pixels - pixels.mean()) / pixels.std(correction=0)
+    torch.testing.assert_close(train.inputs[:, 0], expected)
+
+
+def test_fashion_takes_a_size_and_a_part(tmp_path):
+    idx_folder(tmp_path / "root", compressed=False)
+    config = DataConfig("fashion-mnist", root=str(tmp_path / "root"), size=14, train_size=20)
+    train, val = make_data(config).datasets()
+    assert train.inputs.shape == (20, 1, 14, 14)
+    assert val.inputs.shape == (20, 1, 14, 14)
+    assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
+
+
+def test_a_bomb_in_place_of_an_idx_file_is_refused_in_one_line(tmp_path, monkeypatch):
+    assert fashion.UNPACKED > 60_000 * 28 * 28 + 16
+    idx_folder(tmp_path / "root", compressed=True)
+    path = tmp_path / "root" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes() + gzip.compress(bytes(2**20)) * 2**13)
+    monkeypatch.setattr(fashion, "UNPACKED", 2**20)
+    message = (
+        r"train-images-idx3-ubyte\.gz must be a readable, whole file, got: more than 1,048,576 bytes when unpacked$"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).setup()
+
+
+def test_the_package_of_debian_is_found(tmp_path, monkeypatch):
+    idx_folder(tmp_path / "debian", compressed=True)
+    monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "debian")
+    assert make_data(DataConfig("fashion-mnist")).counts == (40, 20)
+
+
+def without_files(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "absent")
+    monkeypatch.setattr(fashion, "cache_folder", lambda: tmp_path / "cache")
+
+
+def test_a_download_is_read_from_the_cache(tmp_path, monkeypatch):
+    def pretend(root, download):
+        idx_folder(Path(root) / "FashionMNIST" / "raw", compressed=False)
+
+    without_files(monkeypatch, tmp_path)
+    monkeypatch.setattr(torchvision_datasets, "FashionMNIST", pretend)
+    assert make_data(DataConfig("fashion-mnist")).counts == (40, 20)
+    # A second download would fail on the folder that is there.
+    assert make_data(DataConfig("fashion-mnist")).counts == (40, 20)
+
+
+@pytest.mark.parametrize("failure", [URLError("no network"), RuntimeError("Tried a mirror, got:\nno network\n")])
+def test_a_failed_download_says_what_is_expected_where(tmp_path, monkeypatch, failure):
+    def fail(*_, **__):
+        raise failure
+
+    without_files(monkeypatch, tmp_path)
+    monkeypatch.setattr(torchvision_datasets, "FashionMNIST", fail)
+    message = r"apt install dataset-fashion-mnist.*train-images-idx3-ubyte.*root|root.*train-images-idx3-ubyte"
+    with pytest.raises(ValueError, match=message) as error:
+        make_data(DataConfig("fashion-mnist")).setup("fit")
+    assert one_line(error)
+    assert "no network" in str(error.value)
+
+
+def test_a_root_without_the_files_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^root must hold the four files train-images.* got '.*'$") as error:
+        make_data(DataConfig("fashion-mnist", root=str(tmp_path))).setup("fit")
+    assert one_line(error)
+
+
+def cut_inside(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize(
+    ("compressed", "damage", "message"),
+    [
+        (True, cut_inside, "must be a readable, whole file"),
+        (True, lambda content: b"garbage", "must be a readable, whole file"),
+        (False, cut_inside, r"must hold the 31360 values of its header, got 156\d\d"),
+        (
+            False,
+            lambda content: b"garbage, not idx at all",
+            "must be an idx file of bytes with 3 axes, got 67617262",
+        ),
+        (False, lambda content: b"", "must be an idx file of bytes with 3 axes, got nothing"),
+        (
+            False,
+            lambda content: idx_bytes(torch.zeros(7, 28, 28)),
+            "must hold one label per image = 7, got 40",
+        ),
+        (
+            False,
+            lambda content: idx_bytes(torch.zeros(0, 28, 28)),
+            "must hold the 0 values of its header, got 0",
+        ),
+    ],
+)
+def test_a_damaged_idx_file_is_named(tmp_path, compressed, damage, message):
+    idx_folder(tmp_path / "root", compressed)
+    path = tmp_path / "root" / ("train-images-idx3-ubyte" + (".gz" if compressed else ""))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=message) as error:
+        make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).setup("fit")
+    assert one_line(error)
+    assert str(tmp_path / "root" / "train-") in str(error.value)
+
+
+def test_a_label_beyond_the_classes_is_refused(tmp_path):
+    idx_folder(tmp_path / "root", compressed=False)
+    (tmp_path / "root" / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(torch.full((20,), 77)))
+    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte must hold labels below 10, got 77"):
+        make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).setup("fit")
+
+
+# Images
+
+
+def paths_of(dataset) -> set[str]:
+    return {path for path, _ in dataset.samples}
+
+
+def test_a_folder_of_classes_is_split(tmp_path):
+    data = load_images(picture_folder(tmp_path, 10), size=32)
+    train, val = data.datasets()
+    assert data.classes == ("cat", "dog")
+    assert data.counts == (16, 4)
+    assert Counter(label for _, label in val.samples) == {0: 2, 1: 2}
+    assert paths_of(train).isdisjoint(paths_of(val))
+    assert train[0][0].shape == (3, 32, 32)
+    assert data.description.startswith("20 pictures")
+
+
+def test_the_split_does_not_depend_on_where_or_in_what_order_files_lie(tmp_path):
+    forwards = load_images(picture_folder(tmp_path / "forwards", 10)).datasets()
+    backwards = load_images(picture_folder(tmp_path / "backwards", 10, order=-1)).datasets()
+    other = load_images(tmp_path / "forwards", split_seed=1).datasets()
+    assert forwards[0].samples == backwards[0].samples
+    assert forwards[1].samples == backwards[1].samples
+    assert forwards[1].samples != other[1].samples
+
+
+def test_listing_order_of_the_file_system_is_forgotten(tmp_path, monkeypatch):
+    picture_folder(tmp_path / "train", 4)
+    picture_folder(tmp_path / "val", 4)
+    expected = load_images(tmp_path).datasets()[0].samples
+    walk = images.os.walk
+    monkeypatch.setattr(
+        images.os,
+        "walk",
+        lambda *a, **k: ((place, below, files[::-1]) for place, below, files in walk(*a, **k)),
+    )
+    assert load_images(tmp_path).datasets()[0].samples == expected
+
+
+def test_train_and_val_folders_are_kept(tmp_path):
+    picture_folder(tmp_path / "train", 3)
+    picture_folder(tmp_path / "val", 2)
+    train, val = load_images(tmp_path).datasets()
+    assert paths_of(train) == {f"train/{name}/{n}.png" for name in COLOURS for n in range(3)}
+    assert paths_of(val) == {f"val/{name}/{n}.png" for name in COLOURS for n in range(2)}
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    for name in ("bus", "train"):
+        for number in range(3):
+            draw(tmp_path / name / f"{number}.jpg")
+    assert load_images(tmp_path).classes == ("bus", "train")
+
+
+def test_a_part_of_the_images_is_balanced(tmp_path):
+    data = load_images(picture_folder(tmp_path, 10), train_size=6, val_size=2)
+    assert data.counts == (6, 2)
+    assert Counter(label for _, label in data.datasets()[0].samples) == {0: 3, 1: 3}
+
+
+def test_training_crops_differ_and_repeat_with_the_seed(tmp_path):
+    train, val = load_images(picture_folder(tmp_path, 5), size=16).datasets()
+    torch.manual_seed(1)
+    first, second = train[0][0], train[0][0]
+    torch.manual_seed(1)
+    assert torch.equal(train[0][0], first)
+    assert not torch.equal(first, second)
+    assert torch.equal(val[0][0], val[0][0])
+
+
+def test_images_are_normalised_with_what_training_images_measure(tmp_path):
+    picture_folder(tmp_path / "train", 4)
+    picture_folder(tmp_path / "val", 1)
+    for name in COLOURS:
+        draw(tmp_path / "val" / name / "0.png", (255, 255, 255))
+    train, val = load_images(tmp_path, size=24).datasets()
+    train.transform = val.transform
+    inputs = torch.stack([train[index][0] for index in range(len(train))])
+    torch.testing.assert_close(inputs.mean((0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(inputs.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-4, rtol=0)
+    assert val[0][0].mean() > 1
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK"])
+def test_other_8_bit_modes_work(tmp_path, mode):
+    suffix = "tif" if mode == "CMYK" else "png"
+    for name in COLOURS:
+        for number in range(2):
+            draw(tmp_path / name / f"{number}.{suffix}", mode=mode)
+    data = load_images(tmp_path)
+    assert data.skipped == []
+    assert next(iter(data.train_dataloader()))[0].shape == (2, 3, 64, 64)
+
+
+def test_a_palette_with_transparency_works(tmp_path):
+    for name in COLOURS:
+        for number in range(2):
+            draw(tmp_path / name / f"{number}.png", mode="P", transparency=bytes(range(256)))
+    assert load_images(tmp_path).counts == (2, 2)
+
+
+def test_a_picture_is_turned_upright(tmp_path):
+    tags = Image.Exif()
+    tags[0x0112] = 6  # taken with the camera turned by 90 degrees
+    path = draw(tmp_path / "a.jpg", size=(40, 30), exif=tags)
+    assert images.load_image(path, 64).size == (30, 40)
+
+
+NO_IMAGE = "no image (JPEG, PNG, WEBP, BMP, PPM, TIFF)"
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_no_program_is_run_for_a_picture_that_is_named_as_another(tmp_path, monkeypatch):
+    started = []
+
+    def refuse(_, command, *args, **kwargs):
+        started.append(command)
+        raise OSError("no programs here")
+
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not looked for yet
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    picture_folder(tmp_path, 4)
+    (tmp_path / "cat" / "drawing.png").write_bytes(EPS)
+    draw(tmp_path / "dog" / "cartoon.gif").rename(tmp_path / "dog" / "cartoon.jpg")
+    data = load_images(tmp_path)
+    assert started == []
+    assert dict(data.skipped) == {"cat/drawing.png": NO_IMAGE, "dog/cartoon.jpg": NO_IMAGE}
+
+
+@pytest.mark.parametrize("extension", images.IMG_EXTENSIONS)
+def test_load_image_reads_every_kind_that_is_listed(tmp_path, extension):
+    assert images.load_image(draw(tmp_path / f"a{extension}", size=(40, 30)), 64).size == (40, 30)
+
+
+def test_load_image_reads_several_pictures_of_a_camera_in_one_file(tmp_path):
+    picture = Image.new("RGB", (40, 30), "red")
+    picture.save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[picture])
+    assert images.load_image(tmp_path / "a.jpg", 64).size == (40, 30)
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_a_picture_of_too_many_pixels_is_named_whether_pillow_warns_or_refuses(tmp_path, monkeypatch):
+    picture_folder(tmp_path, 4)
+    draw(tmp_path / "cat" / "large.png", size=(60, 50))
+    draw(tmp_path / "dog" / "larger.png", size=(90, 80))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
+    skipped = dict(load_images(tmp_path, size=16).skipped)
+    assert skipped.pop("cat/large.png") == "60x50 pixels, more than 2,000"
+    assert skipped.pop("dog/larger.png").startswith("Image size (7200 pixels) exceeds limit of 4000 pixels")
+    assert not skipped
+
+
+def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
+    picture_folder(tmp_path, 4)
+    truncate(draw(tmp_path / "cat" / "cut.jpg"))
+    truncate(draw(tmp_path / "cat" / "cut.png"))
+    (tmp_path / "dog" / "text.jpg").write_text("this is no picture")
+    (tmp_path / "dog" / "empty.png").touch()
+    Image.new("I;16", (8, 8)).save(tmp_path / "dog" / "deep.png")
+    (tmp_path / "dog" / "notes.txt").write_text("not looked at")
+    (tmp_path / "dog" / "._0.png").write_text("left by a file manager")
+    with caplog.at_level(logging.WARNING):
+        data = load_images(tmp_path)
+    assert dict(data.skipped) == {
+        "cat/cut.jpg": "truncated",
+        "cat/cut.png": "truncated",
+        "dog/text.jpg": NO_IMAGE,
+        "dog/empty.png": NO_IMAGE,
+        "dog/deep.png": "I;16 pixels, not 8-bit ones",
+    }
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("skipped 5 of 13 images: cat/cut.jpg (truncated), ")
+    assert sum(data.counts) == 8
+
+
+def test_many_damaged_files_are_counted_and_not_all_named(tmp_path, caplog):
+    picture_folder(tmp_path, 2)
+    for number in range(8):
+        (tmp_path / "cat" / f"bad{number}.png").touch()
+    load_images(tmp_path)
+    assert caplog.messages[0].endswith(f"cat/bad4.png ({NO_IMAGE}) and 3 more")
+
+
+def no_root(folder):
+    return None
+
+
+def absent(folder):
+    return folder / "absent"
+
+
+def a_file(folder):
+    return draw(folder / "picture.png")
+
+
+def no_classes(folder):
+    return a_file(folder).parent
+
+
+def one_class(folder):
+    return draw(folder / "cat" / "0.png").parents[1]
+
+
+def train_alone(folder):
+    return picture_folder(folder / "train", 2).parent
+
+
+def differing_classes(folder):
+    picture_folder(folder / "train", 2)
+    draw(folder / "val" / "cat" / "0.png")
+    draw(folder / "val" / "cow" / "0.png")
+    return folder
+
+
+def empty_classes(folder):
+    (folder / "cat").mkdir()
+    (folder / "dog").mkdir()
+    return folder
+
+
+def only_damaged(folder):
+    for path in picture_folder(folder, 2).rglob("*.png"):
+        truncate(path)
+    return folder
+
+
+def a_class_of_one(folder):
+    picture_folder(folder, 3)
+    for number in (1, 2):
+        (folder / "dog" / f"{number}.png").unlink()
+    return folder
+
+
+def no_dog_in_val(folder):
+    picture_folder(folder / "train", 2)
+    for path in picture_folder(folder / "val", 1).glob("dog/*"):
+        path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (no_root, r"root must be given for images \(root/<class>.*\), got None"),
+        (absent, r"root must be a folder with images \(root/<class>.*\), got '.*', which is not there"),
+        (a_file, r"root must be a folder with images \(.*\), got '.*', a file"),
+        (lambda folder: folder, r"root must hold one sub-folder per class \(.*\), got none in '.*'"),
+        (no_classes, r"root must hold one sub-folder per class \(.*\), got none in '.*'"),
+        (one_class, r"root must hold at least two classes \(.*\), got only 'cat' in '.*'"),
+        (train_alone, "root must hold train and val with one sub-folder per class in each, got train"),
+        (
+            differing_classes,
+            "train and val must have the same classes, got 'dog' in train alone, 'cow' in val alone",
+        ),
+        (empty_classes, r"root must hold readable images \(.jpg .*\), got none in '.*'"),
+        (only_damaged, r"root must hold readable images .*, got none in '.*': cat/0.png \(truncated\), .*"),
+        (
+            a_class_of_one,
+            "readable images of each class must number at least 2, one to train on .*, got 1 for 'dog'",
+        ),
+        (no_dog_in_val, "readable images of each class must number at least 1 in val, got 0 for 'dog'"),
+    ],
+)
+def test_a_bad_folder_is_refused_in_one_line(tmp_path, make, message):
+    with pytest.raises(ValueError, match=f"^{message}$") as error:
+        load_images(make(tmp_path))
+    assert one_line(error)
+
+
+def test_an_unreadable_root_is_refused(tmp_path, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ValueError, match=r"^every folder below root must be readable, got '.*': Permission denied$"):
+        load_images(tmp_path)
+
+
+def test_an_unreadable_class_is_refused_and_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    scan = images.os.scandir
+
+    def refuse_dogs(folder):
+        if Path(folder).name == "dog":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    root = picture_folder(tmp_path, 3)
+    monkeypatch.setattr(images.os, "scandir", refuse_dogs)
+    with pytest.raises(ValueError, match=r"^every folder below root must be readable, got '.*dog': Permission denied$"):
+        load_images(root)
+
+
+# Transforms
+
+SHAPES = [
+    pytest.param((12,), 3, id="one axis"),
+    pytest.param((8, 6), (4, 2), id="two axes"),
+    pytest.param((3, 4, 8), (1, 2, 4), id="three axes"),
+]
+
+
+def cut(sample: torch.Tensor, patch) -> list[tuple]:
+    """The patches of a sample (channels, *sizes), row-major."""
+    patch = (patch,) * (sample.ndim - 1) if isinstance(patch, int) else patch
+    for axis, extent in enumerate(patch):
+        sample = sample.unfold(1 + axis, extent, extent)
+    return [tuple(p.flatten().tolist()) for p in sample.movedim(0, -len(patch) - 1).flatten(0, len(patch) - 1)]
+
+
+@pytest.mark.parametrize(("sizes", "patch"), SHAPES)
+def test_shuffled_patches_are_the_same_patches_elsewhere(sizes, patch):
+    inputs = torch.arange(5 * 2 * torch.Size(sizes).numel()).view(5, 2, *sizes).float()
+    shuffled = shuffle_patches(inputs, patch, torch.Generator().manual_seed(0))
+    assert shuffled.shape == inputs.shape
+    for before, after in zip(inputs, shuffled, strict=True):
+        assert Counter(cut(before, patch)) == Counter(cut(after, patch))
+    assert not torch.equal(shuffled, inputs)
+
+
+def test_every_sample_has_a_permutation_of_its_own():
+    inputs = torch.arange(16.0).expand(50, 1, 16)
+    shuffled = shuffle_patches(inputs, 1, torch.Generator().manual_seed(0))
+    assert len({tuple(sample.flatten().tolist()) for sample in shuffled}) == 50
+
+
+def test_every_permutation_of_patches_occurs_about_equally_often():
+    inputs = torch.arange(3.0).expand(6000, 1, 3)
+    shuffled = shuffle_patches(inputs, 1, torch.Generator().manual_seed(0))
+    counts = Counter(tuple(sample.flatten().tolist()) for sample in shuffled)
+    assert len(counts) == 6
+    assert all(abs(count - 1000) < 5 * 1000**0.5 for count in counts.values())
+
+
+def test_shuffling_repeats_with_its_generator():
+    inputs = torch.rand(4, 1, 8, 8)
+    first, again, other = (shuffle_patches(inputs, 2, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        (3, r"sizes must be divisible by patch_size = \(3, 3\), got \(8, 6\)"),
+        ((2, 2, 2), r"patch_size must be one positive integer or one per axis = 2, got \(2, 2, 2\)"),
+        (0, "patch_size must be one positive integer or one per axis = 2, got 0"),
+    ],
+)
+def test_patches_that_do_not_fit_are_refused(patch, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        shuffle_patches(torch.zeros(1, 1, 8, 6), patch, torch.Generator())
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_resize_keeps_a_linear_ramp_inside(axes):
+    """Pixel i of n sits at (i + 1/2) / n; a function linear in that stays so away from the edges."""
+
+    def ramp(size: int) -> torch.Tensor:
+        along = (torch.arange(size) + 0.5) / size
+        return along.view(-1, *[1] * (axes - 1)).expand(*[size] * axes)[None, None]
+
+    enlarged = resize(ramp(8), 16)
+    assert enlarged.shape == (1, 1, *[16] * axes)
+    torch.testing.assert_close(enlarged[:, :, 1:-1], ramp(16)[:, :, 1:-1])
+
+
+def test_resize_to_the_same_size_changes_nothing():
+    inputs = torch.rand(2, 3, 5, 7)
+    assert torch.equal(resize(inputs, (5, 7)), inputs)
+
+
+def test_resize_bytes_rounds_to_the_nearest():
+    pixels = torch.randint(0, 256, (3, 1, 7, 9), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    expected = resize(pixels.double(), (10, 12))
+    changed = resize_bytes(pixels, (10, 12))
+    assert changed.dtype == torch.uint8
+    assert (changed - expected).abs().max() <= 0.501
+    assert abs((changed - expected).mean()) < 0.05
+
+
+@pytest.mark.parametrize(("axis", "extent"), [(0, 1), (0, 2), (1, 3), (2, 1)])
+def test_shuffle_along_moves_slices_of_one_axis_of_each_sample_by_itself(axis, extent):
+    inputs = torch.arange(50 * 2 * 4 * 6 * 5).view(50, 2, 4, 6, 5)
+    shuffled = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    assert shuffled.shape == inputs.shape
+    orders = set()
+    for before, after in zip(inputs, shuffled, strict=True):
+        slices = [part.numpy().tobytes() for part in before.split(extent, dim=1 + axis)]
+        orders.add(tuple(slices.index(part.contiguous().numpy().tobytes()) for part in after.split(extent, 1 + axis)))
+    assert all(sorted(order) == list(range(len(order))) for order in orders)
+    assert len(orders) > 1
+    again = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(again, shuffled)
+
+
+def test_resize_smooths_where_two_axes_shrink():
+    stripes = (torch.arange(32) % 4 == 0).float().expand(1, 1, 32, 32)
+    assert (resize(stripes, (32, 8))[..., 1:-1] - 0.25).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "message"),
+    [
+        ((1, 1), 4, "inputs must have 1 to 3 axes after batch and channels, got 0"),
+        ((1, 1, 2, 2, 2, 2), 4, "inputs must have 1 to 3 axes after batch and channels, got 4"),
+        ((1, 1, 2, 2), (4, 4, 4), r"size must be one positive integer or one per axis = 2, got \(4, 4, 4\)"),
+    ],
+)
+def test_a_resize_that_cannot_be_is_refused(shape, size, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        resize(torch.zeros(shape), size)

@@ -1,0 +1,89 @@
+"""benchmarks/data.py: every kind of data is measured, kept in a checked layout, and told beside what a GPU takes."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from torchrope.lab.bench.results import DataSuite, read_results, write_results
+from torchrope.lab.report.speed import render_data_docs
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "data.md"
+COMMITTED = ROOT / "benchmarks" / "results" / "data.json"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[ModuleType]:
+    """The script, imported from its folder as `python benchmarks/data.py` has it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    threads = torch.get_num_threads()
+    import data
+
+    yield data
+    sys.path.remove(str(ROOT / "benchmarks"))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def suite(benchmark: ModuleType) -> DataSuite:
+    plan = benchmark.Plan(
+        pictures=128, files=8, videos=8, frames=12, volumes=4, slices=2, side=24, rounds=1, workers=0, threads=1
+    )
+    return benchmark.measure(plan, "a test")
+
+
+def test_every_kind_of_data_is_measured_plain_and_as_its_recipe_changes_it(suite: DataSuite) -> None:
+    changes: dict[str, list[str]] = {}
+    for row in suite.rows:
+        changes.setdefault(row.data, []).append(row.augment)
+        assert row.examples_per_second.median > 0
+        assert row.workers == 0
+    assert list(changes) == ["CIFAR-100 in memory", "JPEG files", "shards of JPEG", "videos", "DICOM series"]
+    assert all(told[0] == "nothing" for told in changes.values())
+    assert changes["JPEG files"][1] == "flip true, randaugment [2, 14]"
+    assert "erasing" in changes["videos"][1]
+    assert "mixup 0.8" in changes["DICOM series"][1]
+
+
+def test_what_a_gpu_takes_follows_from_the_operations_of_a_vit(suite: DataSuite) -> None:
+    by_shape = {row.shape: row for row in suite.rows}
+    assert by_shape[3, 224, 224].gflops / 2 == pytest.approx(17.5, abs=0.1)  # DeiT III's count of multiply-adds
+    # ViT-B's matrices are read by every token: the product of tokens and channels, and the scores.
+    tokens, dim, depth = 64 + 1, 768, 12
+    layers = depth * (12 * tokens * dim**2 + 2 * tokens**2 * dim)
+    expected = layers + 64 * 48 * dim + dim * 100
+    assert by_shape[3, 32, 32].gflops * 1e9 / 2 == pytest.approx(expected, rel=1e-3)
+    for row in suite.rows:
+        assert row.taken_per_second == pytest.approx(0.45 * 989e12 / (3 * row.gflops * 1e9))
+
+
+def test_results_are_read_back_and_a_table_has_every_row(suite: DataSuite, tmp_path: Path) -> None:
+    write_results(tmp_path / "data.json", suite)
+    assert read_results(tmp_path / "data.json", DataSuite) == suite
+    page = render_data_docs(PAGE.read_text(), json.loads((tmp_path / "data.json").read_text()))
+    table = page.split("<!-- loading:begin -->")[1].split("<!-- loading:end -->")[0]
+    assert "Nothing measured" not in table
+    assert "computed" in table
+    for row in suite.rows:
+        assert any(row.data in line and f"{row.taken_per_second:,.0f}" in line for line in table.splitlines())
+    assert render_data_docs(page, asdict(suite)) == page
+
+
+@pytest.mark.parametrize("spoil", [{"schema": 0}, {"rows": [{}]}, {"utilisation": "much"}, {"more": 1}])
+def test_a_file_of_another_layout_is_refused(suite: DataSuite, tmp_path: Path, spoil: dict) -> None:
+    write_results(tmp_path / "data.json", suite)
+    plain = json.loads((tmp_path / "data.json").read_text())
+    (tmp_path / "data.json").write_text(json.dumps({**plain, **spoil}))
+    with pytest.raises(ValueError, match=r"must (have|be) "):
+        read_results(tmp_path / "data.json", DataSuite)
+
+
+def test_the_page_is_written_from_the_committed_numbers() -> None:
+    committed = asdict(read_results(COMMITTED, DataSuite)) if COMMITTED.exists() else None
+    assert render_data_docs(PAGE.read_text(), committed) == PAGE.read_text()

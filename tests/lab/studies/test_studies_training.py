@@ -1,0 +1,460 @@
+"""Studies over a grid of trainings: which runs they ask for, and that what they say follows from the numbers."""
+
+import json
+from collections.abc import Callable, Sequence
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.studies.engine.config import StudyConfig
+from torchrope.lab.studies.engine.dense_estimates import Score
+from torchrope.lab.studies.engine.estimates import (
+    contrast,
+    difference,
+    ends,
+    first_reach,
+    judge,
+    resamples,
+    top1,
+    trend,
+)
+from torchrope.lab.studies.engine.grid import tell_trends, train_grid, trends
+from torchrope.lab.studies.engine.results import Findings, Table
+from torchrope.lab.studies.engine.runs import Run, Trained
+from torchrope.lab.studies.engine.study import Lab, find_study
+from torchrope.lab.training.config import ModelConfig, OptimConfig
+
+QUIET = Console(file=StringIO())
+EXAMPLES = 200
+Hits = Callable[[Run], float]
+
+
+class FakeLab(Lab):
+    """Asks for runs as the lab does; what they get right is told by a function of the run."""
+
+    def __init__(self, hits: Hits, encodings: Sequence[str] = (), **settings: object) -> None:
+        given = {
+            "data": DataConfig(train_size=100, val_size=20),
+            "model": ModelConfig(dim=32, depth=1, num_heads=2, mlp_dim=8, patch_size=[4], pool="mean"),
+            "optim": OptimConfig(epochs=8, warmup_epochs=1),
+            "out": "nowhere",
+        }
+        super().__init__(StudyConfig(**{**given, **settings}), encodings, QUIET)
+        self.hits = hits
+        self.asked: list[Run] = []
+
+    def train(self, runs: Sequence[Run]) -> list[Trained]:
+        self.asked += runs
+        return [faked(run, self.hits(run)) for run in runs]
+
+
+def faked(run: Run, share: float) -> Trained:
+    """Right on the first so many examples; its curve rises evenly to there, a second an epoch."""
+    right = (np.arange(EXAMPLES) < round(share * EXAMPLES)).astype(int).tolist()
+    epochs = run.config.optim.epochs
+    curve = [{"epoch": e, "val_top1": share * e / epochs, "seconds": 1.0} for e in range(1, epochs + 1)]
+    return Trained(run, Path("nowhere"), [1] * EXAMPLES, right, 1.0, curve, float(epochs))
+
+
+def found(name: str, hits: Hits, encodings: Sequence[str] = (), **settings: object) -> tuple[Findings, FakeLab]:
+    study = find_study(name)
+    lab = FakeLab(hits, encodings or study.encodings, **settings)
+    findings = study.find(lab)
+    assert findings.plain() == json.loads(json.dumps(findings.plain(), allow_nan=False))
+    return findings, lab
+
+
+def shared_with_accuracy(lab: FakeLab) -> list[str]:
+    """Encodings of the runs that accuracy asks for too."""
+    return [run.encoding for run in lab.asked if run.key == lab.run(run.encoding, run.seed).key]
+
+
+def by(table: Table, *keys: str) -> dict:
+    return {tuple(row[key] for key in keys): row for row in table.rows}
+
+
+def titled(findings: Findings, start: str) -> Table:
+    return next(table for table in findings.tables if table.title.startswith(start))
+
+
+def test_a_trend_is_the_slope_of_a_line_through_the_means() -> None:
+    random = np.random.default_rng(0)
+    x = [1.0, 2.0, 4.0, 5.0]
+    rights = [random.random((2, 300)) < 0.5 + 0.08 * at for at in x]
+    value, low, high = trend(x, rights)
+    assert value == pytest.approx(100 * np.polyfit(x, [right.mean() for right in rights], 1)[0])
+    assert low < value < high
+    assert low > 0
+    assert high < 16
+
+
+def test_curves_reach_a_target_between_points() -> None:
+    x = np.array([1.0, 2.0, 4.0])
+    curves = np.array([[0.2, 0.4, 0.8], [0.2, 0.1, 0.8], [0.6, 0.7, 0.8], [0.1, 0.2, 0.3], [0.5, 0.5, 0.5]])
+    reached = first_reach(x, curves, np.array([0.5, 0.2, 0.5, 0.5, 0.5]))
+    assert reached == pytest.approx([2.5, 1.0, 1.0, np.inf, 1.0])
+
+
+def test_a_resample_draws_as_many_examples_as_there_are() -> None:
+    shares = resamples(50, draws=300)
+    assert shares.sum(axis=1) == pytest.approx(np.ones(300))
+    right = np.arange(50) < 20
+    assert (shares @ right).std() == pytest.approx(np.sqrt(0.4 * 0.6 / 50), rel=0.2)
+
+
+def test_a_contrast_that_seeds_explain_is_none() -> None:
+    def hits(*shares: float) -> np.ndarray:
+        return np.stack([np.arange(100) < 100 * share for share in shares]).astype(float)
+
+    assert contrast(hits(0.9), hits(0.8)).verdict == "better"
+    assert contrast(hits(0.8), hits(0.9)).verdict == "worse"
+    assert contrast(hits(0.9), hits(0.9)).verdict == "tied"
+    assert contrast(hits(1.0, 0.8), hits(0.9, 0.7)).verdict == "tied"
+    assert str(contrast(hits(0.9), hits(0.9))) == "0.0 points [0.0, 0.0]"
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "spreads", "verdict"),
+    [
+        (5.1, 0.1, 9.0, (3.0, 4.0), "better"),
+        (5.0, 0.1, 9.0, (3.0, 4.0), "tied"),
+        (4.5, 0.1, 9.0, (3.0, 4.0), "tied"),
+        (-5.1, -9.0, -0.1, (3.0, 4.0), "worse"),
+        (-5.0, -9.0, -0.1, (4.0, 3.0), "tied"),
+        (5.1, 0.0, 9.0, (0.0, 0.0), "tied"),
+        (-5.1, -9.0, 0.0, (0.0, 0.0), "tied"),
+        (float("nan"), float("nan"), float("nan"), (0.0, 0.0), "tied"),
+    ],
+)
+def test_judge_ties_at_zero_and_at_both_spreads_together(
+    value: float, low: float, high: float, spreads: tuple[float, float], verdict: str
+) -> None:
+    assert judge(value, low, high, spreads).verdict == verdict
+
+
+def test_top1_is_in_percent_over_seeds_and_examples() -> None:
+    cells = top1(np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
+    assert cells["top1"] == pytest.approx(50)
+    assert cells["spread"] == pytest.approx(100 * (0.5**2 / 2) ** 0.5)  # of 75 and 25
+    assert top1(np.ones((1, 3))) == {"top1": 100.0, "low": 100.0, "high": 100.0, "spread": None}
+
+
+def test_ends_leave_two_and_a_half_percent_on_either_side() -> None:
+    assert ends(np.random.default_rng(0).permutation(np.arange(1, 1001))) == (25.0, 975.0)
+    assert ends(np.array([1.0] * 960 + [np.inf] * 40)) == (1.0, np.inf)
+
+
+def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
+    examples, share, other = 2000, 0.7, 0.6
+    random = np.random.default_rng(0)
+    one, two = (random.permutation(np.arange(examples) < part * examples).astype(float) for part in (share, other))
+    error = (share * (1 - share) / examples) ** 0.5
+    cells = top1(one[None])
+    assert cells["top1"] == pytest.approx(70)
+    assert cells["high"] - cells["low"] == pytest.approx(100 * 2 * 1.96 * error, rel=0.06)
+    assert cells["high"] + cells["low"] == pytest.approx(140, abs=0.3)
+    value, low, high = difference(one[None], two[None])
+    assert value == pytest.approx(10)
+    assert high - low == pytest.approx(100 * 2 * 1.96 * (one - two).std() / examples**0.5, rel=0.06)
+    score = Score("a", "mIoU", np.array([share]), resamples(examples) @ one)
+    assert score.interval[1] - score.interval[0] == pytest.approx(2 * 1.96 * error, rel=0.06)
+
+
+def test_cells_that_cannot_be_are_left_out_and_told() -> None:
+    lab = FakeLab(lambda run: 0.5)
+    cells, notes = train_grid(lab, {"liere": {b: [lab.run(f"liere:{b}")] for b in (2, 3, 16)}})
+    assert list(cells["liere"]) == [2, 16]
+    assert len(notes) == 1
+    assert notes[0].startswith("At 3: liere:3 is left out")
+    with pytest.raises(ValueError, match="block_size"):
+        train_grid(lab, {"liere": {3: [lab.run("liere:3")]}})
+    with pytest.raises(ValueError, match="did you mean 'mixed'"):
+        train_grid(lab, {"mixt": {1: [lab.run("mixt")], 2: [lab.run("mixed")]}})
+
+
+def test_trends_are_told_with_their_intervals() -> None:
+    lab = FakeLab(lambda run: 0.5 + 0.1 * np.log2(run.config.data.train_size / 25) * (run.encoding == "mixed"))
+    plan = {
+        name: {size: [lab.run(name, data={"train_size": size})] for size in (25, 50, 100)}
+        for name in ("mixed", "axial")
+    }
+    rows = trends(train_grid(lab, plan)[0])
+    assert [row["verdict"] for row in rows] == ["rises", "flat"]
+    assert rows[0]["trend"] == pytest.approx(10)
+    text = tell_trends(rows, "the data")
+    assert text.startswith("A doubling of the data adds 10.0 points [")
+    assert text.endswith("it makes no measurable difference for axial (+0.0 points [0.0, 0.0]).")
+    assert "changes nothing for axial" in tell_trends(rows[1:], "the data")
+
+
+class TestDataEfficiency:
+    @staticmethod
+    def hits(run: Run) -> float:
+        share = (run.config.data.train_size or 100) / 100
+        return {"learned": 0.5 * share + 0.2, "mixed": 0.9, "axial": 0.1}[run.encoding]
+
+    def test_parts_of_the_data_are_trained_on_and_all_of_it_is_shared(self) -> None:
+        findings, lab = found("data-efficiency", self.hits, ["mixed", "axial"])
+        assert shared_with_accuracy(lab) == ["learned", "mixed", "axial"]
+        sizes = {run.config.data.train_size for run in lab.asked}
+        assert sizes == {30, 50, 70, 90, 100}
+        assert len(titled(findings, "Top-1").rows) == 15
+
+    def test_data_needed_is_where_the_curve_crosses(self) -> None:
+        findings, _ = found("data-efficiency", self.hits, ["mixed", "axial"])
+        needed = by(titled(findings, "Data needed"), "name")
+        assert needed[("mixed",)]["needs"] == 30
+        assert needed[("mixed",)]["verdict"] == "needs less"
+        assert needed[("axial",)]["needs"] is None
+        assert needed[("axial",)]["verdict"] == "does not reach it"
+        assert "With 30 % of the training data mixed does best with 90.0 % [" in findings.answer
+        assert "mixed 30 % [30, 30] of the data are enough" in findings.answer
+        assert "For axial no saving of data can be told" in findings.answer
+
+    def test_all_of_the_data_is_the_run_without_a_size(self) -> None:
+        _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=DataConfig(val_size=20))
+        assert shared_with_accuracy(lab) == ["learned", "mixed"]
+
+    def test_a_lead_that_shrinks_with_data_is_told(self) -> None:
+        findings, _ = found("data-efficiency", self.hits, ["mixed"])
+        leads = by(titled(findings, "Ahead"), "name", "share")
+        assert leads[("mixed", 30)]["lead"] == pytest.approx(55)
+        assert leads[("mixed", 100)]["lead"] == pytest.approx(20)
+        assert "changes for mixed (+" in findings.answer
+
+    def test_parts_without_every_class_are_left_out(self) -> None:
+        small = DataConfig(train_size=15, val_size=20)
+        findings, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=small)
+        assert {run.config.data.train_size for run in lab.asked} == {10, 14, 15}
+        assert any("Left out: 30 % and 50 %" in note for note in findings.notes)
+        assert "With 70 % of the training data" in findings.answer
+
+
+class TestTrainingEfficiency:
+    @staticmethod
+    def hits(run: Run) -> float:
+        return {"learned": 0.4, "mixed": 0.8, "axial": 0.3, "string": 0.41}[run.encoding]
+
+    def test_epochs_steps_and_seconds_are_read_from_the_curves(self) -> None:
+        findings, lab = found("training-efficiency", self.hits, ["mixed", "axial"])
+        assert shared_with_accuracy(lab) == ["learned", "mixed", "axial"]
+        rows = by(findings.tables[0], "name")
+        mixed = rows[("mixed",)]
+        assert mixed["epochs"] == pytest.approx(4)  # half as high, half as soon
+        assert mixed["steps"] == pytest.approx(8)  # 100 examples in batches of 64
+        assert mixed["seconds"] == pytest.approx(4)
+        assert mixed["factor"] == mixed["time_factor"] == mixed["sooner"] == pytest.approx(2)
+        assert 1.5 < mixed["sooner_low"] < 2 < mixed["sooner_high"] < 2.5
+        assert rows[("learned",)]["epochs"] == 8
+        assert rows[("axial",)]["epochs"] is None
+        assert "mixed after 4.0 [" in findings.answer
+        assert "Not there by the end: axial." in findings.answer
+        assert list(findings.advice[0].encodings) == ["mixed"]
+
+    def test_what_examples_can_explain_is_not_told_as_sooner(self) -> None:
+        findings, _ = found("training-efficiency", self.hits, ["string"])
+        [_, row] = findings.tables[0].rows
+        assert row["sooner"] > 1
+        assert "No encoding is measurably sooner" in findings.answer
+        assert not findings.advice
+
+    def test_seeds_that_differ_widen_the_interval(self) -> None:
+        def hits(run: Run) -> float:
+            return 0.4 if run.encoding == "learned" else (0.5, 0.9)[run.seed]
+
+        def mean_hits(run: Run) -> float:
+            return 0.4 if run.encoding == "learned" else 0.7
+
+        [_, alone] = found("training-efficiency", mean_hits, ["mixed"])[0].tables[0].rows
+        [_, both] = found("training-efficiency", hits, ["mixed"], seeds=2)[0].tables[0].rows
+        assert both["epochs"] == pytest.approx(alone["epochs"])
+        assert both["epochs_high"] - both["epochs_low"] > 2 * (alone["epochs_high"] - alone["epochs_low"])
+
+    def test_a_learned_curve_that_peaks_early_takes_the_papers_factor_apart(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def flat(run: Run, share: float) -> Trained:
+            trained = faked(run, share)
+            trained.curve = [{**row, "val_top1": share * min(1.0, row["epoch"] / 2)} for row in trained.curve]
+            return trained
+
+        lab = FakeLab(lambda run: 0.4, ["mixed"])
+        monkeypatch.setattr(lab, "train", lambda runs: [flat(run, 0.4) for run in runs])
+        row = find_study("training-efficiency").find(lab).tables[0].rows[1]
+        assert row["factor"] == pytest.approx(4)
+        assert row["sooner"] == pytest.approx(1)
+
+
+class TestCapacity:
+    @staticmethod
+    def hits(run: Run) -> float:
+        block = 16 if run.encoding == "liere" else int(run.encoding.rpartition(":")[2])
+        return 0.4 + 0.1 * np.log2(block) * run.encoding.startswith("liere")
+
+    def test_blocks_that_divide_a_head_are_trained_and_the_whole_head_is_shared(self) -> None:
+        findings, lab = found("capacity", self.hits)
+        asked = [run.encoding for run in lab.asked]
+        assert asked[:4] == ["liere:2", "liere:4", "liere:8", "liere"]
+        assert asked[4:] == [f"comrope-ld:{b}" for b in (2, 4, 8, 16)]
+        assert set(shared_with_accuracy(lab)) == set(asked)
+        parameters = by(titled(findings, "Numbers"), "name", "block_size")
+        for block in (2, 4, 8, 16):  # one layer, two heads of 16, two axes
+            assert parameters[("liere", block)]["parameters"] == 2 * 2 * 16 * (block - 1) / 2
+        assert any("blocks of 32, 48 and 64, which are larger" in note for note in findings.notes)
+
+    def test_slopes_are_per_doubling(self) -> None:
+        findings, _ = found("capacity", self.hits)
+        slopes = by(titled(findings, "Slope"), "name")
+        assert slopes[("liere",)]["trend"] == pytest.approx(10)
+        assert slopes[("comrope-ld",)]["verdict"] == "flat"
+        assert findings.answer.startswith("A doubling of the block size adds 10.0 points [")
+        assert "liere:16 30.0 points [" in findings.answer
+        advice = {each.case.split()[3]: list(each.encodings) for each in findings.advice}
+        assert advice["liere"] == ["liere:16"]
+        assert advice["comrope-ld"][0] == "comrope-ld:2"  # all are tied: the smallest first
+
+    def test_heads_of_48_channels_have_blocks_of_48_and_of_no_32(self) -> None:
+        model = ModelConfig(dim=48, depth=1, num_heads=1, mlp_dim=8, patch_size=[4])
+        findings, lab = found("capacity", lambda run: 0.5, ["liere", "mixed"], model=model)
+        assert [run.encoding for run in lab.asked] == ["liere:2", "liere:4", "liere:8", "liere:16", "liere"]
+        assert any("blocks of 32, which do not divide" in note for note in findings.notes)
+        assert any("mixed, whose blocks" in note for note in findings.notes)
+
+    def test_three_axes(self) -> None:
+        motion = DataConfig(name="motion", train_size=20, val_size=20)
+        model = ModelConfig(dim=24, depth=1, num_heads=1, mlp_dim=8, patch_size=[1, 10, 10])
+        findings, lab = found("capacity", lambda run: 0.5, ["comrope-ap"], data=motion, model=model)
+        assert [run.encoding for run in lab.asked] == ["comrope-ap:2", "comrope-ap:4", "comrope-ap:8"]
+        assert any(note.startswith("At 24: comrope-ap:24 is left out") for note in findings.notes)
+
+
+class TestSharing:
+    def test_runs_without_sharing_are_shared_with_accuracy(self) -> None:
+        findings, lab = found("sharing", lambda run: 0.5)
+        assert shared_with_accuracy(lab) == ["mixed", "liere:8", "liere"]
+        assert len({run.key for run in lab.asked}) == 12
+        assert findings.answer.startswith("No sharing, across heads, layers or both, measurably changes")
+        assert list(findings.advice[0].encodings) == ["mixed", "liere:8", "liere"]
+
+    def test_shared_encodings_have_as_many_fewer_numbers(self) -> None:
+        model = ModelConfig(dim=32, depth=3, num_heads=2, mlp_dim=8, patch_size=[4])
+        findings, _ = found("sharing", lambda run: 0.5, ["mixed"], model=model)
+        rows = by(titled(findings, "Numbers"), "shared")
+        counts = [rows[(level,)]["parameters"] for level in ("nothing", "heads", "layers", "heads and layers")]
+        assert counts == [counts[0], counts[0] / 2, counts[0] / 3, counts[0] / 6]
+
+    def test_what_sharing_costs_and_gains_is_told(self) -> None:
+        def hits(run: Run) -> float:
+            model = run.config.model
+            return 0.5 - 0.2 * model.share_heads + (0.1 if run.encoding == "mixed" else 0) * model.share_layers
+
+        findings, _ = found("sharing", hits, ["mixed", "liere:8", "axial", "learned"])
+        rows = by(titled(findings, "Against"), "name", "shared")
+        assert rows[("mixed", "heads")]["change"] == pytest.approx(-20)
+        assert rows[("mixed", "heads and layers")]["change"] == pytest.approx(-10)
+        assert rows[("liere:8", "layers")]["verdict"] == "tied"
+        assert "mixed across heads 20.0 points [" in findings.answer
+        assert "Sharing measurably gains mixed across layers 10.0 points [" in findings.answer
+        assert any("axial and learned, which learn nothing" in note for note in findings.notes)
+
+
+class TestModelSize:
+    @staticmethod
+    def hits(run: Run) -> float:
+        width = run.config.model.dim or 64
+        return 0.4 + (0.1 * np.log2(width / 16) if run.encoding == "mixed" else 0)
+
+    @pytest.mark.parametrize(("heads", "wanted"), [(1, [1, 2, 4]), (3, [1, 2, 3]), (4, [1, 2, 4]), (12, [3, 6, 12])])
+    def test_heads_keep_their_channels(self, heads: int, wanted: list[int]) -> None:
+        model = ModelConfig(dim=16 * heads, depth=1, num_heads=heads, mlp_dim=24 * heads, patch_size=[4])
+        _, lab = found("model-size", lambda run: 0.5, ["mixed"], model=model)
+        models = [run.config.model for run in lab.asked if run.encoding == "mixed"]
+        assert [each.num_heads for each in models] == wanted
+        assert all(each.dim == 16 * each.num_heads and each.mlp_dim == 24 * each.num_heads for each in models)
+        assert shared_with_accuracy(lab) == ["learned", "mixed"]
+
+    def test_sizes_by_name_where_one_is_named(self) -> None:
+        model = ModelConfig(size="base", patch_size=[4])
+        findings, lab = found("model-size", lambda run: 0.5, ["mixed"], model=model)
+        assert [run.config.model.size for run in lab.asked[:3]] == ["tiny", "base", "large"]
+        assert shared_with_accuracy(lab) == ["learned", "mixed"]
+        assert [row["width"] for row in titled(findings, "The models").rows] == [384, 768, 1024]
+
+    def test_a_swin_is_scaled_in_all_stages(self) -> None:
+        model = ModelConfig(backbone="swin", dim=32, depths=[1, 1], stage_heads=[2, 4], window_size=[2], patch_size=[2])
+        _, lab = found("model-size", lambda run: 0.5, ["mixed"], model=model)
+        asked = [(run.config.model.dim, run.config.model.stage_heads) for run in lab.asked[:3]]
+        assert asked == [(32, [2, 4]), (64, [4, 8]), (128, [8, 16])]
+
+    def test_leads_that_grow_with_the_width_are_told(self) -> None:
+        model = ModelConfig(dim=64, depth=1, num_heads=4, mlp_dim=8, patch_size=[4])
+        findings, _ = found("model-size", self.hits, ["mixed", "axial"], model=model)
+        lead = by(titled(findings, "How the lead"), "name")
+        assert lead[("mixed",)]["trend"] == pytest.approx(10)
+        assert lead[("axial",)]["verdict"] == "cannot be told"
+        assert "mixed with 60.0 % [" in findings.answer
+        assert "the lead over a learned absolute encoding grows: mixed 10.0 points [" in findings.answer
+
+
+class TestPooling:
+    def test_one_of_both_is_shared_with_accuracy(self) -> None:
+        findings, lab = found("pooling", lambda run: 0.4 + 0.3 * (run.config.model.pool == "mean"), ["none", "mixed"])
+        assert shared_with_accuracy(lab) == ["none", "mixed"]
+        assert {run.config.model.pool for run in lab.asked} == {"cls", "mean"}
+        assert [row["change"] for row in findings.tables[0].rows] == pytest.approx([30, 30])
+        assert "better than a class token with none 30.0 points [" in findings.answer
+        assert findings.advice[0].case.endswith("the mean")
+
+    def test_a_swin_has_nothing_to_compare(self) -> None:
+        model = ModelConfig(backbone="swin", dim=8, depths=[1], stage_heads=[1], window_size=[2], patch_size=[4])
+        findings, lab = found("pooling", lambda run: 0.5, ["mixed"], model=model)
+        assert not lab.asked
+        assert "nothing to compare" in findings.answer
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
+    out = tmp_path_factory.mktemp("studies")
+    config = StudyConfig(
+        data=DataConfig(train_size=200, val_size=60),
+        model=ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2], pool="mean"),
+        optim=OptimConfig(epochs=5, warmup_epochs=1, lr=5e-3),
+        out=str(out),
+    )
+    study = find_study("finetune")
+    encodings = ("none", "axial", "learned+mixed", "liere:8", "sinusoidal")
+    return study.find(Lab(config, encodings, QUIET)), out
+
+
+class TestFinetune:
+    def test_learned_encodings_leave_the_pretrained_model_as_it_was(self, tuned: tuple[Findings, Path]) -> None:
+        findings, _ = tuned
+        [check] = findings.checks
+        assert check.holds
+        assert check.measured.endswith("learned+mixed 0, learned+liere:8 0")
+        rows = by(findings.tables[0], "name")
+        assert list(rows) == [("learned",), ("learned+axial",), ("learned+mixed",), ("learned+liere:8",)]
+        before = {name[0]: row["swapped"] for name, row in rows.items()}
+        assert before["learned"] == before["learned+mixed"] == before["learned+liere:8"]
+        assert rows[("learned",)]["gain"] is None
+        assert rows[("learned+axial",)]["turn"] == pytest.approx(3)  # one rad a patch, pairs of an axis each
+        assert 0 < rows[("learned+mixed",)]["turn"] < 1  # it has moved from zero
+        assert any("sinusoidal, which are not rotary" in note for note in findings.notes)
+
+    def test_all_go_on_from_the_same_run_for_as_long(self, tuned: tuple[Findings, Path]) -> None:
+        _, out = tuned
+        curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
+        assert sorted(curves.values()) == [1, 1, 1, 1, 5]
+
+    def test_a_broken_law_is_told(self) -> None:
+        from torchrope.lab.studies.finetune import _check
+
+        lab = FakeLab(lambda run: 0.5)
+        start = lab.train([lab.run("learned")])
+        check = _check(start, {"learned+mixed": 1 - start[0].correct[None]})
+        assert not check.holds
+        assert check.measured.endswith(f"learned+mixed {EXAMPLES}")

@@ -1,0 +1,524 @@
+"""The command line as a user meets it."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from torchrope.encodings import ABSOLUTE, BIAS, ROTARY
+from torchrope.files import UNFINISHED
+from torchrope.lab.cli import main
+from torchrope.lab.training.config import RunConfig, ScaleConfig
+
+SMALL = [
+    "--epochs=1",
+    "--optim.warmup_epochs=0",
+    "--model.dim=16",
+    "--model.depth=1",
+    "--model.num_heads=1",
+    "--model.mlp_dim=16",
+    "--model.patch_size=[2]",
+    "--data.train_size=80",
+    "--data.val_size=40",
+    "--scales=[1.0,1.5]",
+]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def rows_of(curve: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(curve.read_text().splitlines()))
+
+
+def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    status, printed, _ = run("compare", *SMALL, "--encodings", "none,learned+liere:4", "--seeds", 2, "--out", out)
+    assert status == 0
+    assert f"report: {out}/report/index.html" in printed
+    assert "run 4 of 4: learned+liere:4 seed 1: top-1" in printed
+
+    results = json.loads((out / "results.json").read_text())
+    page = (out / "report" / "index.html").read_text()
+    assert [entry["name"] for entry in results["encodings"]] == ["none", "learned+liere:4"]
+    for entry in results["encodings"]:
+        assert [seed["seed"] for seed in entry["seeds"]] == [0, 1]
+        assert entry["top1"]["mean"] == pytest.approx(sum(seed["top1"] for seed in entry["seeds"]) / 2)
+        assert entry["top1"]["interval"][0] <= entry["top1"]["mean"] <= entry["top1"]["interval"][1]
+        assert [at["size"] for at in entry["resolutions"]] == [[8, 8], [12, 12]]
+        assert f"{100 * entry['top1']['mean']:.1f}" in page
+        folder = out / "runs" / f"{entry['name'].replace(':', '-')}-seed1"
+        stored = json.loads((folder / "result.json").read_text())
+        hits = sum(a == b for a, b in zip(stored["labels"], stored["predicted"], strict=True))
+        assert hits / 40 == pytest.approx(entry["seeds"][1]["top1"])
+        assert len(rows_of(folder / "curve.csv")) == 1
+        assert yaml.safe_load((folder / "config.yaml").read_text())["encoding"] == entry["name"]
+    assert results["encodings"][1]["cost"]["encoding_parameters"] == 16 * 16 + 2 * 4 * 6
+    assert results["encodings"][1]["relative"] is False
+    assert results["encodings"][0]["relative"] is None
+    assert results["run"]["config"]["data"]["train_size"] == 80
+    assert results["run"]["command"].startswith("torchrope compare --epochs=1")
+
+
+def test_compare_does_nothing_twice_and_grows_by_encodings_and_seeds(tmp_path: Path, run: Run) -> None:
+    first = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    again = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    assert "run 1 of 1" in first[1]
+    (tmp_path / "runs" / "none-seed0" / "skipped.json").write_text('{"a.png": "truncated"}')  # of an earlier start
+    assert "run " not in again[1].split("rank")[0]
+    _, grown, _ = run("compare", *SMALL, "--encodings", "none,mixed", "--seeds", 2, "--out", tmp_path)
+    assert "run 3 of 3" in grown
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [(e["name"], len(e["seeds"])) for e in results["encodings"]] == [("none", 2), ("mixed", 2)]
+    assert results["data"]["skipped"] == ["a.png (truncated)"]
+
+
+def test_a_folder_of_another_configuration_is_refused_untouched(tmp_path: Path, run: Run) -> None:
+    run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    status, _, error = run("compare", *SMALL, "--encodings", "none", "--optim.lr", 0.5, "--out", tmp_path)
+    assert status == 2
+    assert "--out must be a new folder or one of the same configuration" in error
+    assert "optim.lr 0.002 instead of 0.5" in error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_of_somebody_elses_files_is_refused(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    status, _, error = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    assert status == 2
+    assert "--out must be a new folder, an empty one, or one of torchrope compare" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_configuration_file_and_the_command_line_say_the_same(tmp_path: Path, run: Run) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("data: {name: motion, train_size: 24, val_size: 16}\noptim: {epochs: 1, warmup_epochs: 0}\n")
+    run(
+        "compare",
+        "--config",
+        recipe,
+        "--encodings=none",
+        "--model.depth=1",
+        "--scales=[1]",
+        "--out",
+        tmp_path / "out",
+    )
+    stored = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    assert (stored["data"]["name"], stored["data"]["train_size"], stored["model"]["depth"]) == (
+        "motion",
+        24,
+        1,
+    )
+    assert stored["model"]["patch_size"] == [1, 4, 4]  # from the recipe of the data set
+
+
+def test_train_and_evaluate_go_on_where_they_were(tmp_path: Path, run: Run) -> None:
+    options = [option for option in SMALL if not option.startswith("--scales")]
+    quiet = ["--trainer.enable_progress_bar=false"]
+    assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
+    status, printed, _ = run("evaluate", tmp_path)
+    assert status == 0
+    measured = json.loads(printed)
+    assert 0 <= measured["interval"][0] <= measured["top1"] <= measured["interval"][1] <= 1
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == measured
+    assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
+    assert json.loads(run("evaluate", tmp_path)[1]) == measured
+
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    status, _, error = run("train", *options, *quiet, "--encoding=mixed", "--seed=3", "--out", tmp_path)
+    assert status == 2
+    assert "a run's folder must be new or of the same configuration" in error
+    assert "encoding liere:4 instead of mixed; seed 0 instead of 3" in error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+class Enough(Exception):
+    """Raised in place of training."""
+
+
+def test_compare_computes_as_it_is_told_and_older_folders_go_on(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(config: RunConfig, *_: object, **__: object) -> None:
+        raise Enough(config.scale)
+
+    monkeypatch.setattr("torchrope.lab.studies.compare.train", stop)
+    out, mine = tmp_path / "out", tmp_path / "mine.yaml"
+    mine.write_text("scale: {precision: bf16, checkpoint_every: 5}\n")
+    command = ["compare", *SMALL, "--encodings=none", "--out", out]
+    with pytest.raises(Enough) as trained:
+        run(*command)
+    assert trained.value.args[0] == ScaleConfig(on_nan="ignore")
+    stored = yaml.safe_load((out / "config.yaml").read_text())
+    del stored["scale"]  # as an older version wrote it
+    (out / "config.yaml").write_text(yaml.safe_dump(stored))
+    with pytest.raises(Enough) as trained:
+        run(*command, "--scale.checkpoint_every=7")
+    assert trained.value.args[0] == ScaleConfig(on_nan="ignore", checkpoint_every=7)
+    status, _, error = run(*command, "--config", mine)
+    assert status == 2
+    assert "scale.precision float32 instead of bf16" in error
+    with pytest.raises(Enough) as trained:
+        run("compare", *SMALL, "--encodings=none", "--config", mine, "--out", tmp_path / "other")
+    assert trained.value.args[0] == ScaleConfig(on_nan="ignore", precision="bf16", checkpoint_every=5)
+
+
+class Killed(BaseException):
+    """Raised in place of SIGKILL."""
+
+
+def die_in_replacement(monkeypatch: pytest.MonkeyPatch, number: int, *, behind: bool) -> None:
+    """End in the write of that number as a killed process does: before its file is there whole, or right behind."""
+    replace, done = os.replace, iter(range(1, 1000))
+
+    def die(unfinished: str, path: Path) -> None:
+        last = next(done) == number
+        if last and not behind:
+            shutil.copy(unfinished, f"{unfinished}-left")  # a killed process removes nothing
+            raise Killed
+        replace(unfinished, path)
+        if last:
+            raise Killed
+
+    monkeypatch.setattr("os.replace", die)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_compare_killed_in_any_write_before_the_first_training_goes_on(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, number: int, behind: bool
+) -> None:
+    def train(*_: object, **__: object) -> None:
+        raise Enough
+
+    monkeypatch.setattr("pytorch_lightning.Trainer.fit", train)
+    out = tmp_path / "out"
+    command = ["compare", *SMALL, "--encodings=none,mixed", "--out", out]
+    with monkeypatch.context() as killing:
+        die_in_replacement(killing, number, behind=behind)
+        with pytest.raises(Killed):
+            run(*command)
+    with pytest.raises(Enough):
+        run(*command)
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert written == {"config.yaml", "data.json", "runs/none-seed0/config.yaml"}  # one write each
+
+
+def test_compare_refuses_a_folder_with_runs_whose_data_nobody_knows(tmp_path: Path, run: Run) -> None:
+    command = ["compare", *SMALL, "--encodings=none", "--out", tmp_path]
+    run(*command)
+    (tmp_path / "data.json").unlink()
+    status, _, error = run(*command)
+    assert status == 2
+    assert "data.json must be a readable file" in error
+
+
+def test_compare_and_its_report_remove_what_killed_writes_left_anywhere(tmp_path: Path, run: Run) -> None:
+    command = ["compare", *SMALL, "--encodings=none", "--out", tmp_path]
+    run(*command)
+    (tmp_path / "runs" / "none-seed0" / "result.json").unlink()
+    folders = {path.parent for path in tmp_path.rglob("*") if path.is_file()}
+    for folder in folders:
+        (folder / f"{UNFINISHED}abcdefgh").write_text("half")
+    assert len(folders) == 4
+    assert run(*command)[0] == 0
+    assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_lists_may_be_written_with_commas(command: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--model.patch_size 4,2 --optim.betas=0.9,0.95 --scale.logs csv,wandb --data.augment.randaugment 2,9"
+    own = {"compare": "--scales 0.75,1 --encodings mixed,liere:8", "train": "--model.spacing [0.5,1.0]"}[command]
+    with pytest.raises(SystemExit):
+        run(command, "--data=cifar10", *options.split(), *own.split(), "--print_config")
+    told = yaml.safe_load(capsys.readouterr().out)
+    assert told["model"]["patch_size"] == [4, 2]
+    assert told["optim"]["betas"] == [0.9, 0.95]
+    assert told["scale"]["logs"] == ["csv", "wandb"]
+    assert told["data"]["augment"]["randaugment"] == [2, 9]
+    if command == "compare":
+        assert told["scales"] == [0.75, 1.0]
+        assert told["encodings"] == ["mixed", "liere:8"]
+    else:
+        assert told["model"]["spacing"] == [0.5, 1.0]
+
+
+def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
+    run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    page = tmp_path / "report" / "index.html"
+    written = page.read_bytes()
+    page.unlink()
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- results:begin -->\nold\n<!-- results:end -->\nb\n")
+    assert run("report", tmp_path, "--readme", readme)[0] == 0
+    assert page.read_bytes() == written
+    assert "old" not in readme.read_text()
+    assert "| none |" in readme.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "compair",
+            "recipes, bench, got 'compair'; did you mean 'compare'?",
+        ),
+        ("compare --encodings lier", "got 'lier'; did you mean 'liere'?"),
+        ("compare --encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
+        ("compare --encodings ,", "encodings must name at least one, got none"),
+        ("compare --data digit", "got 'digit'; did you mean 'digits'?"),
+        ("compare --data=motoin", "got 'motoin'; did you mean 'motion'?"),
+        ("compare --optim.lrr 3", "there is no option --optim.lrr; did you mean '--optim.lr'?"),
+        ("compare --seeds 0", "seeds must be 1 or more, got 0"),
+        ("compare --seeds two", "seeds"),
+        ("compare --scales [-1]", "scales must be above 0, got [-1.0]"),
+        ("compare --data images", "root"),
+        ("compare --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
+        ("compare --data digits --data.root x", "root is read by fashion-mnist, images, "),
+        ("compare --model.num_heads 7", "dim must be divisible by num_heads = 7, got 64"),
+        (
+            "compare --encodings comrope-ap:16",
+            "head_dim must be divisible by num_axes·block_size = 32, got 16",
+        ),
+        (
+            "compare --data motion --model.patch_size [3]",
+            "input sizes must be multiples of the patch (3, 3, 3)",
+        ),
+        ("compare --config missing.yaml", "missing.yaml"),
+        (
+            "evaluate /nowhere/at/all",
+            "a run's folder holds config.yaml and checkpoint.ckpt, got /nowhere/at/all",
+        ),
+        ("report /nowhere/at/all", "/nowhere/at/all/results.json"),
+        ("train --encoding lieer --out unused", "did you mean 'liere'?"),
+        ("train --optim.lrr 3", "--optim.lrr"),
+        ("train --trainer.devices 5 --trainer.accelerator gpu", "--trainer options must fit this machine"),
+        ("train --config /nowhere/at/all.yaml", "--config must be a readable file, got /nowhere/at/all.yaml"),
+        ("compare --model.num_registers -1", "num_registers must be 0 or more, got -1"),
+        ("compare --model.dim 0", "dim must be 1 or more, got 0"),
+        ("compare --model.drop_path 1.5", "drop_path must be at least 0 and below 1, got 1.5"),
+        ("compare --optim.clip -1", "clip must be 0 or more, got -1.0"),
+        ("compare --encodings liere:8,liere:08", "block size must be a whole number of 2 or more, got 'liere:08'"),
+        ("compare --out /dev/full", "/dev/full"),
+        ("report a b c", "unrecognized arguments: b c"),
+        ("evaluate", "the following arguments are required: folder"),
+    ],
+)
+def test_a_users_mistake_is_told_in_one_line(
+    arguments: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run(*arguments.split())
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+@pytest.mark.parametrize(
+    "content",
+    [b"data: {name: [digits\n", b"- a\n- b\n", b"", b"\xff\xfe\x00", b"optim: {lrr: 3}\n", b"model: &a {dim: *a}"],
+)
+def test_a_bad_configuration_file_is_told_in_one_line(command: str, content: bytes, tmp_path: Path, run: Run) -> None:
+    bad = tmp_path / "mine.yaml"
+    bad.write_bytes(content)
+    status, _, error = run(command, "--config", bad, "--out", tmp_path / "out")
+    assert status == 2
+    assert "mine.yaml" in error or "lrr" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--config", "--model"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("layers: &a {dim: *a}", "a value must not hold itself, got an alias that does in line 1"),
+        (
+            "\n".join(["a0: &a0 [0]", *(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]" for i in range(1, 20))]),
+            "values must be at most 100000 with aliases written out, got more",
+        ),
+    ],
+    ids=["recursive", "multiplying"],
+)
+def test_compare_refuses_aliases_without_bounds_in_one_line(
+    option: str, content: str, message: str, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    status, _, error = run("compare", option, tmp_path / "mine.yaml", "--out", tmp_path / "out")
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "data.json", "costs.json", "runs/none-seed0/result.json"])
+@pytest.mark.parametrize("content", ["{{{:", "{}", "[1]"])
+def test_a_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content: str, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    run("compare", *SMALL, "--encodings", "none", "--out", out)
+    (out / name).write_text(content)
+    status, _, error = run("compare", *SMALL, "--encodings", "none", "--out", out)
+    if (name, content) == ("costs.json", "{}"):  # nothing measured yet
+        assert status == 0
+        return
+    assert status == 2
+    assert error.count("\n") == 1
+    assert Path(name).name in error or str(out) in error
+
+
+def test_train_refuses_a_folder_of_somebody_else(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "config.yaml").write_text("thesis: years of work\n")
+    status, _, error = run("train", *[o for o in SMALL if "scales" not in o], "--out", tmp_path)
+    assert (status, error.count("\n")) == (2, 1)
+    assert (tmp_path / "config.yaml").read_text() == "thesis: years of work\n"
+
+
+def test_one_epoch_is_enough_to_ask_for(tmp_path: Path, run: Run) -> None:
+    options = [option for option in SMALL if "warmup" not in option]
+    assert run("compare", *options, "--encodings", "none", "--out", tmp_path)[0] == 0
+
+
+def test_a_size_by_name_puts_the_recipes_size_aside(tmp_path: Path, run: Run) -> None:
+    sizes = [
+        "--model.size=small",
+        "--model.depth=1",
+        "--data.train_size=20",
+        "--data.val_size=20",
+        "--model.patch_size=[4]",
+    ]
+    run("compare", *sizes, "--epochs=1", "--encodings=none", "--scales=[1]", "--out", tmp_path)
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]
+    assert (stored["size"], stored["depth"], stored["dim"]) == ("small", 1, None)
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["encodings"][0]["cost"]["parameters"] > 384 * 3 * 384
+
+
+def test_a_model_whose_layers_and_heads_share_compares_every_encoding(tmp_path: Path, run: Run) -> None:
+    shared = ["--model.share_heads=true", "--model.share_layers=true", "--model.dim=32", "--model.num_heads=2"]
+    names = "none,learned,sinusoidal,axial,mixed,liere,comrope-ap,comrope-ld"
+    assert run("compare", *SMALL, *shared, "--encodings", names, "--out", tmp_path)[0] == 0
+
+
+def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_path: Path, run: Run) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    for name in ("red", "blue"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for i in range(10):
+            Image.new("RGB", (8, 8), name).save(tmp_path / "pictures" / name / f"{i}.png")
+    options = ["--data=images", "--data.root", tmp_path / "pictures", "--data.size=8", "--epochs=1", "--scales=[1]"]
+    options += ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.patch_size=[4]"]
+    assert run("compare", *options, "--encodings=none", "--out", tmp_path / "out")[0] == 0
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "pictures" / "red" / "new.png")
+    status, _, error = run("compare", *options, "--encodings=none,mixed", "--out", tmp_path / "out")
+    assert status == 2
+    assert "the data must be what it was, got other examples" in error
+    assert not (tmp_path / "out" / "runs" / "mixed-seed0").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
+    status, printed, _ = run(*arguments)
+    assert status == 0
+    for command in ("compare", "study", "train", "evaluate", "report", "bench"):
+        assert f"\n  {command} " in printed
+
+
+def test_help_of_compare_names_every_encoding_and_the_defaults_of_the_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--data", "motion", "--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    for name in (
+        "none",
+        "learned",
+        "sinusoidal",
+        "axial",
+        "mixed",
+        "liere",
+        "comrope-ap",
+        "comrope-ld",
+        "liere:8",
+    ):
+        assert name in printed
+    assert "default: [1, 4, 4]" in printed
+    assert "default config" not in printed
+
+
+@pytest.mark.parametrize("arguments", ["--help", "compare --help", "bench --help", "--version"])
+def test_help_waits_for_no_heavy_import(arguments: str) -> None:
+    script = (
+        "import sys, torchrope.lab.cli\n"
+        f"try: torchrope.lab.cli.main({arguments.split()})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'pytorch_lightning', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
+    assert {name.strip() for name in told.split(",")} == {*ROTARY, *ABSOLUTE, *BIAS}
+
+
+def test_the_library_imports_torch_alone_and_quickly() -> None:
+    script = (
+        "import sys, time, torch\n"
+        "before, started = set(sys.modules), time.process_time()\n"
+        "import torchrope\n"
+        "names = [getattr(torchrope, name) for name in torchrope.__all__ if name != 'testing']\n"
+        "seconds = time.process_time() - started\n"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
+        "assert new <= {'torchrope', 'torch'}, new\n"
+        "assert seconds < 0.3, seconds\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_an_ended_comparison_goes_on_where_it_was(tmp_path: Path, end: signal.Signals) -> None:
+    options = [*SMALL, "--epochs=5000", "--encodings=mixed", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "torchrope", "compare", *options]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    curve = tmp_path / "runs" / "mixed-seed0" / "curve.csv"
+    while first.poll() is None and not (curve.exists() and curve.read_text().count("\n") > 3):
+        pass
+    first.send_signal(end)
+    _, error = first.communicate(timeout=60)
+    assert first.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)
+    if end == signal.SIGINT:
+        assert "stopped; the same command goes on where it was: torchrope compare" in error
+    rows = rows_of(curve)
+    assert 3 <= len(rows) < 5000
+    assert not (curve.parent / "result.json").exists()
+
+    second = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while second.poll() is None and curve.read_text().count("\n") < len(rows) + 4:
+        pass
+    second.kill()
+    second.wait()
+    assert rows_of(curve)[: len(rows) - 1] == rows[:-1]

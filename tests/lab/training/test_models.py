@@ -1,0 +1,203 @@
+"""From a configuration to a model: Swin, jittered positions, another run's weights; the loss; repeated examples."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from timm.loss import BinaryCrossEntropy
+from torch.nn import functional
+
+import torchrope as tr
+from torchrope.files import read_mapping
+from torchrope.lab.cli import main
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.training.classifier import training_loss
+from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope.lab.training.models import build_model
+from torchrope.lab.training.run import build_module, load, train
+from torchrope.lab.training.start import start_from
+from torchrope.models import Swin
+
+SMALL = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=16, patch_size=[2])
+SWIN = ModelConfig(backbone="swin", dim=16, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])
+PIXELS = SimpleNamespace(
+    input_size=(8, 12), in_channels=1, num_classes=10, axes=("height", "width"), tasks=("classify",)
+)
+CLIPS = SimpleNamespace(
+    input_size=(4, 8, 8), in_channels=1, num_classes=10, axes=("time", "height", "width"), tasks=("classify",)
+)
+
+
+def test_a_configuration_names_a_swin() -> None:
+    torch.manual_seed(0)
+    model = build_model("bias+mixed", SWIN, PIXELS)
+    torch.manual_seed(0)
+    same = Swin(
+        (8, 12),
+        patch_size=2,
+        in_channels=1,
+        num_classes=10,
+        dim=16,
+        depths=(1, 1),
+        num_heads=(1, 2),
+        window_size=2,
+        drop_path=0.0,
+        encoding="bias+mixed",
+    )
+    x = torch.randn(2, 1, 8, 12)
+    torch.testing.assert_close(model.eval()(x), same.eval()(x), rtol=0, atol=0)
+    with torch.device("meta"):
+        named = build_model("bias", ModelConfig(backbone="swin", size="small", patch_size=[2]), PIXELS)
+    assert [len(stage.layers) for stage in named.stages] == [2, 2, 18, 2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"backbone": "swin", "depth": 3}, {"backbone": "swin", "jitter": 1.0}, {"depths": [1]}, {"window_size": [7]}],
+)
+def test_settings_of_the_other_backbone_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^\w+ is read by backbone (vit|swin) alone\b.*, got "):
+        ModelConfig(**settings)
+
+
+def test_a_swin_is_compared(tmp_path: Path) -> None:
+    options = ["--model.backbone=swin", "--model.size=null", "--model.dim=8", "--model.depth=null"]
+    options += ["--model.num_heads=null", "--model.mlp_dim=null", "--model.depths=[1,1]", "--model.stage_heads=[1,1]"]
+    options += ["--model.window_size=[4]", "--data.train_size=40", "--data.val_size=20", "--epochs=1"]
+    assert main(["compare", *options, "--encodings=bias,mixed", "--scales=[1,1.5]", f"--out={tmp_path}"]) == 0
+    bias, mixed = read_mapping(tmp_path / "results.json", "results")["encodings"]
+    assert (bias["relative"], mixed["relative"]) == (None, True)
+    assert mixed["cost"]["encoding_parameters"] == 8 + 16
+
+
+def test_jitter_moves_patches_within_their_cells_in_training_alone() -> None:
+    plain = build_model("comrope-ld:4", SMALL, PIXELS)
+    model = build_model("comrope-ld:4", replace(SMALL, jitter=1.0), PIXELS)
+    lattice = plain.positions((4, 6))
+    torch.testing.assert_close(model.eval().positions((4, 6)), lattice, rtol=0, atol=0)
+    model.train()
+    torch.manual_seed(0)
+    first, second = model.positions((4, 6)), model.positions((4, 6))
+    torch.manual_seed(0)
+    torch.testing.assert_close(model.positions((4, 6)), first, rtol=0, atol=0)
+    assert not torch.equal(first, second)
+    cells = torch.tensor([1 / 4, 1 / 6])
+    off = (first - lattice)[1:] / cells  # without the class token
+    assert off.abs().max() <= 0.5 + 1e-6
+    assert off.abs().mean() > 0.2  # a normal deviate of 0.5 clipped at 0.5: 0.31 on average
+    assert torch.equal(first[0], lattice[0])
+
+
+def test_jitter_spares_time_and_keeps_the_configured_lattice() -> None:
+    config = replace(SMALL, dim=48, jitter=2.0, spacing=[3.0], origin=[1.0])
+    model = build_model("comrope-ld:4", config, CLIPS).train()
+    places = model.positions((2, 4, 4))[1:]
+    lattice = tr.grid(2, 4, 4, spacing=3.0, origin=1.0)
+    torch.testing.assert_close(places[:, 0], lattice[:, 0], rtol=0, atol=0)
+    assert ((places - lattice)[:, 1:].abs() <= 1.5 + 1e-6).all()
+    assert (places - lattice)[:, 1:].abs().max() > 1.0
+
+
+@pytest.fixture(scope="module")
+def digits() -> DataModule:
+    data = make_data(DataConfig(train_size=40, val_size=20))
+    data.setup()
+    return data
+
+
+@pytest.fixture(scope="module")
+def trained(digits: DataModule, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "learned"
+    train(run("learned", digits), digits, folder)
+    return folder
+
+
+def run(encoding: str, data: DataModule, **settings: Any) -> RunConfig:
+    return RunConfig(encoding=encoding, data=data.config, model=SMALL, optim=OptimConfig(epochs=1), **settings)
+
+
+@pytest.mark.parametrize("encoding", ["learned", "learned+comrope-ld:8", "learned+comrope-ap:8", "learned+liere:4"])
+def test_another_encoding_starts_where_the_run_ended(encoding: str, digits: DataModule, trained: Path) -> None:
+    theirs = load(trained)[2].model.cpu().eval()
+    mine = build_module(run(encoding, digits), digits).model.eval()
+    start_from(mine, trained)
+    inputs = next(iter(digits.val_dataloader()))[0]
+    torch.testing.assert_close(mine(inputs), theirs(inputs), rtol=0, atol=0)
+
+
+def test_the_same_encoding_goes_on_with_its_generators(digits: DataModule, tmp_path: Path) -> None:
+    classifier, _ = train(run("liere:4", digits), digits, tmp_path)
+    mine = build_module(run("liere:4", digits, seed=1), digits).model
+    start_from(mine, tmp_path)
+    for name, weight in classifier.model.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[name], weight.cpu(), rtol=0, atol=0)
+
+
+def test_training_starts_from_a_run_and_resumes_without_it(digits: DataModule, trained: Path, tmp_path: Path) -> None:
+    config = run("learned", digits, start_from=str(trained))
+    config = replace(config, optim=replace(config.optim, lr=1e-30))
+    started, _ = train(config, digits, tmp_path)
+    for name, weight in load(trained)[2].model.state_dict().items():
+        torch.testing.assert_close(started.model.state_dict()[name].cpu(), weight.cpu())
+    elsewhere = trained.rename(trained.with_name("elsewhere"))
+    try:
+        train(config, digits, tmp_path)
+    finally:
+        elsewhere.rename(trained)
+
+
+def test_other_classes_get_a_head_of_their_own(trained: Path) -> None:
+    data = SimpleNamespace(
+        input_size=(8, 8), in_channels=1, num_classes=3, axes=("height", "width"), tasks=("classify",)
+    )
+    model = build_model("learned", SMALL, data)
+    head = model.head.weight.clone()
+    start_from(model, trained)
+    assert torch.equal(model.head.weight, head)
+    torch.testing.assert_close(model.embed.proj.weight.cpu(), load(trained)[2].model.embed.proj.weight.cpu())
+
+
+def test_another_model_and_no_run_are_refused(digits: DataModule, trained: Path, tmp_path: Path) -> None:
+    deeper = build_model("learned", replace(SMALL, depth=3), digits)
+    with pytest.raises(ValueError, match=r"^start_from must be a run of the same model but .*, got layers\.2\S* None"):
+        start_from(deeper, trained)
+    with pytest.raises(ValueError, match=r"got absolute\S+ \(.*\) instead of None$"):
+        start_from(build_model("mixed", SMALL, digits), trained)
+    with pytest.raises(ValueError, match=r"^start_from must be the folder of a run with weights\.safetensors, got "):
+        start_from(deeper, tmp_path)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_bce_is_timms(mixed: bool) -> None:
+    logits = torch.randn(6, 5)
+    labels = torch.tensor([0, 4, 2, 2, 1, 3])
+    if mixed:
+        shares = functional.one_hot(labels, 5).float()
+        labels = 0.7 * shares + 0.3 * shares.roll(1, 0)
+    theirs = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0 if mixed else None)(logits, labels)
+    torch.testing.assert_close(training_loss(logits, labels, OptimConfig(loss="bce")), theirs)
+
+
+def test_bce_takes_no_smoothing() -> None:
+    with pytest.raises(ValueError, match=r"^label_smoothing is for cross-entropy alone, got 0\.1"):
+        OptimConfig(loss="bce", label_smoothing=0.1)
+
+
+def test_repeats_are_changed_otherwise_and_the_epoch_keeps_its_length() -> None:
+    config = DataConfig(train_size=40, val_size=20, batch_size=40, augment=AugmentConfig(repeats=2, flip=True))
+    data = make_data(config)
+    data.setup()
+    inputs, labels = next(iter(data.train_dataloader()))
+    assert len(inputs) == 40
+    first, second = inputs[:20], inputs[20:]
+    assert torch.equal(labels[:20], labels[20:])
+    mirrored = (first == second.flip(-1)).flatten(1).all(1)
+    same = (first == second).flatten(1).all(1)
+    assert (mirrored | same).all()
+    assert mirrored.sum() > 3
+    assert same.sum() > 3

@@ -1,0 +1,446 @@
+"""The papers' recipes: what each builds and how it learns, against the papers' numbers; two real steps of each."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from miniatures import MINIATURES
+from torch import nn
+from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+
+from torchrope.lab import recipes
+from torchrope.lab.cli import main
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import NAMES_DENSE, DataConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.training.config import RunConfig, read_config
+from torchrope.lab.training.cost import count_flops
+from torchrope.lab.training.dense import build_features, build_head
+from torchrope.lab.training.devices import batches_in_a_step
+from torchrope.lab.training.models import build_model
+from torchrope.lab.training.optim import build_optimizer, build_schedule
+from torchrope.lab.training.run import build_module, train
+
+PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
+CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150, "coco": 80}
+EXAMPLES = {
+    "cifar100": 50_000,
+    "imagenet": 1_281_167,
+    "ucf101": 9_537,
+    "rsna": 17_395,
+    "ade20k": 20_210,
+    "coco": 117_266,  # with an object
+}
+
+
+def configuration(name: str) -> RunConfig:
+    return read_config({"seed": 0, **recipes.settings(name)})
+
+
+def shape(config: DataConfig) -> SimpleNamespace:
+    """What a model is told of the real data."""
+    side = config.size or 32
+    sizes = (config.frames, side, side) if config.frames else (side, side)
+    axes = ("depth" if config.name == "rsna" else "time", "height", "width")[-len(sizes) :]
+    classes = tuple(map(str, range(CLASSES[config.name])))
+    return SimpleNamespace(
+        input_size=sizes,
+        in_channels=3,
+        num_classes=len(classes),
+        classes=classes,
+        map_classes=classes,
+        axes=axes,
+        tasks=("segment", "detect") if config.name in NAMES_DENSE else ("classify",),
+    )
+
+
+def built(name: str, encoding: str | None = None) -> nn.Module:
+    config = configuration(name)
+    data, encoding = shape(config.data), encoding or config.encoding
+    with torch.device("meta"):
+        if config.model.task == "classify":
+            return build_model(encoding, config.model, data)
+        return build_head(config.model, build_features(encoding, config.model, data), data)
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def macs(name: str, encoding: str) -> float:
+    """Multiply-adds of matrix products, in 10⁹."""
+    config = configuration(name)
+    data = shape(config.data)
+    return count_flops(lambda: build_model(encoding, config.model, data), torch.Size((1, 3, *data.input_size))) / 2e9
+
+
+def published_flops(name: str) -> float:
+    """As fvcore counts LieRE's model: multiply-adds, and 5 for each number that a LayerNorm gives."""
+    model = built(name, "learned")
+    tokens = model.num_prefix + math.prod(model.embed.lattice((32, 32)))
+    dim = model.prefix_tokens.shape[-1]
+    norms = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
+    return macs(name, "learned") + norms * 5 * tokens * dim / 1e9
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_recipe_builds_with_every_encoding_that_it_names(name: str) -> None:
+    for encoding in [configuration(name).encoding, *recipes.settings(name).get("encodings", [])]:
+        assert count(built(name, encoding)) > 1e7
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_recipe_tells_setting_result_hardware_and_command(name: str) -> None:
+    text = recipes.find(name).read_text()
+    header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+    assert len(header[0]) <= 114
+    said = " ".join(header)
+    assert re.search(r"et al\., .*\((papers/00\d|.*arXiv:[\d.]+)\)", said)
+    assert "Published" in said
+    assert re.search("GPU|L4|A100", said)
+    assert "Readings: " in said
+    assert f"torchrope train --recipe {name} --data.root DIR" in said
+    on_each = re.findall(r"(\d+) (?:examples|clips) (?:each|a step)", said)
+    assert set(on_each) <= {str(configuration(name).data.batch_size)}
+    named = re.findall(r"--(?:recipe|data\.name) (\S+)", said)
+    assert set(named) <= set(recipes.names())
+    assert (configuration(name).start_from is None) == (f"--recipe {name} --data.root DIR --start_from" not in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "millions"),
+    [
+        ("liere-cifar100-vit-b", "none", 85.1),
+        ("liere-cifar100-vit-l", "none", 302),
+        ("liere-ucf101", "none", 86.3),
+        ("liere-ucf101", "learned", 86.9),
+        ("rope-vit-s", "learned", 22.0),
+        ("rope-swin-t", "bias", 28.3),
+        ("rope-swin-s", "bias", 49.6),
+        ("rope-swin-b", "bias", 87.8),
+    ],
+)
+def test_parameters_are_those_that_were_published(name: str, encoding: str, millions: float) -> None:
+    digits = 0 if isinstance(millions, int) else 1
+    assert round(count(built(name, encoding)) / 1e6 - (0.06 if millions == 22.0 else 0), digits) == millions
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "theirs"),
+    [
+        ("rope-vit-s", "learned", "deit3_small_patch16_224"),
+        ("rope-swin-t", "bias", "swin_tiny_patch4_window7_224"),
+        ("rope-swin-s", "bias", "swin_small_patch4_window7_224"),
+        ("rope-swin-b", "bias", "swin_base_patch4_window7_224"),
+    ],
+)
+def test_parameters_are_those_of_timm(name: str, encoding: str, theirs: str) -> None:
+    with torch.device("meta"):
+        assert count(built(name, encoding)) == count(timm.create_model(theirs))
+
+
+def test_parameters_of_mask2former_are_those_of_transformers() -> None:
+    swin = SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], out_indices=[1, 2, 3, 4])
+    with torch.device("meta"):
+        theirs = Mask2FormerForUniversalSegmentation(
+            Mask2FormerConfig(backbone_config=swin, id2label=dict(enumerate(map(str, range(150)))))
+        )
+    last_norm = 2 * 1024  # which no map of theirs passes
+    assert count(built("rope-vit-ade20k-mask2former-swin-b", "bias")) == count(theirs) - last_norm
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("liere-cifar100-vit-b", 64_512), ("liere-cifar100-vit-t", 12 * 6 * 2 * 8 * 28), ("liere-imagenet", 64_512)],
+)
+def test_generators_of_blocks_of_8_are_added(name: str, extra: int) -> None:
+    assert count(built(name, "liere:8")) - count(built(name, "none")) == extra
+
+
+@pytest.mark.parametrize(
+    ("name", "giga"),
+    [("liere-cifar100-vit-t", 0.963), ("liere-cifar100-vit-b", 5.607), ("liere-cifar100-vit-l", 19.856)],
+)
+def test_flops_are_those_of_lieres_table_5(name: str, giga: float) -> None:
+    assert published_flops(name) == pytest.approx(giga, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "giga"),
+    [
+        ("rope-vit-s", 4.6),  # DeiT III, README_revenge.md
+        ("rope-vit-b-224", 17.5),
+        ("rope-vit-l-224", 61.6),
+        ("rope-swin-t", 4.5),  # Swin, MODELHUB.md
+        ("rope-swin-s", 8.7),
+        ("rope-swin-b", 15.4),
+    ],
+)
+def test_flops_are_those_of_deit_and_swin(name: str, giga: float) -> None:
+    assert macs(name, "bias" if "swin" in name else "learned") == pytest.approx(giga, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("liere-cifar100-vit-b", 8 * 8),
+        ("liere-imagenet", 14 * 14),
+        ("liere-second-stage", 16 * 16),
+        ("liere-ucf101", 4 * 14 * 14),
+        ("liere-rsna", 8 * 14 * 14),
+        ("comrope-imagenet", 14 * 14),
+        ("comrope-ucf101", 8 * 14 * 14),
+        ("rope-vit-b", 12 * 12),
+        ("rope-vit-b-224", 14 * 14),
+        ("rope-swin-t", 56 * 56),
+    ],
+)
+def test_inputs_make_as_many_tokens(name: str, tokens: int) -> None:
+    assert math.prod(built(name).embed.lattice(shape(configuration(name).data).input_size)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "devices"),
+    [
+        *((f"liere-cifar100-vit-{size}", 512, 8) for size in "tbl"),
+        ("liere-imagenet", 512, 8),
+        ("liere-second-stage", 512, 8),
+        ("liere-ucf101", 64, 8),
+        ("liere-rsna", 64, 8),
+        ("comrope-imagenet", 6144, 32),
+        ("comrope-ucf101", 768, 24),
+        ("comrope-finetune", 3456, 18),
+        ("rope-vit-s", 2048, 8),
+        ("rope-vit-b", 2048, 8),
+        ("rope-vit-l", 2048, 64),
+        ("rope-vit-b-224", 512, 8),
+        ("rope-vit-l-224", 512, 64),
+        *((f"rope-swin-{size}", 1024, 8) for size in "tsb"),
+        ("rope-vit-ade20k-upernet-vit-b", 16, 8),
+        ("rope-vit-ade20k-mask2former-swin-b", 16, 8),
+        *(
+            (f"rope-vit-coco-deformable-detr-{name}", 16, 8)
+            for name in ("vit-b", "vit-l", "swin-t", "swin-s", "swin-b")
+        ),
+        ("vitdet-coco-mask-rcnn-vit-b", 64, 64),
+    ],
+)
+def test_a_step_is_of_the_papers_batch_on_its_devices_and_on_one(name: str, batch: int, devices: int) -> None:
+    config = configuration(name)
+    assert config.data.batch_size * devices * batches_in_a_step(config, devices) == batch
+    assert batches_in_a_step(config, devices) == 1
+    assert config.data.batch_size * batches_in_a_step(config, 1) == batch
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "warm", "last"),
+    [
+        *((f"liere-cifar100-vit-{size}", 1e-4, 0.0, 0.0) for size in "tbl"),
+        *((name, 1e-4, 0.0, 0.0) for name in ("liere-imagenet", "liere-ucf101", "liere-rsna")),
+        ("liere-second-stage", 1e-5, 0.0, 0.0),
+        ("comrope-imagenet", 1e-3, 0.02, 0.0),
+        ("comrope-ucf101", 1.2e-4, 0.02, 0.0),
+        ("comrope-finetune", 3e-4, 0.02, 0.0),
+        ("rope-vit-s", 4e-3, 5 / 400, 1e-5),
+        ("rope-vit-b", 3e-3, 5 / 400, 1e-5),
+        ("rope-vit-l", 3e-3, 5 / 400, 1e-5),
+        ("rope-vit-b-224", 1e-5, 5 / 20, 1e-5),
+        ("rope-vit-l-224", 1e-5, 5 / 20, 1e-5),
+        *((f"rope-swin-{size}", 1e-3, 20 / 300, 1e-5) for size in "tsb"),
+        ("rope-vit-ade20k-upernet-vit-b", 5e-5, 1500 / 160_528, 0.0),
+        ("rope-vit-ade20k-mask2former-swin-b", 1e-4, 0.0, 0.0),
+    ],
+)
+def test_the_rate_warms_up_and_falls_as_told(name: str, rate: float, warm: float, last: float) -> None:
+    config = configuration(name)
+    steps = config.optim.epochs * math.ceil(EXAMPLES[config.data.name] / config.optim.effective_batch)
+    optimizer = build_optimizer(nn.Linear(1, 1), replace(config.optim, layer_decay=None))
+    schedule = build_schedule(optimizer, config.optim, steps)
+
+    def at(step: int) -> float:
+        return optimizer.defaults["lr"] * schedule.lr_lambdas[0](step)
+
+    warmed = round(warm * steps)
+    assert at(warmed) == pytest.approx(rate)
+    assert at((warmed + steps) // 2) == pytest.approx((rate + last) / 2, rel=1e-2)
+    assert at(steps) == pytest.approx(last, abs=1e-12)
+    if warmed:
+        assert at(0) == pytest.approx(rate / warmed)
+        assert at(warmed // 2 - 1) == pytest.approx(rate / 2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "warm", "falls"),
+    [
+        ("rope-vit-coco-deformable-detr-vit-b", 1e-4, 0, [11 / 12]),
+        ("rope-vit-coco-deformable-detr-vit-l", 1e-4, 250 / 90_000, [300 / 375]),
+        *((f"rope-vit-coco-deformable-detr-swin-{size}", 1e-4, 0, [11 / 12]) for size in "tsb"),
+        ("vitdet-coco-mask-rcnn-vit-b", 1e-4, 250 / 184_375, [163_889 / 184_375, 177_546 / 184_375]),
+    ],
+)
+def test_the_rate_falls_by_steps(name: str, rate: float, warm: float, falls: list[float]) -> None:
+    config = configuration(name).optim
+    optimizer = build_optimizer(nn.Linear(1, 1), replace(config, layer_decay=None, backbone_lr=1.0))
+    factor = build_schedule(optimizer, config, 100_000).lr_lambdas[0]
+    assert optimizer.defaults["lr"] == rate
+    assert factor(0) == pytest.approx(1 / max(1, round(warm * 100_000)), rel=0.02)
+    assert factor(round(warm * 100_000)) == 1
+    for index, share in enumerate(falls):
+        before, after = factor(round((share - 0.0005) * 100_000)), factor(round((share + 0.0005) * 100_000))
+        assert (before, after) == pytest.approx((0.1**index, 0.1 ** (index + 1)))
+    assert factor(99_999) == pytest.approx(0.1 ** len(falls))
+
+
+def test_the_optimiser_is_the_papers() -> None:
+    settings = {name: configuration(name).optim for name in PAPERS}
+    kinds = {
+        name: (kind.optimizer, kind.weight_decay, kind.clip, kind.loss, kind.epochs) for name, kind in settings.items()
+    }
+    plain = ("adam", 0, 0, "cross-entropy")
+    assert {kinds[name] for name in PAPERS if name.startswith("liere")} == {(*plain, 200), (*plain, 30)}
+    assert kinds["liere-second-stage"] == (*plain, 30)
+    assert {kinds[f"rope-vit-{size}"] for size in "sbl"} == {("lamb", 0.03, 1.0, "bce", 400)}
+    assert {kinds[f"rope-vit-{size}-224"] for size in "bl"} == {("adamw", 0.1, 0, "cross-entropy", 20)}
+    assert {kinds[f"rope-swin-{size}"] for size in "tsb"} == {("adamw", 0.05, 5.0, "cross-entropy", 300)}
+    detr = {kinds[name] for name in PAPERS if "deformable-detr" in name}
+    assert detr == {("adamw", 1e-4, 0.1, "cross-entropy", 12)}
+    assert {settings[name].backbone_lr for name in PAPERS if "deformable-detr" in name} == {0.1}
+    assert kinds["vitdet-coco-mask-rcnn-vit-b"] == ("adamw", 0.1, 0, "cross-entropy", 100)
+    assert settings["vitdet-coco-mask-rcnn-vit-b"].layer_decay == 0.7
+    for name, epochs in {"comrope-imagenet": 200, "comrope-ucf101": 80, "comrope-finetune": 4}.items():
+        assert kinds[name] == ("adamw", 0.01, 1.0, "cross-entropy", epochs)
+
+
+@pytest.fixture(scope="session")
+def miniature_roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: MINIATURES[name](tmp_path_factory.mktemp(name)) for name in CLASSES}
+
+
+def miniature(name: str, roots: dict[str, Path]) -> RunConfig:
+    """The recipe with a small model, small inputs and two steps of 8 examples, or of 2 whose answers have a place."""
+    config = configuration(name)
+    batch, step = (1, 2) if config.data.name in NAMES_DENSE else (4, 8)
+    sizes = {"size": 64 if config.data.frames is None else 32} if config.data.size else {}
+    frames = {} if config.data.frames is None else {"frames": 4, "test_views": None}
+    root = str(roots[config.data.name])
+    data = replace(config.data, root=root, batch_size=batch, train_size=2 * step, workers=0, **sizes, **frames)
+    return replace(
+        config,
+        data=data,
+        model=small(config),
+        optim=replace(
+            config.optim, epochs=1, effective_batch=step, milestones=[0.5] if config.optim.milestones else []
+        ),
+        start_from=None,
+        backbone_from=None,
+    )
+
+
+def set_up(config: RunConfig) -> DataModule:
+    data = make_data(config.data)
+    data.setup()
+    return data
+
+
+def small(config: RunConfig) -> Any:
+    model = config.model
+    if model.backbone == "swin":
+        stages = 2 if model.task == "classify" else 4
+        tiny = dict(dim=16, depths=[1] * stages, stage_heads=[1] * stages, window_size=[4])
+    else:
+        # two axes, or three of blocks of 8
+        tiny = dict(dim=48 if config.data.frames else 32, depth=2, num_heads=1, mlp_dim=32)
+    inputs = {"input_size": [48, 48]} if model.input_size else {}
+    queries = {"num_queries": 4} if model.head in ("mask2former", "deformable-detr") else {}
+    head = {} if model.task == "classify" else {"head_channels": 64 if model.head == "deformable-detr" else 32}
+    return replace(model, size=None, **tiny, **inputs, **head, **queries)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_two_steps_change_the_weights(name: str, miniature_roots: dict[str, Path], tmp_path: Path) -> None:
+    config = miniature(name, miniature_roots)
+    data = set_up(config)
+    start = build_module(config, data).state_dict()
+    classifier, history = train(config, data, tmp_path)
+    (row,) = history.rows
+    assert math.isfinite(row["train_loss"])
+    assert math.isfinite(row["val_loss"])
+    assert classifier.trainer.global_step == 2
+    moved = {name for name, weight in classifier.state_dict().items() if not torch.equal(weight.cpu(), start[name])}
+    if config.model.task == "classify":
+        assert {"model.embed.proj.weight", "model.head.weight"} <= moved
+    else:
+        assert "model.backbone.model.embed.proj.weight" in moved
+        assert any(not weight.startswith("model.backbone.") for weight in moved)
+    assert any("encodings" in name for name in moved)
+
+
+def test_a_second_stage_keeps_the_lattice_and_starts_with_the_weights(
+    miniature_roots: dict[str, Path], tmp_path: Path
+) -> None:
+    first = miniature("rope-vit-b", miniature_roots)
+    first = replace(first, data=replace(first.data, size=48), encoding="liere:8")
+    trained, _ = train(first, set_up(first), tmp_path / "first")
+    second = miniature("rope-vit-b-224", miniature_roots)
+    second = replace(second, encoding="liere:8", start_from=str(tmp_path / "first"))
+    second = replace(second, optim=replace(second.optim, lr=1e-30, min_lr=0.0))
+    larger = set_up(second)
+    continued, _ = train(second, larger, tmp_path / "second")
+    assert larger.input_size == (64, 64)
+    torch.testing.assert_close(continued.model.positions((3, 3)), trained.model.positions((3, 3)))
+    for name, weight in trained.model.state_dict().items():
+        torch.testing.assert_close(continued.model.state_dict()[name], weight)
+
+
+def test_recipes_lists_all_and_prints_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    for name in recipes.names():
+        (line,) = (line for line in listed if line.split()[:1] == [name])
+        assert line.endswith(recipes.find(name).read_text().splitlines()[0].removeprefix("# "))
+    assert main(["recipes", "rope-swin-t"]) == 0
+    assert capsys.readouterr().out == recipes.find("rope-swin-t").read_text()
+
+
+@pytest.mark.parametrize("command", [["recipes", "rope-swin-m"], ["train", "--recipe", "rope-swin-m"]])
+def test_an_unknown_recipe_is_told_with_the_nearest(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "there is no recipe 'rope-swin-m'" in error
+    assert "did you mean 'rope-swin-" in error
+    assert error.count("\n") == 1
+
+
+def test_options_go_over_a_file_goes_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("optim: {lr: 0.5, weight_decay: 0.25}\n")
+    options = ["--recipe=rope-swin-t", f"--config={file}", "--optim.lr=0.125", "--print_config"]
+    printed = {}
+    for command in ("train", "compare"):
+        with pytest.raises(SystemExit) as done:
+            main([command, *options])
+        assert done.value.code == 0
+        printed[command] = capsys.readouterr().out
+    for text in printed.values():
+        for line in ("lr: 0.125", "weight_decay: 0.25", "min_lr: 1.0e-05", "backbone: swin", "name: imagenet"):
+            assert re.search(rf"^ *{re.escape(line)}$", text, re.MULTILINE), line
+    assert "encoding: mixed" in printed["train"]
+    assert "- bias+mixed" in printed["compare"]
+
+
+def test_a_data_sets_own_recipe_has_its_name() -> None:
+    own = [name for name in recipes.names() if name not in PAPERS]
+    for name in own:
+        DataConfig(**{"name": name, **recipes.settings(name).get("data", {})})
+        assert f"--data {name}" in recipes.find(name).read_text()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,371 @@
+"""Training: the schedule, what decays, resuming, measures and costs."""
+
+import io
+import math
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from pytorch_lightning.callbacks import Callback
+
+import torchrope as tr
+from torchrope.files import write_whole
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.data.transforms import shuffle_patches
+from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope.lab.training.cost import count_encoding_parameters, count_flops, measure_costs
+from torchrope.lab.training.evaluate import evaluate, interval, predict, scaled_sizes
+from torchrope.lab.training.models import build_vit
+from torchrope.lab.training.optim import decay_groups, warmup_cosine
+from torchrope.lab.training.run import load, train
+
+SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[2], pool="mean", dropout=0.1)
+
+
+def small_run(epochs: int = 3, encoding: str = "learned+liere:4", seed: int = 1) -> RunConfig:
+    return RunConfig(
+        encoding=encoding,
+        seed=seed,
+        data=DataConfig(name="digits", train_size=100, val_size=60, batch_size=20),
+        model=SMALL,
+        optim=OptimConfig(epochs=epochs, warmup_epochs=1.0),
+    )
+
+
+def data_of(config: RunConfig) -> DataModule:
+    data = make_data(config.data)
+    data.setup()
+    return data
+
+
+class Killed(Exception):
+    """Stands for a process that ends in the middle of an epoch."""
+
+
+def test_a_killed_run_that_goes_on_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    config = small_run()
+    whole, whole_curve = train(config, data_of(config), tmp_path / "whole")
+
+    def die_after_two(row: dict[str, float]) -> None:
+        if row["epoch"] == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(config, data_of(config), tmp_path / "killed", on_epoch=die_after_two)
+    seen: list[float] = []
+    resumed, curve = train(config, data_of(config), tmp_path / "killed", on_epoch=lambda row: seen.append(row["epoch"]))
+
+    assert seen == [2, 3]  # epoch 2 was under way; epoch 1 is not trained again
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+    without_times = [[{k: v for k, v in row.items() if k != "seconds"} for row in c.rows] for c in (whole_curve, curve)]
+    assert without_times[0] == without_times[1]
+    assert (tmp_path / "killed" / "curve.csv").read_text().startswith("epoch,train_loss,val_loss,val_top1,seconds\n1,")
+
+
+def test_a_finished_run_is_not_trained_again_and_reads_back(tmp_path: Path) -> None:
+    config = small_run(epochs=1)
+    trained, _ = train(config, data_of(config), tmp_path)
+    again, curve = train(config, data_of(config), tmp_path, on_epoch=lambda _: pytest.fail("trained again"))
+    stored, data, loaded = load(tmp_path)
+    assert stored == config
+    assert len(curve.rows) == 1
+    for model in (again, loaded):
+        assert torch.equal(model.model.head.weight, trained.model.head.weight)
+    assert evaluate(loaded.model, data, [1.0]).top1 == evaluate(trained.model, data, [1.0]).top1
+
+
+def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path: Path) -> None:
+    config = small_run(epochs=1)
+    train(config, data_of(config), tmp_path)
+    checkpoint = tmp_path / "checkpoint.ckpt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(
+        ValueError, match=r"a checkpoint must be whole, got a damaged one; delete it: .*checkpoint.ckpt"
+    ):
+        train(config, data_of(config), tmp_path)
+
+
+def stopped_run(folder: Path, optimizer: str = "adamw") -> RunConfig:
+    """A run with a checkpoint of an epoch and one within the next."""
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise KeyboardInterrupt
+
+    config = small_run(epochs=2)
+    config = replace(
+        config,
+        data=replace(config.data, train_size=20, val_size=20, batch_size=10),
+        optim=replace(config.optim, optimizer=optimizer, ema_decay=0.9),
+        scale=ScaleConfig(checkpoint_every=1),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(config, data_of(config), folder, callbacks=[Stop()])
+    return config
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "lamb"])
+def test_a_run_goes_on_within_an_epoch_with_every_optimizer(tmp_path: Path, optimizer: str) -> None:
+    config = stopped_run(tmp_path, optimizer)
+    _, history = train(config, data_of(config), tmp_path)
+    assert [row["epoch"] for row in history.rows] == [1, 2]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    folder = tmp_path_factory.mktemp("stopped")
+    return stopped_run(folder), folder
+
+
+MISSING = object()
+MODEL_CHECKPOINT = "ModelCheckpoint{'monitor': None, 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1, "
+MODEL_CHECKPOINT += "'train_time_interval': None}"
+PROGRESS = "loops fit_loop epoch_loop.batch_progress"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "epoch",
+        "global_step",
+        "pytorch-lightning_version",
+        "state_dict",
+        "state_dict model.head.weight",
+        "loops",
+        "loops fit_loop",
+        f"{PROGRESS} current processed",
+        f"{PROGRESS} total ready",
+        "callbacks",
+        "callbacks History rows",
+        "callbacks History rows 0 epoch",
+        "callbacks History sums",
+        "callbacks History seconds",
+        "callbacks SeedEpoch generators",
+        "callbacks SeedEpoch generators 0 torch",
+        "callbacks AveragedWeights latest_update_step",
+        "callbacks ModelCheckpoint best_model_path",
+        "current_model_state model.head.weight",
+        "optimizer_states",
+        "optimizer_states 0 param_groups",
+        "optimizer_states 0 param_groups 0 betas",
+        "optimizer_states 0 state 0 exp_avg",
+        "optimizer_states 0 state 0 step",
+        "lr_schedulers 0 base_lrs",
+        "lr_schedulers 0 last_epoch",
+    ],
+)
+def test_a_checkpoint_of_other_parts_is_named_in_one_line_before_a_step(
+    tmp_path: Path, stopped: tuple[RunConfig, Path], place: str
+) -> None:
+    config, folder = stopped
+    file = shutil.copytree(folder, tmp_path / "run") / "within-epoch.ckpt"
+    whole = file.read_bytes()
+    *above, last = [int(word) if word.isdecimal() else word for word in place.split()]
+    optional = last in ("seconds", "sums", "generators", "latest_update_step", "best_model_path")
+    message = rf"^a checkpoint must be whole, got a damaged one; delete it: {re.escape(str(file))}$"
+    for value in [torch.zeros(3), *([] if last == "best_model_path" else ["text"]), *([] if optional else [MISSING])]:
+        saved = torch.load(io.BytesIO(whole), weights_only=True)
+        part = saved
+        for key in above:
+            part = part[MODEL_CHECKPOINT if key == "ModelCheckpoint" else key]
+        part[last] = value
+        if value is MISSING:
+            del part[last]
+        torch.save(saved, file)
+        with pytest.raises(ValueError, match=message):
+            train(config, data_of(config), file.parent, on_epoch=lambda _: pytest.fail("trained"))
+
+
+@pytest.mark.parametrize("content", ["- a list\n", "encoding: mixed\n"])
+def test_a_folder_that_holds_no_run_is_told_in_one_line(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ValueError, match=r"a run's folder holds config\.yaml and checkpoint\.ckpt, got"):
+        load(tmp_path)
+    (tmp_path / "checkpoint.ckpt").touch()
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"config.yaml must (be that of a torchrope run|hold named settings), got"):
+        load(tmp_path)
+
+
+def test_the_schedule_warms_up_linearly_and_decays_to_zero() -> None:
+    factors = [warmup_cosine(step, warmup=4, total=20) for step in range(21)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[12] == pytest.approx(0.5)
+    assert factors[20] == pytest.approx(0.0)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert math.isfinite(warmup_cosine(0, warmup=0, total=1))
+
+
+@pytest.mark.parametrize("encoding", ["learned+mixed", "liere:4", "comrope-ap:4", "comrope-ld:4"])
+def test_weight_decay_never_touches_encodings_norms_biases_and_tokens(encoding: str) -> None:
+    model = build_vit(encoding, ModelConfig(dim=16, depth=2, num_heads=2, num_registers=2), make_data(DataConfig()))
+    decayed, spared = decay_groups(model, 0.1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1
+    assert spared["weight_decay"] == 0.0
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+    kept = {names[id(p)] for p in decayed["params"]}
+    assert kept == {name for name in names.values() if name.endswith("weight") and "norm" not in name}
+
+
+def test_evaluation_agrees_with_a_count_by_hand_and_shuffling_needs_position() -> None:
+    config = small_run()
+    data = data_of(config)
+    bag = build_vit("none", SMALL, data)
+    measured = evaluate(bag, data, [1.0, 2.0])
+    labels, logits = predict(bag, data)
+    assert measured.top1 == pytest.approx(sum(int(p == t) for p, t in zip(logits.argmax(-1), labels, strict=True)) / 60)
+    assert measured.shuffled_top1 == pytest.approx(measured.top1)  # a bag of patches has no order to lose
+    assert measured.val_loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
+    assert [size for size, _ in measured.resolutions] == [(8, 8), (16, 16)]
+    assert measured.measures()["resolutions"][0] == {"size": [8, 8], "top1": pytest.approx(measured.top1)}
+
+
+def test_shuffling_is_measured_on_patches_that_have_changed_places() -> None:
+    data = data_of(small_run())
+    torch.manual_seed(0)
+    model = build_vit("learned", SMALL, data)
+    torch.nn.init.normal_(model.absolute.table)
+    measured = evaluate(model, data, [1.0])
+    generator, right = torch.Generator().manual_seed(0), 0
+    for inputs, labels in data.val_dataloader():
+        right += int((model.eval()(shuffle_patches(inputs, 2, generator)).argmax(-1) == labels).sum())
+    assert measured.shuffled_top1 == pytest.approx(right / 60)
+    assert measured.shuffled_top1 != measured.top1
+
+
+def test_the_trained_size_is_measured_on_all_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = data_of(small_run())
+    model = build_vit("none", SMALL, data)
+    labels, _ = predict(model, data)
+    monkeypatch.setattr(data, "views", 3, raising=False)
+    monkeypatch.setattr(data, "test_dataloader", data.val_dataloader)
+    right = torch.nn.functional.one_hot(labels, 10).float()
+    monkeypatch.setattr("torchrope.lab.training.evaluate.predict_views", lambda *_: (labels, right))
+    measured = evaluate(model, data, [1.0, 2.0])
+    assert measured.top1 == 1
+    assert dict(measured.resolutions)[8, 8] == 1
+    assert dict(measured.resolutions)[16, 16] < 1
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_predict_leaves_a_model_as_it_was_and_repeats(training: bool) -> None:
+    data = data_of(small_run())
+    model = build_vit("none", SMALL, data).train(training)
+    first, second = predict(model, data)[1], predict(model, data)[1]
+    assert torch.equal(first, second), "dropout"
+    assert {module.training for module in model.modules()} == {training}
+
+
+def test_sizes_scale_space_but_not_time() -> None:
+    motion = make_data(DataConfig(name="motion"))
+    assert scaled_sizes(motion, (1, 4, 4), [0.5, 1.0, 1.5]) == [(5, 8, 8), (5, 20, 20), (5, 32, 32)]
+    digits = make_data(DataConfig())
+    assert scaled_sizes(digits, (1, 1), [0.01, 2.0]) == [(1, 1), (8, 8), (16, 16)]
+
+
+def test_the_interval_is_the_bootstraps_and_repeats() -> None:
+    correct = np.repeat([1.0, 0.0], [80, 20])
+    low, high = interval(correct)
+    deviation = 1.96 * math.sqrt(0.8 * 0.2 / 100)  # normal approximation
+    assert (low, high) == (
+        pytest.approx(0.8 - deviation, abs=0.015),
+        pytest.approx(0.8 + deviation, abs=0.015),
+    )
+    assert interval(correct) == (low, high)
+    assert interval(np.ones(50)) == (1.0, 1.0)
+
+
+def test_costs_count_what_is_there() -> None:
+    data = data_of(small_run())
+    builders = {name: (lambda name=name: build_vit(name, SMALL, data)) for name in ("none", "mixed", "liere")}
+    costs = measure_costs(builders, next(iter(data.train_dataloader())), rounds=4)
+    assert [costs[name].encoding_parameters for name in builders] == [0, 2 * 2 * 4, 2 * 2 * 28]
+    assert costs["mixed"].parameters - costs["none"].parameters == 16
+    assert costs["liere"].flops > costs["mixed"].flops == costs["none"].flops
+    for cost in costs.values():
+        assert cost.step_seconds > 0
+        assert cost.peak_memory_bytes > 4 * cost.parameters
+
+
+def test_flops_are_two_for_each_multiply_add() -> None:
+    layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 5))
+    assert count_flops(lambda: layer, torch.Size([3, 3, 2, 2])) == 2 * 3 * 12 * 5
+    attention = tr.Attention(8, 2)
+    tokens, dim = 6, 8
+    expected = 2 * tokens * dim * 4 * dim + 2 * 2 * tokens * tokens * dim
+    assert count_flops(lambda: attention, torch.Size([1, tokens, dim])) == expected
+
+
+def test_shared_encodings_count_once() -> None:
+    data = make_data(DataConfig())
+    shared = build_vit("mixed", ModelConfig(dim=16, depth=3, num_heads=2, share_layers=True, share_heads=True), data)
+    assert count_encoding_parameters(shared) == 2 * 4
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "kept" / "file.txt"
+    write_whole(file, "old")
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_whole(file, "new")
+    assert file.read_text() == "old"
+    assert [path.name for path in file.parent.iterdir()] == ["file.txt"]
+
+
+def test_ctrl_c_right_after_a_file_was_written_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def interrupted(old: str, new: Path) -> None:
+        replace(old, new)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file.txt", "new")
+    assert (tmp_path / "file.txt").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(epochs=0), "epochs must be 1 or more, got 0"),
+        (dict(lr=0.0), "lr must be above 0, got 0.0"),
+        (dict(warmup_epochs=-1.0), "warmup_epochs must be 0 or more, got -1.0"),
+    ],
+)
+def test_bad_settings_are_told_in_one_line(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**settings)
+
+
+def test_a_size_by_name_is_overridden_one_by_one() -> None:
+    with torch.device("meta"):
+        model = build_vit("none", ModelConfig(size="small", depth=2, patch_size=[4]), make_data(DataConfig()))
+    assert (len(model.layers), model.norm.normalized_shape, model.layers[0].attention.num_heads) == (
+        2,
+        (384,),
+        6,
+    )
+
+
+def test_the_stored_configuration_is_plain_yaml(tmp_path: Path) -> None:
+    config = small_run(epochs=1)
+    train(config, data_of(config), tmp_path)
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert (stored["encoding"], stored["seed"], stored["optim"]["epochs"]) == ("learned+liere:4", 1, 1)

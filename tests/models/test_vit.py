@@ -1,0 +1,296 @@
+"""The vision transformer: against timm, the papers' sizes, any number of axes, sharing, zero starts."""
+
+from functools import partial
+
+import pytest
+import torch
+from cases import CASES
+from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingMixed, apply_rot_embed_cat
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+from torch.nn import functional
+
+import torchrope as tr
+from torchrope.encodings import ABSOLUTE, ROTARY
+from torchrope.lab.training.cost import count_encoding_parameters, count_flops
+from torchrope.models import SIZES
+
+tiny = partial(tr.ViT, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
+
+
+def test_it_computes_what_timm_computes_with_the_same_weights() -> None:
+    theirs = VisionTransformer(
+        img_size=(32, 48),
+        patch_size=8,
+        embed_dim=48,
+        depth=3,
+        num_heads=4,
+        num_classes=7,
+        no_embed_class=True,
+    ).eval()
+    mine = tr.ViT((32, 48), patch_size=8, num_classes=7, dim=48, depth=3, num_heads=4, encoding="learned").eval()
+    mine.load_state_dict(_from_timm(theirs))
+    x = torch.randn(2, 3, 32, 48)
+    assert (mine(x) - theirs(x)).abs().max() < 1e-5
+
+
+def test_norms_and_activation_are_as_told() -> None:
+    settings = dict(embed_dim=48, depth=2, num_heads=4, num_classes=7)
+    theirs = VisionTransformer(
+        img_size=(32, 48),
+        patch_size=8,
+        no_embed_class=True,
+        pre_norm=True,
+        norm_layer=partial(nn.LayerNorm, eps=0.3),
+        act_layer="silu",
+        **settings,
+    ).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0, 0.2)
+    mine = tr.ViT(
+        (32, 48),
+        patch_size=8,
+        num_classes=7,
+        dim=48,
+        depth=2,
+        num_heads=4,
+        encoding="learned",
+        activation=nn.SiLU,
+        norm_eps=0.3,
+        embedding_norm=True,
+    ).eval()
+    mine.load_state_dict(_from_timm(theirs))
+    x = torch.randn(2, 3, 32, 48)
+    assert (mine(x) - theirs(x)).abs().max() < 1e-5
+
+
+def _from_timm(model: VisionTransformer) -> dict[str, torch.Tensor]:
+    names = {"blocks.": "layers.", ".attn.": ".attention.", ".mlp.fc1.": ".mlp.0.", ".mlp.fc2.": ".mlp.3."}
+    names |= {"norm_pre.": "embedding_norm."}
+    state = {}
+    for name, value in model.state_dict().items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        state[name] = value
+    state["embed.proj.weight"] = state.pop("patch_embed.proj.weight").flatten(1)
+    state["embed.proj.bias"] = state.pop("patch_embed.proj.bias", torch.zeros(model.embed_dim))
+    state["absolute.table"] = state.pop("pos_embed").reshape(4, 6, -1)
+    state["prefix_tokens"] = state.pop("cls_token")[0]
+    return state
+
+
+def test_mixed_and_axial_rotate_like_timms() -> None:
+    heads, head_dim, size = 3, 16, (4, 6)
+    q = torch.randn(2, heads, 24, head_dim)
+    mixed = RotaryEmbeddingMixed(heads * head_dim, 1, heads, feat_shape=size, grid_indexing="ij")
+    encoding = tr.MixedRoPE(num_axes=2, num_heads=heads, head_dim=head_dim)
+    with torch.no_grad():
+        encoding.frequencies.copy_(mixed.freqs[:, 0])
+    theirs = apply_rot_embed_cat(q, mixed.get_embed()[0])
+    assert (tr.rotate(q, q, encoding(tr.grid(*size)))[0] - theirs).abs().max() < 1e-5
+
+    cat = RotaryEmbeddingCat(
+        head_dim, temperature=100.0, in_pixels=False, feat_shape=size, grid_indexing="ij", grid_offset=0.0
+    )
+    bands = torch.zeros(2, head_dim // 2)
+    bands[0, : head_dim // 4] = bands[1, head_dim // 4 :] = cat.bands
+    axial = tr.AxialRoPE(num_axes=2, num_heads=heads, head_dim=head_dim)
+    axial.set_generators(tr.encodings.base.planar(bands).unsqueeze(1))
+    theirs = apply_rot_embed_cat(q, cat.get_embed())
+    assert (tr.rotate(q, q, axial(tr.grid(*size)))[0] - theirs).abs().max() < 1e-5
+    assert torch.allclose(cat.bands, tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=head_dim).frequencies[0, 0::2])
+
+
+@pytest.mark.parametrize(("size", "gmacs"), [("tiny", 0.9634), ("base", 5.6073), ("large", 19.8566)])
+def test_sizes_have_the_papers_operations(size: str, gmacs: float) -> None:
+    # LieRE's table 5 counts multiply-adds of products and 5 operations per normalised number (CIFAR, 65 tokens).
+    build = partial(tr.ViT, (32, 32), patch_size=4, num_classes=100, **SIZES[size])
+    dim, depth = SIZES[size]["dim"], SIZES[size]["depth"]
+    norms = 5 * (2 * depth + 1) * 65 * dim
+    macs = count_flops(build, torch.Size([1, 3, 32, 32])) / 2
+    assert (macs + norms) / 1e9 == pytest.approx(gmacs, rel=2e-3)
+
+
+def test_the_base_size_has_the_papers_parameters() -> None:
+    with torch.device("meta"):
+        model = tr.ViT((32, 32), patch_size=4, num_classes=100, **SIZES["base"], encoding="liere:8", qkv_bias=False)
+    assert count_encoding_parameters(model) == 64_512
+    assert sum(p.numel() for p in model.parameters()) - 64_512 == 85_143_652
+
+
+@pytest.mark.parametrize(
+    ("sizes", "patch", "other"),
+    [
+        ((24,), 4, (40,)),
+        ((8, 12), (4, 2), (12, 8)),
+        ((4, 6, 8), (2, 3, 2), (8, 6, 4)),
+        ((2, 4, 2, 4), (1, 2, 1, 2), (4, 4, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize("name", [*ROTARY, *ABSOLUTE, "learned+mixed"])
+def test_any_number_of_axes_and_other_sizes_at_inference(
+    sizes: tuple[int, ...], patch: int | tuple[int, ...], other: tuple[int, ...], name: str
+) -> None:
+    encoding = {"comrope-ap": "comrope-ap:2", "comrope-ld": "comrope-ld:4"}.get(name, name)
+    model = tr.ViT(
+        sizes, patch_size=patch, in_channels=2, num_classes=5, dim=48, depth=2, num_heads=2, encoding=encoding
+    )
+    assert model(torch.randn(3, 2, *sizes)).shape == (3, 5)
+    assert model(torch.randn(1, 2, *other)).shape == (1, 5)
+
+
+def test_the_embedding_is_a_convolution_of_stride_patch() -> None:
+    embed = tr.models.vit.PatchEmbed((2, 3), 4, 8, num_axes=2)
+    x = torch.randn(2, 4, 6, 9)
+    kernel = embed.proj.weight.reshape(8, 4, 2, 3)
+    expected = functional.conv2d(x, kernel, embed.proj.bias, stride=(2, 3)).flatten(2).mT
+    assert torch.allclose(embed(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE, partial(tr.ComRoPEAP, block_size=2), tr.ComRoPELD])
+def test_zero_generators_leave_a_model_bit_identical_to_no_encoding(family: type, pool: str) -> None:
+    plain = tiny((8, 8), patch_size=2, encoding="none", pool=pool)
+    rotated = tiny((8, 8), patch_size=2, encoding=partial(family, init="zeros"), pool=pool)
+    missing = rotated.load_state_dict(plain.state_dict(), strict=False)
+    assert not missing.unexpected_keys
+    x = torch.randn(3, 1, 8, 8)
+    assert torch.equal(rotated(x), plain(x))
+    rotated(x).square().sum().backward()
+    gradients = [p.grad for p in rotated.encodings.parameters()]
+    assert any(g is not None and g.abs().sum() > 0 for g in gradients)
+
+
+def test_without_position_the_model_sees_a_bag_of_patches() -> None:
+    x = torch.randn(2, 1, 8, 8)
+    mixed_up = x.roll(4, dims=3)  # whole patches change places
+    none, mixed = (tiny((8, 8), patch_size=4, encoding=name) for name in ("none", "mixed"))
+    assert torch.allclose(none(x), none(mixed_up), atol=1e-5)
+    assert not torch.allclose(mixed(x), mixed(mixed_up), atol=1e-3)
+
+
+def test_shared_layers_hold_one_encoding_and_make_one_rotation() -> None:
+    model = tiny((8, 8), patch_size=2, encoding="mixed", share_layers=True)
+    own = tiny((8, 8), patch_size=2, encoding="mixed")
+    assert count_encoding_parameters(own) == 2 * count_encoding_parameters(model)
+    calls = []
+    model.encodings[0].register_forward_hook(lambda *_: calls.append(1))
+    model(torch.randn(1, 1, 8, 8))
+    assert len(calls) == 1
+
+
+def test_a_larger_input_keeps_the_spacing_of_the_training_size() -> None:
+    model = tiny((8, 8), patch_size=2, encoding="liere:8")
+    small = model.rotations((4, 4))[0].matrix()[:, 1:].unflatten(1, (4, 4))
+    large = model.rotations((6, 6))[0].matrix()[:, 1:].unflatten(1, (6, 6))
+    assert torch.allclose(large[:, :4, :4], small, atol=1e-5)
+    assert model.spacing == (0.25, 0.25)
+
+
+def test_prefix_tokens_do_not_turn_and_registers_do_not_pool() -> None:
+    model = tiny((8, 8), patch_size=2, encoding="comrope-ld:4", num_registers=3)
+    assert model.num_prefix == 4
+    first = model.rotations((4, 4))[0].matrix()[:, :4]
+    assert torch.equal(first, torch.eye(24).expand_as(first))
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model = tiny((8, 8), patch_size=2, dropout=0.3, attention_dropout=0.2, drop_path=0.5, layer_scale=1e-4)
+    x = torch.randn(4, 1, 8, 8)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    rates = [layer.drop_path.p for layer in model.layers]
+    assert rates == [0.0, 0.5]
+
+
+def test_drop_path_keeps_the_mean() -> None:
+    drop = tr.models.vit.DropPath(0.25)
+    kept = drop(torch.ones(20_000, 1, 1))
+    assert sorted(kept.unique().tolist()) == pytest.approx([0, 1 / 0.75])
+    assert kept.mean().item() == pytest.approx(1, abs=0.02)
+
+
+def test_it_compiles_and_checkpoints_and_builds_on_meta() -> None:
+    model = tiny((8, 8), patch_size=2, encoding="learned+liere:8").eval()
+    x = torch.randn(2, 1, 8, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x), model(x), atol=1e-5)
+    with torch.device("meta"):
+        empty = tiny((8, 8), patch_size=2, encoding="learned+liere:8")
+    empty.to_empty(device="cpu").reset_parameters()
+    assert torch.isfinite(empty(x)).all()
+
+
+def test_it_trains_compiled_at_two_sizes_with_learned_positions() -> None:
+    model = tiny((8, 8), patch_size=2, encoding="learned")
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for size in ((8, 8), (12, 8)):
+        compiled(torch.randn(2, 1, *size)).square().sum().backward()
+        assert torch.isfinite(model.absolute.table.grad).all()
+
+
+def test_bfloat16_models_keep_float32_rotations() -> None:
+    model = tiny((8, 8), patch_size=2, encoding="liere:8").to(torch.bfloat16)
+    assert model(torch.randn(2, 1, 8, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert model.rotations((4, 4))[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            partial(tiny, (9, 8), patch_size=2),
+            r"input sizes must be multiples of the patch \(2, 2\), got \(9, 8\)",
+        ),
+        (partial(tiny, (8, 8), patch_size=(2, 2, 2)), "patch_size must be one number or 2, got 3"),
+        (partial(tiny, (8, 8), patch_size=2, num_heads=5), "dim must be divisible by num_heads = 5, got 48"),
+        (partial(tiny, (8, 8), patch_size=2, pool="max"), "pool must be 'cls' or 'mean', got 'max'"),
+        (partial(tiny, (8, 8), patch_size=2, encoding="mxed"), "did you mean 'mixed'"),
+        (
+            partial(tiny, (8, 8), patch_size=2, encoding="learned", absolute=tr.SinusoidalAPE),
+            "one absolute encoding",
+        ),
+    ],
+)
+def test_bad_settings_are_told_in_one_line(build: partial, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_bad_data_is_told_in_one_line() -> None:
+    model = tiny((8, 8), patch_size=2)
+    with pytest.raises(ValueError, match="data must have in_channels = 1, got 3"):
+        model(torch.zeros(1, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"multiples of the patch \(2, 2\), got \(8, 7\)"):
+        model(torch.zeros(1, 1, 8, 7))
+
+
+def test_learned_positions_resample_as_torch_does_and_only_other_sizes() -> None:
+    table = tr.LearnedAPE(sizes=(4, 6), dim=3)
+    assert torch.equal(table(4, 6), table.table.flatten(0, 1))
+    picture = table.table.movedim(-1, 0).unsqueeze(0)
+    for size in ((8, 9), (3, 5)):
+        expected = functional.interpolate(picture, size=size, mode="bicubic", antialias=True)
+        assert torch.allclose(table(*size), expected[0].flatten(1).mT, atol=1e-5)
+    with pytest.raises(ValueError, match="LearnedAPE needs 2 sizes, one per axis, got 3"):
+        table(4, 4, 4)
+
+
+def test_sinusoidal_positions_are_vaswanis_on_one_axis() -> None:
+    dim = 8
+    encoding = tr.SinusoidalAPE(sizes=(10,), dim=dim)(10)
+    position = torch.arange(10.0).unsqueeze(-1)
+    omega = 10_000 ** (-2 * torch.arange(dim // 2) / dim)
+    expected = torch.stack([(position * omega).sin(), (position * omega).cos()], dim=-1).flatten(1)
+    assert torch.allclose(encoding, expected, atol=1e-6)
+    left_over = tr.SinusoidalAPE(sizes=(2, 2, 2), dim=8)(2, 2, 2)
+    assert not left_over[:, 6:].any()
+
+
+def test_every_case_of_the_laws_is_a_family_with_a_name() -> None:
+    tested = {type(make()) for make in CASES.values()}
+    assert tested == set(ROTARY.values())

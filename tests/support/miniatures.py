@@ -1,0 +1,344 @@
+"""Miniature data sets in exactly the formats of the real ones: name -> what writes one below a folder."""
+
+import csv
+import gzip
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from video_files import ucf101_folder, video_folder
+from volume_files import nifti_folder, rsna_folder
+
+WNIDS = ("n01440764", "n01443537", "n01484850", "n02084071")
+
+
+def noise(count: int, side: int, seed: int = 0) -> np.ndarray:
+    """Coloured noise around a grey of each picture's own, `(count, 3, side, side)` bytes."""
+    rng = np.random.default_rng(seed)
+    grey = rng.integers(30, 200, (count, 3, 1, 1))
+    return (grey + rng.integers(0, 50, (count, 3, side, side))).astype(np.uint8)
+
+
+def encoded(pixels: np.ndarray, kind: str = "JPEG") -> bytes:
+    """A picture `(3, side, side)` as Pillow writes it."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def write(path: Path, content: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def cifar_parts(kind: str) -> dict[str, tuple[np.ndarray, list[int]]]:
+    """Pictures and labels of every file of the python version: 40 to train on, 20 to validate."""
+    files = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"] if kind == "10" else ["train", "test"]
+    counts = [8] * 5 + [20] if kind == "10" else [40, 20]
+    start = 0
+    parts = {}
+    for file, count in zip(files, counts, strict=True):
+        labels = [(start + n) % 10 * (1 if kind == "10" else 11) for n in range(count)]
+        parts[file] = (noise(count, 32, seed=start), labels)
+        start += count
+    return parts
+
+
+def cifar_contents(kind: str, binary: bool) -> dict[str, bytes]:
+    """The files of a version, as bytes."""
+    key = b"labels" if kind == "10" else b"fine_labels"
+    contents = {}
+    for file, (pixels, labels) in cifar_parts(kind).items():
+        flat = pixels.reshape(len(pixels), -1)
+        if binary:
+            fine = np.array(labels, np.uint8)[:, None]
+            front = fine if kind == "10" else np.concatenate([fine // 5, fine], axis=1)
+            contents[f"{file}.bin"] = np.concatenate([front, flat], axis=1).tobytes()
+        else:
+            contents[file] = pickle.dumps({b"batch_label": b"x", key: labels, b"data": flat}, protocol=2)
+    return contents
+
+
+def cifar(folder: Path, kind: str, binary: bool = False, packed: bool = False) -> Path:
+    """A root as the archive of a version unpacks it, or with the archive in it."""
+    name = (
+        f"cifar-{kind}-"
+        + {
+            ("10", False): "batches-py",
+            ("10", True): "batches-bin",
+            ("100", False): "python",
+            ("100", True): "binary",
+        }[kind, binary]
+    )
+    contents = cifar_contents(kind, binary)
+    if not packed:
+        for file, content in contents.items():
+            write(folder / name / file, content)
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / f"cifar-{kind}-{'binary' if binary else 'python'}.tar.gz", "w:gz") as archive:
+        for file, content in contents.items():
+            add(archive, f"{name}/{file}", content)
+    return folder
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+def tiny_imagenet(folder: Path) -> Path:
+    """Tiny-ImageNet with its annotations: 4 classes, 24 to train on, 12 to validate."""
+    root = folder / "tiny-imagenet-200"
+    for label, wnid in enumerate(WNIDS):
+        for number, pixels in enumerate(noise(6, 64, seed=label)):
+            write(root / "train" / wnid / "images" / f"{wnid}_{number}.JPEG", encoded(pixels))
+        write(root / "train" / wnid / f"{wnid}_boxes.txt", f"{wnid}_0.JPEG\t0\t0\t62\t62\n")
+    rows = []
+    for number, pixels in enumerate(noise(12, 64, seed=9)):
+        write(root / "val" / "images" / f"val_{number}.JPEG", encoded(pixels))
+        rows.append(f"val_{number}.JPEG\t{WNIDS[number % 4]}\t0\t0\t62\t62\n")
+    write(root / "val" / "val_annotations.txt", "".join(rows))
+    write(root / "wnids.txt", "\n".join(reversed(WNIDS)))
+    return folder
+
+
+def imagenet_train(root: Path, count: int = 6) -> Path:
+    """root/train/<wnid>/<wnid>_<n>.JPEG of different sizes."""
+    for label, wnid in enumerate(WNIDS):
+        for number in range(count):
+            write(root / "train" / wnid / f"{wnid}_{number}.JPEG", encoded(noise(1, 40 + 8 * number, label)[0]))
+    return root
+
+
+def val_name(number: int) -> str:
+    return f"ILSVRC2012_val_{number:08d}"
+
+
+def imagenet(folder: Path, val: str = "folders") -> Path:
+    """Folders of classes; validation in folders, or flat with Kaggle's table or the devkit's files."""
+    root = imagenet_train(folder)
+    truth = [WNIDS[(3 * number) % 4] for number in range(12)]
+    for number, wnid in enumerate(truth, start=1):
+        below = Path(wnid) if val == "folders" else Path()
+        write(root / "val" / below / f"{val_name(number)}.JPEG", encoded(noise(1, 48, number)[0]))
+    if val == "kaggle":
+        with (root / "LOC_val_solution.csv").open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["ImageId", "PredictionString"])
+            table.writerows(reversed([[val_name(n), f"{w} 1 2 30 40 "] for n, w in enumerate(truth, start=1)]))
+    if val == "devkit":
+        from scipy.io import savemat
+
+        # Numbers of the devkit follow no alphabet; the last synset is no leaf.
+        kind = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
+        numbers = {WNIDS[2]: 1, WNIDS[0]: 2, WNIDS[3]: 3, WNIDS[1]: 4}
+        rows = [(number, wnid, wnid, 0) for wnid, number in numbers.items()] + [(5, "n00000000", "all", 4)]
+        devkit = root / "ILSVRC2012_devkit_t12" / "data"
+        devkit.mkdir(parents=True)
+        savemat(devkit / "meta.mat", {"synsets": np.array(rows, dtype=kind)})
+        lines = "".join(f"{numbers[wnid]}\n" for wnid in truth)
+        write(devkit / "ILSVRC2012_validation_ground_truth.txt", lines)
+    return root
+
+
+def imagenet_shards(folder: Path, shards: int = 3, per_shard: int = 8) -> Path:
+    """Shards of jpg and cls in webdataset's format, classes in turn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, number_of_shards in (("train", shards), ("val", 2)):
+        for shard in range(number_of_shards):
+            with tarfile.open(folder / f"imagenet-{part}-{shard:06d}.tar", "w") as archive:
+                for number in range(per_shard):
+                    key = f"{part}/{shard:03d}{number:03d}"
+                    add(archive, f"{key}.jpg", encoded(noise(1, 40 + number, seed=shard * 100 + number)[0]))
+                    add(archive, f"{key}.cls", str((shard + number) % 4).encode())
+                    add(archive, f"{key}.json", b"{}")
+    return folder
+
+
+def idx(values: np.ndarray) -> bytes:
+    header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    return gzip.compress(header + values.astype(np.uint8).tobytes())
+
+
+def fashion(folder: Path) -> Path:
+    """The four files of Fashion-MNIST: 40 to train on, 20 to validate."""
+    for part, count in (("train", 40), ("t10k", 20)):
+        write(folder / f"{part}-images-idx3-ubyte.gz", idx(noise(count, 28)[:, 0]))
+        write(folder / f"{part}-labels-idx1-ubyte.gz", idx(np.arange(count) % 10))
+    return folder
+
+
+def images(folder: Path) -> Path:
+    """root/<class>/<n>.png, two classes of 25."""
+    for label, name in enumerate(("cat", "dog")):
+        for number, pixels in enumerate(noise(25, 40, seed=label)):
+            write(folder / name / f"{number}.png", encoded(pixels, "PNG"))
+    return folder
+
+
+def videos(folder: Path) -> Path:
+    return video_folder(folder, 25)
+
+
+def ucf101(folder: Path) -> Path:
+    return ucf101_folder(folder, clips=5)
+
+
+def volumes(folder: Path) -> Path:
+    return nifti_folder(folder, 50)
+
+
+def rsna(folder: Path) -> Path:
+    return rsna_folder(folder, 50)
+
+
+def picture(height: int, width: int, seed: int) -> np.ndarray:
+    return noise(1, max(height, width), seed)[0][:, :height, :width]
+
+
+def polygon(left: float, top: float, wide: float, high: float) -> list[float]:
+    """A house in a box."""
+    right, bottom, middle = left + wide, top + high, top + high / 3
+    return [left + wide / 2, top, right, middle, right, bottom, left, bottom, left, middle]
+
+
+def runs(mask: np.ndarray) -> list[int]:
+    """Lengths of runs down the columns, of zeros first."""
+    flat = mask.T.flatten()
+    ends = np.flatnonzero(np.diff(flat)) + 1
+    lengths = np.diff([0, *ends, flat.size]).tolist()
+    return [0, *lengths] if flat[0] else lengths
+
+
+COCO_CATEGORIES = {1: "person", 3: "car", 18: "dog", 90: "toothbrush"}
+
+
+def coco_content(first: int, sizes: list[tuple[int, int]], counts: list[int]) -> dict:
+    """Annotations as COCO has them: objects of one polygon and of two, on every third image a crowd."""
+    images, annotations = [], []
+    for number, ((height, width), count) in enumerate(zip(sizes, counts, strict=True), start=first):
+        name = f"{number:012d}.jpg"
+        images.append({"license": 3, "file_name": name, "height": height, "width": width, "id": number})
+        rng = np.random.default_rng(number)
+        for index in range(count):
+            high, wide = rng.uniform(8, 20, 2).round(2)
+            left, top = (rng.uniform(0, (width - wide, height - high))).round(2)
+            parts = [polygon(left, top, wide, high)]
+            if index % 2:
+                parts = [polygon(left, top, wide / 3, high), polygon(left + wide / 2, top, wide / 2, high / 2)]
+            annotations.append(
+                {
+                    "segmentation": [[round(float(v), 2) for v in part] for part in parts],
+                    "area": float(wide * high),
+                    "iscrowd": 0,
+                    "image_id": number,
+                    "bbox": [float(left), float(top), float(wide), float(high)],
+                    "category_id": list(COCO_CATEGORIES)[(number + index) % 4],
+                    "id": 100 * number + index,
+                }
+            )
+        if count and number % 3 == 0:
+            mask = np.zeros((height, width), np.uint8)
+            mask[5:20, 3:30] = rng.integers(0, 2, (15, 27))
+            annotations.append(
+                {
+                    "segmentation": {"counts": runs(mask), "size": [height, width]},
+                    "area": int(mask.sum()),
+                    "iscrowd": 1,
+                    "image_id": number,
+                    "bbox": [3, 5, 27, 15],
+                    "category_id": 1,
+                    "id": 900100000000 + number,
+                }
+            )
+    categories = [{"supercategory": "thing", "id": number, "name": name} for number, name in COCO_CATEGORIES.items()]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    return {"info": {"year": 2017}, "licenses": [{"id": 3, "name": "a license"}], **content}
+
+
+def coco(folder: Path) -> Path:
+    """COCO 2017: six images to train on, one of them empty, and four to validate, one of them empty."""
+    parts = {
+        "train": coco_content(1, [(48, 64), (64, 48), (40, 40), (56, 72), (48, 48), (40, 64)], [2, 1, 3, 0, 4, 1]),
+        "val": coco_content(11, [(48, 64), (40, 40), (64, 48), (36, 60)], [1, 2, 0, 3]),
+    }
+    for part, content in parts.items():
+        write(folder / "annotations" / f"instances_{part}2017.json", json.dumps(content))
+        write(folder / "annotations" / f"captions_{part}2017.json", json.dumps({"annotations": []}))
+        for image in content["images"]:
+            pixels = picture(image["height"], image["width"], image["id"])
+            write(folder / f"{part}2017" / image["file_name"], encoded(pixels))
+    return folder
+
+
+def index_mask(height: int, width: int, classes: int, seed: int, first: int = 0) -> np.ndarray:
+    """Blocks of 8 x 8 pixels of one class each."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(first, classes, (-(-height // 8), -(-width // 8)))
+    return blocks.repeat(8, 0).repeat(8, 1)[:height, :width].astype(np.uint8)
+
+
+def png(indices: np.ndarray, palette: bool = False) -> bytes:
+    image = Image.fromarray(indices)
+    if palette:
+        image = image.convert("P")
+        image.putdata(indices.flatten().tolist())
+        image.putpalette([value for index in range(256) for value in (255 - index, index, 128)])
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def ade20k(folder: Path) -> Path:
+    """ADEChallengeData2016: five images to train on, three to validate, 150 classes."""
+    base = folder / "ADEChallengeData2016"
+    for part, short, count in (("training", "train", 5), ("validation", "val", 3)):
+        for number in range(1, count + 1):
+            height, width = 40 + 8 * (number % 3), 72 - 8 * (number % 2)
+            name = f"ADE_{short}_{number:08d}"
+            write(base / "images" / part / f"{name}.jpg", encoded(picture(height, width, number)))
+            write(base / "annotations" / part / f"{name}.png", png(index_mask(height, width, 151, number)))
+    rows = [(index, 0.1, 10, 2, 0, f"thing{index}, object{index}") for index in range(1, 151)]
+    lines = ["\t".join(map(str, row)) for row in [("Idx", "Ratio", "Train", "Val", "Stuff", "Name"), *rows]]
+    write(base / "objectInfo150.txt", "\n".join(lines) + "\n")
+    return folder
+
+
+def segments(folder: Path, parts: tuple[str, ...] = ("train", "val"), palette: bool = True) -> Path:
+    """images/<part>/*.png and masks/<part>/*.png of three classes; below each an unlabelled corner."""
+    for number, part in enumerate(parts):
+        for index in range(5 - number):
+            mask = index_mask(48, 40 + 8 * index, 3, 10 * number + index)
+            mask[:4, :4] = 255
+            pixels = picture(48, 40 + 8 * index, index)
+            write(folder / "images" / part / f"scene{index}.jpg", encoded(pixels))
+            write(folder / "masks" / part / f"scene{index}.png", png(mask, palette))
+    return folder
+
+
+MINIATURES: dict[str, Callable[[Path], Path]] = {
+    "fashion-mnist": fashion,
+    "images": images,
+    "cifar10": lambda folder: cifar(folder, "10"),
+    "cifar100": lambda folder: cifar(folder, "100"),
+    "tiny-imagenet": tiny_imagenet,
+    "imagenet": imagenet,
+    "videos": videos,
+    "ucf101": ucf101,
+    "volumes": volumes,
+    "rsna": rsna,
+    "coco": coco,
+    "ade20k": ade20k,
+    "segments": segments,
+}
+OPTIONS: dict[str, dict[str, int]] = {
+    name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")
+}
