@@ -1,23 +1,35 @@
-"""The laws that every rotary encoding keeps, for your own encodings too.
+"""Properties that every rotary encoding must have, tested on an encoding of your own by one call.
 
     >>> from functools import partial
     >>> import torchrope as tr
-    >>> tr.testing.check(partial(tr.MixedRoPE, num_axes=2, num_heads=2, head_dim=8))
+    >>> print(tr.testing.check(partial(tr.MixedRoPE, num_axes=2, num_heads=2, head_dim=8)))
+    MixedRoPE(num_axes=2, num_heads=2, head_dim=8, block_size=2): 23 properties passed, 0 do not apply
+    passed      tensors are parameters or buffers
+    ...
+    passed      rotations are orthogonal: error ..., allowed ...
+    ...
 
-A law takes what builds the encoding, without arguments, and raises AssertionError where it is broken. Reference
-values are float64 `torch.linalg.matrix_exp` of the dense generator.
+A property is a function of what builds the encoding. It raises AssertionError where the encoding does not have it, and
+returns the largest error that it measured. Reference values are float64 `torch.linalg.matrix_exp` of the dense
+generators.
 """
 
 import copy
+import functools
 import pickle
-from collections.abc import Callable
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode, resolve_name
 
-from torchrope.encodings import Encoding
+from torchrope.encodings import Encoding, planar
 from torchrope.ops import rotate
 from torchrope.positions import prefix
 from torchrope.rotations import block_diagonal
@@ -32,33 +44,91 @@ TOLERANCE: dict[torch.dtype, float] = {
 }
 """Largest absolute error of a rotation, or of a rotated standard normal vector, against float64."""
 
-LAWS: dict[str, Callable[[Make], None]] = {}
-"""Every law by name; `check` runs them all."""
+
+class Measured(NamedTuple):
+    """An error, and the largest that is allowed."""
+
+    error: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"error {self.error:.2g}, allowed {self.allowed:.2g}"
 
 
-def check(make: Make) -> None:
-    """Run every law over an encoding.
+PROPERTIES: dict[str, Callable[[Make], Measured | None]] = {}
+"""Every property by name, in the order in which `check` tests them; the first ones explain failures of later ones."""
+
+
+@dataclass(frozen=True, repr=False)
+class CheckResult:
+    """What `check` found; printed, a table with one line per property.
+
+    Attributes:
+        encoding: The encoding, with the numbers that it was built with.
+        passed: The largest measured error of each property; None where it has none, as for equality.
+        skipped: Why a property does not apply.
+    """
+
+    encoding: str
+    passed: Mapping[str, Measured | None]
+    skipped: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        title = f"{self.encoding}: {len(self.passed)} properties passed, {len(self.skipped)} do not apply"
+        return "\n".join([title, *_lines({}, self.passed, self.skipped)])
+
+
+def check(make: Make) -> CheckResult:
+    """Test every property of an encoding.
 
     Args:
-        make: Builds the encoding, without arguments.
+        make: Builds a new encoding at each call, without arguments: `functools.partial(Mine, num_axes=2, ...)`.
+
+    Returns:
+        Names of the properties that passed, with the largest errors measured.
 
     Raises:
-        AssertionError: a law is broken; the message names it.
+        AssertionError: the encoding cannot be built or has no generators; or properties fail. The message names each,
+            with the usual cause or the measured error, and then those that passed. An exception within a property is
+            a failure of that property.
+        TypeError: make is an encoding and not what builds one.
     """
-    for name, holds in LAWS.items():
-        try:
-            holds(make)
-        except AssertionError as broken:
-            raise AssertionError(f"{make()} breaks the law {name!r}: {broken}") from broken
+    passed: dict[str, Measured | None] = {}
+    failed: dict[str, Exception] = {}
+    skipped: dict[str, str] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoding = _built(make)
+        for name, holds in PROPERTIES.items():
+            try:
+                passed[name] = holds(make)
+            except DoesNotApply as reason:
+                skipped[name] = str(reason)
+            except Exception as error:
+                failed[name] = error
+    shown = f"{type(encoding).__name__}({encoding.extra_repr()})"
+    if not failed:
+        return CheckResult(shown, passed, skipped)
+    title = f"{shown}: {len(failed)} of {len(PROPERTIES)} properties failed; the first usually explains the others"
+    raise AssertionError("\n".join([title, *_lines(failed, passed, skipped)])) from next(iter(failed.values()))
 
 
-def law(holds: Callable[[Make], None]) -> Callable[[Make], None]:
-    """Add a function to `LAWS` under its own name, with spaces."""
-    LAWS[holds.__name__.replace("_", " ")] = holds
+class DoesNotApply(Exception):
+    """Raised by a property that says nothing about an encoding of this kind."""
+
+
+def has_property(measure: Callable[[Make], Iterator[Measured] | None]) -> Callable[[Make], Measured | None]:
+    """Add a function to `PROPERTIES` under its own name, with spaces; it yields errors, of which the worst counts."""
+
+    @functools.wraps(measure)
+    def holds(make: Make) -> Measured | None:
+        return max(measure(make) or (), key=lambda found: found.error / found.allowed, default=None)
+
+    PROPERTIES[measure.__name__.replace("_", " ")] = holds
     return holds
 
 
-def assert_close(actual: Tensor, truth: Tensor, what: str, dtype: torch.dtype | None = None) -> None:
+def assert_close(actual: Tensor, truth: Tensor, what: str, dtype: torch.dtype | None = None) -> Measured:
     """Assert that the error against the truth is within the tolerance of a dtype, the actual one's by default."""
     if actual.shape != truth.shape:
         raise AssertionError(f"{what}: shape {tuple(actual.shape)} instead of {tuple(truth.shape)}")
@@ -66,48 +136,233 @@ def assert_close(actual: Tensor, truth: Tensor, what: str, dtype: torch.dtype | 
     error = (actual.double() - truth.double()).abs().max().item() if actual.numel() else 0.0
     if not error <= limit:
         raise AssertionError(f"{what}: error {error:.3g} exceeds {limit:.3g} for {dtype or actual.dtype}")
+    return Measured(error, limit)
 
 
-@law
-def generators_are_skew_blocks(make: Make) -> None:
-    """A^T = -A exactly, of the shape that the encoding promises, inside the rotated channels."""
+@has_property
+def tensors_are_parameters_or_buffers(make: Make) -> None:
+    """Every tensor of the module is an `nn.Parameter` or a buffer: saved, moved and trained with the model."""
+    plain = []
+    for prefix_, module in make().named_modules(prefix="self"):
+        for name, value in vars(module).items():
+            if name in vars(nn.Module()):
+                continue
+            where = f"`{prefix_}.{name}`"
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                plain.append(f"{where} was computed from a parameter; keep the nn.Parameter, compute in generators()")
+            elif isinstance(value, Tensor):
+                plain.append(f"{where} is a plain tensor; wrap it in nn.Parameter to learn it, or register_buffer")
+            elif isinstance(value, list | tuple | dict):
+                items = value.values() if isinstance(value, dict) else value
+                if any(isinstance(item, Tensor | nn.Module) for item in items):
+                    kind = type(value).__name__
+                    plain.append(f"{where} is a {kind}, not looked into; use nn.ParameterList or nn.ModuleList")
+    _require(not plain, "tensors must be parameters or buffers, but " + "; ".join(plain))
+
+
+@has_property
+def generators_have_the_promised_shape(make: Make) -> None:
+    """Finite numbers `(num_axes, num_heads or 1, rotary_dim / b, b, b)`."""
+    encoding = make()
+    generators, b = encoding.generators(), encoding.block_size
+    promised = (encoding.num_axes, encoding.parameter_heads, encoding.num_blocks, b, b)
+    shape = tuple(generators.shape)
+    if shape != promised:
+        if b == 2 and shape == promised[:3]:
+            cause = "; these are frequencies, make blocks of them with planar(frequencies)"
+        elif sorted(shape) == sorted(promised):
+            cause = "; the dimensions are in another order"
+        elif shape[1:2] == (encoding.num_heads,) and encoding.shared_heads:
+            cause = "; shared_heads=True leaves one head, self.parameter_heads"
+        else:
+            cause = ""
+        rule = f"(num_axes, {'1' if encoding.shared_heads else 'num_heads'}, rotary_dim / b, b, b) = {promised}"
+        raise AssertionError(f"generators() must return {rule}, got {shape}{cause}")
+    _require(generators.is_floating_point(), f"generators() must return real floating point, got {generators.dtype}")
+    _require(
+        bool(generators.isfinite().all()),
+        "generators() must be finite, got NaN or infinity; does __init__ end with self.reset_parameters()?",
+    )
+
+
+@has_property
+def generators_are_skew_symmetric(make: Make) -> None:
+    """A^T = -A, exactly."""
+    generators = make().generators()
+    if not torch.equal(generators, -generators.mT):
+        error = (generators + generators.mT).abs().max().item()
+        fix = "return x - x.mT, or skew(upper, b) of the strict upper triangle"
+        raise AssertionError(f"generators must be skew-symmetric, A^T = -A, got A + A^T of up to {error:.3g}; {fix}")
+
+
+@has_property
+def generators_follow_the_device_and_dtype(make: Make) -> None:
+    """`.to(device)` and `.double()` of the module move its generators; the meta device stands for a GPU."""
+    cause = "a tensor in it is made without device= and dtype=, or is neither parameter nor buffer"
+    dtype = make().double().generators().dtype
+    _require(dtype == torch.float64, f"generators() of a float64 module must be float64, got {dtype}; {cause}")
+    encoding = make().to("meta")
+    try:
+        device = encoding.generators().device
+    except Exception as error:
+        if "item()" in str(error):
+            cause = "it reads values: no .item(), float() or `if` on tensors"
+        raise AssertionError(f"generators() must run on the meta device, got {_one_line(error)}; {cause}") from error
+    _require(device.type == "meta", f"generators() must be on the module's device, meta, got {device}; {cause}")
+
+
+@has_property
+def generators_depend_on_the_parameters_alone(make: Make) -> None:
+    """generators() gives the same twice, and after forward(), which leaves its positions as they are."""
+    encoding, positions = make(), _positions(make())
+    first, state = encoding.generators().detach().clone(), torch.random.get_rng_state()
+    if not _same(encoding.generators(), first):
+        if torch.equal(torch.random.get_rng_state(), state):
+            cause = "it changes a tensor in place or keeps state"
+        else:
+            cause = "it draws random numbers; draw them in reset_parameters()"
+        raise AssertionError(f"generators() must return the same at each call, but {cause}")
+    given = positions.clone()
+    encoding(given)
+    _require(torch.equal(given, positions), "forward() must not change positions in place")
+    _require(
+        _same(encoding.generators(), first),
+        "generators() must depend on parameters alone, but forward() changed them; keep no positions in self",
+    )
+
+
+@has_property
+def every_parameter_moves_the_generators(make: Make) -> None:
+    """Each parameter that requires a gradient changes the generators, and has a gradient through them."""
+    encoding = make()
+    learned = {name: p for name, p in encoding.named_parameters() if p.requires_grad}
+    if not learned:
+        raise DoesNotApply("no parameter requires a gradient")
+    with _Detaching() as calls:
+        generators = encoding.generators()
+    gradients: tuple[Tensor | None, ...] = (None,) * len(learned)
+    if generators.requires_grad:
+        some_sum = (generators * torch.randn_like(generators)).sum()
+        gradients = torch.autograd.grad(some_sum, tuple(learned.values()), retain_graph=True, allow_unused=True)
+    with torch.no_grad():  # away from zeros, where one parameter may hide another
+        for p in learned.values():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    wrong = []
+    for (name, p), gradient in zip(learned.items(), gradients, strict=True):
+        before = encoding.generators().detach().clone()
+        with torch.no_grad():
+            p.add_(torch.randn_like(p), alpha=0.1)
+        moved = not _same(encoding.generators(), before)
+        if gradient is None and moved:
+            found = " and ".join(sorted(calls.found)) or ".detach(), .item(), .numpy() or a second nn.Parameter(...)"
+            wrong.append(f"`{name}` gets no gradient, because of {found} in generators()")
+        elif gradient is None:
+            wrong.append(f"`{name}` is not used in generators(); use it or remove it")
+        elif gradient.any() and gradient.isfinite().all() and not moved:
+            wrong.append(f"`{name}` is used once, before generators() is called; compute in generators()")
+    _require(not wrong, "every parameter must change generators(), but " + "; ".join(wrong))
+
+
+@has_property
+def frequencies_and_factors_equal_the_generators(make: Make) -> Iterator[Measured]:
+    """frequencies_per_axis() and factors_and_base(), where a family writes them, say what generators() says."""
     encoding = make()
     generators = encoding.generators()
-    b = encoding.block_size
-    heads = encoding.parameter_heads
-    promised = (encoding.num_axes, heads, encoding.rotary_dim // b, b, b)
-    _require(tuple(generators.shape) == promised, f"generators {tuple(generators.shape)}, promised {promised}")
-    _require(torch.equal(generators, -generators.mT), "A^T = -A fails")
+    told = {}
+    if encoding.block_size == 2 and type(encoding).frequencies_per_axis is not Encoding.frequencies_per_axis:
+        told["planar(frequencies_per_axis())"] = planar(encoding.frequencies_per_axis())
+    factored = encoding.factors_and_base()
+    if factored is not None:
+        factors, base = factored
+        told["c B of factors_and_base()"] = factors[..., None, None] * base
+    if not told:
+        raise DoesNotApply("neither frequencies_per_axis nor factors_and_base is written")
+    scale = max(generators.abs().max().item(), 1.0) if generators.numel() else 1.0
+    for what, value in told.items():
+        yield assert_close(value.expand_as(generators) / scale, generators / scale, f"{what} - generators()")
 
 
-@law
-def rotations_are_orthogonal(make: Make) -> None:
+@has_property
+def reset_parameters_draws_every_parameter(make: Make) -> None:
+    """reset_parameters() writes each parameter and buffer, and draws what __init__ drew."""
+    torch.manual_seed(0)
+    encoding = make()
+    fresh = encoding.generators().detach().clone()
+    tensors = dict([*encoding.named_parameters(), *encoding.named_buffers()])
+    tensors = {name: x for name, x in tensors.items() if x.numel() and x.dtype != torch.bool}
+    if not tensors:
+        raise DoesNotApply("it has neither parameters nor buffers")
+    for x in tensors.values():
+        x.detach().fill_(torch.nan if x.is_floating_point() or x.is_complex() else torch.iinfo(x.dtype).max)
+    unwritten = {name: x.detach().clone() for name, x in tensors.items()}
+    torch.manual_seed(0)
+    encoding.reset_parameters()
+    now = dict([*encoding.named_parameters(), *encoding.named_buffers()])
+    renewed = [f"`{name}`" for name, x in tensors.items() if now.get(name) is not x]
+    _require(not renewed, f"reset_parameters() must write in place, but made a new {', '.join(renewed)}; use nn.init")
+    left = [f"`{name}`" for name, x in tensors.items() if bool((_equal(x, unwritten[name])).any())]
+    written = type(encoding).reset_parameters is not Encoding.reset_parameters
+    does = "does not write" if written else f"{type(encoding).__name__} does not define it, which leaves"
+    _require(not left, f"reset_parameters() must write every parameter and buffer, but {does} {', '.join(left)}")
+    _require(
+        _same(encoding.generators(), fresh),
+        "reset_parameters() must draw what __init__ drew from the same seed; let __init__ make them by torch.empty and "
+        "end with self.reset_parameters()",
+    )
+
+
+@has_property
+def builds_on_the_meta_device(make: Make) -> None:
+    """Built on meta, given storage and reset, it holds the numbers that it would have been built with."""
+    torch.manual_seed(0)
+    encoding = make()
+    try:
+        with torch.device("meta"):
+            empty = make()
+    except Exception as error:
+        rule = "__init__ must read no values of tensors, so that it runs on the meta device"
+        raise AssertionError(f"{rule}: {_one_line(error)}") from error
+    tensors = [*empty.named_parameters(), *empty.named_buffers()]
+    elsewhere = [f"`{name}`" for name, x in tensors if not x.is_meta]
+    _require(
+        not elsewhere,
+        f"__init__ must make tensors on torch's default device, here meta, but {', '.join(elsewhere)} came from NumPy, "
+        "from a copy or with device=; make them by torch.empty",
+    )
+    built = empty.to_empty(device="cpu")
+    torch.manual_seed(0)
+    built.reset_parameters()
+    _require(_same(built.generators(), encoding.generators()), "reset_parameters() gave other numbers after to_empty()")
+
+
+@has_property
+def rotations_are_orthogonal(make: Make) -> Iterator[Measured]:
     """R^T R = I and det R = 1."""
     for encoding in _both_precisions(make):
         matrix = encoding(_positions(encoding)).matrix()
         identity = torch.eye(encoding.head_dim, dtype=matrix.dtype).expand_as(matrix)
-        assert_close(matrix.mT @ matrix, identity, "R^T R - I")
-        assert_close(torch.linalg.det(matrix), torch.ones(matrix.shape[:-2]), "det R - 1")
+        yield assert_close(matrix.mT @ matrix, identity, "R^T R - I")
+        yield assert_close(torch.linalg.det(matrix), torch.ones(matrix.shape[:-2]), "det R - 1")
 
 
-@law
-def the_origin_does_not_turn(make: Make) -> None:
-    """R(0) = I, exactly: prefix tokens are left alone."""
+@has_property
+def rotations_at_the_origin_are_the_identity(make: Make) -> None:
+    """R(0) = I, exactly, so that prefix tokens do not change."""
     encoding = make()
     matrix = encoding(prefix(_positions(encoding), 2)).matrix()[..., :2, :, :]
-    _require(torch.equal(matrix, torch.eye(encoding.head_dim).expand_as(matrix)), "R(0) is not I")
+    _require(torch.equal(matrix, torch.eye(encoding.head_dim).expand_as(matrix)), "R(0) must be I, exactly")
 
 
-@law
-def rotations_equal_the_matrix_exponential(make: Make) -> None:
+@has_property
+def rotations_equal_the_matrix_exponential(make: Make) -> Iterator[Measured]:
     """R(p) is the float64 matrix exponential of the dense sum_a p_a A_a."""
     for encoding in _both_precisions(make):
         positions = _positions(encoding)
-        assert_close(encoding(positions).matrix(), _dense_truth(encoding, positions), "R - exp(sum p A)")
+        yield assert_close(encoding(positions).matrix(), _dense_truth(encoding, positions), "R - exp(sum p A)")
 
 
-@law
-def rotate_multiplies_by_the_matrix(make: Make) -> None:
+@has_property
+def rotate_multiplies_by_the_matrix(make: Make) -> Iterator[Measured]:
     """rotate(q, k) is R q and R k, in each dtype, for shared and for per-sample positions; inverse undoes it."""
     encoding = make()
     for positions in (_positions(encoding), torch.stack([_positions(encoding), -_positions(encoding)])):
@@ -116,44 +371,51 @@ def rotate_multiplies_by_the_matrix(make: Make) -> None:
         for dtype in TOLERANCE:
             q, k = _vectors(encoding, positions.shape[-2], dtype)
             for x, turned in zip((q, k), rotate(q, k, rotation), strict=True):
-                _require(turned.dtype == dtype, f"{dtype} came back as {turned.dtype}")
+                _require(turned.dtype == dtype, f"rotate must keep {dtype}, got {turned.dtype}")
                 expected = (truth @ x.double().unsqueeze(-1)).squeeze(-1)
                 # float32 angles bound a float64 result too.
-                assert_close(turned, expected, "rotate(x) - R x", torch.float32 if dtype.itemsize > 4 else dtype)
+                yield assert_close(turned, expected, "rotate(x) - R x", torch.float32 if dtype.itemsize > 4 else dtype)
         q, k = _vectors(encoding, positions.shape[-2], torch.float32)
         back, _ = rotate(*rotate(q, k, rotation), rotation.inverse())
-        assert_close(back, q, "R^-1 R q - q")
+        yield assert_close(back, q, "R^-1 R q - q")
 
 
-@law
-def scores_are_relative_where_claimed(make: Make) -> None:
+@has_property
+def scores_are_relative_where_claimed(make: Make) -> Iterator[Measured]:
     """R(p)^T R(p') depends on p' - p alone where `relative`, and demonstrably not where it is False."""
     encoding = make().double()
-    here, there = _positions(encoding), _positions(encoding).flip(0)
+    claimed: object = encoding.relative
+    if not isinstance(claimed, bool):
+        raise AssertionError(f"relative must be True or False, got a {type(claimed).__name__}; is @property missing?")
+    here = _positions(encoding).double()
+    there = here.flip(0)
     moved = torch.full((encoding.num_axes,), 0.7, dtype=torch.float64)
     error = (_relation(encoding, here, there) - _relation(encoding, here + moved, there + moved)).abs().max().item()
-    if encoding.relative:
-        _require(error <= 1e-9, f"claims to be relative, but a common shift changes R(p)^T R(p') by {error:.3g}")
-    elif encoding.generators().any():
-        _require(
-            error >= 1e-3,
-            f"claims not to be relative, but a common shift changes R(p)^T R(p') by {error:.3g}",
-        )
+    if claimed:
+        fix = "let generators of different axes commute, or let `relative` return False"
+        rule = "where `relative` is True, a common shift of positions must not change R(p)^T R(p')"
+        _require(error <= 1e-9, f"{rule}, got a change of {error:.3g}; {fix}")
+        yield Measured(error, 1e-9)
+    elif not encoding.generators().any():
+        raise DoesNotApply("`relative` is False, and zero generators cannot show it")
+    else:
+        rule = "where `relative` is False, a common shift of positions must change R(p)^T R(p') by 0.001 or more"
+        _require(error >= 1e-3, f"{rule}, got {error:.3g}; if the generators commute, let `relative` return True")
 
 
-@law
-def tokens_permute_with_their_positions(make: Make) -> None:
+@has_property
+def tokens_permute_with_their_positions(make: Make) -> Iterator[Measured]:
     """A token's rotation depends on its own position alone, also in a batch of positions."""
     encoding = make()
     positions = _positions(encoding)
     order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(0))
     matrix = encoding(positions).matrix()
-    assert_close(encoding(positions[order]).matrix(), matrix[:, order], "permuted R - R permuted")
+    yield assert_close(encoding(positions[order]).matrix(), matrix[:, order], "permuted R - R permuted")
     batch = encoding(torch.stack([positions, positions[order]])).matrix()
-    assert_close(batch, torch.stack([matrix, matrix[:, order]]), "R of a batch - R of each sample")
+    yield assert_close(batch, torch.stack([matrix, matrix[:, order]]), "R of a batch - R of each sample")
 
 
-@law
+@has_property
 def gradients_are_exact(make: Make) -> None:
     """torch.autograd.gradcheck to q, k, positions and parameters; at zero and at equal frequencies too."""
     _gradcheck(make().double(), "as built")
@@ -167,8 +429,8 @@ def gradients_are_exact(make: Make) -> None:
             _gradcheck(encoding, where)
 
 
-@law
-def compiles_into_one_graph(make: Make) -> None:
+@has_property
+def compiles_into_one_graph(make: Make) -> Iterator[Measured]:
     """torch.compile(fullgraph=True) gives the same outputs and gradients."""
     encoding = make()
     positions = _positions(encoding)
@@ -181,14 +443,14 @@ def compiles_into_one_graph(make: Make) -> None:
     torch.compiler.reset()
     compiled = torch.compile(score, fullgraph=True, backend="aot_eager")
     expected, actual = score(q, k, positions), compiled(q, k, positions)
-    assert_close(actual / encoding.head_dim, expected / encoding.head_dim, "compiled - eager")
+    yield assert_close(actual / encoding.head_dim, expected / encoding.head_dim, "compiled - eager")
     for one, other in zip(_gradients(encoding, expected), _gradients(encoding, actual), strict=True):
         scale = max(one.abs().max().item(), 1.0) if one.numel() else 1.0
-        assert_close(other / scale, one / scale, "compiled gradient - eager gradient")
+        yield assert_close(other / scale, one / scale, "compiled gradient - eager gradient")
 
 
-@law
-def survives_saving_and_copying(make: Make) -> None:
+@has_property
+def saving_and_copying_keep_the_generators(make: Make) -> None:
     """state_dict, deepcopy and pickle give the same generators back."""
     encoding, other = make(), make()
     other.load_state_dict(encoding.state_dict())
@@ -197,34 +459,23 @@ def survives_saving_and_copying(make: Make) -> None:
         "deepcopy": copy.deepcopy(encoding),
         "pickle": pickle.loads(pickle.dumps(encoding)),
     }
-    for road, same in copies.items():
-        _require(torch.equal(same.generators(), encoding.generators()), f"{road} changed the generators")
+    for way, same in copies.items():
+        _require(torch.equal(same.generators(), encoding.generators()), f"{way} must keep the generators")
 
 
-@law
-def builds_on_the_meta_device(make: Make) -> None:
-    """Built on meta, given storage and reset, it holds the numbers that it would have been built with."""
-    torch.manual_seed(0)
-    encoding = make()
-    with torch.device("meta"):
-        empty = make()
-    _require(all(p.is_meta for p in empty.parameters()), "a parameter was not built on the meta device")
-    built = empty.to_empty(device="cpu")
-    torch.manual_seed(0)
-    built.reset_parameters()
-    _require(torch.equal(built.generators(), encoding.generators()), "reset_parameters gave other numbers")
-
-
-@law
-def takes_its_own_generators(make: Make) -> None:
+@has_property
+def set_generators_takes_its_own(make: Make) -> Iterator[Measured]:
     """set_generators(generators()) changes nothing; wrong shapes and symmetric blocks are refused."""
-    if not takes_generators(make()):
-        return
     encoding, other = make(), make()
+    _require_takes_generators(encoding)
     generators = encoding.generators().detach()
+    before = dict(other.named_parameters())
     other.set_generators(generators)
+    renewed = [f"`{name}`" for name, p in other.named_parameters() if before.get(name) is not p]
+    rule = "_take_generators() must write in place"
+    _require(not renewed, f"{rule}, but made a new {', '.join(renewed)}, which no optimizer knows; use copy_")
     scale = max(generators.abs().max().item(), 1.0) if generators.numel() else 1.0
-    assert_close(other.generators() / scale, generators / scale, "generators after set_generators")
+    yield assert_close(other.generators() / scale, generators / scale, "generators after set_generators")
     refused = [generators[1:], generators[0]]
     if generators.numel():
         refused.append(generators[..., :-1])
@@ -234,38 +485,49 @@ def takes_its_own_generators(make: Make) -> None:
             other.set_generators(bad)
         except ValueError:
             continue
-        raise AssertionError(f"set_generators took {tuple(bad.shape)} that are not its generators")
+        raise AssertionError(f"set_generators must refuse what is not its generators, took {tuple(bad.shape)}")
 
 
-@law
-def zero_generators_leave_attention_alone(make: Make) -> None:
+@has_property
+def zero_generators_change_nothing(make: Make) -> None:
     """With zero generators q and k come back bit for bit."""
     encoding = make()
-    if not takes_generators(encoding):
-        return
+    _require_takes_generators(encoding)
     encoding.set_generators(torch.zeros_like(encoding.generators()))
     positions = _positions(encoding)
     for dtype in TOLERANCE:
         q, k = _vectors(encoding, len(positions), dtype)
         for scores_only in (False, True):
             turned_q, turned_k = rotate(q, k, encoding(positions), scores_only=scores_only)
-            _require(torch.equal(turned_q, q) and torch.equal(turned_k, k), f"{dtype} vectors changed")
+            unchanged = torch.equal(turned_q, q) and torch.equal(turned_k, k)
+            _require(unchanged, f"zero generators must not change q and k, but {dtype} ones changed")
 
 
-@law
-def precision_is_the_librarys_own_affair(make: Make) -> None:
-    """Autocast does not touch the angles, integer positions and zero tokens simply work."""
+@has_property
+def autocast_changes_nothing(make: Make) -> None:
+    """Under torch.autocast the rotation is the same."""
+    encoding = make()
+    positions = _positions(encoding)
+    exact = encoding(positions).matrix()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        error = (encoding(positions).matrix() - exact).abs().max().item()
+    fix = "compute matrix products in generators() under torch.autocast(device_type, enabled=False)"
+    _require(error == 0, f"autocast must not change the rotation, got a change of {error:.3g}; {fix}")
+
+
+@has_property
+def integer_positions_and_no_tokens_work(make: Make) -> None:
+    """Integer positions give the rotation of the same floats; zero tokens give zero rotations."""
     encoding = make()
     whole = _positions(encoding).round()
-    exact = encoding(whole).matrix()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        _require(torch.equal(encoding(whole).matrix(), exact), "autocast changed the rotation")
-    _require(torch.equal(encoding(whole.long()).matrix(), exact), "integer positions differ from float ones")
+    same = torch.equal(encoding(whole.long()).matrix(), encoding(whole).matrix())
+    _require(same, "integer positions must give the rotation of the same floats")
     q, k = _vectors(encoding, 0, torch.float32)
-    _require(rotate(q, k, encoding(whole[:0]))[0].shape == q.shape, "zero tokens changed the shape")
+    shape = tuple(rotate(q, k, encoding(whole[:0]))[0].shape)
+    _require(shape == q.shape, f"zero tokens must keep the shape {tuple(q.shape)}, got {shape}")
 
 
-@law
+@has_property
 def refuses_bad_positions(make: Make) -> None:
     """A wrong number of axes, NaN and infinity raise ValueError."""
     encoding = make()
@@ -279,7 +541,8 @@ def refuses_bad_positions(make: Make) -> None:
             encoding(positions)
         except ValueError:
             continue
-        raise AssertionError(f"positions with {what} were taken")
+        fix = "an overridden forward() must call self._check_positions(positions)"
+        raise AssertionError(f"positions with {what} must raise ValueError, but were taken; {fix}")
 
 
 def takes_generators(encoding: Encoding) -> bool:
@@ -287,17 +550,102 @@ def takes_generators(encoding: Encoding) -> bool:
     return type(encoding)._take_generators is not Encoding._take_generators
 
 
+def _built(make: Make) -> Encoding:
+    """Build an encoding whose generators() returns a tensor, or say why no property can be tested."""
+    if isinstance(make, nn.Module):
+        name = type(make).__name__
+        raise TypeError(f"check takes what builds an encoding, got one; pass functools.partial({name}, num_axes=...)")
+    untested = "no property can be tested: "
+    own = ("num_axes", "num_heads", "head_dim", "block_size", "rotary_dim", "shared_heads")
+    call = "__init__ must begin with super().__init__(num_axes=..., num_heads=..., head_dim=..., block_size=...)"
+    unset = [f"no attribute '{name}'" for name in (*own, "num_blocks", "parameter_heads")]
+    try:
+        encoding = make()
+    except Exception as error:
+        cause = "make() must build an encoding without arguments"
+        if "abstract class" in str(error):
+            cause = "a subclass of Encoding must define generators()"
+        elif any(words in str(error) for words in ("before Module.__init__()", "Encoding.__init__()", *unset)):
+            cause = call
+        raise AssertionError(f"{untested}{cause}, got {_one_line(error)}") from error
+    name = type(encoding).__name__
+    _require(isinstance(encoding, Encoding), f"{untested}make must build a torchrope.Encoding, got {name}")
+    _require(encoding is not make(), f"{untested}make must build a new {name} at each call, got the same twice")
+    missing = [attribute for attribute in ("_parameters", *own) if attribute not in vars(encoding)]
+    _require(not missing, f"{untested}{call}, got a {name} without {', '.join(missing)}")
+    try:
+        generators: object = encoding.generators()
+    except Exception as error:
+        raise AssertionError(f"{untested}generators() must return a Tensor, got {_one_line(error)}") from error
+    if not isinstance(generators, Tensor):
+        cause = "is `return` missing?" if generators is None else "torch.stack makes one of several"
+        kind = type(generators).__name__
+        raise AssertionError(f"{untested}generators() must return a Tensor, got {kind}; {cause}")
+    return encoding
+
+
+def _lines(
+    failed: Mapping[str, Exception], passed: Mapping[str, Measured | None], skipped: Mapping[str, str]
+) -> list[str]:
+    """One line per property: those that failed, passed, and do not apply."""
+    rows = [("failed", name, _one_line(error)) for name, error in failed.items()]
+    rows += [("passed", name, str(measured or "")) for name, measured in passed.items()]
+    rows += [("not tested", name, reason) for name, reason in skipped.items()]
+    return [f"{what:<12}{name}{': ' if text else ''}{text}" for what, name, text in rows]
+
+
+def _one_line(error: Exception) -> str:
+    """The first line of an exception, with its type unless it is a property's own."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, AssertionError) and text:
+        return text
+    return textwrap.shorten(f"{type(error).__name__}{': ' if text else ''}{text}", 200)
+
+
+class _Detaching(TorchFunctionMode):
+    """Collects the calls that return numbers without a gradient of tensors that have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            call = (resolve_name(func) or "").removeprefix("torch.Tensor.").removesuffix(".__get__")
+            if call in ("detach", "item", "tolist", "numpy"):
+                self.found.add(f".{call}()")
+            elif call in ("data", "__float__", "torch.tensor"):
+                self.found.add({"data": ".data", "__float__": "float()"}.get(call, "torch.tensor()"))
+            elif not torch.is_grad_enabled():
+                self.found.add("torch.no_grad()")
+        return func(*args, **(kwargs or {}))
+
+
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise AssertionError(otherwise)
+
+
+def _require_takes_generators(encoding: Encoding) -> None:
+    if not takes_generators(encoding):
+        raise DoesNotApply("_take_generators is not written")
+
+
+def _equal(x: Tensor, other: Tensor) -> Tensor:
+    """Where two tensors are equal, or both NaN."""
+    return (x == other) | (x.isnan() & other.isnan())
+
+
+def _same(x: Tensor, other: Tensor) -> bool:
+    return x.shape == other.shape and bool(_equal(x, other).all())
 
 
 def _positions(encoding: Encoding, tokens: int = 5) -> Tensor:
     """A few places off the lattice, within three units of the origin, in the encoding's own precision."""
     generator = torch.Generator().manual_seed(encoding.num_axes)
     places = torch.rand(tokens, encoding.num_axes, generator=generator, dtype=torch.float64) * 6 - 3
-    parameters = [*encoding.parameters(), *encoding.buffers()]
-    return places.to(parameters[0].dtype if parameters else torch.float32)
+    dtypes = [x.dtype for x in (*encoding.parameters(), *encoding.buffers()) if x.is_floating_point()]
+    return places.to(dtypes[0] if dtypes else torch.float32)
 
 
 def _both_precisions(make: Make) -> tuple[Encoding, Encoding]:
@@ -339,7 +687,7 @@ def _equal_frequencies(generators: Tensor) -> Tensor:
 def _gradcheck(encoding: Encoding, where: str) -> None:
     """Check derivatives to everything that has them, over two tokens and one sample."""
     parameters = dict(encoding.named_parameters())
-    positions = (_positions(encoding, tokens=2) / 3).requires_grad_()
+    positions = (_positions(encoding, tokens=2).double() / 3).requires_grad_()
     q, k = (x[:1].clone().requires_grad_() for x in _vectors(encoding, 2, torch.float64))
 
     def turned(q: Tensor, k: Tensor, positions: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,9 +698,17 @@ def _gradcheck(encoding: Encoding, where: str) -> None:
     try:
         torch.autograd.gradcheck(turned, (q, k, positions, *free), fast_mode=True, atol=1e-5, rtol=1e-4)
     except GradcheckError as error:
-        raise AssertionError(f"gradient {where}: {str(error).splitlines()[0]}") from error
+        number = r"(?:tensor\()?([^,)\s]+)\S*\s*"
+        found = re.search(rf"input (\d+),\s*numerical:{number}analytical:{number}", str(error))
+        if found is None:
+            raise AssertionError(f"gradient {where}: {_one_line(error)}") from error
+        name = ["q", "k", "positions", *parameters][int(found[1])]
+        measured = f"{float(found[3]):.6g} instead of {float(found[2]):.6g} by finite differences"
+        raise AssertionError(f"gradient to `{name}` {where} is {measured}") from error
 
 
 def _gradients(encoding: Encoding, output: Tensor) -> tuple[Tensor, ...]:
-    parameters = tuple(encoding.parameters())
-    return torch.autograd.grad(output.square().mean(), parameters) if parameters else ()
+    learned = tuple(p for p in encoding.parameters() if p.requires_grad)
+    if not learned or not output.requires_grad:
+        return ()
+    return torch.autograd.grad(output.square().mean(), learned, materialize_grads=True)

@@ -3,7 +3,9 @@
 import json
 import re
 import runpy
+import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,10 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS)
-def test_a_block_of_code_runs_as_printed(page: str, block: str) -> None:
-    exec(compile(block, page, "exec"), {"__name__": "__main__"})
+def test_a_block_of_code_runs_as_printed(page: str, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("page")  # pickle finds classes by their module
+    monkeypatch.setitem(sys.modules, "page", module)
+    exec(compile(block, page, "exec"), module.__dict__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -291,6 +291,6 @@ def test_sinusoidal_positions_are_vaswanis_on_one_axis() -> None:
     assert not left_over[:, 6:].any()
 
 
-def test_every_case_of_the_laws_is_a_family_with_a_name() -> None:
+def test_every_case_of_the_properties_is_a_family_with_a_name() -> None:
     tested = {type(make()) for make in CASES.values()}
     assert tested == set(ROTARY.values())

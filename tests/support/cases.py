@@ -1,4 +1,4 @@
-"""The encodings that every law runs over: each family, one to four axes, small and full blocks, shared and partial."""
+"""Encodings to test every property on: each family, one to four axes, small and full blocks, shared and partial."""
 
 from collections.abc import Callable
 from functools import partial

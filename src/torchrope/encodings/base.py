@@ -20,7 +20,7 @@ class Encoding(nn.Module, ABC):
 
     A subclass must write `generators`, and `reset_parameters` if it has parameters. It should write
     `_take_generators`, the way back from generators to its parameters, and say in `relative` whether its
-    generators commute. The laws in `torchrope.testing` then hold or tell what is wrong.
+    generators commute. `torchrope.testing.check` then tests it and tells what is wrong.
 
     Args:
         num_axes: Length of a position, N.
