@@ -33,7 +33,6 @@ from render import DOCS, RESULTS, render_data
 from torch.utils.data import DataLoader
 
 from torchrope.lab import recipes
-from torchrope.lab.bench.measure import quartiles
 from torchrope.lab.bench.results import VERSION, DataSuite, Loading, Source, write_results
 from torchrope.lab.data.augment import EpochSet
 from torchrope.lab.data.build import make_data
@@ -41,6 +40,7 @@ from torchrope.lab.data.config import AugmentConfig
 from torchrope.lab.data.datamodule import collate_once
 from torchrope.lab.data.tensors import byte_sets
 from torchrope.lab.provenance import provenance
+from torchrope.lab.timing import quartiles
 from torchrope.lab.training.config import RunConfig
 from torchrope.lab.training.cost import count_flops
 from torchrope.lab.training.models import build_model
@@ -137,7 +137,7 @@ def _in_memory(plan: Plan) -> Iterator[Loading]:
 def _from_files(recipe: str, title: str, root: Path, plan: Plan, **options: Any) -> Iterator[Loading]:
     config, flops = _recipe(recipe), 0
     for changes in (NOTHING, config.data.augment):
-        settings = {"root": str(root), "workers": plan.workers, "augment": changes, "test_views": None, **options}
+        settings = {"root": str(root), "workers": plan.workers, "augment": changes, **options}
         data = make_data(replace(config.data, **settings))
         data.setup()
         flops = flops or _forward_flops(config, (data.in_channels, *data.input_size))

@@ -6,7 +6,7 @@ from pathlib import Path
 from torchrope.files import write_whole
 from torchrope.lab.bench.results import DataSuite, Suite, read_results
 from torchrope.lab.report.speed import render_data_docs, render_docs
-from torchrope.lab.report.speed_figures import growth, step_times
+from torchrope.lab.report.speed_figures import draw, growth, step_times
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
@@ -19,10 +19,9 @@ def render(results: Path, docs: Path) -> None:
     write_whole(page, render_docs(page.read_text(encoding="utf-8"), suite))
     if suite is None:
         return
-    drawings = [step_times(suite["bench"]), growth(suite, "tokens"), growth(suite, "batch")]
-    for drawing in drawings:
-        if drawing is not None:
-            write_whole(docs / "speed" / f"{drawing.name}.svg", drawing.svg + "\n")
+    for figure in (step_times(suite["bench"]), growth(suite, "tokens"), growth(suite, "batch")):
+        if figure is not None:
+            write_whole(docs / "speed" / f"{figure.name}.svg", draw(figure) + "\n")
 
 
 def render_data(results: Path, docs: Path) -> None:

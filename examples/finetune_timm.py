@@ -21,7 +21,7 @@ from torch import nn
 import torchrope as tr
 from torchrope.files import write_whole
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import NAMES_TO_CLASSIFY, DataConfig
+from torchrope.lab.data.config import NAMES_TO_CLASSIFY, data_config
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.provenance import provenance
 from torchrope.lab.training.classifier import Classifier
@@ -32,7 +32,7 @@ from torchrope.lab.training.run import QUIET, lightning_quiet
 
 def main() -> None:
     options = read_options()
-    data = make_data(DataConfig(name=options.data, train_size=options.train_size, val_size=options.val_size))
+    data = make_data(data_config(options.data, train_size=options.train_size, val_size=options.val_size))
     data.setup()
     pl.seed_everything(options.seed, verbose=False)
     plain = timm.create_model(

@@ -59,7 +59,7 @@ def test_norms_are_kept_far_out(name: str, axes: int, backend: str) -> None:
     """Random places and whole lattices, on which tokens are multiples of one another, forward and backward."""
     encoding = tr.choose(name).rotary(num_axes=axes, num_heads=2, head_dim=64)
     side = {1: 40, 2: 7, 3: 4}[axes]
-    for distance in (1.0, 30.0, 1e3, 1e4, 1e6):
+    for distance in (1.0, 30.0, 1e3, 1e4, 1e6, 1e12, 1e30):
         lattice = tr.grid(*[side] * axes, spacing=distance / (side - 1))
         scattered = (2 * torch.rand(20, axes) - 1) * distance
         positions = torch.cat([lattice, scattered])
@@ -69,6 +69,15 @@ def test_norms_are_kept_far_out(name: str, axes: int, backend: str) -> None:
         for x in (turned, back):
             change = x.detach().double().norm(dim=-1) / q.detach().double().norm(dim=-1) - 1
             assert change.abs().max() <= 1e-5, distance
+
+
+@pytest.mark.parametrize("name", ["liere:16", "liere"])
+def test_norms_are_kept_along_a_long_line(name: str) -> None:
+    """A kernel computes the tokens of a line as powers of one matrix, whose errors would add up."""
+    encoding = tr.choose(name).rotary(num_axes=1, num_heads=1, head_dim=32)
+    q = torch.randn(1, 1, 4000, 32)
+    turned, _ = tr.rotate(q, q, encoding(tr.grid(4000, spacing=0.1)))
+    assert (turned.double().norm(dim=-1) / q.double().norm(dim=-1) - 1).abs().max() <= 1e-5
 
 
 def test_gradients_to_parameters_are_finite_and_bounded_far_out() -> None:

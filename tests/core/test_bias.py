@@ -13,7 +13,7 @@ import torchrope as tr
 from torchrope.lab.bench.config import Setting
 from torchrope.lab.bench.peers import make_encoding
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.training.config import ModelConfig
 from torchrope.lab.training.cost import count_encoding_parameters
 from torchrope.lab.training.models import build_vit
@@ -182,7 +182,7 @@ def test_a_bias_counts_as_an_encoding_and_does_not_decay() -> None:
 
 
 def test_a_configuration_brings_it_by_name() -> None:
-    model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(DataConfig()))
+    model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(data_config()))
     assert [bias.num_heads for bias in model.biases] == [2, 2]
     with pytest.raises(ValueError, match=r"bench measures rotary encodings, got 'bias\+mixed'"):
         make_encoding("bias+mixed", Setting())

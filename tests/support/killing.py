@@ -25,7 +25,7 @@ import torch
 from miniatures import images
 
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.config import AugmentConfig, data_config
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.lab.training.run import train
 
@@ -48,7 +48,7 @@ def config(folder: Path, kind: str) -> RunConfig:
     return RunConfig(
         encoding="learned+liere:4",
         seed=5,
-        data=DataConfig(**data, val_size=10, batch_size=5),
+        data=data_config(**data, val_size=10, batch_size=5),
         model=ModelConfig(dim=8, depth=1, num_heads=1, mlp_dim=8, patch_size=[4], dropout=0.1, drop_path=0.1),
         optim=OptimConfig(epochs=2, ema_decay=0.9, effective_batch=10),
         scale=ScaleConfig(checkpoint_every=2),

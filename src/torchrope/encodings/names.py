@@ -1,7 +1,8 @@
 """Encodings by name: "axial", "liere:8", "learned+mixed", "bias+mixed"."""
 
 import difflib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,8 +62,15 @@ class Choice:
         return parts if parts and rotary is NoEncoding else [*parts, rotary]
 
 
-def choose(name: str) -> Choice:
+Own = type[Encoding] | type[AbsoluteEncoding] | type[RelativePositionBias]
+
+
+def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
     """Find encodings by name: one name, `name:block_size`, or an absolute one, "bias" and a rotary one joined by `+`.
+
+    Args:
+        name: The name.
+        own: Further classes by their names; a rotary one takes a block size where its `__init__` does.
 
     Raises:
         ValueError: an unknown name (the nearest one is suggested), a bad block size, or two of a kind.
@@ -71,17 +79,20 @@ def choose(name: str) -> Choice:
         >>> choose("learned+liere:8").rotary(num_axes=2, num_heads=4, head_dim=16)
         LieRE(num_axes=2, num_heads=4, head_dim=16, block_size=8)
     """
-    absolute, bias, rotary = [], [], []
-    for part in name.split("+"):
-        base, _, block = part.strip().partition(":")
-        if base in ABSOLUTE and not block:
-            absolute.append(ABSOLUTE[base])
-        elif base in BIAS and not block:
-            bias.append(BIAS[base])
-        elif base in ROTARY:
-            rotary.append(_with_block_size(base, block))
+    absolute: list[Any] = []
+    bias: list[Any] = []
+    rotary: list[Any] = []
+    classes: dict[str, Any] = {**ROTARY, **ABSOLUTE, **BIAS, **(own or {})}
+    for part in (each.strip() for each in name.split("+")):
+        base, block = _base_and_block(part, own or {})
+        found: Any = classes.get(base)
+        kind = next((kind for kind in (Encoding, AbsoluteEncoding, RelativePositionBias) if _is(found, kind)), None)
+        if kind is Encoding:
+            rotary.append(_with_block_size(base, found, block))
+        elif kind is None or block:
+            raise ValueError(_unknown(part))
         else:
-            raise ValueError(_unknown(part.strip()))
+            (absolute if kind is AbsoluteEncoding else bias).append(found)
     if max(len(absolute), len(bias), len(rotary)) > 1:
         rule = "at most one absolute and one rotary name and 'bias' once"
         raise ValueError(f"an encoding is {rule}, joined by '+', got {name!r}")
@@ -93,14 +104,37 @@ def choose(name: str) -> Choice:
     )
 
 
-def _with_block_size(name: str, block: str) -> Callable[..., Encoding]:
+def takes(build: Callable[..., Any], argument: str) -> bool:
+    """Whether what builds an encoding takes an argument of that name."""
+    parameters = inspect.signature(build).parameters.values()
+    return any(one.name == argument or one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def _is(found: Any, kind: type) -> bool:
+    return isinstance(found, type) and issubclass(found, kind)
+
+
+def _base_and_block(part: str, own: Mapping[str, Own]) -> tuple[str, str]:
+    """The name of a class, which may hold colons where it is one's own, and its block size, "" without one."""
+    if part in own:
+        return part, ""
+    base, _, block = part.rpartition(":")
+    if base in own:
+        return base, block
+    base, _, block = part.partition(":")
+    return base, block
+
+
+def _with_block_size(name: str, build: type[Encoding], block: str) -> Callable[..., Encoding]:
     if not block:
-        return ROTARY[name]
-    if name not in WITH_BLOCKS:
+        return build
+    if name in ROTARY and name not in WITH_BLOCKS:
         raise ValueError(f"only {', '.join(WITH_BLOCKS)} take a block size, got '{name}:{block}'")
+    if not takes(build, "block_size"):
+        raise ValueError(f"{name} must take block_size to be named with one, got '{name}:{block}'")
     if not block.isdecimal() or int(block) < 2 or block != str(int(block)):
         raise ValueError(f"block size must be a whole number of 2 or more, got '{name}:{block}'")
-    return partial(ROTARY[name], block_size=int(block))
+    return partial(build, block_size=int(block))
 
 
 def _unknown(part: str) -> str:

@@ -1,6 +1,6 @@
 """A backbone for the models of transformers; importing this module registers it with AutoConfig and AutoBackbone."""
 
-from collections.abc import Sequence
+import json
 from typing import Any
 
 import torch
@@ -12,118 +12,137 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import BackboneOutput
 from transformers.modeling_utils import PreTrainedModel
 
-from torchrope.models.vit import ViT, initialize
+from torchrope.integrations import own
+from torchrope.integrations.header import tuples
+from torchrope.integrations.settings import (
+    EXTENTS,
+    FLAG,
+    LAYER,
+    NOTHING,
+    WIDTH,
+    Kind,
+    Limits,
+    check,
+    each,
+    told_in_one_line,
+)
+from torchrope.models.features import Features
+from torchrope.models.swin import Swin
+from torchrope.models.vit import ViT
+
+_DEFAULT = {"class": "ViT", "arguments": {"input_size": [224, 224], "patch_size": 16, "num_classes": 0}}
+_FEATURES: dict[str, Kind] = {
+    "indices": each(LAYER, most=64) | NOTHING,
+    "pyramid": FLAG,
+    "out_channels": WIDTH,
+    "window_size": EXTENTS | NOTHING,
+    "global_layers": each(LAYER, most=64) | NOTHING,
+}
 
 
 @strict
 class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
-    """Describe a `torchrope.ViT` as transformers describes its models.
+    """Describe a `ViT` or a `Features` as transformers describes its backbones; `TorchropeConfig.of(model)` writes it.
+
+    A Swin is described as `Features` of its stages.
 
     Args:
-        encoding: Any name of an encoding: "mixed", "liere:8", "learned+axial".
-        share_layers: One encoding for all layers.
-        spacing: Distance between neighbouring patches, one number or one per axis; the paper's by default.
-        origin: Position of the first patch, likewise.
-        image_size: Training size, one number for a square or one per axis; three axes make a backbone for video.
-        patch_size: Extent of a patch, likewise.
-        num_channels: Channels of the data.
-        hidden_size: Channels of a token.
-        num_hidden_layers: Layers.
-        num_attention_heads: Attention heads.
-        intermediate_size: Channels inside the MLP; 4 hidden_size by default.
-        use_cls_token: Whether a class token takes part.
-        num_register_tokens: Further tokens without a place.
-        qkv_bias: Whether queries, keys and values have a bias.
-        hidden_dropout_prob: Probability of dropping a channel.
-        attention_probs_dropout_prob: Probability of dropping an attention weight.
-        drop_path_rate: Probability of skipping a branch in the last layer.
-        layerscale_value: Initial factor on each branch, or None for no factors.
-        apply_layernorm: Whether the final norm is applied to each feature map.
-        out_features: Stages whose maps are returned: "stem" is the embedded patches, "stage1" layer 1, and so on.
-        out_indices: The same by number, 0 the stem; the last layer by default.
+        model: What builds the `ViT` or `Swin`, as `torchrope.save` writes it: its class and arguments.
+        features: What `Features` takes beside the model; None for a `ViT` itself, with any number of axes.
+        apply_layernorm: Whether the final norm of a `ViT` is applied to each feature map; `Features` has its own.
+        out_features: Maps that are returned. Of a `ViT` "stem" is the embedded patches, "stage1" layer 1, and so on;
+            the last layer by default. Of a `Features` "stage1" is its first map; all by default.
+        out_indices: The same by number, 0 the first of these names.
 
     Raises:
-        ValueError: stages that do not exist; the model raises for all else that `ViT` refuses.
+        ValueError: maps that do not exist, and what the model refuses.
 
     Example:
-        >>> from transformers import AutoBackbone
-        >>> config = TorchropeConfig(encoding="liere:8", image_size=32, patch_size=8, hidden_size=32,
-        ...                          num_hidden_layers=2, num_attention_heads=2, out_indices=[1, 2])
-        >>> maps = AutoBackbone.from_config(config)(torch.randn(1, 3, 32, 48)).feature_maps
-        >>> [tuple(map.shape) for map in maps]
+        >>> from torchrope import ViT
+        >>> vit = ViT((32, 32), patch_size=8, num_classes=0, dim=32, depth=2, num_heads=2, encoding="liere:8")
+        >>> backbone = AutoBackbone.from_config(TorchropeConfig.of(vit, out_indices=[1, 2]))
+        >>> [tuple(map.shape) for map in backbone(torch.randn(1, 3, 32, 48)).feature_maps]
         [(1, 32, 4, 6), (1, 32, 4, 6)]
+        >>> backbone = AutoBackbone.from_config(TorchropeConfig.of(Features(vit, pyramid=True, out_channels=16)))
+        >>> [tuple(map.shape) for map in backbone(torch.randn(1, 3, 32, 48)).feature_maps]
+        [(1, 16, 16, 24), (1, 16, 8, 12), (1, 16, 4, 6), (1, 16, 2, 3)]
     """
 
-    model_type = "torchrope_vit"
+    model_type = "torchrope"
 
-    encoding: str = "mixed"
-    share_layers: bool = False
-    spacing: float | int | list | tuple | None = None
-    origin: float | int | list | tuple | None = None
-    image_size: int | list[int] | tuple[int, ...] = 224
-    patch_size: int | list[int] | tuple[int, ...] = 16
-    num_channels: int = 3
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int | None = None
-    use_cls_token: bool = True
-    num_register_tokens: int = 0
-    qkv_bias: bool = True
-    hidden_dropout_prob: float | int = 0.0
-    attention_probs_dropout_prob: float | int = 0.0
-    drop_path_rate: float | int = 0.0
-    layerscale_value: float | int | None = None
+    model: dict | None = None
+    features: dict | None = None
     apply_layernorm: bool = True
     _out_features: list[str] | None = None
     _out_indices: list[int] | None = None
 
+    @classmethod
+    def of(cls, model: ViT | Swin | Features, **settings: Any) -> "TorchropeConfig":
+        """The configuration that builds a model again, without a head and with new weights.
+
+        Args:
+            model: A `ViT`, a `Features`, or a `Swin`, which stands for `Features(swin)`.
+            settings: Further arguments, such as `out_indices`.
+
+        Raises:
+            ValueError: another model, or one built with what JSON cannot hold, such as an encoding that is no name.
+        """
+        if not isinstance(model, ViT | Swin | Features):
+            raise ValueError(f"a backbone is a ViT, a Swin or a Features, got {type(model).__name__}")
+        described: dict[str, Any] = {"model": own.recipe(model.model if isinstance(model, Features) else model)}
+        described["model"]["arguments"]["num_classes"] = 0
+        if isinstance(model, Features):
+            described["features"] = model.arguments
+        try:
+            return cls(**json.loads(json.dumps(described)), **settings)
+        except TypeError as error:
+            raise ValueError(f"a configuration is JSON, got a model built with another: {error}") from None
+
     def __post_init__(self, **kwargs: Any) -> None:
-        """Name the stages and choose among them."""
-        self.stage_names = ["stem", *(f"stage{index}" for index in range(1, self.num_hidden_layers + 1))]
-        self.set_output_features_output_indices(
-            out_indices=kwargs.pop("out_indices", None), out_features=kwargs.pop("out_features", None)
-        )
+        """Name the maps and choose among them."""
+        self.model = self.model or _DEFAULT
+        own.check_recipe(self.model, Limits())
+        if self.features is None and self.model["class"] == "Swin":
+            self.features = {}
+        if self.features is not None:
+            check("the arguments of Features", self.features, _FEATURES, Limits(), partly=True)
+        with told_in_one_line("the backbone refuses its settings"):
+            built = self.build("meta")
+        chosen: dict[str, Any] = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
+        if isinstance(built, ViT):
+            self.stage_names = ["stem", *(f"stage{index + 1}" for index in range(len(built.layers)))]
+        else:
+            self.stage_names = [f"stage{index + 1}" for index in range(len(built.channels))]
+            if all(choice is None for choice in chosen.values()):
+                chosen["out_features"] = list(self.stage_names)
+        self.set_output_features_output_indices(**chosen)
         super().__post_init__(**kwargs)
 
-    def build(self) -> ViT:
-        """The ViT that this describes, without a head."""
-        return ViT(
-            (self.image_size,) * 2 if isinstance(self.image_size, int) else self.image_size,
-            patch_size=self.patch_size,
-            in_channels=self.num_channels,
-            num_classes=0,
-            dim=self.hidden_size,
-            depth=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            mlp_dim=self.intermediate_size,
-            encoding=self.encoding,
-            share_layers=self.share_layers,
-            spacing=self.spacing,
-            origin=self.origin,
-            pool="cls" if self.use_cls_token else "mean",
-            num_registers=self.num_register_tokens,
-            qkv_bias=self.qkv_bias,
-            dropout=self.hidden_dropout_prob,
-            attention_dropout=self.attention_probs_dropout_prob,
-            drop_path=self.drop_path_rate,
-            layer_scale=self.layerscale_value,
-        )
+    def build(self, device: str = "cpu") -> ViT | Features:
+        """The model that this describes, its weights drawn anew."""
+        model: Any = own.rebuild(tuples(self.model), device)
+        if self.features is None:
+            return model
+        with torch.device(device):
+            return Features(model, **tuples(self.features))
 
 
 class TorchropeBackbone(BackboneMixin, PreTrainedModel):
-    """Give the feature maps of a `torchrope.ViT` to a model of transformers: UPerNet, Mask2Former, DETR.
+    """Give the feature maps of a `ViT` or a `Features` to a model of transformers: UPerNet, Mask2Former, DETR.
 
     Built by `AutoBackbone.from_config`, or as the `backbone_config` of such a model. `save_pretrained` and
     `from_pretrained` keep all of it, since it is a class of its own.
 
     Args:
         config: A `TorchropeConfig`.
+
+    Attributes:
+        model: The `ViT` or `Features`.
     """
 
     config_class = TorchropeConfig
     config: TorchropeConfig
-    base_model_prefix = "torchrope_vit"
+    base_model_prefix = "torchrope"
     main_input_name = "pixel_values"
     input_modalities = "image"
     has_attentions = False
@@ -132,8 +151,12 @@ class TorchropeBackbone(BackboneMixin, PreTrainedModel):
 
     def __init__(self, config: TorchropeConfig) -> None:
         super().__init__(config)
-        self.vit = config.build()
-        self.num_features = [config.hidden_size] * len(config.stage_names)
+        self.model = config.build()
+        self.num_features = (
+            list(self.model.channels)
+            if isinstance(self.model, Features)
+            else [self.model.embed.proj.out_features] * len(config.stage_names)
+        )
         self.post_init()
 
     def forward(
@@ -142,42 +165,64 @@ class TorchropeBackbone(BackboneMixin, PreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        pixel_mask: Tensor | None = None,
     ) -> BackboneOutput | tuple[Any, ...]:
         """Compute the maps of the chosen stages.
 
         Args:
-            pixel_values: `(batch, num_channels, *sizes)`, sizes divisible by the patch, any of them.
-            output_hidden_states: Also return the tokens of every stage.
+            pixel_values: `(batch, channels, *sizes)`; of any sizes for a `Features`, which patches fill for a `ViT`.
+            output_hidden_states: Also return all stages: the tokens of a `ViT`, the maps of a `Features`.
             output_attentions: Refused: the attention weights are never formed.
             return_dict: False returns a tuple.
+            pixel_mask: For a `Features`, True where the image is, `(batch, height, width)`; None for no padding.
 
         Returns:
-            `feature_maps`, each `(batch, hidden_size, *lattice)`, and `hidden_states` where asked for.
+            `feature_maps`, each `(batch, channels, *lattice)`, and `hidden_states` where asked for.
 
         Raises:
-            ValueError: output_attentions, and sizes that patches do not fill.
+            ValueError: output_attentions, a mask for a `ViT`, and sizes that patches of a `ViT` do not fill.
         """
         if output_attentions:
-            raise ValueError("torchrope_vit never forms its attention weights, got output_attentions=True")
+            raise ValueError("torchrope never forms its attention weights, got output_attentions=True")
         everything = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        chosen: Sequence[int] = [self.stage_names.index(name) for name in self.out_features]
-        pixel_values = pixel_values.to(self.vit.embed.proj.weight.dtype)
-        states = self.vit.hidden_states(pixel_values, range(len(self.stage_names)) if everything else chosen)
-        sizes = self.vit.embed.lattice(pixel_values.shape[2:])
-        norm = self.vit.norm if self.config.apply_layernorm else nn.Identity()
-        mapped = [states[index] for index in chosen] if everything else states
-        maps: Any = tuple(self.vit.to_map(norm(tokens), sizes) for tokens in mapped)
-        hidden: Any = tuple(states) if everything else None
-        output = BackboneOutput(feature_maps=maps, hidden_states=hidden)
+        chosen = [self.stage_names.index(name) for name in self.out_features]
+        if isinstance(self.model, Features):
+            pixel_values = pixel_values.to(self.model.model.embed.proj.weight.dtype)
+            states = self.model(pixel_values, None if pixel_mask is None else pixel_mask.bool())
+            maps = [states[index] for index in chosen]
+        elif pixel_mask is not None:
+            raise ValueError(f"pixel_mask is for a backbone of Features, got {tuple(pixel_mask.shape)} for a ViT")
+        else:
+            states, maps = self._of_vit(self.model, pixel_values, chosen, everything=bool(everything))
+        output = BackboneOutput(feature_maps=tuple(maps), hidden_states=tuple(states) if everything else None)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
+    def _of_vit(
+        self, vit: ViT, pixel_values: Tensor, chosen: list[int], *, everything: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The tokens of the chosen stages, or of all, and the maps of the chosen ones."""
+        pixel_values = pixel_values.to(vit.embed.proj.weight.dtype)
+        states = vit.hidden_states(pixel_values, range(len(self.stage_names)) if everything else chosen)
+        sizes = vit.embed.lattice(pixel_values.shape[2:])
+        norm = vit.norm if self.config.apply_layernorm else nn.Identity()
+        mapped = [states[index] for index in chosen] if everything else states
+        return states, [vit.to_map(norm(tokens), sizes) for tokens in mapped]
+
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initialise what a checkpoint did not hold; transformers marks what it did."""
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
-            initialize(module)
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Draw what a checkpoint did not hold as a new backbone does; transformers marks what it did.
+
+        It goes through the modules one by one, and through this one last.
+        """
+        if module is not self or getattr(self, "_is_hf_initialized", False):
+            return
+        own_tensors = self.model.state_dict(keep_vars=True)
+        missing = [name for name, one in own_tensors.items() if not getattr(one, "_is_hf_initialized", False)]
+        fresh = self.config.build().state_dict() if missing else {}
+        for name in missing:
+            own_tensors[name].copy_(fresh[name])
+        self._is_hf_initialized = True
 
 
 AutoConfig.register(TorchropeConfig.model_type, TorchropeConfig)

@@ -4,13 +4,15 @@ import argparse
 import difflib
 import io
 import json
+import os
 import re
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import fields, is_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -53,7 +55,8 @@ Stopped or killed, the same command goes on where it was. Short forms: --data NA
 --epochs N for --optim.epochs N, --encodings a,b,c. Defaults below are those of the data set named, or of --recipe.
 
 Encodings: none, learned, sinusoidal, bias, axial, mixed, liere, comrope-ap, comrope-ld, string, golden, dinov3, mrope,
-mrope-interleaved; a block size as liere:8, several kinds together as learned+mixed or bias+axial.
+mrope-interleaved; a block size as liere:8, several kinds together as learned+mixed or bias+axial. One of your own is
+mypackage.module:Class, imported where the command names it; where a file names it, --allow mypackage imports it.
 """
 
 STUDY = """\
@@ -61,7 +64,8 @@ Repeat a study of the papers on data of your choice: torchrope study NAME, where
 as a,b,c, or all. Everything lands in OUT: runs, one JSON a study, and OUT/report/index.html over all studies in it.
 
 Runs are shared: what one study has trained no other trains again. Stopped or killed, the same command goes on where it
-was. Defaults below are those of the data set named, or of --recipe; encodings are the study's own unless named.
+was. Defaults below are those of the data set named, or of --recipe; encodings are the study's own unless named, one of
+your own as mypackage.module:Class.
 Data is digits unless named; of study dense, which segments and detects, it is scenes.
 """
 
@@ -71,7 +75,8 @@ command goes on where it was. --recipe NAME takes a paper's settings. --trainer.
 Trainer. Data with boxes or maps have a head for them: --data scenes --model.head faster-rcnn.
 
 A configuration is data: a class that it names may come from torchrope, torch, torchvision and timm alone, unless
---allow names its package too, as in --allow pytorch_lightning for Lightning's callbacks.
+--allow names its package too, as in --allow pytorch_lightning for Lightning's callbacks. An encoding of your own is
+--encoding mypackage.module:Class, imported where the command names it; in a file it needs --allow mypackage.
 """
 
 SUBMIT = """\
@@ -92,7 +97,8 @@ and nothing is measured. Then come torchrope, its reference, the compiled refere
 installed (timm, rotary-embedding-torch), in one process and in turn. Numbers under "×" say how many times as fast as
 that one torchrope is.
 
-Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; a block size as liere:16.
+Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; a block size as liere:16; one of your own as
+mypackage.module:Class.
 
 Tokens stand on a lattice as nearly square as their number allows, with one in front where that helps: 65 are 8x8
 and a class token.
@@ -110,9 +116,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, 1 where `bench` found a wrong result, 2 for a user's mistake (told in one line), 130 where
-        Ctrl-C stopped it.
+        Ctrl-C stopped it, 141 where nobody reads its output any more, as in `torchrope recipes | head`.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a command, and tell a user's mistake in one line."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0
@@ -129,20 +146,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nstopped; the same command {again}: torchrope {shlex.join(arguments)}", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            print(flush=True)  # raises it again, if it is of the output
         return _fail(_one_line(error), command)
 
 
 def _compare(arguments: list[str]) -> int:
     from torchrope.lab.studies.config import CompareConfig
 
-    config = _parse("compare", COMPARE, CompareConfig, arguments)
+    options, allow = _take_allowed(arguments)
+    config = _parse("compare", COMPARE, CompareConfig, options)
+    runs = f"{len(config.encodings)} encodings x {config.seeds} seeds"
+    print(f"comparing {runs} on {config.data.name}; everything goes to {config.out}", flush=True)  # before torch loads
     from rich.console import Console
 
     from torchrope.lab.studies.compare import compare
 
     console = Console()
     command = shlex.join(["torchrope", "compare", *arguments])
-    results = compare(config, command=command, console=console)
+    results = compare(config, command=command, console=console, allow=allow)
     return _write_report(results.parent)
 
 
@@ -150,12 +172,15 @@ def _study(arguments: list[str]) -> int:
     if "--list" in arguments:
         return _list_studies()
     named, options = _leading_names(arguments)
+    from torchrope.lab.encodings import load_modules
     from torchrope.lab.studies.engine.config import StudyConfig
     from torchrope.lab.studies.engine.names import OF_PLACES, suitable
 
     told = any(option.partition("=")[0] in _TELL_DATA for option in options)
     own = ["--data=scenes"] if named in OF_PLACES and not told else []
-    config = _parse("study", STUDY, StudyConfig, [*own, *options])
+    given, allow = _take_allowed(options)
+    config = _parse("study", STUDY, StudyConfig, [*own, *given])
+    load_modules(config.encodings, allow)
     from rich.console import Console
 
     from torchrope.lab.studies.engine.study import run_study
@@ -192,17 +217,22 @@ def _leading_names(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _train(arguments: list[str]) -> int:
-    from jsonargparse import ArgumentError
+    from jsonargparse import ArgumentError, set_parsing_settings
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+    from torchrope.lab.encodings import load_modules
     from torchrope.lab.training.config import RunConfig
     from torchrope.lab.training.lightning_cli import TrainCLI
 
-    arguments = _restrict_imports(arguments)
+    arguments, allow = _take_allowed(arguments)
+    set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allow])
+    full = _of_data(arguments, RunConfig)
 
     class OverRecipe(TrainCLI):
         """Parse as the other commands do."""
+
+        settings_type = full
 
         def parse_arguments(self, parser: Any, args: Any) -> None:
             try:
@@ -213,12 +243,13 @@ def _train(arguments: list[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's own: on arguments given as a list, and on its use of jsonargparse
         cli = OverRecipe(
-            args=_with_long_names(arguments, RunConfig),
+            args=_with_long_names(arguments, full),
             run=False,
             save_config_callback=None,
             seed_everything_default=False,
             parser_kwargs=_parser_settings("train", TRAIN),
         )
+    load_modules([cli.settings.encoding], allow)
     try:
         cli.fit()
     except MisconfigurationException as error:
@@ -234,26 +265,37 @@ def _evaluate(arguments: list[str]) -> int:
     parser.add_argument("--crop", type=_positive, metavar="N", help="name pixels in overlapping windows of N pixels")
     parser.add_argument("--scales", type=_factors, metavar="A,B", help="name pixels at several sizes, and average")
     parser.add_argument("--flip", action="store_true", help="name pixels of the mirrored image too, and average")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--json", action="store_true", help="print JSON, as FOLDER/evaluation.json has it")
+    parser.add_argument(
+        "--allow", action="append", metavar="A,B", help="modules that its encoding may be imported from"
+    )
+    rest, allow = _take_allowed(arguments)
+    options = parser.parse_args(rest)
     from torchrope.lab.training.run import load
 
-    config, data, module = load(options.folder)
-    asked = {name: value for name, value in vars(options).items() if name != "folder" and value}
+    config, data, module = load(options.folder, allow=allow)
+    asked = {name: value for name in ("crop", "scales", "flip") if (value := getattr(options, name))}
     if asked and config.model.task != "segment":
         raise ValueError(f"--{min(asked)} is for a head that names pixels, got a run with head {config.model.head}")
     if config.model.task == "classify":
+        from torchrope.lab.statistics import accuracy_interval
         from torchrope.lab.studies.config import SCALES
-        from torchrope.lab.training.evaluate import evaluate, interval
+        from torchrope.lab.training.evaluate import evaluate
 
         evaluation = evaluate(module.model, data, SCALES)
-        measures = {**evaluation.measures(), "interval": interval(evaluation.correct)}
+        measures = {**evaluation.measures(), "interval": list(accuracy_interval(evaluation.correct)[1:])}
     else:
         from torchrope.lab.studies.engine.dense_tasks import evaluate_dense
 
         measures = {**evaluate_dense(module.model.eval(), config.model.task, data, **asked), **asked}
     text = json.dumps(measures, indent=1)
     write_whole(options.folder / "evaluation.json", text + "\n")
-    print(text)
+    if options.json:
+        print(text)
+        return 0
+    from torchrope.lab.report.evaluation import evaluation_table
+
+    print(f"{evaluation_table(measures, data.input_size)}\n\nnumbers: {(options.folder / 'evaluation.json').resolve()}")
     return 0
 
 
@@ -352,7 +394,7 @@ def _bench(arguments: list[str]) -> int:
         raise ValueError(f"--out must be a folder, got the file {options.out}")
     shape = {} if options.shape is None else parse_shape(options.shape)
     setting = Setting(**shape, axes=options.axes, dtype=options.dtype, device=options.device)
-    encodings = None if options.encodings is None else json.loads(_as_list(options.encodings))
+    encodings = None if options.encodings is None else json.loads(_encodings(options.encodings))
     from torchrope.lab.bench.bench import run_bench
     from torchrope.lab.bench.parity import RedGate
     from torchrope.lab.bench.results import write_results
@@ -403,42 +445,28 @@ def _show_bench(out: Path) -> int:
     for note in bench_notes(bench):
         print(note)
     print(f"numbers: {(out / 'bench.json').resolve()}")
+    from torchrope.lab.report.speed_figures import draw, step_times
+
     try:
-        from torchrope.lab.report.speed_figures import step_times
-    except ImportError:
-        print("no figure: matplotlib is not installed (pip install 'torchrope[lab]')")
+        figure = draw(step_times(bench))
+    except ImportError as error:
+        print(f"no figure: {error.name} is not installed (pip install 'torchrope[lab]')")
         return 0
-    write_whole(out / "bench.svg", step_times(bench).svg + "\n")
+    write_whole(out / "bench.svg", figure + "\n")
     print(f"figure:  {(out / 'bench.svg').resolve()}")
     return 0
 
 
 def _write_report(out: Path) -> int:
-    from torchrope.lab.report.findings import COMPARISON, study_files
-
-    if not (out / COMPARISON).is_file() and study_files(out):
-        return _write_studies_report(out)
-    from torchrope.lab.report.load import read_results
-    from torchrope.lab.report.page import write_report
-    from torchrope.lab.report.tables import plain_table
-
-    results = read_results(out / "results.json")
-    page = write_report(out)
-    print(plain_table(results))
-    print(f"\n{results['answer']}\n\nreport: {page.resolve()}")
-    return 0
-
-
-def _write_studies_report(out: Path) -> int:
-    from torchrope.lab.report.findings import read_studies
+    from torchrope.lab.report.chapters import terminal_text
+    from torchrope.lab.report.read import read_studies
 
     for study in read_studies(out):
-        on = f" ({study['data']['name']})" if study.get("data") else ""
-        print(_one_line(f"{study['study']}{on}: {study['findings']['answer']}"))
+        print(terminal_text(study))
     try:
-        from torchrope.lab.report.studies import write_studies_report
+        from torchrope.lab.report.page import write_report
 
-        page = write_studies_report(out)
+        page = write_report(out)
     except ImportError as error:
         print(f"no page: {error.name} is not installed (pip install 'torchrope[lab]')")
         return 0
@@ -474,12 +502,34 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
     parser = ArgumentParser(**_parser_settings(command, description))
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
-    parser.add_class_arguments(config)
+    full = _of_data(arguments, config)
+    parser.add_class_arguments(full)
     try:
-        given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments, config)))
+        given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments, full)))
     except ArgumentError as error:
         raise ValueError(_explain(str(error), parser)) from None
     return config(**{field.name: given[field.name] for field in fields(config)})
+
+
+def _of_data(arguments: list[str], config: type) -> type:
+    """The configuration with the settings of the data set that the arguments name, or a file or a recipe in them."""
+    from torchrope.lab.data.config import SETTINGS
+
+    name = recipe = None
+    for option, value in pairwise(word for argument in arguments for word in argument.split("=", 1)):
+        if option in ("--data", "--data.name"):
+            name = value
+        elif option == "--recipe":
+            recipe = value
+        elif option == "--config":
+            stored = read_mapping(Path(value), "--config")
+            recipe = stored.get("recipe", recipe)
+            name = stored["data"].get("name", name) if isinstance(stored.get("data"), dict) else name
+    if name is None and recipe is not None:
+        name = recipes.settings(_known_recipe(recipe)).get("data", {}).get("name")
+    kind = SETTINGS[_known_data(name or "digits")]
+    fields_of_data = [("data", kind, field(default_factory=kind))]
+    return make_dataclass(config.__name__, fields_of_data, bases=(config,), namespace={"__doc__": config.__doc__})
 
 
 def _parse_over_recipe(parser: Any, options: list[str]) -> Any:
@@ -488,9 +538,13 @@ def _parse_over_recipe(parser: Any, options: list[str]) -> Any:
 
     asking = ("-h", "--help", "--print_config")
     given = parser.parse_args([option for option in options if option.partition("=")[0] not in asking])
-    known = {action.dest.partition(".")[0] for action in parser._actions}
+    known = {action.dest for action in parser._actions}
+    parts = {name.partition(".")[0] for name in known}
     recipe = recipes.settings(given.recipe or given.data.name)
-    parser.set_defaults(flat({name: value for name, value in recipe.items() if name in known}))
+    defaults = flat({name: value for name, value in recipe.items() if name in parts})
+    for name in sorted(defaults.keys() - known):
+        raise ValueError(_unknown(name, parser))
+    parser.set_defaults(defaults)
     settings = parser.parse_args(options)
     if given.model.size is not None:
         for name in ("dim", "depth", "num_heads", "mlp_dim"):
@@ -524,16 +578,12 @@ def _load_bounded(text: str) -> Any:
     return parse_yaml(text, get_loader("yaml"))
 
 
-def _restrict_imports(arguments: list[str]) -> list[str]:
-    """Keep values from importing what is not allowed, and take --allow out of the arguments."""
-    from jsonargparse import set_parsing_settings
-
+def _take_allowed(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments without --allow, and the modules and packages that it names."""
     only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only.add_argument("--allow", action="append", default=[])
     known, others = only.parse_known_args(arguments)
-    allowed = [name.strip() for names in known.allow for name in names.split(",")]
-    set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allowed])
-    return others
+    return others, [name.strip() for names in known.allow for name in names.split(",") if name.strip()]
 
 
 def _with_long_names(arguments: list[str], config: type) -> list[str]:
@@ -575,6 +625,26 @@ def _as_number(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _encoding(name: str) -> str:
+    """An encoding that was typed: what is of a module of one's own is imported, and looked at."""
+    from torchrope.lab.encodings import load_modules, own_parts
+
+    load_modules([name])
+    if own_parts(name):
+        from torchrope.lab.encodings import choose
+
+        choose(name)
+    return name
+
+
+def _encodings(text: str) -> str:
+    """Several of them, as a list."""
+    names = _as_list(text)
+    for name in json.loads(names) or []:
+        _encoding(str(name))
+    return names
 
 
 def _known_data(name: str) -> str:
@@ -624,6 +694,8 @@ def _readable_config(path: str) -> str:
 
 _LOOKED_AT: dict[str, Callable[[str], str]] = {
     "--data.name": _known_data,
+    "--encoding": _encoding,
+    "--encodings": _encodings,
     "--config": _readable_config,
     "--recipe": _known_recipe,
 }
@@ -631,14 +703,28 @@ _LOOKED_AT: dict[str, Callable[[str], str]] = {
 
 def _explain(message: str, parser: argparse.ArgumentParser) -> str:
     """Shorten what the parser says to one line, and suggest the nearest option for a typo."""
-    unknown = re.search(r"[Uu]nrecognized arguments: (--[\w.\-]+)", message)
+    unknown = re.search(r"[Uu]nrecognized arguments: --([\w.\-]+)", message)
     if unknown:
-        options = [option for action in parser._actions for option in action.option_strings]
-        return f"there is no option {unknown[1]}{_nearest(unknown[1], options)}"
+        return _unknown(unknown[1], parser)
+    in_file = re.search(r"Group '([\w.]+)' does not accept option '([\w.\-]+)'", message)
+    if in_file:
+        return _unknown(f"{in_file[1]}.{in_file[2]}", parser)
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
     if denied:
         return f"a configuration imports from {', '.join(_ALLOWED)} alone, unless --allow names more, got {denied[1]!r}"
     return _one_line(message)
+
+
+def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
+    """Say of an option that there is not whose it is, or which one is spelled like it."""
+    from torchrope.lab.data.config import takers
+
+    whose = takers(name.removeprefix("data.")) if name.startswith("data.") else []
+    if whose:
+        data = next(action.default for action in parser._actions if action.dest == "data.name")
+        return f"--{name} is for {', '.join(whose)}, got --data {data}"
+    options = [option for action in parser._actions for option in action.option_strings]
+    return f"there is no option --{name}{_nearest(f'--{name}', options)}"
 
 
 def _nearest(word: str, known: Any) -> str:

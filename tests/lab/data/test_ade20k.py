@@ -11,7 +11,7 @@ from miniatures import ade20k, encoded, index_mask, picture, png, segments, writ
 from PIL import EpsImagePlugin, Image
 
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.config import AugmentConfig, data_config
 from torchrope.lab.data.faults import TooManyFaults
 from torchrope.lab.data.maps import MapModule, MapSet
 
@@ -20,7 +20,7 @@ BASE = "ADEChallengeData2016"
 
 def load(name: str, root: Path, augment: dict | None = None, **options) -> MapModule:
     options = {"size": 32, "batch_size": 2, **options}
-    data = make_data(DataConfig(name, root=str(root), augment=AugmentConfig(**augment or {}), **options))
+    data = make_data(data_config(name, root=str(root), augment=AugmentConfig(**augment or {}), **options))
     data.setup()
     assert isinstance(data, MapModule)
     return data
@@ -204,6 +204,13 @@ def test_pictures_below_further_folders_are_paired(tmp_path):
         write(tmp_path / "masks" / place / "x.png", png(index_mask(20, 24, 3, 1)))
     train, _ = parts("segments", tmp_path)
     assert train.samples == [(f"images/train/{n}/x.jpg", f"masks/train/{n}/x.png") for n in "ab"]
+
+
+def test_files_that_are_no_segments_are_named(tmp_path, caplog):
+    root = segments(tmp_path)
+    (root / "masks" / "train" / "notes.txt").write_text("not looked at")
+    load("segments", root)
+    assert caplog.messages == ["not read, as they are no images, masks (.png) or classes.txt: masks/train/notes.txt"]
 
 
 def test_a_mask_that_cannot_be_read_is_found_while_classes_are_counted(tmp_path, caplog):

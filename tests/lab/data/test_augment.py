@@ -15,7 +15,7 @@ from training_path import train_two_steps
 from torchrope.lab.data import augment
 from torchrope.lab.data.augment import OPERATIONS, OPERATIONS_OF_VOLUMES, EpochSet, randaugment_changes, volume_changes
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.config import AugmentConfig, MixAugment, data_config
 from torchrope.lab.data.draws import Draws, seeded
 from torchrope.lab.data.tensors import TensorSet, byte_sets
 from torchrope.lab.training.classifier import Classifier
@@ -149,7 +149,7 @@ def test_batches_do_not_depend_on_workers_or_on_torchs_generator(tmp_path, name)
     def epoch(workers: int, chance: int) -> list:
         options = {"root": root, "size": 32, "train_size": 20, "batch_size": 8, "workers": workers}
         settings = OF_CLIPS if name in OPTIONS else EVERYTHING
-        data = make_data(DataConfig(name, augment=AugmentConfig(**settings), **{**options, **OPTIONS.get(name, {})}))
+        data = make_data(data_config(name, augment=AugmentConfig(**settings), **{**options, **OPTIONS.get(name, {})}))
         data.run_seed = 3
         torch.manual_seed(chance)
         return list(data.train_dataloader())
@@ -164,7 +164,7 @@ def test_training_repeats_bit_by_bit_with_everything_on(tmp_path):
     root = str(MINIATURES["cifar10"](tmp_path / "data"))
     weights = []
     for name in ("one", "two"):
-        config = DataConfig("cifar10", root=root, batch_size=10, train_size=20, val_size=10, augment=dict(EVERYTHING))
+        config = data_config("cifar10", root=root, batch_size=10, train_size=20, val_size=10, augment=dict(EVERYTHING))
         data, classifier, rows = train_two_steps(config, tmp_path / name, epochs=2)
         assert data.trainer.global_step == 4
         assert 0 <= rows[-1]["val_top1"] <= 1
@@ -452,13 +452,15 @@ def test_a_bad_setting_is_refused(values, message):
 
 def test_changes_of_pixels_are_refused_where_there_are_none():
     with pytest.raises(
-        ValueError, match=r"^augment\.crop_padding is for images, cifar10, .*imagenet alone, got name 'digits'$"
+        ValueError, match=r"^data\.augment\.crop_padding is for images, cifar10, .*imagenet, got data.name 'digits'$"
     ):
-        DataConfig("digits", augment={"crop_padding": 2, "erasing": 0.1})
-    with pytest.raises(ValueError, match=r"^augment\.erasing is for images, .*, rsna alone, got name 'motion'$"):
-        DataConfig("motion", augment={"erasing": 0.1})
-    with pytest.raises(ValueError, match=r"^augment\.color_jitter is for images, .* got name 'videos'$"):
-        DataConfig("videos", augment={"randaugment": [2, 9], "color_jitter": 0.1})
-    with pytest.raises(ValueError, match=r"^augment\.crop_scale is for images, imagenet alone, got name 'cifar10'$"):
-        DataConfig("cifar10", augment={"crop_scale": (0.5, 1.0)})
-    assert DataConfig("digits", augment={"mixup": 0.8}).augment == AugmentConfig(mixup=0.8)
+        data_config("digits", augment={"crop_padding": 2, "erasing": 0.1})
+    with pytest.raises(ValueError, match=r"^data\.augment\.erasing is for images, .*, rsna, got data.name 'motion'$"):
+        data_config("motion", augment={"erasing": 0.1})
+    with pytest.raises(ValueError, match=r"^data\.augment\.color_jitter is for images, .* got data.name 'videos'$"):
+        data_config("videos", augment={"randaugment": [2, 9], "color_jitter": 0.1})
+    with pytest.raises(
+        ValueError, match=r"^data\.augment\.crop_scale is for images, imagenet, got data.name 'cifar10'$"
+    ):
+        data_config("cifar10", augment={"crop_scale": (0.5, 1.0)})
+    assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment == MixAugment(mixup=0.8)

@@ -20,14 +20,14 @@ from training_path import train_two_steps
 from torchrope.lab.data import cifar as module
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.cifar import Cifar10, Cifar100, read_python
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.data.pickles import read_arrays
 
 FOLDERS = {"10": "cifar-10-batches-py", "100": "cifar-100-python"}
 
 
 def load(kind: str, root: Path | None, **options):
-    return make_data(DataConfig(f"cifar{kind}", root=None if root is None else str(root), **options))
+    return make_data(data_config(f"cifar{kind}", root=None if root is None else str(root), **options))
 
 
 def written(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -384,7 +384,7 @@ def test_a_label_beyond_the_classes_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ["10", "100"])
 def test_two_steps_are_trained(tmp_path, kind):
     root = str(cifar(tmp_path / "data", kind))
-    config = DataConfig(f"cifar{kind}", root=root, batch_size=16, train_size=32, val_size=16, augment={"flip": True})
+    config = data_config(f"cifar{kind}", root=root, batch_size=16, train_size=32, val_size=16, augment={"flip": True})
     data, classifier, rows = train_two_steps(config, tmp_path / "run")
     assert data.trainer.global_step == 2
     assert rows[0]["train_loss"] > 0

@@ -18,7 +18,7 @@ from pycocotools.coco import COCO
 
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.coco import Coco, CocoSet, check_segmentation, decode, unpacked
-from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.config import AugmentConfig, data_config
 from torchrope.lab.data.faults import TooManyFaults
 
 TRAIN = "annotations/instances_train2017.json"
@@ -27,7 +27,7 @@ VAL = "annotations/instances_val2017.json"
 
 def load(root: Path, augment: dict | None = None, **options) -> Coco:
     options = {"size": 32, "batch_size": 2, **options}
-    data = make_data(DataConfig("coco", root=str(root), augment=AugmentConfig(**augment or {}), **options))
+    data = make_data(data_config("coco", root=str(root), augment=AugmentConfig(**augment or {}), **options))
     data.setup()
     assert isinstance(data, Coco)
     return data
@@ -373,7 +373,7 @@ def test_what_is_not_of_the_format_is_refused_in_one_line(tmp_path, edit, messag
 
 def test_a_root_that_is_missing_says_what_is_expected_where(tmp_path):
     with pytest.raises(ValueError, match=r"^root must be given for COCO \(annotations/.*cocodataset.org\), got None$"):
-        make_data(DataConfig("coco"))
+        make_data(data_config("coco"))
     with pytest.raises(ValueError, match=r"^root must hold annotations/.*; got none for train in '.*'$"):
         load(tmp_path)
 
@@ -383,4 +383,4 @@ def test_a_machine_without_pycocotools_is_told_what_to_install(tmp_path, monkeyp
     monkeypatch.delitem(__import__("sys").modules, "torchrope.lab.data.coco")
     monkeypatch.setitem(__import__("sys").modules, "pycocotools", None)
     with pytest.raises(ValueError, match=r"^coco is read with pycocotools \(pip install 'torchrope\[dense\]'\), got"):
-        make_data(DataConfig("coco", root=str(coco(tmp_path))))
+        make_data(data_config("coco", root=str(coco(tmp_path))))

@@ -8,22 +8,25 @@ from collections import Counter
 from pathlib import Path
 from urllib.error import URLError
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from miniatures import MINIATURES, OPTIONS
+import yaml
+from miniatures import MINIATURES, OPTIONS, imagenet_shards
 from PIL import EpsImagePlugin, Image
 from torchvision import datasets as torchvision_datasets
 
-from torchrope.lab.data import fashion, images
+from torchrope.lab.data import fashion, folders, images
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import DATA_NAMES, NAMES_TO_CLASSIFY, NAMES_WITH_ROOT, DataConfig
+from torchrope.lab.data.config import DATA_NAMES, NAMES_DENSE, SETTINGS, data_config, options, takers
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.digits import Digits, split_digits
 from torchrope.lab.data.images import Images
 from torchrope.lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
 from torchrope.lab.data.tensors import balanced_subset
 from torchrope.lab.data.transforms import resize, resize_bytes, shuffle_along, shuffle_patches
+from torchrope.lab.training.config import RunConfig, plain, read_config
 
 COLOURS = {"cat": (200, 30, 30), "dog": (30, 30, 200)}
 
@@ -55,7 +58,7 @@ def picture_folder(root: Path, count: int, order=1) -> Path:
 
 
 def load_images(root, **options) -> Images:
-    data = make_data(DataConfig("images", root=None if root is None else str(root), **options))
+    data = make_data(data_config("images", root=None if root is None else str(root), **options))
     data.setup("fit")
     return data
 
@@ -97,14 +100,14 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
         ({"name": "birds"}, f"name must be one of {', '.join(DATA_NAMES)}, got 'birds'"),
         (
             {"root": "here"},
-            f"root is read by {', '.join(NAMES_WITH_ROOT)} alone, got '.*here' with name 'digits'",
+            f"data.root is for {', '.join(takers('root'))}, got data.name 'digits'",
         ),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"size": -3}, "size must be at least 1, got -3"),
         ({"workers": -1}, "workers must be at least 0, got -1"),
         ({"split_seed": -1}, "split_seed must be at least 0, got -1"),
-        ({"frames": 8}, "frames is read by videos, ucf101, volumes, rsna alone, got 8 with name 'digits'"),
-        ({"split": 2, "name": "videos"}, "split is read by ucf101 alone, got 2 with name 'videos'"),
+        ({"frames": 8}, "data.frames is for videos, ucf101, volumes, rsna, got data.name 'digits'"),
+        ({"split": 2, "name": "videos"}, "data.split is for ucf101, got data.name 'videos'"),
         ({"split": 4, "name": "ucf101"}, "split must be 1, 2 or 3, got 4"),
         ({"frames": 0, "name": "rsna"}, "frames must be at least 1, got 0"),
         (
@@ -115,12 +118,39 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
             {"windows": [[40, 0]], "name": "rsna"},
             r"windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
         ),
+        ({"batch_sise": 8}, r"there is no setting data.batch_sise of digits; did you mean 'data.batch_size'\?"),
+        (
+            {"augment": {"scale_jitter": [0.5, 2]}},
+            "data.augment.scale_jitter is for scenes, coco, ade20k, segments, got data.name 'digits'",
+        ),
         ({"windows": [], "name": "rsna"}, r"windows must each be \[centre, width above 0\], got \[\]"),
     ],
 )
 def test_a_bad_configuration_is_refused(values, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
-        DataConfig(**values)
+        data_config(**values)
+
+
+@pytest.mark.parametrize("name", DATA_NAMES)
+def test_settings_are_those_of_one_data_set(name):
+    config = data_config(name)
+    assert type(config) is SETTINGS[name]
+    assert config.name == name
+    assert data_config(**plain(config)) == config
+    assert {*plain(config)} | {f"augment.{setting}" for setting in plain(config)["augment"]} == {*options(type(config))}
+    assert ("augment.mixup" in options(type(config))) == (name not in NAMES_DENSE)
+    with pytest.raises(ValueError, match=f"there is no setting data.colour of {name}"):
+        data_config(name, colour=1)
+
+
+@pytest.mark.parametrize("name", DATA_NAMES)
+def test_a_stored_configuration_comes_back(name):
+    changed = {"batch_size": 3, "augment": {"flip": True, "repeats": 2}, "size": 64}
+    if "root" in options(SETTINGS[name]):
+        changed["root"] = "here"
+    run = RunConfig(data=data_config(name, **changed))
+    assert read_config(yaml.safe_load(yaml.safe_dump(plain(run)))) == run
+    assert run.data.batch_size == 3
 
 
 def test_the_configuration_is_described_without_importing_torch():
@@ -128,13 +158,12 @@ def test_the_configuration_is_described_without_importing_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.fixture(params=NAMES_TO_CLASSIFY)
+@pytest.fixture(params=[name for name in DATA_NAMES if name not in NAMES_DENSE])
 def any_data(request, tmp_path) -> DataModule:
     """One of every kind that is classified, small; the others are in test_dense.py."""
     write = MINIATURES.get(request.param)
-    root = None if write is None else str(write(tmp_path))
-    options = OPTIONS.get(request.param, {})
-    data = make_data(DataConfig(request.param, root=root, batch_size=4, train_size=16, val_size=10, **options))
+    options = {**OPTIONS.get(request.param, {}), **({} if write is None else {"root": str(write(tmp_path))})}
+    data = make_data(data_config(request.param, batch_size=4, train_size=16, val_size=10, **options))
     data.setup("fit")
     return data
 
@@ -164,7 +193,7 @@ def test_batches_hold_every_example_once(any_data):
 
 
 def test_setup_makes_the_sets_once():
-    data = make_data(DataConfig("digits"))
+    data = make_data(data_config("digits"))
     data.setup("fit")
     first = data.train_dataloader().dataset
     data.setup("validate")
@@ -194,7 +223,7 @@ class Recorder(pl.LightningModule):
 
 
 def run(epochs: int, run_seed: int, workers: int = 0, resume: Path | None = None) -> tuple[dict, pl.Trainer]:
-    data = make_data(DataConfig("digits", train_size=100, workers=workers))
+    data = make_data(data_config("digits", train_size=100, workers=workers))
     data.run_seed = run_seed
     recorder = Recorder()
     trainer = pl.Trainer(
@@ -233,7 +262,7 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path, workers):
 
 
 def test_validation_keeps_its_order():
-    loader = make_data(DataConfig("digits")).val_dataloader()
+    loader = make_data(data_config("digits")).val_dataloader()
     assert torch.equal(torch.cat([labels for _, labels in loader]), loader.dataset.labels)
 
 
@@ -277,20 +306,20 @@ def test_the_split_depends_on_split_seed_and_not_on_run_seed():
     first, again, other = (split_digits(seed)[1] for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    data = make_data(DataConfig("digits"))
+    data = make_data(data_config("digits"))
     data.run_seed = 7
     assert torch.equal(data.datasets()[0].labels, first)
 
 
 def test_inputs_are_normalised_with_the_training_sets_mean_and_std():
-    train, val = Digits(DataConfig("digits")).datasets()
+    train, val = Digits(data_config("digits")).datasets()
     assert train.inputs.mean().abs() < 1e-5
     assert (train.inputs.std(correction=0) - 1).abs() < 1e-5
     assert val.inputs.mean().abs() > 1e-5, "the validation set is normalised with its own mean"
 
 
 def test_digits_take_another_size():
-    data = Digits(DataConfig("digits", size=16, train_size=20, val_size=10))
+    data = Digits(data_config("digits", size=16, train_size=20, val_size=10))
     train, val = data.datasets()
     assert train.inputs.shape == (20, 1, *data.input_size) == (20, 1, 16, 16)
     assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
@@ -306,7 +335,7 @@ def counted_patches(frame: torch.Tensor) -> Counter:
 
 
 def test_motion_has_the_promised_sizes_and_balance():
-    data = Motion(DataConfig("motion"))
+    data = Motion(data_config("motion"))
     train, val = data.datasets()
     assert train.inputs.shape == (2400, 1, *data.input_size) == (2400, 1, 5, 20, 20)
     assert val.inputs.shape == (600, 1, 5, 20, 20)
@@ -315,14 +344,14 @@ def test_motion_has_the_promised_sizes_and_balance():
 
 
 def test_motion_is_determined_by_split_seed():
-    first, again, other = (Motion(DataConfig("motion", split_seed=seed)).datasets() for seed in (0, 0, 1))
+    first, again, other = (Motion(data_config("motion", split_seed=seed)).datasets() for seed in (0, 0, 1))
     assert torch.equal(first[0].inputs, again[0].inputs)
     assert torch.equal(first[1].inputs, again[1].inputs)
     assert not torch.equal(first[0].labels, other[0].labels)
 
 
 def test_the_validation_clips_do_not_depend_on_train_size():
-    few, many = (Motion(DataConfig("motion", train_size=size)).datasets() for size in (80, 160))
+    few, many = (Motion(data_config("motion", train_size=size)).datasets() for size in (80, 160))
     assert len(few[0]) == 80
     assert torch.equal(few[1].labels, many[1].labels)
 
@@ -360,12 +389,12 @@ def test_a_frame_shows_the_digit_whole():
 @pytest.mark.parametrize("size", [16, 22])
 def test_motion_refuses_a_size_that_breaks_its_law(size):
     with pytest.raises(ValueError, match=f"^size must be a multiple of 4 from 20 up, got {size}$"):
-        Motion(DataConfig("motion", size=size))
+        Motion(data_config("motion", size=size))
 
 
 def test_motion_needs_a_clip_of_each_class():
     with pytest.raises(ValueError, match=r"^val_size must be at least 8 \(one per class\), got 3$"):
-        Motion(DataConfig("motion", val_size=3))
+        Motion(data_config("motion", val_size=3))
 
 
 # Fashion-MNIST
@@ -375,7 +404,7 @@ def test_motion_needs_a_clip_of_each_class():
 @pytest.mark.parametrize("below", [".", "FashionMNIST/raw"])
 def test_idx_files_are_read_plain_and_compressed(tmp_path, compressed, below):
     contents = idx_folder(tmp_path / "root" / below, compressed)
-    train, val = make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).datasets()
+    train, val = make_data(data_config("fashion-mnist", root=str(tmp_path / "root"))).datasets()
     assert torch.equal(train.labels, contents["train-labels-idx1-ubyte"])
     assert torch.equal(val.labels, contents["t10k-labels-idx1-ubyte"])
     pixels = contents["train-images-idx3-ubyte"].float() / 255
@@ -385,7 +414,7 @@ def test_idx_files_are_read_plain_and_compressed(tmp_path, compressed, below):
 
 def test_fashion_takes_a_size_and_a_part(tmp_path):
     idx_folder(tmp_path / "root", compressed=False)
-    config = DataConfig("fashion-mnist", root=str(tmp_path / "root"), size=14, train_size=20)
+    config = data_config("fashion-mnist", root=str(tmp_path / "root"), size=14, train_size=20)
     train, val = make_data(config).datasets()
     assert train.inputs.shape == (20, 1, 14, 14)
     assert val.inputs.shape == (20, 1, 14, 14)
@@ -402,13 +431,13 @@ def test_a_bomb_in_place_of_an_idx_file_is_refused_in_one_line(tmp_path, monkeyp
         r"train-images-idx3-ubyte\.gz must be a readable, whole file, got: more than 1,048,576 bytes when unpacked$"
     )
     with pytest.raises(ValueError, match=message):
-        make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).setup()
+        make_data(data_config("fashion-mnist", root=str(tmp_path / "root"))).setup()
 
 
 def test_the_package_of_debian_is_found(tmp_path, monkeypatch):
     idx_folder(tmp_path / "debian", compressed=True)
     monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "debian")
-    assert make_data(DataConfig("fashion-mnist")).counts == (40, 20)
+    assert make_data(data_config("fashion-mnist")).counts == (40, 20)
 
 
 def without_files(monkeypatch, tmp_path) -> None:
@@ -422,9 +451,9 @@ def test_a_download_is_read_from_the_cache(tmp_path, monkeypatch):
 
     without_files(monkeypatch, tmp_path)
     monkeypatch.setattr(torchvision_datasets, "FashionMNIST", pretend)
-    assert make_data(DataConfig("fashion-mnist")).counts == (40, 20)
+    assert make_data(data_config("fashion-mnist")).counts == (40, 20)
     # A second download would fail on the folder that is there.
-    assert make_data(DataConfig("fashion-mnist")).counts == (40, 20)
+    assert make_data(data_config("fashion-mnist")).counts == (40, 20)
 
 
 @pytest.mark.parametrize("failure", [URLError("no network"), RuntimeError("Tried a mirror, got:\nno network\n")])
@@ -436,14 +465,14 @@ def test_a_failed_download_says_what_is_expected_where(tmp_path, monkeypatch, fa
     monkeypatch.setattr(torchvision_datasets, "FashionMNIST", fail)
     message = r"apt install dataset-fashion-mnist.*train-images-idx3-ubyte.*root|root.*train-images-idx3-ubyte"
     with pytest.raises(ValueError, match=message) as error:
-        make_data(DataConfig("fashion-mnist")).setup("fit")
+        make_data(data_config("fashion-mnist")).setup("fit")
     assert one_line(error)
     assert "no network" in str(error.value)
 
 
 def test_a_root_without_the_files_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^root must hold the four files train-images.* got '.*'$") as error:
-        make_data(DataConfig("fashion-mnist", root=str(tmp_path))).setup("fit")
+        make_data(data_config("fashion-mnist", root=str(tmp_path))).setup("fit")
     assert one_line(error)
 
 
@@ -480,7 +509,7 @@ def test_a_damaged_idx_file_is_named(tmp_path, compressed, damage, message):
     path = tmp_path / "root" / ("train-images-idx3-ubyte" + (".gz" if compressed else ""))
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=message) as error:
-        make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).setup("fit")
+        make_data(data_config("fashion-mnist", root=str(tmp_path / "root"))).setup("fit")
     assert one_line(error)
     assert str(tmp_path / "root" / "train-") in str(error.value)
 
@@ -489,7 +518,7 @@ def test_a_label_beyond_the_classes_is_refused(tmp_path):
     idx_folder(tmp_path / "root", compressed=False)
     (tmp_path / "root" / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(torch.full((20,), 77)))
     with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte must hold labels below 10, got 77"):
-        make_data(DataConfig("fashion-mnist", root=str(tmp_path / "root"))).setup("fit")
+        make_data(data_config("fashion-mnist", root=str(tmp_path / "root"))).setup("fit")
 
 
 # Images
@@ -523,9 +552,9 @@ def test_listing_order_of_the_file_system_is_forgotten(tmp_path, monkeypatch):
     picture_folder(tmp_path / "train", 4)
     picture_folder(tmp_path / "val", 4)
     expected = load_images(tmp_path).datasets()[0].samples
-    walk = images.os.walk
+    walk = folders.os.walk
     monkeypatch.setattr(
-        images.os,
+        folders.os,
         "walk",
         lambda *a, **k: ((place, below, files[::-1]) for place, below, files in walk(*a, **k)),
     )
@@ -594,6 +623,90 @@ def test_a_palette_with_transparency_works(tmp_path):
     assert load_images(tmp_path).counts == (2, 2)
 
 
+SIXTEEN_BITS = np.linspace(0, 65535, 48).astype(np.uint16).reshape(6, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "tags"),
+    [
+        ("a.png", SIXTEEN_BITS, {}),
+        ("a.tif", SIXTEEN_BITS, {}),
+        ("a.tif", SIXTEEN_BITS.astype(">u2"), {}),
+        ("a.tif", 65535 - SIXTEEN_BITS, {"tiffinfo": {262: 0}}),  # 0 is white
+        ("a.tif", np.rot90(SIXTEEN_BITS), {"tiffinfo": {274: 6}}),  # to be turned
+        ("a.pgm", SIXTEEN_BITS, {}),
+    ],
+)
+def test_of_16_bits_the_upper_8_are_read(tmp_path, name, stored, tags):
+    Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / name, **tags)
+    read = np.asarray(images.load_image(tmp_path / name))
+    assert np.array_equal(read, np.stack([SIXTEEN_BITS // 256] * 3, axis=-1))
+    assert (read.min(), read.max()) == (0, 255)
+
+
+def test_a_folder_of_16_bit_pictures_is_read_whole(tmp_path, caplog):
+    for label, name in enumerate(("dark", "light")):
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            suffix = "png" if number % 2 else "tiff"
+            Image.fromarray(SIXTEEN_BITS // (2 - label)).save(tmp_path / name / f"{number}.{suffix}")
+    data = load_images(tmp_path, size=6)
+    assert data.counts == (8, 2)
+    assert caplog.messages == []
+    dark, light = (inputs.mean() for inputs, _ in data.datasets()[1])
+    assert dark < light
+
+
+def add_what_computers_add(root: Path) -> None:
+    """What macOS, its archiver and Windows leave beside each file and in each folder."""
+    files = [path for path in root.rglob("*") if path.is_file()]
+    for path in files:
+        path.with_name(f"._{path.name}").write_bytes(b"left by a file manager")
+        copy = root / "__MACOSX" / path.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.with_name(f"._{path.name}").write_bytes(b"left by an archiver")
+        copy.write_bytes(path.read_bytes())
+    for folder in {root, *(path.parent for path in files)}:
+        (folder / ".DS_Store").write_bytes(b"x")
+        (folder / "Thumbs.db").write_bytes(b"x")
+        (folder / ".hidden").mkdir(exist_ok=True)
+        (folder / ".hidden" / files[0].name).write_bytes(b"x")
+
+
+@pytest.mark.parametrize("name", [name for name in MINIATURES if "cifar" not in name and name != "fashion-mnist"])
+def test_what_computers_add_to_folders_is_no_data(tmp_path, caplog, name):
+    root = MINIATURES[name](tmp_path / "data")
+    options = {"root": str(root), **OPTIONS.get(name, {})}
+    fingerprint = make_data(data_config(name, **options)).fingerprint
+    add_what_computers_add(root)
+    caplog.clear()
+    data = make_data(data_config(name, **options))
+    assert data.fingerprint == fingerprint
+    assert data.skipped == []
+    assert caplog.messages == []
+
+
+def test_what_computers_add_to_shards_is_no_shard(tmp_path):
+    root = imagenet_shards(tmp_path)
+    fingerprint = make_data(data_config("imagenet", root=str(root), size=16)).fingerprint
+    add_what_computers_add(root)
+    data = make_data(data_config("imagenet", root=str(root), size=16))
+    assert data.fingerprint == fingerprint
+    assert data.skipped == []
+
+
+def test_files_that_are_not_read_are_named_in_one_line(tmp_path, caplog):
+    picture_folder(tmp_path / "train", 2)
+    picture_folder(tmp_path / "val", 1)
+    for number in range(3):
+        draw(tmp_path / "test" / f"{number}.png")
+    for name in ("loose.png", "train/notes.txt", "val/cat/photo.heic", "val/photo.png"):
+        (tmp_path / name).write_bytes(b"not looked at")
+    load_images(tmp_path)
+    (message,) = caplog.messages
+    assert message.endswith("loose.png, test/0.png, test/1.png, test/2.png, train/notes.txt and 2 more")
+
+
 def test_a_picture_is_turned_upright(tmp_path):
     tags = Image.Exif()
     tags[0x0112] = 6  # taken with the camera turned by 90 degrees
@@ -651,7 +764,7 @@ def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
     truncate(draw(tmp_path / "cat" / "cut.png"))
     (tmp_path / "dog" / "text.jpg").write_text("this is no picture")
     (tmp_path / "dog" / "empty.png").touch()
-    Image.new("I;16", (8, 8)).save(tmp_path / "dog" / "deep.png")
+    Image.new("F", (8, 8)).save(tmp_path / "dog" / "deep.tif")
     (tmp_path / "dog" / "notes.txt").write_text("not looked at")
     (tmp_path / "dog" / "._0.png").write_text("left by a file manager")
     with caplog.at_level(logging.WARNING):
@@ -661,10 +774,13 @@ def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
         "cat/cut.png": "truncated",
         "dog/text.jpg": NO_IMAGE,
         "dog/empty.png": NO_IMAGE,
-        "dog/deep.png": "I;16 pixels, not 8-bit ones",
+        "dog/deep.tif": "F pixels, neither of 8 nor of 16 bits without a sign",
     }
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("skipped 5 of 13 images: cat/cut.jpg (truncated), ")
+    assert len(caplog.messages) == 2
+    others, skipped = caplog.messages
+    assert others.startswith("not read, as they are no images of a class (.jpg ")
+    assert others.endswith("): dog/notes.txt")
+    assert skipped.startswith("skipped 5 of 13 images: cat/cut.jpg (truncated), ")
     assert sum(data.counts) == 8
 
 
@@ -772,7 +888,7 @@ def test_an_unreadable_root_is_refused(tmp_path, monkeypatch):
 
 
 def test_an_unreadable_class_is_refused_and_not_taken_for_an_empty_one(tmp_path, monkeypatch):
-    scan = images.os.scandir
+    scan = folders.os.scandir
 
     def refuse_dogs(folder):
         if Path(folder).name == "dog":
@@ -780,7 +896,7 @@ def test_an_unreadable_class_is_refused_and_not_taken_for_an_empty_one(tmp_path,
         return scan(folder)
 
     root = picture_folder(tmp_path, 3)
-    monkeypatch.setattr(images.os, "scandir", refuse_dogs)
+    monkeypatch.setattr(folders.os, "scandir", refuse_dogs)
     with pytest.raises(ValueError, match=r"^every folder below root must be readable, got '.*dog': Permission denied$"):
         load_images(root)
 

@@ -12,7 +12,7 @@ from torchvision.ops import masks_to_boxes
 
 from torchrope.lab.data import dense
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import NAMES_DENSE, AugmentConfig, DataConfig
+from torchrope.lab.data.config import NAMES_DENSE, AugmentConfig, data_config
 from torchrope.lab.data.dense import (
     DenseModule,
     DenseSet,
@@ -36,9 +36,8 @@ def settings(name: str) -> dict:
 def load(name: str, folder: Path, augment: dict | None = None, **options) -> DenseModule:
     root = str(folder) if name == "scenes" or any(folder.iterdir()) else str(MINIATURES[name](folder))
     options = {"batch_size": 2, "train_size": 4, "val_size": 3, "size": 64 if name == "scenes" else 32, **options}
-    data = make_data(
-        DataConfig(name, root=None if name == "scenes" else root, augment=AugmentConfig(**augment or {}), **options)
-    )
+    options |= {} if name == "scenes" else {"root": root}
+    data = make_data(data_config(name, augment=augment or {}, **options))
     data.setup()
     return data
 
@@ -332,13 +331,13 @@ def test_a_picture_smaller_than_the_crop_is_kept_whole():
         (
             "digits",
             {"scale_jitter": (0.5, 2)},
-            r"augment.scale_jitter is for scenes, coco, ade20k, segments alone, got",
+            r"augment.scale_jitter is for scenes, coco, ade20k, segments, got data.name 'digits'",
         ),
-        ("coco", {"mixup": 0.8}, r"augment.mixup is for digits, .*, rsna alone, got name 'coco'"),
+        ("coco", {"mixup": 0.8}, r"augment.mixup is for digits, .*, rsna, got data.name 'coco'"),
         ("scenes", {"cutmix": 1.0}, "augment.cutmix is for digits"),
-        ("scenes", {"color_jitter": 0.3}, r"augment.color_jitter is for images, .*, segments alone, got name 'scenes'"),
+        ("scenes", {"color_jitter": 0.3}, r"augment.color_jitter is for images, .*, segments, got data.name 'scenes'"),
         ("ade20k", {"randaugment": (2, 9)}, "augment.randaugment is for"),
-        ("segments", {"crop_scale": (0.5, 1)}, "augment.crop_scale is for images, imagenet alone"),
+        ("segments", {"crop_scale": (0.5, 1)}, "augment.crop_scale is for images, imagenet, got data.name 'segments'"),
         ("coco", {"scale_jitter": (2.0, 0.1)}, r"scale_jitter must rise from above 0, got \(2.0, 0.1\)"),
         ("coco", {"scale_jitter": (0.1, float("inf"))}, "scale_jitter must rise from above 0, got"),
         ("coco", {"scale_jitter": (0.1,)}, "scale_jitter must be two numbers, got"),
@@ -346,7 +345,7 @@ def test_a_picture_smaller_than_the_crop_is_kept_whole():
 )
 def test_what_does_not_apply_is_refused(name, augment, message):
     with pytest.raises(ValueError, match=message):
-        DataConfig(name, augment=AugmentConfig(**augment))
+        data_config(name, augment=AugmentConfig(**augment))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES_DENSE if name != "scenes"])

@@ -14,7 +14,7 @@ from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from torchrope.lab.data import shards as module
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.data.faults import TooManyFaults
 from torchrope.lab.data.images import load_image
 from torchrope.lab.data.shards import SHARDS_AT_ONCE, ShardOrder, index_shards
@@ -27,7 +27,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def load(root: Path, name: str = "imagenet", **options):
-    return make_data(DataConfig(name, root=str(root), **{"size": 32, **options}))
+    return make_data(data_config(name, root=str(root), **{"size": 32, **options}))
 
 
 # Folders
@@ -84,14 +84,14 @@ def test_another_layout_is_refused_in_one_line(tmp_path, damage, message):
 @pytest.mark.parametrize(("name", "source"), [("imagenet", "image-net.org"), ("tiny-imagenet", "cs231n.stanford.edu")])
 def test_no_root_says_what_is_expected_and_whence(name, source):
     with pytest.raises(ValueError, match=rf"^root must be given for {name} \(.*train/.*val.*{source}.*got None$"):
-        make_data(DataConfig(name))
+        make_data(data_config(name))
 
 
 def test_broken_pictures_are_skipped_while_training_named_and_counted(tmp_path, caplog):
     imagenet(tmp_path)
     for wnid in WNIDS[:2]:
         (tmp_path / "train" / wnid / f"{wnid}_0.JPEG").write_bytes(b"no picture")
-    config = DataConfig("imagenet", root=str(tmp_path), size=32, batch_size=12)
+    config = data_config("imagenet", root=str(tmp_path), size=32, batch_size=12)
     with caplog.at_level(logging.WARNING):
         data, _, _ = train_two_steps(config, tmp_path / "run")
     assert [path for path, _ in data.skipped] == [f"train/{wnid}/{wnid}_0.JPEG" for wnid in WNIDS[:2]]
@@ -248,7 +248,7 @@ def test_tiny_imagenet_names_what_is_broken(tmp_path, caplog):
     ids=["folders", "shards", "tiny"],
 )
 def test_two_steps_are_trained(tmp_path, name, write):
-    config = DataConfig(
+    config = data_config(
         name,
         root=str(write(tmp_path / "data")),
         size=32,

@@ -7,7 +7,7 @@ from torchvision.ops import masks_to_boxes
 
 from torchrope.lab.data import scenes as module
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.data.digits import split_digits
 from torchrope.lab.data.scenes import Scenes, SceneSet, make_scene, make_scenes
 
@@ -19,7 +19,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def scenes(**options) -> tuple[SceneSet, SceneSet]:
-    data = make_data(DataConfig("scenes", **{"train_size": 6, "val_size": 5, **options}))
+    data = make_data(data_config("scenes", **{"train_size": 6, "val_size": 5, **options}))
     data.setup()
     return data._made_datasets()
 
@@ -30,7 +30,7 @@ def many() -> dict[int, SceneSet]:
 
 
 def test_the_defaults_are_those_that_are_promised():
-    data = Scenes(DataConfig("scenes"))
+    data = Scenes(data_config("scenes"))
     assert data.input_size == (64, 64)
     assert data.sizes == (2000, 200)
     assert data.tasks == ("segment", "detect")
@@ -40,7 +40,7 @@ def test_the_defaults_are_those_that_are_promised():
 @pytest.mark.parametrize("size", [32, 63, 257])
 def test_other_canvases_are_refused(size):
     with pytest.raises(ValueError, match=f"^size must lie between 64 and 256, got {size}$"):
-        Scenes(DataConfig("scenes", size=size))
+        Scenes(data_config("scenes", size=size))
 
 
 def test_masks_boxes_and_map_say_the_same(many):
@@ -179,7 +179,7 @@ def test_a_scene_is_a_function_of_split_seed_part_and_number():
 
 
 def test_an_evaluation_at_another_size_has_scenes_alike_and_as_many():
-    data = make_data(DataConfig("scenes", train_size=6, val_size=5))
+    data = make_data(data_config("scenes", train_size=6, val_size=5))
     assert isinstance(data, Scenes)
     larger = data.at_size(96)
     assert larger.input_size == (96, 96)

@@ -35,7 +35,7 @@ import torchrope as tr
 from torchrope.lab.cli import main
 from torchrope.lab.data import dicom
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.config import AugmentConfig, data_config
 from torchrope.lab.data.dicom import INDEX_NAME, Header, in_order, index_headers, read_head_ct, read_header, read_slice
 from torchrope.lab.data.faults import TooManyFaults
 from torchrope.lab.data.rsna import read_haemorrhages
@@ -57,7 +57,7 @@ MODEL = ModelConfig(dim=48, depth=1, num_heads=2, mlp_dim=32, patch_size=[2, 4, 
 
 
 def load(name: str, root: Path, **options):
-    data = make_data(DataConfig(name, root=str(root), **{**SMALL, **options}))
+    data = make_data(data_config(name, root=str(root), **{**SMALL, **options}))
     data.setup()
     return data
 
@@ -282,6 +282,90 @@ def test_a_table_of_dicom_series_and_nifti_files_with_windows(tmp_path):
     assert data.datasets()[0][0][0].shape == (2, 4, 8, 8)
 
 
+@pytest.mark.parametrize(
+    "names",
+    ["file,label", "File,Class", "path,target", " ID ,LABEL", "name,class", "study,label,id", "label,name"],
+)
+def test_columns_have_their_usual_names(tmp_path, names):
+    expected = load("volumes", nifti_folder(tmp_path)).fingerprint
+    table = tmp_path / "labels.csv"
+    rows = [line.split(",") for line in table.read_text().splitlines()[1:]]
+    order = [1, 0] if names.startswith("label") else [0, 1]
+    lines = [names, *(",".join([row[order[0]], row[order[1]], "x"][: names.count(",") + 1]) for row in rows)]
+    table.write_text("\n".join(lines) + "\n")
+    assert load("volumes", tmp_path).fingerprint == expected
+
+
+def classes_of_volumes(root: Path, count: int = 5) -> Path:
+    """Folders of classes with a NIfTI file, a series in a folder, and one deeper, in turn."""
+    for number in range(2 * count):
+        folder = root / ("ill" if number % 2 else "well")
+        values = head(4, number % 2 == 1, number)
+        if number // 2 % 3 == 0:
+            write_nifti(folder / f"{number}.nii.gz", values)
+        else:
+            write_series(folder / ("deeper" if number // 2 % 3 == 2 else "") / f"scan{number}", values, f"1.{number}")
+    return root
+
+
+def test_without_a_table_the_class_is_the_folder(tmp_path, caplog):
+    data = load("volumes", classes_of_volumes(tmp_path))
+    train, val = data.datasets()
+    assert data.classes == ("ill", "well")
+    assert data.counts == (8, 2)
+    assert data.skipped == []
+    assert caplog.messages == []
+    names = {name for name, _ in train.samples + val.samples}
+    assert {"well/0", "ill/scan3", "ill/deeper/scan5", "ill/7"} < names
+    assert all(data.classes[label] == name.partition("/")[0] for name, label in train.samples + val.samples)
+    assert train[0][0].shape == (1, 4, 8, 8)
+    assert data.description.endswith("the class is the sub-folder.")
+
+
+def test_folders_of_classes_below_train_and_val_are_kept(tmp_path):
+    classes_of_volumes(tmp_path / "train", 3)
+    classes_of_volumes(tmp_path / "val", 2)
+    train, val = load("volumes", tmp_path).datasets()
+    assert {name.partition("/")[0] for name, _ in train.samples} == {"train"}
+    assert {name.partition("/")[0] for name, _ in val.samples} == {"val"}
+    assert (len(train), len(val)) == (6, 4)
+
+
+def test_of_a_study_in_a_folder_of_a_class_the_longest_series_is_taken_and_studies_are_told_apart(tmp_path):
+    classes_of_volumes(tmp_path)
+    write_series(tmp_path / "ill" / "loose", head(2, True, 1), "2.1", series="2.1.1", prefix="scout")
+    write_series(tmp_path / "ill" / "loose", head(5, True, 1), "2.1", series="2.1.2")
+    write_series(tmp_path / "ill" / "loose", head(3, True, 1), "2.2")
+    data = load("volumes", tmp_path)
+    volumes = {volume.name: volume for part in data.datasets() for volume in part.volumes}
+    assert len(volumes) == 12
+    assert len(volumes["ill/loose/2.1"].paths) == 5
+    assert len(volumes["ill/loose/2.2"].paths) == 3
+
+
+def test_one_series_in_folders_of_two_classes_is_two_volumes_of_one_patient(tmp_path):
+    classes_of_volumes(tmp_path)
+    for name in ("ill", "well"):
+        write_series(tmp_path / name / "same", head(3, True, 1), "2.1")
+    train, val = load("volumes", tmp_path).datasets()
+    parts = [{name for name, _ in part.samples if name.endswith("same")} for part in (train, val)]
+    assert sorted(parts, key=len) == [set(), {"ill/same", "well/same"}]
+
+
+def test_what_is_no_volume_of_a_class_is_named(tmp_path, caplog):
+    classes_of_volumes(tmp_path)
+    (tmp_path / "ill" / "notes.txt").write_text("not looked at")
+    (tmp_path / "ill" / "broken.nii").write_bytes(b"broken")
+    (tmp_path / "loose.nii").write_bytes(b"not looked at")
+    data = load("volumes", tmp_path)
+    others, skipped = caplog.messages
+    assert others == (
+        "not read, as they are no volumes of a class (.nii .nii.gz .dcm .dicom .ima or none): ill/notes.txt, loose.nii"
+    )
+    assert skipped.startswith("skipped 1 of 11 volumes and slices: ill/broken.nii (")
+    assert [path for path, _ in data.skipped] == ["ill/broken.nii"]
+
+
 def test_the_parts_of_a_table_are_kept(tmp_path):
     train, val = load("volumes", nifti_folder(tmp_path, part=True)).datasets()
     assert [name for name, _ in val.samples] == [f"scans/{number}" for number in range(4)]
@@ -435,7 +519,7 @@ def test_validation_and_evaluation_know_the_voxels_at_every_size(tmp_path):
 def test_positions_in_mm_are_refused_where_they_mean_nothing(tmp_path, data, model, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         RunConfig(
-            data=DataConfig(**{"name": "volumes", **data}),
+            data=data_config(**{"name": "volumes", **data}),
             model=ModelConfig(**{"dim": 48, "num_heads": None, "unit_mm": 10.0, **model}),
         )
 
@@ -774,6 +858,20 @@ def too_long_a_row(root):
     (root / "labels.csv").write_text("study,label\nscans/0,well,train\nscans/1,ill\n")
 
 
+def ambiguous_columns(root):
+    (root / "labels.csv").write_text("File,id,label\nscans/0,0,well\nscans/1,1,ill\n")
+
+
+def one_of_a_class(root):
+    without_table(root)
+    for number in range(3):
+        folder = root / ("ill" if number else "well")
+        folder.mkdir(exist_ok=True)
+        (root / "scans" / f"{number}.nii.gz").rename(folder / f"{number}.nii.gz")
+    (root / "scans" / "3.nii.gz").unlink()
+    (root / "scans").rmdir()
+
+
 def other_files(root):
     (root / "labels.csv").write_text("study,label\na,well\nb,ill\n")
 
@@ -796,7 +894,22 @@ def no_slices(root):
         (
             "volumes",
             without_table,
-            r"labels must be a readable table of volumes \(DICOM .*, got .*: No such file or .*",
+            r"root must hold volumes \(DICOM .*\), got no labels.csv, and: root must hold at least two classes .*",
+        ),
+        (
+            "volumes",
+            ambiguous_columns,
+            "labels must have one column for the study, named 'study', got 'File' and 'id' in .*labels.csv",
+        ),
+        (
+            "volumes",
+            lambda root: (root / "labels.csv").write_text("scan,kind\na,b\n"),
+            "labels must have a column study, file, path, id or name, got .*labels.csv with scan, kind",
+        ),
+        (
+            "volumes",
+            one_of_a_class,
+            "readable volumes of each class must number at least 2 where there is no labels.csv, got 1 for 'well'",
         ),
         ("volumes", one_class, "labels must be of at least two classes, got only 'well'"),
         ("volumes", other_part, "part must be train or val, got 'test' for 'scans/0' in .*labels.csv"),

@@ -12,7 +12,7 @@ from processes import become_one_of_two, data_of, free_port
 from pytorch_lightning.callbacks import Callback
 
 from torchrope.lab.cli import main
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.lab.training.module import Module
 from torchrope.lab.training.run import load, train
@@ -26,7 +26,7 @@ def small_run(head: str, **settings: Any) -> RunConfig:
     model = dict(head=head, head_channels=channels, num_queries=QUERIES.get(head), dim=16, depth=4, num_heads=2)
     return RunConfig(
         encoding="learned+liere:4",
-        data=DataConfig(name="scenes", train_size=12, val_size=6, batch_size=4),
+        data=data_config(name="scenes", train_size=12, val_size=6, batch_size=4),
         model=ModelConfig(**{**model, "mlp_dim": 16, "patch_size": [16], **settings.pop("model", {})}),
         optim=OptimConfig(**{"epochs": 2, "warmup_epochs": 1.0, **settings.pop("optim", {})}),
         **settings,
@@ -79,7 +79,7 @@ def test_every_head_trains_in_bf16_with_gradients_of_several_batches(tmp_path: P
 def test_a_pre_trained_backbone_stands_where_it_did_also_when_the_run_is_read_back(tmp_path: Path) -> None:
     below = replace(small_run("upernet"), encoding="liere:4")  # whose positions are shares of the training lattice
     classes = replace(below.model, head="classify", head_channels=None)
-    digits = DataConfig(name="digits", train_size=40, val_size=20, size=32)
+    digits = data_config(name="digits", train_size=40, val_size=20, size=32)
     above = replace(below, data=digits, model=classes)
     whole, _ = train(above, data_of(above), tmp_path / "whole")
     frozen = OptimConfig(epochs=1, lr=1e-3, backbone_lr=0.0, weight_decay=0.0)
@@ -94,7 +94,7 @@ def test_a_pre_trained_backbone_stands_where_it_did_also_when_the_run_is_read_ba
 
 def test_what_a_head_is_not_for_is_told_in_one_line(tmp_path: Path) -> None:
     config = small_run("upernet")
-    digits = replace(config, data=DataConfig(name="digits"))
+    digits = replace(config, data=data_config(name="digits"))
     with pytest.raises(ValueError, match=r"^digits is for model\.head classify, got 'upernet'$"):
         train(digits, data_of(digits), tmp_path)
     classes = replace(config, model=replace(config.model, head="classify", head_channels=None))
@@ -146,6 +146,6 @@ def test_two_processes_end_with_one_model_that_is_as_good_as_they_say(by_two: Pa
     if head != "upernet":  # statistics of a norm over batches are each process's own
         last = (by_two / head / "curve.csv").read_text().splitlines()
         told = dict(zip(last[0].split(","), last[-1].split(","), strict=True))
-        assert main(["evaluate", str(by_two / head)]) == 0
+        assert main(["evaluate", str(by_two / head), "--json"]) == 0
         measured = json.loads(capsys.readouterr().out)
         assert measured["ap"] == pytest.approx(float(told["val_ap"]), abs=1e-5)

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.classification import MulticlassJaccardIndex
 from transformers import (
-    AutoBackbone,
-    AutoConfig,
-    AutoModel,
     BeitConfig,
     BeitForSemanticSegmentation,
-    DeformableDetrConfig,
-    DeformableDetrForObjectDetection,
     Mask2FormerConfig,
     Mask2FormerForUniversalSegmentation,
     UperNetConfig,
@@ -26,7 +20,7 @@ from transformers import (
 )
 
 import torchrope as tr
-from torchrope.lab.dense.auto_backbone import FeaturesBackbone, FeaturesConfig
+from torchrope.integrations.auto import TorchropeConfig
 from torchrope.lab.dense.prediction import MultiScale, SlidingWindows, mean_iou, per_image_counts, window_starts
 from torchrope.lab.dense.segmentation import Mask2Former, SemanticModel, UperNet, _in_own_frames, enlarge
 from torchrope.lab.training.config import OptimConfig
@@ -167,10 +161,10 @@ def test_upernet_is_transformers_own(features: Any) -> None:
     torch.manual_seed(0)
     model, (images, targets) = upernet(features()), batch((64, 64), (64, 64))
     config = UperNetConfig(
-        backbone_config=FeaturesConfig.of(model.backbone), hidden_size=16, auxiliary_channels=8, num_labels=3
+        backbone_config=TorchropeConfig.of(model.backbone), hidden_size=16, auxiliary_channels=8, num_labels=3
     )
     theirs = UperNetForSemanticSegmentation(config)
-    theirs.backbone.features.load_state_dict(model.backbone.state_dict())
+    theirs.backbone.model.load_state_dict(model.backbone.state_dict())
     theirs.decode_head.load_state_dict(model.head.state_dict())
     theirs.auxiliary_head.load_state_dict(model.auxiliary_head.state_dict())
     output = theirs(torch.stack(images), labels=torch.stack([target["map"] for target in targets]))
@@ -200,10 +194,10 @@ def test_upernet_on_layers_of_a_plain_vit_is_beits() -> None:
 def test_mask2former_is_transformers_own(features: Any) -> None:
     torch.manual_seed(0)
     model, (images, targets) = mask2former(features()), batch((64, 64), (64, 64))
-    config = Mask2FormerConfig(**{**model.head.config.to_dict(), "backbone_config": FeaturesConfig.of(model.backbone)})
+    config = Mask2FormerConfig(**{**model.head.config.to_dict(), "backbone_config": TorchropeConfig.of(model.backbone)})
     theirs = Mask2FormerForUniversalSegmentation(config)
     parts = theirs.model.pixel_level_module
-    parts.encoder.features.load_state_dict(model.backbone.state_dict())
+    parts.encoder.model.load_state_dict(model.backbone.state_dict())
     parts.decoder.load_state_dict(model.head.pixel_decoder.state_dict())
     theirs.model.transformer_module.load_state_dict(model.head.transformer.state_dict())
     theirs.class_predictor.load_state_dict(model.head.classifier.state_dict())
@@ -263,97 +257,6 @@ def test_what_a_head_cannot_read_is_refused_in_one_line(make: Any, message: str)
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
-
-
-# transformers' heads over AutoBackbone
-
-FEATURES = {"plain": partial(plain, "comrope-ld:4"), "pyramid": partial(pyramid, "learned+mixed"), "swin": stages}
-
-
-@pytest.mark.parametrize("kind", FEATURES)
-def test_auto_backbone_gives_the_features_maps_and_survives_saving(kind: str, tmp_path: Path) -> None:
-    features = FEATURES[kind]().eval()
-    config = FeaturesConfig.of(features)
-    assert config.out_features == [f"stage{index}" for index in range(1, 5)]
-    model = AutoBackbone.from_config(config).eval()
-    assert isinstance(model, FeaturesBackbone)
-    assert model.channels == list(features.channels)
-    model.features.load_state_dict(features.state_dict())
-    x = torch.randn(2, 3, 50, 64)
-    mask = torch.ones(2, 50, 64, dtype=torch.bool)
-    mask[1, :, 40:] = False
-    model.save_pretrained(tmp_path)
-    again, info = FeaturesBackbone.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for each in (model, again, AutoModel.from_pretrained(str(tmp_path))):
-        for given in (None, mask):
-            found = each(x, pixel_mask=given).feature_maps
-            assert all(torch.equal(a, b) for a, b in zip(found, features(x, given), strict=True))
-    assert AutoConfig.from_pretrained(str(tmp_path)).to_dict() == again.config.to_dict()
-
-
-def test_auto_backbone_gives_the_stages_that_are_asked_for() -> None:
-    config = FeaturesConfig.of(stages(), out_indices=[1, 3])
-    model = AutoBackbone.from_config(config).eval()
-    assert (model.out_features, model.channels) == (["stage2", "stage4"], [32, 128])
-    output = model(torch.randn(1, 3, 64, 64), output_hidden_states=True)
-    assert [map.shape[-1] for map in output.feature_maps] == [8, 2]
-    assert len(output.hidden_states) == 4
-    with pytest.raises(ValueError, match="got output_attentions=True"):
-        model(torch.randn(1, 3, 64, 64), output_attentions=True)
-    with pytest.raises(ValueError, match="subset of stage_names"):
-        FeaturesConfig.of(stages(), out_features=["stage5"])
-    with pytest.raises(ValueError, match="a configuration is JSON, got a model built with another"):
-        FeaturesConfig.of(plain(partial(tr.LieRE, block_size=8)))
-
-
-def test_what_a_checkpoint_lacks_starts_as_new_and_the_rest_is_kept(tmp_path: Path) -> None:
-    model = AutoBackbone.from_config(FeaturesConfig.of(stages("bias+mixed")))
-    lost = [name for name in model.state_dict() if ".encodings." in name or ".norm" in name]
-    state = {name: value + 1 for name, value in model.state_dict().items() if name not in lost}
-    model.save_pretrained(tmp_path, state_dict=dict(state))
-    again, info = FeaturesBackbone.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(info["missing_keys"]) == set(lost)
-    for name, value in again.state_dict().items():
-        if name not in lost:
-            assert torch.equal(value, state[name])
-        elif ".encodings." in name:
-            assert value.std() == pytest.approx(model.state_dict()[name].std().item(), rel=0.7)
-        else:
-            assert value.eq(model.state_dict()[name]).all()
-
-
-def test_half_precision_leaves_encodings_as_they_are(tmp_path: Path) -> None:
-    AutoBackbone.from_config(FeaturesConfig.of(stages("mixed"))).save_pretrained(tmp_path)
-    model = FeaturesBackbone.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    dtypes = {name.split(".encodings.")[0] == name: part.dtype for name, part in model.named_parameters()}
-    assert dtypes == {True: torch.bfloat16, False: torch.float32}
-    assert model(torch.randn(1, 3, 64, 64)).feature_maps[0].dtype == torch.bfloat16
-
-
-def test_transformers_heads_learn_through_it_and_survive_saving(tmp_path: Path) -> None:
-    images, targets = batch((64, 64), (64, 64))
-    x, maps = torch.stack(images), torch.stack([target["map"] for target in targets])
-    segmenter = UperNetForSemanticSegmentation(
-        UperNetConfig(
-            backbone_config=FeaturesConfig.of(plain("liere:8")), hidden_size=16, auxiliary_channels=8, num_labels=3
-        )
-    )
-    sizes = dict(d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=5, num_feature_levels=4)
-    layers = dict(encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2)
-    detector = DeformableDetrForObjectDetection(
-        DeformableDetrConfig(backbone_config=FeaturesConfig.of(stages("mixed")), num_labels=2, **sizes, **layers)
-    )
-    boxes = [{"class_labels": torch.tensor([1]), "boxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]])}] * 2
-    for model, labels in ((segmenter, maps), (detector, boxes)):
-        model(x, labels=labels).loss.backward()
-        encodings = [part for name, part in model.named_parameters() if ".encodings." in name]
-        assert encodings
-        assert all(part.grad.abs().sum() > 0 for part in encodings)
-        model.save_pretrained(tmp_path)
-        again = type(model).from_pretrained(tmp_path)
-        expected = model.eval()(x).logits
-        torch.testing.assert_close(again(x).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 # Inference

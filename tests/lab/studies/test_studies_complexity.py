@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from torchrope.lab.cli import main
+from torchrope.lab.results import Findings
 from torchrope.lab.studies import complexity
 from torchrope.lab.studies.complexity import costs, products_by_formula, sizes, table_5_count
 from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.results import Findings
 from torchrope.lab.studies.engine.study import Lab
 
 NEEDED = {"liere-cifar100-vit-t", "liere-cifar100-vit-b", "liere-cifar100-vit-l", "liere-imagenet", "liere-ucf101"}

@@ -13,15 +13,15 @@ from rich.console import Console
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
+from torchrope.lab.statistics import resample
 from torchrope.lab.studies import dense
 from torchrope.lab.studies.dense import Place, evaluate, measured, places
 from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.dense_estimates import Score, count_pixels, drawn, mean_iou, score, total
+from torchrope.lab.studies.engine.dense_estimates import Score, count_pixels, mean_iou, ranked, score, total
 from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, examples, predictions
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, run_study
-from torchrope.lab.studies.ranking import rank
 from torchrope.lab.training.config import ModelConfig, OptimConfig
 
 CLASSES = 4
@@ -96,19 +96,20 @@ def test_a_score_is_the_mean_over_seeds_in_every_draw() -> None:
 
     both = score("a", "mIoU", [seed(1.0), seed(3.0)], 5, draws=40)
     assert both.seeds == pytest.approx([0.2, 0.6])
-    assert both.draws == pytest.approx(2 * drawn(5, 40)[:, 0] / 5)
+    weights = resample(5, draws=40)
+    assert both.draws == pytest.approx(np.outer([1, 3], weights[:, 0] / 5))
 
 
 def test_draws_are_the_same_for_all_and_whole_images() -> None:
-    weights = drawn(50, 200)
+    weights = resample(50, draws=200)
     assert (weights.sum(axis=1) == 50).all()
-    assert np.array_equal(weights, drawn(50, 200))
+    assert np.array_equal(weights, resample(50, draws=200))
     values = np.random.default_rng(0).random(50)
     one = of_images("a", values)
     low, high = one.interval
     assert low < one.mean < high
     assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 50**0.5, rel=0.1)
-    assert one.ahead_of(of_images("b", values)) == (0, 0)
+    assert one.ahead_of(of_images("b", values)) == (0, 0, 0)
 
 
 def test_differences_are_paired_over_images() -> None:
@@ -118,8 +119,16 @@ def test_differences_are_paired_over_images() -> None:
     found = one.against(other)
     assert (found.verdict, round(found.value, 6)) == ("better", 5)
     assert other.against(one).verdict == "worse"
-    assert [place.verdict for place in rank([other, one])] == ["best", "behind"]
-    assert rank([other, one])[0].why == "highest mean mIoU"
+    assert [(score.name, verdict) for score, verdict in ranked([other, one])] == [("a", "best"), ("b", "behind")]
+
+
+def test_of_equal_scores_hardly_any_is_called_behind() -> None:
+    random = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(100):
+        scores = [of_images(str(name), random.random(50)) for name in range(5)]
+        wrong += any(verdict == "behind" for _, verdict in ranked(scores))
+    assert wrong <= 10
 
 
 def test_what_images_or_seeds_explain_is_a_tie() -> None:
@@ -130,12 +139,12 @@ def test_what_images_or_seeds_explain_is_a_tie() -> None:
     assert spread[0].mean == pytest.approx(0.8)
     assert spread[0].spread == pytest.approx(0.1 * 2**0.5)
     assert spread[0].against(spread[1]).verdict == "tied"
-    assert [place.verdict for place in rank(list(spread))] == ["best", "tied"]
+    assert [verdict for _, verdict in ranked(list(spread))] == ["best", "tied"]
 
 
 def test_a_measure_that_is_not_a_number_wins_nothing() -> None:
-    nan = Score("a", "mIoU", np.array([np.nan]), np.full(10, np.nan))
-    assert nan.against(Score("b", "mIoU", np.array([0.5]), np.full(10, 0.5))).verdict == "tied"
+    nan = Score("a", "mIoU", np.array([np.nan]), np.full((1, 10), np.nan), 10)
+    assert nan.against(Score("b", "mIoU", np.array([0.5]), np.full((1, 10), 0.5), 10)).verdict == "tied"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +245,7 @@ def test_boxes_that_are_not_sure_are_not_drawn() -> None:
 def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
     config = StudyConfig(
         **{
-            "data": DataConfig("scenes", train_size=8, val_size=6, batch_size=4),
+            "data": data_config("scenes", train_size=8, val_size=6, batch_size=4),
             "model": ModelConfig(
                 head="upernet", head_channels=8, patch_size=[8], dim=16, depth=4, num_heads=2, mlp_dim=16
             ),
@@ -264,7 +273,7 @@ def test_larger_canvases_hold_more_digits_of_the_same_sizes(tmp_path: Path) -> N
         sides.append(torch.cat([target["boxes"][:, 2:] - target["boxes"][:, :2] for target in targets]).max().item())
     assert digits[2] > 2.5 * digits[0]
     assert max(sides) <= 28
-    large = lab(tmp_path, data=DataConfig("scenes", size=160, train_size=2, val_size=2)).data
+    large = lab(tmp_path, data=data_config("scenes", size=160, train_size=2, val_size=2)).data
     assert [place.scale for place in places(large)] == [1, 1.5]
     assert [place.zoom for place in places(Photographs())] == [1, 1.5, 2]  # type: ignore[arg-type]
 
@@ -317,7 +326,7 @@ def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypat
         "Segmentation: At the size trained on mixed reaches 100.0 % [100.0, 100.0] mIoU; axial cannot" in found.answer
     )
     assert "ahead of learned APE" in found.answer
-    assert found.answer.endswith("One training each: luck of the seed is not in the intervals.")
+    assert found.answer.endswith("One training each: variation between training runs is not in the intervals.")
     assert [list(advice.encodings) for advice in found.advice] == [["mixed", "axial"]] * 4
     assert len(found.published) == 4
     maps, boxes = found.pictures

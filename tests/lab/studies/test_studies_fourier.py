@@ -12,7 +12,7 @@ from rich.console import Console
 
 import torchrope as tr
 from torchrope.encodings import choose
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.studies import fourier
 from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.study import Lab
@@ -24,7 +24,7 @@ SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=8, patch_size=[2])
 
 def lab(folder: Path, encodings: list[str]) -> Lab:
     config = StudyConfig(
-        data=DataConfig(train_size=60, val_size=20),
+        data=data_config(train_size=60, val_size=20),
         model=SMALL,
         optim=OptimConfig(epochs=1),
         encodings=encodings,

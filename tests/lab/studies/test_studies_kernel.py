@@ -14,10 +14,10 @@ from rich.console import Console
 from torch import Tensor
 
 import torchrope as tr
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
+from torchrope.lab.results import Findings
 from torchrope.lab.studies import accuracy, kernel
 from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.results import Findings
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab
 from torchrope.lab.studies.kernel import kernels, pair_indices, projected, rotary_kernel, scalar_kernel
@@ -157,15 +157,15 @@ def test_scalars_are_sorted_by_offset() -> None:
 class Untrained(Trained):
     """A run that nobody trained: its model is the one at the start."""
 
-    def load(self) -> tuple[Any, Any]:
+    def load(self, data: Any = None) -> tuple[Any, Any]:
         torch.manual_seed(1)
-        data = self.lab.data
+        data = data or self.lab.data
         return build_model(self.encoding, self.run.config.model, data), data
 
 
 def study(folder: Path, encodings: list[str], data: str, monkeypatch: pytest.MonkeyPatch, seeds: int = 1) -> Lab:
     model = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=8, patch_size=[2] if data == "digits" else [1, 10, 10])
-    config = DataConfig(name=data, train_size=40, val_size=20)
+    config = data_config(name=data, train_size=40, val_size=20)
     lab = Lab(
         StudyConfig(data=config, model=model, encodings=encodings, seeds=seeds, out=str(folder)),
         [],

@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 
 from torchrope.attention import Attention
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.data.transforms import shuffle_along
+from torchrope.lab.results import Findings
 from torchrope.lab.studies import accuracy, attention, generators, resolution, shuffle
 from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.results import Findings
 from torchrope.lab.studies.engine.study import Lab
 from torchrope.lab.training.config import ModelConfig, OptimConfig
 from torchrope.lab.training.models import build_model
@@ -34,7 +34,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
     config = StudyConfig(
         **{
-            "data": DataConfig(train_size=60, val_size=40),
+            "data": data_config(train_size=60, val_size=40),
             "model": ModelConfig(patch_size=[2], **SMALL),
             "optim": OptimConfig(epochs=1, warmup_epochs=0),
             "encodings": list(encodings),
@@ -46,7 +46,7 @@ def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
 
 
 def moving(out: Path, *encodings: str, **settings: Any) -> Lab:
-    data = DataConfig("motion", train_size=40, val_size=16)
+    data = data_config("motion", train_size=40, val_size=16)
     return lab(out, *encodings, data=data, model=ModelConfig(patch_size=[1, 4, 4], **SMALL), **settings)
 
 
@@ -91,11 +91,12 @@ def test_shuffling_tells_a_bag_of_patches_from_a_model_that_knows_places(out: Pa
     [table] = found["tables"]
     none, mixed = sorted(table["rows"], key=lambda row: row["name"] != "none")
     assert none["before"] == none["after"]
-    assert none["drop"] == none["drop_low"] == none["drop_high"] == 0
+    assert none["drop"] == 0
+    assert none["drop_low"] < 0 < none["drop_high"]
     assert mixed["drop"] == pytest.approx(mixed["before"] - mixed["after"])
     assert mixed["lost"] == pytest.approx(100 * mixed["drop"] / mixed["before"])
     assert mixed["drop_low"] <= mixed["drop"] <= mixed["drop_high"]
-    assert "luck of the seed" in found["answer"]
+    assert "variation between training runs" in found["answer"]
     assert len(found["figures"][0]["rows"]) == 4
 
 
@@ -460,7 +461,7 @@ def test_attention_that_stays_where_it_is_has_neither_distance_nor_entropy(out: 
 
 
 def test_examples_are_chosen_evenly_over_batches(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = lab(out, data=DataConfig(train_size=60, val_size=50, batch_size=4))
+    here = lab(out, data=data_config(train_size=60, val_size=50, batch_size=4))
     model = build_model("none", here.config.model, here.data)
     monkeypatch.setattr(attention, "EXAMPLES", 17)
     monkeypatch.setattr(attention, "SCORES", 2 * 17**2 * 3)  # three examples at a time

@@ -23,7 +23,7 @@ from pytorch_lightning.callbacks import Callback
 from torchrope.files import UNFINISHED
 from torchrope.lab.cli import main
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import TooManyFaults
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
@@ -40,7 +40,7 @@ def small_run(workers: int = 0, **scale: object) -> RunConfig:
     return RunConfig(
         encoding="liere:4",
         seed=3,
-        data=DataConfig(name="digits", train_size=80, val_size=40, batch_size=10, workers=workers),
+        data=data_config(name="digits", train_size=80, val_size=40, batch_size=10, workers=workers),
         model=SMALL,
         optim=OptimConfig(epochs=2),
         scale=ScaleConfig(**scale),  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def test_damaged_files_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> N
     root, folder = imagenet(tmp_path / "data"), tmp_path / "run"
     config = replace(
         small_run(checkpoint_every=3),
-        data=DataConfig("imagenet", root=str(root), size=16, batch_size=4, max_skipped=1),
+        data=data_config("imagenet", root=str(root), size=16, batch_size=4, max_skipped=1),
         optim=OptimConfig(epochs=1),
     )
     data = data_of(config)

@@ -11,11 +11,11 @@ from timm.loss import BinaryCrossEntropy
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.files import read_mapping
 from torchrope.lab.cli import main
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.config import AugmentConfig, data_config
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.results import StudyResult
 from torchrope.lab.training.classifier import training_loss
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope.lab.training.models import build_model
@@ -70,9 +70,10 @@ def test_a_swin_is_compared(tmp_path: Path) -> None:
     options += ["--model.num_heads=null", "--model.mlp_dim=null", "--model.depths=[1,1]", "--model.stage_heads=[1,1]"]
     options += ["--model.window_size=[4]", "--data.train_size=40", "--data.val_size=20", "--epochs=1"]
     assert main(["compare", *options, "--encodings=bias,mixed", "--scales=[1,1.5]", f"--out={tmp_path}"]) == 0
-    bias, mixed = read_mapping(tmp_path / "results.json", "results")["encodings"]
-    assert (bias["relative"], mixed["relative"]) == (None, True)
-    assert mixed["cost"]["encoding_parameters"] == 8 + 16
+    tables = {table.title: table for table in StudyResult.read(tmp_path / "results.json").findings.tables}
+    kinds = {row["name"]: row["kind"] for row in tables["What each encoding is"].rows}
+    assert kinds == {"bias": "not rotary", "mixed": "rotary, relative"}
+    assert {row["name"]: row["encoding_parameters"] for row in tables["Costs"].rows}["mixed"] == 8 + 16
 
 
 def test_jitter_moves_patches_within_their_cells_in_training_alone() -> None:
@@ -105,7 +106,7 @@ def test_jitter_spares_time_and_keeps_the_configured_lattice() -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> DataModule:
-    data = make_data(DataConfig(train_size=40, val_size=20))
+    data = make_data(data_config(train_size=40, val_size=20))
     data.setup()
     return data
 
@@ -189,7 +190,7 @@ def test_bce_takes_no_smoothing() -> None:
 
 
 def test_repeats_are_changed_otherwise_and_the_epoch_keeps_its_length() -> None:
-    config = DataConfig(train_size=40, val_size=20, batch_size=40, augment=AugmentConfig(repeats=2, flip=True))
+    config = data_config(train_size=40, val_size=20, batch_size=40, augment=AugmentConfig(repeats=2, flip=True))
     data = make_data(config)
     data.setup()
     inputs, labels = next(iter(data.train_dataloader()))

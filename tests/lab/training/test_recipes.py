@@ -17,7 +17,7 @@ from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation,
 from torchrope.lab import recipes
 from torchrope.lab.cli import main
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import NAMES_DENSE, DataConfig
+from torchrope.lab.data.config import NAMES_DENSE, DataConfig, data_config
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.training.config import RunConfig, read_config
 from torchrope.lab.training.cost import count_flops
@@ -45,8 +45,9 @@ def configuration(name: str) -> RunConfig:
 
 def shape(config: DataConfig) -> SimpleNamespace:
     """What a model is told of the real data."""
-    side = config.size or 32
-    sizes = (config.frames, side, side) if config.frames else (side, side)
+    side = config.size
+    frames = getattr(config, "frames", None)
+    sizes = (frames, side, side) if frames else (side, side)
     axes = ("depth" if config.name == "rsna" else "time", "height", "width")[-len(sizes) :]
     classes = tuple(map(str, range(CLASSES[config.name])))
     return SimpleNamespace(
@@ -326,8 +327,9 @@ def miniature(name: str, roots: dict[str, Path]) -> RunConfig:
     """The recipe with a small model, small inputs and two steps of 8 examples, or of 2 whose answers have a place."""
     config = configuration(name)
     batch, step = (1, 2) if config.data.name in NAMES_DENSE else (4, 8)
-    sizes = {"size": 64 if config.data.frames is None else 32} if config.data.size else {}
-    frames = {} if config.data.frames is None else {"frames": 4, "test_views": None}
+    frames = {"frames": 4} if hasattr(config.data, "frames") else {}
+    sizes = {"size": 32 if frames else 64} if "size" in recipes.settings(name)["data"] else {}
+    frames |= {"test_views": [1, 1]} if hasattr(config.data, "test_views") else {}
     root = str(roots[config.data.name])
     data = replace(config.data, root=root, batch_size=batch, train_size=2 * step, workers=0, **sizes, **frames)
     return replace(
@@ -355,7 +357,7 @@ def small(config: RunConfig) -> Any:
         tiny = dict(dim=16, depths=[1] * stages, stage_heads=[1] * stages, window_size=[4])
     else:
         # two axes, or three of blocks of 8
-        tiny = dict(dim=48 if config.data.frames else 32, depth=2, num_heads=1, mlp_dim=32)
+        tiny = dict(dim=48 if hasattr(config.data, "frames") else 32, depth=2, num_heads=1, mlp_dim=32)
     inputs = {"input_size": [48, 48]} if model.input_size else {}
     queries = {"num_queries": 4} if model.head in ("mask2former", "deformable-detr") else {}
     head = {} if model.task == "classify" else {"head_channels": 64 if model.head == "deformable-detr" else 32}
@@ -437,7 +439,7 @@ def test_options_go_over_a_file_goes_over_a_recipe(tmp_path: Path, capsys: pytes
 def test_a_data_sets_own_recipe_has_its_name() -> None:
     own = [name for name in recipes.names() if name not in PAPERS]
     for name in own:
-        DataConfig(**{"name": name, **recipes.settings(name).get("data", {})})
+        data_config(**{"name": name, **recipes.settings(name).get("data", {})})
         assert f"--data {name}" in recipes.find(name).read_text()
 
 

@@ -17,7 +17,7 @@ from processes import data_of, free_port
 from timm.optim import Lamb, param_groups_layer_decay
 from torch import nn
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig, read_config
 from torchrope.lab.training.devices import batches_in_a_step
 from torchrope.lab.training.lamb import LAMB
@@ -32,7 +32,7 @@ def small_run(batch_size: int = 20, **optim: object) -> RunConfig:
     return RunConfig(
         encoding="liere:4",
         seed=1,
-        data=DataConfig(name="digits", train_size=80, val_size=60, batch_size=batch_size),
+        data=data_config(name="digits", train_size=80, val_size=60, batch_size=batch_size),
         model=SMALL,
         optim=OptimConfig(**{"epochs": 2, "warmup_epochs": 1.0, **optim}),  # type: ignore[arg-type]
     )
@@ -331,7 +331,7 @@ def test_older_configurations_read_as_they_were(tmp_path: Path) -> None:
         "optim": {"epochs": 3, "betas": [0.9, 0.999]},
     }
     assert read_config(stored) == RunConfig(
-        encoding="mixed", data=DataConfig(), model=ModelConfig(dim=16), optim=OptimConfig(epochs=3)
+        encoding="mixed", data=data_config(), model=ModelConfig(dim=16), optim=OptimConfig(epochs=3)
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 import torchrope as tr
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope.lab.training.pretrained import start_backbone
 from torchrope.lab.training.run import load, train
@@ -15,7 +15,7 @@ from torchrope.models import Features
 
 
 def test_a_run_that_classified_is_a_backbone(tmp_path: Path) -> None:
-    data = DataConfig("digits", size=16, train_size=40, val_size=20, batch_size=20)
+    data = data_config("digits", size=16, train_size=40, val_size=20, batch_size=20)
     model = ModelConfig(patch_size=[4], dim=16, depth=2, num_heads=2, jitter=0.3)
     config = RunConfig(encoding="learned+liere:8", data=data, model=model, optim=OptimConfig(epochs=1))
     digits = make_data(data)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,12 +17,12 @@ from pytorch_lightning.callbacks import Callback
 import torchrope as tr
 from torchrope.files import write_whole
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import data_config
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import shuffle_patches
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.lab.training.cost import count_encoding_parameters, count_flops, measure_costs
-from torchrope.lab.training.evaluate import evaluate, interval, predict, scaled_sizes
+from torchrope.lab.training.evaluate import evaluate, predict, scaled_sizes
 from torchrope.lab.training.models import build_vit
 from torchrope.lab.training.optim import decay_groups, warmup_cosine
 from torchrope.lab.training.run import load, train
@@ -35,7 +34,7 @@ def small_run(epochs: int = 3, encoding: str = "learned+liere:4", seed: int = 1)
     return RunConfig(
         encoding=encoding,
         seed=seed,
-        data=DataConfig(name="digits", train_size=100, val_size=60, batch_size=20),
+        data=data_config(name="digits", train_size=100, val_size=60, batch_size=20),
         model=SMALL,
         optim=OptimConfig(epochs=epochs, warmup_epochs=1.0),
     )
@@ -209,7 +208,7 @@ def test_the_schedule_warms_up_linearly_and_decays_to_zero() -> None:
 
 @pytest.mark.parametrize("encoding", ["learned+mixed", "liere:4", "comrope-ap:4", "comrope-ld:4"])
 def test_weight_decay_never_touches_encodings_norms_biases_and_tokens(encoding: str) -> None:
-    model = build_vit(encoding, ModelConfig(dim=16, depth=2, num_heads=2, num_registers=2), make_data(DataConfig()))
+    model = build_vit(encoding, ModelConfig(dim=16, depth=2, num_heads=2, num_registers=2), make_data(data_config()))
     decayed, spared = decay_groups(model, 0.1)
     names = {id(p): name for name, p in model.named_parameters()}
     assert decayed["weight_decay"] == 0.1
@@ -269,22 +268,10 @@ def test_predict_leaves_a_model_as_it_was_and_repeats(training: bool) -> None:
 
 
 def test_sizes_scale_space_but_not_time() -> None:
-    motion = make_data(DataConfig(name="motion"))
+    motion = make_data(data_config(name="motion"))
     assert scaled_sizes(motion, (1, 4, 4), [0.5, 1.0, 1.5]) == [(5, 8, 8), (5, 20, 20), (5, 32, 32)]
-    digits = make_data(DataConfig())
+    digits = make_data(data_config())
     assert scaled_sizes(digits, (1, 1), [0.01, 2.0]) == [(1, 1), (8, 8), (16, 16)]
-
-
-def test_the_interval_is_the_bootstraps_and_repeats() -> None:
-    correct = np.repeat([1.0, 0.0], [80, 20])
-    low, high = interval(correct)
-    deviation = 1.96 * math.sqrt(0.8 * 0.2 / 100)  # normal approximation
-    assert (low, high) == (
-        pytest.approx(0.8 - deviation, abs=0.015),
-        pytest.approx(0.8 + deviation, abs=0.015),
-    )
-    assert interval(correct) == (low, high)
-    assert interval(np.ones(50)) == (1.0, 1.0)
 
 
 def test_costs_count_what_is_there() -> None:
@@ -309,7 +296,7 @@ def test_flops_are_two_for_each_multiply_add() -> None:
 
 
 def test_shared_encodings_count_once() -> None:
-    data = make_data(DataConfig())
+    data = make_data(data_config())
     shared = build_vit("mixed", ModelConfig(dim=16, depth=3, num_heads=2, share_layers=True, share_heads=True), data)
     assert count_encoding_parameters(shared) == 2 * 4
 
@@ -356,7 +343,7 @@ def test_bad_settings_are_told_in_one_line(settings: dict, message: str) -> None
 
 def test_a_size_by_name_is_overridden_one_by_one() -> None:
     with torch.device("meta"):
-        model = build_vit("none", ModelConfig(size="small", depth=2, patch_size=[4]), make_data(DataConfig()))
+        model = build_vit("none", ModelConfig(size="small", depth=2, patch_size=[4]), make_data(data_config()))
     assert (len(model.layers), model.norm.normalized_shape, model.layers[0].attention.num_heads) == (
         2,
         (384,),

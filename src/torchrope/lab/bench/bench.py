@@ -6,11 +6,11 @@ from datetime import date
 import torch
 
 from torchrope.lab.bench.config import ENCODINGS, Setting
-from torchrope.lab.bench.measure import interleaved_seconds, milliseconds, ratio, threads
 from torchrope.lab.bench.parity import require_parity
 from torchrope.lab.bench.peers import OURS, available_peers, make_encoding, make_step, make_task, ours, serving_backend
 from torchrope.lab.bench.results import VERSION, Bench, Compared, Source, Timed
 from torchrope.lab.provenance import provenance
+from torchrope.lab.timing import interleaved_seconds, milliseconds, ratio, threads
 
 PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE, choose
+from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE
 from torchrope.lab.bench.config import Setting
+from torchrope.lab.encodings import choose
 from torchrope.ops import BACKENDS, rotate
 from torchrope.positions import grid, prefix
 

@@ -1,26 +1,18 @@
 """What measuring leaves behind: dataclasses that are JSON files, and the one check of such a file."""
 
 import json
-import types
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TypeVar
 
 from torchrope.files import read_mapping, write_whole
 from torchrope.lab.bench.config import Setting
+from torchrope.lab.schema import build
+from torchrope.lab.timing import Quartiles
 
 VERSION = 1
 
 Kind = TypeVar("Kind")
-
-
-@dataclass(frozen=True)
-class Quartiles:
-    """Median and quartiles over the rounds."""
-
-    low: float
-    median: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -256,60 +248,9 @@ def read_results(path: Path, kind: type[Kind]) -> Kind:
     """Read results back.
 
     Raises:
-        ValueError: not JSON, another version, or a part that is missing, unknown or of the wrong kind.
+        ValueError: not JSON, another version, or a part that is missing or of the wrong kind.
     """
     plain = read_mapping(path, "benchmark results")
     if plain.get("schema") != VERSION:
         raise ValueError(f"benchmark results must have schema {VERSION}, got {path} with {plain.get('schema')!r}")
-    return from_plain(kind, plain, path.name)
-
-
-def from_plain(kind: Any, value: Any, where: str) -> Any:
-    """Build a dataclass, and those within it, from what JSON holds.
-
-    Raises:
-        ValueError: a name that is missing or unknown, or a value of the wrong kind; the message says where.
-    """
-    arguments = get_args(kind)
-    if is_dataclass(kind):
-        return _dataclass_from_plain(kind, value, where)
-    if get_origin(kind) is types.UnionType:
-        return _first_that_fits(arguments, value, where)
-    if get_origin(kind) is tuple:
-        _require(isinstance(value, list), "a list", value, where)
-        return tuple(from_plain(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    if get_origin(kind) is dict:
-        _require(isinstance(value, dict), "an object", value, where)
-        return {name: from_plain(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
-    if kind is float:
-        _require(type(value) in (int, float), "a number", value, where)
-        return float(value)
-    _require(type(value) is kind, kind.__name__, value, where)
-    return value
-
-
-def _dataclass_from_plain(kind: Any, value: Any, where: str) -> Any:
-    _require(isinstance(value, dict), "an object", value, where)
-    names = {field.name for field in fields(kind)}
-    if names != set(value):
-        missing, unknown = sorted(names - set(value)), sorted(set(value) - names)
-        raise ValueError(f"{where} must have the names of {kind.__name__}, got {missing} missing, {unknown} unknown")
-    hints = get_type_hints(kind)
-    return kind(**{name: from_plain(hints[name], value[name], f"{where}.{name}") for name in names})
-
-
-def _first_that_fits(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    if value is None and type(None) in kinds:
-        return None
-    *others, last = [kind for kind in kinds if kind is not type(None)]
-    for kind in others:
-        try:
-            return from_plain(kind, value, where)
-        except ValueError:
-            continue
-    return from_plain(last, value, where)
-
-
-def _require(holds: bool, wanted: str, value: Any, where: str) -> None:
-    if not holds:
-        raise ValueError(f"{where} must be {wanted}, got {str(value)[:60]!r}")
+    return build(kind, plain, path.name)

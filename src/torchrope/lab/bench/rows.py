@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchrope.lab.bench.measure import quartiles
 from torchrope.lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope.lab.bench.results import Bench, Growth, Judged, Peak, Quartiles, Training
+from torchrope.lab.bench.results import Bench, Growth, Judged, Peak, Training
+from torchrope.lab.timing import Quartiles, quartiles
 
 BENCH_ENCODINGS = ("axial", "mixed", "liere:8", "liere:64", "comrope-ap:8", "comrope-ld:8")
 TRAINING_ENCODINGS = ("mixed", "comrope-ap:8", "comrope-ld:8", "liere:8", "liere:64")

@@ -8,9 +8,8 @@ from torch.nn import functional
 
 from torchrope.lab.bench.bench import Tell, run_bench
 from torchrope.lab.bench.config import Setting
-from torchrope.lab.bench.measure import interleaved_seconds, milliseconds, peak_bytes, ratio, slope, threads
 from torchrope.lab.bench.peers import make_step, make_task, ours
-from torchrope.lab.bench.results import VERSION, Growth, Overhead, Peak, Quartiles, Suite, Training
+from torchrope.lab.bench.results import VERSION, Growth, Overhead, Peak, Suite, Training
 from torchrope.lab.bench.rows import (
     BENCH_ENCODINGS,
     GROWTH_ENCODINGS,
@@ -19,6 +18,7 @@ from torchrope.lab.bench.rows import (
     Measurements,
     judge_all,
 )
+from torchrope.lab.timing import Quartiles, interleaved_seconds, milliseconds, peak_bytes, ratio, slope, threads
 from torchrope.models import ViT
 
 _NO_ENCODING = "none"

@@ -4,7 +4,7 @@ import csv
 from collections import Counter
 from pathlib import Path
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import ADE20kConfig
 from torchrope.lab.data.images import existing_folder
 from torchrope.lab.data.maps import MapModule, MapSet
 
@@ -30,7 +30,9 @@ class ADE20k(MapModule):
     title = "ADE20k"
     first = 1
 
-    def __init__(self, config: DataConfig) -> None:
+    config: ADE20kConfig
+
+    def __init__(self, config: ADE20kConfig) -> None:
         super().__init__(config)
         root = existing_folder(config.root, "ADE20k", f"{LAYOUT}; from {SOURCE}")
         self.root = root / FOLDER if (root / FOLDER).is_dir() else root

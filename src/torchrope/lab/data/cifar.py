@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import Cifar10Config
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.gzipped import LimitedGzip
 from torchrope.lab.data.pickles import read_arrays
@@ -61,9 +61,11 @@ class Cifar(DataModule):
     label_key: str
     label_bytes: int
 
-    def __init__(self, config: DataConfig) -> None:
+    config: Cifar10Config
+
+    def __init__(self, config: Cifar10Config) -> None:
         super().__init__(config)
-        side = config.size or IMAGE_SIZE
+        side = config.size
         self.input_size = (side, side)
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:

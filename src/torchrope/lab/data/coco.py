@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import CocoConfig
 from torchrope.lab.data.dense import (
     Change,
     DenseModule,
@@ -28,9 +28,9 @@ from torchrope.lab.data.dense import (
     of_photographs,
 )
 from torchrope.lab.data.faults import Fault, name_some, tell_skipped
+from torchrope.lab.data.folders import matching
 from torchrope.lab.data.images import existing_folder, hold_out, load_image
 
-SIZE = 800
 LONGEST = 5 / 3  # side, over the shorter one: 1333 for 800
 NOTHING = b"[]"
 FARTHEST = 1e5  # pixels; a polygon that goes beyond is damaged
@@ -129,9 +129,11 @@ class Coco(DenseModule):
     in_channels = 3
     tasks = ("detect",)
 
-    def __init__(self, config: DataConfig) -> None:
+    config: CocoConfig
+
+    def __init__(self, config: CocoConfig) -> None:
         super().__init__(config)
-        side = config.size or SIZE
+        side = config.size
         self.input_size = (side, side)
         self.root = existing_folder(config.root, "COCO", f"{LAYOUT}; from {SOURCE}")
         self.classes = ()
@@ -176,7 +178,7 @@ def find_annotations(root: Path, part: str) -> Path | None:
     Raises:
         ValueError: there are several, or there is none for train.
     """
-    found = sorted((root / "annotations").glob(f"*{part}*.json"))
+    found = matching(root / "annotations", f"*{part}*.json")
     found = [path for path in found if path.name.startswith("instances_")] or found
     if len(found) > 1 or (not found and part == "train"):
         came = ", ".join(path.name for path in found) or f"none for {part} in {str(root)!r}"

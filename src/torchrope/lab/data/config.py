@@ -1,91 +1,27 @@
-"""The choice of a data set, as plain values: imports no torch."""
+"""The choice of a data set and its settings, as plain values: imports no torch."""
 
+import difflib
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 DataName = Literal[
-    "digits",
-    "motion",
-    "fashion-mnist",
-    "images",
-    "cifar10",
-    "cifar100",
-    "tiny-imagenet",
-    "imagenet",
-    "videos",
-    "ucf101",
-    "volumes",
-    "rsna",
-    "scenes",
-    "coco",
-    "ade20k",
-    "segments",
-]
-DATA_NAMES: tuple[str, ...] = get_args(DataName)
-NAMES_OF_PICTURES = ("images", "cifar10", "cifar100", "tiny-imagenet", "imagenet")  # 8-bit, in colour
-NAMES_OF_FILES = ("images", "imagenet")  # cropped when they are read
-NAMES_OF_VIDEOS = ("videos", "ucf101")
-NAMES_OF_VOLUMES = ("volumes", "rsna")
-NAMES_OF_PHOTOGRAPHS = ("coco", "ade20k", "segments")  # with boxes, masks or maps
-NAMES_DENSE = ("scenes", *NAMES_OF_PHOTOGRAPHS)  # where an answer has a place in the picture
-NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)
-NAMES_WITH_ROOT = (
-    "fashion-mnist",
-    *NAMES_OF_PICTURES,
-    *NAMES_OF_VIDEOS,
-    *NAMES_OF_VOLUMES,
-    *NAMES_OF_PHOTOGRAPHS,
-)
-READ_BY = {
-    "frames": NAMES_OF_VIDEOS + NAMES_OF_VOLUMES,
-    "frame_stride": NAMES_OF_VIDEOS,
-    "split": ("ucf101",),
-    "test_views": NAMES_OF_VIDEOS,
-    "labels": NAMES_OF_VOLUMES,
-    "windows": NAMES_OF_VOLUMES,
-}
-
-CHANGED_BY = {
-    **dict.fromkeys(("crop_padding", "three_augment"), NAMES_OF_PICTURES),
-    "crop_scale": NAMES_OF_FILES,
-    "scale_jitter": NAMES_DENSE,
-    "color_jitter": NAMES_OF_PICTURES + NAMES_OF_PHOTOGRAPHS,
-    **dict.fromkeys(("mixup", "cutmix"), NAMES_TO_CLASSIFY),
-    **dict.fromkeys(("randaugment", "erasing"), NAMES_OF_PICTURES + NAMES_OF_VIDEOS + NAMES_OF_VOLUMES),
-}  # what else is changed there at random takes any data set
-
+    "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
+    "ucf101", "volumes", "rsna", "scenes", "coco", "ade20k", "segments",
+]  # fmt: skip
 LARGEST_MAGNITUDE = 30  # of RandAugment
 
 
 @dataclass
-class AugmentConfig:
-    """How training inputs are changed at random, in the order below; nothing is changed by default.
+class Augment:
+    """How training inputs are changed at random; nothing is changed by default.
 
-    What happens to an example is a function of the run's seed, the epoch and the example. `flip` and `repeats` are for
-    every data set, `mixup` and `cutmix` for all that are classified, `randaugment` and `erasing` for pictures (images,
-    CIFAR, Tiny-ImageNet and ImageNet), videos and volumes, `scale_jitter` for scenes, COCO, ADE20k and segments,
-    `color_jitter` for the last three and for pictures, the others for pictures.
+    What happens to an example is a function of the run's seed, the epoch and the example. `AugmentConfig` has the
+    settings of all data sets; each data set has those that apply to it.
 
     Attributes:
-        crop_padding: Pixels of black added on every side before a crop of the old size (4 for CIFAR).
-        crop_scale: Least and largest share of a picture that is cropped and resized; None is the data set's own
-            (0.6 to 1 of "images", 0.08 to 1 of "imagenet"; others have no such crop).
-        scale_jitter: Least and largest factor on the size of a picture, of which a crop of `DataConfig.size` per side,
-            or less where there is less, is taken then. With 1 the longer side is `size` (Ghiasi et al.,
-            arXiv:2012.07177: 0.1 to 2), in "ade20k" and "segments" the shorter one. None is 0.5 to 2 for these two, and
-            no jitter and no crop for "scenes" and "coco".
         flip: Exchange left and right in half of the examples.
-        randaugment: n operations of magnitude m (0 to 30) on every picture (Cubuk et al., arXiv:1909.13719), the same
-            ones on all frames of a clip; on all slices of a volume those that are no change of colours.
-        three_augment: One of grey, solarised and blurred (DeiT-III, Touvron et al., arXiv:2204.07118).
-        color_jitter: Largest relative change of brightness, contrast and saturation (0.3 in DeiT-III).
-        erasing: Probability that a box of noise covers a part (Zhong et al., arXiv:1708.04896), through all frames or
-            slices.
-        mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
-        cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899), likewise; where both are on, each batch draws one.
-        mix_probability: Share of batches that are mixed.
         repeats: How often an example that is drawn comes within an epoch, changed otherwise each time; the epoch keeps
             its length, so that it sees so many times fewer of them (Hoffer et al., arXiv:1901.09335; DeiT: 3).
 
@@ -93,151 +29,437 @@ class AugmentConfig:
         ValueError: a number is out of range.
     """
 
-    crop_padding: int = 0
-    crop_scale: tuple[float, float] | None = None
-    scale_jitter: tuple[float, float] | None = None
     flip: bool = False
-    randaugment: tuple[int, int] | None = None
-    three_augment: bool = False
-    color_jitter: float = 0.0
-    erasing: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mix_probability: float = 1.0
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("crop_scale", "scale_jitter", "randaugment"):
-            value = getattr(self, name)
+        given = vars(self)
+        for name in {"crop_scale", "scale_jitter", "randaugment"} & given.keys():
+            value = given[name]
             if value is not None:
                 if len(value) != 2:
                     raise ValueError(f"{name} must be two numbers, got {value}")
                 setattr(self, name, tuple(value))  # YAML has lists alone
-        if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
-            raise ValueError(f"crop_scale must rise within 0 and 1, got {self.crop_scale}")
-        if self.scale_jitter is not None and not 0 < self.scale_jitter[0] <= self.scale_jitter[1] < math.inf:
-            raise ValueError(f"scale_jitter must rise from above 0, got {self.scale_jitter}")
-        if self.randaugment is not None:
-            number, magnitude = self.randaugment
-            if number < 1 or not 0 <= magnitude <= LARGEST_MAGNITUDE:
-                rule = f"randaugment must be 1 or more operations of magnitude 0 to {LARGEST_MAGNITUDE}"
-                raise ValueError(f"{rule}, got {self.randaugment}")
+        crop, scale, operations = (given.get(name) for name in ("crop_scale", "scale_jitter", "randaugment"))
+        if crop is not None and not 0 < crop[0] <= crop[1] <= 1:
+            raise ValueError(f"crop_scale must rise within 0 and 1, got {crop}")
+        if scale is not None and not 0 < scale[0] <= scale[1] < math.inf:
+            raise ValueError(f"scale_jitter must rise from above 0, got {scale}")
+        if operations is not None and (operations[0] < 1 or not 0 <= operations[1] <= LARGEST_MAGNITUDE):
+            rule = f"randaugment must be 1 or more operations of magnitude 0 to {LARGEST_MAGNITUDE}"
+            raise ValueError(f"{rule}, got {operations}")
         if self.repeats < 1:
             raise ValueError(f"repeats must be 1 or more, got {self.repeats}")
         for name in ("crop_padding", "mixup", "cutmix"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+            if not given.get(name, 0) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {given[name]}")
         for name in ("color_jitter", "erasing", "mix_probability"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
-
-    @property
-    def of_some(self) -> list[str]:
-        """The settings that are on and that not every data set takes."""
-        return [name for name in CHANGED_BY if getattr(self, name)]
+            if not 0 <= given.get(name, 0) <= 1:
+                raise ValueError(f"{name} must lie between 0 and 1, got {given[name]}")
 
     @property
     def on(self) -> bool:
         """Whether anything is changed."""
-        return bool(self.of_some) or self.flip or self.repeats > 1
+        return self != type(self)()
+
+
+@dataclass
+class MixAugment(Augment):
+    """Of data that are classified.
+
+    Attributes:
+        mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
+        cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899), likewise; where both are on, each batch draws one.
+        mix_probability: Share of batches that are mixed.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+
+
+@dataclass
+class StreamAugment(MixAugment):
+    """Of videos and volumes.
+
+    Attributes:
+        randaugment: n operations of magnitude m (0 to 30) on every picture (Cubuk et al., arXiv:1909.13719), the same
+            ones on all frames of a clip; on all slices of a volume those that are no change of colours.
+        erasing: Probability that a box of noise covers a part (Zhong et al., arXiv:1708.04896), through all frames or
+            slices.
+    """
+
+    randaugment: tuple[int, int] | None = None
+    erasing: float = 0.0
+
+
+@dataclass
+class ColourAugment(Augment):
+    """Of pictures in colour.
+
+    Attributes:
+        color_jitter: Largest relative change of brightness, contrast and saturation (0.3 in DeiT-III).
+    """
+
+    color_jitter: float = 0.0
+
+
+@dataclass
+class PictureAugment(StreamAugment, ColourAugment):
+    """Of pictures that are classified, in this order: crop, flip, RandAugment, 3-Augment, colours, erasing, mixing.
+
+    Attributes:
+        crop_padding: Pixels of black added on every side before a crop of the old size (4 for CIFAR).
+        three_augment: One of grey, solarised and blurred (DeiT-III, Touvron et al., arXiv:2204.07118).
+    """
+
+    crop_padding: int = 0
+    three_augment: bool = False
+
+
+@dataclass
+class FileAugment(PictureAugment):
+    """Of pictures that are cropped when they are read.
+
+    Attributes:
+        crop_scale: Least and largest share of a picture that is cropped and resized; None is the data set's own
+            (0.6 to 1 of "images", 0.08 to 1 of "imagenet").
+    """
+
+    crop_scale: tuple[float, float] | None = None
+
+
+@dataclass
+class SceneAugment(Augment):
+    """Of pictures with boxes, masks or maps.
+
+    Attributes:
+        scale_jitter: Least and largest factor on the size of a picture, of which a crop of `size` pixels per side, or
+            less where there is less, is taken then. With 1 the longer side is `size` (Ghiasi et al., arXiv:2012.07177:
+            0.1 to 2), in "ade20k" and "segments" the shorter one. None is 0.5 to 2 for these two, and no jitter and no
+            crop for "scenes" and "coco".
+    """
+
+    scale_jitter: tuple[float, float] | None = None
+
+
+@dataclass
+class PhotographAugment(SceneAugment, ColourAugment):
+    """Of photographs with boxes, masks or maps."""
+
+
+@dataclass
+class AugmentConfig(FileAugment, PhotographAugment):
+    """Of all data sets, each of which takes a part of them."""
 
 
 @dataclass
 class DataConfig:
-    """Which data, how much of it, and in what batches.
+    """Which data, how much of it, and in what batches: what all data sets have; `data_config` makes that of one.
 
     Attributes:
-        name: The data set: "digits" (real 8x8 digits), "motion" (clips of moving digits), "fashion-mnist",
-            "images" or "videos" (your own folder), "volumes" (your own DICOM series or NIfTI files), "rsna" (CT of
-            the head), "scenes" (several digits on a canvas, with boxes, masks and a map), "segments" (your own pictures
-            and masks), or another one by its name.
-        root: Folder that holds the files, laid out as docs/data.md says. "digits", "motion" and "scenes" have none;
-            "fashion-mnist", "cifar10" and "cifar100" are downloaded where it is not given.
-        size: Pixels per side; None is the data set's own (8, 20, 28, 64, 32, 32, 64 and then 224 in the order
-            of the names; 64 of "scenes", 800 of "coco", 512 of "ade20k" and "segments"). Of "ade20k" and "segments" it
-            is that of a training crop, of "coco" the shorter side of a picture, where `scale_jitter` makes no crops.
-        train_size: Train on that many examples, as equally many of each class as there can be; None is all,
-            2400 clips of "motion", and 2000 "scenes".
-        val_size: Validate on that many examples, chosen likewise; None is all, 600 clips of "motion", and 200 "scenes".
+        name: The data set, see docs/data.md.
+        size: Pixels per side; of "ade20k" and "segments" those of a training crop, of "coco" the shorter side of a
+            picture, where `scale_jitter` makes no crops.
+        train_size: Train on that many examples, as equally many of each class as there can be; None is all.
+        val_size: Validate on that many examples, chosen likewise.
         batch_size: Examples in one training step.
         split_seed: Decides what is trained on and what is held out, whatever the seed of the run.
         workers: Processes that load data beside the training; 0 loads in the training process.
-        resident: Keep a set that fits into memory on the training device, as bytes, and augment it there.
         augment: How training inputs are changed at random.
-        frames: Frames of a clip, or slices of a volume; None is 8 and 32.
-        frame_stride: Frames of a video for each frame of a clip; None is 4.
-        split: Which of UCF101's three official splits; None is 1.
-        test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits; None is
-            the centre alone.
-        labels: Table with the labels of "volumes" or "rsna"; None is root/labels.csv or root/stage_2_train.csv.
-        windows: [centre, width] of every channel of a volume, in the file's units, Hounsfield units for CT; None is
-            brain, subdural and soft tissue for "rsna", and for "volumes" one channel, each volume from its 0.5th to
-            its 99.5th percentile.
-        max_skipped: Files that may be left out because they cannot be read; one more stops the run with their list.
 
     Raises:
-        ValueError: a number is out of range, or root or augment is given to a data set that has no use for it.
+        ValueError: a number is out of range, or the data set does not have a setting of `augment`.
     """
 
     name: DataName = "digits"
-    root: str | None = None
-    size: int | None = None
+    size: int = 8
     train_size: int | None = None
     val_size: int | None = None
     batch_size: int = 64
     split_seed: int = 0
     workers: int = 0
-    frames: int | None = None
-    frame_stride: int | None = None
-    split: int | None = None
-    test_views: list[int] | None = None
-    labels: str | None = None
-    windows: list[list[float]] | None = None
-    max_skipped: int = 100
-    resident: bool = True
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    augment: Augment = field(default_factory=Augment)
 
     def __post_init__(self) -> None:
-        if self.root is not None:
-            self.root = os.path.abspath(os.path.expanduser(self.root))  # stored, it must mean the same from anywhere
-        if self.name not in DATA_NAMES:
-            raise ValueError(f"name must be one of {', '.join(DATA_NAMES)}, got {self.name!r}")
-        if self.root is not None and self.name not in NAMES_WITH_ROOT:
-            readers = ", ".join(NAMES_WITH_ROOT)
-            raise ValueError(f"root is read by {readers} alone, got {self.root!r} with name {self.name!r}")
-        self._refuse_unread()
-        if self.labels is not None:
-            self.labels = os.path.abspath(os.path.expanduser(self.labels))
+        given = vars(self)
+        for name in ("root", "labels"):
+            if given.get(name) is not None:  # stored, it must mean the same from anywhere
+                setattr(self, name, os.path.abspath(os.path.expanduser(given[name])))
         for name in ("size", "train_size", "val_size", "batch_size", "frames", "frame_stride"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if given.get(name) is not None and given[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {given[name]}")
         for name in ("split_seed", "workers", "max_skipped"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        self.augment = _augment(self.augment)
-        for setting in self.augment.of_some:
-            takers = CHANGED_BY[setting]
-            if self.name not in takers:
-                raise ValueError(f"augment.{setting} is for {', '.join(takers)} alone, got name {self.name!r}")
-        self._check_clips()
+            if given.get(name, 0) < 0:
+                raise ValueError(f"{name} must be at least 0, got {given[name]}")
+        own = type(self).augmentation()
+        if type(self.augment) is not own:  # plain settings from a file, or those of all data sets
+            changes = self.augment if isinstance(self.augment, dict) else changed(self.augment)
+            for name in changes:
+                if name not in options(own):
+                    raise refusal(f"augment.{name}", self.name)
+            self.augment = own(**changes)
 
-    def _refuse_unread(self) -> None:
-        for name, readers in READ_BY.items():
-            value = getattr(self, name)
-            if value is not None and self.name not in readers:
-                raise ValueError(f"{name} is read by {', '.join(readers)} alone, got {value!r} with name {self.name!r}")
+    @classmethod
+    def augmentation(cls) -> type[Augment]:
+        """The class of `augment`."""
+        return next(f.default_factory for f in fields(cls) if f.name == "augment")  # type: ignore[return-value]
 
-    def _check_clips(self) -> None:
-        if self.split not in (None, 1, 2, 3):
-            raise ValueError(f"split must be 1, 2 or 3, got {self.split}")
-        if self.test_views is not None and (len(self.test_views) != 2 or min(self.test_views) < 1):
+
+@dataclass
+class HeldConfig(DataConfig):
+    """Data that are held in memory.
+
+    Attributes:
+        resident: Keep a set that fits into memory on the training device, as bytes, and augment it there.
+    """
+
+    resident: bool = True
+
+
+@dataclass
+class RootConfig(DataConfig):
+    """Data in files.
+
+    Attributes:
+        root: Folder that holds the files, laid out as docs/data.md says; "fashion-mnist", "cifar10" and "cifar100" are
+            downloaded where it is not given.
+    """
+
+    root: str | None = None
+
+
+@dataclass
+class FilesConfig(RootConfig):
+    """Data in files of which some may be damaged.
+
+    Attributes:
+        max_skipped: Files that may be left out because they cannot be read; one more stops the run with their list.
+    """
+
+    max_skipped: int = 100
+
+
+@dataclass
+class DigitsConfig(HeldConfig):
+    """Real 8x8 digits."""
+
+    augment: MixAugment = field(default_factory=MixAugment)
+
+
+@dataclass
+class MotionConfig(DigitsConfig):
+    """Clips of moving digits; without sizes 2400 to train on and 600 to validate."""
+
+    name: DataName = "motion"
+    size: int = 20
+
+
+@dataclass
+class FashionConfig(RootConfig, HeldConfig):
+    """Fashion-MNIST."""
+
+    name: DataName = "fashion-mnist"
+    size: int = 28
+    augment: MixAugment = field(default_factory=MixAugment)
+
+
+@dataclass
+class Cifar10Config(RootConfig, HeldConfig):
+    """CIFAR-10."""
+
+    name: DataName = "cifar10"
+    size: int = 32
+    augment: PictureAugment = field(default_factory=PictureAugment)
+
+
+@dataclass
+class Cifar100Config(Cifar10Config):
+    """CIFAR-100."""
+
+    name: DataName = "cifar100"
+
+
+@dataclass
+class TinyImageNetConfig(FilesConfig, HeldConfig):
+    """Tiny-ImageNet."""
+
+    name: DataName = "tiny-imagenet"
+    size: int = 64
+    augment: PictureAugment = field(default_factory=PictureAugment)
+
+
+@dataclass
+class ImagesConfig(FilesConfig):
+    """Pictures of your own."""
+
+    name: DataName = "images"
+    size: int = 64
+    augment: FileAugment = field(default_factory=FileAugment)
+
+
+@dataclass
+class ImageNetConfig(ImagesConfig):
+    """ImageNet-1k."""
+
+    name: DataName = "imagenet"
+    size: int = 224
+
+
+@dataclass
+class VideosConfig(FilesConfig):
+    """Videos of your own.
+
+    Attributes:
+        frames: Frames of a clip.
+        frame_stride: Frames of a video for each frame of a clip.
+        test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits.
+    """
+
+    name: DataName = "videos"
+    size: int = 224
+    augment: StreamAugment = field(default_factory=StreamAugment)
+    frames: int = 8
+    frame_stride: int = 4
+    test_views: list[int] = field(default_factory=lambda: [1, 1])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.test_views) != 2 or min(self.test_views) < 1:
             raise ValueError(f"test_views must be segments and crops, at least 1 each, got {self.test_views}")
+
+
+@dataclass
+class UCF101Config(VideosConfig):
+    """UCF101.
+
+    Attributes:
+        split: Which of the three official splits.
+    """
+
+    name: DataName = "ucf101"
+    split: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split not in (1, 2, 3):
+            raise ValueError(f"split must be 1, 2 or 3, got {self.split}")
+
+
+@dataclass
+class VolumesConfig(FilesConfig):
+    """Volumes of your own.
+
+    Attributes:
+        frames: Slices of a volume.
+        labels: Table with the labels; None is root/labels.csv, of "rsna" root/stage_2_train.csv.
+        windows: [centre, width] of every channel, in the file's units, Hounsfield units for CT; None is one channel,
+            each volume from its 0.5th to its 99.5th percentile.
+    """
+
+    name: DataName = "volumes"
+    size: int = 224
+    augment: StreamAugment = field(default_factory=StreamAugment)
+    frames: int = 32
+    labels: str | None = None
+    windows: list[list[float]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for window in [] if self.windows is None else self.windows or [[]]:
             if len(window) != 2 or not window[1] > 0:
                 raise ValueError(f"windows must each be [centre, width above 0], got {self.windows}")
 
 
-def _augment(stored: Any) -> AugmentConfig:
-    """A configuration read back from a file holds plain settings."""
-    return stored if isinstance(stored, AugmentConfig) else AugmentConfig(**stored)
+@dataclass
+class RSNAConfig(VolumesConfig):
+    """CT of the head; windows are brain, subdural and soft tissue unless given."""
+
+    name: DataName = "rsna"
+    windows: list[list[float]] | None = field(default_factory=lambda: [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]])
+
+
+@dataclass
+class ScenesConfig(HeldConfig):
+    """Several digits on a canvas, with boxes, masks and a map; without sizes 2000 to train on and 200 to validate."""
+
+    name: DataName = "scenes"
+    size: int = 64
+    augment: SceneAugment = field(default_factory=SceneAugment)
+
+
+@dataclass
+class CocoConfig(FilesConfig):
+    """COCO, or data of your own in its format."""
+
+    name: DataName = "coco"
+    size: int = 800
+    augment: PhotographAugment = field(default_factory=PhotographAugment)
+
+
+@dataclass
+class ADE20kConfig(CocoConfig):
+    """ADE20k."""
+
+    name: DataName = "ade20k"
+    size: int = 512
+
+
+@dataclass
+class SegmentsConfig(ADE20kConfig):
+    """Pictures and masks of your own."""
+
+    name: DataName = "segments"
+
+
+_CLASSIFIED = (DigitsConfig, MotionConfig, FashionConfig, ImagesConfig, Cifar10Config, Cifar100Config)
+_FROM_FILES = (TinyImageNetConfig, ImageNetConfig, VideosConfig, UCF101Config, VolumesConfig, RSNAConfig)
+_DENSE = (ScenesConfig, CocoConfig, ADE20kConfig, SegmentsConfig)
+SETTINGS: dict[str, type[DataConfig]] = {kind.name: kind for kind in (*_CLASSIFIED, *_FROM_FILES, *_DENSE)}
+DATA_NAMES: tuple[str, ...] = get_args(DataName)
+NAMES_DENSE = tuple(kind.name for kind in _DENSE)
+NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)
+
+
+def data_config(name: str = "digits", **settings: Any) -> DataConfig:
+    """Make the settings of a data set.
+
+    Raises:
+        ValueError: there is no such data set, it does not have a setting, or a value is out of range.
+
+    Example:
+        >>> data_config("volumes").frames
+        32
+    """
+    if name not in SETTINGS:
+        raise ValueError(f"name must be one of {', '.join(SETTINGS)}, got {name!r}")
+    for setting in settings:
+        if setting not in options(SETTINGS[name]):
+            raise refusal(setting, name)
+    return SETTINGS[name](**settings)
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """The settings of a dataclass that differ from its defaults."""
+    default = vars(type(config)())
+    return {name: value for name, value in vars(config).items() if value != default[name]}
+
+
+def options(kind: type) -> list[str]:
+    """Names of the settings of a dataclass, those of `augment` too, as `augment.flip`."""
+    own = [f.name for f in fields(kind)]
+    return own + ([f"augment.{f.name}" for f in fields(kind.augmentation())] if issubclass(kind, DataConfig) else [])
+
+
+def takers(setting: str) -> list[str]:
+    """Names of the data sets that have a setting."""
+    return [name for name, kind in SETTINGS.items() if setting in options(kind)]
+
+
+def refusal(setting: str, name: str) -> ValueError:
+    """Make the error for a setting that a data set does not have: whose it is, or which one is spelled like it."""
+    if takers(setting):
+        return ValueError(f"data.{setting} is for {', '.join(takers(setting))}, got data.name {name!r}")
+    near = difflib.get_close_matches(setting, options(SETTINGS[name]), n=1, cutoff=0.5)
+    hint = f"; did you mean 'data.{near[0]}'?" if near else ""
+    return ValueError(f"there is no setting data.{setting} of {name}{hint}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import AugmentConfig, DataConfig, HeldConfig
 from torchrope.lab.data.faults import Fault, Skipping
 from torchrope.lab.data.repeated import Repeated
 from torchrope.lab.data.tensors import HeldSet, TensorSet
@@ -165,11 +165,12 @@ class DataModule(pl.LightningDataModule, ABC):
             return train
         from torchrope.lab.data.augment import EpochSet
 
-        return EpochSet(train, self.config.augment, self.num_classes, seed)
+        return EpochSet(train, AugmentConfig(**vars(self.config.augment)), self.num_classes, seed)
 
     def _on_device(self, train: Dataset, device: torch.device) -> Dataset:
         """Keep a set that is held in memory on the device that trains on it, where there is room."""
-        if not isinstance(train, HeldSet) or not self.config.resident or train.nbytes > RESIDENT_BYTES:
+        allowed = isinstance(self.config, HeldConfig) and self.config.resident
+        if not isinstance(train, HeldSet) or not allowed or train.nbytes > RESIDENT_BYTES:
             return train
         if self._resident is None or self._resident.inputs.device != device:
             self._resident = train if train.inputs.device == device else train.to(device)

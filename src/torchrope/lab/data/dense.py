@@ -13,7 +13,7 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as pictures
 
-from torchrope.lab.data.config import AugmentConfig
+from torchrope.lab.data.config import ColourAugment, SceneAugment
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.draws import Draws, seeded
 from torchrope.lab.data.faults import Skipping
@@ -164,7 +164,7 @@ def compose(steps: Sequence[Any]) -> Change | None:
     return v2.Compose(steps) if steps else None
 
 
-def large_scale_jitter(augment: AugmentConfig, side: int) -> list[Any]:
+def large_scale_jitter(augment: SceneAugment, side: int) -> list[Any]:
     """Resize so that the longer side is `side` times a random factor, crop, and keep what is seen of every object.
 
     References:
@@ -185,9 +185,9 @@ def jitter_of_maps(scale: tuple[float, float], side: int) -> list[Any]:
     return [v2.RandomResize(low, high + 1), CropOfSeveral(side)]
 
 
-def flip_and_colours(augment: AugmentConfig) -> list[Any]:
+def flip_and_colours(augment: SceneAugment) -> list[Any]:
     """What does not move a picture's frame."""
-    strength = augment.color_jitter
+    strength = augment.color_jitter if isinstance(augment, ColourAugment) else 0.0
     flip = [v2.RandomHorizontalFlip()] if augment.flip else []
     return flip + ([v2.ColorJitter(strength, strength, strength)] if strength else [])
 

@@ -5,7 +5,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import DigitsConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.tensors import TensorSet, balanced_subset, normalised_sets
 from torchrope.lab.data.transforms import resize
@@ -28,9 +28,11 @@ class Digits(DataModule):
     in_channels = 1
     classes = tuple("0123456789")
 
-    def __init__(self, config: DataConfig) -> None:
+    config: DigitsConfig
+
+    def __init__(self, config: DigitsConfig) -> None:
         super().__init__(config)
-        side = config.size or DIGIT_SIZE
+        side = config.size
         self.input_size = (side, side)
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:

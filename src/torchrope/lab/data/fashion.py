@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import FashionConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.gzipped import LimitedGzip
 from torchrope.lab.data.tensors import TensorSet, balanced_subset, normalised_sets
@@ -55,9 +55,11 @@ class FashionMNIST(DataModule):
         "Ankle boot",
     )
 
-    def __init__(self, config: DataConfig) -> None:
+    config: FashionConfig
+
+    def __init__(self, config: FashionConfig) -> None:
         super().__init__(config)
-        side = config.size or IMAGE_SIZE
+        side = config.size
         self.input_size = (side, side)
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:

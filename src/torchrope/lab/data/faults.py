@@ -78,7 +78,7 @@ def tell_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "f
     Args:
         faults: What cannot be used.
         total: How many files there are.
-        limit: How many may be left out, `DataConfig.max_skipped`.
+        limit: How many may be left out, `FilesConfig.max_skipped`.
         kind: What the files are, for the message.
 
     Raises:
@@ -107,7 +107,7 @@ class Skipping(Generic[T]):
     Args:
         names: What each example is called, by index.
         load: Reads the example at an index.
-        limit: How many may be left out, `DataConfig.max_skipped`.
+        limit: How many may be left out, `FilesConfig.max_skipped`.
         kind: What the examples are, for messages.
 
     Example:

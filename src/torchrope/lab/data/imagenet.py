@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
-from torchvision.datasets.folder import is_image_file
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import ImageNetConfig, TinyImageNetConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import find_faults, name_some, tell_skipped
+from torchrope.lab.data.folders import files_below, matching, subfolders
 from torchrope.lab.data.images import (
     ImageSet,
     Sample,
@@ -23,13 +24,10 @@ from torchrope.lab.data.images import (
     list_samples,
     load_image,
     random_crop,
-    subfolders,
 )
 from torchrope.lab.data.shards import ShardOrder, ShardSet, index_shards
 from torchrope.lab.data.tensors import Normalise, TensorSet, balanced_subset, byte_sets
 
-IMAGE_SIZE = 224
-TINY_SIZE = 64
 CROP_SCALE = (0.08, 1.0)
 SHOWN = 224 / 256  # share of the shorter side that validation takes
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet's pixels, as all published models use them
@@ -65,9 +63,11 @@ class ImageNet(DataModule):
     axes = ("height", "width")
     in_channels = 3
 
-    def __init__(self, config: DataConfig) -> None:
+    config: ImageNetConfig
+
+    def __init__(self, config: ImageNetConfig) -> None:
         super().__init__(config)
-        side = config.size or IMAGE_SIZE
+        side = config.size
         self.input_size = (side, side)
         self.classes = ()
         self.root = existing_folder(config.root, "imagenet", f"{LAYOUT}; from {SOURCE}")
@@ -150,9 +150,11 @@ class TinyImageNet(DataModule):
     axes = ("height", "width")
     in_channels = 3
 
-    def __init__(self, config: DataConfig) -> None:
+    config: TinyImageNetConfig
+
+    def __init__(self, config: TinyImageNetConfig) -> None:
         super().__init__(config)
-        side = config.size or TINY_SIZE
+        side = config.size
         self.input_size = (side, side)
         root = existing_folder(config.root, "tiny-imagenet", f"{TINY_LAYOUT}; from {TINY_SOURCE}")
         self.root = next((place for place in (root, root / "tiny-imagenet-200") if (place / "train").is_dir()), root)
@@ -202,7 +204,9 @@ def normalise() -> Normalise:
 
 def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
     """List the tar files that train and those that validate, told by their names or folders; sorted."""
-    train, val = (sorted({*root.glob(f"*{part}*.tar"), *root.glob(f"{part}*/*.tar")}) for part in ("train", "val"))
+    train, val = (
+        sorted({*matching(root, f"*{part}*.tar"), *matching(root, f"{part}*/*.tar")}) for part in ("train", "val")
+    )
     return train, [shard for shard in val if shard not in train]
 
 
@@ -229,7 +233,7 @@ def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sa
         if strange:
             raise ValueError(f"val must have the classes of train, got {', '.join(strange[:3])} in val alone")
         return list_samples(root, folder, classes)
-    files = sorted(path for path in flat.iterdir() if is_image_file(path.name) and not path.name.startswith("."))
+    files = [root / path for path in files_below(flat, root, IMG_EXTENSIONS)]
     labels = {name: label for label, name in enumerate(classes)}
     classes_of, source = validation_classes(root, folder, [path.name for path in files])
     for path in files:

@@ -1,31 +1,32 @@
 """Anybody's own pictures: one sub-folder per class."""
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS, is_image_file
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import ImagesConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import Skipping, find_faults, name_some, reason, tell_skipped
+from torchrope.lab.data.folders import files_below, subfolders, tell_others
 from torchrope.lab.data.tensors import Normalise, balanced_subset, byte_statistics
 
-IMAGE_SIZE = 64
 VAL_FRACTION = 0.2
 CROP_SCALE = (0.6, 1.0)
 PARTS = ("train", "val")
 STATISTICS_IMAGES = 512
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
 """Those of torchvision's extensions; Pillow reads others by running programs."""
+PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # of TIFF
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
 
 Sample = tuple[str, int]  # path below root, label
@@ -99,9 +100,11 @@ class Images(DataModule):
     axes = ("height", "width")
     in_channels = 3
 
-    def __init__(self, config: DataConfig) -> None:
+    config: ImagesConfig
+
+    def __init__(self, config: ImagesConfig) -> None:
         super().__init__(config)
-        side = config.size or IMAGE_SIZE
+        side = config.size
         self.input_size = (side, side)
         self.root = existing_folder(config.root)
         self.folders, self.classes = find_classes(self.root)
@@ -130,6 +133,7 @@ class Images(DataModule):
         """List the pictures of each part that can be decoded; name the others in `skipped`."""
         listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
         paths = [path for samples in listed.values() for path, _ in samples]
+        tell_others(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
         self.skipped = find_faults(paths, lambda path: load_image(self.root / path, self.input_size[0]), explain_fault)
         if len(self.skipped) == len(paths):
             raise ValueError(
@@ -202,35 +206,16 @@ def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def subfolders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, without hidden ones."""
-    try:
-        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    except OSError as error:
-        raise unreadable(error) from error
+def list_samples(
+    root: Path, folder: Path, classes: Sequence[str], extensions: Sequence[str] = IMG_EXTENSIONS
+) -> list[Sample]:
+    """List the files of every class with these extensions, at any depth, sorted."""
+    return sorted(
+        (path, label) for label, name in enumerate(classes) for path in files_below(folder / name, root, extensions)
+    )
 
 
-def list_samples(root: Path, folder: Path, classes: Sequence[str]) -> list[Sample]:
-    """List the image files of every class, at any depth, sorted, without hidden ones."""
-
-    def refuse(error: OSError) -> None:
-        raise unreadable(error) from error
-
-    samples = []
-    for label, name in enumerate(classes):
-        for place, _, files in os.walk(folder / name, onerror=refuse):
-            below = Path(place).relative_to(root)
-            images = (file for file in files if is_image_file(file) and not file.startswith("."))
-            samples += [((below / file).as_posix(), label) for file in images]
-    return sorted(samples)
-
-
-def unreadable(error: OSError) -> ValueError:
-    """Make the error for a folder that cannot be listed."""
-    return ValueError(f"every folder below root must be readable, got {error.filename!r}: {error.strerror}")
-
-
-def open_image(path: Path | BinaryIO) -> Image.Image:
+def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
     """Open a picture of one of `FORMATS`, whatever its name says.
 
     Raises:
@@ -245,16 +230,26 @@ def open_image(path: Path | BinaryIO) -> Image.Image:
 
 
 def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
-    """Decode an 8-bit picture as RGB, upright.
+    """Decode a picture as 8-bit RGB, upright.
 
-    With `size` a JPEG is decoded at a fraction of its resolution where that still leaves twice as much per side.
+    Of 16 bits the upper 8 are kept, so that 0 to 65535 become 0 to 255 in every picture alike. With `size` a JPEG is
+    decoded at a fraction of its resolution where that still leaves twice as much per side.
+
+    Raises:
+        ValueError: its values are signed, of 32 bits or floating-point numbers.
     """
     with open_image(path) as file:
         if size is not None:
             file.draft("RGB", (2 * size, 2 * size))
-        if file.mode.startswith(("I", "F")):
-            raise ValueError(f"{file.mode} pixels, not 8-bit ones")
+        file.filename = ""  # else Pillow maps the file, and a TIFF that is to be turned gets rows of the wrong length
         upright = ImageOps.exif_transpose(file)
+        if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
+            # Pillow turns 0 for white into 0 for black with 8 bits alone.
+            white = getattr(file, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
+            upper = (np.asarray(upright) >> 8).astype(np.uint8)
+            return Image.fromarray(255 - upper if white else upper).convert("RGB")
+        if file.mode.startswith(("I", "F")):
+            raise ValueError(f"{file.mode} pixels, neither of 8 nor of 16 bits without a sign")
     # Pillow warns when a transparent palette goes to RGB at once.
     return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from torchrope.lab.data.config import AugmentConfig, DataConfig
+from torchrope.lab.data.config import ADE20kConfig, PhotographAugment
 from torchrope.lab.data.dense import (
     IGNORED,
     DenseModule,
@@ -23,7 +23,6 @@ from torchrope.lab.data.dense import (
 from torchrope.lab.data.faults import Fault, find_faults, name_some, tell_skipped
 from torchrope.lab.data.images import list_samples, load_image, open_image
 
-SIZE = 512
 SCALE_JITTER = (0.5, 2.0)
 MASK_EXTENSION = ".png"
 
@@ -49,7 +48,7 @@ class MapSet(PictureSet):
         samples: Sequence[Pair],
         classes: int,
         first: int,
-        augment: AugmentConfig | None,
+        augment: PhotographAugment | None,
         side: int,
         max_skipped: int,
     ) -> None:
@@ -92,9 +91,11 @@ class MapModule(DenseModule):
     root: Path
     first: int
 
-    def __init__(self, config: DataConfig) -> None:
+    config: ADE20kConfig
+
+    def __init__(self, config: ADE20kConfig) -> None:
         super().__init__(config)
-        side = config.size or SIZE
+        side = config.size
         self.input_size = (side, side)
 
     def pairs(self, folders: Sequence[tuple[Path, Path]]) -> tuple[list[list[Pair]], list[Fault]]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import MotionConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.digits import DIGIT_SIZE, split_digits
 from torchrope.lab.data.tensors import TensorSet, normalised_sets
@@ -46,9 +46,11 @@ class Motion(DataModule):
     in_channels = 1
     classes = tuple(VELOCITIES)
 
-    def __init__(self, config: DataConfig) -> None:
+    config: MotionConfig
+
+    def __init__(self, config: MotionConfig) -> None:
         super().__init__(config)
-        side = config.size or FRAME_SIZE
+        side = config.size
         if side % PATCH_SIZE[-1] or side < FRAME_SIZE:
             raise ValueError(f"size must be a multiple of {PATCH_SIZE[-1]} from {FRAME_SIZE} up, got {side}")
         self.input_size = (FRAMES, side, side)

@@ -4,9 +4,10 @@ import logging
 from pathlib import Path
 
 from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import RSNAConfig
 from torchrope.lab.data.dicom import index_headers, read_head_ct
 from torchrope.lab.data.faults import name_some, tell_skipped
+from torchrope.lab.data.folders import files_below
 from torchrope.lab.data.images import existing_folder
 from torchrope.lab.data.volumes import Volume, VolumeModule, read_table, series_volumes
 
@@ -14,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 TABLE = "stage_2_train.csv"
 SLICES_FOLDER = "stage_2_train"
-WINDOWS = ((40, 80), (80, 200), (40, 380))  # brain, subdural, soft tissue
 LAYOUT = (
     f"root/{SLICES_FOLDER}/*.dcm and root/{TABLE}; accept the rules at "
     "https://www.kaggle.com/c/rsna-intracranial-hemorrhage-detection and unzip what "
@@ -41,10 +41,11 @@ class RSNA(VolumeModule):
     name = "rsna"
     title = "RSNA intracranial haemorrhage"
     classes = ("no haemorrhage", "haemorrhage")
-    default_windows = WINDOWS
     read_slice = staticmethod(read_head_ct)
 
-    def __init__(self, config: DataConfig) -> None:
+    config: RSNAConfig
+
+    def __init__(self, config: RSNAConfig) -> None:
         super().__init__(config)
         root = existing_folder(config.root, "the RSNA haemorrhage set", LAYOUT)
         self.table = Path(config.labels) if config.labels else root / TABLE
@@ -54,7 +55,7 @@ class RSNA(VolumeModule):
     def labelled(self) -> list[tuple[Volume, int, str]]:
         """Index the headers, keep the labelled slices, group them into studies."""
         bleeding = read_haemorrhages(self.table)
-        paths = sorted(path.relative_to(self.root).as_posix() for path in self.root.rglob("*.dcm"))
+        paths = files_below(self.root, self.root, (".dcm",))
         headers, faults = index_headers(self.root, paths, folder=cache_folder())
         # Slices without a label, as those of the challenge's test, are no part of it.
         labelled = {path: header for path, header in headers.items() if header.instance in bleeding}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import ScenesConfig
 from torchrope.lab.data.dense import (
     Change,
     DenseModule,
@@ -64,9 +64,11 @@ class Scenes(DenseModule):
     classes = tuple("0123456789")
     map_classes = ("background", *classes)
 
-    def __init__(self, config: DataConfig) -> None:
+    config: ScenesConfig
+
+    def __init__(self, config: ScenesConfig) -> None:
         super().__init__(config)
-        side = SIZE if config.size is None else config.size
+        side = config.size
         if not SIZES[0] <= side <= SIZES[1]:
             raise ValueError(f"size must lie between {SIZES[0]} and {SIZES[1]}, got {side}")
         self.input_size = (side, side)

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import SegmentsConfig
 from torchrope.lab.data.dense import IGNORED
+from torchrope.lab.data.folders import tell_others
 from torchrope.lab.data.images import existing_folder, hold_out
 from torchrope.lab.data.maps import MapModule, MapSet, Pair, largest_index, require_pairs
 
@@ -28,7 +29,9 @@ class Segments(MapModule):
     name = "segments"
     first = 0
 
-    def __init__(self, config: DataConfig) -> None:
+    config: SegmentsConfig
+
+    def __init__(self, config: SegmentsConfig) -> None:
         super().__init__(config)
         self.root = existing_folder(config.root, "segments", LAYOUT)
         if not (self.root / "images").is_dir() or not (self.root / "masks").is_dir():
@@ -44,6 +47,8 @@ class Segments(MapModule):
     def datasets(self) -> tuple[MapSet, MapSet]:
         """Pair pictures and masks, find the classes, split, and choose `train_size` and `val_size` of them."""
         parts, faults = self.pairs([(self.root / "images" / part, self.root / "masks" / part) for part in self.parts])
+        paired = [path for pairs in parts for pair in pairs for path in pair]
+        tell_others(self.root, [*paired, *(path for path, _ in faults), CLASSES], "images, masks (.png) or classes.txt")
         if not self.map_classes:
             most, unreadable = largest_index(self.root, [mask for pairs in parts for _, mask in pairs])
             broken = {mask for mask, _ in unreadable}

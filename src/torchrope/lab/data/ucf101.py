@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import UCF101Config
 from torchrope.lab.data.images import Sample, existing_folder
 from torchrope.lab.data.videos import VideoModule, require_each
 
@@ -31,10 +31,12 @@ class UCF101(VideoModule):
     name = "ucf101"
     title = "UCF101"
 
-    def __init__(self, config: DataConfig) -> None:
+    config: UCF101Config
+
+    def __init__(self, config: UCF101Config) -> None:
         super().__init__(config)
         root = existing_folder(config.root, "UCF101", LAYOUT)
-        self.split = config.split or 1
+        self.split = config.split
         self.lists = _first_with(root, LIST_FOLDERS, "classInd.txt")
         self.classes = read_classes(self.lists / "classInd.txt")
         self.videos = _first_with(root, VIDEO_FOLDERS, self.classes[0])

@@ -1,6 +1,5 @@
 """Anybody's own videos: one sub-folder per class."""
 
-import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +19,16 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from torchrope.lab.data.clips import crop_corners, test_frames, training_frames
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import VideosConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import find_faults, tell_skipped
-from torchrope.lab.data.images import Sample, choose, existing_folder, find_classes, hold_out, unreadable
+from torchrope.lab.data.folders import tell_others
+from torchrope.lab.data.images import Sample, choose, existing_folder, find_classes, hold_out, list_samples
 from torchrope.lab.data.streamed import StreamedSet
 
-FRAMES = 8
-FRAME_STRIDE = 4
-FRAME_SIZE = 224
 CROP_SCALE = (0.08, 1.0)
 CROP_RATIO = (3 / 4, 4 / 3)
-VIDEO_EXTENSIONS = (".avi", ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv")
+VIDEO_EXTENSIONS = (".avi", ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".gif")
 SEEK_MARGINS = (4, 64)  # frames; where B-frames are reordered, an AVI seeks a little too far
 MISSING_FRAMES = 0.05  # of those that the header counts; some writers count too many
 
@@ -124,11 +121,13 @@ class VideoModule(DataModule):
     axes = ("time", "height", "width")
     in_channels = 3
 
-    def __init__(self, config: DataConfig) -> None:
+    config: VideosConfig
+
+    def __init__(self, config: VideosConfig) -> None:
         super().__init__(config)
-        self.shape = ClipShape(config.frames or FRAMES, config.frame_stride or FRAME_STRIDE, config.size or FRAME_SIZE)
+        self.shape = ClipShape(config.frames, config.frame_stride, config.size)
         self.input_size = (self.shape.frames, self.shape.size, self.shape.size)
-        segments, crops = config.test_views or (1, 1)
+        segments, crops = config.test_views
         self.test_views = (segments, crops)
         self.views = segments * crops
 
@@ -191,7 +190,9 @@ class Videos(VideoModule):
 
     name = "videos"
 
-    def __init__(self, config: DataConfig) -> None:
+    config: VideosConfig
+
+    def __init__(self, config: VideosConfig) -> None:
         super().__init__(config)
         self.root = existing_folder(config.root, "videos")
         self.folders, self.classes = find_classes(self.root)
@@ -200,8 +201,13 @@ class Videos(VideoModule):
 
     def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
         """List the videos of every class; split them where the folder does not."""
-        listed = {part: list_videos(self.root, folder, self.classes) for part, folder in self.folders.items()}
-        whole = set(self.openable(self.root, [sample for samples in listed.values() for sample in samples]))
+        listed = {
+            part: list_samples(self.root, folder, self.classes, VIDEO_EXTENSIONS)
+            for part, folder in self.folders.items()
+        }
+        samples = [sample for samples in listed.values() for sample in samples]
+        tell_others(self.root, [path for path, _ in samples], f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
+        whole = set(self.openable(self.root, samples))
         kept = {part: [sample for sample in samples if sample in whole] for part, samples in listed.items()}
         if len(kept) == 2:
             require_each(kept["train"], self.classes, 1, "readable videos", " in train")
@@ -218,21 +224,6 @@ class Videos(VideoModule):
             f"{number} from a folder of one's own, {self.root.name}, cut to {frames} frames of {side}×{side} colour "
             "pixels; the class is the sub-folder."
         )
-
-
-def list_videos(root: Path, folder: Path, classes: Sequence[str]) -> list[Sample]:
-    """List the video files of every class, at any depth, sorted, without hidden ones."""
-
-    def refuse(error: OSError) -> None:
-        raise unreadable(error) from error
-
-    samples = []
-    for label, name in enumerate(classes):
-        for place, _, files in os.walk(folder / name, onerror=refuse):
-            below = Path(place).relative_to(root)
-            videos = (file for file in files if file.lower().endswith(VIDEO_EXTENSIONS) and not file.startswith("."))
-            samples += [((below / file).as_posix(), label) for file in videos]
-    return sorted(samples)
 
 
 def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int, what: str, purpose: str) -> None:
@@ -327,6 +318,9 @@ def _read_frames(container: Any, stream: Any, indices: list[int], count: int, fi
 
 def _decode_before(container: Any, stream: Any, index: int, first: int) -> Iterator[tuple[int, Any]]:
     """Decode from a keyframe at or before `index`."""
+    if container.format.name == "gif":  # few frames, each shown as long as it says: they are counted
+        container.seek(0)
+        return enumerate(container.decode(stream))
     for margin in SEEK_MARGINS:
         decoded = _decode_from(container, stream, max(0, index - margin), first)
         head = next(decoded, None)

@@ -1,12 +1,11 @@
-"""Anybody's own volumes: DICOM series or NIfTI files, and a CSV file with their labels."""
+"""Anybody's own volumes: DICOM series or NIfTI files, in folders of classes or with a CSV file of labels."""
 
 import csv
 import math
-import os
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,27 @@ from nibabel.openers import ImageOpener
 from torch import Tensor
 
 from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import VolumesConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.dicom import Header, by_series, in_order, index_headers, read_slice
 from torchrope.lab.data.faults import Fault, check_claim, name_some, reason, tell_skipped
-from torchrope.lab.data.images import choose, existing_folder, hold_out, unreadable
+from torchrope.lab.data.folders import files_below, tell_others
+from torchrope.lab.data.images import choose, existing_folder, find_classes, hold_out
 from torchrope.lab.data.streamed import StreamedSet
 from torchrope.lab.data.transforms import resize
 from torchrope.lab.data.videos import require_each
 
-SLICES = 32
-SLICE_SIZE = 224
 PERCENTILES = (0.5, 99.5)
 NIFTI_EXTENSIONS = (".nii", ".nii.gz")
 DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
+EXTENSIONS = " ".join((*NIFTI_EXTENSIONS, *filter(None, DICOM_EXTENSIONS), "or none"))
 NOT_SLICES = ("DICOMDIR", "LICENSE", "README")
 LABELS = "labels.csv"
+COLUMNS = {"study": ("file", "path", "id", "name"), "label": ("class", "target"), "part": ()}  # and other names of each
 LAYOUT = (
     f"DICOM series or NIfTI files, and root/{LABELS} with the columns study, label and perhaps part: "
-    "a path below root, or a StudyInstanceUID; its class; train or val"
+    "a path below root, or a StudyInstanceUID; its class; train or val; or without a table root/<class>/* of NIfTI "
+    "files and folders with a series"
 )
 EXPECTED = f"volumes ({LAYOUT})"
 
@@ -128,25 +129,25 @@ class VolumeSet(StreamedSet):
 class VolumeModule(DataModule):
     """Volumes in files, read while the model trains.
 
-    A subclass MUST set `root`, `default_windows`, `read_slice` and write `labelled` and `describe`. Volumes of one
+    A subclass MUST set `root`, `read_slice` and write `labelled` and `describe`. Volumes of one
     patient are never in both parts. Those that cannot be read are left out, named and counted up to `max_skipped`.
 
     Attributes:
         root: Folder that the paths of volumes start from.
-        default_windows: Windows unless the configuration has some.
         read_slice: From a DICOM file to values.
     """
 
     axes = ("depth", "height", "width")
     root: Path
-    default_windows: Sequence[Window] | None
     read_slice: ReadSlice
 
-    def __init__(self, config: DataConfig) -> None:
+    config: VolumesConfig
+
+    def __init__(self, config: VolumesConfig) -> None:
         super().__init__(config)
-        side = config.size or SLICE_SIZE
-        self.input_size = (config.frames or SLICES, side, side)
-        self.windows = config.windows or self.default_windows
+        side = config.size
+        self.input_size = (config.frames, side, side)
+        self.windows = config.windows
         self.in_channels = 1 if self.windows is None else len(self.windows)
 
     @abstractmethod
@@ -189,6 +190,9 @@ class VolumeModule(DataModule):
 class Volumes(VolumeModule):
     """Volumes below `root`, DICOM series or NIfTI files, labelled by a CSV file with the columns study and label.
 
+    Without `labels` and without root/labels.csv the class is the folder: root/<class>/* or root/train/<class>/* with
+    root/val/<class>/*, where each NIfTI file, at any depth, and each folder or study of DICOM files is a volume.
+
     A study is the path of a NIfTI file or of a folder with one series, a StudyInstanceUID (of several series the one
     with most slices is taken) or a SeriesInstanceUID. A third column, part, says train or val; without it a fifth of
     each class is held out by a hash of the patient and `split_seed`.
@@ -201,21 +205,41 @@ class Volumes(VolumeModule):
     """
 
     name = "volumes"
-    default_windows = None
     read_slice = staticmethod(read_slice)
 
-    def __init__(self, config: DataConfig) -> None:
+    config: VolumesConfig
+
+    def __init__(self, config: VolumesConfig) -> None:
         super().__init__(config)
         self.root = existing_folder(config.root, "volumes", LAYOUT)
-        self.rows = read_labels(Path(config.labels) if config.labels else self.root / LABELS)
-        self.classes = tuple(sorted({label for _, label, _ in self.rows}, key=_numbers_first))
-        if len(self.classes) < 2:
-            raise ValueError(f"labels must be of at least two classes, got only {self.classes[0]!r}")
+        self.table = Path(config.labels) if config.labels else self.root / LABELS
+        self.rows: list[tuple[str, str, str]] = []
+        self.folders: dict[str, Path] = {}
+        if config.labels or self.table.exists():
+            self.rows = read_labels(self.table)
+            self.classes = tuple(sorted({label for _, label, _ in self.rows}, key=_numbers_first))
+            if len(self.classes) < 2:
+                raise ValueError(f"labels must be of at least two classes, got only {self.classes[0]!r}")
+        else:
+            self.folders, self.classes = self._class_folders()
         self.title = f"Volumes in {self.root.name}"
         self.describe(0)
 
+    def _class_folders(self) -> tuple[dict[str, Path], tuple[str, ...]]:
+        try:
+            return find_classes(self.root)
+        except ValueError as error:
+            raise ValueError(f"root must hold {EXPECTED}, got no {LABELS}, and: {error}") from error
+
     def labelled(self) -> list[tuple[Volume, int, str]]:
-        """Read all headers below root, and find what the table asks for."""
+        """Read all headers below root, and find what the table asks for, or what the folders of classes hold."""
+        folders = [folder / name for folder in self.folders.values() for name in self.classes] or [self.root]
+        files = [path for folder in folders for path in files_below(folder, self.root)]
+        read = [path for path in files if _is_nifti(path) or Path(path).suffix.lower() in DICOM_EXTENSIONS]
+        table = [self.table.relative_to(self.root).as_posix()] if self.table.is_relative_to(self.root) else []
+        tell_others(self.root, read + table, f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})")
+        if self.folders:
+            return self._of_folders(files)
         volumes, faults = find_volumes(self.root)
         asked = [(volumes.get(_without_extension(study)), label, part) for study, label, part in self.rows]
         missing = [study for (study, _, _), (volume, _, _) in zip(self.rows, asked, strict=True) if volume is None]
@@ -228,13 +252,34 @@ class Volumes(VolumeModule):
         tell_skipped(faults, len(asked), self.config.max_skipped, "volumes and slices")
         return [(volume, self.classes.index(label), part) for volume, label, part in asked if volume is not None]
 
+    def _of_folders(self, files: Sequence[str]) -> list[tuple[Volume, int, str]]:
+        """Volumes with the class and the part that their folders say; of each part every class must have some."""
+        volumes, faults = folder_volumes(self.root, files)
+        found = [
+            (volume, label, part)
+            for part, folder in self.folders.items()
+            for label, name in enumerate(self.classes)
+            for volume in volumes
+            if (self.root / volume.name).is_relative_to(folder / name)
+        ]
+        self.skipped = faults
+        if not found:
+            named = f": {name_some(faults)}" if faults else ""
+            raise ValueError(f"root must hold {EXPECTED}, got none in {str(self.root)!r}{named}")
+        tell_skipped(faults, len(found) + len(faults), self.config.max_skipped, "volumes and slices")
+        for part in self.folders:
+            samples = [(volume.name, label) for volume, label, of in found if of == part]
+            fewest, where = (1, f" in {part}") if part else (2, f" where there is no {LABELS}")
+            require_each(samples, self.classes, fewest, "readable volumes", where)
+        return found
+
     def describe(self, count: int) -> None:
         """Say what the volumes are."""
         slices, side, _ = self.input_size
         number = f"{count:,} volumes" if count else "Volumes"
         self.description = (
-            f"{number} from a folder of one's own, {self.root.name}, resampled to "
-            f"{slices} slices of {side}×{side} voxels; the class is a column of a table."
+            f"{number} from a folder of one's own, {self.root.name}, resampled to {slices} slices of "
+            f"{side}×{side} voxels; the class is {'the sub-folder' if self.folders else 'a column of a table'}."
         )
 
 
@@ -268,7 +313,7 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
         ValueError: a file is damaged or not of that kind.
         OSError: a file cannot be read; nibabel's errors are of several other kinds, too.
     """
-    if paths[0].lower().endswith(NIFTI_EXTENSIONS):
+    if _is_nifti(paths[0]):
         with np.errstate(over="ignore", invalid="ignore"):
             values = torch.from_numpy(_axial(_load_nifti(root / paths[0])).get_fdata(dtype=np.float32).copy())
         if not values.isfinite().all():
@@ -291,17 +336,10 @@ def find_volumes(root: Path) -> tuple[dict[str, Volume], list[Fault]]:
     Returns:
         Volumes under every name by which a table may ask for them, and the files that cannot be used.
     """
-    files = sorted(_files_below(root))
-    nifti = [path for path in files if path.lower().endswith(NIFTI_EXTENSIONS)]
-    volumes: dict[str, Volume] = {}
-    faults: list[Fault] = []
-    for path in nifti:
-        try:
-            volumes[_without_extension(path)] = nifti_volume(root, path)
-        except Exception as error:  # nibabel raises many kinds
-            faults.append((path, reason(error)))
-    slices = [path for path in files if _is_slice(path)]
-    headers, unreadable = index_headers(root, slices, folder=cache_folder())
+    files = files_below(root, root)
+    scans, faults = nifti_volumes(root, files)
+    volumes = {volume.name: volume for volume in scans}
+    headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
     series, disordered = series_volumes(headers)
     folders = Counter(folder for volume in series for folder in _folders(volume))
     for volume in series:  # the shortest first: the longest keeps the study's name
@@ -309,6 +347,45 @@ def find_volumes(root: Path) -> tuple[dict[str, Volume], list[Fault]]:
         own = [folder for folder in _folders(volume) if folders[folder] == 1]
         volumes |= {name: volume for name in (header.study, header.series, *own) if name}
     return volumes, faults + unreadable + disordered
+
+
+def folder_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list[Fault]]:
+    """Make a volume of every NIfTI file, and of every study of every folder with DICOM files.
+
+    A volume is called by its path below root. Of several series of a study in a folder the one with most slices is
+    taken.
+
+    Args:
+        root: The folder.
+        files: Paths below it.
+
+    Returns:
+        The volumes, and the files and studies that cannot be used.
+    """
+    volumes, faults = nifti_volumes(root, files)
+    headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
+    folders: dict[str, dict[str, Header]] = defaultdict(dict)
+    for path, header in headers.items():
+        folders[Path(path).parent.as_posix()][path] = header
+    for folder, slices in folders.items():
+        series, disordered = series_volumes(slices)
+        studies = {slices[volume.paths[0]].study: volume for volume in series}  # the longest comes last
+        several = len(studies) > 1
+        volumes += [replace(one, name=f"{folder}/{study}" if several else folder) for study, one in studies.items()]
+        faults += [(f"{folder}/{study}", why) for study, why in disordered]
+    return volumes, faults + unreadable
+
+
+def nifti_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list[Fault]]:
+    """Read the headers of the NIfTI files among these, and name those that cannot be used."""
+    volumes: list[Volume] = []
+    faults: list[Fault] = []
+    for path in filter(_is_nifti, files):
+        try:
+            volumes.append(nifti_volume(root, path))
+        except Exception as error:  # nibabel raises many kinds
+            faults.append((path, reason(error)))
+    return volumes, faults
 
 
 def series_volumes(headers: Mapping[str, Header]) -> tuple[list[Volume], list[Fault]]:
@@ -373,11 +450,15 @@ def split_by_patient(
 def read_labels(path: Path) -> list[tuple[str, str, str]]:
     """Read a table of studies: (study, label, part), the part "" where the table has none.
 
+    The columns may have other names, in any case: file, path, id or name; class or target.
+
     Raises:
-        ValueError: it cannot be read, lacks a column or a value, is empty, or has another part than train and val.
+        ValueError: it cannot be read, lacks a column or a value, is empty, has several columns for one thing, or
+            another part than train and val.
     """
-    rows = list(read_table(path, ("study", "label"), EXPECTED))
-    labels = [(row["study"].strip(), row["label"].strip(), (row.get("part") or "").strip()) for row in rows]
+    rows = read_table(path, (), EXPECTED)
+    study, label, part = (_column(name, list(rows[0]), path) for name in COLUMNS)
+    labels = [(row[study].strip(), row[label].strip(), (row[part] or "").strip() if part else "") for row in rows]
     for study, label, part in labels:
         if not study or not label:
             raise ValueError(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
@@ -386,6 +467,22 @@ def read_labels(path: Path) -> list[tuple[str, str, str]]:
     if len({study for study, _, _ in labels}) < len(labels):
         raise ValueError(f"each study must have one label, got some twice in {path}")
     return labels
+
+
+def _column(name: str, columns: Sequence[str], path: Path) -> str:
+    """Find the column that is called so, or else the one with one of the other names; "" is a part that is not told."""
+    for names in ((name,), COLUMNS[name]):
+        found = [column for column in columns if column.strip().lower() in names]
+        if len(found) > 1:
+            came = " and ".join(map(repr, found))
+            raise ValueError(f"labels must have one column for the {name}, named {name!r}, got {came} in {path}")
+        if found:
+            return found[0]
+    if name == "part":
+        return ""
+    *others, last = COLUMNS[name]
+    rule = f"labels must have a column {', '.join((name, *others))} or {last}"
+    raise ValueError(f"{rule}, got {path} with {', '.join(columns) or 'none'}")
 
 
 def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[str, str]]:
@@ -431,18 +528,8 @@ def _axial(image: Any) -> Any:
     return image.as_reoriented(ornt_transform(io_orientation(image.affine), axcodes2ornt(("S", "P", "L"))))
 
 
-def _files_below(root: Path) -> list[str]:
-    """All files at any depth, without hidden ones."""
-
-    def refuse(error: OSError) -> None:
-        raise unreadable(error) from error
-
-    found = []
-    for place, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
-        below = Path(place).relative_to(root)
-        found += [(below / file).as_posix() for file in files if not file.startswith(".")]
-    return found
+def _is_nifti(path: str) -> bool:
+    return path.lower().endswith(NIFTI_EXTENSIONS)
 
 
 def _is_slice(path: str) -> bool:

@@ -35,8 +35,8 @@ class Look:
 
     Attributes:
         place: Of its colour in `COLOURS`; -1 is `PLAIN`.
-        marker: As matplotlib names it.
-        linestyle: As matplotlib names it.
+        marker: A name of `plots.SHAPES`.
+        linestyle: A name of `plots.SHAPES`.
     """
 
     place: int

@@ -1,82 +1,96 @@
 """Write a report as Markdown: the same tables, the figures as files beside it."""
 
-import json
+from collections.abc import Sequence
+from typing import Any
 
-from torchrope.lab.report.figures import Drawing
-from torchrope.lab.report.load import Results
-from torchrope.lab.report.notes import data_sentences, reading_notes, run_facts, title
-from torchrope.lab.report.tables import (
-    encoding_rows,
-    escape_markdown,
-    markdown_results,
-    markdown_table,
-    resolution_table,
-    result_columns,
-    result_rows,
-)
+from torchrope.lab.report.chapters import Chapter, Drawn, Part, Shot, Shown, title_of
+from torchrope.lab.report.tables import escape_markdown, markdown_table
 
 
-def render_markdown(results: Results, drawings: list[Drawing]) -> str:
+def render_markdown(chapters: Sequence[Chapter], advice: Sequence[dict[str, Any]]) -> str:
     """Write the whole report; figures are referred to as `figures/<name>.svg`."""
     sections = [
-        f"# {escape_markdown(title(results))}",
-        escape_markdown(" ".join(data_sentences(results))),
-        f"**{escape_markdown(results['answer'])}**",
-        "## Results",
-        markdown_results(result_columns(results), result_rows(results)),
-        *_resolutions(results),
-        *_drawings(drawings),
-        "## What each encoding is",
-        _encodings(results),
-        "## How to read this",
-        "\n".join(f"- **{heading}.** {escape_markdown(note)}" for heading, note in reading_notes(results)),
-        "## How to run it again",
-        *_command(results),
-        "\n".join(f"- {name}: {escape_markdown(fact)}" for name, fact in run_facts(results)),
-        *_configuration(results),
-        *_listed("Unfinished runs", results.get("unfinished")),
-        *_listed("Skipped files", results["data"].get("skipped")),
+        f"# {escape_markdown(title_of(chapters))}",
+        *(["## What to choose for which case", _advice(advice)] if len(chapters) > 1 else []),
+        *(section for chapter in chapters for section in _chapter(chapter)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _resolutions(results: Results) -> list[str]:
-    table = resolution_table(results)
-    if table is None:
+def _advice(advice: Sequence[dict[str, Any]]) -> str:
+    if not advice:
+        return "None of the studies here gives advice."
+    rows = [
+        [
+            row["case"],
+            ", ".join(cell.text for cell in row["encodings"]),
+            row["because"],
+            ", ".join(filter(None, [row["chapter"].title, row["part"].data])),
+        ]
+        for row in advice
+    ]
+    return markdown_table(["Case", "Choose", "Because", "Study"], rows, [False] * 4)
+
+
+def _chapter(chapter: Chapter) -> list[str]:
+    sources = f"Asked by: {'; '.join(map(escape_markdown, chapter.sources))}." if chapter.sources else ""
+    published = ["### What papers report"] if chapter.published else []
+    return [
+        f"## {escape_markdown(chapter.title)}",
+        f"*{escape_markdown(chapter.question)}*",
+        sources,
+        *(section for part in chapter.parts for section in _part(part)),
+        *published,
+        *(section for table in chapter.published for section in _table(table)),
+    ]
+
+
+def _part(part: Part) -> list[str]:
+    findings = part.study["findings"]
+    command = part.study["run"].get("command")
+    return [
+        f"### {escape_markdown(part.data)}" if part.data else "",
+        escape_markdown(part.about),
+        f"**{escape_markdown(findings['answer'])}**",
+        *(section for table in part.tables[:1] for section in _table(table)),
+        *(section for drawn in part.drawn for section in _drawing(drawn)),
+        *(section for table in part.tables[1:] for section in _table(table)),
+        *(section for shot in part.shots for section in _drawing(shot)),
+        _unfinished(part.study["unfinished"]),
+        *_checks(findings["checks"]),
+        "\n".join(f"- {escape_markdown(note)}" for note in findings["notes"]),
+        _code(command) if command else "",
+        "\n".join(f"- {name}: {escape_markdown(fact)}" for name, fact in part.facts),
+    ]
+
+
+def _drawing(drawn: Drawn | Shot) -> list[str]:
+    image = f"![{escape_markdown(drawn.figure['alt'])}](figures/{drawn.name}.svg)"
+    return [f"#### {escape_markdown(drawn.figure['title'])}", image, escape_markdown(drawn.figure.get("caption") or "")]
+
+
+def _table(table: Shown) -> list[str]:
+    rows = [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in table.rows]
+    source = f"Source: {escape_markdown(table.source)}." if table.source else ""
+    return [
+        f"#### {escape_markdown(table.title)}",
+        markdown_table(table.headings, rows, table.numeric),
+        source,
+        escape_markdown(table.note),
+    ]
+
+
+def _checks(checks: Sequence[dict[str, Any]]) -> list[str]:
+    if not checks:
         return []
-    headings = [f"{size} (trained)" if index == table.trained else size for index, size in enumerate(table.sizes)]
-    rows = [[name, *cells] for name, cells in table.rows]
-    numeric = [False] + [True] * len(headings)
-    return ["## Top-1 % at other input sizes", markdown_table(["Encoding", *headings], rows, numeric)]
+    rows = [[check["law"], "holds" if check["holds"] else "does not hold", check["measured"]] for check in checks]
+    return ["#### What must hold", markdown_table(["Law", "", "Measured"], rows, [False] * 3)]
 
 
-def _drawings(drawings: list[Drawing]) -> list[str]:
-    return [part for drawing in drawings for part in (f"### {drawing.title}", _image(drawing), drawing.caption)]
+def _unfinished(missing: Sequence[str]) -> str:
+    return f"Not finished yet: {escape_markdown(', '.join(missing))}." if missing else ""
 
 
-def _image(drawing: Drawing) -> str:
-    return f"![{escape_markdown(drawing.alt)}](figures/{drawing.name}.svg)"
-
-
-def _encodings(results: Results) -> str:
-    headings = ["Encoding", "Name", "What it is", "Formula", "Source", "Kind"]
-    rows = [[row.label, row.name, row.summary, row.formula, row.source, row.kind] for row in encoding_rows(results)]
-    return markdown_table(headings, rows, [False] * len(headings))
-
-
-def _command(results: Results) -> list[str]:
-    command = results["run"].get("command")
-    return [f"```sh\n{command}\n```"] if command else []
-
-
-def _configuration(results: Results) -> list[str]:
-    config = results["run"].get("config")
-    if not config:
-        return []
-    return ["Configuration:", f"```json\n{json.dumps(config, indent=2, ensure_ascii=False)}\n```"]
-
-
-def _listed(heading: str, items: list[object] | None) -> list[str]:
-    if not items:
-        return []
-    return [f"## {heading}", "\n".join(f"- {escape_markdown(str(item))}" for item in items)]
+def _code(command: str) -> str:
+    fence = "`" * max(3, 1 + max((len(run) for run in command.split() if set(run) == {"`"}), default=0))
+    return f"{fence}sh\n{' '.join(command.split())}\n{fence}"

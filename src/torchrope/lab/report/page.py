@@ -1,91 +1,114 @@
-"""Write a report: one HTML page that opens offline, and its Markdown twin."""
+"""Write the page over the comparison and the studies of a folder: one HTML file that opens offline, and Markdown."""
 
+import hashlib
 import json
-import re
+from base64 import b64encode
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from torchrope.files import write_whole
-from torchrope.lab.report.figures import NAMES, Drawing, all_drawings, looks
-from torchrope.lab.report.load import Results, read_results
+from torchrope.lab.report.chapters import MANY, Chapter, advice_table, all_drawn, arrange, colour_class, title_of
+from torchrope.lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look
 from torchrope.lab.report.markdown import render_markdown
-from torchrope.lab.report.notes import data_sentences, reading_notes, run_facts, title
-from torchrope.lab.report.tables import MISSING, encoding_rows, ratio_heading, resolution_table, result_rows
-
-SIGNS = {"sum": "Σ", "theta": "θ", "omega": "ω", "phi": "φ", "lambda": "λ", "pi": "π", "cdot": "·"}
+from torchrope.lab.report.plots import GRID, INK, PAPER, SOFT, page_looks
+from torchrope.lab.report.read import read_studies
 
 
 def write_report(out: Path) -> Path:
-    """Write `out/report/index.html`, `report.md` and `figures/*.svg` from `out/results.json`.
+    """Write `out/report/index.html`, `report.md` and `figures/*.svg` from what is in `out`.
 
     Everything is rendered before anything is written, and every file is written whole or not at all.
 
     Args:
-        out: The folder that `torchrope compare` filled.
+        out: The folder that `torchrope compare` or `torchrope study` filled.
 
     Returns:
         The path of the page.
 
     Raises:
-        ValueError: `results.json` is missing, is no JSON, or is not what this report reads.
+        ValueError: there is no study, or one is damaged.
+        ImportError: vl-convert-python is not installed.
     """
-    results = read_results(Path(out) / "results.json")
-    drawings = all_drawings(results)
+    studies = read_studies(Path(out))
+    chapters = arrange(studies)
     folder = Path(out) / "report"
     texts = {
-        **{folder / "figures" / f"{drawing.name}.svg": drawing.svg for drawing in drawings},
-        folder / "report.md": render_markdown(results, drawings),
-        folder / "index.html": render_page(results, drawings),
+        **{folder / "figures" / f"{drawn.name}.svg": drawn.svg + "\n" for drawn in all_drawn(chapters)},
+        folder / "report.md": render_markdown(chapters, advice_table(chapters, {})),
+        folder / "index.html": render_page(chapters, page_looks(studies)),
     }
     for path, text in texts.items():
         write_whole(path, text)
-    _forget_other_figures(folder / "figures", set(texts))
+    for left in set((folder / "figures").glob("*.svg")) - set(texts):
+        left.unlink()
     return folder / "index.html"
 
 
-def render_page(results: Results, drawings: list[Drawing]) -> str:
-    """Render the HTML page, style and figures inside it."""
+def render_page(chapters: Sequence[Chapter], looks: dict[str, Look]) -> str:
+    """Render the HTML page: style, scripts and figures inside it."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.filters["formula"] = formula_html
-    template = environment.from_string(_shipped("template.html"))
-    rows = result_rows(results)
+    template = environment.from_string(_shipped("page.html"))
+    scripts = [_library(), _shipped("page.js")]
+    parts = [part for chapter in chapters for part in chapter.parts]
     return template.render(
-        style=Markup(_shipped("style.css")),
-        title=title(results),
-        sentences=data_sentences(results),
-        answer=results["answer"],
-        rows=rows,
-        several_seeds=any(row.spread != MISSING for row in rows),
-        colours={name: look["color"] for name, look in looks(results).items()},
-        ratio=ratio_heading(results),
-        resolutions=resolution_table(results),
-        drawings=[(drawing, Markup(drawing.svg)) for drawing in drawings],
-        encodings=encoding_rows(results),
-        notes=reading_notes(results),
-        facts=run_facts(results),
-        command=results["run"].get("command"),
-        config=_indented(results["run"].get("config")),
-        skipped=results["data"].get("skipped") or [],
-        unfinished=results.get("unfinished") or [],
+        style=Markup(_shipped("page.css") + _colours()),
+        scripts=[Markup(script) for script in scripts],
+        policy=_policy(scripts),
+        title=title_of(chapters),
+        chapters=chapters,
+        advice=advice_table(chapters, looks),
+        broken=[(part, check) for part in parts for check in part.study["findings"]["checks"] if not check["holds"]],
+        parts=parts,
+        many=MANY,
+        config=_indented,
     )
 
 
-def formula_html(text: str) -> Markup:
-    """Set a plain-text formula: `sum_a p_a A_a` gets its sign and its indices."""
-    signs = "|".join(SIGNS)
-    raised = re.sub(r"\^\{([^}]+)\}|\^(-?\w+)", r"<sup>\1\2</sup>", str(escape(text)))
-    lowered = re.sub(r"_\{([^}]+)\}|_([A-Za-z0-9]+)", r"<sub>\1\2</sub>", raised)
-    return Markup(re.sub(rf"(?<![A-Za-z])({signs})(?![A-Za-z])", lambda found: SIGNS[found[0]], lowered))
+def _library() -> str:
+    """Vega, Vega-Lite and vega-embed as one script without outside addresses to load from."""
+    import vl_convert
+
+    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-def _forget_other_figures(folder: Path, kept: set[Path]) -> None:
-    for name in NAMES:
-        if folder / f"{name}.svg" not in kept:
-            (folder / f"{name}.svg").unlink(missing_ok=True)
+def _policy(scripts: Sequence[str]) -> str:
+    """What the page may do: run its own scripts as they are written here, show pictures inside it, and nothing else."""
+    hashes = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    rules = ("default-src 'none'", f"script-src {allowed}", "style-src 'unsafe-inline'", "img-src data: blob:")
+    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
+
+
+def _colours() -> str:
+    """Colours of encodings, and of the figures on dark paper: drawings name colours, the page says what they mean."""
+    pairs = {PLAIN: DARK_PLAIN, **dict(zip(COLOURS, DARK_COLOURS, strict=True))}
+    dots = [f".dot.{colour_class(place)} {{ background: {colour}; }}" for place, colour in enumerate(pairs, start=-1)]
+    drawn = {**pairs, PAPER: "none", INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--line)"}
+    rules = [
+        f'  .drawing [{part}="{light}" i] {{ {part}: {dark}; }}'
+        for light, dark in drawn.items()
+        for part in ("fill", "stroke")
+    ]
+    rules += [
+        f"  .dot.{colour_class(place)} {{ background: {colour}; }}"
+        for place, colour in enumerate(pairs.values(), start=-1)
+    ]
+    return "\n".join(
+        [
+            *dots,
+            f'.drawing [fill="{PAPER}" i] {{ fill: none; }}',
+            "@media screen and (prefers-color-scheme: dark) {",
+            *rules,
+            "}",
+            "",
+        ]
+    )
 
 
 def _shipped(name: str) -> str:

@@ -10,6 +10,7 @@ from markupsafe import escape
 
 from torchrope.lab.report.looks import Look, numbered
 from torchrope.lab.report.plots import FONT, INK, PAPER, STROKES
+from torchrope.lab.results import runs
 
 SIDE, GAP, ACROSS = 256, 14, 4
 LINE = 20  # of text
@@ -45,23 +46,6 @@ def sheet(pictures: dict[str, Any], name: str) -> str:
     )
 
 
-def runs(text: str) -> Iterator[tuple[int | None, int]]:
-    """Read a map: class, or None, and length of every run.
-
-    Raises:
-        ValueError: it is no map.
-
-    Example:
-        >>> list(runs("-:40 3:12"))
-        [(None, 40), (3, 12)]
-    """
-    for run in text.split():
-        kind, _, length = run.partition(":")
-        if not (kind == "-" or _is_count(kind)) or not _is_count(length) or int(length) < 1:
-            raise ValueError(f"a map must be runs class:length, got {run[:40]!r}")
-        yield None if kind == "-" else int(kind), int(length)
-
-
 @dataclass(frozen=True)
 class _Colour:
     """How a class is painted: colours come again after the ninth, then hatched or dashed."""
@@ -87,10 +71,6 @@ class _Colour:
             f'patternTransform="rotate({45 * self.round})"><rect width="6" height="6" fill="{colour}" '
             f'fill-opacity="0.35"/><rect width="2.5" height="6" fill="{colour}"/></pattern>'
         )
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _kinds(pictures: dict[str, Any]) -> set[int]:

@@ -263,7 +263,13 @@ def _channel(figure: Figure, names: _Fields, part: str) -> Spec:
     ticks: Spec = {"tickMinStep": 1} if whole else {}
     if figure["kind"] == "lines" and part == "x" and len(set(names.numbers(part))) <= 8:
         ticks |= {"values": sorted(set(names.numbers(part))), "format": ".6~g"}
-    return {**channel, "type": "quantitative", "scale": {"zero": figure["kind"] == "bars"}, "axis": ticks, **stacked}
+    return {
+        **channel,
+        "type": "quantitative",
+        "scale": {"zero": figure["kind"] == "bars" or bool(axis.get("zero"))},
+        "axis": ticks,
+        **stacked,
+    }
 
 
 def _ends(figure: Figure, names: _Fields, part: str) -> list[float]:

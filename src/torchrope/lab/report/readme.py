@@ -3,31 +3,30 @@
 from pathlib import Path
 
 from torchrope.files import write_whole
-from torchrope.lab.report.load import Results, read_results
-from torchrope.lab.report.notes import data_sentences, run_facts
-from torchrope.lab.report.tables import (
-    Column,
-    escape_markdown,
-    markdown_results,
-    ratio_heading,
-    result_rows,
-)
+from torchrope.lab.report.chapters import Cell, data_sentence, run_facts, show_table
+from torchrope.lab.report.tables import escape_markdown, markdown_table
+from torchrope.lab.results import StudyResult
+
+_SHOWN = ("name", "top1", "spread", "verdict", "shuffled", "ratio")
 
 
-def encodings_and_results(results: Results) -> str:
-    """Write the ranked results as a short Markdown table with one line on where they come from."""
-    columns = [
-        Column("Rank", lambda row: row.rank),
-        Column("Encoding", lambda row: row.label, numeric=False),
-        Column("Name", lambda row: row.name, numeric=False),
-        Column("Top-1 % [95 %]", lambda row: f"{row.top1} [{row.interval}]"),
-        Column("± over seeds", lambda row: row.spread),
-        Column("Shuffled %", lambda row: row.shuffled),
-        Column("Encoding parameters", lambda row: row.encoding_parameters),
-        Column(f"Step time {ratio_heading(results)}", lambda row: row.step_ratio),
-        Column("Verdict", lambda row: row.verdict, numeric=False),
-    ]
-    return f"{markdown_results(columns, result_rows(results))}\n\n{_provenance(results)}"
+def encodings_and_results(results: Path) -> str:
+    """Write the main table of a comparison in Markdown, with its answer and where it comes from.
+
+    Raises:
+        ValueError: the file is missing, damaged, or no comparison's.
+    """
+    study = StudyResult.read(results).plain()
+    if study["study"] != "compare":
+        raise ValueError(f"the README shows the results.json of `torchrope compare`, got {study['study']} in {results}")
+    table = study["findings"]["tables"][0]
+    shown = show_table({**table, "columns": [each for each in table["columns"] if each["key"] in _SHOWN]}, {})
+    rows = [[_text(cell) for cell in row] for row in shown.rows]
+    facts = dict(run_facts(study["run"]))
+    told = [f"{name}: {facts[name]}." for name in ("Seeds", "Machine", "Date") if name in facts]
+    sentences = escape_markdown(" ".join([data_sentence(study["data"]), *told]))
+    answer = escape_markdown(study["findings"]["answer"])
+    return f"{markdown_table(shown.headings, rows, shown.numeric)}\n\n{answer}\n\n{sentences}"
 
 
 def write_readme(path: Path, results: Path) -> None:
@@ -36,7 +35,7 @@ def write_readme(path: Path, results: Path) -> None:
     Raises:
         ValueError: the file does not hold the markers, or the results cannot be read.
     """
-    block = encodings_and_results(read_results(results))
+    block = encodings_and_results(results)
     write_whole(path, insert_between_markers(path.read_text(encoding="utf-8"), "results", block))
 
 
@@ -54,7 +53,5 @@ def insert_between_markers(text: str, name: str, block: str) -> str:
     return f"{before}{begin}\n{block.strip()}\n{end}{after}"
 
 
-def _provenance(results: Results) -> str:
-    facts = dict(run_facts(results))
-    told = [f"{name}: {facts[name]}." for name in ("Seeds", "Machine", "Date") if name in facts]
-    return escape_markdown(" ".join([*data_sentences(results), *told]))
+def _text(cell: Cell) -> str:
+    return f"{cell.text} [{cell.interval}]" if cell.interval else cell.text

@@ -1,26 +1,26 @@
 """Which encoding classifies best: top-1 and loss with intervals (LieRE tables 1, 2 and 6; ComRoPE table 3)."""
 
+from collections import Counter
 from statistics import fmean
+from typing import Any
 
+from torchrope.lab.conclusion import Conclusion
+from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Table
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.estimates import (
     OVER_SEEDS,
     TOP1,
     about_intervals,
     by_encoding,
-    caveat,
+    concluded,
     correct,
-    difference,
     loss,
     not_told_apart,
     percent,
-    places,
-    points,
-    told,
     top1,
+    verdict,
 )
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.results import Advice, Axis, Column, Figure, Findings, Table
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 
@@ -67,69 +67,46 @@ def find(lab: Lab) -> Findings:
     """Train every encoding with every seed and rank them."""
     trained = lab.train(lab.runs(lab.encodings))
     groups = by_encoding(trained)
-    ranked = places(groups)
-    best = groups[ranked[0].name]
-    rows = []
-    for place in ranked:
-        runs = groups[place.name]
-        gap, low, high = difference(correct(best), correct(runs))
+    labels = trained[0].labels
+    rights = {name: correct(runs) for name, runs in groups.items()}
+    conclusion = concluded(rights, chance=max(Counter(labels).values()) / len(labels))
+    rows: list[dict[str, Any]] = []
+    for name in sorted(rights, key=lambda name: (-rights[name].mean(), name)):
+        gap = conclusion.gaps.get(name)
         rows.append(
             {
-                "encoding": label(place.name),
-                "name": place.name,
-                **top1(correct(runs)),
-                "val_loss": loss(runs),
-                "gap": gap,
-                "gap_low": low,
-                "gap_high": high,
-                "verdict": place.verdict,
+                "encoding": label(name),
+                "name": name,
+                **top1(rights[name]),
+                "val_loss": loss(groups[name]),
+                "gap": gap and 100 * gap.estimate,
+                "gap_low": gap and 100 * gap.low,
+                "gap_high": gap and 100 * gap.high,
+                "verdict": verdict(conclusion, name),
             }
         )
     return Findings(
-        answer=_answer(rows, len(lab.seeds)),
+        answer=conclusion.sentence(),
         tables=[Table("Top-1 and loss on the validation set", COLUMNS, rows, note=_note(len(lab.seeds)))],
         figures=[_bars(rows), _curves(groups)],
         published=PUBLISHED,
-        advice=[_advice(rows, lab)],
+        advice=_advice(conclusion, rows, lab),
     )
 
 
-def _equals(rows: list[dict]) -> list[str]:
-    return [row["name"] for row in rows if row["verdict"] != "behind"]
-
-
-def _answer(rows: list[dict], seeds: int) -> str:
-    best, equals = rows[0], _equals(rows)
-    reached = percent(best["top1"], best["low"], best["high"])
-    if len(rows) == 1:
-        return f"{best['encoding']} reaches {reached}; name several encodings to compare them.{caveat(seeds)}"
-    if "none" in equals:
-        first = f"No encoding is measurably better than none: the best, {best['encoding']}, reaches {reached}."
-    elif len(equals) == 1:
-        first = f"{best['encoding']} is measurably the best with {reached}."
-    else:
-        first = f"{told(equals)} cannot be told apart: the best of them, {best['encoding']}, reaches {reached}."
-    learned = next((row for row in rows if row["name"] == "learned" and row["verdict"] == "behind"), None)
-    if learned:
-        lead = points(learned["gap"], learned["gap_low"], learned["gap_high"])
-        first += f" It leads a learned absolute encoding by {lead}."
-    return first + caveat(seeds)
-
-
-def _advice(rows: list[dict], lab: Lab) -> Advice:
-    best = rows[0]
-    why = f"{best['name']} reaches {percent(best['top1'], best['low'], best['high'])} on {lab.data.title}"
-    axes = " × ".join(lab.data.axes)
-    return Advice(
-        f"Classification over {axes}, at the size trained on", _equals(rows), why + not_told_apart(_equals(rows))
-    )
+def _advice(conclusion: Conclusion, rows: list[dict[str, Any]], lab: Lab) -> list[Advice]:
+    if conclusion.kind not in ("best", "tied") or conclusion.best is None:
+        return []
+    best = next(row for row in rows if row["name"] == conclusion.best)
+    why = f"{conclusion.best} reaches {percent(best['top1'], best['low'], best['high'])} on {lab.data.title}"
+    equals = [conclusion.best, *conclusion.tied]
+    case = f"Classification over {' × '.join(lab.data.axes)}, at the size trained on"
+    return [Advice(case, equals, why + not_told_apart(equals))]
 
 
 def _note(seeds: int) -> str:
-    return (
-        f"{about_intervals(seeds)} An encoding is tied with the best where the interval of the difference on the same "
-        "examples holds 0, or the spreads over seeds explain it."
-    )
+    rule = "An encoding is behind where the interval of the paired difference excludes 0, at 5 % over all pairs (Holm)."
+    return f"{about_intervals(seeds)} {rule}"
 
 
 def _bars(rows: list[dict]) -> Figure:

@@ -13,14 +13,14 @@ from torch import Tensor
 from torchrope.attention import Attention
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize
+from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import by_encoding, caveat, told
+from torchrope.lab.studies.engine.estimates import by_encoding, caveat, mean_interval, told
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import ROPE_VIT
-from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.evaluate import interval, scaled_sizes
+from torchrope.lab.training.evaluate import scaled_sizes
 from torchrope.models import Swin, ViT
 from torchrope.positions import grid
 
@@ -192,7 +192,7 @@ def _of_vit(model: ViT | Swin, data: DataModule, *, sizes: Sequence[Size]) -> di
 
 def _ends(values: np.ndarray, factor: float = 1.0) -> Ends:
     """Mean with its 95 % interval over examples."""
-    low, high = interval(factor * values)
+    _, low, high = mean_interval(np.asarray(factor * values)[None])
     return float(factor * values.mean()), low, high
 
 

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchrope.encodings import Encoding
-from torchrope.encodings.names import WITH_BLOCKS
+from torchrope.encodings.names import WITH_BLOCKS, takes
+from torchrope.lab.encodings import choose, own_parts
+from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Table
 from torchrope.lab.studies.engine.estimates import about_intervals, at_best, caveat, correct, not_told_apart, told, top1
 from torchrope.lab.studies.engine.grid import (
     ENCODING,
@@ -24,7 +26,6 @@ from torchrope.lab.studies.engine.grid import (
     trends,
 )
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.results import Advice, Axis, Column, Figure, Findings, Table
 from torchrope.lab.studies.engine.runs import Run
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.cost import count_encoding_parameters
@@ -51,7 +52,7 @@ PUBLISHED = (
 
 def find(lab: Lab) -> Findings:
     """Train families with blocks at every block size that divides a head."""
-    families = [name for name in lab.encodings if name in WITH_BLOCKS] or ["liere"]
+    families = [name for name in lab.encodings if _has_sizes(name)] or ["liere"]
     head_dim = _head_dim(lab, families[0])
     sizes = [size for size in BLOCKS if head_dim % size == 0]
     if head_dim not in sizes:
@@ -143,7 +144,7 @@ def _alt(cells: Cells) -> str:
 def _left_out(lab: Lab, head_dim: int) -> list[str]:
     small = [str(size) for size in BLOCKS if size < head_dim and head_dim % size]
     large = [str(size) for size in BLOCKS if size > head_dim]
-    others = [name for name in lab.encodings if name not in WITH_BLOCKS]
+    others = [name for name in lab.encodings if not _has_sizes(name)]
     notes = [f"Heads have {head_dim} channels."]
     notes += [f"Left out: blocks of {told(small)}, which do not divide them."] if small else []
     notes += [f"Left out: blocks of {told(large)}, which are larger."] if large else []
@@ -161,6 +162,12 @@ def _advice(lab: Lab, name: str, levels: dict) -> Advice:
         [first, *(each for each in equals if each != first)],
         f"{why}{tied}; the smallest of them costs least",
     )
+
+
+def _has_sizes(name: str) -> bool:
+    """Whether a name stands for blocks of several sizes; one of one's own where its class takes block_size."""
+    own = [":".join(part) for part in own_parts(name)] == [name]
+    return name in WITH_BLOCKS or (own and takes(choose(name).rotary, "block_size"))
 
 
 def _size_of(name: str) -> int:

@@ -1,46 +1,48 @@
-"""Train the same model once per encoding and seed, measure it, and write down what came out."""
+"""Which encoding suits the data, and at what cost: the study behind `torchrope compare`."""
 
-import math
-from dataclasses import asdict
-from datetime import date
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from rich.console import Console
 
-from torchrope.encodings import Encoding, NoEncoding, choose
-from torchrope.files import read_mapping
-from torchrope.lab.data.build import make_data
+from torchrope.files import holds_files, read_mapping, write_whole
+from torchrope.lab.data.config import data_config
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.provenance import provenance
+from torchrope.lab.encodings import choose, load_modules
+from torchrope.lab.results import StudyResult, write_json
+from torchrope.lab.statistics import conclude
+from torchrope.lab.studies.compare_findings import Comparison, Measured, findings
 from torchrope.lab.studies.config import CompareConfig
-from torchrope.lab.studies.describe import describe_data, describe_skipped, label
-from torchrope.lab.studies.folder import Run, StudyFolder, write_json
-from torchrope.lab.studies.progress import StudyProgress
-from torchrope.lab.studies.ranking import Accuracy, Place, not_behind, rank, spread
-from torchrope.lab.training.config import RunConfig, check_spacing, plain
+from torchrope.lab.studies.engine.estimates import by_encoding
+from torchrope.lab.studies.engine.runs import Run, Trained
+from torchrope.lab.studies.engine.study import Lab, describe, facts_of
+from torchrope.lab.training.config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
 from torchrope.lab.training.cost import measure_costs
-from torchrope.lab.training.evaluate import evaluate, interval
-from torchrope.lab.training.models import build_for_costs, build_model
-from torchrope.lab.training.run import train
-from torchrope.lab.training.skipped import read_skipped
+from torchrope.lab.training.evaluate import correct_at, correct_shuffled
+from torchrope.lab.training.models import build_for_costs
 from torchrope.models import Swin, ViT
 
-CLEARLY_CHEAPER = 1.05
-"""Times per step closer than this are no reason to choose."""
+RESULTS = "results.json"
+COSTS = "runs/costs.json"
+MAY_GROW = ("encodings", "seeds", "out", "parallel", "slurm", "margin")
 
 
-def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
+def compare(config: CompareConfig, *, command: str, console: Console, allow: Sequence[str] = ()) -> Path:
     """Train, evaluate and measure every encoding; do nothing twice that is finished in the folder.
+
+    `results.json` is written after every run, so that a comparison which is stopped can be reported as far as it came.
 
     Args:
         config: What to compare, and where to leave it.
         command: How the user started it, for the report.
         console: Where progress goes.
+        allow: Modules that may be imported for encodings that the folder was asked for before.
 
     Returns:
         The folder's `results.json`.
@@ -50,184 +52,148 @@ def compare(config: CompareConfig, *, command: str, console: Console) -> Path:
         KeyboardInterrupt: stopped; the same call goes on with the epoch that was under way.
     """
     check_spacing(config.model, config.data)
-    data = make_data(config.data)
-    data.setup()
-    for name in config.encodings:
-        _blueprint(name, config, data)  # refuses a bad setting before hours of training
-    folder = StudyFolder(Path(config.out))
-    asked = folder.claim(config, data.fingerprint)
+    folder = Path(config.out)
+    asked = _grown(folder, config)
+    load_modules(asked.encodings, allow)
+    for name in asked.encodings:
+        choose(name)  # refuses what was allowed once and is not now
+    lab = Lab(asked, asked.encodings, console)
+    runs = [lab.run(name, seed) for seed in lab.seeds for name in asked.encodings]
+    for run in runs:
+        lab.blueprint(run)  # refuses a bad setting before anything is written
+    write_whole(folder / CONFIG, yaml.safe_dump(plain(asked), sort_keys=False))  # it makes the folder this one's
+    measured: dict[str, Measured] = {}
 
-    runs = [Run(name, seed) for seed in range(config.seeds) for name in config.encodings]
-    unfinished = [run for run in runs if folder.result(run) is None]
-    with StudyProgress(len(unfinished), len(unfinished) * config.optim.epochs, console) as progress:
-        for run in unfinished:
-            progress.begin(run, config.optim.epochs)
-            result = _train_and_evaluate(run, data, config, folder, progress)
-            folder.write_result(run, result)
-            progress.end(f"top-1 {100 * result['top1']:.1f} %")
+    def keep(trained: Trained) -> None:
+        measured[trained.run.name] = _measure(trained, lab.data, asked.scales)
+        lab.skipped |= trained.skipped
+        _write(folder, lab, asked, runs, measured, {}, command)
 
-    measured = {name: _finished(folder, name, asked.seeds) for name in asked.encodings}
-    measured = {name: results for name, results in measured.items() if results}
-    costs = _costs(folder, list(measured), data, config)
-    run_again = {"command": command, "date": date.today().isoformat(), "config": plain(asked), **provenance()}
-    results = _results(asked, data, measured, costs, run_again)
-    results["data"]["skipped"] = _skipped(data, folder, asked)
-    write_json(folder.results_file, results)
-    return folder.results_file
+    lab.train(runs, keep)
+    costs = _costs(folder, asked, lab.data, console)
+    return _write(folder, lab, asked, runs, measured, costs, command)
 
 
-def _blueprint(name: str, config: CompareConfig, data: DataModule) -> ViT | Swin:
-    """The model without its numbers."""
-    with torch.device("meta"):
-        return build_model(name, config.model, data)
+def _grown(folder: Path, config: CompareConfig) -> CompareConfig:
+    """The configuration with all encodings and seeds that the folder was ever asked for.
+
+    Raises:
+        ValueError: the folder belongs to another configuration, or holds files that nothing here wrote.
+    """
+    file = folder / CONFIG
+    if not file.exists():
+        if folder.is_file() or (holds_files(folder) and not (folder / "runs").is_dir()):
+            raise ValueError(f"--out must be a new folder, an empty one, or one of torchrope compare, got {folder}")
+        return config
+    stored = read_mapping(file, CONFIG)
+    known = {"encodings", "seeds", "data", "model", "optim"} <= set(stored)
+    if not known or not isinstance(stored["data"], dict):
+        raise ValueError(f"{file} must be a configuration of torchrope compare, got something else")
+    data = data_config(stored["data"].get("name", "digits"))
+    mine, defaults = plain(config), plain(CompareConfig(data=data))  # settings that are younger than the folder
+    theirs = {**defaults, **{key: _over(defaults.get(key), value) for key, value in stored.items()}}
+    if different := differences(theirs, mine, but=(*MAY_GROW, *MAY_CHANGE)):
+        rule = "--out must be a new folder or one of the same configuration"
+        raise ValueError(f"{rule}, got {folder} with {different}")
+    encodings = list(dict.fromkeys([*theirs["encodings"], *config.encodings]))
+    return replace(config, encodings=encodings, seeds=max(theirs["seeds"], config.seeds))
 
 
-def _train_and_evaluate(
-    run: Run, data: DataModule, config: CompareConfig, folder: StudyFolder, progress: StudyProgress
-) -> dict[str, Any]:
-    settings = RunConfig(
-        encoding=run.encoding,
-        seed=run.seed,
-        data=config.data,
-        model=config.model,
-        optim=config.optim,
-        scale=config.scale,
-    )
-    classifier, history = train(settings, data, folder.run_folder(run), on_epoch=progress.epoch)
-    evaluation = evaluate(classifier.model, data, config.scales)
+def _over(defaults: Any, stored: Any) -> Any:
+    return {**defaults, **stored} if isinstance(defaults, dict) and isinstance(stored, dict) else stored
+
+
+def _measure(trained: Trained, data: DataModule, scales: Sequence[float]) -> Measured:
+    """What shuffled patches and other sizes leave of a run's accuracy, kept in its folder."""
+    name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}"
+    stored = trained.measure(name, partial(_evaluate, scales=scales), data)
+    try:
+        sizes = {tuple(size): _bits(right, len(trained.labels)) for size, right in stored["sizes"]}
+        return Measured(trained, _bits(stored["shuffled"], len(trained.labels)), sizes)
+    except (KeyError, TypeError, ValueError):
+        rule = "a measure must hold right or wrong of every example, shuffled and at other sizes"
+        raise ValueError(f"{rule}, got {trained.folder / 'measures' / name}.json without; delete it") from None
+
+
+def _evaluate(model: ViT | Swin, data: DataModule, scales: Sequence[float]) -> dict[str, Any]:
+    sizes = correct_at(model, data, scales)
     return {
-        "seed": run.seed,
-        **evaluation.measures(),
-        "curve": history.rows,
-        "seconds": sum(row["seconds"] for row in history.rows),
-        "labels": evaluation.labels,
-        "predicted": evaluation.predicted,
+        "shuffled": _text(correct_shuffled(model, data)),
+        "sizes": [[list(size), _text(right)] for size, right in sizes.items()],
     }
 
 
-def _finished(folder: StudyFolder, name: str, seeds: int) -> list[dict[str, Any]]:
-    results = (folder.result(Run(name, seed)) for seed in range(seeds))
-    return [result for result in results if result is not None]
+def _text(right: Sequence[bool]) -> str:
+    return "".join("1" if each else "0" for each in right)
 
 
-def _skipped(data: DataModule, folder: StudyFolder, asked: CompareConfig) -> list[str]:
-    """What could not be read, now and in the runs that an earlier start finished."""
-    runs = [Run(name, seed) for name in asked.encodings for seed in range(asked.seeds)]
-    earlier = {path: why for run in runs for path, why in read_skipped(folder.run_folder(run)).items()}
-    return describe_skipped({**earlier, **dict(data.skipped)})
+def _bits(text: str, examples: int) -> np.ndarray:
+    if len(text) != examples:
+        raise ValueError(f"one sign an example, got {len(text)} for {examples}")
+    return np.array([sign == "1" for sign in text], dtype=float)
 
 
-def _costs(folder: StudyFolder, names: list[str], data: DataModule, config: CompareConfig) -> dict[str, Any]:
-    """Measure all encodings in one sitting, unless that has been done."""
-    if folder.costs_file.exists():
-        known = read_mapping(folder.costs_file, "costs")
-        if set(names) <= set(known):
+def _costs(folder: Path, config: CompareConfig, data: DataModule, console: Console) -> dict[str, Any]:
+    """Costs of all encodings, measured together, unless that has been done."""
+    file = folder / COSTS
+    if file.exists():
+        known = read_mapping(file, "costs")
+        if all(isinstance(known.get(name), dict) and "seconds" in known[name] for name in config.encodings):
             return known
+    console.print(f"measuring what a training step of each of {len(config.encodings)} models costs", highlight=False)
     inputs, labels, *_ = next(iter(data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    builders = {name: partial(build_for_costs, name, config.model, data) for name in names}
+    builders = {name: partial(build_for_costs, name, config.model, data) for name in config.encodings}
     costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
     known = {name: asdict(cost) for name, cost in costs.items()}
-    write_json(folder.costs_file, known)
+    write_json(file, known)
     return known
 
 
-def _results(
-    asked: CompareConfig,
-    data: DataModule,
-    measured: dict[str, list[dict[str, Any]]],
-    costs: dict[str, Any],
-    run_again: dict[str, Any],
-) -> dict[str, Any]:
-    """Everything that a report shows, as `results.json` keeps it."""
-    blueprints = {name: _blueprint(name, asked, data) for name in measured}
-    places = rank([Accuracy(name, _correct(results)) for name, results in measured.items()])
-    runs = [Run(name, seed) for name in asked.encodings for seed in range(asked.seeds)]
-    done = {Run(name, result["seed"]) for name, results in measured.items() for result in results}
-    seconds = sum(result["seconds"] for results in measured.values() for result in results)
-    return {
-        "schema": 1,
-        "study": "compare",
-        "data": _describe_data(data, blueprints),
-        "encodings": [
-            _describe_encoding(name, results, costs[name], blueprints[name]) for name, results in measured.items()
-        ],
-        "ranking": [asdict(place) for place in places],
-        "answer": _answer(places, costs, data, asked.seeds),
-        "run": {**run_again, "seeds": list(range(asked.seeds)), "seconds": seconds},
-        "unfinished": [str(run) for run in runs if run not in done],
-    }
+def _write(
+    folder: Path,
+    lab: Lab,
+    config: CompareConfig,
+    runs: Sequence[Run],
+    measured: Mapping[str, Measured],
+    costs: Mapping[str, Any],
+    command: str,
+) -> Path:
+    """Write what is known so far as `results.json`."""
+    done = [measured[run.name] for run in runs if run.name in measured]
+    together = _with_common_seeds(done)
+    rights = {name: np.stack([each.correct for each in each_seed]) for name, each_seed in together.items()}
+    labels = done[0].trained.labels
+    chance = max(np.bincount(labels)) / len(labels)
+    relative = _relative_costs({name: costs[name]["seconds"] for name in rights if name in costs})
+    conclusion = conclude(rights, chance=chance, margin=config.margin, costs=relative)
+    blueprints = {run.encoding: lab.blueprint(run) for run in runs if run.name in measured}
+    comparison = Comparison(conclusion, done, rights, costs, relative, blueprints, lab.data)
+    result = StudyResult(
+        study="compare",
+        title="Comparison",
+        question="Which position encoding suits the data, and at what cost?",
+        sources=(),
+        findings=findings(comparison),
+        data=replace(describe(lab), chance=float(chance)),
+        run=facts_of(command, plain(config), sum(each.trained.seconds for each in done)),
+        conclusion=conclusion.as_dict(),
+        unfinished=[str(run) for run in runs if run.name not in measured],
+    )
+    result.write(folder / RESULTS)
+    return folder / RESULTS
 
 
-def _describe_data(data: DataModule, blueprints: dict[str, ViT | Swin]) -> dict[str, Any]:
-    embed = next(iter(blueprints.values())).embed
-    return {
-        **describe_data(data),
-        "patch_size": list(embed.patch_size),
-        "tokens": math.prod(embed.lattice(data.input_size)),
-    }
+def _with_common_seeds(done: Sequence[Measured]) -> dict[str, list[Trained]]:
+    """Runs by encoding, of the seeds that all encodings have finished."""
+    groups = by_encoding(each.trained for each in done)
+    common = set.intersection(*({run.seed for run in group} for group in groups.values()))
+    return {name: [run for run in group if run.seed in common] for name, group in groups.items()}
 
 
-def _describe_encoding(
-    name: str, results: list[dict[str, Any]], cost: dict[str, Any], blueprint: ViT | Swin
-) -> dict[str, Any]:
-    parts = choose(name).parts
-    rotary = [part for part in parts if issubclass(part, Encoding) and part is not NoEncoding]
-    correct = _correct(results)
-    return {
-        "name": name,
-        "label": label(name),
-        "summary": " ".join(part.summary for part in parts),
-        "formula": ";  ".join(part.formula for part in parts),
-        "source": "; ".join(part.source for part in parts),
-        "rotary": bool(rotary),
-        "relative": _is_relative(blueprint) if rotary else None,
-        "seeds": [{key: value for key, value in r.items() if key not in ("labels", "predicted")} for r in results],
-        "top1": {**_over_seeds(correct.mean(axis=1).tolist()), "interval": interval(correct.mean(axis=0))},
-        "val_loss": _over_seeds([result["val_loss"] for result in results]),
-        "shuffled_top1": _over_seeds([result["shuffled_top1"] for result in results]),
-        "resolutions": [
-            {"size": at["size"], **_over_seeds([result["resolutions"][i]["top1"] for result in results])}
-            for i, at in enumerate(results[0]["resolutions"])
-        ],
-        "cost": cost,
-    }
-
-
-def _is_relative(blueprint: ViT | Swin) -> bool:
-    return next(part.relative for part in blueprint.modules() if isinstance(part, Encoding))
-
-
-def _correct(results: list[dict[str, Any]]) -> np.ndarray:
-    """Right or not, `(seeds, examples)`."""
-    return np.array([np.equal(result["labels"], result["predicted"]) for result in results], dtype=float)
-
-
-def _over_seeds(values: list[float | None]) -> dict[str, float | None]:
-    """Mean and standard deviation; None where a run diverged."""
-    finite = [value for value in values if value is not None]
-    if len(finite) < len(values):
-        return {"mean": None, "spread": None}
-    return {"mean": fmean(finite), "spread": spread(finite)}
-
-
-def _answer(places: list[Place], costs: dict[str, Any], data: DataModule, seeds: int) -> str:
-    """Recommend the best, or a clearly cheaper one that no measured difference sets apart from it."""
-    best = places[0].name
-    equals = not_behind(places)
-    seconds = {name: costs[name]["step_seconds"] for name in equals}
-    caveat = "" if seeds > 1 else ", in one training; more seeds would tell luck from difference"
-    cheapest = min(equals, key=lambda name: seconds[name])
-    if len(places) == 1:
-        return f"Only {best} was measured: name several encodings to compare them."
-    if "none" in equals:
-        return f"Position does not matter here: no encoding is measurably better than none on {data.title}."
-    if len(equals) == 1:
-        return f"Use {best}: it is measurably better than all others on {data.title}{caveat}."
-    if seconds[best] <= CLEARLY_CHEAPER * seconds[cheapest]:
-        others = ", ".join(equals[1:])
-        return f"Use {best}: it has the highest top-1, and no equal ({others}) takes clearly less time per step."
-    saved = f"{100 * (1 - seconds[cheapest] / seconds[best]):.0f} % less time per training step"
-    rest = ", ".join(name for name in equals if name not in (best, cheapest))
-    also = f" Not told apart either: {rest}." if rest else ""
-    return f"Use {cheapest}: it cannot be told apart from {best}, which has the highest top-1, and takes {saved}.{also}"
+def _relative_costs(seconds: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    """Seconds of a step in each round over those of the first encoding, "none" where it is there."""
+    if not seconds:
+        return {}
+    base = np.asarray(seconds["none"] if "none" in seconds else next(iter(seconds.values())))
+    return {name: np.asarray(each) / base for name, each in seconds.items()}

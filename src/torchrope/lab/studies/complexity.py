@@ -13,10 +13,10 @@ from torch import nn
 from torchrope.attention import Attention
 from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.lab import recipes
+from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.estimates import told
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, ROPE_VIT, published
-from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.config import ModelConfig
 from torchrope.lab.training.cost import count_encoding_parameters, count_flops

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrope.lab.results import Advice, Column, Findings, Table
 from torchrope.lab.studies.engine.estimates import (
     about_intervals,
     at_best,
@@ -33,7 +34,6 @@ from torchrope.lab.studies.engine.grid import (
     train_grid,
 )
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.results import Advice, Column, Findings, Table
 from torchrope.lab.studies.engine.runs import Run
 from torchrope.lab.studies.engine.study import Lab, Study
 

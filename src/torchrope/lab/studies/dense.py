@@ -10,14 +10,7 @@ import numpy as np
 
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.scenes import SIZES, Scenes
-from torchrope.lab.studies.engine.dense_estimates import DRAWS, Score, score, total
-from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, Task, examples, predictions
-from torchrope.lab.studies.engine.estimates import OVER_SEEDS, by_encoding, caveat, not_told_apart, percent, told
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.grid import named
-from torchrope.lab.studies.engine.pictures import picture
-from torchrope.lab.studies.engine.published import ROPE_VIT, published
-from torchrope.lab.studies.engine.results import (
+from torchrope.lab.results import (
     Advice,
     Axis,
     Box,
@@ -29,9 +22,15 @@ from torchrope.lab.studies.engine.results import (
     Pictures,
     Table,
 )
+from torchrope.lab.studies.engine.dense_estimates import DRAWS, Score, ranked, score, total
+from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, Task, examples, predictions
+from torchrope.lab.studies.engine.estimates import OVER_SEEDS, by_encoding, caveat, not_told_apart, percent, told
+from torchrope.lab.studies.engine.feasible import feasible
+from torchrope.lab.studies.engine.grid import named
+from torchrope.lab.studies.engine.pictures import picture
+from torchrope.lab.studies.engine.published import ROPE_VIT, published
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.studies.ranking import not_behind, rank
 from torchrope.lab.training.config import TASKS
 
 SCALES = (1.0, 1.5, 2.0)
@@ -142,11 +141,11 @@ class Outcome:
 
     def verdicts(self, place: int) -> dict[str, str]:
         """Whether each encoding is the best, tied or behind, by name, the best first."""
-        return {each.name: each.verdict for each in rank(self.at(place))}
+        return {each.name: verdict for each, verdict in ranked(self.at(place))}
 
     def best(self, place: int) -> list[Score]:
         """The best, and those not told apart from it."""
-        return [self.scores[name][place] for name in not_behind(rank(self.at(place)))]
+        return [each for each, verdict in ranked(self.at(place)) if verdict != "behind"]
 
 
 def find(lab: Lab) -> Findings:
@@ -265,7 +264,7 @@ def _tables(outcome: Outcome, sizes: Sequence[Place], seeds: int) -> list[Table]
             rows,
             note=f"Trained at {sizes[0].title}. Intervals hold 95 % of {DRAWS:,} bootstrap resamples of the validation "
             "images. An encoding is tied with the best where the interval of the difference on the same images holds "
-            "0, or the spreads over seeds explain it.",
+            f"0, at 5 % over all pairs of encodings.",
         )
     ]
     ahead = _ahead(outcome)

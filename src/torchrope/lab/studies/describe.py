@@ -1,27 +1,28 @@
 """What results say of their data and encodings, for people."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from torchrope.encodings import choose
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.encodings import choose
+from torchrope.lab.results import DataFacts
 
 
-def describe_data(data: DataModule) -> dict[str, Any]:
+def describe_data(data: DataModule) -> DataFacts:
     """Name, sizes, counts and classes of data that is set up, and the files left out of it."""
     train, val = data.counts
-    return {
-        "name": data.name,
-        "title": data.title,
-        "description": data.description,
-        "axes": list(data.axes),
-        "input_size": list(data.input_size),
-        "num_classes": data.num_classes,
-        "train": train,
-        "val": val,
-        "chance": 1 / data.num_classes if "classify" in data.tasks else None,
-        "skipped": describe_skipped(dict(data.skipped)),
-    }
+    return DataFacts(
+        name=data.name,
+        title=data.title,
+        description=data.description,
+        axes=list(data.axes),
+        input_size=list(data.input_size),
+        num_classes=data.num_classes,
+        train=train,
+        val=val,
+        classes=[str(name) for name in data.classes],
+        chance=1 / data.num_classes if "classify" in data.tasks else None,
+        skipped=describe_skipped(dict(data.skipped)),
+    )
 
 
 def describe_skipped(faults: Mapping[str, str]) -> list[str]:
@@ -36,5 +37,10 @@ def label(encoding: str) -> str:
         >>> label("learned+liere:8")
         'learned APE + LieRE, blocks of 8'
     """
-    block = encoding.rpartition(":")[2] if ":" in encoding else ""
-    return " + ".join(part.title for part in choose(encoding).parts) + (f", blocks of {block}" if block else "")
+    block = encoding.rpartition(":")[2]
+    return " + ".join(map(_title, choose(encoding).parts)) + (f", blocks of {block}" if block.isdecimal() else "")
+
+
+def _title(part: type) -> str:
+    """What a class says that it is called; the title of a class above it is another encoding's."""
+    return vars(part).get("title") or part.__name__

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrope.encodings import Encoding, NoEncoding, choose
+from torchrope.encodings import Encoding, NoEncoding
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.encodings import choose
+from torchrope.lab.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.estimates import (
     OVER_SEEDS,
     TOP1,
@@ -22,7 +24,6 @@ from torchrope.lab.studies.engine.estimates import (
 )
 from torchrope.lab.studies.engine.grid import ENCODING, better_or_not, named
 from torchrope.lab.studies.engine.published import COMROPE, published
-from torchrope.lab.studies.engine.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.cost import count_encoding_parameters

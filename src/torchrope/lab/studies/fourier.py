@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope.encodings import Encoding, MixedRoPE, NoEncoding, choose, planar
+from torchrope.encodings import Encoding, MixedRoPE, NoEncoding, planar
+from torchrope.lab.encodings import choose
+from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import percent, told
+from torchrope.lab.studies.engine.estimates import mean_interval, percent, told
 from torchrope.lab.studies.engine.published import ROPE_VIT
-from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.evaluate import interval
 from torchrope.lab.training.models import build_model
 from torchrope.models import ViT
 from torchrope.positions import PerAxis, grid
@@ -253,7 +253,7 @@ def _row(heads: Heads) -> dict[str, Any]:
     for prefix, values in (("fit", fitted), ("back", back)):
         for key in ("peak", "outside", "lines", "width"):
             numbers = np.array([each[key] for each in values]) * (1 if key == "width" else 100)
-            low, high = interval(numbers)
+            _, low, high = mean_interval(np.asarray(numbers)[None])
             name = f"{prefix}_{key}"
             row |= {name: float(numbers.mean()), f"{name}_low": low, f"{name}_high": high}
     return row

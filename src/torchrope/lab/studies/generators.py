@@ -12,11 +12,12 @@ from torch import Tensor
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import upper_triangle
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope.lab.statistics import bootstrap
 from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import by_encoding, caveat, told
+from torchrope.lab.studies.engine.estimates import by_encoding, caveat, told, weighted_mean
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, published
-from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.studies.engine.runs import Run
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.models import build_model
@@ -200,8 +201,8 @@ def deviation(moments: np.ndarray) -> Ends:
         moments: Number, sum and sum of squares of each head's elements, `(heads, 3)`.
     """
 
-    def of(drawn: np.ndarray) -> np.ndarray:
-        count, total, squares = np.moveaxis(drawn.sum(axis=-2), -1, 0)
+    def of(moments: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        count, total, squares = np.moveaxis(weights @ moments, -1, 0)
         count = np.maximum(count, 1)  # generators that are zero have no elements
         return np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
 
@@ -210,17 +211,15 @@ def deviation(moments: np.ndarray) -> Ends:
 
 def mean(values: np.ndarray) -> Ends:
     """Mean with its 95 % interval over heads, of values `(heads,)`."""
-    return _with_interval(values, lambda drawn: drawn.mean(axis=-1))
+    return _with_interval(values, weighted_mean)
 
 
 def _with_interval(values: np.ndarray, statistic: Any) -> Ends:
-    value = float(statistic(values))
+    value = float(statistic(values, np.ones((1, len(values))))[0])
     if len(values) < 2:
         return value, None, None
-    rng = np.random.default_rng(0)
-    drawn = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)]
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return value, float(low), float(high)
+    _, low, high = bootstrap([lambda weights: statistic(values, weights)], len(values), draws=RESAMPLES)
+    return value, low, high
 
 
 def _row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope.encodings import Encoding, NoEncoding, choose
+from torchrope.encodings import Encoding, NoEncoding
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.encodings import choose
+from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import by_encoding, caveat, percent, told
+from torchrope.lab.studies.engine.estimates import by_encoding, caveat, mean_interval, percent, told
 from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.evaluate import interval
 from torchrope.lab.training.models import build_model
 from torchrope.models import Swin, ViT
 from torchrope.positions import grid
@@ -317,10 +317,10 @@ def _at_start(lab: Lab, name: str, seed: int) -> dict[str, Any]:
 
 
 def _row(view: View, relative: bool | None) -> dict[str, Any]:
-    low, high = interval(view.shares)
+    _, low, high = mean_interval(np.asarray(view.shares)[None])
     nearest = np.abs(view.offsets).sum(axis=1) == 1
     neighbour = view.heads[:, nearest].mean(axis=1)
-    next_low, next_high = interval(neighbour)
+    _, next_low, next_high = mean_interval(np.asarray(neighbour)[None])
     return {
         "name": f"{view.encoding}, {view.state}",
         "encoding": view.encoding,
@@ -514,7 +514,7 @@ def _by_distance(views: Sequence[View]) -> Figure:
         known = ~np.isnan(absolute[0])
         for steps in np.unique(distance[known]):
             values = absolute[:, known & (distance == steps)].mean(axis=1)
-            low, high = interval(values)
+            _, low, high = mean_interval(np.asarray(values)[None])
             rows.append(
                 {
                     "panel": view.state,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import log2
 from typing import Any
 
+from torchrope.lab.results import Advice, Column, Findings, Table
 from torchrope.lab.studies.engine.estimates import (
     about_intervals,
     at_best,
@@ -30,7 +31,6 @@ from torchrope.lab.studies.engine.grid import (
     train_grid,
 )
 from torchrope.lab.studies.engine.published import LIERE_2, published
-from torchrope.lab.studies.engine.results import Advice, Column, Findings, Table
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.models import SIZES, SWIN_SIZES
 

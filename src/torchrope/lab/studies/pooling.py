@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torchrope.lab.results import Advice, Findings
 from torchrope.lab.studies.engine.estimates import about_intervals, at_best, caveat, correct, told
 from torchrope.lab.studies.engine.grid import (
     ONE_BY_ONE,
@@ -17,7 +18,6 @@ from torchrope.lab.studies.engine.grid import (
     train_grid,
 )
 from torchrope.lab.studies.engine.published import LIERE_2
-from torchrope.lab.studies.engine.results import Advice, Findings
 from torchrope.lab.studies.engine.study import Lab, Study
 
 FACTOR = Factor("pool", "What is read", scale="category")

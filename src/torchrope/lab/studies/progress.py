@@ -30,12 +30,13 @@ class StudyProgress(AbstractContextManager):
 
     Args:
         runs: Number of runs that are left.
+        finished: Number of runs that an earlier start has finished.
         epochs: Epochs of all of them together.
         console: Where to write.
     """
 
-    def __init__(self, runs: int, epochs: int, console: Console) -> None:
-        self.runs, self.console = runs, console
+    def __init__(self, runs: int, finished: int, epochs: int, console: Console) -> None:
+        self.runs, self.finished, self.console = runs, finished, console
         self.number = self.before = self.epochs = 0
         self.started = time.monotonic()
         self.title = ""
@@ -63,7 +64,7 @@ class StudyProgress(AbstractContextManager):
         """A run of so many epochs starts, or goes on."""
         self.number += 1
         self.before, self.epochs = self.before + self.epochs, epochs
-        self.title = f"run {self.number} of {self.runs}: {run}"
+        self.title = f"run {self.finished + self.number} of {self.finished + self.runs}: {run}"
         self.bar.update(self.task, description=self.title)
 
     def epoch(self, row: dict[str, float]) -> None:

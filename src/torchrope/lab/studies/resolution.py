@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchrope.encodings import STRING, NoEncoding, choose
+from torchrope.encodings import STRING, NoEncoding
 from torchrope.encodings.scaling import extend, yarn_temperature
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize
+from torchrope.lab.encodings import choose
+from torchrope.lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.estimates import (
     at_best,
@@ -28,7 +30,6 @@ from torchrope.lab.studies.engine.estimates import (
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
-from torchrope.lab.studies.engine.results import Advice, Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.evaluate import predict, scaled_sizes

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchrope.encodings import choose
+from torchrope.lab.encodings import choose
+from torchrope.lab.results import Advice, Column, Findings, Table
 from torchrope.lab.studies.engine.estimates import about_intervals, caveat, points, told
 from torchrope.lab.studies.engine.grid import (
     ENCODING,
@@ -19,7 +20,6 @@ from torchrope.lab.studies.engine.grid import (
     train_grid,
 )
 from torchrope.lab.studies.engine.published import LIERE_2, published
-from torchrope.lab.studies.engine.results import Advice, Column, Findings, Table
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.cost import count_encoding_parameters
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import shuffle_along, shuffle_patches
+from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope.lab.statistics import bootstrap
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.estimates import (
     by_encoding,
@@ -24,7 +26,6 @@ from torchrope.lab.studies.engine.estimates import (
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.evaluate import predict
@@ -197,15 +198,13 @@ def share_lost(before: np.ndarray, after: np.ndarray) -> tuple[float | None, flo
     """
     if not before.any():
         return None, None, None
-    rng = np.random.default_rng(SEED)
-    shares = []
-    for _ in range(RESAMPLES):
-        drawn = rng.integers(len(before), size=len(before))
-        right = before[drawn].sum()
-        if right:
-            shares.append(100 * (1 - after[drawn].sum() / right))
-    low, high = np.percentile(shares, (2.5, 97.5))
-    return 100 * float(1 - after.sum() / before.sum()), float(low), float(high)
+
+    def lost(weights: np.ndarray) -> np.ndarray:
+        right = weights @ before
+        return 100 * (1 - np.divide(weights @ after, right, out=np.ones_like(right), where=right > 0))
+
+    found = bootstrap([lost], len(before), draws=RESAMPLES)
+    return found.estimate, found.low, found.high
 
 
 def _right(runs: list[dict[str, Any]], kind: str) -> np.ndarray:

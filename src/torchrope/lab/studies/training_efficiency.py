@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.estimates import by_encoding, caveat, correct, ends, first_reach, resamples, told
 from torchrope.lab.studies.engine.grid import ENCODING, named
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.results import Advice, Axis, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 

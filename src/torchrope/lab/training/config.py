@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from torchrope.lab.data.config import NAMES_OF_VOLUMES, DataConfig
+from torchrope.lab.data.config import DataConfig, DigitsConfig, VolumesConfig, data_config
 
 CONFIG = "config.yaml"
 """The file of a run's folder that holds its configuration."""
@@ -297,7 +297,7 @@ class RunConfig:
 
     encoding: str = "mixed"
     seed: int = 0
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=DigitsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     scale: ScaleConfig = field(default_factory=ScaleConfig)
@@ -319,8 +319,8 @@ def check_spacing(model: ModelConfig, data: DataConfig) -> None:
     """Refuse positions in mm where samples have no spacing, or would have two."""
     if model.unit_mm is None:
         return
-    if data.name not in NAMES_OF_VOLUMES:
-        raise ValueError(f"model.unit_mm is for {', '.join(NAMES_OF_VOLUMES)} alone, got data {data.name!r}")
+    if not isinstance(data, VolumesConfig):
+        raise ValueError(f"model.unit_mm is for volumes, rsna alone, got data {data.name!r}")
     for name in ("mixup", "cutmix"):
         if getattr(data.augment, name):
             rule = "model.unit_mm places each volume by its own voxels, which a mix of two has not"
@@ -360,7 +360,7 @@ def read_config(stored: Any) -> RunConfig:
         return RunConfig(
             encoding=stored["encoding"],
             seed=stored["seed"],
-            data=DataConfig(**stored["data"]),
+            data=data_config(**stored["data"]),
             model=ModelConfig(**stored["model"]),
             optim=OptimConfig(**stored["optim"]),
             scale=ScaleConfig(**stored.get("scale", {})),

@@ -1,7 +1,6 @@
 """What an encoding costs: parameters, floating-point operations, time and memory of a training step."""
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,10 +11,13 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
+from torchrope.lab.timing import interleaved_seconds
 
 # torch.linalg.matrix_exp evaluates a Taylor polynomial of degree 18 in five products (Bader, Blanes, Casas 2019);
 # the squarings that large generators add depend on values and are not counted.
 _EXP_PRODUCTS = 5
+ROUNDS = 15
+"""Of measured steps; the exact interval of a median needs 6."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Cost:
         flops: Operations of a forward pass per input; a multiply-add is two. Matrix products, attention and matrix
             exponentials count, element-wise work does not. Rotations are made once for a batch and shared by it.
         step_seconds: Median time of a training step.
+        seconds: Of a training step in each round; models measured together have the same rounds.
         peak_memory_bytes: Most memory that tensors of a training step hold at once: parameters, gradients, activations
             and temporary ones; the moments that the optimiser keeps are not counted.
     """
@@ -37,32 +40,31 @@ class Cost:
     flops: int
     step_seconds: float
     peak_memory_bytes: int
+    seconds: tuple[float, ...] = ()
 
 
 def measure_costs(
-    builders: Mapping[str, Callable[[], nn.Module]], batch: tuple[Tensor, Tensor], *, rounds: int = 12
+    builders: Mapping[str, Callable[[], nn.Module]], batch: tuple[Tensor, Tensor], *, rounds: int = ROUNDS
 ) -> dict[str, Cost]:
-    """Measure models side by side: one step of each in turn, so that the machine's moods hit all alike.
+    """Measure models in one process, in short rounds in which they take turns, so that other work slows all alike.
 
     Args:
         builders: What builds each model, by name.
         batch: Inputs and labels of a training step, on the device to measure.
-        rounds: Steps of each model; the first quarter warms up.
+        rounds: Samples of each model.
     """
     inputs, labels = batch
     models = {name: build().to(inputs.device) for name, build in builders.items()}
     steps = {name: _training_step(model, inputs, labels) for name, model in models.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            seconds[name].append(_seconds(step, inputs.device))
+    seconds = interleaved_seconds(steps, rounds=rounds, device=inputs.device.type)
     return {
         name: Cost(
             parameters=sum(p.numel() for p in model.parameters()),
             encoding_parameters=count_encoding_parameters(model),
             flops=count_flops(builders[name], inputs.shape) // len(inputs),
-            step_seconds=statistics.median(seconds[name][rounds // 4 :]),
+            step_seconds=statistics.median(seconds[name]),
             peak_memory_bytes=measure_peak_memory(model, steps[name], inputs.device),
+            seconds=tuple(seconds[name]),
         )
         for name, model in models.items()
     }
@@ -100,14 +102,6 @@ def _training_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable
     return step
 
 
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    _wait(device)
-    start = time.perf_counter()
-    step()
-    _wait(device)
-    return time.perf_counter() - start
-
-
 def measure_peak_memory(model: nn.Module, step: Callable[[], None], device: torch.device) -> int:
     """Most bytes that tensors hold at once in a step of a model."""
     if device.type == "cuda":
@@ -122,8 +116,3 @@ def measure_peak_memory(model: nn.Module, step: Callable[[], None], device: torc
     with tracker:
         step()
     return max(int(kinds["Total"]) for kinds in tracker.get_tracker_snapshot("peak").values())
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

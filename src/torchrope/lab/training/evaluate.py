@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import bootstrap
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -66,18 +66,36 @@ def evaluate(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> Ev
             over them; shuffling and other sizes are measured on one.
         scales: Sizes to evaluate at beside the training size, as multiples of it.
     """
-    patch_size, trained_at = model.embed.patch_size, tuple(data.input_size)
     labels, logits = predict_views_or_one(model, data)
-    shuffled, moved = predict(model, data, _shuffler(patch_size))
-    at = {size: _top1_at(model, data, size) for size in scaled_sizes(data, patch_size, scales) if size != trained_at}
-    at[trained_at] = _top1(labels, logits)
+    at = {size: _share(right) for size, right in correct_at(model, data, scales).items()}
     return Evaluation(
         labels=labels.tolist(),
         predicted=logits.argmax(dim=-1).tolist(),
         val_loss=functional.cross_entropy(logits, labels).item(),
-        shuffled_top1=_top1(shuffled, moved),
-        resolutions=sorted(at.items()),
+        shuffled_top1=_share(correct_shuffled(model, data)),
+        resolutions=sorted({**at, tuple(data.input_size): _share(_correct(labels, logits))}.items()),
     )
+
+
+def correct_shuffled(model: ViT | Swin, data: DataModule) -> list[bool]:
+    """Whether each validation example is right after its patches have changed places at random."""
+    return _correct(*predict(model, data, _shuffler(model.embed.patch_size)))
+
+
+def correct_at(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> dict[tuple[int, ...], list[bool]]:
+    """Whether each validation example is right at other sizes than the one trained at.
+
+    Args:
+        model: Evaluated on the device that it is on.
+        data: Its data.
+        scales: Sizes as multiples of the training size.
+    """
+    sizes = scaled_sizes(data, model.embed.patch_size, scales)
+    return {
+        size: _correct(*predict(model, data, partial(resize, size=size)))
+        for size in sizes
+        if size != tuple(data.input_size)
+    }
 
 
 def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Tensor]:
@@ -113,14 +131,6 @@ def scaled_sizes(data: DataModule, patch_size: Sequence[int], scales: Iterable[f
     return sorted(sizes)
 
 
-def interval(correct: np.ndarray, *, seed: int = 0) -> tuple[float, float]:
-    """Bootstrapped 95 % interval of the mean over examples (percentiles of 2,000 resamples)."""
-    if len(correct) < 2 or np.ptp(correct) == 0:
-        return float(correct.mean()), float(correct.mean())
-    drawn = bootstrap((correct,), np.mean, n_resamples=2000, method="percentile", batch=100, rng=seed)
-    return float(drawn.confidence_interval.low), float(drawn.confidence_interval.high)
-
-
 def _resampled(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:
     """Distances between voxels `(batch, axes)` after inputs became larger or smaller: what they show stays as long."""
     return spacing * torch.tensor(inputs.shape[2:]) / torch.tensor(changed.shape[2:])
@@ -131,9 +141,9 @@ def _shuffler(patch_size: Sequence[int]) -> Change:
     return lambda inputs: shuffle_patches(inputs, patch_size, generator)
 
 
-def _top1_at(model: nn.Module, data: DataModule, size: tuple[int, ...]) -> float:
-    return _top1(*predict(model, data, lambda inputs: resize(inputs, size)))
+def _correct(labels: Tensor, logits: Tensor) -> list[bool]:
+    return (logits.argmax(dim=-1) == labels).tolist()
 
 
-def _top1(labels: Tensor, logits: Tensor) -> float:
-    return (logits.argmax(dim=-1) == labels).float().mean().item()
+def _share(right: Sequence[bool]) -> float:
+    return sum(right) / len(right)

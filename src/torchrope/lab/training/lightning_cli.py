@@ -10,6 +10,7 @@ from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 
 from torchrope.lab.data.build import make_data
 from torchrope.lab.training.config import RunConfig
+from torchrope.lab.training.models import check_patches
 from torchrope.lab.training.run import train
 from torchrope.lab.training.watch import RunProgress
 
@@ -25,11 +26,17 @@ _OURS = {
 
 
 class TrainCLI(LightningCLI):
-    """Lightning's command line over our configuration: encoding, seed, data, model, optim, out, trainer."""
+    """Lightning's command line over our configuration: encoding, seed, data, model, optim, out, trainer.
+
+    Attributes:
+        settings_type: `RunConfig`, or a subclass with the settings of one data set.
+    """
+
+    settings_type: type[RunConfig] = RunConfig
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add our settings, and the Trainer's beside them."""
-        parser.add_class_arguments(RunConfig)
+        parser.add_class_arguments(self.settings_type)
         parser.set_defaults({"scale.logs": ["csv", "tensorboard"]})
         parser.add_argument("--recipe", type=str, default=None, help="Settings by name, see torchrope recipes.")
         parser.add_argument("--out", type=str, default="torchrope-train", help="Folder of everything it leaves.")
@@ -45,6 +52,7 @@ class TrainCLI(LightningCLI):
     def fit(self) -> None:
         """Train, from the checkpoint in `out` where there is one."""
         data = make_data(self.settings.data)
+        check_patches(self.settings.model, data)
         data.setup()
         settings = {"enable_progress_bar": True, **self.trainer_settings}
         if settings["enable_progress_bar"]:

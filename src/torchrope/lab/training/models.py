@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrope.encodings import Choice, Encoding, choose
+from torchrope.encodings import Choice, Encoding
+from torchrope.encodings.names import takes
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.encodings import choose
 from torchrope.lab.training.config import TASKS, ModelConfig
 from torchrope.models import SIZES, SWIN_SIZES, Swin, ViT
 from torchrope.positions import JitteredLattice, VoxelLattice, per_axis
@@ -30,6 +32,20 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> ViT | S
         heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
         raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
     return build_swin(encoding, config, data) if config.backbone == "swin" else build_vit(encoding, config, data)
+
+
+def check_patches(config: ModelConfig, data: DataModule) -> None:
+    """Refuse patches that do not divide the inputs of a classifier, before any data are read.
+
+    Raises:
+        ValueError: they do not.
+    """
+    sizes = config.input_size or data.input_size
+    patch = config.patch_size * len(sizes) if len(config.patch_size) == 1 else config.patch_size
+    fits = len(patch) == len(sizes) and not any(size % side for size, side in zip(sizes, patch, strict=True))
+    if config.task == "classify" and not fits:
+        rule, came = "input sizes must be multiples of --model.patch_size", ", ".join(map(str, sizes))
+        raise ValueError(f"{rule} {', '.join(map(str, patch))}, got {came} ({', '.join(data.axes)} of {data.name})")
 
 
 def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
@@ -129,6 +145,8 @@ def _jittered(choice: Choice, config: ModelConfig, data: DataModule) -> Jittered
 
 
 def _rotary(choice: Choice, config: ModelConfig) -> Any:
+    if config.share_heads and not takes(choice.rotary, "shared_heads"):
+        raise ValueError(f"share_heads is for encodings that take shared_heads, got {choice.name}")
     return partial(choice.rotary, shared_heads=True) if config.share_heads else choice.rotary
 
 

@@ -3,7 +3,7 @@
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchrope.files import holds_files, read_mapping, write_whole
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.encodings import load_modules
 from torchrope.lab.training.averaging import AveragedWeights
 from torchrope.lab.training.checkpoints import (
     CHECKPOINT,
@@ -215,19 +216,29 @@ def _claim(folder: Path, config: RunConfig) -> None:
     write_whole(file, yaml.safe_dump(plain(config), sort_keys=False))
 
 
-def load(folder: Path) -> tuple[RunConfig, DataModule, Module]:
+def load(
+    folder: Path, data: DataModule | None = None, *, allow: Sequence[str] = ()
+) -> tuple[RunConfig, DataModule, Module]:
     """Read a run back: its configuration, its data, and the model of its last finished epoch.
 
+    Args:
+        folder: Where it was trained.
+        data: Its data, where that is set up already.
+        allow: Modules and packages that may be imported for an encoding that is not torchrope's.
+
     Raises:
-        ValueError: the folder holds no run, or its files are damaged or of another run.
+        ValueError: the folder holds no run, or its files are damaged or of another run; its encoding is of a module
+            that is neither loaded nor allowed.
     """
     trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
     if not (folder / CONFIG).exists() or not trained:
         raise ValueError(f"a run's folder holds {CONFIG} and {CHECKPOINT}, got {folder}")
     config = read_config(read_mapping(folder / CONFIG, CONFIG))
-    data = make_data(config.data)
+    load_modules([config.encoding], allow)
+    if data is None:
+        data = make_data(config.data)
+        data.setup()
     data.tells_spacing = config.model.unit_mm is not None
-    data.setup()
     module = build_module(config, data)
     weights = read_weights(folder)
     try:

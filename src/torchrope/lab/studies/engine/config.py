@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torchrope.lab.data.config import DataConfig
+from torchrope.lab.data.config import DataConfig, DigitsConfig
 from torchrope.lab.studies.slurm import parse_slurm
 from torchrope.lab.training.config import ModelConfig, OptimConfig, ScaleConfig
 
@@ -24,7 +24,7 @@ class StudyConfig:
         out: Folder of studies; their runs are shared in it.
     """
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=DigitsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     scale: ScaleConfig = field(default_factory=lambda: ScaleConfig(on_nan="ignore"))

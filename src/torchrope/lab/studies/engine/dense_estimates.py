@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrope.lab.conclusion import ERROR_RATE, Interval
 from torchrope.lab.data.dense import IGNORED
 from torchrope.lab.dense import prediction
-from torchrope.lab.studies.engine.estimates import Contrast, ends, judge
-from torchrope.lab.studies.ranking import spread
+from torchrope.lab.statistics import drawn_interval, resample
+from torchrope.lab.studies.engine.estimates import Contrast, judge, spread
 
 DRAWS = 1000
 """AP is sorted and matched anew in each, for every class and overlap."""
@@ -29,13 +30,15 @@ class Score:
         name: The encoding.
         measure: What is measured: "mIoU", "box AP".
         seeds: Of each training on all images, `(seeds,)`.
-        draws: Mean over seeds in each bootstrap draw of images, `(draws,)`; the same draws for all encodings.
+        draws: Of each training in each bootstrap draw of images, `(seeds, draws)`; the same for all encodings.
+        images: How many there are.
     """
 
     name: str
     measure: str
     seeds: np.ndarray
     draws: np.ndarray
+    images: int
 
     @property
     def mean(self) -> float:
@@ -49,18 +52,29 @@ class Score:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The ends of the 95 % interval over images."""
-        return ends(self.draws)
+        """The ends of the 95 % interval over images and trainings."""
+        _, low, high = drawn_interval(self.seeds, self.draws, self.images)
+        return low, high
 
-    def ahead_of(self, other: "Score") -> tuple[float, float]:
-        """The ends of the 95 % interval of the difference on the same images."""
-        return ends(self.draws - other.draws)
+    def ahead_of(self, other: "Score", level: float = 0.95) -> Interval:
+        """The difference to another on the same images, with its interval."""
+        seeds = min(len(self.seeds), len(other.seeds))
+        whole, drawn = self.seeds[:seeds] - other.seeds[:seeds], self.draws[:seeds] - other.draws[:seeds]
+        return drawn_interval(whole, drawn, self.images, level=level)
 
     def against(self, other: "Score") -> Contrast:
-        """How much better it is than another, in points, and whether that can be told from luck."""
-        low, high = self.ahead_of(other)
-        spreads = [100 * (each.spread or 0.0) for each in (self, other)]
-        return judge(100 * (self.mean - other.mean), 100 * low, 100 * high, spreads)
+        """How much better it is than another, in points, and whether that is measurable."""
+        value, low, high = (100 * each for each in self.ahead_of(other))
+        return judge(value, low, high)
+
+
+def ranked(scores: Sequence[Score]) -> list[tuple[Score, str]]:
+    """Scores with "best", "tied" or "behind", the highest first; 5 % for all pairs together, as Bonferroni has it."""
+    ordered = sorted(scores, key=lambda each: -each.mean)
+    pairs = len(ordered) * (len(ordered) - 1) / 2
+    level = 1 - ERROR_RATE / max(1, pairs)
+    behind = [ordered[0].ahead_of(other, level).low > 0 for other in ordered[1:]]
+    return [(ordered[0], "best"), *zip(ordered[1:], ["behind" if each else "tied" for each in behind], strict=True)]
 
 
 def score(name: str, measure: str, seeds: Sequence[Weigh], images: int, draws: int = DRAWS) -> Score:
@@ -73,14 +87,9 @@ def score(name: str, measure: str, seeds: Sequence[Weigh], images: int, draws: i
         images: Their number, which with `draws` decides the draws.
         draws: Of the bootstrap.
     """
-    weights = drawn(images, draws)
+    weights = resample(images, draws=draws)
     whole = [float(weigh(np.ones((1, images)))[0]) for weigh in seeds]
-    return Score(name, measure, np.array(whole), np.mean([weigh(weights) for weigh in seeds], axis=0))
-
-
-def drawn(images: int, draws: int = DRAWS) -> np.ndarray:
-    """How often each bootstrap draw takes each image, `(draws, images)`."""
-    return np.random.default_rng(0).multinomial(images, np.full(images, 1 / images), draws)
+    return Score(name, measure, np.array(whole), np.stack([weigh(weights) for weigh in seeds]), images)
 
 
 def count_pixels(predicted: Tensor, truth: Tensor) -> dict[str, Any]:

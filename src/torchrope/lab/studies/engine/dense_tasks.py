@@ -14,9 +14,9 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.dense import IGNORED
 from torchrope.lab.dense.average_precision import average_precisions, match
 from torchrope.lab.dense.prediction import MultiScale, SlidingWindows
+from torchrope.lab.results import Panel
 from torchrope.lab.studies.engine.dense_estimates import Weigh, count_pixels, mean_iou, score
 from torchrope.lab.studies.engine.pictures import box_panel, map_panel
-from torchrope.lab.studies.engine.results import Panel
 
 Target = Mapping[str, Any]
 Found = Mapping[str, Tensor]

@@ -2,22 +2,20 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot
-from statistics import fmean
+from functools import partial
+from statistics import fmean, stdev
 from typing import Any, Literal
 
 import numpy as np
 
-from torchrope.lab.studies.engine.results import Column
+from torchrope.lab.conclusion import Conclusion, Interval
+from torchrope.lab.results import Column
+from torchrope.lab.statistics import accuracy_interval, bootstrap, conclude, difference_interval, resample
 from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.studies.ranking import Accuracy, Place, not_behind, rank, spread
-from torchrope.lab.training.evaluate import interval
 
 TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
 OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
 RESAMPLES = 2000
-ANOTHER_SEED = 1
-"""Of draws beside those of `interval`."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Contrast:
     Attributes:
         value: In points.
         low, high: Its 95 % interval over examples.
-        verdict: "tied" where the interval holds 0, or where the spreads over seeds explain the difference.
+        verdict: "tied" where the interval holds 0.
     """
 
     value: float
@@ -53,7 +51,7 @@ def correct(runs: Sequence[Trained]) -> np.ndarray:
 
 
 def top1(right: np.ndarray) -> dict[str, Any]:
-    """Top-1 in percent with its 95 % interval over validation examples, and its deviation over seeds.
+    """Top-1 in percent with its 95 % interval, and its deviation over seeds.
 
     Args:
         right: Right or not, `(seeds, examples)`.
@@ -61,49 +59,66 @@ def top1(right: np.ndarray) -> dict[str, Any]:
     Returns:
         top1, low, high, spread: the cells of `TOP1` and `OVER_SEEDS`; spread is None where there is one seed.
     """
-    low, high = interval(right.mean(axis=0))
+    found = accuracy_interval(right)
     deviation = spread(right.mean(axis=1).tolist())
     return {
-        "top1": 100 * float(right.mean()),
-        "low": 100 * low,
-        "high": 100 * high,
+        **dict(zip(("top1", "low", "high"), (100 * value for value in found), strict=True)),
         "spread": None if deviation is None else 100 * deviation,
     }
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Standard deviation over seeds; None where there is one seed."""
+    return stdev(values) if len(values) > 1 else None
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
     """How much better one is than another on the same examples, in points, with its 95 % interval.
 
     Args:
-        one, other: Right or not, `(seeds, examples)` each; numbers of seeds may differ.
+        one, other: Right or not, `(seeds, examples)` each, or what either has lost; numbers of seeds may differ.
 
     Returns:
         Difference, low, high.
     """
-    paired = one.mean(axis=0) - other.mean(axis=0)
-    low, high = interval(paired)
-    return 100 * float(paired.mean()), 100 * low, 100 * high
+    shares = all(np.isin(each, (0, 1)).all() for each in (one, other))
+    if one.shape == other.shape and shares:
+        found = difference_interval(one, other)
+    elif one.shape == other.shape:
+        found = mean_interval(one - other)
+    else:
+        found = mean_interval((one.mean(axis=0) - other.mean(axis=0))[None])
+    value, low, high = (100 * each for each in found)
+    return value, low, high
+
+
+def mean_interval(values: np.ndarray) -> Interval:
+    """The mean of values `(seeds, examples)` with its 95 % bootstrap interval."""
+    return bootstrap([partial(weighted_mean, each) for each in values], values.shape[1], draws=RESAMPLES)
+
+
+def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The mean of values `(examples,)` in each draw of weights `(draws, examples)`."""
+    return weights @ values / weights.sum(axis=1)
 
 
 def contrast(one: np.ndarray, other: np.ndarray) -> Contrast:
-    """How much better one is than another, and whether that can be told from luck.
+    """How much better one is than another, and whether that is measurable.
 
     Args:
         one, other: Right or not, `(seeds, examples)` each, as `difference` takes them.
     """
-    value, low, high = difference(one, other)
-    return judge(value, low, high, [100 * (spread(each.mean(axis=1).tolist()) or 0.0) for each in (one, other)])
+    return judge(*difference(one, other))
 
 
-def judge(value: float, low: float, high: float, spreads: Sequence[float]) -> Contrast:
+def judge(value: float, low: float, high: float) -> Contrast:
     """A difference with its verdict.
 
     Args:
         value: In points.
         low, high: Its 95 % interval.
-        spreads: Deviations over seeds of both, in points.
     """
-    if not (low > 0 or high < 0) or abs(value) <= hypot(*spreads):
+    if not (low > 0 or high < 0):  # nor a measure that is not a number
         return Contrast(value, low, high, "tied")
     return Contrast(value, low, high, "better" if value > 0 else "worse")
 
@@ -124,14 +139,13 @@ def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> tuple[float, floa
     weights = centred / np.square(centred).sum()
     terms = [weight * right.mean(axis=0) for weight, right in zip(weights, rights, strict=True)]
     slopes = np.sum(terms, axis=0).round(12)  # a level line is level
-    low, high = interval(slopes)
-    return 100 * float(np.mean(slopes)), 100 * low, 100 * high
+    value, low, high = (100 * each for each in mean_interval(slopes[None]))
+    return value, low, high
 
 
-def resamples(examples: int, draws: int = RESAMPLES) -> np.ndarray:
+def resamples(examples: int) -> np.ndarray:
     """How often a bootstrap draws each example, as shares, `(draws, examples)`: shares @ right is top-1 anew."""
-    counts = np.random.default_rng(ANOTHER_SEED).multinomial(examples, np.full(examples, 1 / examples), draws)
-    return counts / examples
+    return resample(examples, draws=RESAMPLES) / examples
 
 
 def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -165,9 +179,23 @@ def loss(runs: Sequence[Trained]) -> float:
     return fmean(each.val_loss if each.val_loss is not None else float("nan") for each in runs)
 
 
-def places(groups: dict[str, list[Trained]]) -> list[Place]:
-    """Encodings from best to worst; differences that seeds or examples can explain are ties."""
-    return rank([Accuracy(name, correct(runs)) for name, runs in groups.items()])
+def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusion:
+    """What right-or-wrong arrays `(seeds, examples)` by name show; of as many seeds as all names have."""
+    seeds = min(len(right) for right in rights.values())
+    return conclude({name: right[:seeds] for name, right in rights.items()}, chance=chance)
+
+
+def verdict(conclusion: Conclusion, name: str) -> str:
+    """What the conclusion says of one encoding."""
+    if name in conclusion.behind:
+        return "behind"
+    if conclusion.best is None:
+        return "nothing learned"
+    if conclusion.kind in ("cannot-tell", "position-irrelevant"):
+        return "not told apart"
+    if name == conclusion.cheapest:
+        return "tied, costs less"
+    return "best" if name == conclusion.best and not conclusion.tied else "tied"
 
 
 def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
@@ -179,7 +207,8 @@ def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
     Returns:
         The best and those not told apart from it, and a text as "87.5 % [83.6, 90.8]".
     """
-    names = not_behind(rank([Accuracy(name, right) for name, right in rights.items()]))
+    found = concluded(rights)
+    names = [name for name in (found.best, *found.tied) if name is not None]
     return names, reached(rights[names[0]])
 
 
@@ -211,10 +240,13 @@ def told(names: Sequence[str]) -> str:
 
 def caveat(seeds: int) -> str:
     """What intervals leave out, to end an answer with."""
-    return "" if seeds > 1 else " One training each: luck of the seed is not in the intervals."
+    return "" if seeds > 1 else " One training each: variation between training runs is not in the intervals."
 
 
 def about_intervals(seeds: int) -> str:
     """What intervals of top-1 are, for the note of a table."""
-    over = "" if seeds == 1 else f", and the standard deviation over {seeds} seeds beside it"
-    return f"Intervals hold 95 % of 2,000 bootstrap resamples of the validation examples{over}."
+    if seeds == 1:
+        return "Intervals are 95 % over validation examples, for the models that were trained."
+    return (
+        f"Intervals are 95 % over validation examples and {seeds} trainings, whose standard deviation is beside them."
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from torchrope.encodings import choose
+from torchrope.lab.encodings import choose
 from torchrope.lab.studies.engine.runs import Run
 from torchrope.lab.studies.engine.study import Lab
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any, Literal
 
+from torchrope.lab.results import Axis, Column, Figure, Table
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.estimates import OVER_SEEDS, TOP1, contrast, correct, loss, points, told, top1, trend
 from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.results import Axis, Column, Figure, Table
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torchrope.files import read_mapping
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.studies.folder import write_json
+from torchrope.lab.results import write_json
 from torchrope.lab.studies.progress import told_quality
 from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import MAY_CHANGE, RunConfig, flat, plain
@@ -56,7 +56,8 @@ class Run:
     @property
     def key(self) -> str:
         """Tells it from all other runs: a hash of what differs from the defaults, so that new settings change none."""
-        settings, defaults = flat(plain(self.config)), flat(plain(RunConfig()))
+        settings = flat(plain(self.config))
+        defaults = flat(plain(RunConfig(data=type(self.config.data)()))) | {"data.name": "digits"}
         left_out = {*MAY_CHANGE, *_ELSEWHERE}
         told = {name: value for name, value in settings.items() if name not in left_out and value != defaults.get(name)}
         told |= {"after": self.after.key} if self.after else {}
@@ -129,21 +130,27 @@ class Trained:
             rule = "the data must be what the runs in --out were trained on"
             raise ValueError(f"{rule}, got other examples than those of {self.folder}")
 
-    def load(self) -> tuple[ViT | Swin, DataModule]:
-        """Read the trained model and its data, the model in evaluation mode."""
-        _, data, module = load(self.folder)
+    def load(self, data: DataModule | None = None) -> tuple[ViT | Swin, DataModule]:
+        """Read the trained model, in evaluation mode, and its data, unless that is at hand."""
+        _, data, module = load(self.folder, data)
         return module.model.eval(), data
 
-    def measure(self, name: str, measure: Callable[[ViT | Swin, DataModule], dict[str, Any]]) -> dict[str, Any]:
+    def measure(
+        self,
+        name: str,
+        measure: Callable[[ViT | Swin, DataModule], dict[str, Any]],
+        data: DataModule | None = None,
+    ) -> dict[str, Any]:
         """What `measure(model, data)` returns, computed once: it is kept in the run's folder under this name.
 
         Args:
             name: Says what is measured and with which settings; another name is another measure.
             measure: Returns what JSON can keep.
+            data: The run's data, where it is set up already.
         """
         file = self.folder / "measures" / f"{name}.json"
         if not file.exists():
-            write_json(file, measure(*self.load()))
+            write_json(file, measure(*self.load(data)))
         return read_mapping(file, "a measure")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,14 @@ from rich.console import Console
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.provenance import provenance
+from torchrope.lab.results import DataFacts, Findings, RunFacts, StudyResult
 from torchrope.lab.studies.describe import describe_data, describe_skipped
 from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.names import NAMES, file_of
-from torchrope.lab.studies.engine.results import Findings, StudyResult
 from torchrope.lab.studies.engine.runs import Run, Store, Trained, in_order
 from torchrope.lab.studies.engine.workers import train_runs
-from torchrope.lab.studies.folder import write_json
 from torchrope.lab.training.config import RunConfig, plain
-from torchrope.lab.training.models import build_model
+from torchrope.lab.training.models import build_model, check_patches
 from torchrope.models import Swin, ViT
 
 
@@ -51,6 +50,7 @@ class Lab:
     def data(self) -> DataModule:
         """The data, set up."""
         data = make_data(self.config.data)
+        check_patches(self.config.model, data)
         data.setup()
         return data
 
@@ -86,11 +86,12 @@ class Lab:
         """A run of each encoding with each seed, settings as `run` takes them."""
         return [self.run(encoding, seed, **settings) for encoding in encodings for seed in self.seeds]
 
-    def train(self, runs: Sequence[Run]) -> list[Trained]:
+    def train(self, runs: Sequence[Run], each: Callable[[Trained], None] = lambda _: None) -> list[Trained]:
         """Train what is not finished yet, whichever study asked for it first.
 
         Args:
             runs: What is wanted; runs that they start from come along.
+            each: Called with every run asked for as soon as it is finished, at once with those that are already.
 
         Returns:
             The runs asked for, in their order.
@@ -99,23 +100,33 @@ class Lab:
             ValueError: a setting that a run refuses, before any is trained; other data than finished runs saw.
         """
         rounds = in_order(runs)
-        for run in (run for each in rounds for run in each):
+        for run in (run for together in rounds for run in together):
             self.blueprint(run)
-        for each in rounds:
+        for together in rounds:
             unfinished = []
-            for run in each:
+            for run in together:
                 earlier = self.store.finished(run)
                 if earlier is None:
                     unfinished.append(run)
-                elif run.config.data == self.config.data:
+                    continue
+                if run.config.data == self.config.data:
                     earlier.check_examples(self.data)
+                if run in runs:
+                    each(earlier)
             if unfinished:
-                train_runs(unfinished, self.store, self.data, self.config, self.console)
+                tell = partial(self._tell, runs, each)
+                before = len(together) - len(unfinished)
+                train_runs(unfinished, before, self.store, self.data, self.config, self.console, tell)
         found = (self.store.finished(run) for run in runs)
-        trained = [each for each in found if each is not None]
+        trained = [one for one in found if one is not None]
         for one in trained:
             self.skipped |= one.skipped
         return trained
+
+    def _tell(self, wanted: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
+        trained = self.store.finished(run)
+        if trained is not None and run in wanted:
+            each(trained)
 
     def blueprint(self, run: Run) -> ViT | Swin:
         """The model of a run without its numbers, on the meta device."""
@@ -190,16 +201,23 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         question=study.question,
         sources=study.sources,
         findings=findings,
-        data=_describe(lab) if study.needs_data else None,
-        run={"command": command, "date": date.today().isoformat(), "config": _settings(lab, study), **provenance()},
+        data=describe(lab) if study.needs_data else None,
+        run=facts_of(command, _settings(lab, study)),
     )
     file = Path(config.out) / (f"{name}-{config.data.name}.json" if study.needs_data else f"{name}.json")
-    write_json(file, result.plain())
+    result.write(file)
     return file
 
 
-def _describe(lab: Lab) -> dict[str, Any]:
-    return {**describe_data(lab.data), "skipped": describe_skipped(lab.skipped | dict(lab.data.skipped))}
+def describe(lab: Lab) -> DataFacts:
+    """What results say of a study's data, with the files that its runs could not read."""
+    return replace(describe_data(lab.data), skipped=describe_skipped(lab.skipped | dict(lab.data.skipped)))
+
+
+def facts_of(command: str, settings: dict[str, Any], seconds: float | None = None) -> RunFacts:
+    """How to run it again, here and today."""
+    today = date.today().isoformat()
+    return RunFacts(command=command, date=today, seconds=seconds, config=settings, **provenance())
 
 
 def _settings(lab: Lab, study: Study) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.encodings import load_modules
 from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.runs import Run, Store
 from torchrope.lab.studies.progress import StudyProgress
@@ -21,35 +22,49 @@ from torchrope.lab.studies.slurm import local_executor, parse_slurm, slurm_execu
 Submit = Callable[[Sequence[Run], Path], list[Any]]
 
 
-def train_runs(runs: Sequence[Run], store: Store, data: DataModule, config: StudyConfig, console: Console) -> None:
+def train_runs(
+    runs: Sequence[Run],
+    before: int,
+    store: Store,
+    data: DataModule,
+    config: StudyConfig,
+    console: Console,
+    tell: Callable[[Run], None],
+) -> None:
     """Train runs that do not wait for each other, and say so one by one.
 
     Args:
         runs: Unfinished ones.
+        before: How many are finished already, which the numbers of runs start from.
         store: Where they go.
         data: Of the study; a run on other data makes its own.
         config: Says where: `parallel`, `slurm`.
         console: Where progress goes.
+        tell: Called with every run that is finished.
 
     Raises:
         ValueError: what a run refuses; others that are under way end first.
     """
     epochs = sum(run.config.optim.epochs for run in runs)
-    with StudyProgress(len(runs), epochs, console) as progress:
+    with StudyProgress(len(runs), before, epochs, console) as progress:
         if config.slurm is None and config.parallel == 1:
-            _here(runs, store, data, progress)
+            _here(runs, store, data, progress, tell)
             return
         with _on_slurm(config.slurm, store) if config.slurm else _beside(config.parallel) as submit:
             futures = dict(zip(submit(runs, store.folder), runs, strict=True))
             for future in _as_they_end(list(futures)):
                 progress.begin(futures[future], futures[future].config.optim.epochs)
                 progress.end(future.result())
+                tell(futures[future])
 
 
-def _here(runs: Sequence[Run], store: Store, data: DataModule, progress: StudyProgress) -> None:
+def _here(
+    runs: Sequence[Run], store: Store, data: DataModule, progress: StudyProgress, tell: Callable[[Run], None]
+) -> None:
     for run in runs:
         progress.begin(run, run.config.optim.epochs)
         progress.end(_train(run, store.folder, data if run.config.data == data.config else None, progress.epoch))
+        tell(run)
 
 
 def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> str:
@@ -58,6 +73,7 @@ def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any
     Returns:
         How good it is, in words.
     """
+    load_modules([run.encoding])  # the process that asked for the run has them: it built the model
     store = Store(folder)
     store.train(run, data, on_epoch)
     trained = store.finished(run)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from chromium import BINARY, Chromium
 from PIL import Image
-from test_report_studies import HOSTILE, Tags, curves, result, save
+from test_page import HOSTILE, Tags, curves, result, save
 
-from torchrope.lab.report.pictures import runs, sheet
-from torchrope.lab.report.studies import write_studies_report
+from torchrope.lab.report.page import write_report
+from torchrope.lab.report.pictures import sheet
+from torchrope.lab.results import Box, Panel, Pictures, runs
 from torchrope.lab.studies.engine.pictures import LARGEST, box_panel, map_panel, picture
-from torchrope.lab.studies.engine.results import Box, Panel, Picture, Pictures
 
 SVG = "{http://www.w3.org/2000/svg}"
 CLASSES = [f"class {index}" for index in range(12)]
@@ -61,7 +61,7 @@ def plain(pictures):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return write_studies_report(save(tmp_path_factory.mktemp("pictures"), shown(maps(), boxes())))
+    return write_report(save(tmp_path_factory.mktemp("pictures"), shown(maps(), boxes())))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def hostile_page(tmp_path_factory):
     names = [HOSTILE, "W" * 3000, *CLASSES[2:]]
     told = [replace(each(names, names=[HOSTILE] * 9), title=HOSTILE, alt=HOSTILE, caption=HOSTILE) for each in (maps, boxes)]  # fmt: skip  # noqa: E501
     told = [replace(each, rows=[replace(row, title=HOSTILE) for row in each.rows]) for each in told]
-    return write_studies_report(save(tmp_path_factory.mktemp("hostile"), shown(*told)))
+    return write_report(save(tmp_path_factory.mktemp("hostile"), shown(*told)))
 
 
 def pixels(text):
@@ -207,7 +207,7 @@ def test_results_from_before_pictures_are_still_read(tmp_path):
     old = json.loads(file.read_text())
     del old["findings"]["pictures"]
     file.write_text(json.dumps(old))
-    page = write_studies_report(tmp_path)
+    page = write_report(tmp_path)
     assert 'class="shots"' not in page.read_text()
 
 
@@ -222,19 +222,19 @@ def spoil(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (spoil(lambda p, r, o: r.update(image="x\" onload=\"alert(1)")), "rows[0].image must be PNG in base64, got"),
+        (spoil(lambda p, r, o: r.update(image="x\" onload=\"alert(1)")), "rows[0]: image must be PNG in base64, got"),
         (spoil(lambda p, r, o: r.update(image="R0lGODlhAQABAAAAACw=")), "image must be PNG in base64, got 'R0lGO"),
-        (spoil(lambda p, r, o: r.update(width=0)), "rows[0].width must be 1 to 4096 pixels, got 0"),
-        (spoil(lambda p, r, o: r.update(height=10**9)), "rows[0].height must be 1 to 4096 pixels"),
-        (spoil(lambda p, r, o: o.update(map="0:7")), "panels[0].map must cover 600 pixels, got 7"),
-        (spoil(lambda p, r, o: o.update(map="0:600 x")), "panels[0]: a map must be runs class:length, got 'x'"),
+        (spoil(lambda p, r, o: r.update(width=0)), "rows[0]: width must be 1 to 4096 pixels, got 0"),
+        (spoil(lambda p, r, o: r.update(height=10**9)), "rows[0]: height must be 1 to 4096 pixels"),
+        (spoil(lambda p, r, o: o.update(map="0:7")), "a map must cover 600 pixels, got 7"),
+        (spoil(lambda p, r, o: o.update(map="0:600 x")), "a map must be runs class:length, got 'x'"),
         (spoil(lambda p, r, o: o.update(map="0:0")), "a map must be runs class:length, got '0:0'"),
         (spoil(lambda p, r, o: o.update(map="0:99999999999999")), "a map must be runs class:length"),
         (spoil(lambda p, r, o: o.update(map="-1:600")), "a map must be runs class:length, got '-1:600'"),
-        (spoil(lambda p, r, o: o.update(map="12:600")), "panels[0] must be of 12 classes, got class 12"),
+        (spoil(lambda p, r, o: o.update(map="12:600")), "must be of 12 classes, got class 12"),
         (spoil(lambda p, r, o: o.update(boxes=[{"left": 1}])), "panels[0].boxes[0] must have 'top'"),
         (spoil(lambda p, r, o: o.update(boxes=[dict.fromkeys(("left", "top", "right", "bottom"), 1.5) | {"kind": -1}])),
-         "panels[0] must be of 12 classes, got class -1"),
+         "must be of 12 classes, got class -1"),
         (spoil(lambda p, r, o: p.update(name="curves")), "must have different names, got ['curves', 'curves']"),
         (spoil(lambda p, r, o: p.pop("alt")), "pictures[0] must have 'alt'"),
     ],
@@ -244,14 +244,14 @@ def test_damaged_pictures_are_refused_in_one_line(tmp_path, change, message):
     change(found)
     (tmp_path / "dense-scenes.json").write_text(json.dumps(found))
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        write_studies_report(tmp_path)
+        write_report(tmp_path)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "report").exists()
 
 
 def test_results_refuse_boxes_of_classes_that_are_not_there():
-    row = Picture("t", "", 1, 1, [Panel("truth", [Box(0.0, 0.0, 1.0, 1.0, 3)])])
-    with pytest.raises(ValueError, match="boxes of 'p' must be of 2 classes, got class 3"):
+    row = picture("t", torch.zeros(3, 1, 1), [Panel("truth", [Box(0.0, 0.0, 1.0, 1.0, 3)])])
+    with pytest.raises(ValueError, match="boxes and maps of 'p' must be of 2 classes, got class 3"):
         Pictures("p", "t", "a", ["a", "b"], [row])
 
 

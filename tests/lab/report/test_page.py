@@ -1,5 +1,9 @@
+"""The page over a comparison and studies: what it says and draws, damaged files, and how it looks in a browser."""
+
+import ast
 import json
 import math
+import os
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,12 +15,25 @@ from pathlib import Path
 import pytest
 from chromium import BINARY, Chromium
 
-from torchrope.lab import cli
-from torchrope.lab.report import findings as reading
-from torchrope.lab.report import looks, plots, studies
-from torchrope.lab.report.studies import write_studies_report, written
+from torchrope.lab import cli, report
+from torchrope.lab.report import looks, plots, read, tables
+from torchrope.lab.report import page as page_module
+from torchrope.lab.report.chapters import written
+from torchrope.lab.report.page import write_report
+from torchrope.lab.report.readme import encodings_and_results, insert_between_markers
+from torchrope.lab.results import (
+    Advice,
+    Axis,
+    Check,
+    Column,
+    DataFacts,
+    Figure,
+    Findings,
+    RunFacts,
+    StudyResult,
+    Table,
+)
 from torchrope.lab.studies.engine.names import NAMES
-from torchrope.lab.studies.engine.results import Advice, Axis, Check, Column, Figure, Findings, StudyResult, Table
 
 ENCODINGS = ("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld")
 SERIES = {"series": "name", "low": "low", "high": "high"}
@@ -123,7 +140,7 @@ def result(study="accuracy", data="digits", figures=(), **changes):
            "config": {"encodings": list(ENCODINGS), "seeds": 2}}  # fmt: skip
     given = StudyResult(
         study=study, title=study.title(), question=f"What about {study}?", sources=["A paper, table 1"], findings=found,
-        data=described if data else None, run=run,
+        data=DataFacts(**described) if data else None, run=RunFacts(**run),
     )  # fmt: skip
     return replace(given, **changes)
 
@@ -131,7 +148,7 @@ def result(study="accuracy", data="digits", figures=(), **changes):
 def save(folder, *results):
     folder.mkdir(exist_ok=True)
     for each in results:
-        data = f"-{each.data['name']}" if each.data else ""
+        data = f"-{each.data.name}" if each.data else ""
         (folder / re.sub(r"[^\w.-]", "_", f"{each.study}{data}.json")[-80:]).write_text(json.dumps(each.plain()))
     return folder
 
@@ -173,8 +190,8 @@ def hostile():
     found = Findings(HOSTILE, [table], figures, [table], [Check(HOSTILE, False, HOSTILE)], [HOSTILE, long],
                      [Advice(HOSTILE, [HOSTILE, "liere"], long)])  # fmt: skip
     good = result()
-    data = {**good.data, "name": f"../../{HOSTILE}", "title": HOSTILE, "description": long, "skipped": [HOSTILE]}
-    run = {**good.run, "command": HOSTILE, "config": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}}
+    data = replace(good.data, name=f"../../{HOSTILE}", title=HOSTILE, description=long, skipped=[HOSTILE])
+    run = replace(good.run, command=HOSTILE, config={HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE})
     return StudyResult(f"../{HOSTILE}", HOSTILE, HOSTILE, [HOSTILE], found, data, run)
 
 
@@ -209,7 +226,7 @@ class Tags(HTMLParser):
 @pytest.fixture(scope="module", autouse=True)
 def _bundled_once():
     """Bundling takes seconds and gives the same each time."""
-    bundle, kept = studies._library, []
+    bundle, kept = page_module._library, []
 
     def once():
         if not kept:
@@ -217,18 +234,18 @@ def _bundled_once():
         return kept[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(studies, "_library", once)
+        patch.setattr(page_module, "_library", once)
         yield
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return write_studies_report(save(tmp_path_factory.mktemp("kinds"), *all_kinds()))
+    return write_report(save(tmp_path_factory.mktemp("kinds"), *all_kinds()))
 
 
 @pytest.fixture(scope="module")
 def hostile_page(tmp_path_factory):
-    return write_studies_report(save(tmp_path_factory.mktemp("hostile"), hostile(), result()))
+    return write_report(save(tmp_path_factory.mktemp("hostile"), hostile(), result()))
 
 
 def test_page_tells_everything_that_a_study_found(page):
@@ -256,7 +273,7 @@ def test_page_orders_studies_as_the_issue_does_and_links_each_from_advice_and_co
 
 
 def test_report_knows_the_order_of_every_study():
-    assert [name for name in reading.ORDER if name in NAMES] == list(NAMES)
+    assert [name for name in read.ORDER if name in NAMES] == list(NAMES)
 
 
 def test_published_numbers_stand_once_for_all_data_sets(page):
@@ -304,7 +321,7 @@ def test_second_rendering_is_byte_identical_and_leaves_no_old_figure(tmp_path):
     save(tmp_path, result(figures=[points(), cells()]))
 
     def contents():
-        write_studies_report(tmp_path)
+        write_report(tmp_path)
         return {path: path.read_bytes() for path in (tmp_path / "report").rglob("*") if path.is_file()}
 
     first = contents()
@@ -404,7 +421,7 @@ def test_hostile_text_stays_text_in_every_file(hostile_page):
 
 def test_characters_that_no_page_may_hold_are_replaced(tmp_path):
     study = result(figures=[points()], title="a\x00b\x1bc\ud800d")
-    html = write_studies_report(save(tmp_path, study)).read_text(encoding="utf-8")
+    html = write_report(save(tmp_path, study)).read_text(encoding="utf-8")
     assert "a\ufffdb\ufffdc\ufffdd" in html
 
 
@@ -412,6 +429,14 @@ def damaged(change):
     study = result(figures=[curves(), cells()]).plain()
     change(study)
     return json.dumps(study)
+
+
+def damaged_table(change):
+    return damaged(lambda s: change(s["findings"]["tables"][0]))
+
+
+def damaged_figure(change):
+    return damaged(lambda s: change(s["findings"]["figures"][0]))
 
 
 @pytest.mark.parametrize(
@@ -425,19 +450,34 @@ def damaged(change):
         (damaged(lambda s: s.update(schema=2)), "schema must be 1, got 2"),
         (damaged(lambda s: s.pop("question")), "study must have 'question', got"),
         (damaged(lambda s: s["findings"].update(answer=7)), "study.findings.answer must be text, got 7"),
-        (damaged(lambda s: s["findings"]["tables"][0]["rows"][1].pop("top1")), "tables[0].rows[1] must have 'top1'"),
-        (damaged(lambda s: s["findings"]["tables"][0]["rows"][1].update(low="x")), "rows[1].low must be a number"),
         (
-            damaged(lambda s: s["findings"]["tables"][0]["rows"][1].update(gap=[1])),
+            damaged_table(lambda t: t["rows"][1].pop("top1")),
+            "tables[0]: rows of 'Top-1 on the validation set'",
+        ),
+        (
+            damaged_table(lambda t: t["rows"][1].update(low="x")),
+            "rows[1].low of 'Top-1 on the validation set'",
+        ),
+        (
+            damaged_table(lambda t: t["rows"][1].update(gap=[1])),
             "rows[1].gap must be a number, text",
         ),
-        (damaged(lambda s: s["findings"]["published"][0].update(columns=[])), "published[0] must have a column"),
-        (damaged(lambda s: s["findings"]["figures"][0].update(kind="pie")), "figures[0].kind must be one of lines"),
-        (damaged(lambda s: s["findings"]["figures"][0].update(colour=None, kind="cells")), "colour must be there"),
-        (damaged(lambda s: s["findings"]["figures"][0]["x"].update(scale="log2")), "x.scale must be one of linear"),
-        (damaged(lambda s: s["findings"]["figures"][0]["rows"][3].update(top1="x")), "rows[3].top1 must be a number"),
-        (damaged(lambda s: s["findings"]["figures"][0].update(series="other")), "rows[0] must have 'other'"),
-        (damaged(lambda s: s["findings"]["figures"][0].update(name="kernel")), "figures must have different names"),
+        (
+            damaged(lambda s: s["findings"]["published"][0].update(columns=[])),
+            "'Top-1 in the paper' must have a column",
+        ),
+        (damaged_figure(lambda f: f.update(kind="pie")), "figures[0].kind must be one of lines"),
+        (
+            damaged_figure(lambda f: f.update(colour=None, kind="cells")),
+            "colour is for cells, and cells need it",
+        ),
+        (damaged_figure(lambda f: f["x"].update(scale="log2")), "x.scale must be one of linear"),
+        (
+            damaged_figure(lambda f: f["rows"][3].update(top1="x")),
+            "rows[3].top1 of 'curves' must be a number",
+        ),
+        (damaged_figure(lambda f: f.update(series="other")), "got rows[0] without other"),
+        (damaged_figure(lambda f: f.update(name="kernel")), "figures must have different names"),
         (damaged(lambda s: s["findings"]["checks"][0].update(holds="yes")), "holds must be true or false, got 'yes'"),
         (damaged(lambda s: s["run"].update(config=[])), "study.run.config must be an object, got []"),
         (damaged(lambda s: s["data"].update(train=10**400)), "whole numbers must fit into 64 bits, got one of 1329"),
@@ -447,7 +487,7 @@ def damaged(change):
 def test_damage_is_told_in_one_line_and_nothing_is_written(tmp_path, text, message):
     (tmp_path / "accuracy-digits.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        write_studies_report(tmp_path)
+        write_report(tmp_path)
     assert "\n" not in str(refused.value)
     assert str(tmp_path / "accuracy-digits.json") in str(refused.value)
     assert not (tmp_path / "report").exists()
@@ -455,11 +495,11 @@ def test_damage_is_told_in_one_line_and_nothing_is_written(tmp_path, text, messa
 
 def test_folder_without_studies_and_one_with_a_study_twice_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"needs the results\.json of .* or the files of `torchrope study`, got no"):
-        write_studies_report(tmp_path)
+        write_report(tmp_path)
     save(tmp_path, result())
     (tmp_path / "copy.json").write_text((tmp_path / "accuracy-digits.json").read_text())
     with pytest.raises(ValueError, match=r"once for each data set, got accuracy-digits\.json and copy\.json"):
-        write_studies_report(tmp_path)
+        write_report(tmp_path)
 
 
 def test_command_writes_the_page_and_tells_the_answers(tmp_path, capsys):
@@ -694,18 +734,129 @@ def contrast(one, other):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_has_enough_contrast(dark):
-    sheet = (Path(studies.__file__).parent / "style.css").read_text()
-    named = [
-        dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", sheet, re.DOTALL)
-    ]
-    own = (Path(studies.__file__).parent / "studies.css").read_text()
-    fails = [
-        dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", own, re.DOTALL)
-    ]
-    colours = {**named[dark], **fails[dark]}
+    sheet = (Path(report.__file__).parent / "page.css").read_text()
+    blocks = re.findall(r":root \{(.*?)\}", sheet, re.DOTALL)
+    named = [dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in blocks]
+    colours = named[dark]
     for ink in ("ink", "soft", "accent"):
         for paper in ("paper", "card"):
             assert contrast(colours[ink], colours[paper]) >= 4.5, (ink, paper)
     for chip in ("best", "tied", "behind", "fails"):
         assert contrast(colours[chip], colours[f"{chip}-paper"]) >= 4.5, chip
     assert contrast(colours["edge"], colours["paper"]) >= 3
+
+
+def test_a_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_path):
+    compared = result("compare", title="Comparison", unfinished=["mixed seed 1"])
+    compared.write(tmp_path / "results.json")
+    shown = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "Comparison: data called digits" in shown.text
+    assert "Not finished yet: mixed seed 1" in shown.text
+    assert "What to choose for which case" not in shown.text
+    assert "mixed seed 1" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def test_a_comparison_comes_first_among_studies(tmp_path):
+    result("compare").write(save(tmp_path, result(), result("kernel", None)) / "results.json")
+    tags = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
+    ids = [attributes["id"] for _, attributes in tags.found if attributes.get("id", "").startswith("study-")]
+    assert [each for each in ids if "-" not in each.removeprefix("study-")] == [
+        "study-compare",
+        "study-accuracy",
+        "study-kernel",
+    ]
+
+
+def test_the_command_shows_a_comparisons_table(tmp_path, capsys):
+    result("compare").write(tmp_path / "results.json")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("Name"))
+    assert len({len(line) for line in lines[start + 1 : start + 2 + len(ENCODINGS)]}) <= 3
+    assert lines[start + 2].startswith("none")
+    assert "90.0 [87.5, 92.0]" in lines[start + 2]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (0.031234, "0.0312"), (9.5, "9.50"), (123.4, "123"), (12345.6, "12,346")]
+)
+def test_significant_digits_need_no_exponent(number, text):
+    assert tables.significant(number) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(4.25, "4.25 s"), (210, "3 min 30 s"), (7300, "2 h 1 min")])
+def test_duration_is_one_a_person_can_judge(seconds, text):
+    assert tables.duration(seconds) == text
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_failed_write_leaves_the_old_page_and_no_litter(tmp_path, monkeypatch, failing):
+    old = write_report(save(tmp_path, result())).read_text(encoding="utf-8")
+    before = sorted(path.name for path in (tmp_path / "report").rglob("*"))
+
+    def no_space(*args, **kwargs):
+        raise OSError("no space left")
+
+    save(tmp_path, result(title="Something else"))
+    monkeypatch.setattr(os, failing, no_space)
+    with pytest.raises(OSError, match="no space left"):
+        write_report(tmp_path)
+    assert (tmp_path / "report" / "index.html").read_text(encoding="utf-8") == old
+    assert sorted(path.name for path in (tmp_path / "report").rglob("*")) == before
+
+
+def test_results_that_cannot_be_drawn_leave_the_old_page(tmp_path, monkeypatch):
+    old = write_report(save(tmp_path, result())).read_text(encoding="utf-8")
+    monkeypatch.setattr(page_module, "render_markdown", lambda *_: 1 / 0)
+    save(tmp_path, result(title="Something else"))
+    with pytest.raises(ZeroDivisionError):
+        write_report(tmp_path)
+    assert (tmp_path / "report" / "index.html").read_text(encoding="utf-8") == old
+
+
+def test_readme_block_has_the_table_and_where_it_comes_from(tmp_path):
+    result("compare").write(tmp_path / "results.json")
+    block = encodings_and_results(tmp_path / "results.json").splitlines()
+    names = [line.split(" | ")[0].removeprefix("| ") for line in block if line.startswith("| ")][2:]
+    assert names == list(ENCODINGS)
+    assert "1,437" in block[-1]
+    assert "Fake CPU" in block[-1]
+
+
+def test_readme_block_is_of_a_comparison(tmp_path):
+    with pytest.raises(ValueError, match=r"shows the results\.json of `torchrope compare`, got accuracy in"):
+        encodings_and_results(save(tmp_path, result()) / "accuracy-digits.json")
+
+
+def test_block_goes_between_its_markers_and_nothing_else_moves():
+    text = "a\n<!-- results:begin -->\nold\n<!-- results:end -->\nz <!-- other:begin --><!-- other:end -->\n"
+    once = insert_between_markers(text, "results", "| new |\n")
+    assert once == text.replace("old", "| new |")
+    assert insert_between_markers(once, "results", "| new |\n") == once
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no markers",
+        "<!-- results:begin --> only",
+        "<!-- results:end --> <!-- results:begin -->",
+        "<!-- results:begin --> <!-- results:begin --> <!-- results:end -->",
+    ],
+)
+def test_text_without_both_markers_is_refused(text):
+    with pytest.raises(ValueError, match="must hold <!-- results:begin -->"):
+        insert_between_markers(text, "results", "block")
+
+
+def test_report_imports_no_model():
+    allowed = {"jinja2", "markupsafe", "vl_convert", "torchrope"}
+    ours = ("torchrope.lab.report", "torchrope.lab.results", "torchrope.files")
+    for file in Path(report.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                top = name.split(".")[0]
+                assert top in allowed or top in sys.stdlib_module_names, f"{file.name} imports {name}"
+                assert top != "torchrope" or name.startswith(ours)

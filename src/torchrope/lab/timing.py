@@ -7,16 +7,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from torchrope.lab.bench.results import Quartiles
 
 Work = Callable[[], object]
 
 _SHORTEST_SAMPLE = 0.05
 _MOST_REPEATS = 100
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """Median and quartiles over the rounds."""
+
+    low: float
+    median: float
+    high: float
 
 
 def interleaved_seconds(works: Mapping[str, Work], *, rounds: int, device: str) -> dict[str, list[float]]:

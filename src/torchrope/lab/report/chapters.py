@@ -1,25 +1,15 @@
-"""Write the report over all studies of a folder: one HTML page that opens offline, and its Markdown twin."""
+"""Results as a reader sees them: chapters of studies, each with its drawn figures and written tables."""
 
-import hashlib
 import json
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from torchrope.files import write_whole
-from torchrope.lab.report.findings import Study, read_studies
-from torchrope.lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look
-from torchrope.lab.report.notes import run_facts
+from torchrope.lab.report.looks import Look
 from torchrope.lab.report.pictures import sheet
-from torchrope.lab.report.plots import GRID, INK, PAPER, SOFT, Plot, page_looks, plot, slug, svg
-from torchrope.lab.report.studies_markdown import render_studies_markdown
-from torchrope.lab.report.tables import MISSING, count, percent, significant, size
+from torchrope.lab.report.plots import Plot, page_looks, plot, slug, svg
+from torchrope.lab.report.read import Study
+from torchrope.lab.report.tables import MISSING, aligned_table, count, duration, percent, significant, size
 
 # A static drawing of more marks is left to the page's script and to report.md.
 MANY = 2000
@@ -116,36 +106,6 @@ class Chapter:
     published: list[Shown]
 
 
-def write_studies_report(out: Path) -> Path:
-    """Write `out/report/index.html`, `report.md` and `figures/*.svg` from the studies in `out`.
-
-    Everything is rendered before anything is written, and every file is written whole or not at all.
-
-    Args:
-        out: The folder that `torchrope study` filled.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        ValueError: there is no study, or one is damaged.
-        ImportError: vl-convert-python is not installed.
-    """
-    studies = read_studies(Path(out))
-    chapters = arrange(studies)
-    folder = Path(out) / "report"
-    texts = {
-        **{folder / "figures" / f"{drawn.name}.svg": drawn.svg + "\n" for drawn in _all_drawn(chapters)},
-        folder / "report.md": render_studies_markdown(chapters, advice_table(chapters, {})),
-        folder / "index.html": render_studies_page(chapters, page_looks(studies)),
-    }
-    for path, text in texts.items():
-        write_whole(path, text)
-    for left in set((folder / "figures").glob("*.svg")) - set(texts):
-        left.unlink()
-    return folder / "index.html"
-
-
 def arrange(studies: Sequence[Study]) -> list[Chapter]:
     """Draw every figure, write every table, and put what belongs to one study together."""
     looks = page_looks(studies)
@@ -156,23 +116,28 @@ def arrange(studies: Sequence[Study]) -> list[Chapter]:
     return [_chapter(name, group, looks, taken) for name, group in chapters.items()]
 
 
-def render_studies_page(chapters: Sequence[Chapter], looks: dict[str, Look]) -> str:
-    """Render the HTML page: style, scripts and figures inside it."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    template = environment.from_string(_shipped("studies.html"))
-    scripts = [_library(), _shipped("studies.js")]
-    parts = [part for chapter in chapters for part in chapter.parts]
-    return template.render(
-        style=Markup(_shipped("style.css") + _shipped("studies.css") + _colours()),
-        scripts=[Markup(script) for script in scripts],
-        policy=_policy(scripts),
-        chapters=chapters,
-        advice=advice_table(chapters, looks),
-        broken=[(part, check) for part in parts for check in part.study["findings"]["checks"] if not check["holds"]],
-        parts=parts,
-        many=MANY,
-        config=_indented,
-    )
+def terminal_text(study: Study) -> str:
+    """What a terminal shows of a result: a comparison's main table, and every answer."""
+    findings, data = study["findings"], study.get("data")
+    if study["study"] == "compare":
+        missing = f"\n\nnot finished yet: {', '.join(study['unfinished'])}" if study["unfinished"] else ""
+        return f"{_plain_table(findings['tables'][0])}\n\n{findings['answer']}{missing}"
+    on = f" ({data['name']})" if data else ""
+    return " ".join(f"{study['study']}{on}: {findings['answer']}".split())
+
+
+def _plain_table(table: dict[str, Any]) -> str:
+    shown = show_table({**table, "columns": [each for each in table["columns"] if each["key"] != "encoding"]}, {})
+    rows = [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in shown.rows]
+    return aligned_table(shown.headings, rows, shown.numeric)
+
+
+def title_of(chapters: Sequence[Chapter]) -> str:
+    """The question of a page over one study, and what several have in common."""
+    if len(chapters) == 1:
+        on = {part.data for part in chapters[0].parts}
+        return f"{chapters[0].title}: {', '.join(on)}" if len(on) == 1 and "" not in on else chapters[0].title
+    return "Position encodings compared"
 
 
 def advice_table(chapters: Sequence[Chapter], looks: dict[str, Look]) -> list[dict[str, Any]]:
@@ -239,10 +204,11 @@ def _is_numeric(key: str, rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def _look_class(value: Any, looks: dict[str, Look]) -> str:
-    return _colour_class(looks[value].place) if isinstance(value, str) and value in looks else ""
+    return colour_class(looks[value].place) if isinstance(value, str) and value in looks else ""
 
 
-def _colour_class(place: int) -> str:
+def colour_class(place: int) -> str:
+    """Of the page's style, for a place in the palette."""
     return "plain" if place < 0 else f"c{place}"
 
 
@@ -263,13 +229,11 @@ def _part(study: Study, looks: dict[str, Look], taken: set[str]) -> Part:
     data = study.get("data") or {}
     named = slug(study["study"], data["name"]) if data else slug(study["study"])
     findings = study["findings"]
-    seeds = (study["run"].get("config") or {}).get("seeds")
-    run = {**study["run"], "seeds": list(range(seeds)) if isinstance(seeds, int) and 0 < seeds <= 1000 else []}
     return Part(
         id=_unique(f"on-{named}", taken),
         study=study,
         data=data.get("title", ""),
-        about=_about(data),
+        about=data_sentence(data),
         drawn=[
             _draw(figure, _unique(f"{named}-{slug(figure['name'])}", taken), looks) for figure in findings["figures"]
         ],
@@ -278,7 +242,7 @@ def _part(study: Study, looks: dict[str, Look], taken: set[str]) -> Part:
             for pictures in findings.get("pictures") or []
         ],
         tables=[show_table(table, looks) for table in findings["tables"]],
-        facts=run_facts({"run": run}),
+        facts=run_facts(study["run"]),
     )
 
 
@@ -297,7 +261,8 @@ def _shoot(pictures: dict[str, Any], name: str) -> Shot:
     return Shot(name, pictures, sheet(pictures, name))
 
 
-def _about(data: dict[str, Any]) -> str:
+def data_sentence(data: dict[str, Any]) -> str:
+    """What the data is, and how much there is of it."""
     facts = [
         f"{count(data['train'])} examples to train on" if data.get("train") is not None else "",
         f"{count(data['val'])} to validate" if data.get("val") is not None else "",
@@ -317,56 +282,35 @@ def _unique(wanted: str, taken: set[str]) -> str:
     return name
 
 
-def _all_drawn(chapters: Sequence[Chapter]) -> list[Drawn | Shot]:
+def all_drawn(chapters: Sequence[Chapter]) -> list[Drawn | Shot]:
+    """Every figure and every picture."""
     parts = [part for chapter in chapters for part in chapter.parts]
     return [*(drawn for part in parts for drawn in part.drawn), *(shot for part in parts for shot in part.shots)]
 
 
-def _library() -> str:
-    """Vega, Vega-Lite and vega-embed as one script without outside addresses to load from."""
-    import vl_convert
-
-    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    """What the page may do: run its own scripts as they are written here, show pictures inside it, and nothing else."""
-    hashes = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
-    rules = ("default-src 'none'", f"script-src {allowed}", "style-src 'unsafe-inline'", "img-src data: blob:")
-    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
-
-
-def _colours() -> str:
-    """Colours of encodings, and of the figures on dark paper: drawings name colours, the page says what they mean."""
-    pairs = {PLAIN: DARK_PLAIN, **dict(zip(COLOURS, DARK_COLOURS, strict=True))}
-    dots = [f".dot.{_colour_class(place)} {{ background: {colour}; }}" for place, colour in enumerate(pairs, start=-1)]
-    drawn = {**pairs, PAPER: "none", INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--line)"}
-    rules = [
-        f'  .drawing [{part}="{light}" i] {{ {part}: {dark}; }}'
-        for light, dark in drawn.items()
-        for part in ("fill", "stroke")
+def run_facts(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a reader needs to repeat the run, apart from the command and the configuration."""
+    seeds = (run.get("config") or {}).get("seeds")
+    facts = [
+        ("Commit", run.get("commit") or "not recorded"),
+        ("torchrope", run.get("torchrope")),
+        ("Versions", _pairs(run.get("versions"))),
+        ("Seeds", ", ".join(map(str, range(seeds))) if isinstance(seeds, int) and 0 < seeds <= 1000 else None),
+        ("Machine", _machine(run.get("machine") or {})),
+        ("Date", run.get("date")),
+        ("Duration", duration(run["seconds"]) if run.get("seconds") is not None else None),
     ]
-    rules += [
-        f"  .dot.{_colour_class(place)} {{ background: {colour}; }}"
-        for place, colour in enumerate(pairs.values(), start=-1)
-    ]
-    return "\n".join(
-        [
-            *dots,
-            f'.drawing [fill="{PAPER}" i] {{ fill: none; }}',
-            "@media screen and (prefers-color-scheme: dark) {",
-            *rules,
-            "}",
-            "",
-        ]
-    )
+    return [(name, str(fact)) for name, fact in facts if fact]
 
 
-def _shipped(name: str) -> str:
-    return (files("torchrope.lab.report") / name).read_text(encoding="utf-8")
+def _pairs(versions: dict[str, Any] | None) -> str:
+    return ", ".join(f"{name} {version}" for name, version in (versions or {}).items())
 
 
-def _indented(config: dict[str, Any] | None) -> str | None:
-    return json.dumps(config, indent=2, ensure_ascii=False) if config else None
+def _machine(machine: dict[str, Any]) -> str:
+    written = {
+        "cores": lambda cores: f"{cores} cores",
+        "memory_gb": lambda gigabytes: f"{gigabytes:.0f} GB memory",
+        "device": lambda device: f"device {device}",
+    }
+    return ", ".join(written.get(name, str)(value) for name, value in machine.items() if value not in (None, ""))

@@ -1,0 +1,375 @@
+"""Measure how often intervals and conclusions hold, on simulated runs of known truth; render docs/statistics.md.
+
+    python benchmarks/calibration.py
+
+An answer of encoding m, seed s and example i is right where √0.75 d_i + √0.05 e_mi + √0.2 r_msi < a_m + z_ms, with
+d, e and r standard normal and z normal of deviation 0.05: the population accuracy of a training is Φ(a_m + z_ms).
+`docs/statistics.md` says where these numbers are from. The status is 1 where a promise does not hold.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import norm
+
+from torchrope.files import write_whole
+from torchrope.lab.provenance import provenance
+from torchrope.lab.statistics import BASELINE, Conclusion, conclude
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "calibration.json"
+PAGE = ROOT / "docs" / "statistics.md"
+MARKS = "<!-- calibration:begin -->", "<!-- calibration:end -->"
+
+SHARED, OWN = 0.75, 0.05
+"""Of the variance of an answer: from examples for all encodings alike, and from examples for one encoding."""
+SPREAD = 0.05
+"""Deviation between trainings of one encoding, in the unit of the latent normal variable."""
+NAMES = (2, 4, 8)
+SEEDS = (1, 3, 5)
+EXAMPLES = (6, 20, 60, 200, 1000, 10_000)
+ACCURACIES = (0.12, 0.5, 0.99)
+MARGIN = 0.01
+AT_ONCE = 20_000_000  # answers in memory
+
+FALSE = 0.05
+"""The most that false claims may be."""
+COVERED = 0.93
+"""The least coverage of intervals of 95 %, averaged over cells of one number of seeds and examples."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Runs of one known truth.
+
+    Attributes:
+        scenario: Of `SCENARIOS`.
+        accuracies: Of the population of trainings and examples, by encoding; the first is "none".
+        seeds: Trainings of each.
+        examples: Held out.
+        spread: As `SPREAD`, by encoding.
+        chance: Passed to `conclude`.
+    """
+
+    scenario: str
+    accuracies: tuple[float, ...]
+    seeds: int
+    examples: int
+    spread: tuple[float, ...]
+    chance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Shares of simulated runs.
+
+    Attributes:
+        covered: Of intervals of accuracies, that hold the truth.
+        gains_covered: Likewise of differences over none.
+        behind: Where an encoding is called behind that is not.
+        best: Where the kind is "best".
+        irrelevant: Where it is "position-irrelevant".
+        learned: Where it is neither "nothing-learned" nor "cannot-tell".
+    """
+
+    case: Case
+    runs: int
+    covered: float
+    gains_covered: float
+    behind: float
+    best: float
+    irrelevant: float
+    learned: float
+
+
+def names_of(case: Case) -> list[str]:
+    return [BASELINE, *(f"encoding{i}" for i in range(1, len(case.accuracies)))]
+
+
+def simulate(case: Case, runs: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Right or wrong `(runs, encodings, seeds, examples)`, and the population accuracies `(runs, encodings)`.
+
+    With one seed these are of the trained models: Φ(a + z). With several, and for "one training", they are means over
+    all trainings.
+    """
+    k, shape = len(case.accuracies), (runs, len(case.accuracies), case.seeds)
+    spread = np.array(case.spread)
+    at = norm.ppf(case.accuracies) * np.sqrt(1 + spread**2)
+    trained = at[:, None] + spread[:, None] * random.standard_normal(shape)
+    latent = random.standard_normal((*shape, case.examples), dtype=np.float32)
+    latent *= math.sqrt(1 - SHARED - OWN)
+    latent += math.sqrt(SHARED) * random.standard_normal((runs, 1, 1, case.examples), dtype=np.float32)
+    latent += math.sqrt(OWN) * random.standard_normal((runs, k, 1, case.examples), dtype=np.float32)
+    right = latent < trained[..., None]
+    if case.seeds == 1 and case.scenario != "one training":
+        return right, norm.cdf(trained[..., 0])
+    return right, np.broadcast_to(case.accuracies, (runs, k))
+
+
+def measure(case: Case, runs: int, random: np.random.Generator) -> Measured:
+    names = names_of(case)
+    most = max(1, AT_ONCE // (len(names) * case.seeds * case.examples))
+    counts = np.zeros(6)
+    for start in range(0, runs, most):
+        right, truth = simulate(case, min(most, runs - start), random)
+        for answers, true in zip(right, truth, strict=True):
+            of = dict(zip(names, true.tolist(), strict=True))
+            given = dict(zip(names, answers, strict=True))
+            counts += _judged(conclude(given, chance=case.chance, margin=MARGIN), of)
+    return Measured(case, runs, *(counts / runs).tolist())
+
+
+def _judged(found: Conclusion, true: dict[str, float]) -> list[float]:
+    base = true[BASELINE]
+    covered = [low <= true[name] <= high for name, (low, high) in found.intervals.items()]
+    gains = [gain.low <= true[name] - base <= gain.high for name, gain in found.gains.items()]
+    wrong = found.best is not None and any(true[name] >= true[found.best] for name in found.behind)
+    learned = found.kind not in ("nothing-learned", "cannot-tell")
+    return [
+        float(np.mean(covered)),
+        float(np.mean(gains)),
+        float(wrong),
+        float(found.kind == "best"),
+        float(found.kind == "position-irrelevant"),
+        float(learned),
+    ]
+
+
+# ---- scenarios
+
+
+def _case(scenario: str, accuracies: tuple[float, ...], seeds: int, examples: int, chance: float = 0.0) -> Case:
+    """One training of each encoding is judged as the models that they are: those of equal encodings are equal."""
+    spread = SPREAD if seeds > 1 else 0.0
+    return Case(scenario, accuracies, seeds, examples, (spread,) * len(accuracies), chance)
+
+
+def equal() -> Iterator[Case]:
+    """All encodings equal."""
+    for k in NAMES:
+        for seeds in SEEDS:
+            for examples in EXAMPLES:
+                for accuracy in ACCURACIES:
+                    yield _case("equal", (accuracy,) * k, seeds, examples)
+
+
+def two_best() -> Iterator[Case]:
+    """Two equal encodings 20 points ahead of the others: "best" is false."""
+    for k in NAMES[1:]:
+        for seeds in SEEDS:
+            for examples in EXAMPLES:
+                yield _case("two best", (0.7,) * (k - 2) + (0.9,) * 2, seeds, examples)
+
+
+def at_margin() -> Iterator[Case]:
+    """One encoding gains exactly the margin, the others nothing: "position-irrelevant" is false."""
+    for k in NAMES:
+        for seeds in SEEDS:
+            for examples in EXAMPLES:
+                yield _case("at the margin", (0.9,) * (k - 1) + (0.9 + MARGIN + 1e-9,), seeds, examples)
+
+
+def at_chance() -> Iterator[Case]:
+    """All models guess among ten classes: anything but "nothing-learned" and "cannot-tell" is false."""
+    for k in NAMES:
+        for seeds in SEEDS:
+            for examples in EXAMPLES:
+                yield _case("at chance", (0.1,) * k, seeds, examples, chance=0.1)
+
+
+def ahead() -> Iterator[Case]:
+    """One encoding is 5 points ahead of all others: "best" is true."""
+    for k in NAMES:
+        for seeds in SEEDS:
+            for examples in EXAMPLES:
+                yield _case("5 points ahead", (0.85,) * (k - 1) + (0.9,), seeds, examples)
+
+
+def one_training() -> Iterator[Case]:
+    """Encodings equal on average, one training of each: what is left out with one seed."""
+    for k in NAMES:
+        for examples in EXAMPLES:
+            yield Case("one training", (0.5,) * k, 1, examples, (SPREAD,) * k)
+
+
+def unequal_spreads() -> Iterator[Case]:
+    """All encodings equal, but one varies four times as much between trainings."""
+    for k in NAMES:
+        for seeds in SEEDS[1:]:
+            for examples in EXAMPLES:
+                yield Case("unequal spreads", (0.5,) * k, seeds, examples, (SPREAD,) * (k - 1) + (4 * SPREAD,))
+
+
+SCENARIOS: dict[str, Callable[[], Iterator[Case]]] = {
+    "equal": equal,
+    "two best": two_best,
+    "at the margin": at_margin,
+    "at chance": at_chance,
+    "5 points ahead": ahead,
+    "one training": one_training,
+    "unequal spreads": unequal_spreads,
+}
+
+
+def few() -> Iterator[Case]:
+    """Cases for a quick check."""
+    for k, seeds, examples, accuracy in ((2, 1, 60, 0.5), (8, 1, 200, 0.12), (8, 3, 200, 0.5), (4, 5, 60, 0.99)):
+        yield _case("equal", (accuracy,) * k, seeds, examples)
+    yield _case("two best", (0.7, 0.7, 0.9, 0.9), 3, 200)
+    yield _case("at the margin", (0.9, 0.9 + MARGIN + 1e-9), 1, 1000)
+    yield _case("at chance", (0.1,) * 4, 1, 60, chance=0.1)
+    yield _case("5 points ahead", (0.85, 0.9), 1, 1000)
+
+
+def measure_all(cases: list[Case], repeats: int, seed: int, tell: Callable[[str], object]) -> list[Measured]:
+    """Measure cases: with a quarter of the repeats at 10,000 examples, and half of them in scenarios beside "equal"."""
+    measured = []
+    for place, case in enumerate(cases):
+        runs = max(repeats // (4 if case.examples >= 10_000 else 1) // (1 if case.scenario == "equal" else 2), 1)
+        measured.append(measure(case, runs, np.random.default_rng((seed, place))))
+        if place % 20 == 19:
+            tell(f"{place + 1} of {len(cases)} cases")
+    return measured
+
+
+# ---- promises
+
+
+def broken(measured: list[Measured]) -> list[str]:
+    """Which promises do not hold, beyond what the number of simulated runs explains (3 standard errors)."""
+    told = []
+    for one in measured:
+        most = FALSE + 3 * math.sqrt(FALSE * (1 - FALSE) / one.runs)
+        claims = {
+            "equal": ("behind", one.behind),
+            "two best": ("best", one.best),
+            "at the margin": ("position-irrelevant", one.irrelevant),
+            "at chance": ("learned", one.learned),
+        }
+        if one.case.scenario in claims:
+            claim, share = claims[one.case.scenario]
+            if share > most:
+                told.append(f"false {claim!r} in {100 * share:.1f} % of runs: {one.case}")
+    for seeds, examples in sorted({(one.case.seeds, one.case.examples) for one in measured}):
+        own = [one for one in measured if (one.case.seeds, one.case.examples) == (seeds, examples)]
+        own = [one for one in own if one.case.scenario == "equal"]
+        for what in ("covered", "gains_covered"):
+            share = np.mean([getattr(one, what) for one in own]) if own else 1.0
+            if share < COVERED:
+                told.append(f"{what} {100 * share:.1f} %: {seeds} seeds, {examples} examples")
+    return told
+
+
+# ---- results
+
+
+def tables(measured: list[Measured]) -> str:
+    """Coverage and false "behind", then the other claims, as Markdown."""
+    head = ["seeds", "examples", "accuracies covered", "lowest", "gains covered", "lowest", '"behind"', "highest"]
+    rows = []
+    for seeds in SEEDS:
+        for examples in EXAMPLES:
+            own = _of(measured, "equal", seeds, examples)
+            lists = [[getattr(one, what) for one in own] for what in ("covered", "gains_covered", "behind")]
+            cells = [cell for values, end in zip(lists, (min, min, max), strict=True) for cell in _mean(values, end)]
+            rows.append([str(seeds), f"{examples:,}", *cells])
+    claims = ["seeds", "examples", '"best" of two equal', '"position-irrelevant"', "learned"]
+    claims += [f"best, k = {k}" for k in NAMES]
+    others = []
+    for seeds in SEEDS:
+        for examples in EXAMPLES:
+            worst = [
+                _percent(max(getattr(one, what) for one in _of(measured, scenario, seeds, examples)))
+                for scenario, what in (("two best", "best"), ("at the margin", "irrelevant"), ("at chance", "learned"))
+            ]
+            power = [_percent(one.best) for one in _of(measured, "5 points ahead", seeds, examples)]
+            others.append([str(seeds), f"{examples:,}", *worst, *power])
+    limits = ["examples", *(f"one training, k = {k}" for k in NAMES)]
+    limits += [f"{seeds} seeds, k = {k}" for seeds in SEEDS[1:] for k in NAMES]
+    beyond = [
+        [
+            f"{examples:,}",
+            *(_percent(one.behind) for one in _of(measured, "one training", 1, examples)),
+            *(_percent(one.behind) for s in SEEDS[1:] for one in _of(measured, "unequal spreads", s, examples)),
+        ]
+        for examples in EXAMPLES
+    ]
+    return "\n\n".join(
+        [
+            "Intervals of 95 %, and false claims “behind” among equal encodings, in percent: mean over k = 2, 4, 8 and "
+            "accuracies of 12, 50 and 99 %, and the lowest or highest of these nine cells.",
+            _table(head, rows),
+            "False claims in percent, the highest over k = 2, 4, 8; then true claims “best” for an encoding 5 points "
+            "ahead (90 % against 85 %).",
+            _table(claims, others),
+            "Beyond what is promised: false claims “behind” among equal encodings (50 %), in percent. First with one "
+            "training of each, if claims are read as being about encodings and not about these models; then with "
+            "several seeds, where one encoding varies four times as much between trainings as the others.",
+            _table(limits, beyond),
+        ]
+    )
+
+
+def _of(measured: list[Measured], scenario: str, seeds: int, examples: int) -> list[Measured]:
+    wanted = (scenario, seeds, examples)
+    return [one for one in measured if (one.case.scenario, one.case.seeds, one.case.examples) == wanted]
+
+
+def _mean(values: list[float], end: Callable[[list[float]], float]) -> list[str]:
+    return [_percent(float(np.mean(values))), _percent(end(values))]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---:"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def render(page: str, measured: list[Measured]) -> str:
+    """The page with the tables between its marks."""
+    before, _, rest = page.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    return f"{before}{MARKS[0]}\n{tables(measured)}\n{MARKS[1]}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, help="simulated runs of a case (default: 1,000, and 400 with --check)")
+    parser.add_argument("--seed", type=int, default=0, help="of the simulation (default: 0)")
+    parser.add_argument("--check", action="store_true", help="a few cases alone, and write nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where results go (default: beside this file)")
+    options = parser.parse_args()
+    repeats = options.repeats if options.repeats is not None else 400 if options.check else 1000
+    if repeats < 1:
+        parser.error(f"--repeats must be above 0, got {repeats}")
+    cases = list(few()) if options.check else [case for make in SCENARIOS.values() for case in make()]
+    measured = measure_all(cases, repeats, options.seed, lambda line: print(line, flush=True))
+    failures = broken(measured)
+    print(*failures, sep="\n", file=sys.stderr, end="\n" if failures else "")
+    print(f"{sum(one.runs for one in measured)} simulated runs, {len(failures)} promises broken")
+    if options.check:
+        return 1 if failures else 0
+    command = shlex.join(["python", "benchmarks/calibration.py", *sys.argv[1:]])
+    source = {"command": command, "date": date.today().isoformat(), **provenance(("numpy", "scipy"))}
+    truth = {"shared": SHARED, "own": OWN, "spread": SPREAD, "margin": MARGIN}
+    results = {"source": source, "truth": truth, "measured": [asdict(one) for one in measured]}
+    write_whole(options.out, json.dumps(results, indent=1) + "\n")
+    if options.out == RESULTS:
+        write_whole(PAGE, render(PAGE.read_text(encoding="utf-8"), measured))
+    print(tables(measured), str(options.out), sep="\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""What a comparison of encodings has shown: the kind of answer, its numbers, its sentence, and its form as JSON.
+
+`torchrope.lab.statistics.conclude` makes conclusions, and its docstring has the rules.
+"""
+
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args
+
+Kind = Literal["best", "tied", "cheaper", "position-irrelevant", "nothing-learned", "cannot-tell"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+BASELINE = "none"
+"""The name of the model without positions."""
+ERROR_RATE = 0.05
+"""Of all claims "behind" of one conclusion together, and of each other claim."""
+
+
+class Interval(NamedTuple):
+    """An estimate and the ends of its confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What a further run would need to show a gap, if it is real, with a power of 80 %.
+
+    Attributes:
+        gap: Between the best encoding and `behind`, the largest seen.
+        behind: The encoding of the lowest accuracy.
+        examples: So many more examples held out, with as many seeds; None where no number is enough.
+        seeds: So many more seeds, on the same examples; None where 100 are not enough, or one seed does not tell.
+    """
+
+    gap: float
+    behind: str
+    examples: int | None
+    seeds: int | None
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What a comparison has shown. The best, `tied` and `behind` are together all names, each once.
+
+    Attributes:
+        kind: One of `KINDS`; `conclude` has the rules.
+        best: The name of the highest accuracy; None for "nothing-learned".
+        tied: Names that cannot be told apart from the best, the highest accuracy first.
+        behind: Names measurably behind the best, the highest accuracy first.
+        cheapest: The one of the best and `tied` that costs measurably less than each other; None but for "cheaper".
+        intervals: 95 % interval of each accuracy by itself, `(low, high)`.
+        gains: Difference of each accuracy over that of "none" with its 95 % interval; empty without "none".
+        gaps: Difference of the best over each other with its interval, which excludes 0 where that is behind. Holm's
+            procedure sets its level, 95 % or more.
+        detectable: The smallest gap to the best that this run shows with a power of 80 %, the median over the tied, or
+            over all where none is tied; None where it shows no gap.
+        needed: For "cannot-tell", what would show the largest gap seen; None where there is none.
+        examples: Held out.
+        seeds: Trainings of each encoding.
+        chance: Accuracy of the best constant answer.
+        margin: Differences within it do not matter.
+
+    Raises:
+        ValueError: a value is of another type or kind, or contradicts another.
+    """
+
+    kind: Kind
+    best: str | None
+    tied: tuple[str, ...]
+    behind: tuple[str, ...]
+    cheapest: str | None
+    intervals: dict[str, tuple[float, float]]
+    gains: dict[str, Interval]
+    gaps: dict[str, Interval]
+    detectable: float | None
+    needed: Needed | None
+    examples: int
+    seeds: int
+    chance: float
+    margin: float
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `from_dict` reads: dictionaries, lists, strings, numbers and None alone, as JSON holds them."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "Conclusion":
+        """Read what `as_dict` returned.
+
+        Raises:
+            ValueError: an entry is missing, unknown, or not of its type; in one line.
+        """
+        given = _entries(values, "conclusion", [field.name for field in fields(cls)])
+        intervals = _mapping(given["intervals"], "intervals")
+        needed = given["needed"]
+        if needed is not None:
+            needed = Needed(**_entries(needed, "needed", [field.name for field in fields(Needed)]))
+        return cls(
+            **given
+            | {
+                "tied": _names(given["tied"], "tied"),
+                "behind": _names(given["behind"], "behind"),
+                "intervals": {name: _numbers(pair, 2, f"intervals of {name!r}") for name, pair in intervals.items()},
+                "gains": _read_intervals(given["gains"], "gains"),
+                "gaps": _read_intervals(given["gaps"], "gaps"),
+                "needed": needed,
+            }
+        )
+
+    def sentence(self) -> str:
+        """Say it in at most two sentences and 50 words, for names of one word."""
+        return _SENTENCES[self.kind](self)
+
+
+# ---- sentences
+
+
+def _say_best(it: Conclusion) -> str:
+    next_one = it.behind[0]
+    gap = it.gaps[next_one]
+    ahead = f"by {100 * gap.estimate:.1f} points [{100 * gap.low:.1f}, {100 * gap.high:.1f}] over {next_one}"
+    return f"{it.best} is measurably ahead{' of all others' if it.behind[1:] else ''}, {ahead}.{_one_seed(it)}"
+
+
+def _say_tied(it: Conclusion) -> str:
+    told = f"{_listed([it.best or '', *it.tied])} cannot be told apart"
+    if it.behind:
+        return f"{told}; measurably behind: {_listed(it.behind)}. {_limits(it).capitalize()}."
+    return f"{told}, and no difference is above {_points(it.margin)}.{_one_seed(it)}"
+
+
+def _say_cheaper(it: Conclusion) -> str:
+    others = [name for name in (it.best, *it.tied) if name is not None and name != it.cheapest]
+    apart = f"{it.cheapest} cannot be told apart from {_listed(others)} and costs measurably less"
+    return f"{apart}. {_limits(it).capitalize()}."
+
+
+def _say_irrelevant(it: Conclusion) -> str:
+    points = _points(it.margin)
+    return f"Position does not matter here: no encoding differs from none by more than {points}.{_one_seed(it)}"
+
+
+def _say_nothing(it: Conclusion) -> str:
+    return (
+        f"No model is measurably above the {100 * it.chance:.1f} % of the best constant answer. "
+        "Train longer, or hold out more examples, before comparing encodings."
+    )
+
+
+def _say_unknown(it: Conclusion) -> str:
+    if len(it.intervals) == 1:
+        return "One encoding alone cannot be compared."
+    if not can_show_learning(it.examples, len(it.intervals), it.chance):
+        return (
+            f"This run cannot tell whether anything was learned: with {_count(it.examples, 'example')}, being right on "
+            f"all is not measurably above the {100 * it.chance:.1f} % of the best constant answer."
+        )
+    return f"This run cannot tell the encodings apart: {_limits(it)}.{_need(it)}"
+
+
+def _limits(it: Conclusion) -> str:
+    runs = "one training each" if it.seeds == 1 else f"{it.seeds} seeds"
+    unseen = "all gaps" if it.detectable is None else f"gaps below {_points(it.detectable)}"
+    more = " and variation between training runs" if it.seeds == 1 else ""
+    return f"with {_count(it.examples, 'example')} and {runs}, {unseen}{more} cannot be detected"
+
+
+def _need(it: Conclusion) -> str:
+    if it.needed is None:
+        return ""
+    need = it.needed
+    ways = [_count(need.examples, "more example")] if need.examples is not None else []
+    ways += [_count(need.seeds, "more seed")] if need.seeds is not None else []
+    between = f"the gap of {_points(need.gap)} between {it.best} and {need.behind}"
+    if not ways:
+        return f" More examples or seeds alone would not show {between}."
+    return f" About {' or '.join(ways)} would show {between}."
+
+
+def _one_seed(it: Conclusion) -> str:
+    return " With one training each, variation between training runs is not included." if it.seeds == 1 else ""
+
+
+def _points(share: float) -> str:
+    text = f"{100 * share:.1f}".removesuffix(".0") if share >= 0.0005 else f"{100 * share:.2g}"
+    return f"{text} point{'' if text == '1' else 's'}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c", "a, b, c and 4 others"."""
+    shown = [*names] if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+
+
+_SENTENCES: dict[str, Callable[[Conclusion], str]] = {
+    "best": _say_best,
+    "tied": _say_tied,
+    "cheaper": _say_cheaper,
+    "position-irrelevant": _say_irrelevant,
+    "nothing-learned": _say_nothing,
+    "cannot-tell": _say_unknown,
+}
+
+
+# ---- a conclusion as a dictionary
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _entries(values: Any, what: str, names: Sequence[str]) -> dict[str, Any]:
+    given = _mapping(values, what)
+    if set(given) != set(names):
+        odd = sorted(set(given) ^ set(names))
+        raise ValueError(f"{what} must have the entries {', '.join(names)}, got missing or unknown {short(odd)}")
+    return given
+
+
+def _mapping(values: Any, what: str) -> dict[str, Any]:
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{what} must be a mapping of names, got {short(values)}")
+    return values
+
+
+def _names(values: Any, what: str) -> tuple[str, ...]:
+    if not isinstance(values, list | tuple) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{what} must be a list of names, got {short(values)}")
+    return tuple(values)
+
+
+def _numbers(values: Any, count: int, what: str) -> Any:
+    if not isinstance(values, list | tuple) or len(values) != count:
+        raise ValueError(f"{what} must be {count} numbers, got {short(values)}")
+    return tuple(values)
+
+
+def _read_intervals(values: Any, what: str) -> dict[str, Interval]:
+    return {name: Interval(*_numbers(each, 3, f"{what} of {name!r}")) for name, each in _mapping(values, what).items()}
+
+
+def _check(it: Conclusion) -> None:
+    def require(holds: bool, rule: str, got: Any) -> None:
+        if not holds:
+            raise ValueError(f"{rule}, got {short(got)}")
+
+    require(isinstance(it.kind, str) and it.kind in KINDS, f"kind must be one of {', '.join(KINDS)}", it.kind)
+    _mapping(it.intervals, "intervals")
+    for name, ends in it.intervals.items():
+        ordered = all(map(is_number, _numbers(ends, 2, f"intervals of {name!r}"))) and 0 <= ends[0] <= ends[1] <= 1
+        require(ordered, f"intervals of {name!r} must be two numbers from 0 to 1, the lower first", ends)
+    for what in ("gains", "gaps"):
+        known = _mapping(getattr(it, what), what)
+        for name, each in known.items():
+            require(name in it.intervals, f"{what} must be of names that have intervals", name)
+            low_first = all(map(is_number, each)) and -1 <= each[1] <= each[2] <= 1 and -1 <= each[0] <= 1
+            require(low_first, f"{what} of {name!r} must be an estimate and the ends, from -1 to 1", each)
+    for what in ("best", "cheapest"):
+        name = getattr(it, what)
+        require(name is None or isinstance(name, str), f"{what} must be a name or None", name)
+    placed = ([] if it.best is None else [it.best]) + [*_names(it.tied, "tied"), *_names(it.behind, "behind")]
+    require(sorted(placed) == sorted(it.intervals), "best, tied and behind must be the names of intervals", placed)
+    for what in ("examples", "seeds"):
+        count = getattr(it, what)
+        require(_is_count(count) and count > 0, f"{what} must be a whole number above 0", count)
+    share(it.chance, "chance")
+    share(it.margin, "margin")
+    require(
+        it.detectable is None or (is_number(it.detectable) and 0 < it.detectable <= 1),
+        "detectable must be None or above 0 and at most 1",
+        it.detectable,
+    )
+    if it.needed is not None:
+        need = it.needed
+        require(isinstance(need, Needed), "needed must be None or what is needed", need)
+        require(is_number(need.gap) and 0 < need.gap <= 1, "gap must be above 0 and at most 1", need.gap)
+        require(isinstance(need.behind, str) and need.behind in it.intervals, "behind must be a name", need.behind)
+        for what in ("examples", "seeds"):
+            count = getattr(need, what)
+            require(count is None or (_is_count(count) and count > 0), f"{what} must be None or above 0", count)
+    require(
+        _FITS[it.kind](it),
+        f"best, tied, behind, cheapest, gains and gaps must fit the kind {it.kind}",
+        (it.best, it.tied, it.behind, it.cheapest),
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _has_gaps(it: Conclusion) -> bool:
+    return it.best is not None and set(it.gaps) == set(it.intervals) - {it.best} and it.cheapest is None
+
+
+_FITS: dict[str, Callable[[Conclusion], bool]] = {
+    "best": lambda it: _has_gaps(it) and bool(it.behind) and not it.tied,
+    "tied": lambda it: _has_gaps(it) and bool(it.tied),
+    "cheaper": lambda it: (
+        it.cheapest is not None
+        and it.cheapest in (it.best, *it.tied)
+        and bool(it.tied)
+        and set(it.gaps) == set(it.intervals) - {it.best}
+    ),
+    "position-irrelevant": lambda it: _has_gaps(it) and bool(it.gains) and BASELINE in it.intervals,
+    "nothing-learned": lambda it: it.best is None and not it.behind and it.cheapest is None and not it.gaps,
+    "cannot-tell": lambda it: _has_gaps(it) and not it.behind,
+}
+
+
+# ---- rules
+
+
+def can_show_learning(examples: int, names: int, chance: float) -> bool:
+    """Whether a model that is right on all examples is measurably above chance: (5 % / names)^(1 / examples) is."""
+    return bool((ERROR_RATE / names) ** (1 / examples) > chance)
+
+
+def share(value: Any, what: str) -> float:
+    """Return a number from 0 to 1, or raise a ValueError that names what it is."""
+    if not is_number(value) or not 0 <= value <= 1:
+        raise ValueError(f"{what} must be a number from 0 to 1, got {short(value)}")
+    return float(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, which True is not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def short(value: Any) -> str:
+    """Write a value into an error: one line of 60 characters at most."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

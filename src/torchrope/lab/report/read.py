@@ -1,0 +1,71 @@
+"""Read what studies found, `<study>[-<data>].json`, and refuse in one line what the report cannot show."""
+
+from pathlib import Path
+from typing import Any
+
+from torchrope.lab.results import StudyResult
+
+Study = dict[str, Any]
+"""What `StudyResult.plain` gives."""
+
+COMPARISON = "results.json"
+
+# The order of the report; a study of somebody's own comes after these.
+ORDER = (
+    "compare",
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
+    "shuffle",
+    "resolution",
+    "pooling",
+    "complexity",
+    "finetune",
+    "generators",
+    "attention",
+    "fourier",
+    "kernel",
+    "dense",
+)
+
+
+def study_files(folder: Path) -> list[Path]:
+    """The files of a folder that studies left, by name."""
+    return sorted(path for path in folder.glob("*.json") if path.is_file())
+
+
+def read_studies(folder: Path) -> list[Study]:
+    """Read the comparison and every study of a folder, in the order of the report.
+
+    Args:
+        folder: Where `torchrope compare` and `torchrope study` wrote.
+
+    Raises:
+        ValueError: there is none, or one is no JSON, of another schema, or lacks a part.
+    """
+    files = study_files(folder)
+    if not files:
+        raise ValueError(
+            f"a report needs the {COMPARISON} of `torchrope compare` or the files of `torchrope study`, got no file at "
+            f"{folder / COMPARISON} and no other"
+        )
+    studies = [StudyResult.read(file).plain() for file in files]
+    _check_once(studies, files)
+    return sorted(studies, key=_place)
+
+
+def _check_once(studies: list[Study], files: list[Path]) -> None:
+    seen: dict[tuple[str, str | None], Path] = {}
+    for study, file in zip(studies, files, strict=True):
+        key = (study["study"], (study.get("data") or {}).get("name"))
+        if key in seen:
+            raise ValueError(f"a study is there once for each data set, got {seen[key].name} and {file.name}")
+        seen[key] = file
+
+
+def _place(study: Study) -> tuple[int, str, str]:
+    name = study["study"]
+    return ORDER.index(name) if name in ORDER else len(ORDER), name, (study.get("data") or {}).get("name") or ""

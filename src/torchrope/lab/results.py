@@ -1,0 +1,459 @@
+"""The one schema of results: what a comparison or a study found, as dataclasses that JSON keeps and gives back.
+
+`StudyResult.write` and `StudyResult.read` are the two ends. What is read is checked against the same dataclasses that
+were written, so that a damaged or hostile file is refused in one line that names the place.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrope.files import parse_json, write_whole
+from torchrope.lab.schema import build, check_type, short
+
+Value = float | int | str | bool | None
+Row = Mapping[str, Value]
+
+SCHEMA = 1
+_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # no page may hold them
+_PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]+={0,2}")
+_LARGEST_SIDE = 4096  # pixels of a picture
+_LARGEST = 1e300  # beyond, drawing overflows
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: Where a row keeps its value.
+        title: For people.
+        unit: Of the values, such as "%", "ms" or "rad"; empty for words and counts.
+        digits: Decimals shown; None for words. Large counts get separators.
+        low, high: Keys of the 95 % interval's ends, where there is one.
+    """
+
+    key: str
+    title: str
+    unit: str = ""
+    digits: int | None = None
+    low: str | None = None
+    high: str | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of named values.
+
+    Attributes:
+        title: What it shows.
+        columns: Its columns, the first one names the row.
+        rows: A value a column, None where there is none.
+        source: Where published numbers are from, paper and table; empty for measured ones.
+        note: What must be known to read it.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    source: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.columns:
+            raise ValueError(f"table {short(self.title)} must have a column, got none")
+        ends = [key for column in self.columns for key in (column.low, column.high) if key]
+        _check_rows(self.rows, [*(column.key for column in self.columns), *ends], ends, self.title)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a direction, or the colour, of a figure means.
+
+    Attributes:
+        key: Where a row keeps its value.
+        title: For people, without the unit.
+        unit: Of the values.
+        scale: "linear", "log", or "category" for names, in the order of the rows.
+        zero: Whether 0 is shown, so that lengths are in proportion.
+    """
+
+    key: str
+    title: str
+    unit: str = ""
+    scale: Literal["linear", "log", "category"] = "linear"
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The numbers of a figure, one row a mark; how it looks is the report's affair.
+
+    Attributes:
+        name: For files, unique within a study: "accuracy-by-size".
+        kind: "lines" joins the points of a series; "points" does not; "bars" stand on zero; "cells" colours a cell at
+            (x, y) by `colour`.
+        title: What is drawn.
+        alt: What a reader who does not see it should know: what is on the axes, and what comes out.
+        x, y: The axes.
+        rows: The numbers.
+        series: Key of the name that colour and marker tell, an encoding's most of the time.
+        panel: Key of the name that small figures side by side tell.
+        low, high: Keys of the 95 % interval's ends of y.
+        colour: For "cells": what the colour means; values around zero are drawn so.
+        caption: How to read it.
+    """
+
+    name: str
+    kind: Literal["lines", "points", "bars", "cells"]
+    title: str
+    alt: str
+    x: Axis
+    y: Axis
+    rows: Sequence[Row]
+    series: str | None = None
+    panel: str | None = None
+    low: str | None = None
+    high: str | None = None
+    colour: Axis | None = None
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "cells") != (self.colour is not None):
+            raise ValueError(f"colour is for cells, and cells need it, got kind {self.kind!r} of {short(self.name)}")
+        axes = [axis for axis in (self.x, self.y, self.colour) if axis]
+        ends = [key for key in (self.low, self.high) if key]
+        named = [key for key in (self.series, self.panel) if key]
+        numbers = [*(axis.key for axis in axes if axis.scale != "category"), *ends]
+        _check_rows(self.rows, [*(axis.key for axis in axes), *named, *ends], numbers, self.name)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle on a picture.
+
+    Attributes:
+        left, top, right, bottom: In pixels of the picture, from its upper left corner.
+        kind: Place of its class in `Pictures.classes`.
+        score: The model's confidence, 0 to 1; None of a true one.
+    """
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    kind: int
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What is laid over a picture: the truth, or what one model says.
+
+    Attributes:
+        name: "truth", or an encoding's.
+        boxes: Drawn in their order.
+        map: Class of every pixel in reading order, as runs "class:length" with blanks between, "-" for pixels without
+            one: "-:40 3:12 -:12".
+    """
+
+    name: str
+    boxes: Sequence[Box] = ()
+    map: str = ""
+
+    def kinds(self) -> Iterator[int]:
+        """Classes of all boxes and runs."""
+        yield from (box.kind for box in self.boxes)
+        yield from (kind for kind, _ in runs(self.map) if kind is not None)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image, and what is said of it.
+
+    Attributes:
+        title: What it is: "64 × 64, as in training".
+        image: A PNG file in base64.
+        width, height: Its pixels.
+        panels: Shown side by side, the truth first.
+    """
+
+    title: str
+    image: str
+    width: int
+    height: int
+    panels: Sequence[Panel]
+
+    def __post_init__(self) -> None:
+        for name, side in (("width", self.width), ("height", self.height)):
+            if not 1 <= side <= _LARGEST_SIDE:
+                raise ValueError(f"{name} must be 1 to {_LARGEST_SIDE} pixels, got {short(side)}")
+        if not _PNG.fullmatch(self.image):
+            raise ValueError(f"image must be PNG in base64, got {short(self.image)}")
+        for panel in self.panels:
+            covered = sum(length for _, length in runs(panel.map))
+            if panel.map.strip() and covered != self.width * self.height:
+                raise ValueError(f"a map must cover {self.width * self.height} pixels, got {covered}")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures with boxes or maps on them, predicted ones beside true ones; how they look is the report's affair.
+
+    Attributes:
+        name: For files, unique among the figures and pictures of a study.
+        title: What is seen.
+        alt: What a reader who does not see it should know.
+        classes: Names that boxes and maps refer to.
+        rows: One a picture.
+        caption: How to read it.
+    """
+
+    name: str
+    title: str
+    alt: str
+    classes: Sequence[str]
+    rows: Sequence[Picture]
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        kinds = {kind for row in self.rows for panel in row.panels for kind in panel.kinds()}
+        if outside := sorted(kind for kind in kinds if not 0 <= kind < len(self.classes)):
+            rule = f"boxes and maps of {short(self.name)} must be of {len(self.classes)} classes"
+            raise ValueError(f"{rule}, got class {short(outside[0])}")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A law that the numbers must obey.
+
+    Attributes:
+        law: What must hold.
+        holds: Whether it does.
+        measured: The number it was decided by.
+    """
+
+    law: str
+    holds: bool
+    measured: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to choose in a case, for the front page.
+
+    Attributes:
+        case: "small images, trained from scratch", "larger images than in training".
+        encodings: Names, the first choice first; those not told apart from it follow.
+        because: The measured reason, with its uncertainty.
+    """
+
+    case: str
+    encodings: Sequence[str]
+    because: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a study found.
+
+    Attributes:
+        answer: The study's question answered in a sentence or two, from the numbers, with their uncertainty.
+        tables: What was measured, the main table first.
+        figures: The numbers to draw.
+        pictures: Images with what is true and what is predicted on them.
+        published: What papers report for the same question.
+        checks: What must hold, and whether it does.
+        notes: What a reader must know: what was left out, what differs from the papers.
+        advice: For the front page.
+    """
+
+    answer: str
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    published: Sequence[Table] = ()
+    checks: Sequence[Check] = ()
+    notes: Sequence[str] = ()
+    advice: Sequence[Advice] = ()
+    pictures: Sequence[Pictures] = ()
+
+    def __post_init__(self) -> None:
+        names = [*(each.name for each in self.figures), *(each.name for each in self.pictures)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"figures must have different names, got {short(names)}")
+
+    def plain(self) -> dict[str, Any]:
+        """As dicts, lists, numbers and strings; NaN and infinity become None."""
+        return _finite(asdict(self))
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """The data that numbers are from.
+
+    Attributes:
+        name: As `--data` takes it.
+        title: For people.
+        description: What it is, in a sentence.
+        axes: Names of its axes.
+        input_size: Of an example.
+        num_classes, train, val: Counts of classes, and of examples to train on and held out.
+        classes: Names of classes.
+        chance: Accuracy of the best constant answer.
+        skipped: Files that could not be read, each with the reason.
+    """
+
+    name: str
+    title: str
+    description: str | None = None
+    axes: Sequence[str] = ()
+    input_size: Sequence[int] = ()
+    num_classes: int | None = None
+    train: int | None = None
+    val: int | None = None
+    classes: Sequence[str] = ()
+    chance: float | None = None
+    skipped: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """How to run it again, and where the numbers are from.
+
+    Attributes:
+        command: As the user typed it.
+        date: Of its end.
+        seconds: Of all trainings together.
+        config: All settings.
+        torchrope, commit, versions, machine: As `provenance` tells them.
+    """
+
+    command: str | None = None
+    date: str | None = None
+    seconds: float | None = None
+    config: Mapping[str, Any] | None = None
+    torchrope: str | None = None
+    commit: str | None = None
+    versions: Mapping[str, Any] | None = None
+    machine: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """A finished study, as `<study>[-<data>].json` keeps it, or a comparison, as `results.json` does.
+
+    Attributes:
+        study: Its name.
+        title: For people.
+        question: What it asks.
+        sources: Papers and their tables or figures that ask it.
+        findings: What it found.
+        data: What it is about; None where no data was needed.
+        run: How to run it again, and where the numbers are from.
+        conclusion: What a comparison has shown, as `Conclusion.as_dict` writes it; None of other studies.
+        unfinished: Runs that were asked for and are missing.
+    """
+
+    study: str
+    title: str
+    question: str
+    sources: Sequence[str]
+    findings: Findings
+    data: DataFacts | None
+    run: RunFacts = field(default_factory=RunFacts)
+    conclusion: Mapping[str, Any] | None = None
+    unfinished: Sequence[str] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON keeps it."""
+        return {"schema": SCHEMA, **_finite(asdict(self))}
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON, whole or not at all; NaN and infinity become null."""
+        write_json(path, self.plain())
+
+    @staticmethod
+    def read(path: Path) -> "StudyResult":
+        """Read what `write` wrote.
+
+        Raises:
+            ValueError: it is no JSON, of another schema, or lacks a part; the message names the file and the place.
+        """
+        try:
+            stored = _showable(parse_json(path.read_text(encoding="utf-8")))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"a study must be JSON, got {path}: {error}") from None
+        try:
+            return check_result(stored)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def check_result(stored: Any) -> StudyResult:
+    """Build a result of what JSON gave, or raise a ValueError that names the place which is not as it must be."""
+    check_type(stored, dict, "study")
+    if stored.get("schema") != SCHEMA:
+        raise ValueError(f"schema must be {SCHEMA!r}, got {short(stored.get('schema'))}")
+    return build(StudyResult, stored, "study")
+
+
+def runs(text: str) -> Iterator[tuple[int | None, int]]:
+    """Read a map: class, or None, and length of every run.
+
+    Raises:
+        ValueError: it is no map.
+
+    Example:
+        >>> list(runs("-:40 3:12"))
+        [(None, 40), (3, 12)]
+    """
+    for run in text.split():
+        kind, _, length = run.partition(":")
+        if not (kind == "-" or _is_count(kind)) or not _is_count(length) or int(length) < 1:
+            raise ValueError(f"a map must be runs class:length, got {short(run)}")
+        yield (None if kind == "-" else int(kind)), int(length)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON, whole or not at all; NaN and infinity become null."""
+    write_whole(path, json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def _check_rows(rows: Sequence[Row], keys: Sequence[str], numbers: Sequence[str], of: str) -> None:
+    """Raise ValueError unless every row has the keys, and finite numbers or nothing under those that are drawn."""
+    for index, row in enumerate(rows):
+        if missing := [key for key in keys if key not in row]:
+            rule = f"rows of {short(of)} must have {', '.join(dict.fromkeys(keys))}"
+            raise ValueError(f"{rule}, got rows[{index}] without {missing[0]}")
+        for key in numbers:
+            value = row[key]
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise ValueError(f"rows[{index}].{key} of {short(of)} must be a number, got {short(value)}")
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def _showable(value: Any) -> Any:
+    """Numbers that are not finite become None; characters that no page may hold become the sign for that."""
+    if isinstance(value, dict):
+        return {_showable(key): _showable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_showable(item) for item in value]
+    if isinstance(value, str):
+        return _UNFIT.sub("\ufffd", value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if is_number and not abs(value) <= _LARGEST else value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

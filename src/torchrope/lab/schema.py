@@ -1,0 +1,99 @@
+"""Dataclasses out of what JSON holds: every value is checked against its type, and an error names its place."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+Kind = TypeVar("Kind")
+
+_LARGEST = {int: 10**15, float: 1e300}  # beyond, drawing overflows
+_WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false", dict: "an object"}
+_SCALARS = {float, int, str, bool}
+
+
+def build(kind: type[Kind], value: Any, where: str) -> Kind:
+    """Build a dataclass, and those within it, of what JSON gave. Names that it does not have are left out.
+
+    Args:
+        kind: The dataclass. What has a default may be absent or null.
+        value: An object.
+        where: What it is called.
+
+    Raises:
+        ValueError: a name is missing, a value is of another type, or the dataclass refuses it, in one line.
+    """
+    check_type(value, dict, where)
+    hints = get_type_hints(kind)
+    given = {}
+    for each in fields(kind):  # type: ignore[arg-type]
+        optional = each.default is not MISSING or each.default_factory is not MISSING
+        stored = value.get(each.name)
+        if each.name not in value and not optional:
+            raise ValueError(f"{where} must have {each.name!r}, got {short(sorted(value))}")
+        if stored is not None or not optional:
+            given[each.name] = _convert(hints[each.name], stored, f"{where}.{each.name}")
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def check_type(value: Any, kind: type, where: str) -> None:
+    """Raise ValueError unless a value is of a type, and a number finite; true and false are no numbers."""
+    accepted = (int, float) if kind is float else kind
+    is_bool_for_number = isinstance(value, bool) and kind is not bool
+    if not isinstance(value, accepted) or is_bool_for_number:
+        raise ValueError(f"{where} must be {_WORDS[kind]}, got {short(value)}")
+    if isinstance(value, int | float):
+        largest = _LARGEST[float if isinstance(value, float) else int]
+        if not abs(value) <= largest:  # nor NaN
+            raise ValueError(f"{where} must lie within ±{largest:g}, got {short(value)}")
+
+
+def short(value: Any) -> str:
+    """A value for an error: at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if hint is Any:
+        return value
+    if isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, value, where)
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return _convert_union(inner, value, where)
+    if origin is Literal:
+        if value not in inner:
+            raise ValueError(f"{where} must be one of {', '.join(inner)}, got {short(value)}")
+        return value
+    if origin in (Sequence, tuple):
+        if not isinstance(value, list):
+            raise ValueError(f"{where} must be a list, got {short(value)}")
+        return (tuple if origin is tuple else list)(
+            _convert(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)
+        )
+    if origin in (Mapping, dict):
+        check_type(value, dict, where)
+        return {key: _convert(inner[1], item, f"{where}.{key}") for key, item in value.items()}
+    check_type(value, hint, where)
+    return value
+
+
+def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
+    """The first that fits; for scalars alone, any of them."""
+    if value is None and NoneType in kinds:
+        return None
+    others = [kind for kind in kinds if kind is not NoneType]
+    if len(others) > 1 and set(others) <= _SCALARS:
+        if not isinstance(value, tuple(others)):
+            raise ValueError(f"{where} must be a number, text, true, false or null, got {short(value)}")
+        return value
+    for kind in others[:-1]:
+        try:
+            return _convert(kind, value, where)
+        except ValueError:
+            continue
+    return _convert(others[-1], value, where)

@@ -1,0 +1,548 @@
+"""Tables, figures, pictures and notes of a comparison, from its runs."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.utils import make_grid
+
+from torchrope.encodings import Encoding, NoEncoding
+from torchrope.lab.conclusion import BASELINE, Conclusion
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.encodings import choose
+from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
+from torchrope.lab.statistics import accuracy_interval, median_interval
+from torchrope.lab.studies.describe import label
+from torchrope.lab.studies.engine.estimates import OVER_SEEDS, TOP1, top1, verdict
+from torchrope.lab.studies.engine.pictures import picture
+from torchrope.lab.studies.engine.runs import Trained
+from torchrope.models import Swin, ViT
+
+CLASSES = 30
+"""Most classes that tables and figures show one by one."""
+SAMPLES = 16
+CONFUSIONS = 10
+NAMED = (Column("encoding", "Encoding"), Column("name", "Name"))
+_TOP1 = Axis("top1", "Top-1", "%")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished run, and what was measured of it.
+
+    Attributes:
+        trained: The run.
+        shuffled: Whether each validation example is right with its patches shuffled.
+        sizes: The same at other sizes than the one trained at.
+    """
+
+    trained: Trained
+    shuffled: np.ndarray
+    sizes: dict[tuple[int, ...], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What has been measured so far.
+
+    Attributes:
+        conclusion: What it shows.
+        done: Its finished runs.
+        rights: Right or not by encoding, `(seeds, examples)`, of the seeds that all have.
+        costs: Of a training step by encoding, as `measure_costs` gives them; empty until all runs are finished.
+        relative: Seconds of a step in each round over those of the base, by encoding.
+        blueprints: Models without numbers, by encoding.
+        data: Set up.
+    """
+
+    conclusion: Conclusion
+    done: Sequence[Measured]
+    rights: Mapping[str, np.ndarray]
+    costs: Mapping[str, Any]
+    relative: Mapping[str, np.ndarray]
+    blueprints: Mapping[str, ViT | Swin]
+    data: DataModule
+
+    @property
+    def ordered(self) -> list[str]:
+        """Encodings, the highest accuracy first."""
+        return sorted(self.rights, key=lambda name: (-self.rights[name].mean(), name))
+
+    @property
+    def groups(self) -> dict[str, list[Measured]]:
+        """Finished runs by encoding, in that order."""
+        return {name: [each for each in self.done if each.trained.encoding == name] for name in self.ordered}
+
+    @property
+    def base(self) -> str:
+        """What costs are relative to."""
+        return BASELINE if BASELINE in self.relative else next(iter(self.relative), "")
+
+
+def findings(of: Comparison) -> Findings:
+    """All that a comparison shows, its answer first."""
+    return Findings(
+        answer=of.conclusion.sentence(),
+        tables=tables(of),
+        figures=figures(of),
+        pictures=pictures(of),
+        notes=notes(of),
+        advice=advice(of),
+    )
+
+
+def tables(of: Comparison) -> list[Table]:
+    """The main table first."""
+    found = [_results(of), _gains(of), _sizes(of), _costs(of), _classes(of), _confusions(of)]
+    return [*(table for table in found if table is not None), _encodings(of)]
+
+
+def figures(of: Comparison) -> list[Figure]:
+    """Accuracy, its curves, other sizes, costs, and who is taken for whom."""
+    found = [_bars(of), _curves(of), _losses(of), _by_size(of), _by_cost(of), _confusion(of)]
+    return [figure for figure in found if figure is not None]
+
+
+def _results(of: Comparison) -> Table:
+    rows: list[Row] = []
+    for name, group in of.groups.items():
+        shuffled = accuracy_interval(np.stack([each.shuffled for each in group]))
+        gap = of.conclusion.gaps.get(name)
+        rows.append(
+            {
+                "encoding": label(name),
+                "name": name,
+                **top1(of.rights[name]),
+                "verdict": verdict(of.conclusion, name),
+                "gap": gap and 100 * gap.estimate,
+                "gap_low": gap and 100 * gap.low,
+                "gap_high": gap and 100 * gap.high,
+                "shuffled": 100 * shuffled.estimate,
+                "shuffled_low": 100 * shuffled.low,
+                "shuffled_high": 100 * shuffled.high,
+                "val_loss": _mean([each.trained.val_loss for each in group]),
+                **_ratio(of, name),
+            }
+        )
+    columns = [
+        *NAMED,
+        TOP1,
+        *([OVER_SEEDS] if of.conclusion.seeds > 1 else []),
+        Column("verdict", "Verdict"),
+        Column("gap", "Behind the best", "points", 1, low="gap_low", high="gap_high"),
+        Column("shuffled", "Shuffled", "%", 1, low="shuffled_low", high="shuffled_high"),
+        Column("val_loss", "Validation loss", digits=3),
+    ]
+    if of.costs:
+        columns.append(Column("ratio", f"Step time, × {of.base}", digits=2, low="ratio_low", high="ratio_high"))
+    return Table("Results", columns, rows, note=_results_note(of.conclusion))
+
+
+def _results_note(conclusion: Conclusion) -> str:
+    runs = "one training each" if conclusion.seeds == 1 else f"{conclusion.seeds} trainings each"
+    over = "examples" if conclusion.seeds == 1 else "examples and trainings"
+    return (
+        f"Intervals are 95 % over {over}, from {conclusion.examples:,} examples and {runs}. Behind: the interval of "
+        "the paired difference excludes 0 at 5 % over all pairs of encodings (Holm). Shuffled: patches in random order."
+    )
+
+
+def _gains(of: Comparison) -> Table | None:
+    gains = of.conclusion.gains
+    if not gains:
+        return None
+    rows = [
+        {"encoding": label(name), "name": name, **_points("gain", gains[name])} for name in of.ordered if name in gains
+    ]
+    column = Column("gain", "Gain over none", "points", 1, low="gain_low", high="gain_high")
+    return Table(
+        "What position adds",
+        (*NAMED, column),
+        rows,
+        note="Paired differences of accuracy over the model without positions.",
+    )
+
+
+def _sizes(of: Comparison) -> Table | None:
+    cells = _at_sizes(of)
+    sizes = list(dict.fromkeys(cell["size"] for cell in cells))
+    if len(sizes) < 2:
+        return None
+    rows: list[Row] = []
+    for name in of.ordered:
+        at = {cell["size"]: cell for cell in cells if cell["name"] == name}
+        shares = {f"{end}_{size}": at[size][end] for size in sizes for end in ("top1", "low", "high")}
+        rows.append({"encoding": label(name), "name": name, **shares})
+    trained = "×".join(map(str, of.data.input_size))
+    columns = [
+        Column(
+            f"top1_{size}",
+            f"{size} (trained)" if size == trained else size,
+            "%",
+            1,
+            low=f"low_{size}",
+            high=f"high_{size}",
+        )
+        for size in sizes
+    ]
+    note = "The same inputs, resampled to sizes that the model was not trained at, without further training."
+    return Table("Accuracy at other input sizes", (*NAMED, *columns), rows, note=note)
+
+
+def _at_sizes(of: Comparison) -> list[dict[str, Any]]:
+    trained_at = tuple(of.data.input_size)
+    rows: list[dict[str, Any]] = []
+    for name, group in of.groups.items():
+        found = {size: np.stack([each.sizes[size] for each in group]) for size in group[0].sizes}
+        for size, right in sorted({**found, trained_at: of.rights[name]}.items()):
+            rows.append(
+                {
+                    "encoding": label(name),
+                    "name": name,
+                    "size": "×".join(map(str, size)),
+                    "scale": size[-1] / trained_at[-1],
+                    "trained": size == trained_at,
+                    **top1(right),
+                }
+            )
+    return rows
+
+
+def _costs(of: Comparison) -> Table | None:
+    if not of.costs:
+        return None
+    rows: list[Row] = [
+        {
+            "encoding": label(name),
+            "name": name,
+            "encoding_parameters": cost["encoding_parameters"],
+            "parameters": cost["parameters"],
+            "mflops": cost["flops"] / 1e6,
+            **_milliseconds(cost["seconds"]),
+            **_ratio(of, name),
+            "memory": cost["peak_memory_bytes"] / 1e6,
+        }
+        for name in of.ordered
+        if (cost := of.costs.get(name))
+    ]
+    columns = (
+        *NAMED,
+        Column("encoding_parameters", "Encoding parameters"),
+        Column("parameters", "All parameters"),
+        Column("mflops", "MFLOPs per input", digits=2),
+        Column("ms", "Training step", "ms", 2, low="ms_low", high="ms_high"),
+        Column("ratio", f"Step time, × {of.base}", digits=2, low="ratio_low", high="ratio_high"),
+        Column("memory", "Peak memory", "MB", 1),
+    )
+    note = (
+        "Models take turns in short rounds in one process; ratios are of the same round, medians with exact 95 % "
+        "intervals. Operations are matrix products, attention and exponentials. Larger models have smaller ratios."
+    )
+    return Table("Costs", columns, rows, note=note)
+
+
+def _classes(of: Comparison) -> Table | None:
+    names = of.data.classes
+    if not 1 < len(names) <= CLASSES:
+        return None
+    labels = np.asarray(of.done[0].trained.labels)
+    rows: list[Row] = []
+    for index, title in enumerate(names):
+        of_class = labels == index
+        shares = {
+            f"top1_{name}": 100 * float(right[:, of_class].mean()) if of_class.any() else None
+            for name, right in of.rights.items()
+        }
+        rows.append({"class": str(title), "examples": int(of_class.sum()), **shares})
+    columns = [Column(f"top1_{name}", name, "%", 1) for name in of.ordered]
+    return Table("Accuracy by class", (Column("class", "Class"), Column("examples", "Examples"), *columns), rows)
+
+
+def _pairs(of: Comparison) -> Counter[tuple[int, int]]:
+    """How often the best encoding takes a class for another, over its runs."""
+    runs = [each.trained for each in of.groups[of.ordered[0]]]
+    return Counter(pair for run in runs for pair in zip(run.labels, run.predicted, strict=True))
+
+
+def _confusions(of: Comparison) -> Table | None:
+    wrong = [(pair, count) for pair, count in _pairs(of).most_common() if pair[0] != pair[1]][:CONFUSIONS]
+    if not wrong:
+        return None
+    names = of.data.classes
+    counts = Counter(of.done[0].trained.labels)
+    runs = len(of.groups[of.ordered[0]])
+    rows: list[Row] = [
+        {"true": str(names[true]), "predicted": str(names[said]), "share": 100 * count / (runs * counts[true])}
+        for (true, said), count in wrong
+    ]
+    columns = (Column("true", "Class"), Column("predicted", "Taken for"), Column("share", "Of its examples", "%", 1))
+    return Table(f"Most frequent confusions of {of.ordered[0]}", columns, rows)
+
+
+def _encodings(of: Comparison) -> Table:
+    rows: list[Row] = []
+    for name in of.ordered:
+        parts = choose(name).parts
+        rows.append(
+            {
+                "encoding": label(name),
+                "name": name,
+                "summary": " ".join(part.summary for part in parts),
+                "formula": ";  ".join(part.formula for part in parts),
+                "source": "; ".join(part.source for part in parts),
+                "kind": _kind(parts, of.blueprints[name]),
+            }
+        )
+    columns = (
+        *NAMED,
+        Column("summary", "What it is"),
+        Column("formula", "Formula"),
+        Column("source", "Source"),
+        Column("kind", "Kind"),
+    )
+    return Table("What each encoding is", columns, rows)
+
+
+def _kind(parts: Sequence[Any], blueprint: ViT | Swin) -> str:
+    if not any(issubclass(part, Encoding) and part is not NoEncoding for part in parts):
+        return "not rotary"
+    relative = next(module.relative for module in blueprint.modules() if isinstance(module, Encoding))
+    return "rotary, relative" if relative else "rotary, not relative"
+
+
+def _bars(of: Comparison) -> Figure:
+    rows = [{"name": name, **top1(of.rights[name])} for name in of.ordered]
+    chance = 100 * of.conclusion.chance
+    return Figure(
+        name="top1",
+        kind="points",
+        title="Accuracy",
+        alt=f"Top-1 in percent of {len(rows)} encodings with 95 % intervals; {rows[0]['name']} is highest.",
+        x=_TOP1,
+        y=Axis("name", "Encoding", scale="category"),
+        rows=rows,
+        series="name",
+        low="low",
+        high="high",
+        caption=f"Lines are 95 % intervals. The best constant answer has {chance:.1f} %.",
+    )
+
+
+def _curves(of: Comparison) -> Figure:
+    rows: list[Row] = [
+        {"name": name, "epoch": epoch, "top1": 100 * mean, "low": 100 * low, "high": 100 * high}
+        for name, group in of.groups.items()
+        for epoch, mean, low, high in _over_epochs(group, "val_top1")
+    ]
+    return Figure(
+        name="curves",
+        kind="lines",
+        title="Accuracy while training",
+        alt="Validation top-1 after every epoch, one line an encoding.",
+        x=Axis("epoch", "Epoch"),
+        y=_TOP1,
+        rows=rows,
+        series="name",
+        low="low",
+        high="high",
+        caption="Mean over trainings; bands go from the worst to the best.",
+    )
+
+
+def _losses(of: Comparison) -> Figure:
+    parts = {"train_loss": "training", "val_loss": "validation"}
+    rows: list[Row] = [
+        {"name": name, "part": part, "epoch": epoch, "loss": mean}
+        for name, group in of.groups.items()
+        for key, part in parts.items()
+        for epoch, mean, _, _ in _over_epochs(group, key)
+    ]
+    return Figure(
+        name="losses",
+        kind="lines",
+        title="Loss while training",
+        alt="Loss on training and validation examples after every epoch, a small figure for each encoding.",
+        x=Axis("epoch", "Epoch"),
+        y=Axis("loss", "Loss"),
+        rows=rows,
+        series="part",
+        panel="name",
+        caption="Training loss is the mean over an epoch, with augmentation; validation loss is at its end.",
+    )
+
+
+def _over_epochs(group: Sequence[Measured], key: str) -> list[tuple[int, float, float, float]]:
+    """Epoch, mean, lowest and highest over runs, where all have a finite value."""
+    found = []
+    for epochs in zip(*(each.trained.curve for each in group), strict=False):
+        values = [epoch.get(key) for epoch in epochs]
+        finite = [value for value in values if value is not None and np.isfinite(value)]
+        if len(finite) == len(values):
+            found.append((int(epochs[0]["epoch"]), fmean(finite), min(finite), max(finite)))
+    return found
+
+
+def _by_size(of: Comparison) -> Figure | None:
+    rows = _at_sizes(of)
+    if all(row["trained"] for row in rows):
+        return None
+    keys = ("name", "scale", "top1", "low", "high", "size")
+    return Figure(
+        name="sizes",
+        kind="lines",
+        title="Accuracy at other input sizes",
+        alt="Top-1 over the size of the inputs, as a multiple of the size trained at, one line an encoding.",
+        x=Axis("scale", "Size, as a multiple of the size trained at"),
+        y=_TOP1,
+        rows=[{key: row[key] for key in keys} for row in rows],
+        series="name",
+        low="low",
+        high="high",
+        caption="Resampled inputs, no further training. Bands are 95 % intervals.",
+    )
+
+
+def _by_cost(of: Comparison) -> Figure | None:
+    if not of.costs:
+        return None
+    rows: list[Row] = [
+        {"name": name, "top1": 100 * float(of.rights[name].mean()), **_ratio(of, name)}
+        for name in of.ordered
+        if name in of.relative
+    ]
+    return Figure(
+        name="costs",
+        kind="points",
+        title="Time of a training step",
+        alt=f"Time of a training step of each encoding as a multiple of that of {of.base}, from 0.",
+        x=Axis("ratio", f"Time of a training step, × {of.base}", zero=True),
+        y=Axis("name", "Encoding", scale="category"),
+        rows=rows,
+        series="name",
+        low="ratio_low",
+        high="ratio_high",
+        caption="Medians of ratios within a round, with 95 % intervals. The axis starts at 0.",
+    )
+
+
+def _confusion(of: Comparison) -> Figure | None:
+    names = [str(name) for name in of.data.classes]
+    if not 1 < len(names) <= CLASSES or len(set(names)) < len(names):
+        return None
+    pairs, counts = _pairs(of), Counter(of.done[0].trained.labels)
+    runs = len(of.groups[of.ordered[0]])
+    rows: list[Row] = [
+        {"true": names[true], "predicted": names[said], "share": 100 * pairs[true, said] / max(1, runs * counts[true])}
+        for true in range(len(names))
+        for said in range(len(names))
+    ]
+    return Figure(
+        name="confusion",
+        kind="cells",
+        title=f"Confusion table of {of.ordered[0]}",
+        alt="Share of each class's examples that are predicted to be of each class.",
+        x=Axis("predicted", "Predicted", scale="category"),
+        y=Axis("true", "Class", scale="category"),
+        rows=rows,
+        colour=Axis("share", "Of the class", "%"),
+        caption="Rows add up to 100 %.",
+    )
+
+
+def pictures(of: Comparison) -> list[Pictures]:
+    """Training examples as the model sees them, after augmentation."""
+    inputs, labels, *_ = next(iter(of.data.train_dataloader()))
+    if inputs.ndim not in (4, 5):
+        return []
+    shown = _frames(inputs[:SAMPLES])
+    classes = labels[:SAMPLES].argmax(dim=-1) if labels.ndim > 1 else labels[:SAMPLES]
+    told = ", ".join(str(of.data.classes[index]) for index in classes.tolist())
+    sheet = make_grid(shown, nrow=8, normalize=True, scale_each=True, padding=1)
+    of_volume = ", the middle one of each" if inputs.ndim == 5 else ""
+    return [
+        Pictures(
+            name="samples",
+            title="Training examples as the model sees them",
+            alt=f"{len(shown)} training examples after augmentation.",
+            classes=[str(name) for name in of.data.classes],
+            rows=[picture("In reading order", sheet, [Panel("inputs")])],
+            caption=f"After augmentation{of_volume}. Classes in reading order: {told}.",
+        )
+    ]
+
+
+def _frames(inputs: Tensor) -> Tensor:
+    """Images `(batch, 1 or 3, height, width)`: of clips and volumes the middle slice, of many channels the first."""
+    images = inputs if inputs.ndim == 4 else inputs[:, :, inputs.shape[2] // 2]
+    images = images if images.shape[1] in (1, 3) else images[:, :1]
+    side = max(images.shape[-2:])
+    larger = max(1, -(-40 // side))  # of 8 pixels each one is drawn as 5 by 5
+    return torch.nn.functional.interpolate(images.float(), scale_factor=larger)
+
+
+def notes(of: Comparison) -> list[str]:
+    """What must be known to read it."""
+    found = [
+        *_remarks(of),
+        "One small model and one set of training settings for all encodings, tuned for none of them: larger models, "
+        "longer training or other data may order them differently.",
+    ]
+    if of.conclusion.seeds == 1:
+        found.append("One training each: variation between training runs is in no interval. --seeds 3 measures it.")
+    return found
+
+
+def _remarks(of: Comparison) -> list[str]:
+    """Whose curve still rises, and whose validation loss has risen again."""
+    rising, over = [], []
+    for name, group in of.groups.items():
+        accuracy = [mean for _, mean, _, _ in _over_epochs(group, "val_top1")]
+        loss = [mean for _, mean, _, _ in _over_epochs(group, "val_loss")]
+        last = max(1, len(accuracy) // 5)
+        if len(accuracy) >= 2 * last + 1 and fmean(accuracy[-last:]) - fmean(accuracy[-2 * last : -last]) > 0.01:
+            rising.append(name)
+        if loss and loss[-1] > 1.1 * min(loss):
+            over.append(name)
+    found = []
+    if rising:
+        found.append(f"Still rising by more than a point over the last fifth of training: {', '.join(rising)}.")
+    if over:
+        found.append(f"Over-fitted, the validation loss ends 10 % or more above its lowest: {', '.join(over)}.")
+    return found
+
+
+def advice(of: Comparison) -> list[Advice]:
+    """What to choose, where the conclusion names something."""
+    conclusion = of.conclusion
+    if conclusion.kind not in ("best", "tied", "cheaper"):
+        return []
+    first = conclusion.cheapest or conclusion.best or ""
+    equal = [name for name in (conclusion.best, *conclusion.tied) if name and name != first]
+    case = f"{of.data.title}, at the size trained on"
+    return [Advice(case, [first, *equal], conclusion.sentence())]
+
+
+def _points(key: str, found: Any) -> Row:
+    return {key: 100 * found.estimate, f"{key}_low": 100 * found.low, f"{key}_high": 100 * found.high}
+
+
+def _ratio(of: Comparison, name: str) -> dict[str, float | None]:
+    if name not in of.relative:
+        return dict.fromkeys(("ratio", "ratio_low", "ratio_high"))
+    found = median_interval(of.relative[name])
+    return {"ratio": found.estimate, "ratio_low": found.low, "ratio_high": found.high}
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    found = median_interval([1e3 * value for value in seconds])
+    return {"ms": found.estimate, "ms_low": found.low, "ms_high": found.high}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    finite = [value for value in values if value is not None]
+    return fmean(finite) if len(finite) == len(values) else None

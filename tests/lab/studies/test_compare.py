@@ -1,0 +1,135 @@
+"""The comparison: what its answer rests on, claims of cost under noise, remarks, and samples."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from torchrope.lab.conclusion import Conclusion
+from torchrope.lab.data.config import data_config
+from torchrope.lab.results import StudyResult
+from torchrope.lab.statistics import conclude
+from torchrope.lab.studies.compare import _relative_costs, compare
+from torchrope.lab.studies.compare_findings import _frames, _remarks
+from torchrope.lab.studies.config import CompareConfig
+from torchrope.lab.training.config import ModelConfig, OptimConfig
+from torchrope.lab.training.cost import ROUNDS
+
+SMALL = ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2])
+RIGHT = {
+    "a": np.tile([1] * 95 + [0] * 5, 4),
+    "b": np.roll(np.tile([1] * 95 + [0] * 5, 4), 2),
+    "none": np.tile([1] * 40 + [0] * 60, 4),
+}
+
+
+def small(out: Path, **changes: object) -> CompareConfig:
+    given: dict = dict(
+        data=data_config("digits", train_size=80, val_size=40),
+        model=SMALL,
+        optim=OptimConfig(epochs=1, warmup_epochs=0),
+        encodings=["none", "mixed"],
+        scales=[1.0],
+        out=str(out),
+    )
+    return CompareConfig(**{**given, **changes})
+
+
+def run(config: CompareConfig) -> StudyResult:
+    return StudyResult.read(compare(config, command="torchrope compare", console=Console(file=io.StringIO())))
+
+
+def busy(random: np.random.Generator, true: dict[str, float]) -> dict[str, list[float]]:
+    """Seconds of steps on a machine with other work: rounds that are slow as a whole, and samples that wait."""
+    rounds = np.exp(random.normal(0, 0.4, ROUNDS))
+    waits = {name: np.where(random.random(ROUNDS) < 0.3, random.uniform(1, 3, ROUNDS), 1) for name in true}
+    return {name: (seconds * rounds * waits[name]).tolist() for name, seconds in true.items()}
+
+
+def test_a_busy_machine_makes_no_claim_that_a_quiet_one_contradicts() -> None:
+    random = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(300):
+        seconds = busy(random, {"none": 1.0, "a": 1.10, "b": 1.12})
+        found = conclude(RIGHT, chance=0.1, costs=_relative_costs(seconds))
+        wrong += found.kind == "cheaper" and found.cheapest == "b"
+    assert wrong <= 0.05 * 300
+
+
+def test_a_quiet_machine_shows_what_costs_less() -> None:
+    random = np.random.default_rng(0)
+    true = {"none": 1.0, "a": 1.5, "b": 1.1}
+    seconds = {name: (value * random.normal(1, 0.02, ROUNDS)).tolist() for name, value in true.items()}
+    found = conclude(RIGHT, chance=0.1, costs=_relative_costs(seconds))
+    assert (found.kind, found.cheapest) == ("cheaper", "b")
+
+
+def test_costs_are_relative_to_none_where_it_is_there() -> None:
+    seconds = {"mixed": [2.0, 4.0], "none": [1.0, 2.0]}
+    assert _relative_costs(seconds)["mixed"].tolist() == [2.0, 2.0]
+    assert _relative_costs({"mixed": [2.0, 4.0]})["mixed"].tolist() == [1.0, 1.0]
+    assert _relative_costs({}) == {}
+
+
+def test_the_answer_follows_from_the_predictions_that_are_kept(tmp_path: Path) -> None:
+    found = run(small(tmp_path, seeds=2))
+    assert found.conclusion is not None
+    conclusion = Conclusion.from_dict(found.conclusion)
+    assert found.findings.answer == conclusion.sentence()
+    assert (conclusion.seeds, conclusion.examples) == (2, 40)
+    shown = {row["name"]: (row["low"], row["high"]) for row in found.findings.tables[0].rows}
+    for name, ends in conclusion.intervals.items():
+        assert shown[name] == pytest.approx([100 * end for end in ends], abs=20)  # of all pairs, and of one by itself
+    assert found.data is not None
+    assert found.data.chance == pytest.approx(conclusion.chance)
+    assert conclusion.margin == 0.01
+    assert Conclusion.from_dict(run(small(tmp_path, seeds=2, margin=0.2)).conclusion).margin == 0.2
+
+
+def test_results_name_classes_confusions_and_samples(tmp_path: Path) -> None:
+    found = run(small(tmp_path))
+    tables = {table.title: table for table in found.findings.tables}
+    assert [row["class"] for row in tables["Accuracy by class"].rows] == [str(digit) for digit in range(10)]
+    assert sum(row["examples"] for row in tables["Accuracy by class"].rows) == 40
+    [confusion] = [figure for figure in found.findings.figures if figure.name == "confusion"]
+    by_class: dict = {}
+    for row in confusion.rows:
+        by_class[row["true"]] = by_class.get(row["true"], 0) + row["share"]
+    assert all(share == pytest.approx(100) for share in by_class.values())
+    [samples] = found.findings.pictures
+    assert samples.caption.count(",") >= 15
+    assert {figure.name for figure in found.findings.figures} >= {"top1", "curves", "losses", "costs"}
+
+
+def test_seeds_that_not_all_have_yet_are_left_out_of_the_answer(tmp_path: Path) -> None:
+    run(small(tmp_path, seeds=1))
+    grown = run(small(tmp_path, encodings=["axial"], seeds=2))
+    assert grown.conclusion is not None
+    assert set(grown.conclusion["intervals"]) == {"none", "mixed", "axial"}
+    assert grown.conclusion["seeds"] == 2
+
+
+class Curves:
+    """What remarks are made of."""
+
+    def __init__(self, top1: list[float], loss: list[float]) -> None:
+        rows = [{"epoch": 1 + n, "val_top1": t, "val_loss": v} for n, (t, v) in enumerate(zip(top1, loss, strict=True))]
+        self.groups = {"mixed": [type("Run", (), {"trained": type("T", (), {"curve": rows})})]}
+
+
+def test_curves_that_rise_or_over_fit_are_remarked() -> None:
+    steady = [0.9] * 10
+    assert _remarks(Curves(steady, [0.3] * 10)) == []  # type: ignore[arg-type]
+    [rising] = _remarks(Curves([n / 20 for n in range(10)], [0.3] * 10))  # type: ignore[arg-type]
+    assert "Still rising" in rising
+    [over] = _remarks(Curves(steady, [0.3] * 9 + [0.4]))  # type: ignore[arg-type]
+    assert "Over-fitted" in over
+
+
+def test_samples_of_any_data_are_pictures() -> None:
+    assert _frames(torch.rand(3, 1, 8, 8)).shape == (3, 1, 40, 40)
+    assert _frames(torch.rand(3, 3, 4, 32, 48)).shape == (3, 3, 32, 48)
+    assert _frames(torch.rand(3, 7, 4, 64, 64)).shape == (3, 1, 64, 64)
