@@ -1,6 +1,5 @@
 """The code in docs/ runs as printed, links lead somewhere, figures and numbers are those of the library."""
 
-import json
 import re
 import runpy
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchrope as tr
+from torchrope.lab.results import StudyResult
 from torchrope.lab.studies.engine.names import NAMES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -59,12 +59,13 @@ def test_every_study_is_in_the_table_of_studies() -> None:
 
 
 def test_the_accuracies_that_the_guide_names_are_committed_results() -> None:
-    results = json.loads((DOCS / "results/digits/results.json").read_text())
+    results = StudyResult.read(DOCS / "results/digits/results.json")
+    [table] = [table for table in results.findings.tables if table.title == "Accuracy at other input sizes"]
     measured = {
-        (encoding["name"], f"{100 * at['mean']:.1f} ± {100 * at['spread']:.1f}")
-        for encoding in results["encodings"]
-        for at in encoding["resolutions"]
+        (row["name"], f"{row[column.key]:.1f} % [{row[column.low]:.1f}, {row[column.high]:.1f}]")
+        for row in table.rows
+        for column in table.columns[2:]
     }
-    named = re.findall(r"`([\w-]+)`[^`±]*?(\d+\.\d ± \d+\.\d)", (DOCS / "choose.md").read_text())
+    named = re.findall(r"`([\w-]+)`[^`%]*?(\d+\.\d % \[\d+\.\d, \d+\.\d\])", (DOCS / "choose.md").read_text())
     assert len(named) == 5
     assert set(named) <= measured
