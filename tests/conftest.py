@@ -1,6 +1,7 @@
-"""Every test starts from the same random state."""
+"""Every test starts from the same random state, with nothing compiled."""
 
 import ctypes
+import sys
 
 import pytest
 import torch
@@ -21,3 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _same_random_state() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    """The compiler makes symbols of shapes that it has met otherwise in another test."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

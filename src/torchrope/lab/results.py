@@ -19,6 +19,25 @@ Value = float | int | str | bool | None
 Row = Mapping[str, Value]
 
 SCHEMA = 1
+STUDIES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
+    "shuffle",
+    "resolution",
+    "pooling",
+    "complexity",
+    "finetune",
+    "generators",
+    "attention",
+    "fourier",
+    "kernel",
+    "dense",
+)
+"""Names of all studies, in the order of the report."""
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # no page may hold them
 _PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]+={0,2}")
 _LARGEST_SIDE = 4096  # pixels of a picture

@@ -3,33 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from torchrope.lab.results import StudyResult
+from torchrope.lab.results import STUDIES, StudyResult
 
 Study = dict[str, Any]
 """What `StudyResult.plain` gives."""
 
 COMPARISON = "results.json"
 
-# The order of the report; a study of somebody's own comes after these.
-ORDER = (
-    "compare",
-    "accuracy",
-    "data-efficiency",
-    "training-efficiency",
-    "capacity",
-    "sharing",
-    "model-size",
-    "shuffle",
-    "resolution",
-    "pooling",
-    "complexity",
-    "finetune",
-    "generators",
-    "attention",
-    "fourier",
-    "kernel",
-    "dense",
-)
+ORDER = ("compare", *STUDIES)
+"""Of the report; a study of somebody's own comes after these."""
 
 
 def study_files(folder: Path) -> list[Path]:

@@ -4,25 +4,9 @@ import ast
 from pathlib import Path
 
 from torchrope.lab.data.config import NAMES_DENSE
+from torchrope.lab.results import STUDIES
 
-NAMES = (
-    "accuracy",
-    "data-efficiency",
-    "training-efficiency",
-    "capacity",
-    "sharing",
-    "model-size",
-    "shuffle",
-    "resolution",
-    "pooling",
-    "complexity",
-    "finetune",
-    "generators",
-    "attention",
-    "fourier",
-    "kernel",
-    "dense",
-)
+NAMES = STUDIES
 
 OF_PLACES = ("dense",)
 """Those on data whose answers have a place in the picture."""
