@@ -24,9 +24,10 @@ from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import NAMES_TO_CLASSIFY, data_config
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.provenance import provenance
+from torchrope.lab.statistics import accuracy_interval, difference_interval
 from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import OptimConfig
-from torchrope.lab.training.evaluate import interval, predict
+from torchrope.lab.training.evaluate import predict
 from torchrope.lab.training.run import QUIET, lightning_quiet
 
 
@@ -57,7 +58,10 @@ def main() -> None:
         name = encoding or "fine-tuned as it was"
         hits[name] = correct(model, data)
         tell(name, hits)
-    rows = [{"model": name, "top1": float(hit.mean()), "interval": interval(hit)} for name, hit in hits.items()]
+    rows = [
+        {"model": name, "top1": float(hit.mean()), "interval": list(accuracy_interval(hit)[1:])}
+        for name, hit in hits.items()
+    ]
     results = {"options": vars(options), "provenance": provenance(), "rows": rows}
     write_whole(Path(options.out), json.dumps(results, indent=1) + "\n")
 
@@ -79,10 +83,9 @@ def correct(model: nn.Module, data: DataModule) -> np.ndarray:
 
 def tell(name: str, hits: dict[str, np.ndarray]) -> None:
     """Print a row: accuracy, and what it gained over the trained model, with 95 % intervals."""
-    low, high = interval(hits[name])
-    gain = hits[name] - hits["trained"]
-    less, more = interval(gain)
-    change = f"{100 * gain.mean():+5.2f} [{100 * less:+5.2f}, {100 * more:+5.2f}]"
+    _, low, high = accuracy_interval(hits[name])
+    gain, less, more = difference_interval(hits[name], hits["trained"])
+    change = f"{100 * gain:+5.2f} [{100 * less:+5.2f}, {100 * more:+5.2f}]"
     print(
         f"{name:22} top-1 {100 * hits[name].mean():5.2f} % [{100 * low:5.2f}, {100 * high:5.2f}]   {change}", flush=True
     )

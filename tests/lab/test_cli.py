@@ -596,10 +596,14 @@ def test_the_library_imports_torch_alone_and_quickly() -> None:
 def test_an_ended_comparison_goes_on_where_it_was(tmp_path: Path, end: signal.Signals) -> None:
     options = [*SMALL, "--epochs=5000", "--encodings=mixed", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "torchrope", "compare", *options]
+
+    def curves() -> list[Path]:
+        return list((tmp_path / "runs").glob("digits-mixed-seed0-*/curve.csv"))
+
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    curve = tmp_path / "runs" / "mixed-seed0" / "curve.csv"
-    while first.poll() is None and not (curve.exists() and curve.read_text().count("\n") > 3):
+    while first.poll() is None and not [each for each in curves() if each.read_text().count("\n") > 3]:
         pass
+    [curve] = curves()
     first.send_signal(end)
     _, error = first.communicate(timeout=60)
     assert first.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)

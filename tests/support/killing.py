@@ -41,7 +41,6 @@ def config(folder: Path, kind: str) -> RunConfig:
             size=8,
             train_size=40,
             workers=2,
-            resident=False,
             augment=AugmentConfig(crop_scale=(0.6, 1), flip=True, randaugment=(2, 9), erasing=0.5, mixup=0.4),
         ),
     }[kind]
