@@ -77,8 +77,8 @@ def main() -> int:
 
 def parity_holds() -> bool:
     """Run the tests of all kernels on this device."""
-    laws = ROOT / "tests" / "ops" / "gpu_kernels.py"
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", str(laws)], cwd=ROOT, check=False).returncode == 0
+    tests = ROOT / "tests" / "ops" / "gpu_kernels.py"
+    return subprocess.run([sys.executable, "-m", "pytest", "-q", str(tests)], cwd=ROOT, check=False).returncode == 0
 
 
 def milliseconds(step: Callable[[], object]) -> float:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-LAWS = Path(__file__).with_name("gpu_kernels.py")
+KERNELS = Path(__file__).with_name("gpu_kernels.py")
 
 
 @pytest.mark.parametrize("family", ["planar", "planes", "block", "skew_exp", "basis", "library"])
@@ -23,7 +23,7 @@ def test_kernels_equal_float64(family: str) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        str(LAWS),
+        str(KERNELS),
         "-k",
         f"test_{family}_ or test_{family}[",
     ]
