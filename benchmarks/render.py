@@ -1,33 +1,222 @@
 """Write the tables of docs/speed.md, its figures and the table of docs/data.md from benchmarks/results/*.json."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from torchrope.files import write_whole
-from torchrope.lab.bench.results import DataSuite, Suite, read_results
-from torchrope.lab.report.speed import render_data_docs, render_docs
-from torchrope.lab.report.speed_figures import draw, growth, step_times
+from torchrope.lab.bench.findings import (
+    STEP,
+    describe_setting,
+    not_measured,
+    quartile_cells,
+    quartile_column,
+    ratio_table,
+    time_figure,
+)
+from torchrope.lab.bench.results import DataSuite, Growth, Judged, Source, Suite, read_results
+from torchrope.lab.report.chapters import show_table
+from torchrope.lab.report.plots import plot, svg
+from torchrope.lab.report.readme import insert_between_markers
+from torchrope.lab.results import Axis, Column, Figure, Row, Table
+from torchrope.lab.timing import Quartiles
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
 DOCS = ROOT / "docs"
+REACHED, SHORT, BEYOND, UNMEASURED = "reached", "NOT reached", "reached, and the further goal", "not measured"
 
 
 def render(results: Path, docs: Path) -> None:
-    page = docs / "speed.md"
-    suite = asdict(read_results(results, Suite)) if results.exists() else None
+    """Write speed.md and its figures from the numbers of `benchmarks/cpu.py`."""
+    page, suite = docs / "speed.md", read_results(results, Suite)
     write_whole(page, render_docs(page.read_text(encoding="utf-8"), suite))
-    if suite is None:
-        return
-    for figure in (step_times(suite["bench"]), growth(suite, "tokens"), growth(suite, "batch")):
-        if figure is not None:
-            write_whole(docs / "speed" / f"{figure.name}.svg", draw(figure) + "\n")
+    for figure in figures(suite):
+        write_whole(docs / "speed" / f"{figure.name}.svg", svg(plot(asdict(figure), {}), figure.name) + "\n")
 
 
 def render_data(results: Path, docs: Path) -> None:
+    """Write the table of data.md from the numbers of `benchmarks/data.py`."""
     page = docs / "data.md"
-    suite = asdict(read_results(results, DataSuite)) if results.exists() else None
-    write_whole(page, render_data_docs(page.read_text(encoding="utf-8"), suite))
+    write_whole(page, render_data_docs(page.read_text(encoding="utf-8"), read_results(results, DataSuite)))
+
+
+def render_docs(text: str, suite: Suite) -> str:
+    """Put the tables of a suite between the markers of docs/speed.md.
+
+    Raises:
+        ValueError: the text does not hold each marker once.
+    """
+    notes = "\n".join(f"- {note}" for note in not_measured(suite.bench))
+    blocks = {
+        "rows": [_markdown(_promises(suite.rows)), f"{describe_setting(suite.bench)}. {_origin(suite.bench.source)}"],
+        "bench": [_markdown(ratio_table(suite.bench)), notes, "![Time of a step](speed/bench.svg)"],
+        "training": [_markdown(_training(suite))],
+        "memory": [_markdown(_memory(suite))],
+        "growth": [block for over, grown in _grown(suite).items() for block in _growth_blocks(over, grown)],
+    }
+    for name, parts in blocks.items():
+        text = insert_between_markers(text, name, "\n\n".join(filter(None, parts)))
+    return text
+
+
+def render_data_docs(text: str, suite: DataSuite) -> str:
+    """Put the table of how fast data comes between the markers of docs/data.md."""
+    return insert_between_markers(text, "loading", f"{_markdown(_loading(suite))}\n\n{_origin(suite.source)}")
+
+
+def figures(suite: Suite) -> list[Figure]:
+    """The time of a step, and how it grows."""
+    return [time_figure(suite.bench), *(_growth_figure(over, grown) for over, grown in _grown(suite).items())]
+
+
+def verdict(row: Judged) -> str:
+    """Whether a promise was kept, by the median."""
+    if row.value is None:
+        return f"{UNMEASURED} ({row.why_not})"
+    sign = -1 if row.at_most else 1
+
+    def met(goal: float | None) -> bool:
+        return goal is not None and sign * row.value.median >= sign * goal
+
+    if row.must is None:
+        return REACHED if met(row.reach) else SHORT
+    if not met(row.must):
+        return SHORT
+    return BEYOND if met(row.reach) else REACHED
+
+
+def _markdown(table: Table) -> str:
+    shown = show_table(asdict(table), {})
+    return "\n\n".join(filter(None, [shown.markdown(), shown.note]))
+
+
+def _promises(rows: Sequence[Judged]) -> Table:
+    columns = [
+        Column("what", "Row"), quartile_column("value", "Measured"), Column("unit", "Unit"), Column("must", "Must"),
+        Column("reach", "Reach for"), Column("verdict", "Verdict"),
+    ]  # fmt: skip
+    cells = [
+        {"what": row.what, **_of_rounds(row.value), "unit": row.unit.strip(), "must": _goal(row, row.must),
+         "reach": _goal(row, row.reach), "verdict": verdict(row)}
+        for row in rows
+    ]  # fmt: skip
+    return Table("Promises", columns, cells, note="Medians; brackets hold quartiles where there are several rounds.")
+
+
+def _of_rounds(value: Quartiles | None) -> Row:
+    cells = quartile_cells("value", value)
+    several = value is not None and value.low < value.high
+    return cells if several else {**quartile_cells("value", None), "value": cells["value"]}
+
+
+def _goal(row: Judged, limit: float | None) -> str | None:
+    return None if limit is None else f"{'at most' if row.at_most else 'at least'} {limit:g}{row.unit}"
+
+
+def _training(suite: Suite) -> Table:
+    training = suite.training
+    columns = [
+        Column("encoding", "Encoding"),
+        quartile_column("ms", "Step", "ms"),
+        quartile_column("share", "Over none", "%", 1),
+    ]
+    rows: list[Row] = []
+    for each in training.overheads:
+        share = quartile_cells("share", each.share)
+        percent = {key: 100 * value for key, value in share.items()}
+        rows.append({"encoding": each.encoding, **quartile_cells("ms", each.milliseconds), **percent})
+    note = (
+        f"A ViT of {training.depth} layers, {training.dim} channels and {training.num_heads} heads on images "
+        f"{training.input_size} wide, patch {training.patch_size}, batch {training.batch}; forward, backward and "
+        f"AdamW, median of {training.rounds} rounds, one step of each encoding in turn."
+    )
+    return Table("Training steps", columns, rows, note=note)
+
+
+def _memory(suite: Suite) -> Table:
+    columns = [
+        Column("encoding", "Encoding"), Column("tokens", "Tokens"), Column("batch", "Batch"), Column("step", "Step"),
+        Column("peak", "Peak", "MB"), Column("rotation", "Rotation", "MB"), Column("outputs", "Outputs", "MB"),
+        Column("ratio", "Peak / rotation", "×", 2),
+    ]  # fmt: skip
+    rows = [
+        {"encoding": peak.encoding, "tokens": peak.setting.tokens, "batch": peak.setting.batch,
+         "step": "training" if peak.training else "inference", "peak": peak.peak_bytes / 1e6,
+         "rotation": peak.rotation_bytes / 1e6, "outputs": peak.output_bytes / 1e6,
+         "ratio": peak.peak_bytes / peak.rotation_bytes}
+        for peak in suite.memory
+    ]  # fmt: skip
+    return Table("Peak memory", columns, rows)
+
+
+def _grown(suite: Suite) -> dict[str, list[Growth]]:
+    grown: dict[str, list[Growth]] = {}
+    for each in suite.growth:
+        grown.setdefault(each.over, []).append(each)
+    return grown
+
+
+def _growth_blocks(over: str, grown: Sequence[Growth]) -> list[str]:
+    sizes = grown[0].sizes
+    columns = [Column("encoding", f"ms at {over}"), *(Column(f"{size}", f"{size}") for size in sizes)]
+    rows: list[Row] = []
+    for each in grown:
+        times = {f"{size}": time.median for size, time in zip(sizes, each.milliseconds, strict=True)}
+        rows.append({"encoding": each.encoding, **times, "exponent": each.slope})
+    table = Table("Growth", [*columns, Column("exponent", "exponent", digits=2)], rows)
+    return [_markdown(table), f"![Time of a step over {over}](speed/growth-{over}.svg)"]
+
+
+def _growth_figure(over: str, grown: Sequence[Growth]) -> Figure:
+    sizes = grown[0].sizes
+    return Figure(
+        name=f"growth-{over}",
+        kind="lines",
+        title=f"Time over {over}",
+        caption="Both axes are logarithmic: a straight line of slope 1 is linear growth.",
+        alt=f"Milliseconds per step over {over} {sizes[0]} to {sizes[-1]}.",
+        x=Axis(over, over.capitalize(), scale="log"),
+        y=STEP,
+        rows=[
+            {"encoding": f"{each.encoding}, exponent {each.slope:.2f}", over: size, **quartile_cells(STEP.key, time)}
+            for each in grown
+            for size, time in zip(sizes, each.milliseconds, strict=True)
+        ],
+        series="encoding",
+        low=f"{STEP.key} low",
+        high=f"{STEP.key} high",
+    )
+
+
+def _loading(suite: DataSuite) -> Table:
+    columns = [
+        Column("data", "Data"), Column("shape", "Shape"), Column("augment", "Changed by"),
+        Column("workers", "Processes"), quartile_column("read", "Examples/s", digits=0),
+        Column("taken", "A GPU takes", digits=0), Column("fed", "GPUs fed", digits=2),
+    ]  # fmt: skip
+    rows = [
+        {"data": row.data, "shape": "×".join(map(str, row.shape)), "augment": row.augment, "workers": row.workers,
+         **quartile_cells("read", row.examples_per_second), "taken": row.taken_per_second,
+         "fed": row.examples_per_second.median / row.taken_per_second}
+        for row in suite.rows
+    ]  # fmt: skip
+    source = suite.source
+    note = (
+        f"Measured on the CPU, with the start of loading processes, median of {suite.rounds} epochs, in brackets "
+        f"quartiles; threads: {source.threads}; {source.machine.get('cpu', '')}, {source.machine.get('cores', '?')} "
+        f"cores. What a GPU takes is computed: {suite.utilisation:.0%} of {suite.peak_tflops:g} TFLOP/s (H100 or H200, "
+        "bfloat16) over three times the forward operations of the recipe's ViT-B."
+    )
+    return Table("Loading", columns, rows, note=note)
+
+
+def _origin(source: Source) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
+    return (
+        f"{versions}, torchrope {source.torchrope} at commit {source.commit or 'unknown'}, {source.date}, by "
+        f"`{source.command}`."
+    )
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ def test_bench_measures_it(package: Path, capsys: pytest.CaptureFixture[str]) ->
     shape = ["--shape=1,2,5,8", "--rounds=1"]
     assert main(["bench", *shape, "--encodings=own_package.turns:Spiral,own_package.turns:Blocks:4", "--out=out"]) == 0
     bench = json.loads(Path("out/bench.json").read_text())
-    measured = [each["encoding"] for each in bench["encodings"]]
+    measured = [row["encoding"] for row in bench["findings"]["tables"][0]["rows"]]
     assert measured == ["own_package.turns:Spiral", "own_package.turns:Blocks:4"]
     assert main(["bench", *shape, "--encodings=own_package.turns:Table", "--out=out"]) == 2
     assert "bench measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err

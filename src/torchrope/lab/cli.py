@@ -31,7 +31,7 @@ commands:
   submit     train or compare many times, as jobs of Slurm or here
   evaluate   measure a trained model
   study      repeat a study of the papers on data of your choice; --list names them
-  report     write the page of a comparison, or of all studies in a folder, anew
+  report     write the page of the comparison, the studies and the benchmark in a folder anew
   recipes    list the settings that papers trained with, or print one
   bench      measure how fast every encoding is here, beside the reference and others' code
 
@@ -90,7 +90,7 @@ again.
 
 BENCH = """\
 Measure how fast rotations are built and applied here, forward and backward, and write OUT/bench.json and
-OUT/bench.svg.
+OUT/report/index.html, which also shows the comparison and the studies that are in OUT.
 
 First every encoding must agree with the float64 reference, values and gradients; otherwise the differences are told
 and nothing is measured. Then come torchrope, its reference, the compiled reference, and others' code where it is
@@ -301,7 +301,8 @@ def _evaluate(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     parser = _OneLineParser(
-        prog="torchrope report", description="Write the page of a comparison, or of all studies in a folder, anew."
+        prog="torchrope report",
+        description="Write the page of the comparison, the studies and the benchmark in a folder anew.",
     )
     parser.add_argument("out", type=Path, nargs="?", default=Path("torchrope-compare"), help="its folder")
     parser.add_argument("--readme", type=Path, help="also write the table between the markers of this file")
@@ -396,8 +397,8 @@ def _bench(arguments: list[str]) -> int:
     setting = Setting(**shape, axes=options.axes, dtype=options.dtype, device=options.device)
     encodings = None if options.encodings is None else json.loads(_encodings(options.encodings))
     from torchrope.lab.bench.bench import run_bench
+    from torchrope.lab.bench.findings import bench_result
     from torchrope.lab.bench.parity import RedGate
-    from torchrope.lab.bench.results import write_results
 
     try:
         bench = run_bench(
@@ -410,8 +411,8 @@ def _bench(arguments: list[str]) -> int:
     except RedGate as red:
         print(f"torchrope bench: no numbers, {red}:", *red.failures, sep="\n", file=sys.stderr)
         return 1
-    write_results(options.out / "bench.json", bench)
-    return _show_bench(options.out)
+    bench_result(bench).write(options.out / "bench.json")
+    return _write_report(options.out)
 
 
 def _bench_parser() -> argparse.ArgumentParser:
@@ -435,26 +436,6 @@ def _bench_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=21, metavar="N", help="medians are over so many (default: 21)")
     parser.add_argument("--out", type=Path, default=Path("torchrope-bench"), help="folder (default: torchrope-bench)")
     return parser
-
-
-def _show_bench(out: Path) -> int:
-    from torchrope.lab.report.speed import bench_notes, setting_line, terminal_table
-
-    bench = read_mapping(out / "bench.json", "benchmark results")
-    print(f"\n{setting_line(bench)}\n\n{terminal_table(bench)}\n")
-    for note in bench_notes(bench):
-        print(note)
-    print(f"numbers: {(out / 'bench.json').resolve()}")
-    from torchrope.lab.report.speed_figures import draw, step_times
-
-    try:
-        figure = draw(step_times(bench))
-    except ImportError as error:
-        print(f"no figure: {error.name} is not installed (pip install 'torchrope[lab]')")
-        return 0
-    write_whole(out / "bench.svg", figure + "\n")
-    print(f"figure:  {(out / 'bench.svg').resolve()}")
-    return 0
 
 
 def _write_report(out: Path) -> int:

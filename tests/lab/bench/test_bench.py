@@ -11,21 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from render import figures, render_docs, verdict
 from torch import Tensor
 
 from torchrope.lab import timing
 from torchrope.lab.bench import peers
 from torchrope.lab.bench.bench import run_bench
 from torchrope.lab.bench.config import Setting, nearest_to_cube
+from torchrope.lab.bench.findings import bench_result
 from torchrope.lab.bench.parity import RedGate, require_parity
 from torchrope.lab.bench.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
-from torchrope.lab.bench.results import Bench, Suite, Training, read_results, write_results
-from torchrope.lab.bench.rows import ROWS, Measurements
+from torchrope.lab.bench.results import Bench, Compared, Source, Suite, Timed, Training, read_results, write_results
+from torchrope.lab.bench.rows import ROWS, Judged, Measurements
 from torchrope.lab.bench.suite import Plan, promised, run_suite
-from torchrope.lab.cli import _show_bench, main
-from torchrope.lab.report.speed import render_docs, verdict
-from torchrope.lab.report.speed_figures import draw, growth, step_times
-from torchrope.lab.timing import interleaved_seconds, peak_bytes, quartiles, ratio, slope
+from torchrope.lab.cli import main
+from torchrope.lab.results import StudyResult
+from torchrope.lab.timing import Quartiles, interleaved_seconds, peak_bytes, quartiles, ratio, slope
 from torchrope.rotations import Block, Rotation
 from torchrope.testing import assert_close
 
@@ -71,27 +72,68 @@ def suite() -> Suite:
         return run_suite(plan, command="make bench", tell=lambda line: None)
 
 
-def test_bench_leaves_numbers_a_table_and_a_figure(tmp_path: Path, run: Run) -> None:
+def test_bench_leaves_numbers_a_table_and_a_page(tmp_path: Path, run: Run) -> None:
     status, printed, _ = run("--shape=2,2,10,8", "--encodings=mixed", "--rounds=3", "--threads=1", "--out", tmp_path)
     assert status == 0
     assert printed.index("parity") < printed.index("measuring")
 
-    bench = read_results(tmp_path / "bench.json", Bench)
-    assert bench.setting == SMALL
-    assert (bench.lattice, bench.prefix, bench.rounds, bench.source.threads) == ((3, 3), 1, 3, 1)
-    assert bench.source.command.startswith("torchrope bench --shape=2,2,10,8")
-    timed = {one.name: one for one in bench.of("mixed").timed}
-    assert {"torchrope", "reference", "compiled reference", "timm", "complex multiply"} <= set(timed)
-    assert asdict(timed["torchrope"].ratio) == {"low": 1, "median": 1, "high": 1}
-    for one in timed.values():
-        assert 0 < one.milliseconds.low <= one.milliseconds.median <= one.milliseconds.high
+    found = StudyResult.read(tmp_path / "bench.json")
+    assert found.run.command is not None
+    assert found.run.command.startswith("torchrope bench --shape=2,2,10,8")
+    assert found.run.config == {"encodings": ["mixed"], **asdict(SMALL), "rounds": 3, "threads": 1}
+    times = {row["implementation"]: row for row in found.findings.figures[0].rows}
+    assert {"torchrope", "reference", "compiled reference", "timm", "complex multiply"} <= set(times)
+    for row in times.values():
+        assert 0 < row["milliseconds low"] <= row["milliseconds"] <= row["milliseconds high"]
+    (measured,) = found.findings.tables[0].rows
+    assert measured["torchrope"] == times["torchrope"]["milliseconds"]
 
-    table = [line.split("  ") for line in printed.splitlines() if line.startswith(("encoding", "mixed"))]
+    table = [line.split("  ") for line in printed.splitlines() if line.startswith(("Encoding", "mixed"))]
     headings, row = ([cell.strip() for cell in cells if cell.strip()] for cells in table)
-    assert headings[:6] == ["encoding", "backend", "ms", "× reference", "× compiled", "× timm"]
-    assert dict(zip(headings, row, strict=True))["× timm"] == f"{timed['timm'].ratio.median:.2f}"
+    assert headings[:4] == ["Encoding", "Backend", "torchrope, ms", "× reference"]
+    assert float(dict(zip(headings, row, strict=True))["× timm"]) == pytest.approx(measured["timm"], rel=0.01)
     assert "matrix_exp was not measured" in printed
-    assert ElementTree.parse(tmp_path / "bench.svg").getroot().tag.endswith("svg")
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "gradients of mixed agree with the reference in float64" in page
+    assert ElementTree.parse(tmp_path / "report" / "figures" / "bench-bench.svg").getroot().tag.endswith("svg")
+    assert "× complex multiply" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def measured(rounds: int, **ratios: Quartiles) -> Bench:
+    """A benchmark of mixed with these ratios to others."""
+    one = Quartiles(1, 1, 1)
+    timed = [Timed("torchrope", one, one), *(Timed(name, ratio, ratio) for name, ratio in ratios.items())]
+    source = Source("torchrope bench", "2026-01-01", None, "0.1.0", {}, {}, 1)
+    return Bench(SMALL, rounds, (Compared("mixed", "native", tuple(timed), {}),), {}, source, 0.25)
+
+
+def test_an_answer_claims_what_quartiles_leave_no_doubt_of() -> None:
+    ratios = {
+        "reference": Quartiles(1.9, 2.0, 2.1), "timm": Quartiles(0.9, 1.2, 1.4), "matrix_exp": Quartiles(0.2, 0.5, 0.9)
+    }  # fmt: skip
+    answer = bench_result(measured(21, **ratios)).findings.answer
+    assert "faster in 1 of 3 comparisons and slower in 1" in answer
+    assert "0.5 [0.2, 0.9] (matrix_exp with mixed) to 2 [1.9, 2.1] (reference with mixed)" in answer
+    assert len(answer.split()) <= 50
+    few = bench_result(measured(16, **ratios)).findings.answer
+    assert "No difference is claimed" in few
+    assert "faster" not in few
+
+
+def test_a_result_says_how_near_parity_was() -> None:
+    (check,) = bench_result(measured(21, reference=Quartiles(1, 2, 3))).findings.checks
+    assert check.holds
+    assert "0.25 of what is allowed" in check.measured
+
+
+def test_a_bench_is_shown_with_the_studies_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = bench_result(measured(21, reference=Quartiles(1, 2, 3)))
+    replace(study, study="capacity", title="Size of blocks").write(tmp_path / "capacity.json")
+    study.write(tmp_path / "bench.json")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "capacity: torchrope is" in capsys.readouterr().out
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert page.index('id="study-capacity"') < page.index('id="study-bench"')
 
 
 def wrong_value(turned: Tensor) -> Tensor:
@@ -147,7 +189,7 @@ def test_a_wrong_fast_path_has_no_numbers(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_what_ships_passes_the_gate(dtype: str) -> None:
     names = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:4")
-    require_parity(names, replace(SMALL, dtype=dtype))
+    assert 0 < require_parity(names, replace(SMALL, dtype=dtype)) <= 1
 
 
 def test_the_gate_names_the_encoding_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,16 +386,16 @@ def test_a_row_without_its_peer_says_why(suite: Suite) -> None:
     assert (judged.value, judged.why_not) == (None, "timm: not installed")
 
 
-def test_without_vl_convert_the_numbers_stand_and_the_figure_is_missed(
+def test_without_vl_convert_the_numbers_stand_and_the_page_is_missed(
     suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    write_results(tmp_path / "bench.json", suite.bench)
-    assert _show_bench(tmp_path) == 0
+    bench_result(suite.bench).write(tmp_path / "bench.json")
+    assert main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "no figure: vl_convert is not installed" in printed
+    assert "no page: vl_convert is not installed" in printed
     assert "liere:64" in printed
-    assert not (tmp_path / "bench.svg").exists()
+    assert not (tmp_path / "report").exists()
 
 
 def test_the_plan_is_the_one_that_was_promised() -> None:
@@ -412,44 +454,36 @@ def test_results_of_another_shape_are_refused(
 def test_a_promise_is_kept_or_not(
     at_most: bool, must: float | None, reach: float, median: float | None, expected: str
 ) -> None:
-    value = None if median is None else {"low": median, "median": median, "high": median}
-    row = {"at_most": at_most, "must": must, "reach": reach, "value": value, "why_not": "timm: not installed"}
-    assert verdict(row) == expected
+    value = None if median is None else Quartiles(median, median, median)
+    assert verdict(Judged("", "", "×", at_most, must, reach, value, "timm: not installed")) == expected
 
 
 def test_docs_are_written_from_the_committed_numbers() -> None:
-    page, results = (ROOT / "docs" / "speed.md").read_text(), ROOT / "benchmarks" / "results" / "cpu.json"
-    committed = asdict(read_results(results, Suite)) if results.exists() else None
-    assert render_docs(page, committed) == page
-    if committed is not None:
-        for name in ("bench", "growth-tokens", "growth-batch"):
-            assert (ROOT / "docs" / "speed" / f"{name}.svg").exists()
+    page, committed = (ROOT / "docs" / "speed.md").read_text(), ROOT / "benchmarks" / "results" / "cpu.json"
+    assert render_docs(page, read_results(committed, Suite)) == page
+    for name in ("bench", "growth-tokens", "growth-batch"):
+        assert (ROOT / "docs" / "speed" / f"{name}.svg").exists()
 
 
 def test_docs_show_every_row_and_every_number(suite: Suite) -> None:
-    plain = json.loads(json.dumps(asdict(suite)))
-    page = render_docs((ROOT / "docs" / "speed.md").read_text(), plain)
-    assert render_docs(page, plain) == page
-    assert "Nothing measured yet" not in page
+    page = render_docs((ROOT / "docs" / "speed.md").read_text(), suite)
+    assert render_docs(page, suite) == page
     rows = page.split("<!-- rows:begin -->")[1].split("<!-- rows:end -->")[0]
-    for row in plain["rows"]:
-        line = next(line for line in rows.splitlines() if row["what"].split(" ~ ")[0] in line.replace("\\", ""))
-        assert verdict(row) in line or row["name"].startswith("growth")
-    for growing in plain["growth"]:
-        assert f"| {growing['encoding']} | {growing['milliseconds'][0]['median']:.2f} |" in page
+    for row in suite.rows:
+        line = next(line for line in rows.splitlines() if f"| {row.what} |" in line.replace("\\", ""))
+        assert f"| {verdict(row)} |" in line
+    for growing in suite.growth:
+        (line,) = (line for line in page.splitlines() if f"| {growing.slope:.2f} |" in line.replace("−", "-"))
+        assert growing.encoding in line
 
 
 def test_figures_name_everybody_and_hold_no_date(suite: Suite) -> None:
-    plain = json.loads(json.dumps(asdict(suite)))
-    drawings = [step_times(plain["bench"]), growth(plain, "tokens"), growth(plain, "batch")]
-    drawn = [draw(figure) for figure in drawings if figure is not None]
-    assert len(drawn) == 3
-    for text in drawn:
-        assert ElementTree.fromstring(text) is not None
-        assert plain["bench"]["source"]["date"] not in text
-    for name in ("torchrope", "reference", "timm", "matrix_exp", "liere:64"):
-        assert name in drawn[0]
-    assert growth({"growth": []}, "tokens") is None
+    drawings = figures(suite)
+    assert [figure.name for figure in drawings] == ["bench", "growth-tokens", "growth-batch"]
+    assert suite.bench.source.date not in json.dumps([asdict(figure) for figure in drawings])
+    names = {row["implementation"] for row in drawings[0].rows}
+    assert {"torchrope", "reference", "timm", "matrix_exp"} <= names
+    assert [figure.name for figure in figures(replace(suite, growth=()))] == ["bench"]
 
 
 @pytest.mark.parametrize(

@@ -494,7 +494,7 @@ def test_damage_is_told_in_one_line_and_nothing_is_written(tmp_path, text, messa
 
 
 def test_folder_without_studies_and_one_with_a_study_twice_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"needs the results\.json of .* or the files of `torchrope study`, got no"):
+    with pytest.raises(ValueError, match=r"needs the files that `torchrope compare`, .* wrote, got no JSON file"):
         write_report(tmp_path)
     save(tmp_path, result())
     (tmp_path / "copy.json").write_text((tmp_path / "accuracy-digits.json").read_text())

@@ -8,7 +8,7 @@ import torch
 from torchrope.lab.bench.config import ENCODINGS, Setting
 from torchrope.lab.bench.parity import require_parity
 from torchrope.lab.bench.peers import OURS, available_peers, make_encoding, make_step, make_task, ours, serving_backend
-from torchrope.lab.bench.results import VERSION, Bench, Compared, Source, Timed
+from torchrope.lab.bench.results import Bench, Compared, Source, Timed
 from torchrope.lab.provenance import provenance
 from torchrope.lab.timing import interleaved_seconds, milliseconds, ratio, threads
 
@@ -51,13 +51,13 @@ def run_bench(
         make_encoding(name, setting)
     with threads(num_threads):
         tell(f"parity against float64: {', '.join(names)}")
-        require_parity(names, setting)
+        largest = require_parity(names, setting)
         compared = []
         for index, name in enumerate(names, 1):
             tell(f"measuring {index} of {len(names)}: {name}")
             compared.append(_compare(name, setting, rounds, companions))
         source = find_source(command)
-    return Bench(VERSION, setting, setting.lattice, setting.prefix, rounds, tuple(compared), not_fitting, source)
+    return Bench(setting, rounds, tuple(compared), not_fitting, source, largest)
 
 
 def find_source(command: str) -> Source:

@@ -1,6 +1,7 @@
 """The gate: no number of a fast path that is wrong."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,31 +25,36 @@ class RedGate(Exception):
         self.failures = list(failures)
 
 
-def require_parity(names: Sequence[str], setting: Setting, *, backend: str = "auto") -> None:
+def require_parity(names: Sequence[str], setting: Setting, *, backend: str = "auto") -> float:
     """Compare every encoding's fast path with the float64 reference, values and all gradients.
 
     The largest error may be twice the reference's own in the dtype, plus eight rounding steps of the largest value.
     At most 2 samples and 257 tokens are compared.
+
+    Returns:
+        The largest error as a share of the allowed one.
 
     Raises:
         RedGate: an error is larger.
         ValueError: an encoding that the setting does not fit.
     """
     smaller = replace(setting, **{name: min(getattr(setting, name), limit) for name, limit in _LARGEST.items()})
-    failures = [line for name in names for line in _failures(name, smaller, backend)]
-    if failures:
+    compared = [(f"{name}: {line}", share) for name in names for line, share in _compare(name, smaller, backend)]
+    if failures := [line for line, share in compared if not share <= 1]:
         raise RedGate(failures)
+    return max(share for _, share in compared)
 
 
-def _failures(name: str, setting: Setting, backend: str) -> list[str]:
+def _compare(name: str, setting: Setting, backend: str) -> list[tuple[str, float]]:
+    """What is told of every result, and its error as a share of the allowed one; NaN where there is none."""
     task = make_task(name, setting)
     truth, plain = _results(_in_float64(task), "reference"), _results(task, "reference")
     try:
         fast = _results(task, backend)
     except (RuntimeError, NotImplementedError) as error:
-        return [f"{name}: {backend} raised {type(error).__name__}: {' '.join(str(error).split())}"]
-    lines = (_difference(fast[what], plain[what], truth[what]) for what in truth)
-    return [f"{name}: {what}: {line}" for what, line in zip(truth, lines, strict=True) if line]
+        return [(f"{backend} raised {type(error).__name__}: {' '.join(str(error).split())}", math.nan)]
+    differences = {what: _difference(fast[what], plain[what], truth[what]) for what in truth}
+    return [(f"{what}: {line}", share) for what, (line, share) in differences.items()]
 
 
 def _in_float64(task: Task) -> Task:
@@ -65,15 +71,13 @@ def _results(task: Task, backend: str) -> dict[str, Tensor]:
     return {"rotated q": turned[0], "rotated k": turned[1], **{f"gradient of {name}": grad for name, grad in named}}
 
 
-def _difference(fast: Tensor, plain: Tensor, truth: Tensor) -> str | None:
-    """What is wrong with a result, None where nothing is."""
+def _difference(fast: Tensor, plain: Tensor, truth: Tensor) -> tuple[str, float]:
     if fast.shape != truth.shape or fast.dtype != plain.dtype:
-        return f"{fast.dtype} {tuple(fast.shape)} instead of {plain.dtype} {tuple(truth.shape)}"
+        return f"{fast.dtype} {tuple(fast.shape)} instead of {plain.dtype} {tuple(truth.shape)}", math.nan
     error, own = _largest(fast.double() - truth), _largest(plain.double() - truth)
-    floor = _FLOOR_STEPS * torch.finfo(plain.dtype).eps * (_largest(truth) or 1.0)
-    if error <= _FACTOR * own + floor:
-        return None
-    return f"error {error:.3g} exceeds {_FACTOR * own + floor:.3g}, twice the reference's {own:.3g} in {plain.dtype}"
+    allowed = _FACTOR * own + _FLOOR_STEPS * torch.finfo(plain.dtype).eps * (_largest(truth) or 1.0)
+    line = f"error {error:.3g} exceeds {allowed:.3g}, twice the reference's {own:.3g} in {plain.dtype}"
+    return line, error / allowed
 
 
 def _largest(x: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What measuring leaves behind: dataclasses that are JSON files, and the one check of such a file."""
+"""What measuring gives: dataclasses, and the JSON files of the suites."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -66,27 +66,23 @@ class Source:
 
 @dataclass(frozen=True)
 class Bench:
-    """What `torchrope bench` leaves: rotation built and applied, forward and backward, every encoding.
+    """What `torchrope bench` measures: rotation built and applied, forward and backward, every encoding.
 
     Attributes:
-        schema: Version of this layout.
         setting: Shape, dtype, device.
-        lattice: Tokens along each axis.
-        prefix: Tokens at the origin in front of them.
         rounds: Rounds that medians are over.
         encodings: The comparison of each encoding.
         not_fitting: Why encodings of the default list were not measured, by name.
         source: Machine, versions, commit.
+        parity: Largest error as a share of the allowed one; None where it was not kept.
     """
 
-    schema: int
     setting: Setting
-    lattice: tuple[int, ...]
-    prefix: int
     rounds: int
     encodings: tuple[Compared, ...]
     not_fitting: dict[str, str]
     source: Source
+    parity: float | None = None
 
     def of(self, encoding: str) -> Compared:
         """The comparison of an encoding."""
@@ -239,13 +235,13 @@ class DataSuite:
     source: Source
 
 
-def write_results(path: Path, results: Bench | Suite | DataSuite) -> None:
-    """Write results as JSON."""
+def write_results(path: Path, results: Suite | DataSuite) -> None:
+    """Write the results of a suite as JSON."""
     write_whole(path, json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
 
 
 def read_results(path: Path, kind: type[Kind]) -> Kind:
-    """Read results back.
+    """Read the results of a suite back.
 
     Raises:
         ValueError: not JSON, another version, or a part that is missing or of the wrong kind.

@@ -9,7 +9,16 @@ from torchrope.lab.report.looks import Look
 from torchrope.lab.report.pictures import sheet
 from torchrope.lab.report.plots import Plot, page_looks, plot, slug, svg
 from torchrope.lab.report.read import Study
-from torchrope.lab.report.tables import MISSING, aligned_table, count, duration, percent, significant, size
+from torchrope.lab.report.tables import (
+    MISSING,
+    aligned_table,
+    count,
+    duration,
+    markdown_table,
+    percent,
+    significant,
+    size,
+)
 
 # A static drawing of more marks is left to the page's script and to report.md.
 MANY = 2000
@@ -44,6 +53,17 @@ class Shown:
     rows: list[list[Cell]]
     source: str = ""
     note: str = ""
+
+    def aligned(self) -> str:
+        """For a terminal."""
+        return aligned_table(self.headings, self._texts(), self.numeric)
+
+    def markdown(self) -> str:
+        """In Markdown, without title, source and note."""
+        return markdown_table(self.headings, self._texts(), self.numeric)
+
+    def _texts(self) -> list[list[str]]:
+        return [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in self.rows]
 
 
 @dataclass(frozen=True)
@@ -117,19 +137,19 @@ def arrange(studies: Sequence[Study]) -> list[Chapter]:
 
 
 def terminal_text(study: Study) -> str:
-    """What a terminal shows of a result: a comparison's main table, and every answer."""
+    """What a terminal shows of a result: the main table of a comparison or a benchmark, and every answer."""
     findings, data = study["findings"], study.get("data")
-    if study["study"] == "compare":
-        missing = f"\n\nnot finished yet: {', '.join(study['unfinished'])}" if study["unfinished"] else ""
-        return f"{_plain_table(findings['tables'][0])}\n\n{findings['answer']}{missing}"
+    main = next(iter(findings["tables"]), None)
+    if main and study["study"] == "compare":
+        columns = [column for column in main["columns"] if column["key"] != "encoding"]
+        missing = [f"not finished yet: {', '.join(study['unfinished'])}"] if study["unfinished"] else []
+        return "\n\n".join([show_table({**main, "columns": columns}, {}).aligned(), findings["answer"], *missing])
+    if main and study["study"] == "bench":
+        medians = [{**column, "low": None, "high": None} for column in main["columns"]]
+        table = show_table({**main, "columns": medians}, {})
+        return "\n\n".join([table.aligned(), table.note, findings["answer"], "\n".join(findings["notes"])])
     on = f" ({data['name']})" if data else ""
     return " ".join(f"{study['study']}{on}: {findings['answer']}".split())
-
-
-def _plain_table(table: dict[str, Any]) -> str:
-    shown = show_table({**table, "columns": [each for each in table["columns"] if each["key"] != "encoding"]}, {})
-    rows = [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in shown.rows]
-    return aligned_table(shown.headings, rows, shown.numeric)
 
 
 def title_of(chapters: Sequence[Chapter]) -> str:

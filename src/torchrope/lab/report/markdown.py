@@ -70,11 +70,10 @@ def _drawing(drawn: Drawn | Shot) -> list[str]:
 
 
 def _table(table: Shown) -> list[str]:
-    rows = [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in table.rows]
     source = f"Source: {escape_markdown(table.source)}." if table.source else ""
     return [
         f"#### {escape_markdown(table.title)}",
-        markdown_table(table.headings, rows, table.numeric),
+        table.markdown(),
         source,
         escape_markdown(table.note),
     ]

@@ -1,4 +1,4 @@
-"""Read what studies found, `<study>[-<data>].json`, and refuse in one line what the report cannot show."""
+"""Read the results in a folder, `<study>[-<data>].json`, and refuse in one line what the report cannot show."""
 
 from pathlib import Path
 from typing import Any
@@ -8,31 +8,24 @@ from torchrope.lab.results import STUDIES, StudyResult
 Study = dict[str, Any]
 """What `StudyResult.plain` gives."""
 
-COMPARISON = "results.json"
-
-ORDER = ("compare", *STUDIES)
+ORDER = ("compare", *STUDIES, "bench")
 """Of the report; a study of somebody's own comes after these."""
 
 
-def study_files(folder: Path) -> list[Path]:
-    """The files of a folder that studies left, by name."""
-    return sorted(path for path in folder.glob("*.json") if path.is_file())
-
-
 def read_studies(folder: Path) -> list[Study]:
-    """Read the comparison and every study of a folder, in the order of the report.
+    """Read the comparison, every study and the benchmark of a folder, in the order of the report.
 
     Args:
-        folder: Where `torchrope compare` and `torchrope study` wrote.
+        folder: Where `torchrope compare`, `torchrope study` and `torchrope bench` wrote.
 
     Raises:
         ValueError: there is none, or one is no JSON, of another schema, or lacks a part.
     """
-    files = study_files(folder)
+    files = sorted(path for path in folder.glob("*.json") if path.is_file())
     if not files:
         raise ValueError(
-            f"a report needs the {COMPARISON} of `torchrope compare` or the files of `torchrope study`, got no file at "
-            f"{folder / COMPARISON} and no other"
+            "a report needs the files that `torchrope compare`, `torchrope study` or `torchrope bench` wrote, got no "
+            f"JSON file in {folder}"
         )
     studies = [StudyResult.read(file).plain() for file in files]
     _check_once(studies, files)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from torchrope.files import write_whole
-from torchrope.lab.report.chapters import Cell, data_sentence, run_facts, show_table
-from torchrope.lab.report.tables import escape_markdown, markdown_table
+from torchrope.lab.report.chapters import data_sentence, run_facts, show_table
+from torchrope.lab.report.tables import escape_markdown
 from torchrope.lab.results import StudyResult
 
 _SHOWN = ("name", "top1", "spread", "verdict", "shuffled", "ratio")
@@ -21,12 +21,11 @@ def encodings_and_results(results: Path) -> str:
         raise ValueError(f"the README shows the results.json of `torchrope compare`, got {study['study']} in {results}")
     table = study["findings"]["tables"][0]
     shown = show_table({**table, "columns": [each for each in table["columns"] if each["key"] in _SHOWN]}, {})
-    rows = [[_text(cell) for cell in row] for row in shown.rows]
     facts = dict(run_facts(study["run"]))
     told = [f"{name}: {facts[name]}." for name in ("Seeds", "Machine", "Date") if name in facts]
     sentences = escape_markdown(" ".join([data_sentence(study["data"]), *told]))
     answer = escape_markdown(study["findings"]["answer"])
-    return f"{markdown_table(shown.headings, rows, shown.numeric)}\n\n{answer}\n\n{sentences}"
+    return f"{shown.markdown()}\n\n{answer}\n\n{sentences}"
 
 
 def write_readme(path: Path, results: Path) -> None:
@@ -51,7 +50,3 @@ def insert_between_markers(text: str, name: str, block: str) -> str:
         raise ValueError(f"the text must hold {begin} and then {end} once each, got {found}")
     before, after = text.split(begin)[0], text.split(end)[1]
     return f"{before}{begin}\n{block.strip()}\n{end}{after}"
-
-
-def _text(cell: Cell) -> str:
-    return f"{cell.text} [{cell.interval}]" if cell.interval else cell.text
