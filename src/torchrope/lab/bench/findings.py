@@ -28,6 +28,7 @@ def bench_result(bench: Bench) -> StudyResult:
             figures=[time_figure(bench)],
             checks=[_parity(bench)],
             notes=[
+                f"{describe_setting(bench)}.",
                 "A step builds the rotation from its parameters, applies it to q and k, and computes the gradients to "
                 "q, k and the parameters. Implementations take turns in one process; a ratio is of the same round.",
                 *not_measured(bench),
@@ -65,7 +66,7 @@ def ratio_table(bench: Bench) -> Table:
         ],
         rows=rows,
         note=f"Medians; brackets hold quartiles, which from {ROUNDS_FOR_CLAIMS} rounds on hold the median with 95 % or "
-        f"more. Below 1 the other is faster. {describe_setting(bench)}.",
+        "more. Below 1 the other is faster.",
     )
 
 
@@ -81,7 +82,7 @@ def time_figure(bench: Bench) -> Figure:
         name="bench",
         kind="points",
         title="Time of a step",
-        caption=f"Bars are quartiles. {describe_setting(bench)}.",
+        caption="Lines reach from the lower to the upper quartile.",
         alt=f"Milliseconds per step for {', '.join(one.encoding for one in bench.encodings)}.",
         x=STEP,
         y=Axis("encoding", "Encoding", scale="category"),

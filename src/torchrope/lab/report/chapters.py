@@ -147,7 +147,7 @@ def terminal_text(study: Study) -> str:
     if main and study["study"] == "bench":
         medians = [{**column, "low": None, "high": None} for column in main["columns"]]
         table = show_table({**main, "columns": medians}, {})
-        return "\n\n".join([table.aligned(), table.note, findings["answer"], "\n".join(findings["notes"])])
+        return "\n\n".join([table.aligned(), findings["answer"], "\n".join(findings["notes"])])
     on = f" ({data['name']})" if data else ""
     return " ".join(f"{study['study']}{on}: {findings['answer']}".split())
 

@@ -285,7 +285,7 @@ def _log_axis(numbers: Sequence[float]) -> Spec:
     drawn = sorted({value for value in numbers if value > 0}) or [1, 10]
     low, high = drawn[0], drawn[-1]
     wide = (high / low) ** 0.04 if high > low else 2
-    axis: Spec = {"format": ".3~s" if low >= 1 else ".3~g"}
+    axis: Spec = {"format": ".3~s" if low >= 1 else ",.3~r" if low >= 1e-4 and high < 1e6 else ".3~g"}
     if len(drawn) <= 8:
         axis["values"] = drawn
     return {"scale": {"type": "log", "domain": [low / wide, high * wide], "nice": False}, "axis": axis}
