@@ -94,8 +94,8 @@ OUT/report/index.html, which also shows the comparison and the studies that are 
 
 First every encoding must agree with the float64 reference, values and gradients; otherwise the differences are told
 and nothing is measured. Then come torchrope, its reference, the compiled reference, and others' code where it is
-installed (timm, rotary-embedding-torch), in one process and in turn. Numbers under "×" say how many times as fast as
-that one torchrope is.
+installed (timm, rotary-embedding-torch), in one process and in turn. Columns with the unit "×" say how many times as
+fast as that implementation torchrope is.
 
 Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; a block size as liere:16; one of your own as
 mypackage.module:Class.

@@ -57,12 +57,12 @@ def ratio_table(bench: Bench) -> Table:
         own = quartile_cells(OURS, timed[OURS].milliseconds)
         rows.append({"encoding": one.encoding, "backend": one.backend, **ChainMap(own, *ratios)})
     return Table(
-        title="How many times as fast torchrope is",
+        title="How many times as fast as others torchrope is",
         columns=[
             Column("encoding", "Encoding"),
             Column("backend", "Backend"),
             quartile_column(OURS, OURS, "ms"),
-            *(quartile_column(name, f"× {name}") for name in others),
+            *(quartile_column(name, name, "×") for name in others),
         ],
         rows=rows,
         note=f"Medians; brackets hold quartiles, which from {ROUNDS_FOR_CLAIMS} rounds on hold the median with 95 % or "
@@ -147,11 +147,11 @@ def _answer(bench: Bench) -> str:
 
 def _parity(bench: Bench) -> Check:
     encodings = ", ".join(one.encoding for one in bench.encodings)
-    largest = "" if bench.parity is None else f"largest error {bench.parity:.2f} of what is allowed: "
+    largest = "" if bench.parity is None else f"the largest error is {bench.parity:.2f} of the allowed one, "
     return Check(
         f"Rotated q and k and all gradients of {encodings} agree with the reference in float64",
         True,
-        f"{largest}twice the error of the reference in the same dtype, and eight rounding steps",
+        f"{largest}allowed are twice the error of the reference in the same dtype and eight rounding steps",
     )
 
 

@@ -1,1 +1,1 @@
-"""Turn the `results.json` of a study into tables, figures and one HTML page; no model is imported."""
+"""Turn results, `<study>[-<data>].json`, into tables, figures and one HTML page; no model is imported."""

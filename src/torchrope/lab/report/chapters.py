@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrope.lab.report.looks import Look
 from torchrope.lab.report.pictures import sheet
-from torchrope.lab.report.plots import Plot, page_looks, plot, slug, svg
+from torchrope.lab.report.plots import Plot, plot, slug, svg
 from torchrope.lab.report.read import Study
 from torchrope.lab.report.tables import (
     MISSING,
@@ -68,36 +68,21 @@ class Shown:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure as the page and the Markdown show it.
+    """A figure, or pictures, as the page and the Markdown show them.
 
     Attributes:
-        name: Of its file, and its id on the page.
+        name: Of the file, and the id on the page.
         figure: As the study wrote it.
-        plot: Its specification.
         svg: The drawing that needs no script.
-        numbers: The same numbers as a table; empty where they are too many.
-    """
-
-    name: str
-    figure: dict[str, Any]
-    plot: Plot
-    svg: str
-    numbers: Shown | None
-
-
-@dataclass(frozen=True)
-class Shot:
-    """Pictures as the page and the Markdown show them.
-
-    Attributes:
-        name: Of their file, and their id on the page.
-        figure: As the study wrote them.
-        svg: The drawing.
+        plot: The specification of a figure; None of pictures.
+        numbers: The numbers of a figure as a table; None where they are too many.
     """
 
     name: str
     figure: dict[str, Any]
     svg: str
+    plot: Plot | None = None
+    numbers: Shown | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +94,7 @@ class Part:
     data: str
     about: str
     drawn: list[Drawn]
-    shots: list[Shot]
+    shots: list[Drawn]
     tables: list[Shown]
     facts: list[tuple[str, str]]
 
@@ -126,9 +111,8 @@ class Chapter:
     published: list[Shown]
 
 
-def arrange(studies: Sequence[Study]) -> list[Chapter]:
+def arrange(studies: Sequence[Study], looks: dict[str, Look]) -> list[Chapter]:
     """Draw every figure, write every table, and put what belongs to one study together."""
-    looks = page_looks(studies)
     taken: set[str] = set()
     chapters: dict[str, list[Study]] = {}
     for study in studies:
@@ -258,8 +242,9 @@ def _part(study: Study, looks: dict[str, Look], taken: set[str]) -> Part:
             _draw(figure, _unique(f"{named}-{slug(figure['name'])}", taken), looks) for figure in findings["figures"]
         ],
         shots=[
-            _shoot(pictures, _unique(f"{named}-{slug(pictures['name'])}", taken))
-            for pictures in findings.get("pictures") or []
+            Drawn(name, pictures, sheet(pictures, name))
+            for pictures in findings["pictures"]
+            for name in [_unique(f"{named}-{slug(pictures['name'])}", taken)]
         ],
         tables=[show_table(table, looks) for table in findings["tables"]],
         facts=run_facts(study["run"]),
@@ -274,11 +259,7 @@ def _draw(figure: dict[str, Any], name: str, looks: dict[str, Look]) -> Drawn:
         "rows": [dict(zip((key for key, _ in drawn.columns), row, strict=True)) for row in drawn.rows],
     }
     numbers = show_table(table, looks) if len(figure["rows"]) <= LONG else None
-    return Drawn(name, figure, drawn, svg(drawn, name), numbers)
-
-
-def _shoot(pictures: dict[str, Any], name: str) -> Shot:
-    return Shot(name, pictures, sheet(pictures, name))
+    return Drawn(name, figure, svg(drawn, name), drawn, numbers)
 
 
 def data_sentence(data: dict[str, Any]) -> str:
@@ -302,10 +283,10 @@ def _unique(wanted: str, taken: set[str]) -> str:
     return name
 
 
-def all_drawn(chapters: Sequence[Chapter]) -> list[Drawn | Shot]:
+def all_drawn(chapters: Sequence[Chapter]) -> list[Drawn]:
     """Every figure and every picture."""
     parts = [part for chapter in chapters for part in chapter.parts]
-    return [*(drawn for part in parts for drawn in part.drawn), *(shot for part in parts for shot in part.shots)]
+    return [drawn for part in parts for drawn in (*part.drawn, *part.shots)]
 
 
 def run_facts(run: dict[str, Any]) -> list[tuple[str, str]]:

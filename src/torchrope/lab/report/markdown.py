@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchrope.lab.report.chapters import Chapter, Drawn, Part, Shot, Shown, title_of
+from torchrope.lab.report.chapters import Chapter, Drawn, Part, Shown, title_of
 from torchrope.lab.report.tables import escape_markdown, markdown_table
 
 
@@ -64,7 +64,7 @@ def _part(part: Part) -> list[str]:
     ]
 
 
-def _drawing(drawn: Drawn | Shot) -> list[str]:
+def _drawing(drawn: Drawn) -> list[str]:
     image = f"![{escape_markdown(drawn.figure['alt'])}](figures/{drawn.name}.svg)"
     return [f"#### {escape_markdown(drawn.figure['title'])}", image, escape_markdown(drawn.figure.get("caption") or "")]
 

@@ -1,4 +1,4 @@
-"""Write the page over the comparison and the studies of a folder: one HTML file that opens offline, and Markdown."""
+"""Write the page of the results in a folder: one HTML file that opens offline, and Markdown."""
 
 import hashlib
 import json
@@ -13,9 +13,9 @@ from markupsafe import Markup
 
 from torchrope.files import write_whole
 from torchrope.lab.report.chapters import MANY, Chapter, advice_table, all_drawn, arrange, colour_class, title_of
-from torchrope.lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look
+from torchrope.lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look, page_looks
 from torchrope.lab.report.markdown import render_markdown
-from torchrope.lab.report.plots import GRID, INK, PAPER, SOFT, page_looks
+from torchrope.lab.report.plots import GRID, INK, PAPER, SOFT
 from torchrope.lab.report.read import read_studies
 
 
@@ -25,7 +25,7 @@ def write_report(out: Path) -> Path:
     Everything is rendered before anything is written, and every file is written whole or not at all.
 
     Args:
-        out: The folder that `torchrope compare` or `torchrope study` filled.
+        out: The folder that `torchrope compare`, `torchrope study` or `torchrope bench` filled.
 
     Returns:
         The path of the page.
@@ -35,12 +35,13 @@ def write_report(out: Path) -> Path:
         ImportError: vl-convert-python is not installed.
     """
     studies = read_studies(Path(out))
-    chapters = arrange(studies)
+    looks = page_looks(studies)
+    chapters = arrange(studies, looks)
     folder = Path(out) / "report"
     texts = {
         **{folder / "figures" / f"{drawn.name}.svg": drawn.svg + "\n" for drawn in all_drawn(chapters)},
         folder / "report.md": render_markdown(chapters, advice_table(chapters, {})),
-        folder / "index.html": render_page(chapters, page_looks(studies)),
+        folder / "index.html": render_page(chapters, looks),
     }
     for path, text in texts.items():
         write_whole(path, text)

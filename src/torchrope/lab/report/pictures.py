@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import escape
 
 from torchrope.lab.report.looks import Look, numbered
-from torchrope.lab.report.plots import FONT, INK, PAPER, STROKES
+from torchrope.lab.report.plots import FONT, INK, PAPER
 from torchrope.lab.results import runs
 
 SIDE, GAP, ACROSS = 256, 14, 4
@@ -60,7 +60,7 @@ class _Colour:
 
     @property
     def stroke(self) -> str:
-        dashes = f' stroke-dasharray="{" ".join(map(str, STROKES[self.look.linestyle]))}"' if self.round else ""
+        dashes = f' stroke-dasharray="{" ".join(map(str, self.look.dash))}"' if self.round else ""
         return f'stroke="{self.look.colour}"{dashes}'
 
     @property

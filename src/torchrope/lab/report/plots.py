@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrope.lab.report.looks import Look, encoding_looks, numbered
+from torchrope.lab.report.looks import Look, numbered
 
 Spec = dict[str, Any]
 Figure = dict[str, Any]
@@ -15,13 +15,6 @@ Figure = dict[str, Any]
 FONT = "Arial, 'Liberation Sans', Helvetica, sans-serif"
 # The page finds these by their value, and draws them otherwise on dark paper.
 PAPER, INK, SOFT, GRID = "#ffffff", "#1f2328", "#8a8a8b", "#e6e6e7"
-SHAPES = {
-    "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross",
-    "X": "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z", "<": "triangle-left",
-    ">": "triangle-right", "p": "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z",
-    "x": "M-1,-.75L-.75,-1L0,-.25L.75,-1L1,-.75L.25,0L1,.75L.75,1L0,.25L-.75,1L-1,.75L-.25,0Z",
-}  # fmt: skip
-STROKES = {"-": [1, 0], "--": [6, 3], ":": [2, 3]}
 WIDTH, HEIGHT, PANEL_HEIGHT = 640, 320, 200
 CONFIG: Spec = {
     "font": FONT,
@@ -50,7 +43,6 @@ class Plot:
         rows: The numbers, a list a mark.
         panels: Small figures side by side; 0 is one large one.
         zoom: Axes and fields that zooming changes: ("x", "c0").
-        series: How many names the legend has.
     """
 
     spec: Spec
@@ -58,7 +50,6 @@ class Plot:
     rows: list[list[Any]]
     panels: int
     zoom: list[tuple[str, str]]
-    series: int
 
     def with_data(self) -> Spec:
         """The specification and its numbers in one, as it stands outside of the page."""
@@ -67,9 +58,7 @@ class Plot:
 
     def as_json(self) -> str:
         """What the page's script reads; no character of it can end a script."""
-        parts = {"spec": self.spec, "columns": self.columns, "rows": self.rows, "panels": self.panels,
-                 "zoom": self.zoom, "series": self.series}  # fmt: skip
-        text = json.dumps(parts, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(vars(self), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda sign: f"\\u{ord(sign[0]):04x}", text)
 
 
@@ -96,7 +85,7 @@ def plot(figure: Figure, looks: Mapping[str, Look]) -> Plot:
             spec["resolve"] = {"scale": {"x": "independent", "y": "independent"}}
     else:
         spec |= {"width": WIDTH, "height": height, "autosize": {"type": "fit-x", "contains": "padding"}, **unit}
-    return Plot(spec, names.columns(), names.rows(), len(panels), _zoomed(figure, names), len(names.distinct("series")))
+    return Plot(spec, names.columns(), names.rows(), len(panels), _zoomed(figure, names))
 
 
 def svg(drawn: Plot, name: str) -> str:
@@ -121,21 +110,6 @@ def _without_touch(spec: Spec) -> Spec:
 def slug(*parts: str) -> str:
     """A file name or an id from names: lower-case letters, digits and single hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")[:80].strip("-") or "figure"
-
-
-def page_looks(studies: Sequence[dict[str, Any]]) -> dict[str, Look]:
-    """One look for every encoding that any study of a page names, also under the label that a table gives it."""
-    names: list[str] = []
-    labels: dict[str, str] = {}
-    for study in studies:
-        names += [name for name in (study["run"].get("config") or {}).get("encodings") or [] if isinstance(name, str)]
-        names += [name for advice in study["findings"]["advice"] for name in advice["encodings"]]
-        for table in study["findings"]["tables"]:
-            for row in table["rows"]:
-                if isinstance(row.get("name"), str) and isinstance(row.get("encoding"), str):
-                    labels[row["encoding"]] = row["name"]
-    looks = encoding_looks(names)
-    return {**{label: looks[name] for label, name in labels.items() if name in looks}, **looks}
 
 
 class _Fields:
@@ -300,7 +274,7 @@ def _angle(names: _Fields, part: str) -> int:
 def _series(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> tuple[Spec, Spec, Spec]:
     if "series" not in names:
         single = numbered(0)
-        return {"color": {"value": single.colour}}, {"shape": {"value": SHAPES[single.marker]}}, {}
+        return {"color": {"value": single.colour}}, {"shape": {"value": single.shape}}, {}
     values = names.distinct("series")
     chosen = _chosen(values, looks)
     told = names["series"] in (names[part] for part in ("x", "y") if figure[part]["scale"] == "category")
@@ -312,8 +286,8 @@ def _series(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> tuple[
 
     return (
         {"color": scaled(lambda look: look.colour)},
-        {"shape": scaled(lambda look: SHAPES[look.marker])},
-        {"strokeDash": scaled(lambda look: STROKES[look.linestyle])},
+        {"shape": scaled(lambda look: look.shape)},
+        {"strokeDash": scaled(lambda look: look.dash)},
     )
 
 
