@@ -3,7 +3,7 @@
 # make sanitize  the kernels for CPUs under AddressSanitizer and UndefinedBehaviorSanitizer
 # make readme the README's table, from committed results
 # make docs   the site, into site/; warnings are errors
-# make bench  every promised row of speed, into benchmarks/results and docs/speed.md
+# make bench  every row of speed that has a target, into benchmarks/results and docs/speed.md
 
 PYTHON ?= python3.11
 BIN := .venv/bin

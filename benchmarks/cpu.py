@@ -1,8 +1,8 @@
-"""Measure every promised row on the CPU and write benchmarks/results/cpu.json; then render docs/speed.md from it.
+"""Measure every row that has a target on the CPU, write benchmarks/results/cpu.json, and render docs/speed.md from it.
 
     python benchmarks/cpu.py --threads 2
 
-The gate comes first: where a fast path differs from the float64 reference, the differences are told, nothing is
+Parity comes first: where a fast path differs from the float64 reference, the differences are printed, nothing is
 measured, and the status is 1. Run it on a machine that does nothing else: it trains six ViT-B for a few steps each.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from render import DOCS, RESULTS, render
 
-from torchrope.lab.bench.parity import RedGate
+from torchrope.lab.bench.parity import ParityError
 from torchrope.lab.bench.results import write_results
-from torchrope.lab.bench.suite import Plan, promised, run_suite
+from torchrope.lab.bench.suite import Plan, run_suite, standard_plan
 
 
 def main() -> int:
@@ -24,8 +24,8 @@ def main() -> int:
     command = shlex.join(["python", "benchmarks/cpu.py", *sys.argv[1:]])
     try:
         suite = run_suite(_plan(options), num_threads=options.threads, command=command)
-    except RedGate as red:
-        print(f"no numbers, {red}:", *red.failures, sep="\n", file=sys.stderr)
+    except ParityError as error:
+        print(f"no numbers, {error}:", *error.failures, sep="\n", file=sys.stderr)
         return 1
     write_results(options.out, suite)
     render(options.out, options.docs)
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    plan = promised()
+    plan = standard_plan()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2, help="threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=plan.rounds, help=f"of layer steps (default: {plan.rounds})")
@@ -47,7 +47,7 @@ def _options() -> argparse.Namespace:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    plan = promised()
+    plan = standard_plan()
     training = replace(plan.training, rounds=options.training_rounds, batch=options.training_batch)
     return replace(plan, rounds=options.rounds, growth_rounds=options.growth_rounds, training=training)
 

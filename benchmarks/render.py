@@ -15,9 +15,9 @@ from torchrope.lab.bench.findings import (
     time_figure,
 )
 from torchrope.lab.bench.results import DataSuite, Growth, Judged, Source, Suite, read_results
-from torchrope.lab.report.chapters import show_table
 from torchrope.lab.report.plots import plot, svg
 from torchrope.lab.report.readme import insert_between_markers
+from torchrope.lab.report.tables import show_table
 from torchrope.lab.results import Axis, Column, Figure, Row, Table
 from torchrope.lab.timing import Quartiles
 
@@ -49,7 +49,7 @@ def render_docs(text: str, suite: Suite) -> str:
     """
     notes = "\n".join(f"- {note}" for note in not_measured(suite.bench))
     blocks = {
-        "rows": [_markdown(_promises(suite.rows)), f"{describe_setting(suite.bench)}. {_origin(suite.bench.source)}"],
+        "rows": [_markdown(_targets(suite.rows)), f"{describe_setting(suite.bench)}. {_origin(suite.bench.source)}"],
         "bench": [_markdown(ratio_table(suite.bench)), notes, "![Time of a step](speed/bench.svg)"],
         "training": [_markdown(_training(suite))],
         "memory": [_markdown(_memory(suite))],
@@ -71,7 +71,7 @@ def figures(suite: Suite) -> list[Figure]:
 
 
 def verdict(row: Judged) -> str:
-    """Whether a promise was kept, by the median."""
+    """Whether a target was reached, by the median."""
     if row.value is None:
         return f"{UNMEASURED} ({row.why_not})"
     sign = -1 if row.at_most else 1
@@ -91,7 +91,7 @@ def _markdown(table: Table) -> str:
     return "\n\n".join(filter(None, [shown.markdown(), shown.note]))
 
 
-def _promises(rows: Sequence[Judged]) -> Table:
+def _targets(rows: Sequence[Judged]) -> Table:
     columns = [
         Column("what", "Row"), quartile_column("value", "Measured"), Column("unit", "Unit"), Column("must", "Must"),
         Column("reach", "Reach for"), Column("verdict", "Verdict"),
@@ -101,7 +101,7 @@ def _promises(rows: Sequence[Judged]) -> Table:
          "reach": _goal(row, row.reach), "verdict": verdict(row)}
         for row in rows
     ]  # fmt: skip
-    return Table("Promises", columns, cells, note="Medians; brackets hold quartiles where there are several rounds.")
+    return Table("Targets", columns, cells, note="Medians; in brackets quartiles, where there are several rounds.")
 
 
 def _of_rounds(value: Quartiles | None) -> Row:

@@ -398,7 +398,7 @@ def _bench(arguments: list[str]) -> int:
     encodings = None if options.encodings is None else json.loads(_encodings(options.encodings))
     from torchrope.lab.bench.bench import run_bench
     from torchrope.lab.bench.findings import bench_result
-    from torchrope.lab.bench.parity import RedGate
+    from torchrope.lab.bench.parity import ParityError
 
     try:
         bench = run_bench(
@@ -408,8 +408,8 @@ def _bench(arguments: list[str]) -> int:
             num_threads=options.threads,
             command=shlex.join(["torchrope", "bench", *arguments]),
         )
-    except RedGate as red:
-        print(f"torchrope bench: no numbers, {red}:", *red.failures, sep="\n", file=sys.stderr)
+    except ParityError as error:
+        print(f"torchrope bench: no numbers, {error}:", *error.failures, sep="\n", file=sys.stderr)
         return 1
     bench_result(bench).write(options.out / "bench.json")
     return _write_report(options.out)

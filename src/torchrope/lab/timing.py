@@ -28,7 +28,7 @@ class Quartiles:
 
 
 def interleaved_seconds(works: Mapping[str, Work], *, rounds: int, device: str) -> dict[str, list[float]]:
-    """Time pieces of work in turn, so that the machine's moods hit all alike.
+    """Time pieces of work in turn, so that other load on the machine affects all equally.
 
     Each round takes one sample of each, beginning with another one every time; a sample repeats short work for
     50 milliseconds. One untimed call warms up and the fastest of three others sets the repeats.

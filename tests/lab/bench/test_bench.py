@@ -1,4 +1,4 @@
-"""`torchrope bench` and the rows behind docs/speed.md: the gate, fair peers, honest verdicts."""
+"""`torchrope bench` and the rows of docs/speed.md: parity, other implementations, targets and verdicts."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from torchrope.lab.bench import peers
 from torchrope.lab.bench.bench import run_bench
 from torchrope.lab.bench.config import Setting, nearest_to_cube
 from torchrope.lab.bench.findings import bench_result
-from torchrope.lab.bench.parity import RedGate, require_parity
+from torchrope.lab.bench.parity import ParityError, require_parity
 from torchrope.lab.bench.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
 from torchrope.lab.bench.results import Bench, Compared, Source, Suite, Timed, Training, read_results, write_results
 from torchrope.lab.bench.rows import ROWS, Judged, Measurements
-from torchrope.lab.bench.suite import Plan, promised, run_suite
+from torchrope.lab.bench.suite import Plan, run_suite, standard_plan
 from torchrope.lab.cli import main
-from torchrope.lab.report.chapters import written
+from torchrope.lab.report.tables import written
 from torchrope.lab.results import StudyResult
 from torchrope.lab.timing import Quartiles, interleaved_seconds, peak_bytes, quartiles, ratio, slope
 from torchrope.rotations import Block, Rotation
@@ -188,12 +188,12 @@ def test_a_wrong_fast_path_has_no_numbers(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_what_ships_passes_the_gate(dtype: str) -> None:
+def test_what_ships_has_parity(dtype: str) -> None:
     names = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:4")
     assert 0 <= require_parity(names, replace(SMALL, dtype=dtype)) <= 1
 
 
-def test_the_gate_names_the_encoding_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_encoding_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     right = peers.rotate
 
     def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, backend: str) -> tuple[Tensor, Tensor]:
@@ -201,9 +201,9 @@ def test_the_gate_names_the_encoding_that_fails(monkeypatch: pytest.MonkeyPatch)
         return right(q, k, rotation.inverse() if backwards else rotation, backend="reference")
 
     monkeypatch.setattr(peers, "rotate", rotate)
-    with pytest.raises(RedGate) as red:
+    with pytest.raises(ParityError) as raised:
         require_parity(("axial", "liere:4"), SMALL)
-    assert {line.split(":")[0] for line in red.value.failures} == {"liere"}
+    assert {line.split(":")[0] for line in raised.value.failures} == {"liere"}
 
 
 PAIRS = [
@@ -225,7 +225,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "who", "setting"), PAIRS)
-def test_everybody_computes_the_same(name: str, who: str, setting: Setting) -> None:
+def test_all_implementations_compute_the_same(name: str, who: str, setting: Setting) -> None:
     task = make_task(name, setting)
     try:
         peer = PEERS[who](task)
@@ -246,13 +246,13 @@ def test_everybody_computes_the_same(name: str, who: str, setting: Setting) -> N
     [
         ("mixed", replace(SMALL, axes=3), peers.TIMM, "timm has two axes and heads divisible by 4"),
         ("liere:4", SMALL, peers.TIMM, "timm has no such encoding"),
-        ("mixed", SMALL, peers.MATRIX_EXP, "nobody exponentiates blocks of 2"),
+        ("mixed", SMALL, peers.MATRIX_EXP, "matrix_exp is for blocks larger than 2"),
         ("liere:4", SMALL, peers.COMPLEX, "complex numbers turn channel pairs alone"),
         ("mixed", SMALL, peers.ROTARY_EMBEDDING, "rotary-embedding-torch has no such encoding"),
     ],
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_who_is_left_out_is_said_with_the_reason(name: str, setting: Setting, who: str, reason: str) -> None:
+def test_what_is_left_out_is_said_with_the_reason(name: str, setting: Setting, who: str, reason: str) -> None:
     measured, left_out = available_peers(make_task(name, setting))
     assert left_out[who] == reason
     assert who not in {peer.name for peer in measured}
@@ -346,7 +346,7 @@ def test_tokens_stand_on_the_lattice_nearest_to_a_cube(
     assert make_task("mixed", setting).positions.shape == (tokens, axes)
 
 
-def test_every_promise_is_judged_once_and_every_part_is_there(suite: Suite, tmp_path: Path) -> None:
+def test_every_target_is_judged_once_and_every_part_is_there(suite: Suite, tmp_path: Path) -> None:
     assert [row.name for row in suite.rows] == [row.name for row in ROWS]
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert all(row.value is not None for row in suite.rows)
@@ -399,8 +399,8 @@ def test_without_vl_convert_the_numbers_stand_and_the_page_is_missed(
     assert not (tmp_path / "report").exists()
 
 
-def test_the_plan_is_the_one_that_was_promised() -> None:
-    plan = promised()
+def test_the_plan_is_the_one_that_targets_are_for() -> None:
+    plan = standard_plan()
     assert plan.setting == Setting(batch=8, heads=12, tokens=65, head_dim=64, axes=2, dtype="float32", device="cpu")
     assert (plan.training.batch, plan.training.depth, plan.training.dim) == (64, 12, 768)
     assert (plan.memory_tokens, plan.growth_tokens[0], plan.growth_tokens[-1]) == (785, 64, 4096)
@@ -452,7 +452,7 @@ def test_results_of_another_shape_are_refused(
         (False, 5, 8, None, "not measured (timm: not installed)"),
     ],
 )
-def test_a_promise_is_kept_or_not(
+def test_a_target_is_reached_or_not(
     at_most: bool, must: float | None, reach: float, median: float | None, expected: str
 ) -> None:
     value = None if median is None else Quartiles(median, median, median)
@@ -478,7 +478,7 @@ def test_docs_show_every_row_and_every_number(suite: Suite) -> None:
         assert f"| {' | '.join(cells)} |" in page
 
 
-def test_figures_name_everybody_and_hold_no_date(suite: Suite) -> None:
+def test_figures_name_all_implementations_and_hold_no_date(suite: Suite) -> None:
     drawings = figures(suite)
     assert [figure.name for figure in drawings] == ["bench", "growth-tokens", "growth-batch"]
     assert suite.bench.source.date not in json.dumps([asdict(figure) for figure in drawings])

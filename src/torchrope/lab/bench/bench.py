@@ -1,4 +1,4 @@
-"""What `torchrope bench` does: the parity gate, then every encoding beside its peers."""
+"""What `torchrope bench` does: the check of parity, then the time of every encoding beside other implementations."""
 
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -27,7 +27,7 @@ def run_bench(
     command: str = "",
     tell: Tell = print,
 ) -> Bench:
-    """Check parity, then measure a step of every encoding, torchrope and its peers round by round in turn.
+    """Check parity, then measure a step of every encoding, all implementations of it in turn, round by round.
 
     A step builds the rotation from its parameters, applies it to q and k, and returns the gradients to q, k and the
     parameters.
@@ -42,7 +42,7 @@ def run_bench(
         tell: Takes lines on the progress.
 
     Raises:
-        RedGate: a fast path differs from the float64 reference; nothing is measured then.
+        ParityError: a fast path differs from the float64 reference; nothing is measured then.
         ValueError: rounds or threads below 1, no CUDA device, an encoding named twice or one that does not fit.
     """
     _check(setting, encodings, rounds, num_threads)

@@ -9,7 +9,7 @@ from torchrope.lab.results import Axis, Check, Column, Figure, Findings, RunFact
 from torchrope.lab.timing import Quartiles
 
 STEP = Axis("milliseconds", "Milliseconds per step, forward and backward", scale="log")
-# Of 17 values the quartiles are the 5th and the 13th: they hold the median with 95.1 %, those of more values with more.
+# Of 17 values the quartiles are the 5th and the 13th, an interval of the median at 95.1 % by order statistics.
 ROUNDS_FOR_CLAIMS = 17
 
 
@@ -65,8 +65,8 @@ def ratio_table(bench: Bench) -> Table:
             *(quartile_column(name, name, "×") for name in others),
         ],
         rows=rows,
-        note=f"Medians; brackets hold quartiles, which from {ROUNDS_FOR_CLAIMS} rounds on hold the median with 95 % or "
-        "more. Below 1 the other is faster.",
+        note="Medians and quartiles. Below 1 the other is faster. From "
+        f"{ROUNDS_FOR_CLAIMS} rounds on, quartiles are a 95 % interval of the median.",
     )
 
 
@@ -94,7 +94,7 @@ def time_figure(bench: Bench) -> Figure:
 
 
 def not_measured(bench: Bench) -> list[str]:
-    """Who was not measured, and why, a line each."""
+    """Implementations and encodings that were not measured, and why, a line each."""
     reasons: dict[str, set[str]] = {}
     for one in bench.encodings:
         for name, reason in one.left_out.items():

@@ -1,4 +1,4 @@
-"""The gate: no number of a fast path that is wrong."""
+"""Parity: a fast path is compared with the reference in float64 before it is timed."""
 
 import copy
 import math
@@ -17,8 +17,8 @@ _FACTOR = 2.0
 _FLOOR_STEPS = 8.0
 
 
-class RedGate(Exception):
-    """A fast path differs from the truth; `failures` has a line for each difference."""
+class ParityError(Exception):
+    """A fast path differs from the reference in float64; `failures` has a line for each difference."""
 
     def __init__(self, failures: Sequence[str]) -> None:
         super().__init__(f"{len(failures)} results differ from the float64 reference")
@@ -35,18 +35,18 @@ def require_parity(names: Sequence[str], setting: Setting, *, backend: str = "au
         The largest error as a share of the allowed one.
 
     Raises:
-        RedGate: an error is larger.
+        ParityError: an error is larger.
         ValueError: an encoding that the setting does not fit.
     """
     smaller = replace(setting, **{name: min(getattr(setting, name), limit) for name, limit in _LARGEST.items()})
     compared = [(f"{name}: {line}", share) for name in names for line, share in _compare(name, smaller, backend)]
     if failures := [line for line, share in compared if not share <= 1]:
-        raise RedGate(failures)
+        raise ParityError(failures)
     return max(share for _, share in compared)
 
 
 def _compare(name: str, setting: Setting, backend: str) -> list[tuple[str, float]]:
-    """What is told of every result, and its error as a share of the allowed one; NaN where there is none."""
+    """Every result in words, and its error as a share of the allowed one; NaN where there is none."""
     task = make_task(name, setting)
     truth, plain = _results(_in_float64(task), "reference"), _results(task, "reference")
     try:

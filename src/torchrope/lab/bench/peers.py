@@ -1,4 +1,4 @@
-"""Who is measured: torchrope, its reference, and how others turn the same q and k by the same parameters."""
+"""Implementations that are measured: torchrope, its reference, and others with the same q, k and parameters."""
 
 import importlib
 from collections.abc import Callable
@@ -28,12 +28,12 @@ MATRIX_EXP = "matrix_exp"
 
 
 class Unavailable(Exception):
-    """Somebody cannot be measured here; the message says why."""
+    """An implementation cannot be measured here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What everybody does: turn q and k `(batch, heads, tokens, head_dim)` at these positions.
+    """What every implementation does: rotate q and k `(batch, heads, tokens, head_dim)` at these positions.
 
     Attributes:
         setting: The shape in words.
@@ -57,7 +57,7 @@ class Peer:
     """One way to do a task.
 
     Attributes:
-        name: Who.
+        name: Of the implementation.
         turn: Builds the rotation from the parameters and applies it to q and k.
         parameters: What gets a gradient besides q and k.
         channels: Its channel i is channel `channels[i]` of torchrope's layout; None where they are the same.
@@ -101,7 +101,7 @@ def make_task(name: str, setting: Setting) -> Task:
 
 
 def make_step(task: Task, peer: Peer) -> Step:
-    """A step of somebody: rotated q and k, and the gradients to q, k and the parameters, channels in their layout."""
+    """A step of an implementation: rotated q and k, and the gradients to q, k and the parameters, in its layout."""
     q, k, *cotangents = (_arranged(x, peer.channels) for x in (task.q, task.k, *task.cotangents))
     inputs = (q, k, *peer.parameters)
 
@@ -136,7 +136,7 @@ def serving_backend(task: Task) -> str:
 
 
 def reference(task: Task) -> Peer:
-    """torchrope's truth in plain PyTorch."""
+    """torchrope's definition in plain PyTorch."""
     return ours(task, "reference", REFERENCE)
 
 
@@ -197,7 +197,7 @@ def complex_multiply(task: Task) -> Peer:
 def matrix_exp(task: Task) -> Peer:
     """torch.matrix_exp per token, head and block, then dense block products: how LieRE and ComRoPE are published."""
     if task.encoding.block_size == 2:
-        raise Unavailable("nobody exponentiates blocks of 2")
+        raise Unavailable("matrix_exp is for blocks larger than 2")
     block_size = task.encoding.block_size
 
     def turn(q: Tensor, k: Tensor) -> Pair:
@@ -217,11 +217,11 @@ PEERS: dict[str, Callable[[Task], Peer]] = {
     COMPLEX: complex_multiply,
     MATRIX_EXP: matrix_exp,
 }
-"""Everybody by name, torchrope first."""
+"""All implementations by name, torchrope first."""
 
 
 def available_peers(task: Task) -> tuple[list[Peer], dict[str, str]]:
-    """Those who can do a task here, and by name why the others cannot."""
+    """The implementations that can do a task here, and by name why the others cannot."""
     peers, left_out = [], {}
     for name, build in PEERS.items():
         try:

@@ -17,10 +17,10 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Timed:
-    """One way to do a step, beside the others.
+    """One implementation of a step.
 
     Attributes:
-        name: Who.
+        name: Of the implementation.
         milliseconds: Time of a step.
         ratio: Its time over torchrope's in the same round: how many times as fast torchrope is.
     """
@@ -37,7 +37,7 @@ class Compared:
     Attributes:
         encoding: Its name.
         backend: The kernels that torchrope took; "reference" where it has none for this device and dtype.
-        timed: Everybody who could be measured.
+        timed: Every implementation that could be measured.
         left_out: Why others could not, by name.
     """
 
@@ -47,7 +47,7 @@ class Compared:
     left_out: dict[str, str]
 
     def of(self, name: str) -> Timed | None:
-        """What was measured of somebody, None where nothing was."""
+        """What was measured of an implementation, None where nothing was."""
         return next((timed for timed in self.timed if timed.name == name), None)
 
 
@@ -74,7 +74,7 @@ class Bench:
         encodings: The comparison of each encoding.
         not_fitting: Why encodings of the default list were not measured, by name.
         source: Machine, versions, commit.
-        parity: Largest error as a share of the allowed one; None where it was not kept.
+        parity: Largest error as a share of the allowed one; None where it was not recorded.
     """
 
     setting: Setting
@@ -154,14 +154,14 @@ class Growth:
 
 @dataclass(frozen=True)
 class Judged:
-    """One promise and what was measured.
+    """One target and what was measured.
 
     Attributes:
         name: Short name of the row.
         what: What is compared with what.
         unit: What follows the number: "×", " %" or nothing.
         at_most: Whether smaller is better.
-        must: What must be reached, None where nothing was promised.
+        must: What must be reached, None where nothing must.
         reach: What to reach for.
         value: What was measured; None where it could not be.
         why_not: Why it could not be measured.

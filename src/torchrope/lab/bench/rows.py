@@ -1,4 +1,4 @@
-"""What is promised of the speed, row by row, and how measurements answer."""
+"""Targets of speed and memory, row by row, and the measurement that each is compared with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ Measured = Quartiles | str
 
 @dataclass(frozen=True)
 class Row:
-    """One promise.
+    """One target.
 
     Attributes:
         name: Short name.
         what: What is compared with what.
-        must: What must be reached, None where nothing was promised.
+        must: What must be reached, None where nothing must.
         reach: What to reach for.
         find: The value among the measurements.
         unit: "×", " %" or nothing.

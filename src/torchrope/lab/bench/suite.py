@@ -49,8 +49,8 @@ class Plan:
     growth_rounds: int = 3
 
 
-def promised(device: str = "cpu") -> Plan:
-    """The sizes that the rows are promised for: ViT-B on images of 32x32, and layer steps of the same tokens."""
+def standard_plan(device: str = "cpu") -> Plan:
+    """The sizes that the targets are for: ViT-B on images of 32x32, and layer steps of the same tokens."""
     vit_b = Training(input_size=32, patch_size=4, batch=64, dim=768, depth=12, num_heads=12, rounds=5, overheads=())
     return Plan(Setting(device=device), vit_b)
 
@@ -59,7 +59,7 @@ def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", 
     """Check parity, measure everything, and judge the rows.
 
     Raises:
-        RedGate: a fast path differs from the float64 reference; nothing is measured then.
+        ParityError: a fast path differs from the float64 reference; nothing is measured then.
     """
     with threads(num_threads):
         bench = run_bench(

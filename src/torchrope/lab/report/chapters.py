@@ -5,65 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrope.lab.report.looks import Look
+from torchrope.lab.report.looks import Look, look_class
 from torchrope.lab.report.pictures import sheet
 from torchrope.lab.report.plots import Plot, plot, slug, svg
 from torchrope.lab.report.read import Study
-from torchrope.lab.report.tables import (
-    MISSING,
-    aligned_table,
-    count,
-    duration,
-    markdown_table,
-    percent,
-    significant,
-    size,
-)
+from torchrope.lab.report.tables import Cell, Shown, count, duration, percent, show_table, size
 
 # A static drawing of more marks is left to the page's script and to report.md.
 MANY = 2000
 # Longer tables of a figure's numbers are in its CSV.
 LONG = 400
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A value of a table as people read it.
-
-    Attributes:
-        text: What is shown.
-        interval: Its 95 % interval, shown below it; empty where there is none.
-        sort: What sorting goes by: a number, or None where there is none.
-        look: Class of the colour of an encoding; empty for anything else.
-    """
-
-    text: str
-    interval: str = ""
-    sort: float | None = None
-    look: str = ""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A table as people read it."""
-
-    title: str
-    headings: list[str]
-    numeric: list[bool]
-    rows: list[list[Cell]]
-    source: str = ""
-    note: str = ""
-
-    def aligned(self) -> str:
-        """For a terminal."""
-        return aligned_table(self.headings, self._texts(), self.numeric)
-
-    def markdown(self) -> str:
-        """In Markdown, without title, source and note."""
-        return markdown_table(self.headings, self._texts(), self.numeric)
-
-    def _texts(self) -> list[list[str]]:
-        return [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in self.rows]
 
 
 @dataclass(frozen=True)
@@ -149,7 +100,7 @@ def advice_table(chapters: Sequence[Chapter], looks: dict[str, Look]) -> list[di
     return [
         {
             "case": advice["case"],
-            "encodings": [Cell(name, look=_look_class(name, looks)) for name in advice["encodings"]],
+            "encodings": [Cell(name, look=look_class(name, looks)) for name in advice["encodings"]],
             "because": advice["because"],
             "part": part,
             "chapter": chapter,
@@ -158,62 +109,6 @@ def advice_table(chapters: Sequence[Chapter], looks: dict[str, Look]) -> list[di
         for part in chapter.parts
         for advice in part.study["findings"]["advice"]
     ]
-
-
-def show_table(table: dict[str, Any], looks: dict[str, Look]) -> Shown:
-    """Write the cells of a table for people."""
-    columns = table["columns"]
-    return Shown(
-        title=table["title"],
-        headings=[
-            f"{column['title']}, {column['unit']}" if column.get("unit") else column["title"] for column in columns
-        ],
-        numeric=[_is_numeric(column["key"], table["rows"]) for column in columns],
-        rows=[[_cell(row, column, looks) for column in columns] for row in table["rows"]],
-        source=table.get("source") or "",
-        note=table.get("note") or "",
-    )
-
-
-def written(value: Any, digits: int | None = None) -> str:
-    """Write a value of a table: a missing one is a dash, a large number has its thousands apart."""
-    if value is None:
-        return MISSING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return value
-    if digits is None:
-        text = count(value) if float(value).is_integer() else _short_number(value)
-    else:
-        text = f"{value:,.{max(0, digits)}f}"
-    return text.replace("-", "−") if float(text.replace(",", "")) != 0 else text.lstrip("-")
-
-
-def _short_number(value: float) -> str:
-    return significant(value) if 1e-4 <= abs(value) < 1e9 else f"{value:.3g}"
-
-
-def _cell(row: dict[str, Any], column: dict[str, Any], looks: dict[str, Look]) -> Cell:
-    value, digits = row[column["key"]], column.get("digits")
-    ends = [row[column[part]] for part in ("low", "high") if column.get(part)]
-    interval = ", ".join(written(end, digits) for end in ends) if any(end is not None for end in ends) else ""
-    sort = float(value) if isinstance(value, int | float) else None
-    return Cell(written(value, digits), interval, sort, _look_class(value, looks))
-
-
-def _is_numeric(key: str, rows: Sequence[dict[str, Any]]) -> bool:
-    values = [row[key] for row in rows if row[key] is not None]
-    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-
-
-def _look_class(value: Any, looks: dict[str, Look]) -> str:
-    return colour_class(looks[value].place) if isinstance(value, str) and value in looks else ""
-
-
-def colour_class(place: int) -> str:
-    """Of the page's style, for a place in the palette."""
-    return "plain" if place < 0 else f"c{place}"
 
 
 def _chapter(name: str, studies: Sequence[Study], looks: dict[str, Look], taken: set[str]) -> Chapter:

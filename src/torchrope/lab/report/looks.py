@@ -86,3 +86,13 @@ def numbered(place: int) -> Look:
         shape=SHAPES[place % len(SHAPES)],
         dash=DASHES[place // len(COLOURS) % len(DASHES)],
     )
+
+
+def look_class(value: Any, looks: dict[str, Look]) -> str:
+    """Class of the colour of an encoding in the page's style; empty for any other value."""
+    return colour_class(looks[value].place) if isinstance(value, str) and value in looks else ""
+
+
+def colour_class(place: int) -> str:
+    """Of the page's style, for a place in the palette."""
+    return "plain" if place < 0 else f"c{place}"

@@ -12,8 +12,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from torchrope.files import write_whole
-from torchrope.lab.report.chapters import MANY, Chapter, advice_table, all_drawn, arrange, colour_class, title_of
-from torchrope.lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look, page_looks
+from torchrope.lab.report.chapters import MANY, Chapter, advice_table, all_drawn, arrange, title_of
+from torchrope.lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look, colour_class, page_looks
 from torchrope.lab.report.markdown import render_markdown
 from torchrope.lab.report.plots import GRID, INK, PAPER, SOFT
 from torchrope.lab.report.read import read_studies

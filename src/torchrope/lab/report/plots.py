@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrope.lab.report.looks import Look, numbered
+from torchrope.lab.report.tables import with_unit
 
 Spec = dict[str, Any]
 Figure = dict[str, Any]
@@ -143,18 +144,13 @@ class _Fields:
     def columns(self) -> list[tuple[str, str]]:
         """Key and title of every field."""
         axes = [self.figure[part] for part in ("x", "y", "colour") if self.figure.get(part)]
-        titles = {axis["key"]: axis_title(axis) for axis in axes}
+        titles = {axis["key"]: with_unit(axis) for axis in axes}
         ends = {self.keys.get("low"): "low end", self.keys.get("high"): "high end"}
         return [(key, titles.get(key) or ends.get(key) or key) for key in self.order]
 
     def rows(self) -> list[list[Any]]:
         """The numbers, a list a row."""
         return [[row.get(key) for key in self.order] for row in self.figure["rows"]]
-
-
-def axis_title(axis: dict[str, Any]) -> str:
-    """A title with its unit: "Top-1, %"."""
-    return f"{axis['title']}, {axis['unit']}" if axis.get("unit") else axis["title"]
 
 
 def _layers(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> list[Spec]:
@@ -221,7 +217,7 @@ def _zoomed(figure: Figure, names: _Fields) -> list[tuple[str, str]]:
 
 def _channel(figure: Figure, names: _Fields, part: str) -> Spec:
     axis = figure[part]
-    channel: Spec = {"field": names[part], "title": axis_title(axis)}
+    channel: Spec = {"field": names[part], "title": with_unit(axis)}
     if axis["scale"] == "category":
         grid = {"grid": figure["kind"] in ("points", "lines") and part == "y"}
         return {
@@ -341,10 +337,10 @@ def _cells(figure: Figure, names: _Fields) -> Spec:
         shown: Spec = {"labelAngle": 0, "grid": False, "ticks": False, "domain": False}
         if axis["scale"] != "category":
             shown |= {"format": ".4~g"}
-        channels[part] = {"field": names[part], "type": "ordinal", "sort": values, "title": axis_title(axis),
+        channels[part] = {"field": names[part], "type": "ordinal", "sort": values, "title": with_unit(axis),
                           "axis": shown, "scale": {"padding": 0}}  # fmt: skip
     colour = figure["colour"]
-    channel: Spec = {"field": names["colour"], "title": axis_title(colour)}
+    channel: Spec = {"field": names["colour"], "title": with_unit(colour)}
     if colour["scale"] == "category":
         values = names.distinct("colour")
         ranges = [numbered(place).colour for place in range(len(values))]

@@ -8,8 +8,8 @@ from torchrope.lab.results import STUDIES, StudyResult
 Study = dict[str, Any]
 """What `StudyResult.plain` gives."""
 
-ORDER = ("compare", *STUDIES, "bench")
-"""Of the report; a study of somebody's own comes after these."""
+ORDER = ("compare", *STUDIES)
+"""Of the report; a benchmark and studies of users come after these."""
 
 
 def read_studies(folder: Path) -> list[Study]:

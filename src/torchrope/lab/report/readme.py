@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from torchrope.files import write_whole
-from torchrope.lab.report.chapters import data_sentence, run_facts, show_table
-from torchrope.lab.report.tables import escape_markdown
+from torchrope.lab.report.chapters import data_sentence, run_facts
+from torchrope.lab.report.tables import escape_markdown, show_table
 from torchrope.lab.results import StudyResult
 
 _SHOWN = ("name", "top1", "spread", "verdict", "shuffled", "ratio")

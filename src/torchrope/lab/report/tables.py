@@ -1,8 +1,86 @@
 """Numbers as people read them, and tables as text: for the terminal and for Markdown."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrope.lab.report.looks import Look, look_class
 
 MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value of a table as people read it.
+
+    Attributes:
+        text: What is shown.
+        interval: Its 95 % interval, shown below it; empty where there is none.
+        sort: What sorting goes by: a number, or None where there is none.
+        look: Class of the colour of an encoding; empty for anything else.
+    """
+
+    text: str
+    interval: str = ""
+    sort: float | None = None
+    look: str = ""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table as people read it."""
+
+    title: str
+    headings: list[str]
+    numeric: list[bool]
+    rows: list[list[Cell]]
+    source: str = ""
+    note: str = ""
+
+    def aligned(self) -> str:
+        """For a terminal."""
+        return aligned_table(self.headings, self._texts(), self.numeric)
+
+    def markdown(self) -> str:
+        """In Markdown, without title, source and note."""
+        return markdown_table(self.headings, self._texts(), self.numeric)
+
+    def _texts(self) -> list[list[str]]:
+        return [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in self.rows]
+
+
+def show_table(table: dict[str, Any], looks: dict[str, Look]) -> Shown:
+    """Write the cells of a table for people."""
+    columns = table["columns"]
+    return Shown(
+        title=table["title"],
+        headings=[with_unit(column) for column in columns],
+        numeric=[_is_numeric(column["key"], table["rows"]) for column in columns],
+        rows=[[_cell(row, column, looks) for column in columns] for row in table["rows"]],
+        source=table.get("source") or "",
+        note=table.get("note") or "",
+    )
+
+
+def with_unit(named: dict[str, Any]) -> str:
+    """The title of a column or an axis with its unit: "Top-1, %"."""
+    return f"{named['title']}, {named['unit']}" if named.get("unit") else named["title"]
+
+
+def written(value: Any, digits: int | None = None) -> str:
+    """Write a value of a table: a missing one is a dash, a large number has its thousands apart."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if digits is None:
+        text = count(value) if float(value).is_integer() else _short_number(value)
+    else:
+        text = f"{value:,.{max(0, digits)}f}"
+    return text.replace("-", "−") if float(text.replace(",", "")) != 0 else text.lstrip("-")
 
 
 def percent(share: float) -> str:
@@ -56,6 +134,23 @@ def markdown_table(headings: list[str], rows: list[list[str]], numeric: list[boo
 def escape_markdown(text: str) -> str:
     """Put text on one line and keep Markdown from reading any of it as markup."""
     return "".join(f"\\{sign}" if sign in r"\`*_[]<>|#" else sign for sign in _one_line(text))
+
+
+def _short_number(value: float) -> str:
+    return significant(value) if 1e-4 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def _cell(row: dict[str, Any], column: dict[str, Any], looks: dict[str, Look]) -> Cell:
+    value, digits = row[column["key"]], column.get("digits")
+    ends = [row[column[part]] for part in ("low", "high") if column.get(part)]
+    interval = ", ".join(written(end, digits) for end in ends) if any(end is not None for end in ends) else ""
+    sort = float(value) if isinstance(value, int | float) else None
+    return Cell(written(value, digits), interval, sort, look_class(value, looks))
+
+
+def _is_numeric(key: str, rows: Sequence[dict[str, Any]]) -> bool:
+    values = [row[key] for row in rows if row[key] is not None]
+    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _align(cells: list[str], numeric: bool) -> list[str]:
