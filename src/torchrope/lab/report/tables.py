@@ -150,7 +150,7 @@ def _cell(row: dict[str, Any], column: dict[str, Any], looks: dict[str, Look]) -
 
 def _is_numeric(key: str, rows: Sequence[dict[str, Any]]) -> bool:
     values = [row[key] for row in rows if row[key] is not None]
-    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    return bool(rows) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _align(cells: list[str], numeric: bool) -> list[str]:
