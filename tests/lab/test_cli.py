@@ -377,7 +377,7 @@ def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
             "evaluate /nowhere/at/all",
             "a run's folder holds config.yaml and checkpoint.ckpt, got /nowhere/at/all",
         ),
-        ("report /nowhere/at/all", "/nowhere/at/all/results.json"),
+        ("report /nowhere/at/all", "got no JSON file in /nowhere/at/all"),
         ("train --encoding lieer --out unused", "did you mean 'liere'?"),
         ("train --optim.lrr 3", "--optim.lrr"),
         ("train --trainer.devices 5 --trainer.accelerator gpu", "--trainer options must fit this machine"),
