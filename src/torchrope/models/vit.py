@@ -142,7 +142,7 @@ class ViT(nn.Module):
         self.place = positions
 
         self.num_prefix = num_registers + (pool == "cls")
-        self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim), requires_grad=self.num_prefix > 0)
+        self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim))
         self.dropout = nn.Dropout(dropout)
         self.embedding_norm = nn.LayerNorm(dim, eps=norm_eps) if embedding_norm else nn.Identity()
         self.layers = nn.ModuleList(
@@ -394,7 +394,7 @@ class ViT(nn.Module):
     def drop_prefix(self) -> None:
         """Leave class token and registers out from now on, as windows need it; nothing is left to classify with."""
         self.num_prefix = 0
-        self.prefix_tokens = nn.Parameter(self.prefix_tokens.detach()[:0].clone(), requires_grad=False)
+        self.prefix_tokens = nn.Parameter(self.prefix_tokens.detach()[:0].clone())
 
 
 class Layer(nn.Module):

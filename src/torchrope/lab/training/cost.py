@@ -18,6 +18,8 @@ from torchrope.models.parts import encoding_parameters
 _EXP_PRODUCTS = 5
 ROUNDS = 15
 """Of measured steps; the exact interval of a median needs 6."""
+STEPS = ROUNDS + 5
+"""That `measure_costs` takes of a model whose steps are not short: each round's, and those around them."""
 
 
 @dataclass(frozen=True)

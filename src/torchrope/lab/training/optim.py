@@ -56,7 +56,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     parts = []
     for group in param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=spared):
         by_rate: dict[float, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
+        for parameter in filter(torch.numel, group["params"]):  # an empty one cannot be sharded, and learns nothing
             by_rate.setdefault(rates[parameter], []).append(parameter)
         parts += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
     return parts
