@@ -129,7 +129,8 @@ class Lab:
                 each(earlier)
         if unfinished:
             begun = [(run, len(self.store.curve(run))) for run in unfinished]
-            work = self._workload(passes, afterwards)
+            predicts = unfinished[0].config.model.task == "classify"  # a run keeps its predictions
+            work = self._workload(passes + (self.data.views if predicts else 0), afterwards)
             with StudyProgress(begun, len(every) - len(unfinished), work, self.console) as progress:
                 for together in rounds:
                     waiting = [run for run in together if run in unfinished]
@@ -144,11 +145,10 @@ class Lab:
     def _workload(self, passes: float, afterwards: float | None) -> Workload:
         """The work of runs on the study's data; how many processes of a cluster share it is not known."""
         train, val = self.data.counts
-        own = self.data.views if "classify" in self.data.tasks else 0  # for the predictions that a run keeps
         left = "of machine time left" if self.config.slurm else "left" if afterwards is not None else "of training left"
         return Workload(
             epoch=BACKWARD_AND_FORWARD * train + val,
-            evaluation=(own + passes) * val,
+            evaluation=passes * val,
             afterwards=afterwards or 0.0,
             processes=1 if self.config.slurm else self.config.parallel,
             left=left,
