@@ -51,4 +51,9 @@ def test_a_run_that_goes_on_estimates_from_its_own_epochs(tmp_path: Path, capsys
 
 
 def test_a_clock_has_hours_where_there_are_some() -> None:
-    assert [as_clock(seconds) for seconds in (0.4, 59.6, 3600, 90061)] == ["00:00", "01:00", "1:00:00", "1 day, 1:01:01"]
+    assert [as_clock(seconds) for seconds in (0.4, 59.6, 3600, 90061)] == [
+        "00:00",
+        "01:00",
+        "1:00:00",
+        "1 day, 1:01:01",
+    ]

@@ -90,6 +90,7 @@ def test_a_step_of_lamb_leaves_alone_what_has_no_gradient() -> None:
 def rates_and_decays(model: nn.Module, **optim: Any) -> dict[str, tuple[float, float]]:
     """Learning rate and weight decay of every parameter that learns, by name."""
     groups = build_optimizer(model, OptimConfig(lr=1.0, **optim)).param_groups
+    assert all(p.numel() for group in groups for p in group["params"])  # as where it is sharded
     found = {p: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
     return {name: found[p] for name, p in model.named_parameters() if p.numel()}
 

@@ -131,10 +131,11 @@ class Lab:
             begun = [(run, len(self.store.curve(run))) for run in unfinished]
             predicts = unfinished[0].config.model.task == "classify"  # a run keeps its predictions
             work = self._workload(passes + (self.data.views if predicts else 0), afterwards)
+            tell = partial(self._tell, runs, each)
             with StudyProgress(begun, len(every) - len(unfinished), work, self.console) as progress:
                 for together in rounds:
-                    waiting = [run for run in together if run in unfinished]
-                    train_runs(waiting, self.store, self.data, self.config, progress, partial(self._tell, runs, each))
+                    if waiting := [run for run in together if run in unfinished]:
+                        train_runs(waiting, self.store, self.data, self.config, progress, tell)
             self.seconds_left = progress.seconds_left()
         found = (self.store.finished(run) for run in runs)
         trained = [one for one in found if one is not None]
