@@ -164,7 +164,7 @@ def _costs(folder: Path, config: CompareConfig, lab: Lab) -> dict[str, Any]:
         return known
     left = "" if lab.seconds_left is None else f"  (about {as_clock(lab.seconds_left)} left)"
     told = f"measuring what a training step of each of {len(config.encodings)} models costs{left}"
-    lab.console.print(told, highlight=False)
+    lab.console.print(told, highlight=False, soft_wrap=True)
     inputs, labels, *_ = next(iter(lab.data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     builders = {name: partial(build_for_costs, name, config.model, lab.data) for name in config.encodings}

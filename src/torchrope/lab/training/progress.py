@@ -95,7 +95,7 @@ class Display:
         """Print a line, its notes in parentheses; the last one is the estimate where no bar shows it."""
         about = [] if not seconds or self.is_bar else [f"about {as_clock(seconds)} {self.left}"]
         noted = ", ".join([*notes, *about])
-        self.console.print(f"{text}  ({noted})" if noted else text, highlight=False)
+        self.console.print(f"{text}  ({noted})" if noted else text, highlight=False, soft_wrap=True)
 
 
 class _Left(ProgressColumn):
