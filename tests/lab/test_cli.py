@@ -75,6 +75,11 @@ def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path
     assert status == 0
     assert f"report: {out}/report/index.html" in printed
     assert "run 4 of 4: learned+liere:4 seed 1: top-1" in printed
+    estimates = [re.sub(r"[\d:]+ (?=left|elapsed)", "T ", line) for line in printed.splitlines() if "left)" in line]
+    assert estimates[0].startswith("run 1 of 4: none seed 0, epoch 1/1, top-1 ")
+    assert len(estimates) == 1 + 4 + 1  # the first epoch, each run, and the costs
+    assert estimates[-1] == "measuring what a training step of each of 2 models costs  (about T left)"
+    assert all(line.count("about T left") == 1 for line in estimates)
 
     results = StudyResult.read(out / "results.json")
     page = (out / "report" / "index.html").read_text()
@@ -109,9 +114,8 @@ def test_compare_does_nothing_twice_and_grows_by_encodings_and_seeds(tmp_path: P
     (folder_of(tmp_path, "none") / "skipped.json").write_text('{"a.png": "truncated"}')  # of an earlier start
     assert not [line for line in again[1].splitlines() if line.startswith("run ")]
     _, grown, _ = run("compare", *SMALL, "--encodings", "none,mixed", "--seeds", 2, "--out", tmp_path)
-    assert [line[:10] for line in grown.splitlines() if line.startswith("run ")] == [
-        f"run {number} of 4" for number in (2, 3, 4)
-    ]
+    ended = [line for line in grown.splitlines() if "elapsed" in line]
+    assert [line[:10] for line in ended] == [f"run {number} of 4" for number in (2, 3, 4)]
     results = StudyResult.read(tmp_path / "results.json")
     assert set(named_rows(results.findings.tables[0])) == {"none", "mixed"}
     assert results.conclusion["seeds"] == 2

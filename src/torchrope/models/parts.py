@@ -54,6 +54,13 @@ class PatchEmbed(nn.Module):
         return self.proj(patches.flatten(1, len(outer)).flatten(2))
 
 
+def encoding_parameters(model: nn.Module) -> set[str]:
+    """The names of the parameters of a model's position encodings of every kind, which weight decay leaves alone."""
+    kinds = (Encoding, AbsoluteEncoding, RelativePositionBias)
+    learned = {each for module in model.modules() if isinstance(module, kinds) for each in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if parameter in learned}
+
+
 def on_lattice(
     rows: Callable[..., Tensor], sizes: Sequence[int], extents: Sequence[tuple[int, ...]] | None = None
 ) -> Tensor:

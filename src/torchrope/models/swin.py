@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention, Windows, fitting, masked, pad_ends, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias
-from torchrope.models.parts import DropPath, PatchEmbed, extents, mlp, on_lattice, resolve, run_layer
+from torchrope.models.parts import (
+    DropPath,
+    PatchEmbed,
+    encoding_parameters,
+    extents,
+    mlp,
+    on_lattice,
+    resolve,
+    run_layer,
+)
 from torchrope.positions import PerAxis, grid
 from torchrope.rotations import Rotation
 
@@ -147,6 +156,25 @@ class Swin(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias):
                 module.reset_parameters()
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that weight decay must leave alone beside norms and biases: those of encodings."""
+        return encoding_parameters(self)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that group parameters by depth, as timm's layer-wise learning rates read them.
+
+        The embedding comes first, then each layer with its encoding and bias, the first one of a stage with the
+        merging before it; what none matches, the last norm and the head, is last.
+
+        Args:
+            coarse: Groups of whole stages instead of layers.
+        """
+        layers = [
+            (r"^stages\.(\d+)\.(?:layers|encodings|biases)\.(\d+)\.", None),
+            (r"^stages\.(\d+)\.merge\.", (0,)),
+        ]
+        return {"stem": r"^(?:embed|absolute)", "layers": r"^stages\.(\d+)\." if coarse else layers}
 
     def forward(self, x: Tensor, *, window_size: int | Sequence[int] | None = None) -> Tensor:
         """Classify.

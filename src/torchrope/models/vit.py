@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,16 @@ from torch.nn import functional
 
 from torchrope.attention import Attention, Windows, masked, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
-from torchrope.models.parts import DropPath, PatchEmbed, extents, mlp, on_lattice, resolve, run_layer
+from torchrope.models.parts import (
+    DropPath,
+    PatchEmbed,
+    encoding_parameters,
+    extents,
+    mlp,
+    on_lattice,
+    resolve,
+    run_layer,
+)
 from torchrope.positions import PerAxis, grid, prefix
 from torchrope.rotations import Rotation
 
@@ -160,6 +169,24 @@ class ViT(nn.Module):
         itself, *parts = self.modules()
         for module in (*parts, itself):
             initialize(module)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that weight decay must leave alone beside norms and biases: tokens and encodings."""
+        return {"prefix_tokens", *encoding_parameters(self)}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that group parameters by depth, as timm's layer-wise learning rates read them.
+
+        The embedding comes first, then each layer with its encoding and bias; what none matches, the last norm and the
+        head, is last.
+
+        Args:
+            coarse: Groups of several layers, of which a ViT has none.
+        """
+        return {
+            "stem": r"^(?:embed|absolute|place|prefix_tokens)",
+            "layers": r"^(?:layers|encodings|biases)\.(\d+)\.",
+        }
 
     def forward(self, x: Tensor | Sequence[Tensor], spacing: Tensor | None = None) -> Tensor:
         """Classify.

@@ -26,6 +26,7 @@ from torchrope.lab.training.devices import batches_in_a_step
 from torchrope.lab.training.models import build_model
 from torchrope.lab.training.optim import build_optimizer, build_schedule
 from torchrope.lab.training.run import build_module, train
+from torchrope.models import ViT
 
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
 CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150, "coco": 80}
@@ -68,6 +69,10 @@ def built(name: str, encoding: str | None = None) -> nn.Module:
         if config.model.task == "classify":
             return build_model(encoding, config.model, data)
         return build_head(config.model, build_features(encoding, config.model, data), data)
+
+
+def small_vit() -> ViT:
+    return ViT((2,), patch_size=1, in_channels=1, num_classes=2, dim=2, depth=1, num_heads=1)
 
 
 def count(model: nn.Module) -> int:
@@ -261,7 +266,7 @@ def test_a_step_is_of_the_papers_batch_on_its_devices_and_on_one(name: str, batc
 def test_the_rate_warms_up_and_falls_as_told(name: str, rate: float, warm: float, last: float) -> None:
     config = configuration(name)
     steps = config.optim.epochs * math.ceil(EXAMPLES[config.data.name] / config.optim.effective_batch)
-    optimizer = build_optimizer(nn.Linear(1, 1), replace(config.optim, layer_decay=None))
+    optimizer = build_optimizer(small_vit(), config.optim)
     schedule = build_schedule(optimizer, config.optim, steps)
 
     def at(step: int) -> float:
@@ -287,7 +292,7 @@ def test_the_rate_warms_up_and_falls_as_told(name: str, rate: float, warm: float
 )
 def test_the_rate_falls_by_steps(name: str, rate: float, warm: float, falls: list[float]) -> None:
     config = configuration(name).optim
-    optimizer = build_optimizer(nn.Linear(1, 1), replace(config, layer_decay=None, backbone_lr=1.0))
+    optimizer = build_optimizer(small_vit(), config)
     factor = build_schedule(optimizer, config, 100_000).lr_lambdas[0]
     assert optimizer.defaults["lr"] == rate
     assert factor(0) == pytest.approx(1 / max(1, round(warm * 100_000)), rel=0.02)

@@ -1,4 +1,4 @@
-"""Training at scale: optimisers against timm's, averages, accumulation, memory, precision, several processes."""
+"""Training at scale: optimisers, averages, accumulation, memory, precision, several processes."""
 
 import csv
 import math
@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from processes import data_of, free_port
-from timm.optim import Lamb, param_groups_layer_decay
+from timm.models import group_parameters
+from timm.optim import Lamb, create_optimizer_v2, param_groups_layer_decay
 from torch import nn
 
 from torchrope.lab.data.config import data_config
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig, read_config
 from torchrope.lab.training.devices import batches_in_a_step
-from torchrope.lab.training.lamb import LAMB
-from torchrope.lab.training.optim import build_optimizer, build_schedule, layer_depths, warmup_cosine
+from torchrope.lab.training.optim import build_optimizer, build_schedule, warmup_cosine
 from torchrope.lab.training.run import load, train
 from torchrope.models import Swin, ViT
 
@@ -48,66 +47,110 @@ def tiny_swin(**settings: object) -> Swin:
     return Swin((16, 16), **{**small, **settings})  # type: ignore[arg-type]
 
 
+def lamb_step(w: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:
+    """The weights after steps of LAMB's algorithm 2, written out; without decay the ratio of norms is 1."""
+    m, v, b1, b2 = torch.zeros_like(w), torch.zeros_like(w), 0.9, 0.99
+    for t, g in enumerate(gradients, 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        u = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + 1e-6) + decay * w
+        ratio = w.norm() / u.norm() if decay and w.norm() > 0 and u.norm() > 0 else 1.0
+        w = w - lr * ratio * u
+    return w
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.05])
-def test_lamb_takes_the_steps_of_timms(weight_decay: float) -> None:
-    weights = [torch.randn(4, 3), torch.zeros(5), torch.randn(2)]
-    mine, theirs = ([torch.nn.Parameter(w.clone()) for w in weights] for _ in range(2))
-    optimizers = [
-        LAMB(mine, lr=0.1, weight_decay=weight_decay),
-        Lamb(theirs, lr=0.1, weight_decay=weight_decay, max_grad_norm=None),
-    ]
-    for _ in range(5):
-        gradients = [torch.randn_like(w) for w in weights]
-        for parameters, optimizer in zip((mine, theirs), optimizers, strict=True):
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient.clone()
-            optimizer.step()
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other)
+def test_lamb_takes_the_steps_of_its_paper_and_leaves_the_clipping_of_gradients_to_the_trainer(
+    weight_decay: float,
+) -> None:
+    model = tiny_vit(encoding="none").double()
+    config = OptimConfig(optimizer="lamb", lr=0.01, betas=(0.9, 0.99), weight_decay=weight_decay)
+    optimizer = build_optimizer(model, config)
+    decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    gradients: dict[str, list[torch.Tensor]] = {name: [] for name in before}
+    for _ in range(4):
+        for name, parameter in model.named_parameters():
+            parameter.grad = 100 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+            gradients[name].append(parameter.grad.clone())
+        optimizer.step()
+    assert set(decays.values()) == {weight_decay, 0.0}
+    for name, parameter in model.named_parameters():
+        wanted = lamb_step(before[name], gradients[name], lr=0.01, decay=decays[parameter])
+        torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_a_step_of_lamb_leaves_alone_what_has_no_gradient() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    LAMB([weight]).step()
-    assert torch.equal(weight, torch.ones(3))
+    model = tiny_vit()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    build_optimizer(model, OptimConfig(optimizer="lamb")).step()
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
 
-def test_layers_learn_slower_by_depth_as_in_timm() -> None:
-    ours = tiny_vit(pool="cls", encoding="learned")
-    theirs = timm.create_model(
-        "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, embed_dim=16, depth=3, num_heads=2, num_classes=3
-    )
-    names = {id(parameter): name for name, parameter in theirs.named_parameters()}
-    scales = {
-        names[id(parameter)]: group["lr_scale"]
-        for group in param_groups_layer_decay(theirs, layer_decay=0.5)
+def rates_and_decays(model: nn.Module, **optim: Any) -> dict[str, tuple[float, float]]:
+    """Learning rate and weight decay of every parameter that learns, by name."""
+    groups = build_optimizer(model, OptimConfig(lr=1.0, **optim)).param_groups
+    assert all(p.numel() for group in groups for p in group["params"])  # as where it is sharded
+    found = {p: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    return {name: found[p] for name, p in model.named_parameters() if p.numel()}
+
+
+def levels(model: nn.Module) -> dict[str, int]:
+    """How many levels below the head every parameter is, read off its learning rate."""
+    return {name: round(-math.log2(rate)) for name, (rate, _) in rates_and_decays(model, layer_decay=0.5).items()}
+
+
+MODELS = {
+    "class token": lambda: tiny_vit(),
+    "no prefix, shared layers": lambda: tiny_vit(pool="mean", share_layers=True),
+    "bias, registers, scales": lambda: tiny_vit(encoding="bias+mixed", num_registers=2, layer_scale=0.1, num_classes=0),
+    "swin": lambda: tiny_swin(),
+    "swin, fixed encoding": lambda: tiny_swin(encoding="axial", num_classes=0),
+}
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_layers_learn_slower_by_depth_and_decay_as_timms_own_groups_of_our_models_say(kind: str) -> None:
+    model = MODELS[kind]()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    theirs = {
+        names[parameter]: (group["lr_scale"], group["weight_decay"])
+        for group in param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
         for parameter in group["params"]
+        if parameter.numel()
     }
-    optimizer = build_optimizer(ours, OptimConfig(lr=1.0, layer_decay=0.5))
-    mine = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
-    pairs = {
-        "embed.proj.weight": "patch_embed.proj.weight",
-        "prefix_tokens": "cls_token",
-        "layers.0.attention.qkv.weight": "blocks.0.attn.qkv.weight",
-        "layers.2.mlp.0.bias": "blocks.2.mlp.fc1.bias",
-        "head.weight": "head.weight",
-    }
-    own = dict(ours.named_parameters())
-    assert {name: mine[id(own[name])] for name in pairs} == {name: scales[other] for name, other in pairs.items()}
-    assert mine[id(own["norm.weight"])] == 1.0  # BEiT and MAE; timm counts it to the last layer
-    assert len(mine) == len(own)
+    assert rates_and_decays(model, layer_decay=0.5, weight_decay=0.05) == theirs
 
 
-def test_depths_follow_the_layers_with_their_encodings_in_vit_and_swin() -> None:
-    vit = layer_depths(tiny_vit(pool="cls"))
+def test_timms_optimisers_take_our_models_with_their_groups() -> None:
+    model = tiny_vit(encoding="liere:4")
+    optimizer = create_optimizer_v2(model, "lamb", lr=0.1, weight_decay=0.05, layer_decay=0.5)
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    assert groups[model.encodings[1].upper]["weight_decay"] == 0
+    assert groups[model.encodings[1].upper]["lr_scale"] == 0.5**2
+    assert groups[model.head.weight]["lr_scale"] == 1
+
+
+def test_a_parameter_learns_at_the_rate_times_the_decay_for_every_level_below_the_head() -> None:
+    vit = levels(tiny_vit(pool="cls"))
+    assert {vit[name] for name in vit if name.startswith(("embed", "prefix", "absolute"))} == {4}
     assert {vit[name] for name in vit if name.startswith(("layers.1.", "encodings.1."))} == {2}
-    assert {vit[name] for name in vit if name.startswith(("embed", "prefix", "absolute"))} == {0}
-    swin = layer_depths(tiny_swin())
-    assert {swin[name] for name in swin if name.startswith("stages.0.layers.1.")} == {2}
+    assert {vit[name] for name in vit if name.startswith(("norm", "head"))} == {0}  # BEiT and MAE
+    shared = levels(tiny_vit(share_layers=True))
+    assert shared["encodings.0.upper"] == shared["layers.0.norm1.weight"] == 3
+    swin = levels(tiny_swin())
+    assert {swin[name] for name in swin if name.startswith("embed")} == {5}
+    assert {swin[name] for name in swin if name.startswith("stages.0.layers.1.")} == {3}
     second = ("stages.1.layers.0.", "stages.1.merge.", "stages.1.encodings.0.", "stages.1.biases.0.")
-    assert {swin[name] for name in swin if name.startswith(second)} == {3}
-    assert {swin[name] for name in swin if name.startswith(("head", "norm"))} == {5}
-    assert {swin[name] for name in swin if name.startswith("embed")} == {0}
+    assert {swin[name] for name in swin if name.startswith(second)} == {2}
+    assert {swin[name] for name in swin if name.startswith(("head", "norm"))} == {0}
+
+
+def test_a_swins_coarse_groups_are_its_stages() -> None:
+    model = tiny_swin()
+    groups = group_parameters(model, model.group_matcher(coarse=True), reverse=True)
+    assert {groups[name] for name in groups if name.startswith("stages.1.")} == {2}
+    assert len(set(groups.values())) == 4
 
 
 def rates_of(schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
@@ -173,10 +216,9 @@ class WithBackbone(nn.Module):
 
 def test_a_backbone_below_another_head_learns_more_slowly() -> None:
     model = WithBackbone()
-    alone = layer_depths(tiny_vit())
-    below = {name.removeprefix("backbone.model."): depth for name, depth in layer_depths(model).items()}
-    assert {name: below[name] for name in alone} == alone
-    assert {below[name] for name in below if name not in alone} == {max(alone.values())}
+    alone, below = levels(tiny_vit()), levels(model)
+    assert {name: below[f"backbone.model.{name}"] for name in alone} == alone
+    assert {level for name, level in below.items() if not name.startswith("backbone.model.")} == {0}
     optimizer = build_optimizer(model, OptimConfig(lr=1e-3, backbone_lr=0.1))
     rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert len(rates) == len(list(model.parameters()))
@@ -199,11 +241,11 @@ def test_a_slower_backbone_keeps_the_decay_of_its_layers() -> None:
         assert slower[name] == pytest.approx(rate * (0.1 if name.startswith("backbone.model.") else 1.0))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("lamb", LAMB)])
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("lamb", Lamb)])
 def test_optimisers_by_name(name: str, kind: type) -> None:
     optimizer = build_optimizer(tiny_vit(), OptimConfig(optimizer=name, lr=1e-4, weight_decay=0.3))  # type: ignore[arg-type]
     assert type(optimizer) is kind
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.3, 0.0}
     assert {group["lr"] for group in optimizer.param_groups} == {1e-4}
 
 

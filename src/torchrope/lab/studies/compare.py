@@ -1,5 +1,6 @@
 """Which encoding suits the data, and at what cost: the study behind `torchrope compare`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,9 +24,11 @@ from torchrope.lab.studies.engine.estimates import by_encoding
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, describe, facts_of
 from torchrope.lab.training.config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
-from torchrope.lab.training.cost import measure_costs
-from torchrope.lab.training.evaluate import correct_at, correct_shuffled
+from torchrope.lab.training.cost import STEPS, measure_costs
+from torchrope.lab.training.evaluate import correct_at, correct_shuffled, scaled_sizes
 from torchrope.lab.training.models import build_for_costs
+from torchrope.lab.training.progress import as_clock
+from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
 from torchrope.models import Swin, ViT
 
 RESULTS = "results.json"
@@ -69,8 +72,8 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
         lab.skipped |= trained.skipped
         _write(folder, lab, asked, runs, measured, {}, command)
 
-    lab.train(runs, keep)
-    costs = _costs(folder, asked, lab.data, console)
+    lab.train(runs, keep, passes=_passes(lab, runs[0], asked.scales), afterwards=_work_of_costs(folder, asked))
+    costs = _costs(folder, asked, lab)
     return _write(folder, lab, asked, runs, measured, costs, command)
 
 
@@ -133,20 +136,41 @@ def _bits(text: str, examples: int) -> np.ndarray:
     return np.array([sign == "1" for sign in text], dtype=float)
 
 
-def _costs(folder: Path, config: CompareConfig, data: DataModule, console: Console) -> dict[str, Any]:
-    """Costs of all encodings, measured together, unless that has been done."""
+def _passes(lab: Lab, run: Run, scales: Sequence[float]) -> float:
+    """Passes over the validation set in `_evaluate`: one of shuffled patches, one at each other size."""
+    trained = math.prod(lab.data.input_size)
+    sizes = scaled_sizes(lab.data, lab.blueprint(run).embed.patch_size, scales)
+    return 1 + sum(math.prod(size) / trained for size in sizes if size != tuple(lab.data.input_size))
+
+
+def _known_costs(folder: Path, config: CompareConfig) -> dict[str, Any] | None:
+    """Costs of all encodings, where they have been measured together."""
     file = folder / COSTS
-    if file.exists():
-        known = read_mapping(file, "costs")
-        if all(isinstance(known.get(name), dict) and "seconds" in known[name] for name in config.encodings):
-            return known
-    console.print(f"measuring what a training step of each of {len(config.encodings)} models costs", highlight=False)
-    inputs, labels, *_ = next(iter(data.train_dataloader()))
+    known = read_mapping(file, "costs") if file.exists() else {}
+    whole = all(isinstance(known.get(name), dict) and "seconds" in known[name] for name in config.encodings)
+    return known if whole else None
+
+
+def _work_of_costs(folder: Path, config: CompareConfig) -> float:
+    """Work of `_costs`, in forward passes of one example."""
+    steps = STEPS * len(config.encodings) if _known_costs(folder, config) is None else 0
+    return BACKWARD_AND_FORWARD * config.data.batch_size * steps
+
+
+def _costs(folder: Path, config: CompareConfig, lab: Lab) -> dict[str, Any]:
+    """Costs of all encodings, measured together, unless that has been done."""
+    known = _known_costs(folder, config)
+    if known is not None:
+        return known
+    left = "" if lab.seconds_left is None else f"  (about {as_clock(lab.seconds_left)} left)"
+    told = f"measuring what a training step of each of {len(config.encodings)} models costs{left}"
+    lab.console.print(told, highlight=False, soft_wrap=True)
+    inputs, labels, *_ = next(iter(lab.data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    builders = {name: partial(build_for_costs, name, config.model, data) for name in config.encodings}
+    builders = {name: partial(build_for_costs, name, config.model, lab.data) for name in config.encodings}
     costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
     known = {name: asdict(cost) for name, cost in costs.items()}
-    write_json(file, known)
+    write_json(folder / COSTS, known)
     return known
 
 

@@ -1,20 +1,18 @@
-"""Live progress: which run of how many, how far, how well, time left."""
+"""Progress of a study: which run of how many, how far, how well, and one estimate of the time left."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
+from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+
+from torchrope.lab.training.progress import Display, Part, as_clock, seconds_left
+
+if TYPE_CHECKING:
+    from torchrope.lab.studies.engine.runs import Run
 
 _QUALITIES = {"val_top1": "top-1", "val_miou": "mIoU", "val_ap": "AP"}
 
@@ -25,61 +23,110 @@ def told_quality(row: Mapping[str, float]) -> str:
     return f"{_QUALITIES[name]} {100 * row[name]:.1f} %"
 
 
+@dataclass(frozen=True)
+class Workload:
+    """The work of a study, in forward passes of one example; a training step of an example is three.
+
+    Attributes:
+        epoch: Of an epoch of a run, with its validation.
+        evaluation: Of what follows the epochs of each run.
+        afterwards: Of what follows all runs.
+        processes: Runs that train at the same time.
+        left: What an estimate is followed by: "left" where the above is all that is done, or else what it is of.
+    """
+
+    epoch: float
+    evaluation: float = 0.0
+    afterwards: float = 0.0
+    processes: int = 1
+    left: str = "left"
+
+
 class StudyProgress(AbstractContextManager):
-    """A bar over all epochs that are left; without a terminal, one line per finished run.
+    """A bar over all epochs that are left; without a terminal a line after the first epoch and after every run.
+
+    The time left is estimated from what this start has timed: of epochs with runs of the same kind (`Run.kind`) where
+    there are some, otherwise with all.
 
     Args:
-        runs: Number of runs that are left.
+        runs: Runs that are not finished, with the number of epochs that each has had already.
         finished: Number of runs that an earlier start has finished.
-        epochs: Epochs of all of them together.
+        work: What there is to do.
         console: Where to write.
     """
 
-    def __init__(self, runs: int, finished: int, epochs: int, console: Console) -> None:
-        self.runs, self.finished, self.console = runs, finished, console
-        self.number = self.before = self.epochs = 0
+    def __init__(self, runs: Sequence[tuple["Run", int]], finished: int, work: Workload, console: Console) -> None:
+        self.work, self.total = work, finished + len(runs)
+        self.epochs_left = {run.key: run.config.optim.epochs - done for run, done in runs}
+        self.timed = dict.fromkeys(self.epochs_left, 0.0)  # seconds of each run's epochs in this start
+        self.epochs = {run.kind: Part() for run, _ in runs}
+        for run, _ in runs:
+            self.epochs[run.kind].left += work.epoch * self.epochs_left[run.key]
+        self.evaluation, self.afterwards = Part(work.evaluation * len(runs)), Part(work.afterwards)
+        self.begun: Run | None = None
         self.started = time.monotonic()
-        self.title = ""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.task = self.bar.add_task("starting", total=epochs)
+        self.display = Display(console, sum(self.epochs_left.values()), work.left)
 
     def __enter__(self) -> "StudyProgress":
-        self.bar.start()
+        self.display.bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        self.display.bar.stop()
 
-    def begin(self, run: object, epochs: int) -> None:
-        """A run of so many epochs starts, or goes on."""
-        self.number += 1
-        self.before, self.epochs = self.before + self.epochs, epochs
-        self.title = f"run {self.finished + self.number} of {self.finished + self.runs}: {run}"
-        self.bar.update(self.task, description=self.title)
+    def begin(self, run: "Run") -> None:
+        """A run starts, or goes on, and no other is under way."""
+        self.begun = run
+        self._show(self._numbered(run))
 
-    def epoch(self, row: dict[str, float]) -> None:
-        """An epoch ended; a run that goes on from a checkpoint jumps to where it is."""
-        described = f"{self.title}, epoch {row['epoch']:.0f}/{self.epochs}, {told_quality(row)}"
-        self.bar.update(self.task, completed=self.before + int(row["epoch"]), description=described)
+    def epoch(self, run: "Run", row: Mapping[str, float]) -> None:
+        """An epoch of a run ended, with this row of its learning curve."""
+        first = not any(self.timed.values())
+        self._done(run, int(row["epoch"]))
+        self.epochs[run.kind].add(self.work.epoch, row["seconds"])
+        self.timed[run.key] += row["seconds"]
+        ended = self.total - len(self.epochs_left)
+        title = self._numbered(run) if run == self.begun else f"{ended} of {self.total} runs done: {run}"
+        described = f"{title}, epoch {row['epoch']:.0f}/{run.config.optim.epochs}, {told_quality(row)}"
+        self._show(described)
+        if first and not self.display.is_bar:
+            self.display.line(described, seconds=self.seconds_left())
 
-    def end(self, quality: str) -> None:
-        """A run is finished and measured, and this good."""
-        self.bar.update(self.task, completed=self.before + self.epochs)
-        elapsed = time.monotonic() - self.started
-        left = elapsed / self.number * (self.runs - self.number)
-        times = f"{_clock(elapsed)} elapsed, about {_clock(left)} left"
-        self.console.print(f"{self.title}: {quality}  ({times})", highlight=False)
+    def follow(self, run: "Run", curve: Sequence[Mapping[str, float]]) -> None:
+        """Count the epochs that a run of another process has had since the last call, from its learning curve."""
+        known = run.config.optim.epochs - self.epochs_left[run.key]
+        for row in curve[known:]:
+            self.epoch(run, row)
 
+    def end(self, run: "Run", quality: str, seconds: float) -> None:
+        """A run is finished and measured, and this good; this start spent so many seconds on all of it."""
+        title, whole = self._numbered(run), self.epochs_left[run.key] == 0
+        self._done(run, run.config.optim.epochs)
+        del self.epochs_left[run.key]
+        self.evaluation.left -= self.work.evaluation
+        if whole and self.work.evaluation:  # else another process has trained it meanwhile
+            self.evaluation.add(self.work.evaluation, seconds - self.timed[run.key])
+        self._show(title)
+        elapsed = f"{as_clock(time.monotonic() - self.started)} elapsed"
+        self.display.line(f"{title}: {quality}", elapsed, seconds=self.seconds_left())
 
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds))).removeprefix("0:")
+    def seconds_left(self) -> float | None:
+        """The time left until all is done; None where no epoch has been timed in this start."""
+        for part in (*self.epochs.values(), self.evaluation):
+            part.processes = max(1, min(self.work.processes, len(self.epochs_left)))
+        return seconds_left([*self.epochs.values(), self.evaluation, self.afterwards])
+
+    def _numbered(self, run: "Run") -> str:
+        """A run with its number: runs under way are numbered as they end."""
+        return f"run {self.total - len(self.epochs_left) + 1} of {self.total}: {run}"
+
+    def _done(self, run: "Run", epochs: int) -> None:
+        """Take epochs that a run has had off what is left."""
+        left = run.config.optim.epochs - epochs
+        self.epochs[run.kind].left -= self.work.epoch * (self.epochs_left[run.key] - left)
+        self.epochs_left[run.key] = left
+
+    def _show(self, described: str) -> None:
+        self.display.update(described, self.display.total - sum(self.epochs_left.values()), self.seconds_left())

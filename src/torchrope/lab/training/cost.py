@@ -10,14 +10,16 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.lab.timing import interleaved_seconds
+from torchrope.models.parts import encoding_parameters
 
 # torch.linalg.matrix_exp evaluates a Taylor polynomial of degree 18 in five products (Bader, Blanes, Casas 2019);
 # the squarings that large generators add depend on values and are not counted.
 _EXP_PRODUCTS = 5
 ROUNDS = 15
 """Of measured steps; the exact interval of a median needs 6."""
+STEPS = ROUNDS + 5
+"""That `measure_costs` takes of a model whose steps are not short: each round's, and those around them."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,8 @@ def measure_costs(
 
 def count_encoding_parameters(model: nn.Module) -> int:
     """Learned numbers of the position encodings of every kind; shared ones count once."""
-    kinds = (Encoding, AbsoluteEncoding, RelativePositionBias)
-    encodings = (module for module in model.modules() if isinstance(module, kinds))
-    return sum({p: p.numel() for module in encodings for p in module.parameters()}.values())
+    names = encoding_parameters(model)
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
 
 
 def count_flops(build: Callable[[], nn.Module], input_shape: torch.Size) -> int:

@@ -4,7 +4,7 @@ import io
 import random
 import time
 from collections.abc import Callable, Iterable
-from csv import DictWriter
+from csv import DictReader, DictWriter
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,18 @@ class History(Callback):
         writer.writeheader()
         writer.writerows(self.rows)
         write_whole(self.path, text.getvalue())
+
+
+def read_curve(path: Path) -> list[dict[str, float]]:
+    """The rows that `History` has written; none where there is no such file."""
+    if not path.exists():
+        return []
+    try:
+        return [
+            {name: float(value) for name, value in row.items()} for row in DictReader(path.read_text().splitlines())
+        ]
+    except (TypeError, ValueError):
+        return []  # it tells how far a run is; what the run goes on with is its checkpoint
 
 
 def of_all_processes(value: Any) -> list[Any]:

@@ -11,8 +11,8 @@ from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 from torchrope.lab.data.build import make_data
 from torchrope.lab.training.config import RunConfig
 from torchrope.lab.training.models import check_patches
+from torchrope.lab.training.progress import RunProgress
 from torchrope.lab.training.run import train
-from torchrope.lab.training.watch import RunProgress
 
 # Set from the other options, so that resuming works and settings have one name each.
 _OURS = {

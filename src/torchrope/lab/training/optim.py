@@ -1,29 +1,29 @@
 """The optimiser of a run: what decays, how fast each layer learns, and the schedule."""
 
 import math
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from timm.models import group_parameters
+from timm.optim import Lamb, param_groups_weight_decay
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.lab.training.config import OptimConfig
-from torchrope.lab.training.lamb import LAMB
 
-_OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "lamb": LAMB}
+# timm's LAMB clips gradients to norm 1 by default; here the Trainer clips them.
+_OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "lamb": partial(Lamb, max_grad_norm=None),
+}
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimiser of a configuration; encodings, norms, biases and tokens do not decay."""
-    groups = decay_groups(model, config.weight_decay)
-    if config.layer_decay is not None:
-        groups = [part for group in groups for part in by_depth(model, group, config.lr, config.layer_decay)]
-    if config.backbone_lr != 1:
-        groups = [part for group in groups for part in apart(model, group, config.lr, config.backbone_lr)]
+    groups = parameter_groups(model, config)
     return _OPTIMIZERS[config.optimizer](groups, lr=config.lr, betas=config.betas)
 
 
@@ -38,67 +38,46 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total:
     return LambdaLR(optimizer, partial(decay, warmup=warmup, total=total, floor=config.min_lr / config.lr))
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split parameters: weight matrices decay; encodings, norms, biases and prefix tokens do not."""
-    spared = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, Encoding | AbsoluteEncoding | RelativePositionBias)
-        for parameter in module.parameters()
-    }
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        spare = parameter in spared or parameter.ndim < 2 or name.endswith("prefix_tokens")
-        (others if spare else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Split the parameters that learn by weight decay and by learning rate.
 
-
-def by_depth(model: nn.Module, group: dict[str, Any], lr: float, decay: float) -> list[dict[str, Any]]:
-    """Split a group by depth; what lies k levels below the head learns at  lr · decay^k.
+    Weight matrices decay; encodings, norms, biases and prefix tokens do not.
 
     Args:
         model: A `ViT` or `Swin` of ours, alone or as `backbone.model` of what reads its maps.
-        group: Parameters of it, with settings that all parts keep.
-        lr: Learning rate of the head and the last norm.
-        decay: Factor from one layer to the one below it.
+        config: Settings of the optimiser.
+
+    Returns:
+        Groups with `params`, `weight_decay` and `lr`.
+    """
+    rates = learning_rates(model, config)
+    body, prefix = _body(model)
+    spared = {prefix + name for name in body.no_weight_decay()}
+    parts = []
+    for group in param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=spared):
+        by_rate: dict[float, list[nn.Parameter]] = {}
+        for parameter in filter(torch.numel, group["params"]):  # an empty one cannot be sharded, and learns nothing
+            by_rate.setdefault(rates[parameter], []).append(parameter)
+        parts += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
+    return parts
+
+
+def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, float]:
+    """The highest learning rate of each parameter:  lr · layer_decay^k,  k levels below the head.
+
+    Level 0 is the embedding, 1 to n are the layers with their encodings, n + 1 the last norm and the head. What all
+    layers share is on the first layer's. Of a model with a backbone, all but the backbone is on the head's level, and
+    the rates of the backbone are multiplied by `backbone_lr`.
 
     References:
         Bao et al., BEiT, section 3.2 of the appendix on fine-tuning; Clark et al., ELECTRA, before it.
     """
-    depths = layer_depths(model)
-    top = max(depths.values())
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    parts: dict[int, list[nn.Parameter]] = {}
-    for parameter in group["params"]:
-        parts.setdefault(depths[names[parameter]], []).append(parameter)
-    return [{**group, "params": parts[depth], "lr": lr * decay ** (top - depth)} for depth in sorted(parts)]
-
-
-def layer_depths(model: nn.Module) -> dict[str, int]:
-    """The level of every parameter: 0 for the embedding, 1 to n for layers, n + 1 for the last norm and the head.
-
-    A layer's encoding and bias are on its level, a Swin's merging on that of the layer after it. What all layers share
-    is on the first layer's. Of a model with a backbone all but the backbone's own layers is on the head's.
-    """
-    below = getattr(model, "backbone", None)
-    body, at = (model, "") if below is None else (below.model, "backbone.model.")
-    firsts, count = [0], 0
-    for stage in getattr(body, "stages", [body]):
-        count += len(stage.layers)
-        firsts.append(count)
-    top = firsts[-1] + 1
-    names = [name for name, _ in model.named_parameters()]
-    return {name: _level(name.removeprefix(at), firsts) if name.startswith(at) else top for name in names}
-
-
-def apart(model: nn.Module, group: dict[str, Any], lr: float, factor: float) -> list[dict[str, Any]]:
-    """Split a group into what is not of the backbone and what is, which learns at `factor` times its rate."""
-    inside = {parameter for name, parameter in model.named_parameters() if name.startswith("backbone.model.")}
-    others = [parameter for parameter in group["params"] if parameter not in inside]
-    own = [parameter for parameter in group["params"] if parameter in inside]
-    slower = {**group, "params": own, "lr": factor * group.get("lr", lr)}
-    return [part for part in ({**group, "params": others}, slower) if part["params"]]
+    body, prefix = _body(model)
+    levels = group_parameters(body, body.group_matcher(), reverse=True)
+    decay, factor = config.layer_decay or 1.0, config.backbone_lr if prefix else 1.0
+    top = max(levels.values())
+    within = {each: factor * (config.lr * decay ** (top - levels[name])) for name, each in body.named_parameters()}
+    return {each: within.get(each, config.lr) for each in model.parameters()}
 
 
 def warmup_cosine(step: int, *, warmup: int, total: int, floor: float = 0.0) -> float:
@@ -120,11 +99,6 @@ def warmup_steps(step: int, *, warmup: int, milestones: Sequence[int]) -> float:
     return min(1.0, (step + 1) / max(1, warmup)) * 0.1 ** sum(step >= milestone for milestone in milestones)
 
 
-def _level(name: str, firsts: list[int]) -> int:
-    stage, rest = re.fullmatch(r"(?:stages\.(\d+)\.)?(.*)", name).groups()  # type: ignore[union-attr]
-    layer = re.match(r"(?:layers|encodings|biases)\.(\d+)\.", rest)
-    if layer is not None:
-        return firsts[int(stage or 0)] + int(layer[1]) + 1
-    if stage is not None:
-        return firsts[int(stage)] + 1
-    return firsts[-1] + 1 if rest.startswith(("norm.", "head.")) else 0
+def _body(model: Any) -> tuple[Any, str]:
+    """The `ViT` or `Swin` of a model, and what the names of its parameters begin with there."""
+    return (model.backbone.model, "backbone.model.") if hasattr(model, "backbone") else (model, "")

@@ -1,16 +1,13 @@
-"""What can be seen of a run while it goes on: logs, speed, time left."""
+"""The logs of a run, and the speed that it has."""
 
+import math
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ProgressBar
-from pytorch_lightning.callbacks.callback import Callback
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from torchrope.lab.training.config import ScaleConfig
 from torchrope.models import ViT
@@ -44,13 +41,13 @@ class Speed(Callback):
         self.examples = 0
         self.since = 0.0
 
-    def on_train_epoch_start(self, *_: Any) -> None:
-        """Leave validation out of the clock."""
-        self.examples, self.since = 0, time.perf_counter()
-
     def on_train_start(self, *_: Any) -> None:
         """Start the clock, also within an epoch."""
         self.examples, self.since = 0, time.perf_counter()
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Leave validation out of the clock."""
+        self.on_train_start()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -62,11 +59,11 @@ class Speed(Callback):
         if not (due or loop.batch_progress.is_last_batch):
             return
         rate = self.examples / max(time.perf_counter() - self.since, 1e-9)
-        self.on_train_epoch_start()
+        self.on_train_start()
         if trainer.is_global_zero and trainer.loggers:
             measures = {
                 **{name: float(part) for name, part in outputs.items()},  # the loss, and what it is made of
-                "lr": trainer.optimizers[0].param_groups[-1]["lr"],
+                "lr": max(group["lr"] for group in trainer.optimizers[0].param_groups),
                 **speed_measures(rate, self.tokens, self.flops, self.peak_tflops, trainer.world_size),
             }
             for logger in trainer.loggers:
@@ -98,68 +95,7 @@ def count_tokens(model: Any, input_size: tuple[int, ...]) -> int | None:
     """Tokens that the model makes of an input, prefix included."""
     if not isinstance(model, ViT):
         return None
-    patches = 1
-    for extent in model.embed.lattice(input_size):
-        patches *= extent
-    return patches + model.num_prefix
-
-
-class RunProgress(ProgressBar):
-    """A bar over all steps of the run with the time left; without a terminal, a line for every epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.console = Console()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self.task = self.bar.add_task("training")
-        self.started = 0.0
-        self.first_epoch = 0
-
-    def disable(self) -> None:
-        """Show nothing, as in all processes but the first."""
-        self.bar.disable = True
-        self.console.quiet = True
-
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Show the bar, from where the run goes on."""
-        self.started, self.first_epoch = time.monotonic(), trainer.current_epoch
-        total = int(trainer.estimated_stepping_batches)
-        self.bar.update(self.task, total=total, completed=trainer.global_step)
-        self.bar.start()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Move on."""
-        epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
-        self.bar.update(self.task, completed=trainer.global_step, description=epoch)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        """Tell how the epoch went."""
-        done = trainer.current_epoch + 1
-        elapsed = time.monotonic() - self.started
-        left = elapsed / (done - self.first_epoch) * (trainer.max_epochs - done)  # type: ignore[operator]
-        known = {"train_loss": module.train_loss.compute(), **trainer.callback_metrics}
-        loss = float(known.get("val_loss", known["train_loss"]))
-        measured = f"loss {loss:.4f}, {module.quality} {100 * float(known[module.curve[-1]]):.1f} %"
-        self.console.print(
-            f"epoch {done} of {trainer.max_epochs}: {measured}, about {timedelta(seconds=round(left))} left",
-            highlight=False,
-        )
-
-    def on_train_end(self, *_: Any) -> None:
-        """Close the bar."""
-        self.bar.stop()
-
-    def on_exception(self, *_: Any) -> None:
-        """Likewise."""
-        self.bar.stop()
+    return math.prod(model.embed.lattice(input_size)) + model.num_prefix
 
 
 def _logger(name: str, folder: Path) -> Logger:

@@ -20,9 +20,9 @@ from torchrope.lab.studies.progress import told_quality
 from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope.lab.training.evaluate import predict_views_or_one
-from torchrope.lab.training.history import OnEpoch
+from torchrope.lab.training.history import OnEpoch, read_curve
 from torchrope.lab.training.module import Module
-from torchrope.lab.training.run import load, train
+from torchrope.lab.training.run import CURVE, load, train
 from torchrope.lab.training.skipped import read_skipped
 from torchrope.models import Swin, ViT
 
@@ -62,6 +62,11 @@ class Run:
         told = {name: value for name, value in settings.items() if name not in left_out and value != defaults.get(name)}
         told |= {"after": self.after.key} if self.after else {}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
+
+    @property
+    def kind(self) -> str:
+        """Tells it from runs that differ in more than the seed, whose epochs may take longer or shorter."""
+        return Run(replace(self.config, seed=0)).key
 
     @property
     def name(self) -> str:
@@ -179,6 +184,10 @@ class Store:
             raise ValueError(f"a result must hold {', '.join(wanted)}, got {file} without; delete it")
         measured = {name: result[name] for name in wanted}
         return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
+
+    def curve(self, run: Run) -> list[dict[str, float]]:
+        """The learning curve of a run as far as it has been trained."""
+        return read_curve(self.of(run) / CURVE)
 
     def train(self, run: Run, data: DataModule | None = None, on_epoch: OnEpoch | None = None) -> None:
         """Train and evaluate a run, unless another process has done it meanwhile."""

@@ -20,8 +20,10 @@ from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.names import NAMES, file_of
 from torchrope.lab.studies.engine.runs import Run, Store, Trained, in_order
 from torchrope.lab.studies.engine.workers import train_runs
+from torchrope.lab.studies.progress import StudyProgress, Workload
 from torchrope.lab.training.config import RunConfig, plain
 from torchrope.lab.training.models import build_model, check_patches
+from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
 from torchrope.models import Swin, ViT
 
 
@@ -36,6 +38,7 @@ class Lab:
         encodings: Those asked for, or the study's own.
         seeds: 0, 1, ...
         skipped: Files that the runs asked for could not read, with the reason.
+        seconds_left: Estimate for what follows the training; None where nothing was trained.
     """
 
     def __init__(self, config: StudyConfig, encodings: Sequence[str], console: Console) -> None:
@@ -45,6 +48,7 @@ class Lab:
         self.console = console
         self.store = Store(Path(config.out) / "runs")
         self.skipped: dict[str, str] = {}
+        self.seconds_left: float | None = None
 
     @cached_property
     def data(self) -> DataModule:
@@ -86,12 +90,22 @@ class Lab:
         """A run of each encoding with each seed, settings as `run` takes them."""
         return [self.run(encoding, seed, **settings) for encoding in encodings for seed in self.seeds]
 
-    def train(self, runs: Sequence[Run], each: Callable[[Trained], None] = lambda _: None) -> list[Trained]:
+    def train(
+        self,
+        runs: Sequence[Run],
+        each: Callable[[Trained], None] = lambda _: None,
+        *,
+        passes: float = 0.0,
+        afterwards: float | None = None,
+    ) -> list[Trained]:
         """Train what is not finished yet, whichever study asked for it first.
 
         Args:
             runs: What is wanted; runs that they start from come along.
             each: Called with every run asked for as soon as it is finished, at once with those that are already.
+            passes: Work of `each` for the estimate of the time left, in passes over the validation set.
+            afterwards: Work that follows the training, in forward passes of one example; by default unknown, and the
+                estimate is of the training alone.
 
         Returns:
             The runs asked for, in their order.
@@ -100,28 +114,46 @@ class Lab:
             ValueError: a setting that a run refuses, before any is trained; other data than finished runs saw.
         """
         rounds = in_order(runs)
-        for run in (run for together in rounds for run in together):
+        every = [run for together in rounds for run in together]
+        for run in every:
             self.blueprint(run)
-        for together in rounds:
-            unfinished = []
-            for run in together:
-                earlier = self.store.finished(run)
-                if earlier is None:
-                    unfinished.append(run)
-                    continue
-                if run.config.data == self.config.data:
-                    earlier.check_examples(self.data)
-                if run in runs:
-                    each(earlier)
-            if unfinished:
-                tell = partial(self._tell, runs, each)
-                before = len(together) - len(unfinished)
-                train_runs(unfinished, before, self.store, self.data, self.config, self.console, tell)
+        unfinished = []
+        for run in every:
+            earlier = self.store.finished(run)
+            if earlier is None:
+                unfinished.append(run)
+                continue
+            if run.config.data == self.config.data:
+                earlier.check_examples(self.data)
+            if run in runs:
+                each(earlier)
+        if unfinished:
+            begun = [(run, len(self.store.curve(run))) for run in unfinished]
+            predicts = unfinished[0].config.model.task == "classify"  # a run keeps its predictions
+            work = self._workload(passes + (self.data.views if predicts else 0), afterwards)
+            tell = partial(self._tell, runs, each)
+            with StudyProgress(begun, len(every) - len(unfinished), work, self.console) as progress:
+                for together in rounds:
+                    if waiting := [run for run in together if run in unfinished]:
+                        train_runs(waiting, self.store, self.data, self.config, progress, tell)
+            self.seconds_left = progress.seconds_left()
         found = (self.store.finished(run) for run in runs)
         trained = [one for one in found if one is not None]
         for one in trained:
             self.skipped |= one.skipped
         return trained
+
+    def _workload(self, passes: float, afterwards: float | None) -> Workload:
+        """The work of runs on the study's data; how many processes of a cluster share it is not known."""
+        train, val = self.data.counts
+        left = "of machine time left" if self.config.slurm else "left" if afterwards is not None else "of training left"
+        return Workload(
+            epoch=BACKWARD_AND_FORWARD * train + val,
+            evaluation=passes * val,
+            afterwards=afterwards or 0.0,
+            processes=1 if self.config.slurm else self.config.parallel,
+            left=left,
+        )
 
     def _tell(self, wanted: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
         trained = self.store.finished(run)

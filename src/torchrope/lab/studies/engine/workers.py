@@ -3,14 +3,15 @@
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import load_modules
@@ -19,66 +20,70 @@ from torchrope.lab.studies.engine.runs import Run, Store
 from torchrope.lab.studies.progress import StudyProgress
 from torchrope.lab.studies.slurm import local_executor, parse_slurm, slurm_executor
 
+_POLL_SECONDS = 1.0
+
 Submit = Callable[[Sequence[Run], Path], list[Any]]
 
 
 def train_runs(
     runs: Sequence[Run],
-    before: int,
     store: Store,
     data: DataModule,
     config: StudyConfig,
-    console: Console,
+    progress: StudyProgress,
     tell: Callable[[Run], None],
 ) -> None:
     """Train runs that do not wait for each other, and say so one by one.
 
     Args:
         runs: Unfinished ones.
-        before: How many are finished already, which the numbers of runs start from.
         store: Where they go.
         data: Of the study; a run on other data makes its own.
         config: Says where: `parallel`, `slurm`.
-        console: Where progress goes.
+        progress: Is told of epochs and of runs that end.
         tell: Called with every run that is finished.
 
     Raises:
         ValueError: what a run refuses; others that are under way end first.
     """
-    epochs = sum(run.config.optim.epochs for run in runs)
-    with StudyProgress(len(runs), before, epochs, console) as progress:
-        if config.slurm is None and config.parallel == 1:
-            _here(runs, store, data, progress, tell)
-            return
-        with _on_slurm(config.slurm, store) if config.slurm else _beside(config.parallel) as submit:
-            futures = dict(zip(submit(runs, store.folder), runs, strict=True))
-            for future in _as_they_end(list(futures)):
-                progress.begin(futures[future], futures[future].config.optim.epochs)
-                progress.end(future.result())
-                tell(futures[future])
 
-
-def _here(
-    runs: Sequence[Run], store: Store, data: DataModule, progress: StudyProgress, tell: Callable[[Run], None]
-) -> None:
-    for run in runs:
-        progress.begin(run, run.config.optim.epochs)
-        progress.end(_train(run, store.folder, data if run.config.data == data.config else None, progress.epoch))
+    def finish(run: Run, trained: tuple[str, float]) -> None:
+        quality, seconds = trained
+        started = time.monotonic()
         tell(run)
+        progress.end(run, quality, seconds + time.monotonic() - started)
+
+    if config.slurm is None and config.parallel == 1:
+        for run in runs:
+            progress.begin(run)
+            own = data if run.config.data == data.config else None
+            finish(run, _train(run, store.folder, own, partial(progress.epoch, run)))
+        return
+    with _on_slurm(config.slurm, store) if config.slurm else _beside(config.parallel) as submit:
+        futures = dict(zip(submit(runs, store.folder), runs, strict=True))
+        while futures:
+            ended = [future for future in futures if future.done()]
+            for run in futures.values():
+                progress.follow(run, store.curve(run))
+            for future in ended:
+                finish(futures[future], future.result())
+                del futures[future]
+            time.sleep(0 if ended else _POLL_SECONDS)
 
 
-def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> str:
+def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> tuple[str, float]:
     """Train one run, also in a process of its own.
 
     Returns:
-        How good it is, in words.
+        How good it is, in words, and the seconds that it took.
     """
+    started = time.monotonic()
     load_modules([run.encoding])  # the process that asked for the run has them: it built the model
     store = Store(folder)
     store.train(run, data, on_epoch)
     trained = store.finished(run)
     assert trained is not None
-    return trained.quality
+    return trained.quality, time.monotonic() - started
 
 
 @contextmanager
@@ -116,12 +121,3 @@ def _on_slurm(settings: str, store: Store) -> Iterator[Submit]:
     here = options.pop("cluster", "slurm") == "local"
     executor = local_executor(logs) if here else slurm_executor(logs, options, None)
     yield lambda runs, folder: executor.map_array(_train, runs, [folder] * len(runs))
-
-
-def _as_they_end(futures: list[Any]) -> Iterator[Any]:
-    if all(isinstance(future, Future) for future in futures):
-        yield from as_completed(futures)
-    else:
-        from submitit.helpers import as_completed as jobs_as_completed
-
-        yield from jobs_as_completed(futures)

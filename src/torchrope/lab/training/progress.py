@@ -1,0 +1,183 @@
+"""How far training is and how long it still takes: one estimate, and one display of it."""
+
+import math
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
+
+
+@dataclass
+class Part:
+    """Work of one kind, in a unit that all parts share, such as forward passes of one example.
+
+    Attributes:
+        left: Work that is left.
+        done: Work that has been timed.
+        seconds: Time that it took.
+        processes: Number of processes that share what is left.
+    """
+
+    left: float = 0.0
+    done: float = 0.0
+    seconds: float = 0.0
+    processes: int = 1
+
+    def add(self, work: float, seconds: float) -> None:
+        """Count work that took so many seconds, whatever is left."""
+        self.done += work
+        self.seconds += seconds
+
+
+def seconds_left(parts: Collection[Part]) -> float | None:
+    """Estimate the time that work takes:  Σ_k  left_k / processes_k · seconds_k / done_k  over its parts k.
+
+    A part of which nothing has been timed takes the mean rate  Σ seconds / Σ done  of all parts. None where nothing has
+    been timed at all.
+
+    Example:
+        >>> seconds_left([Part(left=40, done=20, seconds=10), Part(left=10)])
+        25.0
+    """
+    done = sum(part.done for part in parts)
+    if not done:
+        return None
+    mean = sum(part.seconds for part in parts) / done
+    rates = [part.seconds / part.done if part.done else mean for part in parts]
+    return sum(part.left / part.processes * rate for part, rate in zip(parts, rates, strict=True))
+
+
+def as_clock(seconds: float) -> str:
+    """Seconds as minutes, hours and days.
+
+    Example:
+        >>> as_clock(80), as_clock(7265.4)
+        ('01:20', '2:01:05')
+    """
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:")
+
+
+class Display:
+    """A bar with the estimate of the time left on a terminal; elsewhere only the lines that it is given.
+
+    Args:
+        console: Where to write.
+        total: Steps of the bar.
+        left: What an estimate is followed by, such as "left".
+    """
+
+    def __init__(self, console: Console, total: int, left: str = "left") -> None:
+        self.console, self.total, self.left = console, total, left
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), _Left())
+        self.bar = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal, transient=True)
+        self.task = self.bar.add_task("starting", total=total, told="", at=0.0, estimate=None)
+
+    @property
+    def is_bar(self) -> bool:
+        """Whether there is a bar, so that lines need no estimate."""
+        return not self.bar.disable
+
+    def update(self, description: str, completed: float, seconds: float | None) -> None:
+        """Move the bar to a step, with the time left from now on where that is known."""
+        told = {"told": self.left, "at": self.bar.get_time(), "estimate": seconds}
+        self.bar.update(self.task, description=description, completed=completed, **told)  # type: ignore[arg-type]
+
+    def line(self, text: str, *notes: str, seconds: float | None = None) -> None:
+        """Print a line, its notes in parentheses; the last one is the estimate where no bar shows it."""
+        about = [] if not seconds or self.is_bar else [f"about {as_clock(seconds)} {self.left}"]
+        noted = ", ".join([*notes, *about])
+        self.console.print(f"{text}  ({noted})" if noted else text, highlight=False, soft_wrap=True)
+
+
+class _Left(ProgressColumn):
+    """The last estimate, less the time since it was made."""
+
+    def render(self, task: Task) -> Text:
+        estimate, at, told = (task.fields[name] for name in ("estimate", "at", "told"))
+        if estimate is None:
+            return Text("")
+        return Text(f"about {as_clock(max(0.0, estimate - (task.get_time() - at)))} {told}")
+
+
+class RunProgress(ProgressBar):
+    """A bar over all steps of a run with the time left, validation included; without a terminal a line an epoch.
+
+    Its estimates need the numbers of steps and of batches in a validation alone, and so know nothing of a limit of time
+    that the Trainer may have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.console = Console()
+        self.display: Any = None
+        self.training, self.validation = Part(), Part()
+        self.total, self.since = 0, 0.0
+
+    def disable(self) -> None:
+        """Show nothing, as in all processes but the first."""
+        self.console.quiet = True
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Show the bar, from where the run goes on."""
+        self.total = int(trainer.estimated_stepping_batches)
+        self.display = Display(self.console, self.total)
+        self.display.bar.start()
+        self.since = time.monotonic()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Move on."""
+        self.training.add(1, self._passed())
+        epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
+        self.display.update(epoch, trainer.global_step, self._left(trainer, trainer.current_epoch))
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Time it."""
+        if not trainer.sanity_checking:
+            self.validation.add(_validation_work(trainer), self._passed())
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        """Tell how the epoch went."""
+        self.validation.seconds += self._passed()
+        done = trainer.current_epoch + 1
+        known = {"train_loss": module.train_loss.compute(), **trainer.callback_metrics}
+        loss = float(known.get("val_loss", known["train_loss"]))
+        measured = f"loss {loss:.4f}, {module.quality} {100 * float(known[module.curve[-1]]):.1f} %"
+        self.display.line(f"epoch {done} of {trainer.max_epochs}: {measured}", seconds=self._left(trainer, done))
+
+    def on_train_end(self, *_: Any) -> None:
+        """Close the bar."""
+        self.display.bar.stop()
+
+    def on_exception(self, *_: Any) -> None:
+        """Likewise, where there is one."""
+        if self.display is not None:
+            self.display.bar.stop()
+
+    def _passed(self) -> float:
+        """Seconds since the last call."""
+        before, self.since = self.since, time.monotonic()
+        return self.since - before
+
+    def _left(self, trainer: pl.Trainer, epochs_done: int) -> float | None:
+        """Estimate the seconds left after so many whole epochs, the validations of the others included."""
+        self.training.left = (self.total - trainer.global_step) * trainer.accumulate_grad_batches
+        epochs = min(
+            (trainer.max_epochs or 0) - epochs_done, math.ceil(self.training.left / trainer.num_training_batches)
+        )
+        validations = epochs // (trainer.check_val_every_n_epoch or 1)
+        self.validation.left = validations * sum(trainer.num_val_batches) * _validation_work(trainer)
+        return seconds_left([self.training, self.validation])
+
+
+def _validation_work(trainer: Any) -> float:
+    """Work of a batch of validation, in batches of training: forward passes alone, of batches of another size."""
+    return trainer.datamodule.val_batch_factor / BACKWARD_AND_FORWARD
