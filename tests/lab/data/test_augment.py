@@ -21,6 +21,8 @@ from torchrope.lab.data.tensors import TensorSet, byte_sets
 from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import OptimConfig
 
+pytestmark = pytest.mark.usefixtures("published_miniatures")
+
 EVERYTHING = dict(
     crop_padding=4,
     flip=True,
