@@ -401,11 +401,14 @@ def test_the_loss_of_mixed_labels_is_the_mixed_loss():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"randaugment": (2, 31)}, r"randaugment must be 1 or more operations of magnitude 0 to 30, got \(2, 31\)"),
-        ({"randaugment": (2,)}, "randaugment must be two numbers, got"),
-        ({"crop_scale": (0.5, 0.2)}, "crop_scale must rise within 0 and 1, got"),
-        ({"erasing": 1.5}, "erasing must lie between 0 and 1, got 1.5"),
-        ({"mixup": -1.0}, "mixup must be 0 or more, got -1.0"),
+        (
+            {"randaugment": (2, 31)},
+            r"--data.augment.randaugment must be 1 or more operations of magnitude 0 to 30, got \(2, 31\)",
+        ),
+        ({"randaugment": (2,)}, "--data.augment.randaugment must be two numbers, got"),
+        ({"crop_scale": (0.5, 0.2)}, "--data.augment.crop_scale must rise within 0 and 1, got"),
+        ({"erasing": 1.5}, "--data.augment.erasing must lie between 0 and 1, got 1.5"),
+        ({"mixup": -1.0}, "--data.augment.mixup must be at least 0, got -1.0"),
     ],
 )
 def test_a_bad_setting_is_refused(values, message):
@@ -415,15 +418,13 @@ def test_a_bad_setting_is_refused(values, message):
 
 def test_changes_of_pixels_are_refused_where_there_are_none():
     with pytest.raises(
-        ValueError, match=r"^data\.augment\.crop_padding is for images, cifar10, .*imagenet, got data.name 'digits'$"
+        ValueError, match=r"^--data\.augment\.crop_padding is for images, cifar10, .*imagenet, got --data digits$"
     ):
         data_config("digits", augment={"crop_padding": 2, "erasing": 0.1})
-    with pytest.raises(ValueError, match=r"^data\.augment\.erasing is for images, .*, rsna, got data.name 'motion'$"):
+    with pytest.raises(ValueError, match=r"^--data\.augment\.erasing is for images, .*, rsna, got --data motion$"):
         data_config("motion", augment={"erasing": 0.1})
-    with pytest.raises(ValueError, match=r"^data\.augment\.color_jitter is for images, .* got data.name 'videos'$"):
+    with pytest.raises(ValueError, match=r"^--data\.augment\.color_jitter is for images, .* got --data videos$"):
         data_config("videos", augment={"randaugment": [2, 9], "color_jitter": 0.1})
-    with pytest.raises(
-        ValueError, match=r"^data\.augment\.crop_scale is for images, imagenet, got data.name 'cifar10'$"
-    ):
+    with pytest.raises(ValueError, match=r"^--data\.augment\.crop_scale is for images, imagenet, got --data cifar10$"):
         data_config("cifar10", augment={"crop_scale": (0.5, 1.0)})
     assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment == MixAugment(mixup=0.8)

@@ -110,7 +110,9 @@ def test_offline_one_line_says_what_is_expected_where_and_whence(tmp_path, monke
 
 
 def test_a_root_without_the_files_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^root must be or hold cifar-10-batches-py/ or cifar-10-python.*, got '"):
+    with pytest.raises(
+        ValueError, match=r"^--data.root must be or hold cifar-10-batches-py/ or cifar-10-python.*, got '"
+    ):
         load("10", tmp_path).setup()
 
 

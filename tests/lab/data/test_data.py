@@ -81,33 +81,33 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "birds"}, f"name must be one of {', '.join(DATA_NAMES)}, got 'birds'"),
+        ({"name": "birds"}, f"--data is one of {', '.join(DATA_NAMES)}, got 'birds'; did you mean 'videos'\\?"),
         (
             {"root": "here"},
-            f"data.root is for {', '.join(takers('root'))}, got data.name 'digits'",
+            f"--data.root is for {', '.join(takers('root'))}, got --data digits",
         ),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"size": -3}, "size must be at least 1, got -3"),
-        ({"workers": -1}, "workers must be at least 0, got -1"),
-        ({"split_seed": -1}, "split_seed must be at least 0, got -1"),
-        ({"frames": 8}, "data.frames is for videos, ucf101, volumes, rsna, got data.name 'digits'"),
-        ({"split": 2, "name": "videos"}, "data.split is for ucf101, got data.name 'videos'"),
-        ({"split": 4, "name": "ucf101"}, "split must be 1, 2 or 3, got 4"),
-        ({"frames": 0, "name": "rsna"}, "frames must be at least 1, got 0"),
+        ({"batch_size": 0}, "--data.batch_size must be at least 1, got 0"),
+        ({"size": -3}, "--data.size must be at least 1, got -3"),
+        ({"workers": -1}, "--data.workers must be at least 0, got -1"),
+        ({"split_seed": -1}, "--data.split_seed must be at least 0, got -1"),
+        ({"frames": 8}, "--data.frames is for videos, ucf101, volumes, rsna, got --data digits"),
+        ({"split": 2, "name": "videos"}, "--data.split is for ucf101, got --data videos"),
+        ({"split": 4, "name": "ucf101"}, "--data.split must lie between 1 and 3, got 4"),
+        ({"frames": 0, "name": "rsna"}, "--data.frames must be at least 1, got 0"),
         (
             {"test_views": [5], "name": "ucf101"},
-            r"test_views must be segments and crops, at least 1 each, got \[5\]",
+            r"--data.test_views must be segments and crops, at least 1 each, got \[5\]",
         ),
         (
             {"windows": [[40, 0]], "name": "rsna"},
-            r"windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
+            r"--data.windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
         ),
-        ({"batch_sise": 8}, r"there is no setting data.batch_sise of digits; did you mean 'data.batch_size'\?"),
+        ({"batch_sise": 8}, r"there is no option --data.batch_sise of digits; did you mean '--data.batch_size'\?"),
         (
             {"augment": {"scale_jitter": [0.5, 2]}},
-            "data.augment.scale_jitter is for scenes, coco, ade20k, segments, got data.name 'digits'",
+            "--data.augment.scale_jitter is for scenes, coco, ade20k, segments, got --data digits",
         ),
-        ({"windows": [], "name": "rsna"}, r"windows must each be \[centre, width above 0\], got \[\]"),
+        ({"windows": [], "name": "rsna"}, r"--data.windows must each be \[centre, width above 0\], got \[\]"),
     ],
 )
 def test_a_bad_configuration_is_refused(values, message):
@@ -123,7 +123,7 @@ def test_settings_are_those_of_one_data_set(name):
     assert data_config(**plain(config)) == config
     assert {*plain(config)} | {f"augment.{setting}" for setting in plain(config)["augment"]} == {*options(type(config))}
     assert ("augment.mixup" in options(type(config))) == (name not in NAMES_DENSE)
-    with pytest.raises(ValueError, match=f"there is no setting data.colour of {name}"):
+    with pytest.raises(ValueError, match=f"there is no option --data.colour of {name}"):
         data_config(name, colour=1)
 
 
@@ -267,7 +267,7 @@ def test_a_balanced_subset_is_balanced_nested_and_reproducible():
 @pytest.mark.parametrize("size", [2, 85])
 def test_a_subset_that_cannot_be_is_refused(size):
     labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
-    message = rf"^val_size must lie between 3 \(one per class\) and 84 \(all there are\), got {size}$"
+    message = rf"^--data.val_size must lie between 3 \(one per class\) and 84 \(all there are\), got {size}$"
     with pytest.raises(ValueError, match=message):
         balanced_subset(labels, size, 0, "val_size")
 
@@ -372,12 +372,12 @@ def test_a_frame_shows_the_digit_whole():
 
 @pytest.mark.parametrize("size", [16, 22])
 def test_motion_refuses_a_size_that_breaks_its_law(size):
-    with pytest.raises(ValueError, match=f"^size must be a multiple of 4 from 20 up, got {size}$"):
+    with pytest.raises(ValueError, match=f"^--data.size must be a multiple of 4 from 20 up, got {size}$"):
         Motion(data_config("motion", size=size))
 
 
 def test_motion_needs_a_clip_of_each_class():
-    with pytest.raises(ValueError, match=r"^val_size must be at least 8 \(one per class\), got 3$"):
+    with pytest.raises(ValueError, match=r"^--data.val_size must be at least 8 \(one per class\), got 3$"):
         Motion(data_config("motion", val_size=3))
 
 
@@ -458,7 +458,7 @@ def test_a_failed_download_says_what_is_expected_where(tmp_path, monkeypatch, fa
 
 
 def test_a_root_without_the_files_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^root must hold the four files train-images.* got '.*'$") as error:
+    with pytest.raises(ValueError, match=r"^--data.root must hold the four files train-images.* got '.*'$") as error:
         fashion_data(tmp_path).setup("fit")
     assert one_line(error)
 
@@ -818,19 +818,19 @@ def no_dog_in_val(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (no_root, r"root must be given for images \(root/<class>.*\), got None"),
-        (absent, r"root must be a folder with images \(root/<class>.*\), got '.*', which is not there"),
-        (a_file, r"root must be a folder with images \(.*\), got '.*', a file"),
-        (lambda folder: folder, r"root must hold one sub-folder per class \(.*\), got none in '.*'"),
-        (no_classes, r"root must hold one sub-folder per class \(.*\), got none in '.*'"),
-        (one_class, r"root must hold at least two classes \(.*\), got only 'cat' in '.*'"),
-        (train_alone, "root must hold train and val with one sub-folder per class in each, got train"),
+        (no_root, r"--data.root must be given for images \(root/<class>.*\), got None"),
+        (absent, r"--data.root must be a folder with images \(root/<class>.*\), got '.*', which is not there"),
+        (a_file, r"--data.root must be a folder with images \(.*\), got '.*', a file"),
+        (lambda folder: folder, r"--data.root must hold one sub-folder per class \(.*\), got none in '.*'"),
+        (no_classes, r"--data.root must hold one sub-folder per class \(.*\), got none in '.*'"),
+        (one_class, r"--data.root must hold at least two classes \(.*\), got only 'cat' in '.*'"),
+        (train_alone, "--data.root must hold train and val with one sub-folder per class in each, got train"),
         (
             differing_classes,
             "train and val must have the same classes, got 'dog' in train alone, 'cow' in val alone",
         ),
-        (empty_classes, r"root must hold readable images \(.jpg .*\), got none in '.*'"),
-        (only_damaged, r"root must hold readable images .*, got none in '.*': cat/0.png \(truncated\), .*"),
+        (empty_classes, r"--data.root must hold readable images \(.jpg .*\), got none in '.*'"),
+        (only_damaged, r"--data.root must hold readable images .*, got none in '.*': cat/0.png \(truncated\), .*"),
         (
             a_class_of_one,
             "readable images of each class must number at least 2, one to train on .*, got 1 for 'dog'",
@@ -849,7 +849,9 @@ def test_an_unreadable_root_is_refused(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(ValueError, match=r"^every folder below root must be readable, got '.*': Permission denied$"):
+    with pytest.raises(
+        ValueError, match=r"^every folder below --data.root must be readable, got '.*': Permission denied$"
+    ):
         load_images(tmp_path)
 
 
@@ -863,7 +865,9 @@ def test_an_unreadable_class_is_refused_and_not_taken_for_an_empty_one(tmp_path,
 
     root = picture_folder(tmp_path, 3)
     monkeypatch.setattr(folders.os, "scandir", refuse_dogs)
-    with pytest.raises(ValueError, match=r"^every folder below root must be readable, got '.*dog': Permission denied$"):
+    with pytest.raises(
+        ValueError, match=r"^every folder below --data.root must be readable, got '.*dog': Permission denied$"
+    ):
         load_images(root)
 
 

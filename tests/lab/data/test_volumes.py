@@ -593,7 +593,7 @@ def test_damaged_headers_are_named_and_left_out(tmp_path, caplog):
     assert faults[slices[14].name] == "no ImagePositionPatient in the header"
     assert caplog.messages[0].startswith(f"skipped 3 of {len(slices)} slices and studies: ")
     assert sum(data.counts) == 10
-    with pytest.raises(TooManyFaults, match="max_skipped = 2 slices and studies may be unreadable, got 3: "):
+    with pytest.raises(TooManyFaults, match=r"--data\.max_skipped = 2 slices and studies may be unreadable, got 3: "):
         load("rsna", root, max_skipped=2)
 
 
@@ -606,7 +606,9 @@ def test_pixels_found_damaged_while_training_are_named_with_their_file(tmp_path)
     assert torch.equal(train[2][0], train[3][0])
     assert train.reading.found()[0][0] == train.samples[2][0]
     assert train.reading.found()[0][1].startswith(f"{path}: ")
-    with pytest.raises(TooManyFaults, match=f"at most max_skipped = 0 volumes may be unreadable, got 1: .*{path}: "):
+    with pytest.raises(
+        TooManyFaults, match=f"at most --data.max_skipped = 0 volumes may be unreadable, got 1: .*{path}: "
+    ):
         load("rsna", root, max_skipped=0)
 
 
@@ -909,17 +911,21 @@ def no_slices(root):
 @pytest.mark.parametrize(
     ("name", "spoil", "message"),
     [
-        ("rsna", without_table, r"labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*"),
+        (
+            "rsna",
+            without_table,
+            r"--data.labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*",
+        ),
         ("rsna", other_columns, "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind"),
         ("rsna", empty_table, "labels must name studies, got none in .*stage_2_train.csv"),
         ("rsna", no_content, "labels must have the columns ID, Label, got .*stage_2_train.csv with none"),
         ("volumes", without_a_label, "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"),
         ("volumes", too_long_a_row, r"rows must have 2 columns at most, got .*\['train'\]\] in .*labels.csv"),
-        ("rsna", no_slices, r"root must hold the RSNA .*stage_2_train/\*.dcm.*, got no labelled slices in '.*'"),
+        ("rsna", no_slices, r"--data.root must hold the RSNA .*stage_2_train/\*.dcm.*, got no labelled slices in '.*'"),
         (
             "volumes",
             without_table,
-            r"root must hold volumes \(DICOM .*\), got no labels.csv, and: root must hold at least two classes .*",
+            r"--data.root must hold volumes \(DICOM .*\), got no labels.csv, and: --data.root must hold at least two",
         ),
         (
             "volumes",
@@ -941,7 +947,7 @@ def no_slices(root):
         (
             "volumes",
             other_files,
-            r"root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*",
+            r"--data.root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*",
         ),
     ],
 )

@@ -102,7 +102,7 @@ class Cifar(DataModule):
                     yield Path(unpacked, name)
                 return
         names = ", ".join(f"{name}/ or {archive}" for name, archive, _ in versions)
-        raise ValueError(f"root must be or hold {names}, from {ADDRESS}, got {str(root)!r}")
+        raise ValueError(f"--data.root must be or hold {names}, from {ADDRESS}, got {str(root)!r}")
 
     def _downloaded(self, folder: Path) -> Path:
         try:

@@ -78,7 +78,7 @@ def find_files(root: str | None) -> list[Path]:
     paths = files_in(Path(root).expanduser())
     if not paths:
         raise ValueError(
-            f"root must hold the four files {', '.join(FILES)} (plain or .gz), itself or in {BELOW_ROOT}; "
+            f"--data.root must hold the four files {', '.join(FILES)} (plain or .gz), itself or in {BELOW_ROOT}; "
             f"from apt install dataset-fashion-mnist, or downloaded where root is not given; got {root!r}"
         )
     return paths
