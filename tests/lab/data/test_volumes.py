@@ -534,8 +534,12 @@ def test_validation_and_evaluation_know_the_voxels_at_every_size(tmp_path):
 @pytest.mark.parametrize(
     ("data", "model", "message"),
     [
-        ({"name": "digits"}, {}, r"model\.unit_mm is for volumes, rsna alone, got data 'digits'"),
-        ({"augment": {"mixup": 0.8}}, {}, r"model\.unit_mm places each volume by its own .*, got augment\.mixup 0\.8"),
+        ({"name": "digits"}, {}, r"--model\.unit_mm is for volumes, rsna alone, got --data digits"),
+        (
+            {"augment": {"mixup": 0.8}},
+            {},
+            r"--model\.unit_mm places each volume by its own .*, got --data\.augment\.mixup 0\.8",
+        ),
         ({}, {"unit_mm": 0.0}, r"unit_mm must be above 0, got 0\.0"),
         ({}, {"jitter": 1.0}, r"jitter is for one lattice of all samples, got 1\.0 with unit_mm"),
         ({}, {"backbone": "swin", "depth": None}, r"unit_mm is read by backbone vit alone, got 10\.0"),

@@ -34,8 +34,8 @@ _PAIRS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 def check_ranges(settings: dict[str, Any], prefix: str) -> None:
     """Refuse a number that is out of its range, by the name of its option."""
-    for name in settings.keys() & _RANGES.keys():
-        value, (least, largest) = settings[name], _RANGES[name]
+    for name, (least, largest) in _RANGES.items():
+        value = settings.get(name)
         if value is not None and not least <= value <= largest:
             rule = f"be at least {least}" if largest == math.inf else f"lie between {least} and {largest}"
             raise ValueError(f"{prefix}{name} must {rule}, got {value}")

@@ -320,11 +320,11 @@ def check_spacing(model: ModelConfig, data: DataConfig) -> None:
     if model.unit_mm is None:
         return
     if not isinstance(data, VolumesConfig):
-        raise ValueError(f"model.unit_mm is for volumes, rsna alone, got data {data.name!r}")
+        raise ValueError(f"--model.unit_mm is for volumes, rsna alone, got --data {data.name}")
     for name in ("mixup", "cutmix"):
         if getattr(data.augment, name):
-            rule = "model.unit_mm places each volume by its own voxels, which a mix of two has not"
-            raise ValueError(f"{rule}, got augment.{name} {getattr(data.augment, name)}")
+            rule = "--model.unit_mm places each volume by its own voxels, which a mix of two has not"
+            raise ValueError(f"{rule}, got --data.augment.{name} {getattr(data.augment, name)}")
 
 
 def plain(config: Any) -> dict[str, Any]:
