@@ -36,7 +36,7 @@ from torchrope.lab import recipes
 from torchrope.lab.bench.results import VERSION, DataSuite, Loading, Source, write_results
 from torchrope.lab.data.augment import EpochSet
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig
+from torchrope.lab.data.config import AugmentConfig, data_config
 from torchrope.lab.data.datamodule import collate_once
 from torchrope.lab.data.tensors import byte_sets
 from torchrope.lab.provenance import provenance
@@ -137,8 +137,10 @@ def _in_memory(plan: Plan) -> Iterator[Loading]:
 def _from_files(recipe: str, title: str, root: Path, plan: Plan, **options: Any) -> Iterator[Loading]:
     config, flops = _recipe(recipe), 0
     for changes in (NOTHING, config.data.augment):
-        settings = {"root": str(root), "workers": plan.workers, "augment": changes, **options}
-        data = make_data(replace(config.data, **settings))
+        given = {"root": str(root), "workers": plan.workers, "augment": changes, **options}
+        settings = {**vars(config.data), **given}
+        settings.pop("split", None)  # of UCF101, whose settings other videos are read with here
+        data = make_data(data_config(**settings))
         data.setup()
         flops = flops or _forward_flops(config, (data.in_channels, *data.input_size))
         yield _row(title, changes, data.train_dataloader(), flops, plan.rounds)

@@ -291,31 +291,41 @@ class JitteredLattice(torch.nn.Module):
 
 
 class VoxelLattice(torch.nn.Module):
-    """Place the patches of every sample by its own voxels:  p = index · patch · spacing / unit.
+    """Place the patches of every sample by its own voxels:  p = origin + spacing · index · patch · voxel / unit.
+
+    Patches that are `unit` apart stand where `grid(*sizes, spacing=spacing, origin=origin)` has them; others in
+    proportion to their distance.
 
     Args:
         patch_size: Voxels of a patch along each axis.
-        unit: The distance that counts as 1, in the unit of the spacings, such as 100.0 for 10 cm where they are in mm.
+        unit: The distance between patches that counts as one step of the lattice, in the unit of the voxels, such as
+            16.0 for 16 mm where they are in mm.
+        spacing: Positions between patches that are one step apart, one number or one per axis; for an encoding that is
+            trained, `Encoding.lattice`'s.
+        origin: Position of the first patch, likewise.
 
     Example:
-        >>> place = VoxelLattice((2, 16), unit=100.0)
+        >>> place = VoxelLattice((2, 16), unit=16.0)
         >>> place(1, 3, spacing=torch.tensor([[5.0, 0.5]]))[0, :, 1]
-        tensor([0.0000, 0.0800, 0.1600])
+        tensor([0.0000, 0.5000, 1.0000])
     """
 
-    def __init__(self, patch_size: Sequence[int], unit: float) -> None:
+    def __init__(self, patch_size: Sequence[int], unit: float, spacing: PerAxis = 1.0, origin: PerAxis = 0.0) -> None:
         super().__init__()
         self.patch_size = tuple(patch_size)
         self.unit = unit
+        self.spacing = per_axis("spacing", spacing, len(self.patch_size))
+        self.origin = per_axis("origin", origin, len(self.patch_size))
 
     def forward(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
-        """Positions `(batch, patches, axes)` of a lattice of these sizes, from spacings `(batch, axes)`."""
+        """Positions `(batch, patches, axes)` of lattices of these sizes, from the voxels' spacings `(batch, axes)`."""
         if spacing is None or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
             came = "none" if spacing is None else tuple(spacing.shape)
             raise ValueError(f"patches placed by voxels need spacings (batch, {len(sizes)}), got {came}")
-        spacing = spacing.to(device)
-        steps = spacing * torch.as_tensor(self.patch_size, dtype=spacing.dtype, device=device)
-        return grid(*sizes).to(steps) * steps[:, None] / self.unit
+        voxels = spacing.to(device)
+        steps = voxels * voxels.new_tensor(self.patch_size) / self.unit  # (batch, axes)
+        indices = grid(*sizes).to(steps) * steps[:, None]
+        return steps.new_tensor(self.origin) + steps.new_tensor(self.spacing) * indices
 
 
 @dataclass(frozen=True, eq=False)

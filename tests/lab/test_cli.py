@@ -360,6 +360,9 @@ def test_report_writes_the_page_anew(tmp_path: Path, run: Run) -> None:
         ("compare --scales [-1]", "scales must be above 0, got [-1.0]"),
         ("compare --data images", "root"),
         ("compare --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
+        ("compare --data.batch_size 0", "--data.batch_size must be at least 1, got 0"),
+        ("compare --data.batch_size two", "--data.batch_size: Expected a <class 'int'>. Got value: two"),
+        ("train --data.augment.mixup -1", "--data.augment.mixup must be at least 0, got -1.0"),
         ("compare --data digits --data.root x", "--data.root is for fashion-mnist, images, "),
         ("compare --data videos --data.windows [[1,2]]", "--data.windows is for volumes, rsna, got --data videos"),
         ("train --data volumes --data.framess 3", "there is no option --data.framess; did you mean '--data.frames'?"),
@@ -641,5 +644,9 @@ def test_a_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
     assert yaml.safe_load(capsys.readouterr().out)["data"]["frames"] == 4
     file.write_text("data:\n  name: volumes\n  framess: 4\n")
     assert "there is no option --data.framess; did you mean '--data.frames'?" in run("compare", f"--config={file}")[2]
+    file.write_text("dat:\n  name: volumes\n")
+    assert "there is no option --dat.name; did you mean '--data.name'?" in run("compare", f"--config={file}")[2]
+    file.write_text("data:\n  batch_size: many\n")
+    assert "--data.batch_size: Expected a <class 'int'>. Got value: many" in run("compare", f"--config={file}")[2]
     file.write_text("data:\n  windows: [[1, 2]]\n")
     assert "--data.windows is for volumes, rsna, got --data digits" in run("compare", "--config", str(file))[2]

@@ -2,11 +2,13 @@
 
 import csv
 import gzip
+import hashlib
 import io
 import json
 import pickle
 import tarfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,12 @@ from PIL import Image
 from video_files import ucf101_folder, video_folder
 from volume_files import nifti_folder, rsna_folder
 
+CIFAR_FOLDERS = {
+    ("10", False): "cifar-10-batches-py",
+    ("10", True): "cifar-10-batches-bin",
+    ("100", False): "cifar-100-python",
+    ("100", True): "cifar-100-binary",
+}
 WNIDS = ("n01440764", "n01443537", "n01484850", "n02084071")
 
 
@@ -52,8 +60,9 @@ def cifar_parts(kind: str) -> dict[str, tuple[np.ndarray, list[int]]]:
 
 def cifar_contents(kind: str, binary: bool) -> dict[str, bytes]:
     """The files of a version, as bytes."""
-    key = b"labels" if kind == "10" else b"fine_labels"
-    contents = {}
+    key = "labels" if kind == "10" else "fine_labels"
+    meta = {"10": ("batches.meta", "label_names"), "100": ("meta", "fine_label_names")}[kind]
+    contents = {} if binary else {meta[0]: pickle.dumps({meta[1]: ["a", "b"]}, protocol=2)}
     for file, (pixels, labels) in cifar_parts(kind).items():
         flat = pixels.reshape(len(pixels), -1)
         if binary:
@@ -61,30 +70,30 @@ def cifar_contents(kind: str, binary: bool) -> dict[str, bytes]:
             front = fine if kind == "10" else np.concatenate([fine // 5, fine], axis=1)
             contents[f"{file}.bin"] = np.concatenate([front, flat], axis=1).tobytes()
         else:
-            contents[file] = pickle.dumps({b"batch_label": b"x", key: labels, b"data": flat}, protocol=2)
+            contents[file] = pickle.dumps({"batch_label": "x", key: labels, "data": flat}, protocol=2)
     return contents
+
+
+def cifar_archive(kind: str, binary: bool) -> bytes:
+    """A version packed, the same bytes every time."""
+    buffer = io.BytesIO()
+    with (
+        gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for file, content in cifar_contents(kind, binary).items():
+            add(archive, f"{CIFAR_FOLDERS[kind, binary]}/{file}", content)
+    return buffer.getvalue()
 
 
 def cifar(folder: Path, kind: str, binary: bool = False, packed: bool = False) -> Path:
     """A root as the archive of a version unpacks it, or with the archive in it."""
-    name = (
-        f"cifar-{kind}-"
-        + {
-            ("10", False): "batches-py",
-            ("10", True): "batches-bin",
-            ("100", False): "python",
-            ("100", True): "binary",
-        }[kind, binary]
-    )
-    contents = cifar_contents(kind, binary)
-    if not packed:
-        for file, content in contents.items():
-            write(folder / name / file, content)
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(folder / f"cifar-{kind}-{'binary' if binary else 'python'}.tar.gz", "w:gz") as archive:
-        for file, content in contents.items():
-            add(archive, f"{name}/{file}", content)
+    if packed:
+        version = "binary" if binary else "python"
+        write(folder / f"cifar-{kind}-{version}.tar.gz", cifar_archive(kind, binary))
+    else:
+        for file, content in cifar_contents(kind, binary).items():
+            write(folder / CIFAR_FOLDERS[kind, binary] / file, content)
     return folder
 
 
@@ -165,15 +174,40 @@ def imagenet_shards(folder: Path, shards: int = 3, per_shard: int = 8) -> Path:
 
 def idx(values: np.ndarray) -> bytes:
     header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
-    return gzip.compress(header + values.astype(np.uint8).tobytes())
+    return header + values.astype(np.uint8).tobytes()
 
 
-def fashion(folder: Path) -> Path:
-    """The four files of Fashion-MNIST: 40 to train on, 20 to validate."""
+def fashion_parts() -> dict[str, np.ndarray]:
+    """Pictures and labels by the names of their files: 40 to train on, 20 to validate."""
+    parts = {}
     for part, count in (("train", 40), ("t10k", 20)):
-        write(folder / f"{part}-images-idx3-ubyte.gz", idx(noise(count, 28)[:, 0]))
-        write(folder / f"{part}-labels-idx1-ubyte.gz", idx(np.arange(count) % 10))
+        parts[f"{part}-images-idx3-ubyte"] = noise(count, 28)[:, 0]
+        parts[f"{part}-labels-idx1-ubyte"] = np.arange(count) % 10
+    return parts
+
+
+def fashion(folder: Path, compressed: bool = True) -> Path:
+    """The four files of Fashion-MNIST."""
+    for name, values in fashion_parts().items():
+        write(
+            folder / (f"{name}.gz" if compressed else name), gzip.compress(idx(values)) if compressed else idx(values)
+        )
     return folder
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+@cache
+def published_sums() -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """The MD5 sums of the miniatures of Fashion-MNIST, and of CIFAR by kind, those of the archives too."""
+    of_fashion = {name: md5(idx(values)) for name, values in fashion_parts().items()}
+    of_cifar = {}
+    for kind in ("10", "100"):
+        files = {name: md5(content) for name, content in cifar_contents(kind, False).items()}
+        of_cifar[kind] = files | {str(binary): md5(cifar_archive(kind, binary)) for binary in (False, True)}
+    return of_fashion, of_cifar
 
 
 def images(folder: Path) -> Path:

@@ -494,7 +494,7 @@ def _parse(command: str, description: str, config: type, arguments: list[str]) -
 
 def _of_data(arguments: list[str], config: type) -> type:
     """The configuration with the settings of the data set that the arguments name, or a file or a recipe in them."""
-    from torchrope.lab.data.config import SETTINGS
+    from torchrope.lab.data.config import settings_of
 
     name = recipe = None
     for option, value in pairwise(word for argument in arguments for word in argument.split("=", 1)):
@@ -508,7 +508,7 @@ def _of_data(arguments: list[str], config: type) -> type:
             name = stored["data"].get("name", name) if isinstance(stored.get("data"), dict) else name
     if name is None and recipe is not None:
         name = recipes.settings(_known_recipe(recipe)).get("data", {}).get("name")
-    kind = SETTINGS[_known_data(name or "digits")]
+    kind = settings_of(name or "digits")
     fields_of_data = [("data", kind, field(default_factory=kind))]
     return make_dataclass(config.__name__, fields_of_data, bases=(config,), namespace={"__doc__": config.__doc__})
 
@@ -629,10 +629,9 @@ def _encodings(text: str) -> str:
 
 
 def _known_data(name: str) -> str:
-    from torchrope.lab.data.config import DATA_NAMES
+    from torchrope.lab.data.config import settings_of
 
-    if name not in DATA_NAMES:
-        raise ValueError(f"--data is one of {', '.join(DATA_NAMES)}, got {name!r}{_nearest(name, DATA_NAMES)}")
+    settings_of(name)
     return name
 
 
@@ -690,6 +689,12 @@ def _explain(message: str, parser: argparse.ArgumentParser) -> str:
     in_file = re.search(r"Group '([\w.]+)' does not accept option '([\w.\-]+)'", message)
     if in_file:
         return _unknown(f"{in_file[1]}.{in_file[2]}", parser)
+    elsewhere = re.search(r"Option '([\w.\-]+)' is not accepted", message)
+    if elsewhere:
+        return _unknown(elsewhere[1], parser)
+    wrong_type = re.search(r'^Parser key "([\w.]+)":\s+(?!Unable to load)(.*)', message, re.DOTALL)
+    if wrong_type:
+        return f"--{wrong_type[1]}: {_one_line(wrong_type[2])}"
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
     if denied:
         return f"a configuration imports from {', '.join(_ALLOWED)} alone, unless --allow names more, got {denied[1]!r}"
@@ -698,12 +703,12 @@ def _explain(message: str, parser: argparse.ArgumentParser) -> str:
 
 def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
     """Say of an option that there is not whose it is, or which one is spelled like it."""
-    from torchrope.lab.data.config import takers
+    from torchrope.lab.data.config import refusal, takers
 
-    whose = takers(name.removeprefix("data.")) if name.startswith("data.") else []
-    if whose:
+    setting = name.removeprefix("data.")
+    if setting != name and takers(setting):
         data = next(action.default for action in parser._actions if action.dest == "data.name")
-        return f"--{name} is for {', '.join(whose)}, got --data {data}"
+        return str(refusal(setting, data))
     options = [option for action in parser._actions for option in action.option_strings]
     return f"there is no option --{name}{_nearest(f'--{name}', options)}"
 

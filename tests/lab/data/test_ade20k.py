@@ -98,14 +98,14 @@ def test_training_crops_pictures_of_half_to_twice_the_size(tmp_path):
     [
         (
             lambda base: (base / "objectInfo150.txt").unlink(),
-            r"root must hold ADEChallengeData2016 with .*; from data.csail.mit.edu/.*; got",
+            r"--data.root must hold ADEChallengeData2016 with .*; from data.csail.mit.edu/.*; got",
         ),
         (
             lambda base: write(base / "objectInfo150.txt", "Idx\tName\n1\ta\n3\tb\n"),
             r"must have the columns Idx \(1, 2, ",
         ),
         (lambda base: write(base / "objectInfo150.txt", "nothing\n"), r"objectInfo150.txt must have the columns Idx"),
-        (lambda base: (base / "images/validation").rename(base / "images/test"), r"root must hold .*; got '"),
+        (lambda base: (base / "images/validation").rename(base / "images/test"), r"--data.root must hold .*; got '"),
     ],
 )
 def test_another_layout_is_refused_in_one_line(tmp_path, edit, message):
@@ -165,7 +165,7 @@ def test_a_file_that_lacks_the_other_is_told(tmp_path, caplog, file, message):
         data = load("ade20k", tmp_path)
     assert data.counts == (4, 3)
     assert len(caplog.messages) == 1
-    with pytest.raises(TooManyFaults, match=f"max_skipped = 0 .* got 1: {message}"):
+    with pytest.raises(TooManyFaults, match=f"--data.max_skipped = 0 .* got 1: {message}"):
         load("ade20k", tmp_path, max_skipped=0)
 
 
@@ -240,14 +240,17 @@ def test_a_picture_lies_as_its_mask_does(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda root: (root / "masks").rename(root / "labels"), "^root must hold images/train.*; got '"),
+        (lambda root: (root / "masks").rename(root / "labels"), "^--data.root must hold images/train.*; got '"),
         (lambda root: (root / "images/train").rename(root / "old"), "; got val without train in '"),
         (
             lambda root: write(root / "classes.txt", "road\n\nsky\n"),
             "^classes.txt must name 2 to 255 different classes",
         ),
         (lambda root: write(root / "classes.txt", "road\nroad\n"), "^classes.txt must name 2 to 255 different classes"),
-        (lambda root: (root / "masks/val").rename(root / "masks/test"), "every folder below root must be readable"),
+        (
+            lambda root: (root / "masks/val").rename(root / "masks/test"),
+            "every folder below --data.root must be readable",
+        ),
         (
             lambda root: [
                 write(f, png(np.where(np.eye(48, dtype=bool), 255, 0).astype(np.uint8))) for f in root.rglob("*.png")

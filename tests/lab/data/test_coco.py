@@ -247,7 +247,7 @@ def test_an_annotation_that_cannot_be_used_is_told_and_left_out_or_ends_the_run(
         data = load(root)
     (told,) = caplog.messages
     named = r"train2017/000000000001.jpg annotation 100 \("
-    match = pytest.raises(TooManyFaults, match=f"^at most max_skipped = 0 .* got 1: {named}{message}")
+    match = pytest.raises(TooManyFaults, match=f"^at most --data.max_skipped = 0 .* got 1: {named}{message}")
     assert told.startswith("skipped 1 of 30 images and annotations: train2017/000000000001.jpg annotation 100 (")
     assert [name for name, _ in data.skipped] == ["train2017/000000000001.jpg annotation 100"]
     labels = [target["labels"].tolist() for _, target in data._made_datasets()[0]]
@@ -354,12 +354,12 @@ def test_a_picture_that_cannot_be_read_gives_way_to_the_next(tmp_path, caplog, c
         ),
         (
             lambda root: write(root / "annotations" / "instances_train2014.json", "{}"),
-            "^root must hold .*; got instances_train2014.json, instances_train2017.json$",
+            "^--data.root must hold .*; got instances_train2014.json, instances_train2017.json$",
         ),
         (lambda root: (root / "train2017").rename(root / "pictures"), "got no image of train in '.*'$"),
         (
             lambda root: change(root, TRAIN, lambda c: c.update(annotations=[])),
-            "^root must hold images with objects to train on and images to validate on, got 0 and 4$",
+            "^--data.root must hold images with objects to train on and images to validate on, got 0 and 4$",
         ),
     ],
 )
@@ -372,9 +372,11 @@ def test_what_is_not_of_the_format_is_refused_in_one_line(tmp_path, edit, messag
 
 
 def test_a_root_that_is_missing_says_what_is_expected_where(tmp_path):
-    with pytest.raises(ValueError, match=r"^root must be given for COCO \(annotations/.*cocodataset.org\), got None$"):
+    with pytest.raises(
+        ValueError, match=r"^--data.root must be given for COCO \(annotations/.*cocodataset.org\), got None$"
+    ):
         make_data(data_config("coco"))
-    with pytest.raises(ValueError, match=r"^root must hold annotations/.*; got none for train in '.*'$"):
+    with pytest.raises(ValueError, match=r"^--data.root must hold annotations/.*; got none for train in '.*'$"):
         load(tmp_path)
 
 

@@ -1,9 +1,10 @@
-"""The data room: what each set promises, how its batches are drawn, and what it says to bad input."""
+"""Data sets: what each set promises, how its batches are drawn, and what it says to bad input."""
 
 import gzip
 import logging
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from urllib.error import URLError
@@ -13,7 +14,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
-from miniatures import MINIATURES, OPTIONS, imagenet_shards
+from miniatures import MINIATURES, OPTIONS, fashion_parts, imagenet_shards
+from miniatures import fashion as write_fashion
 from PIL import EpsImagePlugin, Image
 from torchvision import datasets as torchvision_datasets
 
@@ -27,6 +29,8 @@ from torchrope.lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, re
 from torchrope.lab.data.tensors import balanced_subset
 from torchrope.lab.data.transforms import resize, resize_bytes, shuffle_along, shuffle_patches
 from torchrope.lab.training.config import RunConfig, plain, read_config
+
+pytestmark = pytest.mark.usefixtures("published_miniatures")
 
 COLOURS = {"cat": (200, 30, 30), "dog": (30, 30, 200)}
 
@@ -63,26 +67,6 @@ def load_images(root, **options) -> Images:
     return data
 
 
-def idx_bytes(values: torch.Tensor) -> bytes:
-    header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
-    return header + values.to(torch.uint8).numpy().tobytes()
-
-
-def idx_folder(folder: Path, compressed: bool) -> dict[str, torch.Tensor]:
-    """The four files of a small Fashion-MNIST: 40 pictures to train on, 20 to validate."""
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(1)
-    contents = {}
-    for part, count in (("train", 40), ("t10k", 20)):
-        contents[f"{part}-images-idx3-ubyte"] = torch.randint(256, (count, 28, 28), generator=generator)
-        contents[f"{part}-labels-idx1-ubyte"] = torch.arange(count) % 10
-    for name, values in contents.items():
-        content = idx_bytes(values)
-        path = folder / (f"{name}.gz" if compressed else name)
-        path.write_bytes(gzip.compress(content) if compressed else content)
-    return contents
-
-
 def one_line(error: pytest.ExceptionInfo) -> bool:
     return "\n" not in str(error.value)
 
@@ -97,33 +81,33 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "birds"}, f"name must be one of {', '.join(DATA_NAMES)}, got 'birds'"),
+        ({"name": "birds"}, f"--data is one of {', '.join(DATA_NAMES)}, got 'birds'; did you mean 'videos'\\?"),
         (
             {"root": "here"},
-            f"data.root is for {', '.join(takers('root'))}, got data.name 'digits'",
+            f"--data.root is for {', '.join(takers('root'))}, got --data digits",
         ),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"size": -3}, "size must be at least 1, got -3"),
-        ({"workers": -1}, "workers must be at least 0, got -1"),
-        ({"split_seed": -1}, "split_seed must be at least 0, got -1"),
-        ({"frames": 8}, "data.frames is for videos, ucf101, volumes, rsna, got data.name 'digits'"),
-        ({"split": 2, "name": "videos"}, "data.split is for ucf101, got data.name 'videos'"),
-        ({"split": 4, "name": "ucf101"}, "split must be 1, 2 or 3, got 4"),
-        ({"frames": 0, "name": "rsna"}, "frames must be at least 1, got 0"),
+        ({"batch_size": 0}, "--data.batch_size must be at least 1, got 0"),
+        ({"size": -3}, "--data.size must be at least 1, got -3"),
+        ({"workers": -1}, "--data.workers must be at least 0, got -1"),
+        ({"split_seed": -1}, "--data.split_seed must be at least 0, got -1"),
+        ({"frames": 8}, "--data.frames is for videos, ucf101, volumes, rsna, got --data digits"),
+        ({"split": 2, "name": "videos"}, "--data.split is for ucf101, got --data videos"),
+        ({"split": 4, "name": "ucf101"}, "--data.split must lie between 1 and 3, got 4"),
+        ({"frames": 0, "name": "rsna"}, "--data.frames must be at least 1, got 0"),
         (
             {"test_views": [5], "name": "ucf101"},
-            r"test_views must be segments and crops, at least 1 each, got \[5\]",
+            r"--data.test_views must be segments and crops, at least 1 each, got \[5\]",
         ),
         (
             {"windows": [[40, 0]], "name": "rsna"},
-            r"windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
+            r"--data.windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
         ),
-        ({"batch_sise": 8}, r"there is no setting data.batch_sise of digits; did you mean 'data.batch_size'\?"),
+        ({"batch_sise": 8}, r"there is no option --data.batch_sise of digits; did you mean '--data.batch_size'\?"),
         (
             {"augment": {"scale_jitter": [0.5, 2]}},
-            "data.augment.scale_jitter is for scenes, coco, ade20k, segments, got data.name 'digits'",
+            "--data.augment.scale_jitter is for scenes, coco, ade20k, segments, got --data digits",
         ),
-        ({"windows": [], "name": "rsna"}, r"windows must each be \[centre, width above 0\], got \[\]"),
+        ({"windows": [], "name": "rsna"}, r"--data.windows must each be \[centre, width above 0\], got \[\]"),
     ],
 )
 def test_a_bad_configuration_is_refused(values, message):
@@ -139,7 +123,7 @@ def test_settings_are_those_of_one_data_set(name):
     assert data_config(**plain(config)) == config
     assert {*plain(config)} | {f"augment.{setting}" for setting in plain(config)["augment"]} == {*options(type(config))}
     assert ("augment.mixup" in options(type(config))) == (name not in NAMES_DENSE)
-    with pytest.raises(ValueError, match=f"there is no setting data.colour of {name}"):
+    with pytest.raises(ValueError, match=f"there is no option --data.colour of {name}"):
         data_config(name, colour=1)
 
 
@@ -283,7 +267,7 @@ def test_a_balanced_subset_is_balanced_nested_and_reproducible():
 @pytest.mark.parametrize("size", [2, 85])
 def test_a_subset_that_cannot_be_is_refused(size):
     labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
-    message = rf"^val_size must lie between 3 \(one per class\) and 84 \(all there are\), got {size}$"
+    message = rf"^--data.val_size must lie between 3 \(one per class\) and 84 \(all there are\), got {size}$"
     with pytest.raises(ValueError, match=message):
         balanced_subset(labels, size, 0, "val_size")
 
@@ -388,23 +372,28 @@ def test_a_frame_shows_the_digit_whole():
 
 @pytest.mark.parametrize("size", [16, 22])
 def test_motion_refuses_a_size_that_breaks_its_law(size):
-    with pytest.raises(ValueError, match=f"^size must be a multiple of 4 from 20 up, got {size}$"):
+    with pytest.raises(ValueError, match=f"^--data.size must be a multiple of 4 from 20 up, got {size}$"):
         Motion(data_config("motion", size=size))
 
 
 def test_motion_needs_a_clip_of_each_class():
-    with pytest.raises(ValueError, match=r"^val_size must be at least 8 \(one per class\), got 3$"):
+    with pytest.raises(ValueError, match=r"^--data.val_size must be at least 8 \(one per class\), got 3$"):
         Motion(data_config("motion", val_size=3))
 
 
 # Fashion-MNIST
 
 
+def fashion_data(root: Path | None, **options) -> DataModule:
+    return make_data(data_config("fashion-mnist", root=None if root is None else str(root), **options))
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("below", [".", "FashionMNIST/raw"])
 def test_idx_files_are_read_plain_and_compressed(tmp_path, compressed, below):
-    contents = idx_folder(tmp_path / "root" / below, compressed)
-    train, val = make_data(data_config("fashion-mnist", root=str(tmp_path / "root"))).datasets()
+    write_fashion(tmp_path / below, compressed)
+    train, val = fashion_data(tmp_path).datasets()
+    contents = {name: torch.from_numpy(values) for name, values in fashion_parts().items()}
     assert torch.equal(train.labels, contents["train-labels-idx1-ubyte"])
     assert torch.equal(val.labels, contents["t10k-labels-idx1-ubyte"])
     pixels = contents["train-images-idx3-ubyte"].float() / 255
@@ -413,31 +402,28 @@ def test_idx_files_are_read_plain_and_compressed(tmp_path, compressed, below):
 
 
 def test_fashion_takes_a_size_and_a_part(tmp_path):
-    idx_folder(tmp_path / "root", compressed=False)
-    config = data_config("fashion-mnist", root=str(tmp_path / "root"), size=14, train_size=20)
-    train, val = make_data(config).datasets()
+    train, val = fashion_data(write_fashion(tmp_path, compressed=False), size=14, train_size=20).datasets()
     assert train.inputs.shape == (20, 1, 14, 14)
     assert val.inputs.shape == (20, 1, 14, 14)
     assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
 
 
 def test_a_bomb_in_place_of_an_idx_file_is_refused_in_one_line(tmp_path, monkeypatch):
-    assert fashion.UNPACKED > 60_000 * 28 * 28 + 16
-    idx_folder(tmp_path / "root", compressed=True)
-    path = tmp_path / "root" / "train-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes() + gzip.compress(bytes(2**20)) * 2**13)
-    monkeypatch.setattr(fashion, "UNPACKED", 2**20)
-    message = (
-        r"train-images-idx3-ubyte\.gz must be a readable, whole file, got: more than 1,048,576 bytes when unpacked$"
-    )
-    with pytest.raises(ValueError, match=message):
-        make_data(data_config("fashion-mnist", root=str(tmp_path / "root"))).setup()
+    assert fashion.LARGEST == 60_000 * 28 * 28 + 16, "of the largest file, with its header"
+    path = write_fashion(tmp_path) / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes() + gzip.compress(bytes(2**20)) * 2**10)
+    monkeypatch.setattr(fashion, "LARGEST", 2**20)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz must be the published file, .* got [0-9a-f]+$"):
+        fashion_data(tmp_path).setup()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24, "1 GiB when unpacked"
 
 
 def test_the_package_of_debian_is_found(tmp_path, monkeypatch):
-    idx_folder(tmp_path / "debian", compressed=True)
-    monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "debian")
-    assert make_data(data_config("fashion-mnist")).counts == (40, 20)
+    monkeypatch.setattr(fashion, "DEBIAN_FOLDER", write_fashion(tmp_path / "debian"))
+    assert fashion_data(None).counts == (40, 20)
 
 
 def without_files(monkeypatch, tmp_path) -> None:
@@ -446,14 +432,15 @@ def without_files(monkeypatch, tmp_path) -> None:
 
 
 def test_a_download_is_read_from_the_cache(tmp_path, monkeypatch):
+    fetched = []
+
     def pretend(root, download):
-        idx_folder(Path(root) / "FashionMNIST" / "raw", compressed=False)
+        fetched.append(write_fashion(Path(root) / "FashionMNIST" / "raw", compressed=False))
 
     without_files(monkeypatch, tmp_path)
     monkeypatch.setattr(torchvision_datasets, "FashionMNIST", pretend)
-    assert make_data(data_config("fashion-mnist")).counts == (40, 20)
-    # A second download would fail on the folder that is there.
-    assert make_data(data_config("fashion-mnist")).counts == (40, 20)
+    assert fashion_data(None).counts == fashion_data(None).counts == (40, 20)
+    assert len(fetched) == 1
 
 
 @pytest.mark.parametrize("failure", [URLError("no network"), RuntimeError("Tried a mirror, got:\nno network\n")])
@@ -465,14 +452,14 @@ def test_a_failed_download_says_what_is_expected_where(tmp_path, monkeypatch, fa
     monkeypatch.setattr(torchvision_datasets, "FashionMNIST", fail)
     message = r"apt install dataset-fashion-mnist.*train-images-idx3-ubyte.*root|root.*train-images-idx3-ubyte"
     with pytest.raises(ValueError, match=message) as error:
-        make_data(data_config("fashion-mnist")).setup("fit")
+        fashion_data(None).setup("fit")
     assert one_line(error)
     assert "no network" in str(error.value)
 
 
 def test_a_root_without_the_files_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^root must hold the four files train-images.* got '.*'$") as error:
-        make_data(data_config("fashion-mnist", root=str(tmp_path))).setup("fit")
+    with pytest.raises(ValueError, match=r"^--data.root must hold the four files train-images.* got '.*'$") as error:
+        fashion_data(tmp_path).setup("fit")
     assert one_line(error)
 
 
@@ -485,40 +472,19 @@ def cut_inside(content: bytes) -> bytes:
     [
         (True, cut_inside, "must be a readable, whole file"),
         (True, lambda content: b"garbage", "must be a readable, whole file"),
-        (False, cut_inside, r"must hold the 31360 values of its header, got 156\d\d"),
-        (
-            False,
-            lambda content: b"garbage, not idx at all",
-            "must be an idx file of bytes with 3 axes, got 67617262",
-        ),
-        (False, lambda content: b"", "must be an idx file of bytes with 3 axes, got nothing"),
-        (
-            False,
-            lambda content: idx_bytes(torch.zeros(7, 28, 28)),
-            "must hold one label per image = 7, got 40",
-        ),
-        (
-            False,
-            lambda content: idx_bytes(torch.zeros(0, 28, 28)),
-            "must hold the 0 values of its header, got 0",
-        ),
+        (True, lambda content: gzip.compress(b"something else"), "must be the published file, of the MD5 sum"),
+        (False, cut_inside, "must be the published file, of the MD5 sum"),
+        (False, lambda content: b"", "must be the published file, of the MD5 sum"),
+        (False, lambda content: content[:-1] + bytes([content[-1] ^ 1]), "must be the published file, of the MD5 sum"),
     ],
 )
 def test_a_damaged_idx_file_is_named(tmp_path, compressed, damage, message):
-    idx_folder(tmp_path / "root", compressed)
-    path = tmp_path / "root" / ("train-images-idx3-ubyte" + (".gz" if compressed else ""))
+    path = write_fashion(tmp_path, compressed) / ("train-images-idx3-ubyte" + (".gz" if compressed else ""))
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=message) as error:
-        make_data(data_config("fashion-mnist", root=str(tmp_path / "root"))).setup("fit")
+        fashion_data(tmp_path).setup("fit")
     assert one_line(error)
-    assert str(tmp_path / "root" / "train-") in str(error.value)
-
-
-def test_a_label_beyond_the_classes_is_refused(tmp_path):
-    idx_folder(tmp_path / "root", compressed=False)
-    (tmp_path / "root" / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(torch.full((20,), 77)))
-    with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte must hold labels below 10, got 77"):
-        make_data(data_config("fashion-mnist", root=str(tmp_path / "root"))).setup("fit")
+    assert str(error.value).startswith(f"{path} must")
 
 
 # Images
@@ -852,19 +818,19 @@ def no_dog_in_val(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (no_root, r"root must be given for images \(root/<class>.*\), got None"),
-        (absent, r"root must be a folder with images \(root/<class>.*\), got '.*', which is not there"),
-        (a_file, r"root must be a folder with images \(.*\), got '.*', a file"),
-        (lambda folder: folder, r"root must hold one sub-folder per class \(.*\), got none in '.*'"),
-        (no_classes, r"root must hold one sub-folder per class \(.*\), got none in '.*'"),
-        (one_class, r"root must hold at least two classes \(.*\), got only 'cat' in '.*'"),
-        (train_alone, "root must hold train and val with one sub-folder per class in each, got train"),
+        (no_root, r"--data.root must be given for images \(root/<class>.*\), got None"),
+        (absent, r"--data.root must be a folder with images \(root/<class>.*\), got '.*', which is not there"),
+        (a_file, r"--data.root must be a folder with images \(.*\), got '.*', a file"),
+        (lambda folder: folder, r"--data.root must hold one sub-folder per class \(.*\), got none in '.*'"),
+        (no_classes, r"--data.root must hold one sub-folder per class \(.*\), got none in '.*'"),
+        (one_class, r"--data.root must hold at least two classes \(.*\), got only 'cat' in '.*'"),
+        (train_alone, "--data.root must hold train and val with one sub-folder per class in each, got train"),
         (
             differing_classes,
             "train and val must have the same classes, got 'dog' in train alone, 'cow' in val alone",
         ),
-        (empty_classes, r"root must hold readable images \(.jpg .*\), got none in '.*'"),
-        (only_damaged, r"root must hold readable images .*, got none in '.*': cat/0.png \(truncated\), .*"),
+        (empty_classes, r"--data.root must hold readable images \(.jpg .*\), got none in '.*'"),
+        (only_damaged, r"--data.root must hold readable images .*, got none in '.*': cat/0.png \(truncated\), .*"),
         (
             a_class_of_one,
             "readable images of each class must number at least 2, one to train on .*, got 1 for 'dog'",
@@ -883,7 +849,9 @@ def test_an_unreadable_root_is_refused(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(ValueError, match=r"^every folder below root must be readable, got '.*': Permission denied$"):
+    with pytest.raises(
+        ValueError, match=r"^every folder below --data.root must be readable, got '.*': Permission denied$"
+    ):
         load_images(tmp_path)
 
 
@@ -897,7 +865,9 @@ def test_an_unreadable_class_is_refused_and_not_taken_for_an_empty_one(tmp_path,
 
     root = picture_folder(tmp_path, 3)
     monkeypatch.setattr(folders.os, "scandir", refuse_dogs)
-    with pytest.raises(ValueError, match=r"^every folder below root must be readable, got '.*dog': Permission denied$"):
+    with pytest.raises(
+        ValueError, match=r"^every folder below --data.root must be readable, got '.*dog': Permission denied$"
+    ):
         load_images(root)
 
 

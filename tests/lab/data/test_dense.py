@@ -331,16 +331,24 @@ def test_a_picture_smaller_than_the_crop_is_kept_whole():
         (
             "digits",
             {"scale_jitter": (0.5, 2)},
-            r"augment.scale_jitter is for scenes, coco, ade20k, segments, got data.name 'digits'",
+            r"--data.augment.scale_jitter is for scenes, coco, ade20k, segments, got --data digits",
         ),
-        ("coco", {"mixup": 0.8}, r"augment.mixup is for digits, .*, rsna, got data.name 'coco'"),
+        ("coco", {"mixup": 0.8}, r"--data.augment.mixup is for digits, .*, rsna, got --data coco"),
         ("scenes", {"cutmix": 1.0}, "augment.cutmix is for digits"),
-        ("scenes", {"color_jitter": 0.3}, r"augment.color_jitter is for images, .*, segments, got data.name 'scenes'"),
+        (
+            "scenes",
+            {"color_jitter": 0.3},
+            r"--data.augment.color_jitter is for images, .*, segments, got --data scenes",
+        ),
         ("ade20k", {"randaugment": (2, 9)}, "augment.randaugment is for"),
-        ("segments", {"crop_scale": (0.5, 1)}, "augment.crop_scale is for images, imagenet, got data.name 'segments'"),
-        ("coco", {"scale_jitter": (2.0, 0.1)}, r"scale_jitter must rise from above 0, got \(2.0, 0.1\)"),
-        ("coco", {"scale_jitter": (0.1, float("inf"))}, "scale_jitter must rise from above 0, got"),
-        ("coco", {"scale_jitter": (0.1,)}, "scale_jitter must be two numbers, got"),
+        (
+            "segments",
+            {"crop_scale": (0.5, 1)},
+            "--data.augment.crop_scale is for images, imagenet, got --data segments",
+        ),
+        ("coco", {"scale_jitter": (2.0, 0.1)}, r"--data.augment.scale_jitter must rise from above 0, got \(2.0, 0.1\)"),
+        ("coco", {"scale_jitter": (0.1, float("inf"))}, "--data.augment.scale_jitter must rise from above 0, got"),
+        ("coco", {"scale_jitter": (0.1,)}, "--data.augment.scale_jitter must be two numbers, got"),
     ],
 )
 def test_what_does_not_apply_is_refused(name, augment, message):
@@ -350,7 +358,7 @@ def test_what_does_not_apply_is_refused(name, augment, message):
 
 @pytest.mark.parametrize("name", [name for name in NAMES_DENSE if name != "scenes"])
 def test_more_examples_than_there_are_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"^val_size must be at most \d+ \(all there are\), got 99$"):
+    with pytest.raises(ValueError, match=r"^--data.val_size must be at most \d+ \(all there are\), got 99$"):
         load(name, tmp_path, val_size=99)
 
 

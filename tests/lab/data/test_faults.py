@@ -47,7 +47,9 @@ def test_too_many_at_set_up_are_all_named(caplog):
         tell_skipped(faults, 20, 8, "images")
     assert caplog.messages == [f"skipped 8 of 20 images: {name_some(faults)}"]
     assert name_some(faults).endswith("f4 (broken) and 3 more")
-    with pytest.raises(TooManyFaults, match=r"^at most max_skipped = 7 images may be unreadable, got 8: f0 .*f7 \(bro"):
+    with pytest.raises(
+        TooManyFaults, match=r"^at most --data.max_skipped = 7 images may be unreadable, got 8: f0 .*f7 \(bro"
+    ):
         tell_skipped(faults, 20, 7, "images")
 
 
@@ -64,7 +66,7 @@ def test_the_next_good_example_takes_the_place_whoever_loads(workers):
 def test_one_too_many_stops_with_the_list_in_one_line(workers):
     with pytest.raises(TooManyFaults) as error:
         read(Numbers(9, {0, 3}, limit=1), workers)
-    rule = "at most max_skipped = 1 files may be unreadable, got 2"
+    rule = "at most --data.max_skipped = 1 files may be unreadable, got 2"
     assert str(error.value) == f"{rule}: file0 (broken), file3 (broken)"
 
 
@@ -110,5 +112,5 @@ def test_what_another_start_found_is_counted_where_it_is_still_so():
     reading = Skipping([f"file{index}" for index in range(6)], load, limit=2)
     reading.remember(["file1", "file5", "file1", "elsewhere"])
     assert reading.found() == [("file1", "broken")]
-    with pytest.raises(TooManyFaults, match=r"^at most max_skipped = 2 files .* got 3: file1 \(broken\)"):
+    with pytest.raises(TooManyFaults, match=r"^at most --data.max_skipped = 2 files .* got 3: file1 \(broken\)"):
         reading.remember(["file2", "file3"])

@@ -70,7 +70,10 @@ def test_validation_shows_the_centre_normalised_as_published_models_are(tmp_path
             lambda root: (root / "LOC_val_solution.csv").write_text("ImageId,x\n"),
             "every image of val, got None for ILS",
         ),
-        (lambda root: (root / "train").rename(root / "training"), r"root must hold train/<class>/\*.*image-net\.org"),
+        (
+            lambda root: (root / "train").rename(root / "training"),
+            r"--data.root must hold train/<class>/\*.*image-net\.org",
+        ),
         (lambda root: (root / "train" / WNIDS[3]).rename(root / "moved"), f"got '{WNIDS[3]}' for ILSVRC2012_val"),
     ],
 )
@@ -83,7 +86,9 @@ def test_another_layout_is_refused_in_one_line(tmp_path, damage, message):
 
 @pytest.mark.parametrize(("name", "source"), [("imagenet", "image-net.org"), ("tiny-imagenet", "cs231n.stanford.edu")])
 def test_no_root_says_what_is_expected_and_whence(name, source):
-    with pytest.raises(ValueError, match=rf"^root must be given for {name} \(.*train/.*val.*{source}.*got None$"):
+    with pytest.raises(
+        ValueError, match=rf"^--data.root must be given for {name} \(.*train/.*val.*{source}.*got None$"
+    ):
         make_data(data_config(name))
 
 
@@ -96,7 +101,9 @@ def test_broken_pictures_are_skipped_while_training_named_and_counted(tmp_path, 
         data, _, _ = train_two_steps(config, tmp_path / "run")
     assert [path for path, _ in data.skipped] == [f"train/{wnid}/{wnid}_0.JPEG" for wnid in WNIDS[:2]]
     assert len([text for text in caplog.messages if text.startswith("skipped train/")]) == 2
-    with pytest.raises(TooManyFaults, match=r"^at most max_skipped = 1 images .* got 2: train/n01440764/n01440764_0"):
+    with pytest.raises(
+        TooManyFaults, match=r"^at most --data.max_skipped = 1 images .* got 2: train/n01440764/n01440764_0"
+    ):
         list(load(tmp_path, max_skipped=1).train_dataloader())
 
 

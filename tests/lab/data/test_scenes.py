@@ -39,7 +39,7 @@ def test_the_defaults_are_those_that_are_promised():
 
 @pytest.mark.parametrize("size", [32, 63, 257])
 def test_other_canvases_are_refused(size):
-    with pytest.raises(ValueError, match=f"^size must lie between 64 and 256, got {size}$"):
+    with pytest.raises(ValueError, match=f"^--data.size must lie between 64 and 256, got {size}$"):
         Scenes(data_config("scenes", size=size))
 
 

@@ -311,7 +311,9 @@ def test_too_many_damaged_videos_end_the_run_with_their_list(tmp_path):
     paths = [path for path, _ in data.datasets()[0].samples[:3]]
     for path in paths:
         blot(root / path)
-    with pytest.raises(TooManyFaults, match=r"at most max_skipped = 1 videos may be unreadable, got 2: ") as error:
+    with pytest.raises(
+        TooManyFaults, match=r"at most --data.max_skipped = 1 videos may be unreadable, got 2: "
+    ) as error:
         everything(data)
     assert "\n" not in str(error.value)
     assert sum(path in str(error.value) for path in paths) == 2
@@ -341,9 +343,9 @@ def a_class_of_one(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (nothing, r"root must be a folder with videos \(root/<class>/.*\), got '.*', which is not there"),
-        (one_class, r"root must hold at least two classes \(.*\), got only 'run' in '.*'"),
-        (only_damaged, r"root must hold readable videos \(.avi .*\), got none in '.*': run/0.mp4 \(no .*"),
+        (nothing, r"--data.root must be a folder with videos \(root/<class>/.*\), got '.*', which is not there"),
+        (one_class, r"--data.root must hold at least two classes \(.*\), got only 'run' in '.*'"),
+        (only_damaged, r"--data.root must hold readable videos \(.avi .*\), got none in '.*': run/0.mp4 \(no .*"),
         (a_class_of_one, "readable videos of each class must number at least 2, one to train.*, got 1 for 'run'"),
     ],
 )
@@ -390,7 +392,9 @@ def test_videos_of_ucf101_that_are_missing_are_named(tmp_path, caplog):
     (root / "UCF-101" / "Biking" / "v_Biking_g02_c01.avi").unlink()
     data = load("ucf101", root)
     assert [path for path, _ in data.skipped] == ["Biking/v_Biking_g02_c01.avi"]
-    with pytest.raises(TooManyFaults, match=r"max_skipped = 0 videos .* Biking/v_Biking_g02_c01.avi \(.*No such file"):
+    with pytest.raises(
+        TooManyFaults, match=r"--data.max_skipped = 0 videos .* Biking/v_Biking_g02_c01.avi \(.*No such file"
+    ):
         load("ucf101", root, max_skipped=0)
 
 
@@ -425,9 +429,9 @@ def with_another_class(root):
     [
         (
             without_lists,
-            r"root must hold UCF101 \(root/UCF-101/<class>.*crcv.ucf.edu.*\), got '.*' without classInd.txt",
+            r"--data.root must hold UCF101 \(root/UCF-101/<class>.*crcv.ucf.edu.*\), got '.*' without classInd.txt",
         ),
-        (without_videos, r"root must hold UCF101 .*, got '.*' without ApplyEyeMakeup"),
+        (without_videos, r"--data.root must hold UCF101 .*, got '.*' without ApplyEyeMakeup"),
         (without_split, r".*testlist01.txt must be a readable list of UCF101 .*, got: No such file or directory"),
         (with_another_number, r".*trainlist01.txt must number classes as classInd.txt does, got 'Biking/.*_c01.avi 1'"),
         (with_tests_that_are_missing, r"split 1's test list must name readable videos, got none in .*UCF-101"),

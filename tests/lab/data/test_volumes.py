@@ -32,6 +32,7 @@ from volume_files import (
 )
 
 import torchrope as tr
+from torchrope.encodings.names import ROTARY, WITH_BLOCKS
 from torchrope.lab.cli import main
 from torchrope.lab.data import dicom
 from torchrope.lab.data.build import make_data
@@ -43,7 +44,7 @@ from torchrope.lab.data.transforms import resize
 from torchrope.lab.data.volumes import apply_windows, find_volumes, percentile_window, read_volume
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.lab.training.evaluate import evaluate, predict
-from torchrope.lab.training.models import build_model
+from torchrope.lab.training.models import build_for_costs, build_model
 from torchrope.lab.training.run import load as load_run
 from torchrope.lab.training.run import train
 
@@ -421,22 +422,47 @@ def spaced_model(encoding: str, data, unit: float = 10.0):
     return build_model(encoding, replace(MODEL, unit_mm=unit), data).eval()
 
 
-@pytest.mark.parametrize("encoding", ["axial", "mixed", "liere:8", "comrope-ld", "learned+golden"])
-def test_tokens_of_a_model_stand_at_millimetres(tmp_path, encoding):
+@pytest.mark.parametrize("encoding", [*ROTARY, "learned+golden"])
+def test_at_the_reference_spacing_positions_are_those_without_millimetres(tmp_path, encoding):
     data = load("volumes", nifti_folder(tmp_path))
-    model = spaced_model(encoding, data)
-    inputs = torch.randn(1, 1, 4, 8, 8).expand(3, -1, -1, -1, -1)
-    spacings = torch.tensor([[5.0, 1.0, 1.5], [5.0, 1.0, 1.5], [5.0, 2.0, 1.5]])
-    logits = model(inputs, spacings)
-    torch.testing.assert_close(logits[0], logits[1])
-    assert (logits[0] - logits[2]).abs().max() > 1e-6, "voxels of another size change nothing"
+    encoding += ":4" if encoding in WITH_BLOCKS else ""
+    model = spaced_model(encoding, data, unit=12.0)
+    without = build_model(encoding, MODEL, data).eval()
+    without.load_state_dict(model.state_dict())
+    reference = torch.tensor([[12 / 2, 12 / 4, 12 / 4]])
+    for sizes in ((2, 2, 2), (2, 4, 3)):
+        assert torch.equal(model.positions(sizes, spacing=reference)[0], without.positions(sizes))
+    inputs = torch.randn(1, 1, 4, 8, 8)
+    torch.testing.assert_close(model(inputs, reference), without(inputs))
+    assert build_for_costs(encoding, replace(MODEL, unit_mm=12.0), data).spacing == [6.0, 3.0, 3.0]
 
-    lattice = [2 * 5.0 / 10, 4 * 1.0 / 10, 4 * 1.5 / 10]  # of the first sample, patch by patch
-    alike = build_model(encoding, replace(MODEL, spacing=lattice, origin=[0.0]), data).eval()
-    alike.load_state_dict(model.state_dict())
-    torch.testing.assert_close(logits[:1], alike(inputs[:1]))
-    torch.testing.assert_close(spaced_model(encoding, data, unit=30.0)(inputs, 3 * spacings), logits)
-    torch.testing.assert_close(model(list(inputs), spacings), logits)
+
+@pytest.mark.parametrize("encoding", ["axial", "mixed", "liere:8", "comrope-ld", "learned+golden"])
+def test_distances_are_in_proportion_to_millimetres(tmp_path, encoding):
+    data = load("volumes", nifti_folder(tmp_path))
+    model = spaced_model(encoding, data, unit=10.0)
+    without = build_model(encoding, MODEL, data).positions((2, 2, 2))
+    voxels = torch.tensor([[5.0, 1.0, 1.5], [5.0, 2.0, 1.5]])
+    positions = model.positions((2, 2, 2), spacing=voxels)
+    apart = voxels * torch.tensor([2, 4, 4]) / 10  # steps between patches
+    torch.testing.assert_close(positions[:, 0], without[:1].expand(2, -1))
+    expected = (without - without[0]) * apart[:, None]
+    torch.testing.assert_close(positions - positions[:, :1], expected)
+
+    inputs = torch.randn(1, 1, 4, 8, 8).expand(2, -1, -1, -1, -1)
+    logits = model(inputs, voxels)
+    assert (logits[0] - logits[1]).abs().max() > 1e-6, "voxels of another size change nothing"
+    torch.testing.assert_close(spaced_model(encoding, data, unit=30.0)(inputs, 3 * voxels), logits)
+    torch.testing.assert_close(model(list(inputs), voxels), logits)
+
+
+@pytest.mark.parametrize("setting", [{"spacing": [0.5]}, {"origin": [2.0]}, {"input_size": [8, 16, 16]}])
+def test_the_lattice_of_the_configuration_is_that_of_one_step(tmp_path, setting):
+    data = load("volumes", nifti_folder(tmp_path))
+    model = build_model("comrope-ld:4", replace(MODEL, unit_mm=12.0, **setting), data)
+    without = build_model("comrope-ld:4", replace(MODEL, **setting), data)
+    reference = torch.tensor([[12 / 2, 12 / 4, 12 / 4]])
+    assert torch.equal(model.positions((2, 2, 2), spacing=reference)[0], without.positions((2, 2, 2)))
 
 
 def test_a_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
@@ -508,11 +534,14 @@ def test_validation_and_evaluation_know_the_voxels_at_every_size(tmp_path):
 @pytest.mark.parametrize(
     ("data", "model", "message"),
     [
-        ({"name": "digits"}, {}, r"model\.unit_mm is for volumes, rsna alone, got data 'digits'"),
-        ({"augment": {"mixup": 0.8}}, {}, r"model\.unit_mm places each volume by its own .*, got augment\.mixup 0\.8"),
+        ({"name": "digits"}, {}, r"--model\.unit_mm is for volumes, rsna alone, got --data digits"),
+        (
+            {"augment": {"mixup": 0.8}},
+            {},
+            r"--model\.unit_mm places each volume by its own .*, got --data\.augment\.mixup 0\.8",
+        ),
         ({}, {"unit_mm": 0.0}, r"unit_mm must be above 0, got 0\.0"),
         ({}, {"jitter": 1.0}, r"jitter is for one lattice of all samples, got 1\.0 with unit_mm"),
-        ({}, {"spacing": [0.5]}, r"spacing is for one lattice of all samples, got \[0\.5\] with unit_mm"),
         ({}, {"backbone": "swin", "depth": None}, r"unit_mm is read by backbone vit alone, got 10\.0"),
     ],
 )
@@ -568,7 +597,7 @@ def test_damaged_headers_are_named_and_left_out(tmp_path, caplog):
     assert faults[slices[14].name] == "no ImagePositionPatient in the header"
     assert caplog.messages[0].startswith(f"skipped 3 of {len(slices)} slices and studies: ")
     assert sum(data.counts) == 10
-    with pytest.raises(TooManyFaults, match="max_skipped = 2 slices and studies may be unreadable, got 3: "):
+    with pytest.raises(TooManyFaults, match=r"--data\.max_skipped = 2 slices and studies may be unreadable, got 3: "):
         load("rsna", root, max_skipped=2)
 
 
@@ -581,7 +610,9 @@ def test_pixels_found_damaged_while_training_are_named_with_their_file(tmp_path)
     assert torch.equal(train[2][0], train[3][0])
     assert train.reading.found()[0][0] == train.samples[2][0]
     assert train.reading.found()[0][1].startswith(f"{path}: ")
-    with pytest.raises(TooManyFaults, match=f"at most max_skipped = 0 volumes may be unreadable, got 1: .*{path}: "):
+    with pytest.raises(
+        TooManyFaults, match=f"at most --data.max_skipped = 0 volumes may be unreadable, got 1: .*{path}: "
+    ):
         load("rsna", root, max_skipped=0)
 
 
@@ -884,17 +915,21 @@ def no_slices(root):
 @pytest.mark.parametrize(
     ("name", "spoil", "message"),
     [
-        ("rsna", without_table, r"labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*"),
+        (
+            "rsna",
+            without_table,
+            r"--data.labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*",
+        ),
         ("rsna", other_columns, "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind"),
         ("rsna", empty_table, "labels must name studies, got none in .*stage_2_train.csv"),
         ("rsna", no_content, "labels must have the columns ID, Label, got .*stage_2_train.csv with none"),
         ("volumes", without_a_label, "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"),
         ("volumes", too_long_a_row, r"rows must have 2 columns at most, got .*\['train'\]\] in .*labels.csv"),
-        ("rsna", no_slices, r"root must hold the RSNA .*stage_2_train/\*.dcm.*, got no labelled slices in '.*'"),
+        ("rsna", no_slices, r"--data.root must hold the RSNA .*stage_2_train/\*.dcm.*, got no labelled slices in '.*'"),
         (
             "volumes",
             without_table,
-            r"root must hold volumes \(DICOM .*\), got no labels.csv, and: root must hold at least two classes .*",
+            r"--data.root must hold volumes \(DICOM .*\), got no labels.csv, and: --data.root must hold at least two",
         ),
         (
             "volumes",
@@ -916,7 +951,7 @@ def no_slices(root):
         (
             "volumes",
             other_files,
-            r"root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*",
+            r"--data.root must hold volumes .*, got none of the labelled ones in '.*': a \(not there\), .*",
         ),
     ],
 )

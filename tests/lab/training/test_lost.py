@@ -201,7 +201,7 @@ def test_damaged_files_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> N
     assert set(json.loads((folder / "skipped.json").read_text())) == {first}
     (root / last).write_bytes(b"nor this")
     for _ in range(2):  # goes on behind the first; then both are known before anything is read
-        with pytest.raises(TooManyFaults, match="at most max_skipped = 1 images may be unreadable, got 2"):
+        with pytest.raises(TooManyFaults, match=r"at most --data\.max_skipped = 1 images may be unreadable, got 2"):
             train(config, data_of(config), folder)
         assert set(json.loads((folder / "skipped.json").read_text())) == {first, last}
     (root / last).write_bytes(whole[last])

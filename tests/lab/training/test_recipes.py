@@ -29,6 +29,8 @@ from torchrope.lab.training.run import build_module, train
 from torchrope.models import ViT
 
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
+pytestmark = pytest.mark.usefixtures("published_miniatures")
+
 CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150, "coco": 80}
 EXAMPLES = {
     "cifar100": 50_000,

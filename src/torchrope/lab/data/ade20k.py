@@ -38,7 +38,7 @@ class ADE20k(MapModule):
         self.root = root / FOLDER if (root / FOLDER).is_dir() else root
         wanted = [self.root / kind / part for kind in ("images", "annotations") for part in PARTS]
         if not all(folder.is_dir() for folder in wanted) or not (self.root / TABLE).is_file():
-            raise ValueError(f"root must hold {LAYOUT}; from {SOURCE}; got {str(root)!r}")
+            raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {str(root)!r}")
         self.classes = self.map_classes = read_classes(self.root / TABLE)
         self.description = (
             f"Photographs of ADE20k, every pixel of one of {len(self.classes)} classes or of none (scene parsing "

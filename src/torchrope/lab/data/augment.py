@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from torchvision.transforms.v2 import functional as pictures
 from torchrope.lab.data.config import LARGEST_MAGNITUDE, AugmentConfig
 from torchrope.lab.data.draws import Draws, seeded
 
-BLUR_SIGMA = (0.1, 2.0)  # pixels, as in DeiT-III
 SOLARISE_FROM = 128
+BLUR = {"kernel_size": 9, "sigma": (0.1, 2.0)}  # pixels; the deviations are DeiT-III's
 OPERATIONS = (
     "Identity",
     "ShearX",
@@ -39,6 +38,9 @@ OPERATIONS_OF_VOLUMES = tuple(
     for name in OPERATIONS
     if name not in ("Color", "Posterize", "Solarize", "AutoContrast", "Equalize")
 )
+
+# Grey, solarised or blurred, each with a third of the chance (DeiT-III, section 3).
+THREE_AUGMENT = v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARISE_FROM, p=1.0), v2.GaussianBlur(**BLUR)])
 
 Change = Callable[[Tensor], Tensor]
 
@@ -112,9 +114,10 @@ def change_pixels(images: Tensor, config: AugmentConfig, draws: Draws) -> Tensor
     if config.randaugment is not None:
         images = randaugment(images, *config.randaugment, draws)
     if config.three_augment:
-        images = three_augment(images, draws)
+        images = one_by_one(images, THREE_AUGMENT, draws.seeds("three_augment"))
     if config.color_jitter:
-        images = jitter_colours(images, config.color_jitter, draws)
+        strength = config.color_jitter
+        images = one_by_one(images, v2.ColorJitter(strength, strength, strength), draws.seeds("color_jitter"))
     return images
 
 
@@ -234,61 +237,6 @@ def randaugment_changes(magnitude: int, height: int, width: int) -> list[tuple[C
     return [(changes[name](1), changes[name](-1)) for name in OPERATIONS]
 
 
-def three_augment(images: Tensor, draws: Draws) -> Tensor:
-    """Make every picture grey, solarised or blurred, each with a third of the chance (DeiT-III, section 3)."""
-    drawn = draws.uniform("three_augment", 2)
-    low, high = BLUR_SIGMA
-    kinds = (3 * drawn[:, 0]).long()
-    sigmas = low + (high - low) * drawn[kinds == 2, 1]
-    changes: list[Change] = [
-        lambda x: pictures.rgb_to_grayscale(x, num_output_channels=3),
-        lambda x: pictures.solarize(x, SOLARISE_FROM),
-        lambda x: blur(x, sigmas),
-    ]
-    return change_by_kind(images, kinds, changes)
-
-
-def blur(images: Tensor, sigmas: Tensor) -> Tensor:
-    """Smooth every picture with a Gaussian of its own standard deviation in pixels, edges repeated.
-
-    Args:
-        images: uint8 `(batch, channels, height, width)`.
-        sigmas: `(batch,)`, above 0.
-    """
-    batch, channels, height, width = images.shape
-    reach = math.ceil(3 * BLUR_SIGMA[1])
-    offsets = torch.arange(-reach, reach + 1, dtype=torch.float32)
-    kernel = torch.softmax(-0.5 * (offsets / sigmas.float()[:, None]) ** 2, dim=1)  # [b, 2 reach + 1]
-    kernel = kernel.to(images.device).repeat_interleave(channels, 0)[:, None, None]  # [b c, 1, 1, k]
-    flat = functional.pad(images.float().view(1, batch * channels, height, width), (reach,) * 4, mode="replicate")
-    rows = functional.conv2d(flat, kernel, groups=batch * channels)
-    smooth = functional.conv2d(rows, kernel.mT, groups=batch * channels)
-    return smooth.round_().to(torch.uint8).view_as(images)
-
-
-def jitter_colours(images: Tensor, strength: float, draws: Draws) -> Tensor:
-    """Multiply brightness, contrast and saturation by factors in 1 ± strength, in an order of the example's own."""
-    drawn = draws.uniform("color_jitter", 4)
-    factors = (
-        (1 + strength * (2 * drawn[:, :3] - 1)).float().to(images.device)[..., None, None, None]
-    )  # [b, 3, 1, 1, 1]
-    orders = list(permutations(range(3)))
-    kinds = (len(orders) * drawn[:, 3]).long()
-    changed = images.float()
-    for kind, order in enumerate(orders):
-        members = (kinds == kind).nonzero().flatten().to(images.device)
-        for which in order if len(members) else ():
-            changed[members] = blend(changed[members], factors[members, which], which)
-    return changed.round_().to(torch.uint8)
-
-
-def blend(images: Tensor, factor: Tensor, which: int) -> Tensor:
-    """Weigh pictures against black (0), their mean grey (1) or their own grey (2)."""
-    grey = pictures.rgb_to_grayscale(images) if which else torch.zeros_like(images[:, :1])
-    against = grey.mean((-3, -2, -1), keepdim=True) if which == 1 else grey
-    return (against + factor * (images - against)).clamp_(0, 255)
-
-
 def change_by_kind(images: Tensor, kinds: Tensor, changes: Sequence[Change]) -> Tensor:
     """Change every picture in the way that its kind names, those of one kind together."""
     changed = images.clone()
@@ -298,6 +246,15 @@ def change_by_kind(images: Tensor, kinds: Tensor, changes: Sequence[Change]) -> 
     return changed
 
 
+def one_by_one(inputs: Tensor, change: Change, seeds: Sequence[int]) -> Tensor:
+    """Change every example by what draws from torch's global generator, each with a seed of its own."""
+    changed = []
+    for example, seed in zip(inputs, seeds, strict=True):
+        with seeded(seed):
+            changed.append(change(example))
+    return torch.stack(changed)
+
+
 def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
     """Cover a box of 2 to 33 % of some inputs with noise, as torchvision's `RandomErasing` does.
 
@@ -305,14 +262,8 @@ def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
     """
     if not probability:
         return inputs
-    chosen = draws.uniform("erasing")[:, 0] < probability
-    cover = v2.RandomErasing(p=1.0, value="random")
-    seeds = draws.seeds("erasing noise")
-    for position in chosen.nonzero().flatten().tolist():
-        with seeded(seeds[position]):
-            flat = inputs[position].flatten(0, -3)  # channels and frames are alike to it
-            inputs[position] = cover(flat).view_as(inputs[position])
-    return inputs
+    flat = inputs.flatten(1, -3)  # channels and frames are alike to it
+    return one_by_one(flat, v2.RandomErasing(probability, value="random"), draws.seeds("erasing")).view_as(inputs)
 
 
 def mix(inputs: Tensor, labels: Tensor, num_classes: int, config: AugmentConfig, draws: Draws) -> tuple[Tensor, Tensor]:

@@ -5,33 +5,14 @@ from importlib import import_module
 from torchrope.lab.data.config import DataConfig
 from torchrope.lab.data.datamodule import DataModule
 
-_MODULES = {
-    "digits": "digits:Digits",
-    "motion": "motion:Motion",
-    "fashion-mnist": "fashion:FashionMNIST",
-    "images": "images:Images",
-    "cifar10": "cifar:Cifar10",
-    "cifar100": "cifar:Cifar100",
-    "tiny-imagenet": "imagenet:TinyImageNet",
-    "imagenet": "imagenet:ImageNet",
-    "videos": "videos:Videos",
-    "ucf101": "ucf101:UCF101",
-    "volumes": "volumes:Volumes",
-    "rsna": "rsna:RSNA",
-    "scenes": "scenes:Scenes",
-    "coco": "coco:Coco",
-    "ade20k": "ade20k:ADE20k",
-    "segments": "segments:Segments",
-}
-
 
 def make_data(config: DataConfig) -> DataModule:
-    """Make the data module that `config.name` names, importing that one alone.
+    """Make the data module that `config.module` names, importing that one alone.
 
     Raises:
         ValueError: the data set refuses its configuration, or what decodes it is not installed.
     """
-    module, _, kind = _MODULES[config.name].partition(":")
+    module, _, kind = config.module.partition(":")
     try:
         return getattr(import_module(f"torchrope.lab.data.{module}"), kind)(config)
     except ModuleNotFoundError as error:

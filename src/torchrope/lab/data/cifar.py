@@ -1,27 +1,25 @@
-"""CIFAR-10 and CIFAR-100: the pickles, read without running them, or the binary version, packed or not."""
+"""CIFAR-10 and CIFAR-100: the published files alone, the version for Python by torchvision or the binary one."""
 
-import tarfile
-import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torchvision import datasets
+from torchvision.datasets.utils import check_integrity, extract_archive
 
 from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.config import Cifar10Config
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.gzipped import LimitedGzip
-from torchrope.lab.data.pickles import read_arrays
 from torchrope.lab.data.tensors import TensorSet, balanced_subset, byte_sets
 from torchrope.lab.data.transforms import resize_bytes
 
 IMAGE_SIZE = 32
 PIXELS = 3 * IMAGE_SIZE * IMAGE_SIZE
-UNPACKED = 2 * 60_000 * (PIXELS + 2)
-"""Bytes that an archive may hold, twice as many as any of the four does."""
-LARGEST_LABEL = 99
-
 ADDRESS = "https://www.cs.toronto.edu/~kriz"
 FINE_CLASSES = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
@@ -33,32 +31,29 @@ sunflower sweet_pepper table tank telephone television tiger tractor train trout
 willow_tree wolf woman worm
 """
 
-Read = Callable[[str], bytes]
-
 
 class Cifar(DataModule):
     """Pictures of 32x32 colour pixels, kept in memory as bytes: 50,000 to train on, 10,000 to validate.
 
+    Archives, and the files of the version for Python, which are pickles, are read only if their MD5 sums are the
+    published ones.
+
     Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, University of Toronto, 2009.
 
     Attributes:
-        folders: Folders of the python and of the binary version, as their archives name them.
-        archives: The archives, likewise.
-        md5: Of the python version's archive.
-        train_files: Files of the python version to train on; those of the binary version end in .bin.
-        val_files: Likewise, to validate.
-        label_key: What the python version calls a label.
+        source: torchvision's data set, which knows the names and the sums of the version for Python.
+        binary_folder: Folder of the binary version, as its archive names it.
+        binary_archive: That archive.
+        binary_md5: Its sum.
         label_bytes: Bytes in front of a picture in the binary version; the last one is the label.
     """
 
     axes = ("height", "width")
     in_channels = 3
-    folders: tuple[str, str]
-    archives: tuple[str, str]
-    md5: str
-    train_files: tuple[str, ...]
-    val_files: tuple[str, ...]
-    label_key: str
+    source: ClassVar[type[datasets.CIFAR10]]
+    binary_folder: str
+    binary_archive: str
+    binary_md5: str
     label_bytes: int
 
     config: Cifar10Config
@@ -71,67 +66,73 @@ class Cifar(DataModule):
     def datasets(self) -> tuple[TensorSet, TensorSet]:
         """Find the files, read `train_size` and `val_size` of them, resample to `input_size`; bytes all the way."""
         config = self.config
-        read, binary = self._find()
-        train = self._part(read, binary, self.train_files, config.train_size, "train_size")
-        val = self._part(read, binary, self.val_files, config.val_size, "val_size")
-        return byte_sets(*train, *val)
+        with self._unpacked() as folder:
+            read = self._read_binary if folder.name == self.binary_folder else self._read_python
+            train, val = (read(folder, train=part) for part in (True, False))
+        return byte_sets(
+            *self._part(*train, config.train_size, "train_size"), *self._part(*val, config.val_size, "val_size")
+        )
 
-    def _part(
-        self, read: Read, binary: bool, files: tuple[str, ...], size: int | None, name: str
-    ) -> tuple[Tensor, Tensor]:
-        try:
-            if binary:
-                parts = [read_binary(read(f"{file}.bin"), self.label_bytes, f"{file}.bin") for file in files]
-            else:
-                parts = [read_python(read(file), self.label_key, file) for file in files]
-        except ValueError as error:
-            raise ValueError(f"{error}; whole ones are in {ADDRESS}/{self.archives[binary]}") from error
-        images, labels = (torch.cat(several) for several in zip(*parts, strict=True))
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
-            found = f"{int(labels.min())} to {int(labels.max())}"
-            raise ValueError(f"labels of {', '.join(files)} must lie below {self.num_classes}, got {found}")
+    def _part(self, images: Tensor, labels: Tensor, size: int | None, name: str) -> tuple[Tensor, Tensor]:
         chosen = balanced_subset(labels, size, self.config.split_seed, name)
         return resize_bytes(images[chosen], self.input_size), labels[chosen]
 
-    def _find(self) -> tuple[Read, bool]:
-        """Find the files in root, or in the cache, or fetch them there; say how to read one, and if they are binary."""
-        root = self.config.root
-        folder = cache_folder() if root is None else Path(root)
-        found = self._look(folder)
-        if found is None and root is None:
-            self._download(folder)
-            found = self._look(folder)
-        if found is None:
-            raise ValueError(f"root must be or hold {self._expected()}, got {str(folder)!r}")
-        return found
-
-    def _look(self, folder: Path) -> tuple[Read, bool] | None:
-        for binary, (name, archive) in enumerate(zip(self.folders, self.archives, strict=True)):
-            needed = [f"{file}.bin" if binary else file for file in (*self.train_files, *self.val_files)]
-            for place in (folder, folder / name):
-                if all((place / file).is_file() for file in needed):
-                    return lambda file, place=place: (place / file).read_bytes(), bool(binary)
-            packed = folder if folder.name == archive else folder / archive
+    @contextmanager
+    def _unpacked(self) -> Iterator[Path]:
+        """The folder of one of the versions; of an archive, unpacked for as long as it is read."""
+        if self.config.root is None:
+            yield self._downloaded(cache_folder())
+            return
+        root, source = Path(self.config.root), self.source
+        versions = (
+            (source.base_folder, source.filename, source.tgz_md5),
+            (self.binary_folder, self.binary_archive, self.binary_md5),
+        )
+        for name, archive, md5 in versions:
+            folder = root if root.name == name else root / name
+            packed = root if root.name == archive else root / archive
+            if folder.is_dir():
+                yield folder
+                return
             if packed.is_file():
-                return unpack(packed, needed).__getitem__, bool(binary)
-        return None
+                if not check_integrity(packed, md5):
+                    raise ValueError(f"{packed} must be {ADDRESS}/{archive} with the MD5 sum {md5}, got another file")
+                with TemporaryDirectory() as unpacked:
+                    extract_archive(packed, unpacked)
+                    yield Path(unpacked, name)
+                return
+        names = ", ".join(f"{name}/ or {archive}" for name, archive, _ in versions)
+        raise ValueError(f"--data.root must be or hold {names}, from {ADDRESS}, got {str(root)!r}")
 
-    def _expected(self) -> str:
-        python, binary = self.folders
-        names = ", ".join((*self.train_files, *self.val_files))
-        return f"{python}/ ({names}), {self.archives[0]}, {binary}/ or {self.archives[1]}, all from {ADDRESS}"
-
-    def _download(self, folder: Path) -> None:
-        from torchvision.datasets.utils import download_url
-
-        name = self.archives[0]
+    def _downloaded(self, folder: Path) -> Path:
         try:
-            download_url(f"{ADDRESS}/{name}", str(folder), name, self.md5)
+            self.source(folder, download=True)
         except (OSError, RuntimeError) as error:
+            rule = f"{self.title} must be downloadable, or root name a folder that holds {self.source.base_folder}/ or"
             why = " ".join(str(error).split())
-            raise ValueError(
-                f"{self.title} must be downloadable, or root must be or hold {self._expected()}, got: {why}"
-            ) from error
+            raise ValueError(f"{rule} {self.source.filename} from {ADDRESS}, got: {why}") from error
+        return folder / self.source.base_folder
+
+    def _read_python(self, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
+        try:
+            stored = self.source(folder.parent, train=train)
+        except RuntimeError as error:
+            meta = (self.source.meta["filename"], self.source.meta["md5"])
+            sums = [*self.source.train_list, *self.source.test_list, meta]
+            wrong = [name for name, md5 in sums if not check_integrity(folder / name, md5)]
+            rule = f"{folder} must hold the files of {self.source.url}, with their MD5 sums"
+            raise ValueError(f"{rule}, got others or none as {', '.join(wrong)}") from error
+        return torch.from_numpy(stored.data).permute(0, 3, 1, 2), torch.tensor(stored.targets)
+
+    def _read_binary(self, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
+        names = [f"{name}.bin" for name, _ in (self.source.train_list if train else self.source.test_list)]
+        parts = [read_rows(folder / name, self.label_bytes + PIXELS) for name in names]
+        rows = torch.cat(parts)
+        labels = rows[:, self.label_bytes - 1].long()
+        if int(labels.max()) >= self.num_classes:
+            rule = f"labels of {', '.join(names)} in {folder} must lie below {self.num_classes}"
+            raise ValueError(f"{rule}, got {int(labels.max())}")
+        return rows[:, self.label_bytes :].reshape(-1, 3, IMAGE_SIZE, IMAGE_SIZE), labels
 
 
 class Cifar10(Cifar):
@@ -141,12 +142,10 @@ class Cifar10(Cifar):
     title = "CIFAR-10"
     description = "60,000 real pictures of 32×32 colour pixels (CIFAR-10); the class is one of ten kinds."
     classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-    folders = ("cifar-10-batches-py", "cifar-10-batches-bin")
-    archives = ("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz")
-    train_files = tuple(f"data_batch_{number}" for number in range(1, 6))
-    val_files = ("test_batch",)
-    md5 = "c58f30108f718f92721af3b95e74349a"
-    label_key = "labels"
+    source = datasets.CIFAR10
+    binary_folder = "cifar-10-batches-bin"
+    binary_archive = "cifar-10-binary.tar.gz"
+    binary_md5 = "c32a1d4ab5d03f1284b67883e8d87530"
     label_bytes = 1
 
 
@@ -159,71 +158,26 @@ class Cifar100(Cifar):
         "60,000 real pictures of 32×32 colour pixels (CIFAR-100); the class is one of a hundred kinds of things."
     )
     classes = tuple(FINE_CLASSES.split())
-    folders = ("cifar-100-python", "cifar-100-binary")
-    archives = ("cifar-100-python.tar.gz", "cifar-100-binary.tar.gz")
-    train_files = ("train",)
-    val_files = ("test",)
-    md5 = "eb9058c3a382ffc7106e4002c42a8d85"
-    label_key = "fine_labels"
+    source = datasets.CIFAR100
+    binary_folder = "cifar-100-binary"
+    binary_archive = "cifar-100-binary.tar.gz"
+    binary_md5 = "03b5dce01913d631647c71ecec9e9cb8"
     label_bytes = 2
 
 
-def unpack(archive: Path, files: list[str]) -> dict[str, bytes]:
-    """Read files from an archive into memory, whatever folder it has them in; nothing is written to disk.
+def read_rows(path: Path, width: int) -> Tensor:
+    """Read a file of rows of `width` bytes.
+
+    Returns:
+        uint8 `(rows, width)`.
 
     Raises:
-        ValueError: it cannot be read, holds more than CIFAR does, or lacks one.
+        ValueError: it cannot be read, is empty or is no whole number of rows.
     """
-    found: dict[str, bytes] = {}
     try:
-        with LimitedGzip(archive, UNPACKED) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as opened:
-            for member in opened:
-                name = member.name.rpartition("/")[2]
-                content = opened.extractfile(member) if member.isfile() and name in files else None
-                if content is not None:
-                    found[name] = content.read()
-    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
-        raise ValueError(f"{archive} must be a readable, whole archive, as at {ADDRESS}, got: {error}") from error
-    missing = [file for file in files if file not in found]
-    if missing:
-        raise ValueError(f"{archive} must hold {', '.join(files)}, got none of the name {', '.join(missing)}")
-    return found
-
-
-def read_python(content: bytes, label_key: str, file: str) -> tuple[Tensor, Tensor]:
-    """Read a pickle of pictures without running what it asks for.
-
-    Returns:
-        uint8 `(n, 3, 32, 32)` and int64 labels `(n,)`.
-
-    Raises:
-        ValueError: it is damaged, asks for anything but an array of bytes, or lacks pictures or labels.
-    """
-    stored = read_arrays(content, file)
-    images, labels = stored.get("data"), stored.get(label_key)
-    if not isinstance(images, Tensor) or images.ndim != 2 or images.shape[1] != PIXELS:
-        shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"{file} must hold 'data', an array (pictures, {PIXELS}) of bytes, got {shape}")
-    if not isinstance(labels, list) or len(labels) != len(images) or {type(label) for label in labels} - {int}:
-        count = len(labels) if isinstance(labels, list) else type(labels).__name__
-        raise ValueError(f"{file} must hold {label_key!r}, one number per picture = {len(images)}, got {count}")
-    if any(not 0 <= label <= LARGEST_LABEL for label in labels):
-        raise ValueError(f"{file} must hold {label_key!r} between 0 and {LARGEST_LABEL}, got others")
-    return images.view(-1, 3, IMAGE_SIZE, IMAGE_SIZE), torch.tensor(labels, dtype=torch.int64)
-
-
-def read_binary(content: bytes, label_bytes: int, file: str) -> tuple[Tensor, Tensor]:
-    """Read rows of labels and pixels, red first.
-
-    Returns:
-        uint8 `(n, 3, 32, 32)` and int64 labels `(n,)`.
-
-    Raises:
-        ValueError: the file is no whole number of rows.
-    """
-    row = label_bytes + PIXELS
-    if not content or len(content) % row:
-        raise ValueError(f"{file} must hold rows of {row} bytes, got {len(content)} bytes")
-    rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, row)
-    images = rows[:, label_bytes:].reshape(-1, 3, IMAGE_SIZE, IMAGE_SIZE)
-    return images, rows[:, label_bytes - 1].long()
+        content = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise ValueError(f"{path} must be a readable file, got: {error.strerror}") from error
+    if not len(content) or len(content) % width:
+        raise ValueError(f"{path} must hold rows of {width} bytes, got {len(content)} bytes")
+    return torch.from_numpy(content).view(-1, width)

@@ -160,7 +160,9 @@ class Coco(DenseModule):
         train = [picture._replace(crowds=NOTHING) for picture in train if picture.objects != NOTHING]
         if not train or not val:
             came = f"{len(train)} and {len(val)}: {name_some(faults)}" if faults else f"{len(train)} and {len(val)}"
-            raise ValueError(f"root must hold images with objects to train on and images to validate on, got {came}")
+            raise ValueError(
+                f"--data.root must hold images with objects to train on and images to validate on, got {came}"
+            )
         fit = v2.Resize(side, max_size=max(side + 1, int(LONGEST * side)))
         jitter = large_scale_jitter(config.augment, side)
         change = compose([*(jitter or [fit]), *flip_and_colours(config.augment)])
@@ -182,7 +184,7 @@ def find_annotations(root: Path, part: str) -> Path | None:
     found = [path for path in found if path.name.startswith("instances_")] or found
     if len(found) > 1 or (not found and part == "train"):
         came = ", ".join(path.name for path in found) or f"none for {part} in {str(root)!r}"
-        raise ValueError(f"root must hold {LAYOUT}; from {SOURCE}; got {came}")
+        raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {came}")
     return found[0] if found else None
 
 
@@ -281,7 +283,7 @@ def image_folder(root: Path, part: str, instances: Instances) -> Path:
     for folder in (root / name for name in below):
         if folder.is_dir() and any((folder / name).is_file() for name in names):
             return folder
-    raise ValueError(f"root must hold {LAYOUT}; from {SOURCE}; got no image of {part} in {str(root)!r}")
+    raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got no image of {part} in {str(root)!r}")
 
 
 def checked(

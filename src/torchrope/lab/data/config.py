@@ -3,14 +3,42 @@
 import difflib
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 DataName = Literal[
     "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
     "ucf101", "volumes", "rsna", "scenes", "coco", "ade20k", "segments",
 ]  # fmt: skip
 LARGEST_MAGNITUDE = 30  # of RandAugment
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("size", "train_size", "val_size", "batch_size", "frames", "frame_stride"), (1, math.inf)),
+    **dict.fromkeys(("split_seed", "workers", "max_skipped", "crop_padding", "mixup", "cutmix"), (0, math.inf)),
+    **dict.fromkeys(("color_jitter", "erasing", "mix_probability"), (0, 1)),
+    "repeats": (1, math.inf),
+    "split": (1, 3),
+}
+"""Least and largest value of numbers, by setting."""
+
+_PAIRS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "crop_scale": ("rise within 0 and 1", lambda low, high: 0 < low <= high <= 1),
+    "scale_jitter": ("rise from above 0", lambda low, high: 0 < low <= high < math.inf),
+    "randaugment": (
+        f"be 1 or more operations of magnitude 0 to {LARGEST_MAGNITUDE}",
+        lambda number, magnitude: number >= 1 and 0 <= magnitude <= LARGEST_MAGNITUDE,
+    ),
+}
+"""The rule of settings that are two numbers."""
+
+
+def check_ranges(settings: dict[str, Any], prefix: str) -> None:
+    """Refuse a number that is out of its range, by the name of its option."""
+    for name, (least, largest) in _RANGES.items():
+        value = settings.get(name)
+        if value is not None and not least <= value <= largest:
+            rule = f"be at least {least}" if largest == math.inf else f"lie between {least} and {largest}"
+            raise ValueError(f"{prefix}{name} must {rule}, got {value}")
 
 
 @dataclass
@@ -33,29 +61,16 @@ class Augment:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        given = vars(self)
-        for name in {"crop_scale", "scale_jitter", "randaugment"} & given.keys():
-            value = given[name]
-            if value is not None:
-                if len(value) != 2:
-                    raise ValueError(f"{name} must be two numbers, got {value}")
-                setattr(self, name, tuple(value))  # YAML has lists alone
-        crop, scale, operations = (given.get(name) for name in ("crop_scale", "scale_jitter", "randaugment"))
-        if crop is not None and not 0 < crop[0] <= crop[1] <= 1:
-            raise ValueError(f"crop_scale must rise within 0 and 1, got {crop}")
-        if scale is not None and not 0 < scale[0] <= scale[1] < math.inf:
-            raise ValueError(f"scale_jitter must rise from above 0, got {scale}")
-        if operations is not None and (operations[0] < 1 or not 0 <= operations[1] <= LARGEST_MAGNITUDE):
-            rule = f"randaugment must be 1 or more operations of magnitude 0 to {LARGEST_MAGNITUDE}"
-            raise ValueError(f"{rule}, got {operations}")
-        if self.repeats < 1:
-            raise ValueError(f"repeats must be 1 or more, got {self.repeats}")
-        for name in ("crop_padding", "mixup", "cutmix"):
-            if not given.get(name, 0) >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {given[name]}")
-        for name in ("color_jitter", "erasing", "mix_probability"):
-            if not 0 <= given.get(name, 0) <= 1:
-                raise ValueError(f"{name} must lie between 0 and 1, got {given[name]}")
+        given, prefix = vars(self), "--data.augment."
+        check_ranges(given, prefix)
+        for name, (rule, holds) in _PAIRS.items():
+            pair = given.get(name)
+            if pair is not None and len(pair) != 2:
+                raise ValueError(f"{prefix}{name} must be two numbers, got {pair}")
+            if pair is not None and not holds(*pair):
+                raise ValueError(f"{prefix}{name} must {rule}, got {pair}")
+            if pair is not None:
+                setattr(self, name, tuple(pair))  # YAML has lists alone
 
     @property
     def on(self) -> bool:
@@ -172,6 +187,7 @@ class DataConfig:
         ValueError: a number is out of range, or the data set does not have a setting of `augment`.
     """
 
+    module: ClassVar[str]  # and class of its data module, in this package
     name: DataName = "digits"
     size: int = 8
     train_size: int | None = None
@@ -186,12 +202,7 @@ class DataConfig:
         for name in ("root", "labels"):
             if given.get(name) is not None:  # stored, it must mean the same from anywhere
                 setattr(self, name, os.path.abspath(os.path.expanduser(given[name])))
-        for name in ("size", "train_size", "val_size", "batch_size", "frames", "frame_stride"):
-            if given.get(name) is not None and given[name] < 1:
-                raise ValueError(f"{name} must be at least 1, got {given[name]}")
-        for name in ("split_seed", "workers", "max_skipped"):
-            if given.get(name, 0) < 0:
-                raise ValueError(f"{name} must be at least 0, got {given[name]}")
+        check_ranges(given, "--data.")
         own = type(self).augmentation()
         if type(self.augment) is not own:  # plain settings from a file, or those of all data sets
             changes = self.augment if isinstance(self.augment, dict) else changed(self.augment)
@@ -204,6 +215,9 @@ class DataConfig:
     def augmentation(cls) -> type[Augment]:
         """The class of `augment`."""
         return next(f.default_factory for f in fields(cls) if f.name == "augment")  # type: ignore[return-value]
+
+
+Kind = TypeVar("Kind", bound=DataConfig)
 
 
 @dataclass
@@ -240,73 +254,80 @@ class FilesConfig(RootConfig):
     max_skipped: int = 100
 
 
-@dataclass
+SETTINGS: dict[str, type[DataConfig]] = {}
+
+
+@dataclass_transform(field_specifiers=(field,))
+def data_set(name: DataName, module: str, size: int | None = None) -> Callable[[type[Kind]], type[Kind]]:
+    """Make a dataclass of the settings of a data set, with its name and size, and add it to `SETTINGS`.
+
+    Args:
+        name: What `--data` takes.
+        module: Module of this package, and the class of its data module.
+        size: The default, where it is not that of the class above.
+    """
+
+    def add(kind: type[Kind]) -> type[Kind]:
+        kind.__annotations__.update(name=DataName, size=int)
+        kind.module, kind.name = module, name
+        kind.size = kind.size if size is None else size
+        SETTINGS[name] = dataclass(kind)
+        return kind
+
+    return add
+
+
+@data_set("digits", "digits:Digits")
 class DigitsConfig(HeldConfig):
     """Real 8x8 digits."""
 
     augment: MixAugment = field(default_factory=MixAugment)
 
 
-@dataclass
+@data_set("motion", "motion:Motion", size=20)
 class MotionConfig(DigitsConfig):
     """Clips of moving digits; without sizes 2400 to train on and 600 to validate."""
 
-    name: DataName = "motion"
-    size: int = 20
 
-
-@dataclass
+@data_set("fashion-mnist", "fashion:FashionMNIST", size=28)
 class FashionConfig(RootConfig, HeldConfig):
     """Fashion-MNIST."""
 
-    name: DataName = "fashion-mnist"
-    size: int = 28
     augment: MixAugment = field(default_factory=MixAugment)
 
 
-@dataclass
-class Cifar10Config(RootConfig, HeldConfig):
-    """CIFAR-10."""
-
-    name: DataName = "cifar10"
-    size: int = 32
-    augment: PictureAugment = field(default_factory=PictureAugment)
-
-
-@dataclass
-class Cifar100Config(Cifar10Config):
-    """CIFAR-100."""
-
-    name: DataName = "cifar100"
-
-
-@dataclass
-class TinyImageNetConfig(FilesConfig, HeldConfig):
-    """Tiny-ImageNet."""
-
-    name: DataName = "tiny-imagenet"
-    size: int = 64
-    augment: PictureAugment = field(default_factory=PictureAugment)
-
-
-@dataclass
+@data_set("images", "images:Images", size=64)
 class ImagesConfig(FilesConfig):
     """Pictures of your own."""
 
-    name: DataName = "images"
-    size: int = 64
     augment: FileAugment = field(default_factory=FileAugment)
 
 
-@dataclass
+@data_set("cifar10", "cifar:Cifar10", size=32)
+class Cifar10Config(RootConfig, HeldConfig):
+    """CIFAR-10."""
+
+    augment: PictureAugment = field(default_factory=PictureAugment)
+
+
+@data_set("cifar100", "cifar:Cifar100")
+class Cifar100Config(Cifar10Config):
+    """CIFAR-100."""
+
+
+@data_set("tiny-imagenet", "imagenet:TinyImageNet", size=64)
+class TinyImageNetConfig(FilesConfig, HeldConfig):
+    """Tiny-ImageNet."""
+
+    augment: PictureAugment = field(default_factory=PictureAugment)
+
+
+@data_set("imagenet", "imagenet:ImageNet", size=224)
 class ImageNetConfig(ImagesConfig):
     """ImageNet-1k."""
 
-    name: DataName = "imagenet"
-    size: int = 224
 
-
-@dataclass
+@data_set("videos", "videos:Videos", size=224)
 class VideosConfig(FilesConfig):
     """Videos of your own.
 
@@ -316,8 +337,6 @@ class VideosConfig(FilesConfig):
         test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits.
     """
 
-    name: DataName = "videos"
-    size: int = 224
     augment: StreamAugment = field(default_factory=StreamAugment)
     frames: int = 8
     frame_stride: int = 4
@@ -326,10 +345,10 @@ class VideosConfig(FilesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.test_views) != 2 or min(self.test_views) < 1:
-            raise ValueError(f"test_views must be segments and crops, at least 1 each, got {self.test_views}")
+            raise ValueError(f"--data.test_views must be segments and crops, at least 1 each, got {self.test_views}")
 
 
-@dataclass
+@data_set("ucf101", "ucf101:UCF101")
 class UCF101Config(VideosConfig):
     """UCF101.
 
@@ -337,16 +356,10 @@ class UCF101Config(VideosConfig):
         split: Which of the three official splits.
     """
 
-    name: DataName = "ucf101"
     split: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.split not in (1, 2, 3):
-            raise ValueError(f"split must be 1, 2 or 3, got {self.split}")
 
-
-@dataclass
+@data_set("volumes", "volumes:Volumes", size=224)
 class VolumesConfig(FilesConfig):
     """Volumes of your own.
 
@@ -357,8 +370,6 @@ class VolumesConfig(FilesConfig):
             each volume from its 0.5th to its 99.5th percentile.
     """
 
-    name: DataName = "volumes"
-    size: int = 224
     augment: StreamAugment = field(default_factory=StreamAugment)
     frames: int = 32
     labels: str | None = None
@@ -368,56 +379,42 @@ class VolumesConfig(FilesConfig):
         super().__post_init__()
         for window in [] if self.windows is None else self.windows or [[]]:
             if len(window) != 2 or not window[1] > 0:
-                raise ValueError(f"windows must each be [centre, width above 0], got {self.windows}")
+                raise ValueError(f"--data.windows must each be [centre, width above 0], got {self.windows}")
 
 
-@dataclass
+@data_set("rsna", "rsna:RSNA")
 class RSNAConfig(VolumesConfig):
     """CT of the head; windows are brain, subdural and soft tissue unless given."""
 
-    name: DataName = "rsna"
     windows: list[list[float]] | None = field(default_factory=lambda: [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]])
 
 
-@dataclass
+@data_set("scenes", "scenes:Scenes", size=64)
 class ScenesConfig(HeldConfig):
     """Several digits on a canvas, with boxes, masks and a map; without sizes 2000 to train on and 200 to validate."""
 
-    name: DataName = "scenes"
-    size: int = 64
     augment: SceneAugment = field(default_factory=SceneAugment)
 
 
-@dataclass
+@data_set("coco", "coco:Coco", size=800)
 class CocoConfig(FilesConfig):
     """COCO, or data of your own in its format."""
 
-    name: DataName = "coco"
-    size: int = 800
     augment: PhotographAugment = field(default_factory=PhotographAugment)
 
 
-@dataclass
+@data_set("ade20k", "ade20k:ADE20k", size=512)
 class ADE20kConfig(CocoConfig):
     """ADE20k."""
 
-    name: DataName = "ade20k"
-    size: int = 512
 
-
-@dataclass
+@data_set("segments", "segments:Segments")
 class SegmentsConfig(ADE20kConfig):
     """Pictures and masks of your own."""
 
-    name: DataName = "segments"
 
-
-_CLASSIFIED = (DigitsConfig, MotionConfig, FashionConfig, ImagesConfig, Cifar10Config, Cifar100Config)
-_FROM_FILES = (TinyImageNetConfig, ImageNetConfig, VideosConfig, UCF101Config, VolumesConfig, RSNAConfig)
-_DENSE = (ScenesConfig, CocoConfig, ADE20kConfig, SegmentsConfig)
-SETTINGS: dict[str, type[DataConfig]] = {kind.name: kind for kind in (*_CLASSIFIED, *_FROM_FILES, *_DENSE)}
-DATA_NAMES: tuple[str, ...] = get_args(DataName)
-NAMES_DENSE = tuple(kind.name for kind in _DENSE)
+DATA_NAMES = tuple(SETTINGS)
+NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind.augmentation(), SceneAugment))
 NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)
 
 
@@ -431,12 +428,22 @@ def data_config(name: str = "digits", **settings: Any) -> DataConfig:
         >>> data_config("volumes").frames
         32
     """
-    if name not in SETTINGS:
-        raise ValueError(f"name must be one of {', '.join(SETTINGS)}, got {name!r}")
+    kind = settings_of(name)
     for setting in settings:
-        if setting not in options(SETTINGS[name]):
+        if setting not in options(kind):
             raise refusal(setting, name)
-    return SETTINGS[name](**settings)
+    return kind(**settings)
+
+
+def settings_of(name: str) -> type[DataConfig]:
+    """The class of a data set's settings.
+
+    Raises:
+        ValueError: there is no such data set.
+    """
+    if name not in SETTINGS:
+        raise ValueError(f"--data is one of {', '.join(DATA_NAMES)}, got {name!r}{_hint(name, DATA_NAMES)}")
+    return SETTINGS[name]
 
 
 def changed(config: Any) -> dict[str, Any]:
@@ -458,8 +465,13 @@ def takers(setting: str) -> list[str]:
 
 def refusal(setting: str, name: str) -> ValueError:
     """Make the error for a setting that a data set does not have: whose it is, or which one is spelled like it."""
+    option = f"--data.{setting}"
     if takers(setting):
-        return ValueError(f"data.{setting} is for {', '.join(takers(setting))}, got data.name {name!r}")
-    near = difflib.get_close_matches(setting, options(SETTINGS[name]), n=1, cutoff=0.5)
-    hint = f"; did you mean 'data.{near[0]}'?" if near else ""
-    return ValueError(f"there is no setting data.{setting} of {name}{hint}")
+        return ValueError(f"{option} is for {', '.join(takers(setting))}, got --data {name}")
+    known = [f"--data.{known}" for known in options(SETTINGS[name])]
+    return ValueError(f"there is no option {option} of {name}{_hint(option, known)}")
+
+
+def _hint(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""

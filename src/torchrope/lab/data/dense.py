@@ -264,6 +264,6 @@ def choose_some(samples: Sequence[Any], size: int | None, seed: int, name: str) 
     if size is None:
         return list(samples)
     if size > len(samples):
-        raise ValueError(f"{name} must be at most {len(samples)} (all there are), got {size}")
+        raise ValueError(f"--data.{name} must be at most {len(samples)} (all there are), got {size}")
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
     return [samples[index] for index in order[:size].sort().values.tolist()]

@@ -1,31 +1,32 @@
-"""Fashion-MNIST, from a folder, from Debian's package, or from the network."""
+"""Fashion-MNIST, from a folder, from Debian's package, or from the network: the published files alone."""
 
-import math
+import gzip
+import hashlib
 import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torchvision import datasets
 
 from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.config import FashionConfig
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.gzipped import LimitedGzip
 from torchrope.lab.data.tensors import TensorSet, balanced_subset, normalised_sets
 from torchrope.lab.data.transforms import resize
 
 IMAGE_SIZE = 28
-UNPACKED = 2 * 60_000 * IMAGE_SIZE**2
-"""Bytes that a file may hold, twice as many as the largest does."""
-FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+LARGEST = 60_000 * IMAGE_SIZE**2 + 16
+"""Bytes of the largest file, unpacked."""
+# By the MD5 sums of what is unpacked: Debian's package compresses the files again.
+FILES = {
+    "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+    "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
+    "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
+    "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
+}
 BELOW_ROOT = Path("FashionMNIST/raw")  # where torchvision puts them
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-UNSIGNED_BYTE = 8  # the idx format's code
 
 
 class FashionMNIST(DataModule):
@@ -42,18 +43,7 @@ class FashionMNIST(DataModule):
     description = "70,000 real pictures of clothes in 28×28 grey pixels; the class is the kind of garment."
     axes = ("height", "width")
     in_channels = 1
-    classes = (
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    )
+    classes = tuple(datasets.FashionMNIST.classes)
 
     config: FashionConfig
 
@@ -65,19 +55,15 @@ class FashionMNIST(DataModule):
     def datasets(self) -> tuple[TensorSet, TensorSet]:
         """Find the files, read `train_size` and `val_size` of them, resample to `input_size`, normalise."""
         config = self.config
-        paths = find_files(config.root)
-        train = self._part(paths[0], paths[1], config.train_size, "train_size")
-        val = self._part(paths[2], paths[3], config.val_size, "val_size")
+        train_images, train_labels, val_images, val_labels = map(read_values, find_files(config.root))
+        train = self._part(train_images, train_labels, config.train_size, "train_size")
+        val = self._part(val_images, val_labels, config.val_size, "val_size")
         return normalised_sets(*train, *val)
 
-    def _part(self, images_path: Path, labels_path: Path, size: int | None, name: str) -> tuple[Tensor, Tensor]:
-        images, labels = read_idx(images_path, axes=3), read_idx(labels_path, axes=1).long()
-        if len(images) != len(labels):
-            raise ValueError(f"{labels_path} must hold one label per image = {len(images)}, got {len(labels)}")
-        if int(labels.max()) >= self.num_classes:
-            raise ValueError(f"{labels_path} must hold labels below {self.num_classes}, got {int(labels.max())}")
+    def _part(self, pixels: Tensor, labels: Tensor, size: int | None, name: str) -> tuple[Tensor, Tensor]:
+        labels = labels.long()
         chosen = balanced_subset(labels, size, self.config.split_seed, name)
-        inputs = images[chosen, None].float() / 255  # [n, 1, 28, 28]
+        inputs = pixels.view(-1, 1, IMAGE_SIZE, IMAGE_SIZE)[chosen].float() / 255
         return resize(inputs, self.input_size), labels[chosen]
 
 
@@ -92,7 +78,7 @@ def find_files(root: str | None) -> list[Path]:
     paths = files_in(Path(root).expanduser())
     if not paths:
         raise ValueError(
-            f"root must hold the four files {', '.join(FILES)} (plain or .gz), itself or in {BELOW_ROOT}; "
+            f"--data.root must hold the four files {', '.join(FILES)} (plain or .gz), itself or in {BELOW_ROOT}; "
             f"from apt install dataset-fashion-mnist, or downloaded where root is not given; got {root!r}"
         )
     return paths
@@ -110,8 +96,6 @@ def files_in(folder: Path) -> list[Path]:
 
 def download(folder: Path) -> list[Path]:
     """Fetch the four files with torchvision into `folder`."""
-    from torchvision import datasets
-
     try:
         datasets.FashionMNIST(str(folder), download=True)
     except (OSError, RuntimeError) as error:
@@ -123,32 +107,20 @@ def download(folder: Path) -> list[Path]:
     return files_in(folder)
 
 
-def read_idx(path: Path, axes: int) -> Tensor:
-    """Read a file of unsigned bytes in the idx format: 0, 0, 8, axes, big-endian extents, then the values.
-
-    Args:
-        path: The file; decompressed first where its name ends in .gz.
-        axes: Number of axes that it must have.
-
-    Returns:
-        uint8 with the shape that the file states.
+def read_values(path: Path) -> Tensor:
+    """Read one of `FILES`, decompressed where its name ends in .gz: uint8 `(values,)`.
 
     Raises:
-        ValueError: the file cannot be read, or is not what its header states.
+        ValueError: the file cannot be read, or is not the published one.
     """
+    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        content = _unpack(path) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+        with opened(path, "rb") as file:
+            content = file.read(LARGEST + 1)  # a few bytes may unpack to any number
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} must be a readable, whole file, got: {error}") from error
-    start = 4 + 4 * axes
-    if len(content) < start or content[:4] != bytes([0, 0, UNSIGNED_BYTE, axes]):
-        raise ValueError(f"{path} must be an idx file of bytes with {axes} axes, got {content[:4].hex() or 'nothing'}")
-    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
-    if len(content) - start != math.prod(shape) or not math.prod(shape):
-        raise ValueError(f"{path} must hold the {math.prod(shape)} values of its header, got {len(content) - start}")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).view(shape)
-
-
-def _unpack(path: Path) -> bytes:
-    with LimitedGzip(path, UNPACKED) as file:
-        return file.read()
+    published, found = FILES[path.name.removesuffix(".gz")], hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != published:
+        raise ValueError(f"{path} must be the published file, of the MD5 sum {published} unpacked, got {found}")
+    header = 4 + 4 * content[3]  # the fourth byte of an idx file is the number of its axes
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header)

@@ -189,4 +189,4 @@ class Skipping(Generic[T]):
 
 def _too_many(faults: Sequence[Fault], limit: int, kind: str) -> TooManyFaults:
     listed = name_some(faults, len(faults))
-    return TooManyFaults(f"at most max_skipped = {limit} {kind} may be unreadable, got {len(faults)}: {listed}")
+    return TooManyFaults(f"at most --data.max_skipped = {limit} {kind} may be unreadable, got {len(faults)}: {listed}")

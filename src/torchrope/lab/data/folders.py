@@ -75,4 +75,4 @@ def tell_others(root: Path, read: Iterable[str], wanted: str) -> None:
 
 def unlisted(error: OSError) -> ValueError:
     """Make the error for a folder that cannot be listed."""
-    return ValueError(f"every folder below root must be readable, got {error.filename!r}: {error.strerror}")
+    return ValueError(f"every folder below --data.root must be readable, got {error.filename!r}: {error.strerror}")

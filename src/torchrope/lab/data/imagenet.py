@@ -80,7 +80,7 @@ class ImageNet(DataModule):
             return self._sharded(train_shards, True), self._sharded(val_shards, False)
         base = next((place for place in (self.root, self.root / KAGGLE_FOLDER) if (place / "train").is_dir()), None)
         if base is None or not (base / "val").is_dir():
-            raise ValueError(f"root must hold {LAYOUT}; from {SOURCE}; got {str(self.root)!r}")
+            raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {str(self.root)!r}")
         self.classes = tuple(subfolders(base / "train"))
         train = list_samples(self.root, base / "train", self.classes)
         val = list_validation(self.root, base / "val", self.classes)
@@ -159,7 +159,7 @@ class TinyImageNet(DataModule):
         root = existing_folder(config.root, "tiny-imagenet", f"{TINY_LAYOUT}; from {TINY_SOURCE}")
         self.root = next((place for place in (root, root / "tiny-imagenet-200") if (place / "train").is_dir()), root)
         if not (self.root / "train").is_dir() or not (self.root / "val").is_dir():
-            raise ValueError(f"root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got {str(root)!r}")
+            raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got {str(root)!r}")
         self.classes = tuple(subfolders(self.root / "train"))
         self.description = (
             f"Real pictures of {side}×{side} colour pixels (Tiny-ImageNet); the class is one of {self.num_classes}."
@@ -172,7 +172,7 @@ class TinyImageNet(DataModule):
         val = list_validation(self.root, self.root / "val", self.classes)
         for part, samples in (("train", train), ("val", val)):
             if not samples:
-                raise ValueError(f"root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
+                raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
         return byte_sets(
             *self._decode(choose(train, config.train_size, config.split_seed, "train_size")),
             *self._decode(choose(val, config.val_size, config.split_seed, "val_size")),

@@ -137,7 +137,7 @@ class Images(DataModule):
         self.skipped = find_faults(paths, lambda path: load_image(self.root / path, self.input_size[0]), explain_fault)
         if len(self.skipped) == len(paths):
             raise ValueError(
-                f"root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
+                f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
                 + (f": {name_some(self.skipped)}" if paths else "")
             )
         tell_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
@@ -165,11 +165,11 @@ class Images(DataModule):
 def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
     """Check that root is given and is a folder."""
     if not root:
-        raise ValueError(f"root must be given for {kind} ({layout}), got {root!r}")
+        raise ValueError(f"--data.root must be given for {kind} ({layout}), got {root!r}")
     folder = Path(root).expanduser()
     if not folder.is_dir():
         came = "a file" if folder.exists() else "which is not there"
-        raise ValueError(f"root must be a folder with {kind} ({layout}), got {root!r}, {came}")
+        raise ValueError(f"--data.root must be a folder with {kind} ({layout}), got {root!r}, {came}")
     return folder.resolve()
 
 
@@ -184,13 +184,15 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     """
     names = subfolders(root)
     if not names:
-        raise ValueError(f"root must hold one sub-folder per class ({LAYOUT}), got none in {str(root)!r}")
+        raise ValueError(f"--data.root must hold one sub-folder per class ({LAYOUT}), got none in {str(root)!r}")
     # A class may be called train; a part is told by the folders in it.
     parts = {part: root / part for part in PARTS if part in names and subfolders(root / part)}
     if not parts:
         return {"": root}, at_least_two(names, root)
     if len(parts) == 1:
-        raise ValueError(f"root must hold train and val with one sub-folder per class in each, got {', '.join(names)}")
+        raise ValueError(
+            f"--data.root must hold train and val with one sub-folder per class in each, got {', '.join(names)}"
+        )
     train, val = (subfolders(folder) for folder in parts.values())
     if train != val:
         alone = [f"{name!r} in train alone" for name in train if name not in val]
@@ -202,7 +204,9 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
 def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
     """Check that there is something to tell apart."""
     if len(names) < 2:
-        raise ValueError(f"root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}")
+        raise ValueError(
+            f"--data.root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}"
+        )
     return tuple(names)
 
 

@@ -52,7 +52,7 @@ class Motion(DataModule):
         super().__init__(config)
         side = config.size
         if side % PATCH_SIZE[-1] or side < FRAME_SIZE:
-            raise ValueError(f"size must be a multiple of {PATCH_SIZE[-1]} from {FRAME_SIZE} up, got {side}")
+            raise ValueError(f"--data.size must be a multiple of {PATCH_SIZE[-1]} from {FRAME_SIZE} up, got {side}")
         self.input_size = (FRAMES, side, side)
         self.train_size = clip_count(config.train_size, TRAIN_SIZE, "train_size")
         self.val_size = clip_count(config.val_size, VAL_SIZE, "val_size")
@@ -78,7 +78,7 @@ def clip_count(size: int | None, default: int, name: str) -> int:
     """Number of clips to make: at least one of each class."""
     count = default if size is None else size
     if count < len(VELOCITIES):
-        raise ValueError(f"{name} must be at least {len(VELOCITIES)} (one per class), got {count}")
+        raise ValueError(f"--data.{name} must be at least {len(VELOCITIES)} (one per class), got {count}")
     return count
 
 

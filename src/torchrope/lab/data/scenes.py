@@ -70,7 +70,7 @@ class Scenes(DenseModule):
         super().__init__(config)
         side = config.size
         if not SIZES[0] <= side <= SIZES[1]:
-            raise ValueError(f"size must lie between {SIZES[0]} and {SIZES[1]}, got {side}")
+            raise ValueError(f"--data.size must lie between {SIZES[0]} and {SIZES[1]}, got {side}")
         self.input_size = (side, side)
         self.sizes = (config.train_size or TRAIN_SIZE, config.val_size or VAL_SIZE)
         fewest, most = in_proportion(DIGITS, side)

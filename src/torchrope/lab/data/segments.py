@@ -35,10 +35,10 @@ class Segments(MapModule):
         super().__init__(config)
         self.root = existing_folder(config.root, "segments", LAYOUT)
         if not (self.root / "images").is_dir() or not (self.root / "masks").is_dir():
-            raise ValueError(f"root must hold {LAYOUT}; got {str(self.root)!r}")
+            raise ValueError(f"--data.root must hold {LAYOUT}; got {str(self.root)!r}")
         self.parts = [part for part in ("train", "val") if (self.root / "images" / part).is_dir()] or [""]
         if self.parts == ["val"]:
-            raise ValueError(f"root must hold {LAYOUT}; got val without train in {str(self.root)!r}")
+            raise ValueError(f"--data.root must hold {LAYOUT}; got val without train in {str(self.root)!r}")
         named = self.root / CLASSES
         self.classes = self.map_classes = read_names(named) if named.is_file() else ()
         self.title = f"Segments in {self.root.name}"

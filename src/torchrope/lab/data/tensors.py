@@ -154,7 +154,7 @@ def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> T
     fewest = len(labels.unique())
     if not fewest <= size <= len(labels):
         raise ValueError(
-            f"{name} must lie between {fewest} (one per class) and {len(labels)} (all there are), got {size}"
+            f"--data.{name} must lie between {fewest} (one per class) and {len(labels)} (all there are), got {size}"
         )
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     turn = _rank_within_class(labels[order])

@@ -94,7 +94,7 @@ def _first_with(root: Path, folders: tuple[str, ...], name: str) -> Path:
     for folder in folders:
         if (root / folder / name).exists():
             return root / folder
-    raise ValueError(f"root must hold {EXPECTED}, got {str(root)!r} without {name}")
+    raise ValueError(f"--data.root must hold {EXPECTED}, got {str(root)!r} without {name}")
 
 
 def _lines(path: Path) -> list[str]:

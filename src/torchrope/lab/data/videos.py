@@ -169,9 +169,8 @@ class VideoModule(DataModule):
         self.skipped = faults
         if len(faults) == len(samples):
             named = f": {faults[0][0]} ({faults[0][1]}), ..." if faults else ""
-            raise ValueError(
-                f"root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)}), got none in {str(root)!r}{named}"
-            )
+            rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
+            raise ValueError(f"{rule}, got none in {str(root)!r}{named}")
         tell_skipped(faults, len(samples), self.config.max_skipped, "videos")
         left_out = {path for path, _ in faults}
         return [sample for sample in samples if sample[0] not in left_out]

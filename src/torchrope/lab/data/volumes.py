@@ -229,7 +229,7 @@ class Volumes(VolumeModule):
         try:
             return find_classes(self.root)
         except ValueError as error:
-            raise ValueError(f"root must hold {EXPECTED}, got no {LABELS}, and: {error}") from error
+            raise ValueError(f"--data.root must hold {EXPECTED}, got no {LABELS}, and: {error}") from error
 
     def labelled(self) -> list[tuple[Volume, int, str]]:
         """Read all headers below root, and find what the table asks for, or what the folders of classes hold."""
@@ -248,7 +248,9 @@ class Volumes(VolumeModule):
         self.skipped = faults
         if len(missing) == len(asked):
             named = f": {name_some(faults)}" if faults else ""
-            raise ValueError(f"root must hold {EXPECTED}, got none of the labelled ones in {str(self.root)!r}{named}")
+            raise ValueError(
+                f"--data.root must hold {EXPECTED}, got none of the labelled ones in {str(self.root)!r}{named}"
+            )
         tell_skipped(faults, len(asked), self.config.max_skipped, "volumes and slices")
         return [(volume, self.classes.index(label), part) for volume, label, part in asked if volume is not None]
 
@@ -265,7 +267,7 @@ class Volumes(VolumeModule):
         self.skipped = faults
         if not found:
             named = f": {name_some(faults)}" if faults else ""
-            raise ValueError(f"root must hold {EXPECTED}, got none in {str(self.root)!r}{named}")
+            raise ValueError(f"--data.root must hold {EXPECTED}, got none in {str(self.root)!r}{named}")
         tell_skipped(faults, len(found) + len(faults), self.config.max_skipped, "volumes and slices")
         for part in self.folders:
             samples = [(volume.name, label) for volume, label, of in found if of == part]
@@ -497,7 +499,7 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
             names, rows = reader.fieldnames or [], list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = getattr(error, "strerror", None) or reason(error)
-        raise ValueError(f"labels must be a readable table of {expected}, got {path}: {why}") from error
+        raise ValueError(f"--data.labels must be a readable table of {expected}, got {path}: {why}") from error
     missing = [column for column in columns if column not in names]
     if missing:
         came = ", ".join(names) or "none"

@@ -66,8 +66,9 @@ class ModelConfig:
             larger images keeps that of the first, whose lattice it runs past.
         jitter: Move patches at random in training, with this deviation in halves of a cell (ComRoPE's perturbation
             intensity); never along time.
-        unit_mm: Place the patches of every volume by the spacing of its own voxels, in units of so many mm, in place of
-            one lattice for all: the first at the origin, others at index · patch · spacing / unit_mm.
+        unit_mm: Place the patches of every volume by the mm between its own voxels, in place of one lattice for all, at
+            origin + spacing · index · patch · voxel / unit_mm: where patches are unit_mm apart, positions are those of
+            a model without it, for every encoding.
         checkpoint_layers: Keep the input of each layer alone and compute the layer again for its gradient: the same
             numbers with less memory, for about a third more time.
     """
@@ -118,9 +119,8 @@ class ModelConfig:
             raise ValueError(f"jitter must be 0 or more, got {self.jitter}")
         if self.unit_mm is not None and not self.unit_mm > 0:
             raise ValueError(f"unit_mm must be above 0, got {self.unit_mm}")
-        for name in ("spacing", "origin", "input_size", "jitter"):
-            if self.unit_mm is not None and getattr(self, name):
-                raise ValueError(f"{name} is for one lattice of all samples, got {getattr(self, name)} with unit_mm")
+        if self.unit_mm is not None and self.jitter:
+            raise ValueError(f"jitter is for one lattice of all samples, got {self.jitter} with unit_mm")
         if self.head not in TASKS:
             raise ValueError(f"head must be one of {', '.join(TASKS)}, got {self.head!r}")
         self._check_head()
@@ -320,11 +320,11 @@ def check_spacing(model: ModelConfig, data: DataConfig) -> None:
     if model.unit_mm is None:
         return
     if not isinstance(data, VolumesConfig):
-        raise ValueError(f"model.unit_mm is for volumes, rsna alone, got data {data.name!r}")
+        raise ValueError(f"--model.unit_mm is for volumes, rsna alone, got --data {data.name}")
     for name in ("mixup", "cutmix"):
         if getattr(data.augment, name):
-            rule = "model.unit_mm places each volume by its own voxels, which a mix of two has not"
-            raise ValueError(f"{rule}, got augment.{name} {getattr(data.augment, name)}")
+            rule = "--model.unit_mm places each volume by its own voxels, which a mix of two has not"
+            raise ValueError(f"{rule}, got --data.augment.{name} {getattr(data.augment, name)}")
 
 
 def plain(config: Any) -> dict[str, Any]:

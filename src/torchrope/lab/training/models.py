@@ -101,44 +101,45 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
     )
 
 
-class AtOneSpacing(nn.Module):
-    """A model called with inputs alone, whose voxels count as cubes of 1 mm: what it costs, not what it says.
+class AtReferenceSpacing(nn.Module):
+    """A model called with inputs alone, whose patches are all `unit_mm` apart: what it costs, not what it says.
 
     Args:
         model: Placed by voxels.
+        spacing: mm between voxels along each axis.
     """
 
-    def __init__(self, model: ViT) -> None:
+    def __init__(self, model: ViT, spacing: Sequence[float]) -> None:
         super().__init__()
         self.model = model
+        self.spacing = spacing
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits `(batch, classes)`."""
-        return self.model(inputs, inputs.new_ones(len(inputs), inputs.ndim - 2))
+        return self.model(inputs, inputs.new_tensor(self.spacing).expand(len(inputs), -1))
 
 
 def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.Module:
     """The model of a configuration as it is called with inputs alone, to measure what it costs."""
     model = build_model(encoding, config, data)
-    return AtOneSpacing(model) if config.unit_mm is not None and isinstance(model, ViT) else model
+    if not isinstance(model, ViT) or config.unit_mm is None:
+        return model
+    return AtReferenceSpacing(model, [config.unit_mm / side for side in model.embed.patch_size])
 
 
 def _places(choice: Choice, config: ModelConfig, data: DataModule) -> nn.Module | None:
-    """What places patches in spite of one lattice for all, if anything."""
-    if config.unit_mm is not None:
-        patch_size = [size for _, size in zip(data.input_size, itertools.cycle(config.patch_size))]
-        return VoxelLattice(patch_size, config.unit_mm)
-    return _jittered(choice, config, data) if config.jitter else None
-
-
-def _jittered(choice: Choice, config: ModelConfig, data: DataModule) -> JitteredLattice:
-    """The lattice of the encoding's paper, or the configuration's, jittered along all axes but time."""
+    """What places patches in spite of one lattice for all, if anything, from the lattice of the encoding's paper."""
+    if config.unit_mm is None and not config.jitter:
+        return None
     input_size = config.input_size or data.input_size
-    sizes = [size // patch for size, patch in zip(input_size, itertools.cycle(config.patch_size))]
+    patch_size = [side for _, side in zip(input_size, itertools.cycle(config.patch_size))]
+    sizes = [size // side for size, side in zip(input_size, patch_size, strict=True)]
     family = next((part for part in choice.parts if issubclass(part, Encoding)), Encoding)
     paper = family.lattice(*sizes)
     spacing = paper["spacing"] if config.spacing is None else _one_or_all(config.spacing)
     origin = paper["origin"] if config.origin is None else _one_or_all(config.origin)
+    if config.unit_mm is not None:
+        return VoxelLattice(patch_size, config.unit_mm, spacing, origin)
     widths = per_axis("spacing", spacing, len(sizes))
     cell = [0.0 if axis == "time" else width for axis, width in zip(data.axes, widths, strict=True)]
     return JitteredLattice(spacing, origin, cell, config.jitter)

@@ -1,0 +1,20 @@
+"""What tests of the laboratory share."""
+
+import pytest
+from miniatures import published_sums
+
+
+@pytest.fixture
+def published_miniatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The miniatures of CIFAR and Fashion-MNIST are the published files."""
+    from torchrope.lab.data import cifar, fashion
+
+    of_fashion, of_cifar = published_sums()
+    monkeypatch.setattr(fashion, "FILES", of_fashion)
+    for kind, ours in (("10", cifar.Cifar10), ("100", cifar.Cifar100)):
+        sums, source = of_cifar[kind], ours.source
+        for part in ("train_list", "test_list"):
+            monkeypatch.setattr(source, part, [[name, sums[name]] for name, _ in getattr(source, part)])
+        monkeypatch.setattr(source, "meta", {**source.meta, "md5": sums[source.meta["filename"]]})
+        monkeypatch.setattr(source, "tgz_md5", sums["False"])
+        monkeypatch.setattr(ours, "binary_md5", sums["True"])
