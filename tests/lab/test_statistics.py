@@ -441,7 +441,7 @@ def test_pairs_differ_as_holms_procedure_over_mcnemars_tests_says() -> None:
         names = [*"abcd"]
         right = noisy(dict(zip(names, (0.6, 0.7, 0.72, 0.8), strict=True)), 1, 120, seed)
         comparison = statistics._Comparison({name: each.astype(float) for name, each in right.items()})
-        tail, differ = comparison._holm()
+        tail, differ = statistics._holm(len(comparison.pairs), comparison.pairs.differ)
         pairs = list(itertools.combinations(comparison.names, 2))
         chances = {}
         for a, b in pairs:

@@ -129,7 +129,7 @@ def result(study="accuracy", data="digits", figures=(), **changes):
         tables=[scores()],
         figures=figures,
         published=[published()],
-        checks=[Check("Shuffling leaves none unchanged", True, "0.0 points"), Check("A law", study != "sharing", "7")],
+        checks=[Check("Shuffling leaves none unchanged", True, "0.0 points"), Check("A rule", study != "sharing", "7")],
         notes=["ComRoPE was left out."],
         advice=[Advice("small images", ["mixed", "liere"], "90.0 % [87.5, 92.0]")],
     )

@@ -59,9 +59,9 @@ class Run:
         settings = flat(plain(self.config))
         defaults = flat(plain(RunConfig(data=type(self.config.data)()))) | {"data.name": "digits"}
         left_out = {*MAY_CHANGE, *_ELSEWHERE}
-        told = {name: value for name, value in settings.items() if name not in left_out and value != defaults.get(name)}
-        told |= {"after": self.after.key} if self.after else {}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
+        own = {name: value for name, value in settings.items() if name not in left_out and value != defaults.get(name)}
+        own |= {"after": self.after.key} if self.after else {}
+        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
     def name(self) -> str:

@@ -189,7 +189,7 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
 
     Raises:
         ValueError: the name, a setting or the data is not as it must be.
-        KeyboardInterrupt: stopped; the same call goes on.
+        KeyboardInterrupt: stopped; the same call resumes.
     """
     study = find_study(name)
     lab = Lab(config, study.encodings, console)
