@@ -6,32 +6,35 @@ from typing import Any
 
 from torchrope.lab.conclusion import Conclusion
 from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Table
-from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.estimates import (
+    NAMES,
     OVER_SEEDS,
     TOP1,
+    VERDICT,
     about_intervals,
     by_encoding,
+    cells,
     concluded,
     correct,
+    in_percent,
     loss,
-    not_told_apart,
+    named,
     percent,
     top1,
     verdict,
+    with_interval,
 )
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, published
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 
 COLUMNS = (
-    Column("encoding", "Encoding"),
-    Column("name", "Name"),
+    *NAMES,
     TOP1,
     OVER_SEEDS,
     Column("val_loss", "Validation loss", digits=3),
-    Column("gap", "Behind the best", "points", 1, low="gap_low", high="gap_high"),
-    Column("verdict", "Verdict"),
+    with_interval("gap", "Behind the best", "points", 1),
+    VERDICT,
 )
 
 PUBLISHED = (
@@ -75,13 +78,10 @@ def find(lab: Lab) -> Findings:
         gap = conclusion.gaps.get(name)
         rows.append(
             {
-                "encoding": label(name),
-                "name": name,
+                **named(name),
                 **top1(rights[name]),
                 "val_loss": loss(groups[name]),
-                "gap": gap and 100 * gap.estimate,
-                "gap_low": gap and 100 * gap.low,
-                "gap_high": gap and 100 * gap.high,
+                **cells("gap", gap and in_percent(gap)),
                 "verdict": verdict(conclusion, name),
             }
         )
@@ -98,10 +98,10 @@ def _advice(conclusion: Conclusion, rows: list[dict[str, Any]], lab: Lab) -> lis
     if conclusion.kind not in ("best", "tied") or conclusion.best is None:
         return []
     best = next(row for row in rows if row["name"] == conclusion.best)
-    why = f"{conclusion.best} reaches {percent(best['top1'], best['low'], best['high'])} on {lab.data.title}"
-    equals = [conclusion.best, *conclusion.tied]
+    reached = percent([best["top1"], best["low"], best["high"]])
     case = f"Classification over {' × '.join(lab.data.axes)}, at the size trained on"
-    return [Advice(case, equals, why + not_told_apart(equals))]
+    because = f"{conclusion.best} reaches {reached} on {lab.data.title}"
+    return [Advice(case, [conclusion.best, *conclusion.tied], because)]
 
 
 def _note(seeds: int) -> str:

@@ -46,8 +46,8 @@ SHARE_OF_LR = 0.3
 """ComRoPE fine-tunes with 3e-4, where it trains from scratch with 1e-3 (supplement B.2 and table 5)."""
 
 TURN = (
-    "The angle is the largest between opposite corners, mean over layers and heads: an encoding that starts at zero and "
-    "is trained for few steps hardly rotates."
+    "The angle is the largest between opposite corners, mean over layers and heads; an encoding that starts at zero "
+    "rotates little after few steps."
 )
 
 COLUMNS = (

@@ -243,7 +243,9 @@ def tied_with(others: Sequence[str]) -> str:
     return f", tied with {join_names(others)}" if others else ""
 
 
-def change_sentence(what: str, measure: str, moved: Mapping[str, Interval], seeds: int, unit: str = " points") -> str:
+def change_sentence(
+    what: str, measure: str, moved: Mapping[str, Interval], seeds: int, unit: str = " points", digits: int = 1
+) -> str:
     """In how many cases something measurably raises or lowers a measure, and its largest effect.
 
     Args:
@@ -251,14 +253,14 @@ def change_sentence(what: str, measure: str, moved: Mapping[str, Interval], seed
         measure: What it changes: "accuracy".
         moved: The change by case, at 5 % over all of them.
         seeds: Trainings of each case.
-        unit: Of the change.
+        unit, digits: Of the change.
     """
     if not moved:
         return f"There is nothing to compare: {what} leaves one case alone."
     raised, lowered = (sum(each) for each in zip(*((m.low > 0, m.high < 0) for m in moved.values()), strict=True))
     measurable = {name: m for name, m in moved.items() if m.low > 0 or m.high < 0} or moved
     name = max(measurable, key=lambda name: abs(measurable[name].estimate))
-    largest = f"the largest change is {written(moved[name], unit)}, with {name}"
+    largest = f"the largest change is {written(moved[name], unit, digits)}, with {name}"
     if not raised and not lowered:
         return f"This run cannot tell whether {what} changes {measure}: {largest}.{one_seed(seeds)}"
     counts = f"raises {measure} in {raised} of {len(moved)} cases and lowers it in {lowered}"
