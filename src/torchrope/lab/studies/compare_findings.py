@@ -170,13 +170,13 @@ def _gains(of: Comparison) -> Table | None:
 
 
 def _sizes(of: Comparison) -> Table | None:
-    cells = _at_sizes(of)
-    sizes = list(dict.fromkeys(cell["size"] for cell in cells))
+    measured = _at_sizes(of)
+    sizes = list(dict.fromkeys(row["size"] for row in measured))
     if len(sizes) < 2:
         return None
     rows: list[Row] = []
     for name in of.ordered:
-        at = {cell["size"]: cell for cell in cells if cell["name"] == name}
+        at = {row["size"]: row for row in measured if row["name"] == name}
         shares: dict[str, Any] = {}
         for size in sizes:
             shares |= cells(size, [at[size][end] for end in ("top1", "low", "high")])

@@ -92,7 +92,7 @@ PUBLISHED = (
         ("Backbone", "learned (APE)", "axial", "mixed", "learned+axial", "learned+mixed"),
         note="Without intervals. The text calls learned+mixed the best of three variants in all cases: there are four, "
         "and axial ties with it on ViT-L at several scales. The gains of 2.3 and 2.5 that it names are those of ViT-B; "
-        "on ViT-L they are 1.2 and 1.0, and axial is ahead of mixed there.",
+        "on ViT-L they are 1.2 and 1.0, where axial is ahead of mixed.",
     ),
     published(
         "mIoU, ADE20k, Mask2Former on Swin",
@@ -200,25 +200,25 @@ def runs_of(lab: Lab, task: Task) -> list[Run]:
 
 
 def sizes_of(data: DataModule) -> list[AtSize]:
-    """The size trained on and larger ones: larger canvases with more on them, of other data its images enlarged."""
+    """The size trained on and larger ones: larger canvases with more digits, or images enlarged of other data."""
     if not isinstance(data, Scenes):
         return [AtSize(scale, f"{scale:g} times", data, scale) for scale in SCALES]
     found = []
     for scale in SCALES:
         side = round(scale * data.input_size[0])
         if side <= SIZES[1]:
-            there = data if scale == 1 else data.at_size(side)
-            there.setup()
-            found.append(AtSize(scale, f"{side} × {side}", there, 1.0))
+            larger = data if scale == 1 else data.at_size(side)
+            larger.setup()
+            found.append(AtSize(scale, f"{side} × {side}", larger, 1.0))
     return found
 
 
 def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[AtSize]) -> Outcome:
     """Evaluate runs at several sizes."""
-    name = "-".join([task.name, *(f"{size.scale:g}" for size in sizes), str(PICTURED)])
+    name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), str(PICTURED)])
     groups = by_encoding(trained)
     found = {
-        encoding: [each.measure(name, partial(evaluate, task=task, sizes=sizes))["places"] for each in runs]
+        encoding: [each.measure(name, partial(evaluate, task=task, sizes=sizes))["sizes"] for each in runs]
         for encoding, runs in groups.items()
     }
     scores = {encoding: [_score(task, seeds, at) for at in range(len(sizes))] for encoding, seeds in found.items()}
@@ -234,7 +234,7 @@ def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[AtSize]) 
     """What is kept of a model's predictions at every size, and what is shown of the first ones.
 
     Returns:
-        `{"places": [{"records": ..., "panels": ...}, ...]}`, one a size.
+        `{"sizes": [{"records": ..., "panels": ...}, ...]}`, one a size.
     """
     kept = []
     for size in sizes:
@@ -245,7 +245,7 @@ def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[AtSize]) 
             if len(panels) < PICTURED:
                 panels.append(asdict(task.panel("", image, found, size.data)))
         kept.append({"records": records, "panels": panels})
-    return {"places": kept}
+    return {"sizes": kept}
 
 
 def _columns(sizes: Sequence[AtSize], unit: str) -> list[Column]:
@@ -273,8 +273,8 @@ def _tables(outcome: Outcome, sizes: Sequence[AtSize], seeds: int) -> list[Table
             f"{task.title}: {task.measure} by size",
             [*NAMES, *_columns(sizes, "%"), *over, *verdicts],
             rows,
-            note=f"Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied where "
-            "the interval of the difference on the same images holds 0, at 5 % over all pairs (Holm).",
+            note=f"Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied "
+            "where the interval of the difference on the same images holds 0, at 5 % over all pairs (Holm).",
         )
     ]
     ahead = _ahead(outcome)

@@ -255,8 +255,8 @@ def _table(kind: str, rows: list[dict[str, Any]], lab: Lab) -> Table:
         f"Top-1 with {kind} shuffled",
         COLUMNS,
         rows,
-        note=f"{what} Drops are paired, at 5 % over all rows, and verdicts over all pairs (Holm). The share lost is the "
-        f"drop over the accuracy before, the papers' measure. Chance is {100 / lab.data.num_classes:.1f} %.",
+        note=f"{what} Drops are paired, at 5 % over all rows, and verdicts over all pairs (Holm). The share lost is "
+        f"the drop over the accuracy before, the papers' measure. Chance is {100 / lab.data.num_classes:.1f} %.",
     )
 
 

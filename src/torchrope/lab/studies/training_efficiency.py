@@ -197,9 +197,9 @@ def _written(row: dict[str, Any], key: str) -> str:
 
 NOTE = (
     "Where validation top-1 first reaches the last value of the learned absolute encoding, interpolated between "
-    "epochs. The papers' factors divide the whole training by that; but a curve that varies from epoch to epoch reaches "
-    "its own last value before the end, so the last factor decides, at 5 % over all rows (Holm). Intervals are of draws "
-    "of validation examples and seeds; a draw that never reaches it counts as the whole training."
+    "epochs. The papers' factors divide the whole training by that; but a curve that varies between epochs reaches its "
+    "own last value before the end, so the last factor decides, at 5 % over all rows (Holm). Intervals are of draws of "
+    "validation examples and seeds; a draw that never reaches it counts as the whole training."
 )
 
 

@@ -8,13 +8,13 @@ from torchrope.lab.results import STUDIES
 
 NAMES = STUDIES
 
-DENSE = ("dense",)
+OF_PLACES = ("dense",)
 """Those on data for segmentation or detection."""
 
 
 def suitable(data: str) -> list[str]:
     """Names of the studies for a data set."""
-    return [name for name in NAMES if (name in DENSE) == (data in NAMES_DENSE)]
+    return [name for name in NAMES if (name in OF_PLACES) == (data in NAMES_DENSE)]
 
 
 def file_of(name: str) -> Path:
