@@ -32,7 +32,7 @@ class Needed:
         gap: Between the best encoding and `behind`, the largest seen.
         behind: The encoding of the lowest accuracy.
         examples: So many more examples held out, with as many seeds; None where no number is enough.
-        seeds: So many more seeds, on the same examples; None where 100 are not enough, or one seed does not tell.
+        seeds: So many more seeds, on the same examples; None where 100 are not enough, or there is one seed.
     """
 
     gap: float
@@ -125,7 +125,9 @@ def _say_best(it: Conclusion) -> str:
     next_one = it.behind[0]
     ahead = f"by {_interval(it.gaps[next_one])} over {next_one}"
     gain = _gain(it) if next_one != BASELINE else ""
-    return f"{it.best} is measurably ahead{' of all others' if it.behind[1:] else ''}, {ahead}{gain}.{one_seed(it.seeds)}"
+    return (
+        f"{it.best} is measurably ahead{' of all others' if it.behind[1:] else ''}, {ahead}{gain}.{one_seed(it.seeds)}"
+    )
 
 
 def _say_tied(it: Conclusion) -> str:

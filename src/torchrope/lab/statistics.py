@@ -1,4 +1,4 @@
-"""Confidence intervals, ties and conclusions: the one place that computes what a comparison of encodings has shown.
+"""Confidence intervals, ties and conclusions: what a comparison of encodings has shown.
 
 `conclude` takes right-or-wrong arrays `(seeds, examples)` by name and returns a `Conclusion`, whose kind is one of a
 closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `bootstrap` are the intervals that it and
@@ -153,7 +153,7 @@ def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> I
 
 
 def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
-    """Compute the accuracy of the first less that of the second of each pair, at 5 % over all pairs by Holm's procedure.
+    """Compute the accuracy of the first of each pair less that of the second, at 5 % over all pairs (Holm).
 
     Args:
         correct: Right (1) or wrong (0) by name, as `conclude` takes it.

@@ -25,6 +25,7 @@ from torchrope.lab.studies.engine.estimates import (
     cells,
     in_percent,
     named,
+    percent,
     top1,
     verdict,
     with_interval,
@@ -518,7 +519,8 @@ def advice(of: Comparison) -> list[Advice]:
     first = conclusion.cheapest or conclusion.best or ""
     equal = [name for name in (conclusion.best, *conclusion.tied) if name and name != first]
     case = f"{of.data.title}, at the size trained on"
-    return [Advice(case, [first, *equal], conclusion.sentence())]
+    reached = percent(in_percent(accuracy_interval(of.rights[first])))
+    return [Advice(case, [first, *equal], f"{first} reaches {reached}")]
 
 
 def _ratio(of: Comparison, name: str) -> dict[str, float | None]:

@@ -73,7 +73,7 @@ def find(lab: Lab) -> Findings:
     needed = _needed(grid)
     slopes = trends(grid, lambda share: -log2(share / 100), REFERENCE)
     seeds = len(lab.seeds)
-    note = f"{about_intervals(seeds)} Smaller parts lie within larger ones, as many of each class as there can be."
+    note = f"{about_intervals(seeds)} Smaller parts lie within larger ones, with balanced classes."
     return Findings(
         answer=_answer(needed, seeds),
         tables=[
@@ -129,7 +129,7 @@ def _row(name: str, needs: float, spared: Interval) -> dict[str, Any]:
     if np.isinf(needs):
         return {**named(name), **cells("needs", None), "verdict": "does not reach it"}
     low, high = (min(100 - end, 100.0) for end in (spared.high, spared.low))
-    verdict = "needs less" if spared.low > 0 else "cannot be told"
+    verdict = "needs less" if spared.low > 0 else "not measurable"
     return {**named(name), **cells("needs", (needs, low, high)), "verdict": verdict}
 
 

@@ -248,7 +248,7 @@ def _row(name: str, results: list[dict[str, Any]], moved: Interval | None) -> di
         "apart_start": mean(apart[START]).mean,
         **_cells("apart", mean(apart[END])),
         **(_cells("moved", mean(change)) if moved is None else cells("moved", moved)),
-        "verdict": "commutes" if moved is None else verdict_of(moved, "further", "nearer", "cannot be told"),
+        "verdict": "commutes" if moved is None else verdict_of(moved, "further", "nearer", "not measurable"),
         **_cells("path", mean(100 * np.array([share for each in results for share in each["path"]]))),
     }
 

@@ -49,7 +49,7 @@ def find(lab: Lab) -> Findings:
             f"{LIERE_2}, appendix B, reads the class token and says without numbers that the mean does substantially "
             "better with LieRE.",
             "The class token has position 0, where a rotary encoding is the identity: it reads positions relative to "
-            "that corner, or to the centre where an encoding's paper has the origin there.",
+            "that corner, or to the centre for encodings whose paper has the origin at the centre.",
             *notes,
         ],
         advice=[_advice(grid, moved, lab)],

@@ -153,7 +153,7 @@ def _row(name: str, reached: _Reached, reference: _Reached, steps: int, sooner: 
     if isinf(reached.measured):
         nothing = {key: value for each in MEASURES for key, value in cells(each, None).items()}
         never = isinf(ends(reached.draws)[0])
-        return {**named(name), **nothing, "verdict": "does not reach it" if never else "cannot be told"}
+        return {**named(name), **nothing, "verdict": "does not reach it" if never else "not measurable"}
     whole, last = len(reached.epochs), float(reference.seconds[-1])
     measured, draws = np.array([reached.measured]), reached.draws
     known = {
@@ -165,7 +165,7 @@ def _row(name: str, reached: _Reached, reference: _Reached, steps: int, sooner: 
     }
     if sooner is None:
         return {**named(name), **known, **cells("sooner", (1.0, 1.0, 1.0)), "verdict": "the reference"}
-    verdict = verdict_of(sooner, "sooner", "later", "cannot be told")
+    verdict = verdict_of(sooner, "sooner", "later", "not measurable")
     return {**named(name), **known, **cells("sooner", np.exp(sooner).tolist()), "verdict": verdict}
 
 

@@ -183,7 +183,7 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
 def trend_table(title: str, slopes: Mapping[str, Interval], heading: str) -> Table:
     """The slopes as a table."""
     rows = [
-        {**named(name), **cells("trend", found), "verdict": verdict_of(found, "rises", "falls", "cannot be told")}
+        {**named(name), **cells("trend", found), "verdict": verdict_of(found, "rises", "falls", "not measurable")}
         for name, found in slopes.items()
     ]
     return Table(title, (*NAMES, with_interval("trend", heading, "points", 2), VERDICT), rows, note=HOLM)

@@ -114,16 +114,16 @@ class Lab:
                 if run in runs:
                     each(earlier)
             if unfinished:
-                tell = partial(self._tell, runs, each)
+                on_finished = partial(self._report, runs, each)
                 before = len(together) - len(unfinished)
-                train_runs(unfinished, before, self.store, self.data, self.config, self.console, tell)
+                train_runs(unfinished, before, self.store, self.data, self.config, self.console, on_finished)
         found = (self.store.finished(run) for run in runs)
         trained = [one for one in found if one is not None]
         for one in trained:
             self.skipped |= one.skipped
         return trained
 
-    def _tell(self, wanted: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
+    def _report(self, wanted: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
         trained = self.store.finished(run)
         if trained is not None and run in wanted:
             each(trained)

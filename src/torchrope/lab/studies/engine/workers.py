@@ -29,7 +29,7 @@ def train_runs(
     data: DataModule,
     config: StudyConfig,
     console: Console,
-    tell: Callable[[Run], None],
+    on_finished: Callable[[Run], None],
 ) -> None:
     """Train runs that do not wait for each other, and say so one by one.
 
@@ -40,7 +40,7 @@ def train_runs(
         data: Of the study; a run on other data makes its own.
         config: Says where: `parallel`, `slurm`.
         console: Where progress goes.
-        tell: Called with every run that is finished.
+        on_finished: Called with every run that is finished.
 
     Raises:
         ValueError: what a run refuses; others that are under way end first.
@@ -48,23 +48,23 @@ def train_runs(
     epochs = sum(run.config.optim.epochs for run in runs)
     with StudyProgress(len(runs), before, epochs, console) as progress:
         if config.slurm is None and config.parallel == 1:
-            _here(runs, store, data, progress, tell)
+            _here(runs, store, data, progress, on_finished)
             return
         with _on_slurm(config.slurm, store) if config.slurm else _beside(config.parallel) as submit:
             futures = dict(zip(submit(runs, store.folder), runs, strict=True))
             for future in _as_they_end(list(futures)):
                 progress.begin(futures[future], futures[future].config.optim.epochs)
                 progress.end(future.result())
-                tell(futures[future])
+                on_finished(futures[future])
 
 
 def _here(
-    runs: Sequence[Run], store: Store, data: DataModule, progress: StudyProgress, tell: Callable[[Run], None]
+    runs: Sequence[Run], store: Store, data: DataModule, progress: StudyProgress, on_finished: Callable[[Run], None]
 ) -> None:
     for run in runs:
         progress.begin(run, run.config.optim.epochs)
         progress.end(_train(run, store.folder, data if run.config.data == data.config else None, progress.epoch))
-        tell(run)
+        on_finished(run)
 
 
 def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> str:
