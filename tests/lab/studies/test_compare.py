@@ -117,7 +117,7 @@ class Curves:
 
     def __init__(self, top1: list[float], loss: list[float]) -> None:
         rows = [{"epoch": 1 + n, "val_top1": t, "val_loss": v} for n, (t, v) in enumerate(zip(top1, loss, strict=True))]
-        self.groups = {"mixed": [type("Run", (), {"trained": type("T", (), {"curve": rows})})]}
+        self.trained = {"mixed": [type("T", (), {"curve": rows})]}
 
 
 def test_curves_that_rise_or_over_fit_are_remarked() -> None:

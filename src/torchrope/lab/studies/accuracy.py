@@ -1,11 +1,10 @@
 """Which encoding classifies best: top-1 and loss with intervals (LieRE tables 1, 2 and 6; ComRoPE table 3)."""
 
 from collections import Counter
-from statistics import fmean
 from typing import Any
 
 from torchrope.lab.conclusion import Conclusion
-from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Table
+from torchrope.lab.results import Advice, Column, Findings, Table
 from torchrope.lab.studies.engine.estimates import (
     NAMES,
     OVER_SEEDS,
@@ -24,8 +23,8 @@ from torchrope.lab.studies.engine.estimates import (
     verdict,
     with_interval,
 )
+from torchrope.lab.studies.engine.figures import top1_by_encoding, top1_curves
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 
 COLUMNS = (
@@ -88,7 +87,7 @@ def find(lab: Lab) -> Findings:
     return Findings(
         answer=conclusion.sentence(),
         tables=[Table("Top-1 and loss on the validation set", COLUMNS, rows, note=_note(len(lab.seeds)))],
-        figures=[_bars(rows), _curves(groups)],
+        figures=[top1_by_encoding(rights, conclusion.chance), top1_curves(groups)],
         published=PUBLISHED,
         advice=_advice(conclusion, rows, lab),
     )
@@ -107,53 +106,6 @@ def _advice(conclusion: Conclusion, rows: list[dict[str, Any]], lab: Lab) -> lis
 def _note(seeds: int) -> str:
     rule = "An encoding is behind where the interval of the paired difference excludes 0, at 5 % over all pairs (Holm)."
     return f"{about_intervals(seeds)} {rule}"
-
-
-def _bars(rows: list[dict]) -> Figure:
-    best = rows[0]
-    return Figure(
-        name="top1",
-        kind="points",
-        title="Top-1 by encoding",
-        alt=f"Top-1 in percent of {len(rows)} encodings with 95 % intervals; {best['name']} is highest with "
-        f"{best['top1']:.1f}, {rows[-1]['name']} lowest with {rows[-1]['top1']:.1f}.",
-        x=Axis("top1", "Top-1", "%"),
-        y=Axis("name", "Encoding", scale="category"),
-        rows=[{key: row[key] for key in ("name", "top1", "low", "high")} for row in rows],
-        series="name",
-        low="low",
-        high="high",
-        caption="Lines are 95 % intervals.",
-    )
-
-
-def _curves(groups: dict[str, list[Trained]]) -> Figure:
-    rows = []
-    for name, runs in groups.items():
-        for epochs in zip(*(each.curve for each in runs), strict=True):
-            values = [100 * epoch["val_top1"] for epoch in epochs]
-            rows.append(
-                {
-                    "name": name,
-                    "epoch": epochs[0]["epoch"],
-                    "top1": fmean(values),
-                    "low": min(values),
-                    "high": max(values),
-                }
-            )
-    return Figure(
-        name="top1-while-training",
-        kind="lines",
-        title="Top-1 while training",
-        alt=f"Validation top-1 after every epoch, one line for each of {len(groups)} encodings.",
-        x=Axis("epoch", "Epoch"),
-        y=Axis("top1", "Top-1", "%"),
-        rows=rows,
-        series="name",
-        low="low",
-        high="high",
-        caption="Mean over seeds; the bands go from the worst to the best seed.",
-    )
 
 
 STUDY = Study(

@@ -1,20 +1,17 @@
 """What larger blocks of generators add: sizes 2 to 64 (LieRE figure 2a; second version, figure 4a)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import WITH_BLOCKS, takes
 from torchrope.lab.conclusion import join_names
 from torchrope.lab.encodings import choose, own_parts
-from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Table
+from torchrope.lab.results import Advice, Axis, Figure, Findings, Table
 from torchrope.lab.studies.engine.estimates import (
-    NAMES,
     about_intervals,
     at_best,
     change_sentence,
     correct,
-    named,
     top1,
 )
 from torchrope.lab.studies.engine.grid import (
@@ -23,6 +20,7 @@ from torchrope.lab.studies.engine.grid import (
     Plan,
     changes,
     contrast_table,
+    parameter_table,
     top1_figure,
     top1_table,
     train_grid,
@@ -32,7 +30,6 @@ from torchrope.lab.studies.engine.grid import (
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
 from torchrope.lab.studies.engine.runs import Run
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.cost import count_encoding_parameters
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
 FACTOR = Factor("block_size", "Block size", scale="log")
@@ -64,6 +61,7 @@ def find(lab: Lab) -> Findings:
     plan: Plan = {name: {size: _runs(lab, name, size, head_dim) for size in sizes} for name in families}
     grid, notes = train_grid(lab, plan)
     slopes = trends(grid)
+    parameters = parameter_table(lab, grid, FACTOR)
     moved = changes(grid, lambda name: min(grid[name], key=float))
     seeds = len(lab.seeds)
     return Findings(
@@ -72,9 +70,9 @@ def find(lab: Lab) -> Findings:
             top1_table("Top-1 by block size", grid, FACTOR, about_intervals(seeds)),
             trend_table("Slope of top-1", slopes, "Per doubling of the block size"),
             contrast_table("Against the smallest blocks", moved, FACTOR, "Better by"),
-            _parameter_table(lab, grid),
+            parameters,
         ],
-        figures=[top1_figure(grid, FACTOR, _alt(grid)), _parameter_figure(lab, grid)],
+        figures=[top1_figure(grid, FACTOR, _alt(grid)), _parameter_figure(grid, parameters)],
         published=PUBLISHED,
         notes=[*_left_out(lab, head_dim), *notes],
         advice=[_advice(lab, name, levels) for name, levels in grid.items()],
@@ -92,27 +90,7 @@ def _runs(lab: Lab, name: str, size: int, head_dim: int) -> Sequence[Run]:
     return lab.runs([name if whole else f"{name}:{size}"])
 
 
-def _parameter_rows(lab: Lab, grid: Grid) -> list[dict[str, Any]]:
-    return [
-        {
-            **named(name),
-            "block_size": size,
-            "parameters": count_encoding_parameters(lab.blueprint(runs[0].run)),
-            **{key: value for key, value in top1(correct(runs)).items() if key != "spread"},
-        }
-        for name, levels in grid.items()
-        for size, runs in levels.items()
-    ]
-
-
-def _parameter_table(lab: Lab, grid: Grid) -> Table:
-    columns = (*NAMES, FACTOR.column, Column("parameters", "Parameters of the encodings", digits=0))
-    keys = ("encoding", "name", "block_size", "parameters")
-    rows = [{key: row[key] for key in keys} for row in _parameter_rows(lab, grid)]
-    return Table("Numbers that the encodings learn", columns, rows, note="Counted over all layers and heads.")
-
-
-def _parameter_figure(lab: Lab, grid: Grid) -> Figure:
+def _parameter_figure(grid: Grid, parameters: Table) -> Figure:
     return Figure(
         name="top1-by-parameters",
         kind="lines",
@@ -120,7 +98,7 @@ def _parameter_figure(lab: Lab, grid: Grid) -> Figure:
         alt="Top-1 in percent over the parameters that all encodings of a model have, one line for each family.",
         x=Axis("parameters", "Parameters of the encodings", scale="log"),
         y=Axis("top1", "Top-1", "%"),
-        rows=_parameter_rows(lab, grid),
+        rows=[{**row, **top1(correct(grid[str(row["name"])][row["block_size"]]))} for row in parameters.rows],  # type: ignore[index]
         series="name",
         low="low",
         high="high",

@@ -30,6 +30,7 @@ from torchrope.lab.studies.engine.estimates import (
     verdict,
     with_interval,
 )
+from torchrope.lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
 from torchrope.lab.studies.engine.pictures import picture
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.models import Swin, ViT
@@ -89,6 +90,11 @@ class Comparison:
         return {name: [each for each in self.done if each.trained.encoding == name] for name in self.ordered}
 
     @property
+    def trained(self) -> dict[str, list[Trained]]:
+        """The runs of `groups`."""
+        return {name: [each.trained for each in group] for name, group in self.groups.items()}
+
+    @property
     def base(self) -> str:
         """What costs are relative to."""
         return BASELINE if BASELINE in self.relative else next(iter(self.relative), "")
@@ -114,7 +120,8 @@ def tables(of: Comparison) -> list[Table]:
 
 def figures(of: Comparison) -> list[Figure]:
     """Accuracy, its curves, other sizes, costs, and confusions."""
-    found = [_bars(of), _curves(of), _losses(of), _by_size(of), _by_cost(of), _confusion(of)]
+    accuracy = [top1_by_encoding(of.rights, of.conclusion.chance), top1_curves(of.trained)]
+    found = [*accuracy, _losses(of), _by_size(of), _by_cost(of), _confusion(of)]
     return [figure for figure in found if figure is not None]
 
 
@@ -306,52 +313,13 @@ def _kind(parts: Sequence[Any], blueprint: ViT | Swin) -> str:
     return "rotary, relative" if relative else "rotary, not relative"
 
 
-def _bars(of: Comparison) -> Figure:
-    rows = [{"name": name, **top1(of.rights[name])} for name in of.ordered]
-    chance = 100 * of.conclusion.chance
-    return Figure(
-        name="top1",
-        kind="points",
-        title="Accuracy",
-        alt=f"Top-1 in percent of {len(rows)} encodings with 95 % intervals; {rows[0]['name']} is highest.",
-        x=_TOP1,
-        y=Axis("name", "Encoding", scale="category"),
-        rows=rows,
-        series="name",
-        low="low",
-        high="high",
-        caption=f"Lines are 95 % intervals. The best constant answer has {chance:.1f} %.",
-    )
-
-
-def _curves(of: Comparison) -> Figure:
-    rows: list[Row] = [
-        {"name": name, "epoch": epoch, "top1": 100 * mean, "low": 100 * low, "high": 100 * high}
-        for name, group in of.groups.items()
-        for epoch, mean, low, high in _over_epochs(group, "val_top1")
-    ]
-    return Figure(
-        name="curves",
-        kind="lines",
-        title="Accuracy while training",
-        alt="Validation top-1 after every epoch, one line an encoding.",
-        x=Axis("epoch", "Epoch"),
-        y=_TOP1,
-        rows=rows,
-        series="name",
-        low="low",
-        high="high",
-        caption="Mean over trainings; bands go from the worst to the best.",
-    )
-
-
 def _losses(of: Comparison) -> Figure:
     parts = {"train_loss": "training", "val_loss": "validation"}
     rows: list[Row] = [
         {"name": name, "part": part, "epoch": epoch, "loss": mean}
-        for name, group in of.groups.items()
+        for name, runs in of.trained.items()
         for key, part in parts.items()
-        for epoch, mean, _, _ in _over_epochs(group, key)
+        for epoch, mean, _, _ in over_epochs(runs, key)
     ]
     return Figure(
         name="losses",
@@ -365,17 +333,6 @@ def _losses(of: Comparison) -> Figure:
         panel="name",
         caption="Training loss is the mean over an epoch, with augmentation; validation loss is at its end.",
     )
-
-
-def _over_epochs(group: Sequence[Measured], key: str) -> list[tuple[int, float, float, float]]:
-    """Epoch, mean, lowest and highest over runs, where all have a finite value."""
-    found = []
-    for epochs in zip(*(each.trained.curve for each in group), strict=False):
-        values = [epoch.get(key) for epoch in epochs]
-        finite = [value for value in values if value is not None and np.isfinite(value)]
-        if len(finite) == len(values):
-            found.append((int(epochs[0]["epoch"]), fmean(finite), min(finite), max(finite)))
-    return found
 
 
 def _by_size(of: Comparison) -> Figure | None:
@@ -495,9 +452,9 @@ def notes(of: Comparison) -> list[str]:
 def _remarks(of: Comparison) -> list[str]:
     """Whose curve still rises, and whose validation loss has risen again."""
     rising, over = [], []
-    for name, group in of.groups.items():
-        accuracy = [mean for _, mean, _, _ in _over_epochs(group, "val_top1")]
-        loss = [mean for _, mean, _, _ in _over_epochs(group, "val_loss")]
+    for name, runs in of.trained.items():
+        accuracy = [mean for _, mean, _, _ in over_epochs(runs, "val_top1")]
+        loss = [mean for _, mean, _, _ in over_epochs(runs, "val_loss")]
         last = max(1, len(accuracy) // 5)
         if len(accuracy) >= 2 * last + 1 and fmean(accuracy[-last:]) - fmean(accuracy[-2 * last : -last]) > 0.01:
             rising.append(name)

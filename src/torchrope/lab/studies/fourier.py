@@ -17,8 +17,8 @@ from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Ta
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.estimates import cells, drawn_mean, percent, with_interval
 from torchrope.lab.studies.engine.published import ROPE_VIT
+from torchrope.lab.studies.engine.runs import untrained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.models import build_model
 from torchrope.models import ViT
 from torchrope.positions import PerAxis, grid
 
@@ -214,9 +214,7 @@ def _trained(lab: Lab, name: str) -> list[Heads]:
         if run is None or run.val_loss is None:
             continue
         end, data = run.load()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(run.seed)
-            start = build_model(name, run.run.config.model, data)
+        start = untrained(run.run, data)
         assert isinstance(start, ViT)
         assert isinstance(end, ViT)
         starts.append(start)

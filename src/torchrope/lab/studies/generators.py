@@ -31,9 +31,8 @@ from torchrope.lab.studies.engine.estimates import (
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, published
-from torchrope.lab.studies.engine.runs import Run
+from torchrope.lab.studies.engine.runs import Run, untrained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.models import build_model
 from torchrope.models import Swin, ViT
 from torchrope.positions import PerAxis, per_axis
 
@@ -162,13 +161,6 @@ def _measure(run: Run) -> Any:
         return {**found, "path": travelled(before, after), "relative": all(each.relative for each, _ in after)}
 
     return measure
-
-
-def untrained(run: Run, data: DataModule) -> ViT | Swin:
-    """The model that a run began with, drawn from its seed as the run did."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)
-        return build_model(run.encoding, run.config.model, data)
 
 
 def _of(model: ViT | Swin) -> list[tuple[Encoding, PerAxis]]:

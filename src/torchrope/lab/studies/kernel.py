@@ -18,8 +18,8 @@ from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Ta
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.estimates import by_encoding, cells, drawn_mean, percent, with_interval
 from torchrope.lab.studies.engine.feasible import feasible
+from torchrope.lab.studies.engine.runs import untrained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.models import build_model
 from torchrope.models import Swin, ViT
 from torchrope.positions import grid
 from torchrope.rotations import block_diagonal
@@ -304,12 +304,9 @@ def find(lab: Lab) -> Findings:
 
 
 def _at_start(lab: Lab, name: str, seed: int) -> dict[str, Any]:
-    data, config = lab.data, lab.run(name, seed).config.model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = build_model(name, config, data)
+    model = untrained(lab.run(name, seed), lab.data)
     assert isinstance(model, ViT)
-    return plain_kernels(kernels(model, model.embed.lattice(data.input_size)))
+    return plain_kernels(kernels(model, model.embed.lattice(lab.data.input_size)))
 
 
 def _row(view: View, relative: bool | None) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torchrope.lab.conclusion import join_names
 from torchrope.lab.encodings import choose
-from torchrope.lab.results import Advice, Column, Findings, Table
-from torchrope.lab.studies.engine.estimates import NAMES, about_intervals, change_sentence, named
+from torchrope.lab.results import Advice, Findings
+from torchrope.lab.studies.engine.estimates import about_intervals, change_sentence
 from torchrope.lab.studies.engine.grid import (
     Changes,
     Factor,
@@ -13,6 +13,7 @@ from torchrope.lab.studies.engine.grid import (
     Plan,
     changes,
     contrast_table,
+    parameter_table,
     top1_figure,
     top1_table,
     train_grid,
@@ -64,7 +65,7 @@ def find(lab: Lab) -> Findings:
         tables=[
             contrast_table("Against encodings of their own", moved, FACTOR, "Better by"),
             top1_table("Top-1 by what is shared", grid, FACTOR, about_intervals(seeds)),
-            _parameter_table(lab, grid),
+            parameter_table(lab, grid, FACTOR),
         ],
         figures=[top1_figure(grid, FACTOR, _alt(grid))],
         published=PUBLISHED,
@@ -82,16 +83,6 @@ def _absolute(lab: Lab, name: str) -> int:
     """Numbers of the absolute part, which exists once whatever is shared."""
     absolute = [part for part in name.split("+") if choose(part).absolute is not None]
     return count_encoding_parameters(lab.blueprint(lab.run(absolute[0]))) if absolute else 0
-
-
-def _parameter_table(lab: Lab, grid: Grid) -> Table:
-    rows = [
-        {**named(name), "shared": level, "parameters": count_encoding_parameters(lab.blueprint(runs[0].run))}
-        for name, levels in grid.items()
-        for level, runs in levels.items()
-    ]
-    columns = (*NAMES, FACTOR.column, Column("parameters", "Parameters of the encodings", digits=0))
-    return Table("Numbers that the encodings learn", columns, rows, note="Counted over all layers and heads.")
 
 
 def _alt(grid: Grid) -> str:

@@ -31,6 +31,7 @@ from torchrope.lab.studies.engine.estimates import (
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab
+from torchrope.lab.training.cost import count_encoding_parameters
 
 Level = float | str
 Plan = Mapping[str, Mapping[Level, Sequence[Run]]]
@@ -197,6 +198,16 @@ def contrast_table(title: str, moved: Changes, factor: Factor, heading: str) -> 
     ]
     columns = (*NAMES, factor.column, with_interval("change", heading, "points", 1), VERDICT)
     return Table(title, columns, rows, note=HOLM)
+
+
+def parameter_table(lab: Lab, grid: Grid, factor: Factor) -> Table:
+    """Parameters of the encodings of every cell."""
+    rows = [
+        {**named(name), factor.key: level, "parameters": count_encoding_parameters(lab.blueprint(runs[0].run))}
+        for name, level, runs in _each(grid)
+    ]
+    columns = (*NAMES, factor.column, Column("parameters", "Parameters of the encodings", digits=0))
+    return Table("Parameters that the encodings learn", columns, rows, note="Counted over all layers and heads.")
 
 
 def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.nn import functional
 
 from torchrope.files import read_mapping
@@ -21,6 +22,7 @@ from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope.lab.training.evaluate import predict_views_or_one
 from torchrope.lab.training.history import OnEpoch
+from torchrope.lab.training.models import build_model
 from torchrope.lab.training.module import Module
 from torchrope.lab.training.run import load, train
 from torchrope.lab.training.skipped import read_skipped
@@ -152,6 +154,13 @@ class Trained:
         if not file.exists():
             write_json(file, measure(*self.load(data)))
         return read_mapping(file, "a measure")
+
+
+def untrained(run: Run, data: DataModule) -> ViT | Swin:
+    """The model that a run began with, drawn from its seed as the run did."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        return build_model(run.encoding, run.config.model, data)
 
 
 class Store:
