@@ -1,6 +1,7 @@
 """The comparison: what its answer rests on, claims of cost under noise, remarks, and samples."""
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from torchrope.lab.conclusion import Conclusion
 from torchrope.lab.data.config import data_config
-from torchrope.lab.results import StudyResult
+from torchrope.lab.results import Findings, StudyResult
 from torchrope.lab.statistics import conclude
 from torchrope.lab.studies.compare import _relative_costs, compare
 from torchrope.lab.studies.compare_findings import _frames, _remarks
@@ -87,6 +88,20 @@ def test_the_answer_follows_from_the_predictions_that_are_kept(tmp_path: Path) -
     assert found.data.chance == pytest.approx(conclusion.chance)
     assert conclusion.margin == 0.01
     assert Conclusion.from_dict(run(small(tmp_path, seeds=2, margin=0.2)).conclusion).margin == 0.2
+
+
+def test_the_stored_answer_cannot_contradict_the_conclusion(tmp_path: Path) -> None:
+    conclusion = conclude(RIGHT, chance=0.1)
+    result = StudyResult("compare", "t", "q?", (), Findings("Another answer."), None, conclusion=conclusion.as_dict())
+    assert result.findings.answer == conclusion.sentence()
+    stored = result.plain()
+    stored["findings"]["answer"] = "b is best."
+    (tmp_path / "results.json").write_text(json.dumps(stored))
+    assert StudyResult.read(tmp_path / "results.json").findings.answer == conclusion.sentence()
+    stored["conclusion"]["kind"] = "clear"
+    (tmp_path / "results.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="kind must be one of best"):
+        StudyResult.read(tmp_path / "results.json")
 
 
 def test_results_name_classes_confusions_and_samples(tmp_path: Path) -> None:
