@@ -149,8 +149,8 @@ def _answer(needed: Sequence[dict[str, Any]], seeds: int) -> str:
     if not less:
         return f"This run cannot tell whether any encoding needs less data for {wanted}.{one_seed(seeds)}"
     share = written([less[0][key] for key in ("needs", "needs_low", "needs_high")], " %", 0)
-    who = f"{len(less)} of {len(needed)} encodings measurably need less data for {wanted}"
-    return f"{who}, {less[0]['name']} the least with {share}.{one_seed(seeds)}"
+    claim = f"{len(less)} of {len(needed)} encodings measurably need less data for {wanted}"
+    return f"{claim}, {less[0]['name']} the least with {share}.{one_seed(seeds)}"
 
 
 def _alt(grid: Grid) -> str:

@@ -30,7 +30,7 @@ def count_pixels(predicted: Tensor, truth: Tensor) -> dict[str, Any]:
     valid = truth != IGNORED
     classes = int(torch.cat([predicted[valid], truth[valid]]).max()) + 1 if valid.any() else 0
     counts = prediction.per_image_counts(predicted, truth, classes).T.tolist()
-    return {str(kind): [both, said, true] for kind, (both, said, true) in enumerate(counts) if said + true}
+    return {str(kind): [both, named, true] for kind, (both, named, true) in enumerate(counts) if named + true}
 
 
 def mean_iou(records: Sequence[Counts]) -> Weigh:
@@ -56,4 +56,4 @@ def mean_iou(records: Sequence[Counts]) -> Weigh:
 def total(records: Iterable[Counts]) -> tuple[int, int]:
     """Pixels predicted and true over all classes and images."""
     cells = [pixels for record in records for pixels in record.values()]
-    return sum(said for _, said, _ in cells), sum(true for _, _, true in cells)
+    return sum(named for _, named, _ in cells), sum(true for _, _, true in cells)

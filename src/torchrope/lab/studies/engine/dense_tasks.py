@@ -160,7 +160,7 @@ class Detect(Task):
 
 @torch.no_grad()
 def predictions(model: Any, task: Task, data: DataModule, zoom: float) -> Iterator[tuple[Tensor, Target, Found]]:
-    """Every validation image, what is true of it, and what a model says of it when it is made `zoom` times as large."""
+    """Every validation image, its target, and the prediction of a model for it enlarged by `zoom`."""
     device = _device(model)
     for images, targets in data.val_dataloader():
         found = model.predict([_enlarged(image.to(device), zoom) for image in images])

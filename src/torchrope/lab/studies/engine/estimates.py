@@ -197,7 +197,7 @@ def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusi
 
 
 def verdict(conclusion: Conclusion, name: str) -> str:
-    """What the conclusion says of one encoding."""
+    """The verdict of the conclusion on one encoding."""
     if name in conclusion.behind:
         return "behind"
     if conclusion.best is None:

@@ -23,5 +23,5 @@ def file_of(name: str) -> Path:
 
 
 def summary(name: str) -> str:
-    """The first line of a study's file, which says what it is; read without running it."""
+    """The first line of a study's file, which describes it; read without running it."""
     return (ast.get_docstring(ast.parse(file_of(name).read_text(encoding="utf-8"))) or "").partition("\n")[0]

@@ -143,7 +143,7 @@ class Study:
         title: For people.
         question: What it asks, in a sentence.
         sources: Papers with their tables and figures.
-        find: Trains what it needs with `lab.train`, and says what came out.
+        find: Trains what it needs with `lab.train`, and returns what it found.
         encodings: Compared where the user names none.
         tasks: What its data must be for, one of them at least; see `DataModule.tasks`.
         needs_data: False where it is computed from formulas.
