@@ -441,7 +441,7 @@ def test_pairs_differ_as_holms_procedure_over_mcnemars_tests_says() -> None:
         names = [*"abcd"]
         right = noisy(dict(zip(names, (0.6, 0.7, 0.72, 0.8), strict=True)), 1, 120, seed)
         comparison = statistics._Comparison({name: each.astype(float) for name, each in right.items()})
-        tail, differ = comparison._holm()
+        tail, differ = statistics._holm(len(comparison.pairs), comparison.pairs.differ)
         pairs = list(itertools.combinations(comparison.names, 2))
         chances = {}
         for a, b in pairs:
@@ -546,6 +546,42 @@ def test_equal_costs_are_rarely_told_apart() -> None:
 def test_rounds_are_compared_in_pairs() -> None:
     busy = rounds(1.0, 0.5)
     assert tied_with_costs(axial=busy, mixed=1.02 * busy * rounds(1.0, 0.001, seed=3)).cheapest == "axial"
+
+
+# ---- several comparisons
+
+
+def test_differences_of_chosen_pairs_are_those_of_the_pair_alone_at_holms_level() -> None:
+    right = noisy({"a": 0.9, "b": 0.6, "c": 0.58}, 1, 400)
+    large, slight = statistics.differences(right, [("a", "b"), ("b", "c")])
+    alone = difference_interval(right["a"], right["b"], level=0.95)
+    assert large == pytest.approx(alone)  # the other is not measurable: 5 % over one that is left, and 5 % over it
+    assert slight == pytest.approx(difference_interval(right["b"], right["c"], level=0.95))
+    [reverse] = statistics.differences(right, [("b", "a")])
+    assert reverse == pytest.approx((-alone.estimate, -alone.high, -alone.low))
+
+
+def test_of_many_equal_pairs_one_is_rarely_measurable() -> None:
+    names = [*"abcdefgh"]
+    pairs = list(zip(names[::2], names[1::2], strict=True))
+    wrong = 0
+    for seed in range(200):
+        right = noisy(dict.fromkeys(names, 0.7), 1, 200, seed)
+        wrong += any(each.low > 0 or each.high < 0 for each in statistics.differences(right, pairs))
+    assert wrong <= 18  # 5 % of 200 and two standard deviations
+
+
+def test_simultaneous_intervals_are_of_the_level_at_which_holms_procedure_ends() -> None:
+    levels = []
+
+    def intervals(level: float) -> list[statistics.Interval]:
+        levels.append(level)
+        return [statistics.Interval(1.0, 0.5, 1.5), *[statistics.Interval(0.0, -level, level)] * 4]
+
+    found = statistics.simultaneous(intervals)
+    assert found[0].low > 0
+    assert levels[-1] == pytest.approx(1 - 0.05 / 4)
+    assert found[1].high == pytest.approx(levels[-1])
 
 
 # ---- kinds, sentences, dictionaries

@@ -32,7 +32,7 @@ class Needed:
         gap: Between the best encoding and `behind`, the largest seen.
         behind: The encoding of the lowest accuracy.
         examples: So many more examples held out, with as many seeds; None where no number is enough.
-        seeds: So many more seeds, on the same examples; None where 100 are not enough, or one seed does not tell.
+        seeds: So many more seeds, on the same examples; None where 100 are not enough, or there is one seed.
     """
 
     gap: float
@@ -123,27 +123,30 @@ class Conclusion:
 
 def _say_best(it: Conclusion) -> str:
     next_one = it.behind[0]
-    gap = it.gaps[next_one]
-    ahead = f"by {100 * gap.estimate:.1f} points [{100 * gap.low:.1f}, {100 * gap.high:.1f}] over {next_one}"
-    return f"{it.best} is measurably ahead{' of all others' if it.behind[1:] else ''}, {ahead}.{_one_seed(it)}"
+    ahead = f"by {_interval(it.gaps[next_one])} over {next_one}"
+    gain = _gain(it) if next_one != BASELINE else ""
+    return (
+        f"{it.best} is measurably ahead{' of all others' if it.behind[1:] else ''}, {ahead}{gain}.{one_seed(it.seeds)}"
+    )
 
 
 def _say_tied(it: Conclusion) -> str:
-    told = f"{_listed([it.best or '', *it.tied])} cannot be told apart"
+    tied = f"{join_names([it.best or '', *it.tied])} cannot be told apart"
     if it.behind:
-        return f"{told}; measurably behind: {_listed(it.behind)}. {_limits(it).capitalize()}."
-    return f"{told}, and no difference is above {_points(it.margin)}.{_one_seed(it)}"
+        return f"{tied}; measurably behind: {join_names(it.behind)}{_gain(it)}. {_limits(it).capitalize()}."
+    return f"{tied}, and no difference is above {_points(it.margin)}{_gain(it)}.{one_seed(it.seeds)}"
 
 
 def _say_cheaper(it: Conclusion) -> str:
     others = [name for name in (it.best, *it.tied) if name is not None and name != it.cheapest]
-    apart = f"{it.cheapest} cannot be told apart from {_listed(others)} and costs measurably less"
-    return f"{apart}. {_limits(it).capitalize()}."
+    apart = f"{it.cheapest} cannot be told apart from {join_names(others)} and costs measurably less"
+    return f"{apart}{_gain(it)}. {_limits(it).capitalize()}."
 
 
 def _say_irrelevant(it: Conclusion) -> str:
-    points = _points(it.margin)
-    return f"Position does not matter here: no encoding differs from none by more than {points}.{_one_seed(it)}"
+    name = max(it.gains, key=lambda name: it.gains[name].estimate)
+    rule = f"Position does not matter here: no encoding differs from none by more than {_points(it.margin)}"
+    return f"{rule}; {name} gains {_interval(it.gains[name])} over none.{one_seed(it.seeds)}"
 
 
 def _say_nothing(it: Conclusion) -> str:
@@ -161,7 +164,7 @@ def _say_unknown(it: Conclusion) -> str:
             f"This run cannot tell whether anything was learned: with {_count(it.examples, 'example')}, being right on "
             f"all is not measurably above the {100 * it.chance:.1f} % of the best constant answer."
         )
-    return f"This run cannot tell the encodings apart: {_limits(it)}.{_need(it)}"
+    return f"This run cannot tell encodings apart: {_limits(it)}{_gain(it)}.{_need(it)}"
 
 
 def _limits(it: Conclusion) -> str:
@@ -179,12 +182,24 @@ def _need(it: Conclusion) -> str:
     ways += [_count(need.seeds, "more seed")] if need.seeds is not None else []
     between = f"the gap of {_points(need.gap)} between {it.best} and {need.behind}"
     if not ways:
-        return f" More examples or seeds alone would not show {between}."
+        return f" More examples or seeds would not show {between}."
     return f" About {' or '.join(ways)} would show {between}."
 
 
-def _one_seed(it: Conclusion) -> str:
-    return " With one training each, variation between training runs is not included." if it.seeds == 1 else ""
+def _gain(it: Conclusion) -> str:
+    """The gap of the best to "none", with the interval that decides whether "none" is behind."""
+    gap = it.gaps.get(BASELINE)
+    return f"; {it.best} gains {_interval(gap)} over none" if gap else ""
+
+
+def one_seed(seeds: int) -> str:
+    """Write what intervals leave out where there is one seed, to end an answer with; empty for several."""
+    return " With one training each, variation between training runs is not included." if seeds == 1 else ""
+
+
+def _interval(shares: Interval) -> str:
+    estimate, low, high = (100 * each for each in shares)
+    return f"{estimate:.1f} points [{low:.1f}, {high:.1f}]"
 
 
 def _points(share: float) -> str:
@@ -196,8 +211,8 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c", "a, b, c and 4 others"."""
+def join_names(names: Sequence[str]) -> str:
+    """Write names in a sentence: "a", "a and b", "a, b and c", "a, b, c and 4 others"."""
     shown = [*names] if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
@@ -270,8 +285,8 @@ def _check(it: Conclusion) -> None:
     for what in ("best", "cheapest"):
         name = getattr(it, what)
         require(name is None or isinstance(name, str), f"{what} must be a name or None", name)
-    placed = ([] if it.best is None else [it.best]) + [*_names(it.tied, "tied"), *_names(it.behind, "behind")]
-    require(sorted(placed) == sorted(it.intervals), "best, tied and behind must be the names of intervals", placed)
+    named = ([] if it.best is None else [it.best]) + [*_names(it.tied, "tied"), *_names(it.behind, "behind")]
+    require(sorted(named) == sorted(it.intervals), "best, tied and behind must be the names of intervals", named)
     for what in ("examples", "seeds"):
         count = getattr(it, what)
         require(_is_count(count) and count > 0, f"{what} must be a whole number above 0", count)

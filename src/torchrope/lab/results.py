@@ -1,18 +1,19 @@
 """The one schema of results: what a comparison or a study found, as dataclasses that JSON keeps and gives back.
 
 `StudyResult.write` and `StudyResult.read` are the two ends. What is read is checked against the same dataclasses that
-were written, so that a damaged or hostile file is refused in one line that names the place.
+were written, so that a damaged or hostile file is refused in one line that names the entry.
 """
 
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from torchrope.files import parse_json, write_whole
+from torchrope.lab.conclusion import Conclusion
 from torchrope.lab.schema import build, check_type, short
 
 Value = float | int | str | bool | None
@@ -38,6 +39,8 @@ STUDIES = (
     "dense",
 )
 """Names of all studies, in the order of the report."""
+MOST_WORDS, MOST_SENTENCES = 50, 2
+"""Of an answer."""
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # no page may hold them
 _PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]+={0,2}")
 _LARGEST_SIDE = 4096  # pixels of a picture
@@ -110,7 +113,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Figure:
-    """The numbers of a figure, one row a mark; how it looks is the report's affair.
+    """The numbers of a figure, one row a mark; the report decides how it looks.
 
     Attributes:
         name: For files, unique within a study: "accuracy-by-size".
@@ -120,8 +123,8 @@ class Figure:
         alt: What a reader who does not see it should know: what is on the axes, and what comes out.
         x, y: The axes.
         rows: The numbers.
-        series: Key of the name that colour and marker tell, an encoding's most of the time.
-        panel: Key of the name that small figures side by side tell.
+        series: Key of the name that colour and marker show, most often an encoding's.
+        panel: Key of the name of each of several small figures.
         low, high: Keys of the 95 % interval's ends of y.
         colour: For "cells": what the colour means; values around zero are drawn so.
         caption: How to read it.
@@ -157,7 +160,7 @@ class Box:
 
     Attributes:
         left, top, right, bottom: In pixels of the picture, from its upper left corner.
-        kind: Place of its class in `Pictures.classes`.
+        kind: Index of its class in `Pictures.classes`.
         score: The model's confidence, 0 to 1; None of a true one.
     """
 
@@ -221,7 +224,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures with boxes or maps on them, predicted ones beside true ones; how they look is the report's affair.
+    """Pictures with boxes or maps on them, predicted ones beside true ones; the report decides how they look.
 
     Attributes:
         name: For files, unique among the figures and pictures of a study.
@@ -248,15 +251,15 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Check:
-    """A law that the numbers must obey.
+    """A rule that the numbers must fulfil.
 
     Attributes:
-        law: What must hold.
+        rule: What must hold.
         holds: Whether it does.
-        measured: The number it was decided by.
+        measured: The number that decides it.
     """
 
-    law: str
+    rule: str
     holds: bool
     measured: str
 
@@ -281,7 +284,7 @@ class Findings:
     """What a study found.
 
     Attributes:
-        answer: The study's question answered in a sentence or two, from the numbers, with their uncertainty.
+        answer: The study's question answered in at most two sentences and 50 words: one claim with its uncertainty.
         tables: What was measured, the main table first.
         figures: The numbers to draw.
         pictures: Images with what is true and what is predicted on them.
@@ -289,6 +292,9 @@ class Findings:
         checks: What must hold, and whether it does.
         notes: What a reader must know: what was left out, what differs from the papers.
         advice: For the front page.
+
+    Raises:
+        ValueError: the answer is too long, or two figures have the same name.
     """
 
     answer: str
@@ -301,6 +307,7 @@ class Findings:
     pictures: Sequence[Pictures] = ()
 
     def __post_init__(self) -> None:
+        _check_answer(self.answer)
         names = [*(each.name for each in self.figures), *(each.name for each in self.pictures)]
         if len(set(names)) < len(names):
             raise ValueError(f"figures must have different names, got {short(names)}")
@@ -348,7 +355,7 @@ class RunFacts:
         date: Of its end.
         seconds: Of all trainings together.
         config: All settings.
-        torchrope, commit, versions, machine: As `provenance` tells them.
+        torchrope, commit, versions, machine: From `provenance`.
     """
 
     command: str | None = None
@@ -373,8 +380,12 @@ class StudyResult:
         findings: What it found.
         data: What it is about; None where no data was needed.
         run: How to run it again, and where the numbers are from.
-        conclusion: What a comparison has shown, as `Conclusion.as_dict` writes it; None of other studies.
+        conclusion: What a comparison has shown, as `Conclusion.as_dict` writes it; None of other studies. The answer of
+            the findings is then its sentence, whatever answer was given.
         unfinished: Runs that were asked for and are missing.
+
+    Raises:
+        ValueError: the conclusion cannot be read.
     """
 
     study: str
@@ -386,6 +397,11 @@ class StudyResult:
     run: RunFacts = field(default_factory=RunFacts)
     conclusion: Mapping[str, Any] | None = None
     unfinished: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.conclusion is not None:
+            answer = Conclusion.from_dict(self.conclusion).sentence()
+            object.__setattr__(self, "findings", replace(self.findings, answer=answer))
 
     def plain(self) -> dict[str, Any]:
         """As JSON keeps it."""
@@ -400,7 +416,7 @@ class StudyResult:
         """Read what `write` wrote.
 
         Raises:
-            ValueError: it is no JSON, of another schema, or lacks a part; the message names the file and the place.
+            ValueError: it is no JSON, of another schema, or lacks a part; the message names the file and the entry.
         """
         try:
             stored = _showable(parse_json(path.read_text(encoding="utf-8")))
@@ -413,7 +429,7 @@ class StudyResult:
 
 
 def check_result(stored: Any) -> StudyResult:
-    """Build a result of what JSON gave, or raise a ValueError that names the place which is not as it must be."""
+    """Build a result from what JSON gave, or raise a ValueError that names the entry which is not as it must be."""
     check_type(stored, dict, "study")
     if stored.get("schema") != SCHEMA:
         raise ValueError(f"schema must be {SCHEMA!r}, got {short(stored.get('schema'))}")
@@ -440,6 +456,14 @@ def runs(text: str) -> Iterator[tuple[int | None, int]]:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, whole or not at all; NaN and infinity become null."""
     write_whole(path, json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def _check_answer(answer: str) -> None:
+    """Raise ValueError for more words or sentences than an answer may have; dots within names and numbers end none."""
+    words, sentences = len(answer.split()), len(re.findall(r"[.!?](?=\s|$)", answer))
+    if words > MOST_WORDS or sentences > MOST_SENTENCES:
+        rule = f"an answer must have at most {MOST_SENTENCES} sentences and {MOST_WORDS} words"
+        raise ValueError(f"{rule}, got {sentences} and {words} in {short(answer)}")
 
 
 def _check_rows(rows: Sequence[Row], keys: Sequence[str], numbers: Sequence[str], of: str) -> None:

@@ -1,4 +1,4 @@
-"""Dataclasses out of what JSON holds: every value is checked against its type, and an error names its place."""
+"""Dataclasses from what JSON holds: every value is checked against its type, and an error names its entry."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass

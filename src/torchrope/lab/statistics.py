@@ -1,8 +1,9 @@
-"""Confidence intervals, ties and conclusions: the one place that computes what a comparison of encodings has shown.
+"""Confidence intervals, ties and conclusions: what a comparison of encodings has shown.
 
 `conclude` takes right-or-wrong arrays `(seeds, examples)` by name and returns a `Conclusion`, whose kind is one of a
 closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `bootstrap` are the intervals that it and
-the studies use. Accuracies, gaps and margins are shares of 1; a point is 0.01.
+the studies use. `differences` and `simultaneous` correct intervals for the number of comparisons, so that one excludes
+0 exactly where a difference is claimed. Accuracies, gaps and margins are shares of 1; a point is 0.01.
 
 Variance. With S seeds and n examples, X `(S, n)` is right or wrong, or the difference of two encodings on the same
 seeds and examples. Seeds and examples are samples both, so X is a two-way random-effects model with one value in a
@@ -151,6 +152,44 @@ def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> I
     return _Pairs(sums).intervals(tail)[0]
 
 
+def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
+    """Compute the accuracy of the first of each pair less that of the second, at 5 % over all pairs (Holm).
+
+    Args:
+        correct: Right (1) or wrong (0) by name, as `conclude` takes it.
+        pairs: Names, at least one pair.
+
+    Returns:
+        Tango's intervals at the level at which the procedure ends: one excludes 0 where the difference is measurable.
+
+    Raises:
+        ValueError: arrays are empty, not of zeros and ones, or of different shapes.
+    """
+    arrays = _arrays(correct)
+    index = {name: at for at, name in enumerate(arrays)}
+    first, second = (np.array([index[pair[side]] for pair in pairs]) for side in (0, 1))
+    compared = _Pairs(_Sums(np.stack(list(arrays.values()))), first, second)
+    tail, _ = _holm(len(pairs), compared.differ)
+    return compared.intervals(tail)
+
+
+def simultaneous(intervals: Callable[[float], Sequence[Interval]]) -> list[Interval]:
+    """Compute intervals of several differences, at 5 % over all of them by Holm's procedure.
+
+    Args:
+        intervals: From a level of confidence to the intervals of all differences, one at least.
+
+    Returns:
+        Those of the level at which the procedure ends: one excludes 0 where the difference is measurable.
+    """
+
+    def differ(tail: float) -> NDArray[np.bool_]:
+        return np.array([each.low > 0 or each.high < 0 for each in intervals(1 - 2 * tail)])
+
+    tail, _ = _holm(len(intervals(1 - ERROR_RATE)), differ)
+    return list(intervals(1 - 2 * tail))
+
+
 def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
     """Compute the median with its exact interval by order statistics, which assumes no distribution.
 
@@ -195,15 +234,22 @@ def bootstrap(
         ValueError: there are no statistics, or fewer than one example or two draws; a value is not finite; the level is
             not between 0 and 1.
     """
+    drawn = draw(statistics, examples, draws=draws, seed=seed)
+    _finite(drawn.whole, "a statistic")
+    _finite(drawn.draws.ravel(), "a statistic")
+    return drawn.interval(level)
+
+
+def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, seed: int = 0) -> "Drawn":
+    """Compute a statistic of each training on all examples and on bootstrap draws of them, as `bootstrap` takes it."""
     if not statistics or examples < 1 or draws < 2:
         raise ValueError(
             "a bootstrap needs a statistic, an example and two draws at least, "
             f"got {len(statistics)}, {examples} and {draws}"
         )
     weights = resample(examples, draws=draws, seed=seed)
-    whole = [_finite(each(np.ones((1, examples), dtype=int)), "a statistic")[0] for each in statistics]
-    drawn = np.stack([_finite(each(weights), "a statistic") for each in statistics])
-    return drawn_interval(np.array(whole), drawn, examples, level=level)
+    whole = [float(each(np.ones((1, examples), dtype=int))[0]) for each in statistics]
+    return Drawn(np.array(whole), np.stack([each(weights) for each in statistics]), examples)
 
 
 def resample(examples: int, *, draws: int = 1000, seed: int = 0) -> np.ndarray:
@@ -211,34 +257,51 @@ def resample(examples: int, *, draws: int = 1000, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).multinomial(examples, np.full(examples, 1 / examples), draws)
 
 
-def drawn_interval(whole: Array, drawn: Array, examples: int, *, level: float = 0.95) -> Interval:
-    """Compute the interval of `bootstrap` from values that are known.
+@dataclass(frozen=True)
+class Drawn:
+    """A statistic of each training, on all examples and on bootstrap draws of them.
 
-    Args:
-        whole: Of each training on all examples, `(seeds,)`.
-        drawn: Of each training in each draw of `resample`, `(seeds, draws)`.
+    Attributes:
+        whole: On all examples, `(seeds,)`.
+        draws: In each draw of `resample`, `(seeds, draws)`; the same draws for all statistics of the same examples.
         examples: How many there are.
-        level: Of confidence.
     """
-    tail = (1 - _level(level)) / 2
-    mean, estimate, seeds = drawn.mean(axis=0), float(np.mean(whole)), len(whole)
-    low, high = np.quantile(mean, (tail, 1 - tail))
-    of_examples = float(mean.var()) * examples / max(examples - 1, 1)
-    of_rest = float(drawn.var(axis=1).mean() - mean.var()) / max(seeds - 1, 1)
-    of_seeds = max(float(np.var(whole, ddof=1)) / seeds, of_rest) if seeds > 1 else 0.0
-    of_examples = max(of_examples - of_rest, 0.0)
-    variance = of_seeds + of_examples
-    if not variance:
-        return Interval(estimate, estimate, estimate)
-    share = (of_examples**2 / max(examples - 1, 1) + of_seeds**2 / max(seeds - 1, 1)) / variance**2
-    normal = float(ndtri(1 - tail))
-    wider = float(stdtrit(1 / share, 1 - tail)) / normal
-    scale = of_examples / float(mean.var()) if of_examples else 0.0
 
-    def reach(percentile: float) -> float:
-        return wider * math.sqrt(scale * max(percentile, 0.0) ** 2 + of_seeds * normal**2)
+    whole: Array
+    draws: Array
+    examples: int
 
-    return Interval(estimate, estimate - reach(estimate - float(low)), estimate + reach(float(high) - estimate))
+    @property
+    def mean(self) -> float:
+        """Over trainings."""
+        return float(np.mean(self.whole))
+
+    def __sub__(self, other: "Drawn") -> "Drawn":
+        """The difference to another on the same examples, paired, of as many trainings as both have."""
+        seeds = min(len(self.whole), len(other.whole))
+        return Drawn(self.whole[:seeds] - other.whole[:seeds], self.draws[:seeds] - other.draws[:seeds], self.examples)
+
+    def interval(self, level: float = 0.95) -> Interval:
+        """The mean over trainings with the interval of `bootstrap`."""
+        tail = (1 - _level(level)) / 2
+        mean, estimate, seeds = self.draws.mean(axis=0), self.mean, len(self.whole)
+        low, high = np.quantile(mean, (tail, 1 - tail))
+        of_examples = float(mean.var()) * self.examples / max(self.examples - 1, 1)
+        of_rest = float(self.draws.var(axis=1).mean() - mean.var()) / max(seeds - 1, 1)
+        of_seeds = max(float(np.var(self.whole, ddof=1)) / seeds, of_rest) if seeds > 1 else 0.0
+        of_examples = max(of_examples - of_rest, 0.0)
+        variance = of_seeds + of_examples
+        if not variance:
+            return Interval(estimate, estimate, estimate)
+        share = (of_examples**2 / max(self.examples - 1, 1) + of_seeds**2 / max(seeds - 1, 1)) / variance**2
+        normal = float(ndtri(1 - tail))
+        wider = float(stdtrit(1 / share, 1 - tail)) / normal
+        scale = of_examples / float(mean.var()) if of_examples else 0.0
+
+        def reach(percentile: float) -> float:
+            return wider * math.sqrt(scale * max(percentile, 0.0) ** 2 + of_seeds * normal**2)
+
+        return Interval(estimate, estimate - reach(estimate - float(low)), estimate + reach(float(high) - estimate))
 
 
 # ---- variance
@@ -329,11 +392,15 @@ def _accuracy_spread(sums: _Sums) -> _Spread:
 
 
 class _Pairs:
-    """Differences of all pairs of encodings, `(pairs,)`: the first of a pair less the second."""
+    """Differences of pairs of encodings, by default all of them, `(pairs,)`: the first of a pair less the second."""
 
-    def __init__(self, sums: _Sums) -> None:
-        self.first, self.second = np.triu_indices(sums.names, 1)
-        one, other = self.first, self.second
+    def __init__(
+        self, sums: _Sums, first: NDArray[np.intp] | None = None, second: NDArray[np.intp] | None = None
+    ) -> None:
+        if first is None or second is None:
+            first, second = np.triu_indices(sums.names, 1)
+        self.first, self.second = one, other = first, second
+        signs = np.eye(sums.names)
         both = sums.both[one, other]
         self.gained = (sums.right[one] - both) / sums.answers
         """Share of answers that the first alone has right."""
@@ -344,7 +411,7 @@ class _Pairs:
             sums.right[one] + sums.right[other] - 2 * both + 2 * sums.seeds,
             squared[one] + squared[other] - 2 * sums.products[one, other] + 2 * sums.seeds**2,
             sums.examples,
-            compared=sums.names - 1,
+            compared=int(np.linalg.matrix_rank(signs[one] - signs[other])),  # sums.names - 1 for all pairs
         )
 
     def __len__(self) -> int:
@@ -403,6 +470,22 @@ def _tango(gained: Array, lost: Array, examples: Array, quantile: Array) -> tupl
     return outer[0], outer[1]
 
 
+def _holm(count: int, differ: Callable[[float], NDArray[np.bool_]]) -> tuple[float, NDArray[np.bool_]]:
+    """The tail at which Holm's procedure over so many differences ends, and which of them are measurable.
+
+    Args:
+        count: Of differences.
+        differ: Whether intervals that leave out a probability at each end exclude 0, `(count,)`.
+    """
+    found = np.zeros(count, dtype=bool)
+    while True:
+        tail = ERROR_RATE / 2 / max(int((~found).sum()), 1)
+        now = differ(tail)
+        if now.sum() <= found.sum():
+            return tail, found
+        found = now
+
+
 # ---- conclusions
 
 
@@ -416,7 +499,7 @@ class _Comparison:
         self.pairs = _Pairs(self.sums)
 
     def conclude(self, chance: float, margin: float) -> Conclusion:
-        tail, differ = self._holm()
+        tail, differ = _holm(len(self.pairs), self.pairs.differ)
         last = len(self.names) - 1
         behind = [name for name, differs in zip(self.names[1:], differ[:last], strict=True) if differs]
         gaps = self.pairs.intervals(tail, slice(last))  # pairs of the first come first
@@ -457,16 +540,6 @@ class _Comparison:
             return "tied"
         return "cannot-tell"
 
-    def _holm(self) -> tuple[float, NDArray[np.bool_]]:
-        """The tail at which Holm's procedure over all pairs ends, and which pairs differ."""
-        differ = np.zeros(len(self.pairs), dtype=bool)
-        while True:
-            tail = ERROR_RATE / 2 / max(int((~differ).sum()), 1)
-            now = self.pairs.differ(tail)
-            if now.sum() <= differ.sum():
-                return tail, differ
-            differ = now
-
     def _learned(self, chance: float) -> bool:
         spread = _accuracy_spread(self.sums)
         tail = ERROR_RATE / len(self.names)
@@ -498,17 +571,17 @@ class _Comparison:
 
     def _needed(self, tail: float) -> Needed | None:
         """What shows the gap between the first and the last, which is the largest."""
-        place, pairs, sums = len(self.names) - 2, self.pairs, self.sums
-        gap = float(pairs.difference[place])
+        last, pairs, sums = len(self.names) - 2, self.pairs, self.sums
+        gap = float(pairs.difference[last])
         if gap <= 0:
             return None
-        spread = _Spread(*(getattr(pairs.spread, field.name)[[place]] for field in fields(_Spread)))
+        spread = _Spread(*(getattr(pairs.spread, field.name)[[last]] for field in fields(_Spread)))
         held = sums.examples + 2
         of_rest = float(spread.of_rest[0])
         of_seeds = float(spread.of_seeds[0] - of_rest) / held
         of_examples = max(float(spread.of_examples[0]) - of_rest, 0) / sums.seeds
         now = of_seeds / sums.seeds + (of_examples + of_rest / sums.seeds) / held
-        scale = float(pairs.unequal[place] / spread.effective[0]) / now
+        scale = float(pairs.unequal[last] / spread.effective[0]) / now
 
         def enough(quantiles: Array) -> Array:
             return (gap / quantiles) ** 2 / scale  # [counts]: the variance that shows the gap
@@ -573,8 +646,8 @@ def _arrays(correct: Mapping[str, ArrayLike]) -> dict[str, Array]:
     arrays = {name: _array(right, name) for name, right in correct.items()}
     shapes = {right.shape for right in arrays.values()}
     if len(shapes) > 1:
-        told = ", ".join(f"{name!r} {right.shape}" for name, right in arrays.items())
-        raise ValueError(f"right-or-wrong arrays must be of the same seeds and examples, got {told}")
+        got = ", ".join(f"{name!r} {right.shape}" for name, right in arrays.items())
+        raise ValueError(f"right-or-wrong arrays must be of the same seeds and examples, got {got}")
     return arrays
 
 

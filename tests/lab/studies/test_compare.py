@@ -1,6 +1,7 @@
 """The comparison: what its answer rests on, claims of cost under noise, remarks, and samples."""
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from torchrope.lab.conclusion import Conclusion
 from torchrope.lab.data.config import data_config
-from torchrope.lab.results import StudyResult
+from torchrope.lab.results import Findings, StudyResult
 from torchrope.lab.statistics import conclude
 from torchrope.lab.studies.compare import _relative_costs, compare
 from torchrope.lab.studies.compare_findings import _frames, _remarks
@@ -89,6 +90,20 @@ def test_the_answer_follows_from_the_predictions_that_are_kept(tmp_path: Path) -
     assert Conclusion.from_dict(run(small(tmp_path, seeds=2, margin=0.2)).conclusion).margin == 0.2
 
 
+def test_the_stored_answer_cannot_contradict_the_conclusion(tmp_path: Path) -> None:
+    conclusion = conclude(RIGHT, chance=0.1)
+    result = StudyResult("compare", "t", "q?", (), Findings("Another answer."), None, conclusion=conclusion.as_dict())
+    assert result.findings.answer == conclusion.sentence()
+    stored = result.plain()
+    stored["findings"]["answer"] = "b is best."
+    (tmp_path / "results.json").write_text(json.dumps(stored))
+    assert StudyResult.read(tmp_path / "results.json").findings.answer == conclusion.sentence()
+    stored["conclusion"]["kind"] = "clear"
+    (tmp_path / "results.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="kind must be one of best"):
+        StudyResult.read(tmp_path / "results.json")
+
+
 def test_results_name_classes_confusions_and_samples(tmp_path: Path) -> None:
     found = run(small(tmp_path))
     tables = {table.title: table for table in found.findings.tables}
@@ -117,7 +132,7 @@ class Curves:
 
     def __init__(self, top1: list[float], loss: list[float]) -> None:
         rows = [{"epoch": 1 + n, "val_top1": t, "val_loss": v} for n, (t, v) in enumerate(zip(top1, loss, strict=True))]
-        self.groups = {"mixed": [type("Run", (), {"trained": type("T", (), {"curve": rows})})]}
+        self.trained = {"mixed": [type("T", (), {"curve": rows})]}
 
 
 def test_curves_that_rise_or_over_fit_are_remarked() -> None:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from torchrope.lab.data.config import data_config
-from torchrope.lab.statistics import resample
+from torchrope.lab.statistics import Drawn, draw, resample
 from torchrope.lab.studies import dense
-from torchrope.lab.studies.dense import Place, evaluate, measured, places
+from torchrope.lab.studies.dense import AtSize, evaluate, measured, sizes_of
 from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.dense_estimates import Score, count_pixels, mean_iou, ranked, score, total
+from torchrope.lab.studies.engine.dense_estimates import count_pixels, mean_iou, total
 from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, examples, predictions
+from torchrope.lab.studies.engine.estimates import rank, spread, verdict_of
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, run_study
 from torchrope.lab.training.config import ModelConfig, OptimConfig
@@ -75,13 +76,13 @@ def test_as_many_pixels_are_predicted_as_are_true() -> None:
     assert total([{"0": [1, 5, 2]}, {"0": [0, 1, 1], "3": [0, 0, 7]}]) == (6, 10)
 
 
-def of_images(name: str, *seeds: Any) -> Score:
-    """A score that is the mean of a number of each image."""
+def of_images(*seeds: Any) -> Drawn:
+    """The mean of a number of each image."""
 
     def mean(values: Any, weights: np.ndarray) -> np.ndarray:
         return weights @ values / weights.sum(axis=1)
 
-    return score(name, "mIoU", [partial(mean, np.asarray(values)) for values in seeds], len(seeds[0]))
+    return draw([partial(mean, np.asarray(values)) for values in seeds], len(seeds[0]))
 
 
 def test_classes_that_are_predicted_alone_count_against() -> None:
@@ -94,8 +95,9 @@ def test_a_score_is_the_mean_over_seeds_in_every_draw() -> None:
     def seed(factor: float) -> Any:
         return lambda weights: factor * weights[:, 0] / weights.sum(axis=1)
 
-    both = score("a", "mIoU", [seed(1.0), seed(3.0)], 5, draws=40)
-    assert both.seeds == pytest.approx([0.2, 0.6])
+    both = draw([seed(1.0), seed(3.0)], 5, draws=40)
+    assert both.whole == pytest.approx([0.2, 0.6])
+    assert both.mean == pytest.approx(0.4)
     weights = resample(5, draws=40)
     assert both.draws == pytest.approx(np.outer([1, 3], weights[:, 0] / 5))
 
@@ -105,46 +107,46 @@ def test_draws_are_the_same_for_all_and_whole_images() -> None:
     assert (weights.sum(axis=1) == 50).all()
     assert np.array_equal(weights, resample(50, draws=200))
     values = np.random.default_rng(0).random(50)
-    one = of_images("a", values)
-    low, high = one.interval
+    one = of_images(values)
+    _, low, high = one.interval()
     assert low < one.mean < high
     assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 50**0.5, rel=0.1)
-    assert one.ahead_of(of_images("b", values)) == (0, 0, 0)
+    assert (one - of_images(values)).interval() == (0, 0, 0)
 
 
 def test_differences_are_paired_over_images() -> None:
     values = np.random.default_rng(0).random(50)
-    one, other = of_images("a", values + 0.05), of_images("b", values)
-    assert one.interval[0] < other.interval[1]  # unpaired, they overlap
-    found = one.against(other)
-    assert (found.verdict, round(found.value, 6)) == ("better", 5)
-    assert other.against(one).verdict == "worse"
-    assert [(score.name, verdict) for score, verdict in ranked([other, one])] == [("a", "best"), ("b", "behind")]
+    one, other = of_images(values + 0.05), of_images(values)
+    assert one.interval().low < other.interval().high  # unpaired, they overlap
+    found = (one - other).interval()
+    assert (verdict_of(found), round(found.estimate, 6)) == ("better", 0.05)
+    assert verdict_of((other - one).interval()) == "worse"
+    assert list(rank({"b": other, "a": one}).items()) == [("a", "best"), ("b", "behind")]
 
 
 def test_of_equal_scores_hardly_any_is_called_behind() -> None:
     random = np.random.default_rng(0)
     wrong = 0
     for _ in range(100):
-        scores = [of_images(str(name), random.random(50)) for name in range(5)]
-        wrong += any(verdict == "behind" for _, verdict in ranked(scores))
+        scores = {name: of_images(random.random(50)) for name in "abcde"}
+        wrong += "behind" in rank(scores).values()
     assert wrong <= 10
 
 
 def test_what_images_or_seeds_explain_is_a_tie() -> None:
     random = np.random.default_rng(0)
-    one, other = of_images("a", random.random(50)), of_images("b", random.random(50))
-    assert one.against(other).verdict == "tied"
-    spread = of_images("a", np.full(50, 0.9), np.full(50, 0.7)), of_images("b", np.full(50, 0.75), np.full(50, 0.65))
-    assert spread[0].mean == pytest.approx(0.8)
-    assert spread[0].spread == pytest.approx(0.1 * 2**0.5)
-    assert spread[0].against(spread[1]).verdict == "tied"
-    assert [verdict for _, verdict in ranked(list(spread))] == ["best", "tied"]
+    one, other = of_images(random.random(50)), of_images(random.random(50))
+    assert verdict_of((one - other).interval()) == "tied"
+    apart, close = of_images(np.full(50, 0.9), np.full(50, 0.7)), of_images(np.full(50, 0.75), np.full(50, 0.65))
+    assert apart.mean == pytest.approx(0.8)
+    assert spread(apart.whole.tolist()) == pytest.approx(0.1 * 2**0.5)
+    assert verdict_of((apart - close).interval()) == "tied"
+    assert list(rank({"a": apart, "b": close}).values()) == ["tied", "tied"]
 
 
 def test_a_measure_that_is_not_a_number_wins_nothing() -> None:
-    nan = Score("a", "mIoU", np.array([np.nan]), np.full((1, 10), np.nan), 10)
-    assert nan.against(Score("b", "mIoU", np.array([0.5]), np.full((1, 10), 0.5), 10)).verdict == "tied"
+    nan = Drawn(np.array([np.nan]), np.full((1, 10), np.nan), 10)
+    assert verdict_of((nan - Drawn(np.array([0.5]), np.full((1, 10), 0.5), 10)).interval()) == "tied"
 
 
 @pytest.mark.parametrize(
@@ -167,12 +169,12 @@ def test_published_cells_have_the_gains_printed_beside_them(number: int, gains: 
 class Knowing(nn.Module):
     """Predicts what is true of the images of some data, as well as asked, in pixels of what it is shown."""
 
-    def __init__(self, data: Any, sizes: list[Place], good: float = 1.0) -> None:
+    def __init__(self, data: Any, sizes: list[AtSize], good: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
         self.good = good
         self.classes = getattr(data, "map_classes", ())
-        pairs = [pair for place in sizes for pair in examples(place.data)]
+        pairs = [pair for size in sizes for pair in examples(size.data)]
         self.known = {image.numpy().tobytes(): target for image, target in pairs}
         self.only = pairs[0][1] if len(self.known) == 1 else None
 
@@ -215,7 +217,7 @@ class Photographs:
 @pytest.mark.parametrize("task", [Segment(), Detect()], ids=lambda task: task.name)
 def test_what_is_said_of_an_enlarged_image_comes_back_to_its_pixels(task: Any, zoom: float) -> None:
     data: Any = Photographs()
-    [(image, target, found)] = predictions(Knowing(data, places(data)[:1]), task, data, zoom)
+    [(image, target, found)] = predictions(Knowing(data, sizes_of(data)[:1]), task, data, zoom)
     assert image.shape == (3, 37, 51)
     if task.name == "segment":
         assert found["map"].shape == (37, 51)
@@ -259,35 +261,35 @@ def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
 
 
 def test_larger_canvases_hold_more_digits_of_the_same_sizes(tmp_path: Path) -> None:
-    found = places(lab(tmp_path).data)
-    assert [(place.scale, place.title, place.zoom) for place in found] == [
+    found = sizes_of(lab(tmp_path).data)
+    assert [(size.scale, size.title, size.zoom) for size in found] == [
         (1, "64 × 64", 1),
         (1.5, "96 × 96", 1),
         (2, "128 × 128", 1),
     ]
     digits, sides = [], []
-    for place in found:
-        targets = [target for _, target in examples(place.data)]
-        assert targets[0]["map"].shape == (int(place.scale * 64),) * 2
+    for size in found:
+        targets = [target for _, target in examples(size.data)]
+        assert targets[0]["map"].shape == (int(size.scale * 64),) * 2
         digits.append(np.mean([len(target["labels"]) for target in targets]))
         sides.append(torch.cat([target["boxes"][:, 2:] - target["boxes"][:, :2] for target in targets]).max().item())
     assert digits[2] > 2.5 * digits[0]
     assert max(sides) <= 28
     large = lab(tmp_path, data=data_config("scenes", size=160, train_size=2, val_size=2)).data
-    assert [place.scale for place in places(large)] == [1, 1.5]
-    assert [place.zoom for place in places(Photographs())] == [1, 1.5, 2]  # type: ignore[arg-type]
+    assert [size.scale for size in sizes_of(large)] == [1, 1.5]
+    assert [size.zoom for size in sizes_of(Photographs())] == [1, 1.5, 2]  # type: ignore[arg-type]
 
 
 def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], ends: float | None = None) -> None:
     """Have the lab give runs whose models know the truth, to the extent that their encoding says."""
-    sizes = places(here.data)
+    sizes = sizes_of(here.data)
 
     def train(runs: Any) -> list[Trained]:
         trained = []
         for run in runs:
             model = Knowing(here.data, sizes, goods[run.encoding])
             task = {"upernet": Segment(), "faster-rcnn": Detect()}[run.config.model.head]
-            kept = evaluate(model, here.data, task=task, sizes=sizes[:1])["places"][0]["records"]
+            kept = evaluate(model, here.data, task=task, sizes=sizes[:1])["sizes"][0]["records"]
             reached = whole(task.weigh(kept), len(kept)) if ends is None else ends
             one = Trained(run, Path("nowhere"), [], [], 1.0, [{"epoch": 1, task.curve: reached}], 1.0)
             one.measure = lambda name, fn, model=model: json.loads(json.dumps(fn(model, here.data)))  # type: ignore
@@ -295,7 +297,7 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], e
         return trained
 
     monkeypatch.setattr(here, "train", train)
-    monkeypatch.setattr(dense, "score", partial(score, draws=50))
+    monkeypatch.setattr(dense, "draw", partial(draw, draws=50))
     monkeypatch.setattr(dense, "feasible", lambda lab, runs: (list(runs), []))
 
 
@@ -313,21 +315,18 @@ def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypat
     for table in found.tables[::2]:
         rows = {row["name"]: row for row in table.rows}
         assert rows["mixed"]["at0"] == rows["mixed"]["at2"] == 100
-        assert rows["learned"]["low0"] <= rows["learned"]["at0"] <= rows["learned"]["high0"] < 100
-        assert [rows[name]["last"] for name in ("mixed", "axial", "learned")] == ["best", "tied", "behind"]
+        assert rows["learned"]["at0_low"] <= rows["learned"]["at0"] <= rows["learned"]["at0_high"] < 100
+        assert [rows[name]["last"] for name in ("mixed", "axial", "learned")] == ["tied", "tied", "behind"]
     ahead = {row["name"]: row for row in found.tables[3].rows}
     assert set(ahead) == {"mixed", "axial"}
-    assert ahead["mixed"]["low2"] > 0
+    assert ahead["mixed"]["at2_low"] > 0
     assert ahead["mixed"]["at2"] == pytest.approx(100 - found.tables[2].rows[-1]["at2"])
     assert [len(figure.rows) for figure in found.figures] == [2 * 3 * 3, 2 * 2 * 3]
     assert all(check.holds for check in found.checks)
     assert len(found.checks) == 5
-    assert (
-        "Segmentation: At the size trained on mixed reaches 100.0 % [100.0, 100.0] mIoU; axial cannot" in found.answer
-    )
-    assert "ahead of learned APE" in found.answer
-    assert found.answer.endswith("One training each: variation between training runs is not in the intervals.")
-    assert [list(advice.encodings) for advice in found.advice] == [["mixed", "axial"]] * 4
+    assert "mIoU is highest with axial, 100.0 % [100.0, 100.0] (1 tied); box AP" in found.answer
+    assert "one training each" in found.answer
+    assert [list(advice.encodings) for advice in found.advice] == [["axial", "mixed"]] * 4
     assert len(found.published) == 4
     maps, boxes = found.pictures
     assert [row.title for row in maps.rows] == ["64 × 64, scene 0", "64 × 64, scene 1", "128 × 128, scene 0"]
@@ -368,9 +367,8 @@ def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.Monke
     here = lab(tmp_path, "learned", "mixed", seeds=2)
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
     runs = here.train(here.runs(["learned"], model={"head": "faster-rcnn"}))
-    outcome = measured(runs, Detect(), places(here.data))
-    assert outcome.scores["learned"][0].seeds.shape == (2,)
-    assert outcome.scores["learned"][0].spread == 0
+    outcome = measured(runs, Detect(), sizes_of(here.data))
+    assert outcome.scores["learned"][0].whole.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]
 
@@ -381,7 +379,7 @@ def test_a_real_study_of_a_few_scenes(tmp_path: Path) -> None:
     file = run_study("dense", here.config, command="torchrope study dense", console=QUIET)
     found = json.loads(file.read_text())
     assert found["data"]["chance"] is None
-    checks = {check["law"]: check["holds"] for check in found["findings"]["checks"]}
+    checks = {check["rule"]: check["holds"] for check in found["findings"]["checks"]}
     assert all(checks.values()), checks
     assert {row["name"] for row in found["findings"]["tables"][0]["rows"]} == {"learned", "mixed"}
     assert len(found["findings"]["pictures"]) == 2

@@ -157,7 +157,7 @@ def test_findings_hold_and_show_a_cross_for_axial(tmp_path: Path, monkeypatch: p
     assert rows["liere:8"]["fit_outside_high"] < rows["mixed"]["fit_outside_low"]
     assert found.notes[0] == "learned left out: no rotary encoding."
     assert found.notes[1].startswith("liere:32 left out: head_dim must be divisible by block_size = 32")
-    assert f"{rows['axial']['fit_outside']:.1f} % with axial" in found.answer
+    assert f"most with axial, {rows['axial']['fit_outside']:.1f} %" in found.answer
     cells = [row for row in found.figures[0].rows if row["panel"] == "RoPE-Axial, ViT-B, initialisation, best fit"]
     assert len(cells) == 42
     assert max(cells, key=lambda row: row["value"])["x"] == 3

@@ -133,12 +133,12 @@ def test_frames_are_shuffled_where_there_is_time(out: Path) -> None:
     [([1, 1, 1, 1], [1, 0, 0, 0], 75.0), ([1, 0, 1, 0], [1, 0, 1, 0], 0.0), ([0, 0], [0, 1], None)],
 )
 def test_the_share_lost_is_of_what_was_right(before: list, after: list, share: float | None) -> None:
-    value, low, high = shuffle.share_lost(np.array(before, float), np.array(after, float))
-    assert value == share
+    found = shuffle.share_lost(np.array([before], float), np.array([after], float))
     if share is None:
-        assert low is high is None
+        assert found is None
     else:
-        assert low <= value <= high
+        assert found is not None
+        assert found.low <= found.estimate == share <= found.high
 
 
 def test_the_share_lost_is_paired() -> None:
@@ -146,8 +146,9 @@ def test_the_share_lost_is_paired() -> None:
     rng = np.random.default_rng(0)
     before = (rng.random(200) < 0.5).astype(float)
     after = before * (np.arange(200) % 5 > 0)
-    _, low, high = shuffle.share_lost(before, after)
-    assert 10 < low < high < 32
+    found = shuffle.share_lost(before[None], after[None])
+    assert found is not None
+    assert 10 < found.low < found.high < 32
 
 
 def test_published_shuffling_has_the_papers_cells() -> None:
@@ -194,6 +195,7 @@ def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dic
         "12 × 12",
         "16 × 16",
         "Largest against trained",
+        "Verdict",
     ]
     assert {table["title"] for table in others} == {
         "What a second stage changes",
@@ -209,7 +211,7 @@ def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dic
     scaled = {(row["name"], row["what"]) for table in others for row in table["rows"] if "scaled" in table["title"]}
     assert scaled == {("mixed", how) for how in resolution.METHODS.values()} | {("liere:8", "interpolation")}
     assert [check["holds"] for check in sized["checks"]] == [True]
-    assert "16 × 16, 2 times the size trained on" in sized["answer"]
+    assert "16 × 16 (2 times the training size)" in sized["answer"]
 
 
 def test_at_the_size_trained_on_a_wrong_example_fails_the_check(out: Path, sized: dict[str, Any]) -> None:
@@ -251,11 +253,11 @@ def test_yarn_sharpens_attention_and_leaves_the_trained_model_alone(out: Path) -
 def test_time_stays_and_motion_has_no_second_stage(out: Path) -> None:
     here = moving(out, "mixed")
     found = kept(resolution.find(here))
-    assert [column["title"] for column in found["tables"][0]["columns"][2:-1]] == [
+    assert [column["title"] for column in found["tables"][0]["columns"][2:-2]] == [
         f"5 × {side} × {side}" for side in (8, 16, 20, 24, 32, 40)
     ]
     assert any(note.startswith("No second stage") for note in found["notes"])
-    assert "The number of frames stays." in found["notes"]
+    assert "The number of frames is unchanged." in found["notes"]
 
 
 def test_published_sizes_have_the_papers_cells() -> None:
@@ -289,8 +291,12 @@ def test_generators_tells_those_that_commute_from_those_that_are_free(learned: d
     }
     assert [check["holds"] for check in learned["checks"]] == [True, True]
     assert "learned is left out: it has no generators that learn." in learned["notes"]
-    assert "from commuting" in learned["answer"]
-    assert "mixed, comrope-ap:4 and comrope-ld commute by construction" in learned["answer"]
+    assert "the distance from commuting" in learned["answer"]
+    assert {name for name, row in rows.items() if row["verdict"] == "commutes"} == {
+        "mixed",
+        "comrope-ap:4",
+        "comrope-ld",
+    }
     for row in rows.values():
         assert row["end_low"] <= row["end"] <= row["end_high"]
     assert rows["mixed"]["patch"] == pytest.approx(rows["mixed"]["end"])  # its unit is the patch
@@ -347,12 +353,11 @@ def test_distance_from_commuting_reaches_its_bound_and_is_none_without_an_axis(s
 
 def test_deviation_is_that_of_all_elements() -> None:
     heads = [torch.randn(n, dtype=torch.float64) + shift for n, shift in ((50, 0.0), (200, 3.0), (10, -1.0))]
-    value, low, high = generators.deviation(np.array([generators._moments(head) for head in heads]))
+    value, low, high = generators.deviation(np.array([generators._moments(head) for head in heads])).interval()
     assert value == pytest.approx(torch.cat(heads).std(correction=0).item())
-    assert low is not None
-    assert high is not None
     assert low <= value <= high
-    assert generators.deviation(np.array([generators._moments(heads[0])]))[1:] == (None, None)
+    alone = generators._cells("end", generators.deviation(np.array([generators._moments(heads[0])])))
+    assert alone["end_low"] is alone["end_high"] is None
 
 
 def test_elements_are_those_that_can_be_other_than_zero() -> None:
@@ -394,16 +399,11 @@ def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
     assert {row["name"] for row in distance["rows"]} == {"none", "learned", "mixed", attention.UNIFORM}
     uniform = [row["entropy"] for row in entropy["rows"] if row["name"] == attention.UNIFORM]
     assert uniform == pytest.approx([math.log(4), math.log(16), math.log(49)])
-    assert "Beside a learned absolute encoding" in found["answer"]
-
-
-def test_who_reaches_further_than_a_learned_absolute_encoding_is_told_with_its_verb() -> None:
-    mean = {"learned": np.ones(9), "mixed": np.ones(9) + 1, "axial": np.zeros(9), "none": np.zeros(9)}
-    told = attention._beside({**mean, "liere": np.ones(9)}, "learned")
-    assert told == (
-        "Beside a learned absolute encoding, mixed reaches further, axial and none reach less far, liere cannot be "
-        "told apart."
-    )
+    beside = {row["name"]: row["beside"] for row in table["rows"] if row["size"] == "8 × 8"}
+    reach = {row["name"]: row["distance"] for row in table["rows"] if row["size"] == "8 × 8"}
+    assert beside["learned"] is None
+    assert beside["mixed"] == pytest.approx(reach["mixed"] - reach["learned"])
+    assert "At 8 × 8 attention reaches furthest in" in found["answer"]
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:8", "string:8", "bias+comrope-ld", "none"])
@@ -478,15 +478,19 @@ def test_attention_of_clips_keeps_the_frames_and_that_of_a_swin_is_left_out(out:
     assert attention.find(swin).answer.startswith("Not measured")
 
 
-def test_what_a_change_does_is_told_by_those_it_helps_and_those_it_harms() -> None:
-    right = {(8, 8): np.array([[1.0, 0.0] * 50])}
-    up, down = {(8, 8): np.ones((1, 100))}, {(8, 8): np.zeros((1, 100))}
+def test_effects_are_paired_and_corrected_over_all_changes_at_a_size() -> None:
+    size = (8, 8)
+    right = {size: np.array([[1.0, 0.0] * 50])}
+    up, down = {size: np.ones((1, 100))}, {size: np.zeros((1, 100))}
     changes = [
         resolution.Change("perturbation", name, found, right)
         for name, found in (("mixed", up), ("liere", down), ("axial", right))
     ]
-    told = resolution._effect("perturbation", changes, (8, 8))
-    assert told.startswith("Perturbation changes mixed by 50.0 points [")
-    assert "and liere by -50.0 points [" in told
-    assert told.endswith("there, not measurably axial.")
-    assert resolution._effect("NTK", changes[2:], (8, 8)) == "NTK measurably changes nothing there (axial)."
+    effects = resolution._effects(changes)
+    assert effects["perturbation", "mixed"][size].estimate == 50
+    assert effects["perturbation", "mixed"][size].low > 0
+    assert effects["perturbation", "liere"][size].high < 0
+    assert effects["perturbation", "axial"][size].low < 0 < effects["perturbation", "axial"][size].high
+    sizes = resolution.Sizes((size,), size, 0)
+    said = resolution._answer({"mixed": right, "axial": right}, effects, sizes, seeds=2)
+    assert said.endswith("tied with mixed; 1 of 3 changes measurably help, most perturbation for mixed.")

@@ -9,21 +9,22 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from torchrope.lab.conclusion import Interval
 from torchrope.lab.data.config import data_config
 from torchrope.lab.results import Findings, Table
+from torchrope.lab.statistics import Drawn
 from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.dense_estimates import Score
 from torchrope.lab.studies.engine.estimates import (
-    contrast,
-    difference,
+    change_sentence,
+    contrasts,
     ends,
     first_reach,
-    judge,
     resamples,
     top1,
     trend,
+    verdict_of,
 )
-from torchrope.lab.studies.engine.grid import tell_trends, train_grid, trends
+from torchrope.lab.studies.engine.grid import train_grid, trends
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, find_study
 from torchrope.lab.training.config import ModelConfig, OptimConfig
@@ -84,8 +85,8 @@ def titled(findings: Findings, start: str) -> Table:
 def test_a_trend_is_the_slope_of_a_line_through_the_means() -> None:
     random = np.random.default_rng(0)
     x = [1.0, 2.0, 4.0, 5.0]
-    rights = [random.random((2, 300)) < 0.5 + 0.08 * at for at in x]
-    value, low, high = trend(x, rights)
+    rights = [random.random((1, 600)) < 0.5 + 0.08 * at for at in x]
+    value, low, high = trend(x, rights).interval()
     assert value == pytest.approx(100 * np.polyfit(x, [right.mean() for right in rights], 1)[0])
     assert low < value < high
     assert low > 0
@@ -106,29 +107,42 @@ def test_a_resample_draws_as_many_examples_as_there_are() -> None:
     assert (shares @ right).std() == pytest.approx(np.sqrt(0.4 * 0.6 / 50), rel=0.2)
 
 
-def test_a_contrast_that_seeds_explain_is_none() -> None:
-    def hits(*shares: float) -> np.ndarray:
-        return np.stack([np.arange(100) < 100 * share for share in shares]).astype(float)
+def hits(*shares: float) -> np.ndarray:
+    """Right on the first so many of 100 examples, with each seed."""
+    return np.stack([np.arange(100) < 100 * share for share in shares]).astype(float)
 
-    assert contrast(hits(0.9), hits(0.8)).verdict == "better"
-    assert contrast(hits(0.8), hits(0.9)).verdict == "worse"
-    assert contrast(hits(0.9), hits(0.9)).verdict == "tied"
-    assert contrast(hits(1.0, 0.8), hits(0.9, 0.7)).verdict == "tied"
-    assert str(contrast(hits(0.9), hits(0.9))).startswith("0.0 points [-")
+
+def test_a_contrast_that_seeds_explain_is_none() -> None:
+    def found(one: np.ndarray, other: np.ndarray) -> str:
+        return verdict_of(contrasts([(one, other)])[0])
+
+    assert found(hits(0.9), hits(0.8)) == "better"
+    assert found(hits(0.8), hits(0.9)) == "worse"
+    assert found(hits(0.9), hits(0.9)) == "tied"
+    assert found(hits(1.0, 0.8), hits(0.9, 0.7)) == "tied"
+    assert contrasts([]) == []
+
+
+def test_contrasts_are_corrected_for_their_number() -> None:
+    """A difference that is measurable alone is not among twenty; a large one is among any number."""
+    slight, large = (hits(0.88), hits(0.81)), (hits(0.9), hits(0.5))
+    assert verdict_of(contrasts([slight])[0]) == "better"
+    many = contrasts([large, slight, *[(hits(0.9), hits(0.9)) for _ in range(20)]])
+    assert [verdict_of(each) for each in many[:3]] == ["better", "tied", "tied"]
 
 
 @pytest.mark.parametrize(
-    ("value", "low", "high", "verdict"),
+    ("found", "verdict"),
     [
-        (5.1, 0.1, 9.0, "better"),
-        (-5.1, -9.0, -0.1, "worse"),
-        (5.1, 0.0, 9.0, "tied"),
-        (-5.1, -9.0, 0.0, "tied"),
-        (float("nan"), float("nan"), float("nan"), "tied"),
+        ((5.1, 0.1, 9.0), "better"),
+        ((-5.1, -9.0, -0.1), "worse"),
+        ((5.1, 0.0, 9.0), "tied"),
+        ((-5.1, -9.0, 0.0), "tied"),
+        ((float("nan"), float("nan"), float("nan")), "tied"),
     ],
 )
-def test_judge_ties_where_the_interval_reaches_zero(value: float, low: float, high: float, verdict: str) -> None:
-    assert judge(value, low, high).verdict == verdict
+def test_intervals_that_reach_zero_are_ties(found: tuple[float, float, float], verdict: str) -> None:
+    assert verdict_of(Interval(*found)) == verdict
 
 
 def test_top1_is_in_percent_over_seeds_and_examples() -> None:
@@ -157,14 +171,14 @@ def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
     assert cells["top1"] == pytest.approx(70)
     assert cells["high"] - cells["low"] == pytest.approx(100 * 2 * 1.96 * error, rel=0.06)
     assert cells["high"] + cells["low"] == pytest.approx(140, abs=0.3)
-    value, low, high = difference(one[None], two[None])
+    [(value, low, high)] = contrasts([(one[None], two[None])])
     assert value == pytest.approx(10)
     assert high - low == pytest.approx(100 * 2 * 1.96 * (one - two).std() / examples**0.5, rel=0.06)
-    score = Score("a", "mIoU", np.array([share]), (resamples(examples) @ one)[None], examples)
-    assert score.interval[1] - score.interval[0] == pytest.approx(2 * 1.96 * error, rel=0.06)
+    _, low, high = Drawn(np.array([share]), (resamples(examples) @ one)[None], examples).interval()
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.06)
 
 
-def test_cells_that_cannot_be_are_left_out_and_told() -> None:
+def test_cells_that_cannot_be_are_left_out_with_a_note() -> None:
     lab = FakeLab(lambda run: 0.5)
     cells, notes = train_grid(lab, {"liere": {b: [lab.run(f"liere:{b}")] for b in (2, 3, 16)}})
     assert list(cells["liere"]) == [2, 16]
@@ -176,19 +190,37 @@ def test_cells_that_cannot_be_are_left_out_and_told() -> None:
         train_grid(lab, {"mixt": {1: [lab.run("mixt")], 2: [lab.run("mixed")]}})
 
 
-def test_trends_are_told_with_their_intervals() -> None:
-    lab = FakeLab(lambda run: 0.5 + 0.1 * np.log2(run.config.data.train_size / 25) * (run.encoding == "mixed"))
-    plan = {
-        name: {size: [lab.run(name, data={"train_size": size})] for size in (25, 50, 100)}
-        for name in ("mixed", "axial")
-    }
-    rows = trends(train_grid(lab, plan)[0])
-    assert [row["verdict"] for row in rows] == ["rises", "flat"]
-    assert rows[0]["trend"] == pytest.approx(10)
-    text = tell_trends(rows, "the data")
-    assert text.startswith("A doubling of the data adds 10.0 points [")
-    assert text.endswith("it makes no measurable difference for axial (+0.0 points [0.0, 0.0]).")
-    assert "changes nothing for axial" in tell_trends(rows[1:], "the data")
+def test_trends_have_intervals_and_seeds_widen_them() -> None:
+    def share(run: Run) -> float:
+        doublings = np.log2(run.config.data.train_size / 25) * (run.encoding == "mixed")
+        return 0.5 + (0.1 + 0.05 * (2 * (run.seed % 2) - 1)) * doublings
+
+    lab = FakeLab(share)
+
+    def slopes(seeds: int) -> dict[str, Interval]:
+        plan = {
+            name: {size: [lab.run(name, seed, data={"train_size": size}) for seed in range(seeds)] for size in (25, 50)}
+            for name in ("mixed", "axial")
+        }
+        return trends(train_grid(lab, plan)[0])
+
+    one, two = slopes(1), slopes(2)
+    assert one["mixed"].low > 0
+    assert one["axial"] == (0, 0, 0)
+    assert two["mixed"].estimate == pytest.approx(10)
+    assert two["mixed"].low < 0  # 5 and 15 points: two seeds do not show a slope
+
+
+def test_a_sentence_counts_measurable_changes_and_names_the_largest() -> None:
+    moved = {"a": Interval(9, 5, 13), "b": Interval(-12, -20, -4), "c": Interval(30, -1, 61)}
+    said = change_sentence("sharing", "accuracy", moved, seeds=3)
+    assert said == (
+        "Sharing measurably raises accuracy in 1 of 3 cases and lowers it in 1; "
+        "the largest change is -12.0 points [-20.0, -4.0], with b."
+    )
+    unclear = change_sentence("sharing", "accuracy", {"c": moved["c"]}, seeds=1)
+    assert unclear.startswith("This run cannot tell whether sharing changes accuracy")
+    assert "one training each" in unclear
 
 
 class TestDataEfficiency:
@@ -211,27 +243,26 @@ class TestDataEfficiency:
         assert needed[("mixed",)]["verdict"] == "needs less"
         assert needed[("axial",)]["needs"] is None
         assert needed[("axial",)]["verdict"] == "does not reach it"
-        assert "With 30 % of the training data mixed does best with 90.0 % [" in findings.answer
-        assert "mixed 30 % [30, 30] of the data are enough" in findings.answer
-        assert "For axial no saving of data can be told" in findings.answer
+        assert findings.answer.startswith("1 of 2 encodings measurably need less data")
+        assert "mixed the least with 30 % [30, 30]" in findings.answer
 
     def test_all_of_the_data_is_the_run_without_a_size(self) -> None:
         _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=data_config(val_size=20))
         assert shared_with_accuracy(lab) == ["learned", "mixed"]
 
-    def test_a_lead_that_shrinks_with_data_is_told(self) -> None:
+    def test_a_lead_that_shrinks_with_data_rises_with_halvings(self) -> None:
         findings, _ = found("data-efficiency", self.hits, ["mixed"])
         leads = by(titled(findings, "Ahead"), "name", "share")
-        assert leads[("mixed", 30)]["lead"] == pytest.approx(55)
-        assert leads[("mixed", 100)]["lead"] == pytest.approx(20)
-        assert "changes for mixed (+" in findings.answer
+        assert leads[("mixed", 30)]["change"] == pytest.approx(55)
+        assert leads[("mixed", 100)]["change"] == pytest.approx(20)
+        [slope] = titled(findings, "How that lead").rows
+        assert slope["verdict"] == "rises"
 
     def test_parts_without_every_class_are_left_out(self) -> None:
         small = data_config(train_size=15, val_size=20)
         findings, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=small)
         assert {run.config.data.train_size for run in lab.asked} == {10, 14, 15}
         assert any("Left out: 30 % and 50 %" in note for note in findings.notes)
-        assert "With 70 % of the training data" in findings.answer
 
 
 class TestTrainingEfficiency:
@@ -251,15 +282,16 @@ class TestTrainingEfficiency:
         assert 1.5 < mixed["sooner_low"] < 2 < mixed["sooner_high"] < 2.5
         assert rows[("learned",)]["epochs"] == 8
         assert rows[("axial",)]["epochs"] is None
-        assert "mixed after 4.0 [" in findings.answer
-        assert "Not there by the end: axial." in findings.answer
+        assert rows[("axial",)]["verdict"] == "does not reach it"
+        assert findings.answer.startswith("1 of 2 encodings reach")
+        assert "mixed 2.0 [" in findings.answer
         assert list(findings.advice[0].encodings) == ["mixed"]
 
-    def test_what_examples_can_explain_is_not_told_as_sooner(self) -> None:
+    def test_what_examples_can_explain_is_not_sooner(self) -> None:
         findings, _ = found("training-efficiency", self.hits, ["string"])
         [_, row] = findings.tables[0].rows
         assert row["sooner"] > 1
-        assert "No encoding is measurably sooner" in findings.answer
+        assert findings.answer.startswith("This run cannot tell")
         assert not findings.advice
 
     def test_seeds_that_differ_widen_the_interval(self) -> None:
@@ -301,7 +333,7 @@ class TestCapacity:
         assert asked[:4] == ["liere:2", "liere:4", "liere:8", "liere"]
         assert asked[4:] == [f"comrope-ld:{b}" for b in (2, 4, 8, 16)]
         assert set(shared_with_accuracy(lab)) == set(asked)
-        parameters = by(titled(findings, "Numbers"), "name", "block_size")
+        parameters = by(titled(findings, "Parameters"), "name", "block_size")
         for block in (2, 4, 8, 16):  # one layer, two heads of 16, two axes
             assert parameters[("liere", block)]["parameters"] == 2 * 2 * 16 * (block - 1) / 2
         assert any("blocks of 32, 48 and 64, which are larger" in note for note in findings.notes)
@@ -310,9 +342,11 @@ class TestCapacity:
         findings, _ = found("capacity", self.hits)
         slopes = by(titled(findings, "Slope"), "name")
         assert slopes[("liere",)]["trend"] == pytest.approx(10)
-        assert slopes[("comrope-ld",)]["verdict"] == "flat"
-        assert findings.answer.startswith("A doubling of the block size adds 10.0 points [")
-        assert "liere:16 30.0 points [" in findings.answer
+        assert slopes[("comrope-ld",)]["verdict"] == "not measurable"
+        assert "raises accuracy in 1 of 2 cases" in findings.answer
+        assert "10.0 points [" in findings.answer
+        against = by(titled(findings, "Against"), "name", "block_size")
+        assert against[("liere", 16)]["change"] == pytest.approx(30)
         advice = {each.case.split()[3]: list(each.encodings) for each in findings.advice}
         assert advice["liere"] == ["liere:16"]
         assert advice["comrope-ld"][0] == "comrope-ld:2"  # all are tied: the smallest first
@@ -337,17 +371,17 @@ class TestSharing:
         findings, lab = found("sharing", lambda run: 0.5)
         assert shared_with_accuracy(lab) == ["mixed", "liere:8", "liere"]
         assert len({run.key for run in lab.asked}) == 12
-        assert findings.answer.startswith("No sharing, across heads, layers or both, measurably changes")
+        assert findings.answer.startswith("This run cannot tell whether sharing")
         assert list(findings.advice[0].encodings) == ["mixed", "liere:8", "liere"]
 
     def test_shared_encodings_have_as_many_fewer_numbers(self) -> None:
         model = ModelConfig(dim=32, depth=3, num_heads=2, mlp_dim=8, patch_size=[4])
         findings, _ = found("sharing", lambda run: 0.5, ["mixed"], model=model)
-        rows = by(titled(findings, "Numbers"), "shared")
+        rows = by(titled(findings, "Parameters"), "shared")
         counts = [rows[(level,)]["parameters"] for level in ("nothing", "heads", "layers", "heads and layers")]
         assert counts == [counts[0], counts[0] / 2, counts[0] / 3, counts[0] / 6]
 
-    def test_what_sharing_costs_and_gains_is_told(self) -> None:
+    def test_what_sharing_costs_and_gains_is_counted(self) -> None:
         def hits(run: Run) -> float:
             model = run.config.model
             return 0.5 - 0.2 * model.share_heads + (0.1 if run.encoding == "mixed" else 0) * model.share_layers
@@ -357,8 +391,8 @@ class TestSharing:
         assert rows[("mixed", "heads")]["change"] == pytest.approx(-20)
         assert rows[("mixed", "heads and layers")]["change"] == pytest.approx(-10)
         assert rows[("liere:8", "layers")]["verdict"] == "tied"
-        assert "mixed across heads 20.0 points [" in findings.answer
-        assert "Sharing measurably gains mixed across layers 10.0 points [" in findings.answer
+        assert "in 1 of 6 cases and lowers it in 4" in findings.answer
+        assert "-20.0 points [" in findings.answer
         assert any("axial and learned, which learn nothing" in note for note in findings.notes)
 
 
@@ -390,14 +424,17 @@ class TestModelSize:
         asked = [(run.config.model.dim, run.config.model.stage_heads) for run in lab.asked[:3]]
         assert asked == [(32, [2, 4]), (64, [4, 8]), (128, [8, 16])]
 
-    def test_leads_that_grow_with_the_width_are_told(self) -> None:
+    def test_leads_that_grow_with_the_width_rise(self) -> None:
         model = ModelConfig(dim=64, depth=1, num_heads=4, mlp_dim=8, patch_size=[4])
         findings, _ = found("model-size", self.hits, ["mixed", "axial"], model=model)
-        lead = by(titled(findings, "How the lead"), "name")
+        lead = by(titled(findings, "How that lead"), "name")
         assert lead[("mixed",)]["trend"] == pytest.approx(10)
-        assert lead[("axial",)]["verdict"] == "cannot be told"
-        assert "mixed with 60.0 % [" in findings.answer
-        assert "the lead over a learned absolute encoding grows: mixed 10.0 points [" in findings.answer
+        assert lead[("axial",)]["verdict"] == "not measurable"
+        assert {row["verdict"] for row in titled(findings, "Top-1").rows if row["name"] == "mixed"} == {
+            "not told apart",
+            "best",
+        }
+        assert "raises the lead over a learned absolute encoding in 1 of 2 cases" in findings.answer
 
 
 class TestPooling:
@@ -406,7 +443,7 @@ class TestPooling:
         assert shared_with_accuracy(lab) == ["none", "mixed"]
         assert {run.config.model.pool for run in lab.asked} == {"cls", "mean"}
         assert [row["change"] for row in findings.tables[0].rows] == pytest.approx([30, 30])
-        assert "better than a class token with none 30.0 points [" in findings.answer
+        assert "raises accuracy in 2 of 2 cases" in findings.answer
         assert findings.advice[0].case.endswith("the mean")
 
     def test_a_swin_has_nothing_to_compare(self) -> None:
@@ -441,8 +478,8 @@ class TestFinetune:
         before = {name[0]: row["swapped"] for name, row in rows.items()}
         assert before["learned"] == before["learned+mixed"] == before["learned+liere:8"]
         assert rows[("learned",)]["gain"] is None
-        assert rows[("learned+axial",)]["turn"] == pytest.approx(3)  # one rad a patch, pairs of an axis each
-        assert 0 < rows[("learned+mixed",)]["turn"] < 1  # it has moved from zero
+        assert rows[("learned+axial",)]["angle"] == pytest.approx(3)  # one rad a patch, pairs of an axis each
+        assert 0 < rows[("learned+mixed",)]["angle"] < 1  # it has moved from zero
         assert any("sinusoidal, which are not rotary" in note for note in findings.notes)
 
     def test_all_go_on_from_the_same_run_for_as_long(self, tuned: tuple[Findings, Path]) -> None:
@@ -450,7 +487,7 @@ class TestFinetune:
         curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
         assert sorted(curves.values()) == [1, 1, 1, 1, 5]
 
-    def test_a_broken_law_is_told(self) -> None:
+    def test_a_broken_rule_does_not_hold(self) -> None:
         from torchrope.lab.studies.finetune import _check
 
         lab = FakeLab(lambda run: 0.5)

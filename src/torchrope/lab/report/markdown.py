@@ -82,8 +82,8 @@ def _table(table: Shown) -> list[str]:
 def _checks(checks: Sequence[dict[str, Any]]) -> list[str]:
     if not checks:
         return []
-    rows = [[check["law"], "holds" if check["holds"] else "does not hold", check["measured"]] for check in checks]
-    return ["#### What must hold", markdown_table(["Law", "", "Measured"], rows, [False] * 3)]
+    rows = [[check["rule"], "holds" if check["holds"] else "does not hold", check["measured"]] for check in checks]
+    return ["#### What must hold", markdown_table(["Rule", "", "Measured"], rows, [False] * 3)]
 
 
 def _unfinished(missing: Sequence[str]) -> str:

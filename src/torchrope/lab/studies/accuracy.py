@@ -1,37 +1,39 @@
 """Which encoding classifies best: top-1 and loss with intervals (LieRE tables 1, 2 and 6; ComRoPE table 3)."""
 
 from collections import Counter
-from statistics import fmean
 from typing import Any
 
 from torchrope.lab.conclusion import Conclusion
-from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Table
-from torchrope.lab.studies.describe import label
+from torchrope.lab.results import Advice, Column, Findings, Table
 from torchrope.lab.studies.engine.estimates import (
+    NAMES,
     OVER_SEEDS,
     TOP1,
+    VERDICT,
     about_intervals,
     by_encoding,
+    cells,
     concluded,
     correct,
+    in_percent,
     loss,
-    not_told_apart,
+    named,
     percent,
     top1,
     verdict,
+    with_interval,
 )
+from torchrope.lab.studies.engine.figures import top1_by_encoding, top1_curves
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 
 COLUMNS = (
-    Column("encoding", "Encoding"),
-    Column("name", "Name"),
+    *NAMES,
     TOP1,
     OVER_SEEDS,
     Column("val_loss", "Validation loss", digits=3),
-    Column("gap", "Behind the best", "points", 1, low="gap_low", high="gap_high"),
-    Column("verdict", "Verdict"),
+    with_interval("gap", "Behind the best", "points", 1),
+    VERDICT,
 )
 
 PUBLISHED = (
@@ -75,20 +77,17 @@ def find(lab: Lab) -> Findings:
         gap = conclusion.gaps.get(name)
         rows.append(
             {
-                "encoding": label(name),
-                "name": name,
+                **named(name),
                 **top1(rights[name]),
                 "val_loss": loss(groups[name]),
-                "gap": gap and 100 * gap.estimate,
-                "gap_low": gap and 100 * gap.low,
-                "gap_high": gap and 100 * gap.high,
+                **cells("gap", gap and in_percent(gap)),
                 "verdict": verdict(conclusion, name),
             }
         )
     return Findings(
         answer=conclusion.sentence(),
         tables=[Table("Top-1 and loss on the validation set", COLUMNS, rows, note=_note(len(lab.seeds)))],
-        figures=[_bars(rows), _curves(groups)],
+        figures=[top1_by_encoding(rights, conclusion.chance), top1_curves(groups)],
         published=PUBLISHED,
         advice=_advice(conclusion, rows, lab),
     )
@@ -98,62 +97,15 @@ def _advice(conclusion: Conclusion, rows: list[dict[str, Any]], lab: Lab) -> lis
     if conclusion.kind not in ("best", "tied") or conclusion.best is None:
         return []
     best = next(row for row in rows if row["name"] == conclusion.best)
-    why = f"{conclusion.best} reaches {percent(best['top1'], best['low'], best['high'])} on {lab.data.title}"
-    equals = [conclusion.best, *conclusion.tied]
+    reached = percent([best["top1"], best["low"], best["high"]])
     case = f"Classification over {' × '.join(lab.data.axes)}, at the size trained on"
-    return [Advice(case, equals, why + not_told_apart(equals))]
+    because = f"{conclusion.best} reaches {reached} on {lab.data.title}"
+    return [Advice(case, [conclusion.best, *conclusion.tied], because)]
 
 
 def _note(seeds: int) -> str:
     rule = "An encoding is behind where the interval of the paired difference excludes 0, at 5 % over all pairs (Holm)."
     return f"{about_intervals(seeds)} {rule}"
-
-
-def _bars(rows: list[dict]) -> Figure:
-    best = rows[0]
-    return Figure(
-        name="top1",
-        kind="points",
-        title="Top-1 by encoding",
-        alt=f"Top-1 in percent of {len(rows)} encodings with 95 % intervals; {best['name']} is highest with "
-        f"{best['top1']:.1f}, {rows[-1]['name']} lowest with {rows[-1]['top1']:.1f}.",
-        x=Axis("top1", "Top-1", "%"),
-        y=Axis("name", "Encoding", scale="category"),
-        rows=[{key: row[key] for key in ("name", "top1", "low", "high")} for row in rows],
-        series="name",
-        low="low",
-        high="high",
-        caption="Lines are 95 % intervals.",
-    )
-
-
-def _curves(groups: dict[str, list[Trained]]) -> Figure:
-    rows = []
-    for name, runs in groups.items():
-        for epochs in zip(*(each.curve for each in runs), strict=True):
-            values = [100 * epoch["val_top1"] for epoch in epochs]
-            rows.append(
-                {
-                    "name": name,
-                    "epoch": epochs[0]["epoch"],
-                    "top1": fmean(values),
-                    "low": min(values),
-                    "high": max(values),
-                }
-            )
-    return Figure(
-        name="top1-while-training",
-        kind="lines",
-        title="Top-1 while training",
-        alt=f"Validation top-1 after every epoch, one line for each of {len(groups)} encodings.",
-        x=Axis("epoch", "Epoch"),
-        y=Axis("top1", "Top-1", "%"),
-        rows=rows,
-        series="name",
-        low="low",
-        high="high",
-        caption="Mean over seeds; the bands go from the worst to the best seed.",
-    )
 
 
 STUDY = Study(

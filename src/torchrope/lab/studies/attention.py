@@ -1,4 +1,4 @@
-"""Where attention goes: mean distance and entropy by layer, at several input sizes (RoPE-ViT figures 2 and 3)."""
+"""Mean distance and entropy of attention by layer, at several input sizes (RoPE-ViT figures 2 and 3)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,24 @@ import torch
 from torch import Tensor
 
 from torchrope.attention import Attention
+from torchrope.lab.conclusion import Interval, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import by_encoding, caveat, mean_interval, told
+from torchrope.lab.statistics import Drawn
+from torchrope.lab.studies.engine.estimates import (
+    NAMES,
+    NONE_POSSIBLE,
+    by_encoding,
+    cells,
+    drawn_mean,
+    named,
+    rank,
+    tied_with,
+    together,
+    with_interval,
+    written,
+)
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import ROPE_VIT
 from torchrope.lab.studies.engine.runs import Trained
@@ -25,23 +38,27 @@ from torchrope.models import Swin, ViT
 from torchrope.positions import grid
 
 Size = tuple[int, ...]
-Ends = tuple[float, float, float]  # mean, low, high
+Measured = dict[str, dict[Size, dict[str, np.ndarray]]]
+"""By encoding, size and measure, `(seeds, layers, examples)`."""
 
 SCALES = (128 / 224, 384 / 224)
 EXAMPLES = 512
 SCORES = 2**25  # held at a time
 UNIFORM = "uniform attention"
 SLACK = 1e-3
+REFERENCE = "learned"
 
 COLUMNS = (
-    Column("encoding", "Encoding"),
-    Column("name", "Name"),
+    *NAMES,
     Column("size", "Input size"),
-    Column("distance", "Distance", "patches", 2, low="distance_low", high="distance_high"),
-    Column("relative", "Over that of uniform attention", "%", 1, low="relative_low", high="relative_high"),
-    Column("entropy", "Entropy", "nats", 2, low="entropy_low", high="entropy_high"),
-    Column("share", "Over the largest entropy", "%", 1, low="share_low", high="share_high"),
-    Column("front", "Weight on class and register tokens", "%", 1, low="front_low", high="front_high"),
+    with_interval("distance", "Distance", "patches", 2),
+    Column("furthest", "Distance, verdict"),
+    with_interval("beside", f"Further than {REFERENCE}", "patches", 2),
+    with_interval("relative", "Over that of uniform attention", "%", 1),
+    with_interval("entropy", "Entropy", "nats", 2),
+    Column("sharpest", "Least entropy, verdict"),
+    with_interval("share", "Over the largest entropy", "%", 1),
+    with_interval("front", "Weight on class and register tokens", "%", 1),
 )
 
 
@@ -51,17 +68,18 @@ def find(lab: Lab) -> Findings:
         return Findings("Not measured: a Swin attends within windows, whose size bounds distance and entropy.")
     runs, notes = feasible(lab, lab.runs(lab.encodings))
     if not runs:
-        return Findings("No encoding named can be trained here.", notes=notes)
+        return Findings(NONE_POSSIBLE, notes=notes)
     trained = lab.train(runs)
     patch_size = lab.blueprint(runs[0]).embed.patch_size
     sizes = scaled_sizes(lab.data, patch_size, SCALES)
     lattices = {size: tuple(n // p for n, p in zip(size, patch_size, strict=True)) for size in sizes}
     found = {name: _pooled(each, sizes) for name, each in by_encoding(trained).items()}
     at = tuple(lab.data.input_size)
-    rows = [_row(name, size, of_one[size], lattices[size]) for size in sizes for name, of_one in found.items()]
+    rows = {size: _rows(found, size, lattices[size]) for size in sizes}
+    every = [row for of_size in rows.values() for row in of_size]
     return Findings(
-        answer=_answer(found, at, lattices[at], len(lab.seeds)),
-        tables=[Table("Attention by input size, mean over layers", COLUMNS, rows, note=_note(lab.data))],
+        answer=_answer(at, rows[at], len(lab.seeds)),
+        tables=[Table("Attention by input size, mean over layers", COLUMNS, every, note=_note(lab.data))],
         figures=[_figure(kind, found, lattices, at) for kind in ("distance", "entropy")],
         checks=_checks(found, lattices),
         notes=[*notes, *_NOTES],
@@ -77,14 +95,14 @@ def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str,
         sizes: Of the inputs.
 
     Returns:
-        For each size `distance`, `entropy` and `front`, the weight on tokens without a place, lists of a list a layer
-        of a number an example, means over heads and patches.
+        For each size `distance`, `entropy` and `front`, the weight on class and register tokens, lists of a
+        list a layer of a number an example, means over heads and patches.
     """
     device = next(model.parameters()).device
     found: dict[str, Any] = {}
     for size in sizes:
         batches = [described(model, resize(inputs, size).to(device)) for inputs in _examples(model, data, size)]
-        found[_told(size)] = {
+        found[_name(size)] = {
             key: torch.cat([batch[key] for batch in batches], dim=1).tolist()
             for key in ("distance", "entropy", "front")
         }
@@ -139,8 +157,8 @@ def attended(model: ViT) -> Iterator[Any]:
 
 def distances(lattice: Sequence[int]) -> Tensor:
     """Euclidean distances between the patches of a lattice, `(patches, patches)`, in patches."""
-    places = grid(*lattice)
-    return (places[:, None] - places).norm(dim=-1)
+    positions = grid(*lattice)
+    return (positions[:, None] - positions).norm(dim=-1)
 
 
 def _examples(model: ViT, data: DataModule, size: Size) -> Iterator[Tensor]:
@@ -164,7 +182,7 @@ def _heads(model: ViT) -> int:
     return max(module.num_heads for module in model.modules() if isinstance(module, Attention))
 
 
-def _told(size: Sequence[int]) -> str:
+def _name(size: Sequence[int]) -> str:
     return "x".join(map(str, size))
 
 
@@ -173,13 +191,12 @@ def _shown(size: Size) -> str:
 
 
 def _pooled(trained: Sequence[Trained], sizes: Sequence[Size]) -> dict[Size, dict[str, np.ndarray]]:
-    """Measures at each size, `(layers, examples)`, means over seeds."""
-    name = "-".join(["attention", str(EXAMPLES), *(_told(size) for size in sizes)])
+    """Measures at each size, `(seeds, layers, examples)`."""
+    name = "-".join(["attention", str(EXAMPLES), *(_name(size) for size in sizes)])
     results = [each.measure(name, partial(_of_vit, sizes=sizes)) for each in trained]
     return {
         size: {
-            key: np.mean([result[_told(size)][key] for result in results], axis=0)
-            for key in ("distance", "entropy", "front")
+            key: np.array([result[_name(size)][key] for result in results]) for key in ("distance", "entropy", "front")
         }
         for size in sizes
     }
@@ -190,14 +207,9 @@ def _of_vit(model: ViT | Swin, data: DataModule, *, sizes: Sequence[Size]) -> di
     return measure(model, data, sizes=sizes)
 
 
-def _ends(values: np.ndarray, factor: float = 1.0) -> Ends:
-    """Mean with its 95 % interval over examples."""
-    _, low, high = mean_interval(np.asarray(factor * values)[None])
-    return float(factor * values.mean()), low, high
-
-
-def _cells(key: str, ends: Ends) -> dict[str, float]:
-    return dict(zip((key, f"{key}_low", f"{key}_high"), ends, strict=True))
+def _mean(values: np.ndarray, factor: float = 1.0) -> Drawn:
+    """The mean over layers of `(seeds, layers, examples)`."""
+    return drawn_mean(factor * values.mean(axis=1))
 
 
 def _farthest(lattice: Sequence[int]) -> float:
@@ -205,19 +217,30 @@ def _farthest(lattice: Sequence[int]) -> float:
     return distances(lattice).mean().item()
 
 
-def _row(name: str, size: Size, found: dict[str, np.ndarray], lattice: Sequence[int]) -> dict[str, Any]:
-    distance, entropy, front = (found[key].mean(axis=0) for key in ("distance", "entropy", "front"))
-    largest = math.log(math.prod(lattice)) or 1.0
-    return {
-        "encoding": label(name),
-        "name": name,
-        "size": _shown(size),
-        **_cells("distance", _ends(distance)),
-        **_cells("relative", _ends(distance, 100 / (_farthest(lattice) or 1.0))),
-        **_cells("entropy", _ends(entropy)),
-        **_cells("share", _ends(entropy, 100 / largest)),
-        **_cells("front", _ends(front, 100)),
-    }
+def _rows(found: Measured, size: Size, lattice: Sequence[int]) -> list[dict[str, Any]]:
+    distance = {name: _mean(of_one[size]["distance"]) for name, of_one in found.items()}
+    entropy = {name: _mean(of_one[size]["entropy"]) for name, of_one in found.items()}
+    base = distance.get(REFERENCE)
+    beside = {} if base is None else {name: (own - base).interval for name, own in distance.items() if own is not base}
+    further = together(beside)
+    furthest = rank(distance)
+    sharpest = rank({name: _mean(of_one[size]["entropy"], -1) for name, of_one in found.items()})
+    relative, share = 100 / (_farthest(lattice) or 1.0), 100 / (math.log(math.prod(lattice)) or 1.0)
+    return [
+        {
+            **named(name),
+            "size": _shown(size),
+            **cells("distance", distance[name].interval()),
+            "furthest": furthest[name],
+            **cells("beside", further.get(name)),
+            **cells("relative", _mean(of_one[size]["distance"], relative).interval()),
+            **cells("entropy", entropy[name].interval()),
+            "sharpest": sharpest[name],
+            **cells("share", _mean(of_one[size]["entropy"], share).interval()),
+            **cells("front", _mean(of_one[size]["front"], 100).interval()),
+        }
+        for name, of_one in found.items()
+    ]
 
 
 def _note(data: DataModule) -> str:
@@ -225,76 +248,44 @@ def _note(data: DataModule) -> str:
     used = len(range(0, count, _step(count)))
     return (
         "Distance between a patch and those it attends to, weighted by attention, and entropy of that attention: means "
-        f"over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples, with "
-        "95 % intervals over the examples."
+        f"over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples. "
+        f"Verdicts are at 5 % over all pairs at a size, differences to {REFERENCE} over all encodings (Holm)."
     )
 
 
 _NOTES = (
-    "Attention among patches: weight on class and register tokens is told apart and left out, and these tokens are no "
-    "queries. RoPE-ViT does not say what it did with them.",
+    "Attention among patches: weight on class and register tokens is reported separately, and these tokens are no "
+    "queries. RoPE-ViT does not describe how it treats them.",
     "Figures 2 and 3 of the paper print no numbers beside their axes.",
     "Inputs are resampled from the size trained on; sizes are the paper's 128, 224 and 384 over 224, in whole patches. "
-    "The number of frames stays.",
+    "The number of frames is unchanged.",
 )
 
 
-def _answer(found: dict[str, dict[Size, dict[str, np.ndarray]]], at: Size, lattice: Sequence[int], seeds: int) -> str:
-    here = {name: of_one[at] for name, of_one in found.items()}
-    mean = {name: values["distance"].mean(axis=0) for name, values in here.items()}
-    ordered = sorted(mean, key=lambda name: -mean[name].mean())
-    far, near = ordered[0], ordered[-1]
-    sentences = [
-        f"At {_shown(at)}, as trained, attention of {far} reaches furthest, {_between(_ends(mean[far]))} patches on "
-        f"average over layers, where uniform attention would reach {_farthest(lattice):.2f}."
-    ]
-    if near != far:
-        apart = _ends(mean[far] - mean[near])
-        sentences.append(
-            f"It reaches least in {near}, {_between(_ends(mean[near]))}, {_between(apart)} less on the same examples."
-        )
-    base = "learned"
-    if base in mean and len(mean) > 1:
-        sentences.append(_beside(mean, base))
-    sharpest = min(here, key=lambda name: here[name]["entropy"].mean())
-    entropy = _between(_ends(here[sharpest]["entropy"].mean(axis=0)))
-    sentences.append(f"Attention is sharpest in {sharpest}, with an entropy of {entropy} nats.")
-    return " ".join(sentences) + caveat(seeds)
+def _answer(at: Size, rows: Sequence[dict[str, Any]], seeds: int) -> str:
+    far, sharp = max(rows, key=lambda row: row["distance"]), min(rows, key=lambda row: row["entropy"])
+    ties = tied_with([row["name"] for row in rows if row["furthest"] == "tied" and row is not far])
+    others = sum(row["sharpest"] == "tied" and row is not sharp for row in rows)
+    nats = f"{sharp['name']}, {_written(sharp, 'entropy')} nats" + (f" ({others} tied)" if others else "")
+    reach = f"At {_shown(at)} attention reaches furthest in {far['name']}, {_written(far, 'distance')} patches{ties}"
+    return f"{reach}; entropy is lowest in {nats}.{one_seed(seeds)}"
 
 
-def _beside(mean: dict[str, np.ndarray], base: str) -> str:
-    """The paper's comparison: who reaches further than a learned absolute encoding, and who less far."""
-    ends = {name: _ends(values - mean[base]) for name, values in mean.items() if name != base}
-    further = [name for name, (_, low, _) in ends.items() if low > 0]
-    nearer = [name for name, (_, _, high) in ends.items() if high < 0]
-    same = [name for name in ends if name not in further and name not in nearer]
-    said = [f"{_verb(names, 'reach')} {how}" for names, how in ((further, "further"), (nearer, "less far")) if names]
-    said += [f"{told(same)} cannot be told apart"] if same else []
-    return f"Beside a learned absolute encoding, {', '.join(said)}."
+def _written(row: dict[str, Any], key: str) -> str:
+    return written([row[key], row[f"{key}_low"], row[f"{key}_high"]], digits=2)
 
 
-def _verb(names: Sequence[str], verb: str) -> str:
-    return f"{told(names)} {verb}{'' if len(names) > 1 else 'es'}"
-
-
-def _between(ends: Ends) -> str:
-    return f"{ends[0]:.2f} [{ends[1]:.2f}, {ends[2]:.2f}]"
-
-
-def _figure(
-    kind: str, found: dict[str, dict[Size, dict[str, np.ndarray]]], lattices: dict[Size, Size], at: Size
-) -> Figure:
+def _figure(kind: str, found: Measured, lattices: dict[Size, Size], at: Size) -> Figure:
     rows: list[dict[str, Any]] = []
     for size, lattice in lattices.items():
         for name, of_one in found.items():
-            for layer, values in enumerate(of_one[size][kind], start=1):
-                rows.append({"name": name, "size": _shown(size), "layer": layer, **_cells(kind, _ends(values))})
-        depth = len(next(iter(found.values()))[size][kind])
+            for layer, values in enumerate(of_one[size][kind].swapaxes(0, 1), start=1):
+                ends = cells(kind, drawn_mean(values).interval())
+                rows.append({"name": name, "size": _shown(size), "layer": layer, **ends})
+        depth = next(iter(found.values()))[size][kind].shape[1]
         uniform = _farthest(lattice) if kind == "distance" else math.log(math.prod(lattice))
-        ends = _cells(kind, (uniform, uniform, uniform))
+        ends = cells(kind, Interval(uniform, uniform, uniform))
         rows += [{"name": UNIFORM, "size": _shown(size), "layer": layer, **ends} for layer in range(1, depth + 1)]
-    trained = {name: of_one[at][kind].mean(axis=1) for name, of_one in found.items()}
-    name = max(trained, key=lambda name: trained[name].max())
     unit = "patches" if kind == "distance" else "nats"
     title = "Attention distance" if kind == "distance" else "Entropy of attention"
     return Figure(
@@ -302,8 +293,7 @@ def _figure(
         kind="lines",
         title=f"{title} by layer",
         alt=f"{title} in {unit} by layer, one panel for each of {len(lattices)} input sizes, one line for each of "
-        f"{len(found)} encodings and one for uniform attention; at the size trained on it is largest in {name}, "
-        f"{trained[name].max():.2f} in layer {int(trained[name].argmax()) + 1}.",
+        f"{len(found)} encodings and one for uniform attention.",
         x=Axis("layer", "Layer"),
         y=Axis(kind, title, unit),
         rows=rows,
@@ -315,7 +305,7 @@ def _figure(
     )
 
 
-def _checks(found: dict[str, dict[Size, dict[str, np.ndarray]]], lattices: dict[Size, Size]) -> list[Check]:
+def _checks(found: Measured, lattices: dict[Size, Size]) -> list[Check]:
     entropy = max(
         float(of_one[size]["entropy"].max()) / (math.log(math.prod(lattice)) or 1.0)
         for of_one in found.values()

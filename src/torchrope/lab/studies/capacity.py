@@ -1,24 +1,26 @@
 """What larger blocks of generators add: sizes 2 to 64 (LieRE figure 2a; second version, figure 4a)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import WITH_BLOCKS, takes
+from torchrope.lab.conclusion import join_names
 from torchrope.lab.encodings import choose, own_parts
-from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Table
-from torchrope.lab.studies.engine.estimates import about_intervals, at_best, caveat, correct, not_told_apart, told, top1
+from torchrope.lab.results import Advice, Axis, Figure, Findings, Table
+from torchrope.lab.studies.engine.estimates import (
+    about_intervals,
+    at_best,
+    change_sentence,
+    correct,
+    top1,
+)
 from torchrope.lab.studies.engine.grid import (
-    ENCODING,
-    ONE_BY_ONE,
-    Cells,
     Factor,
+    Grid,
     Plan,
-    better_or_not,
     changes,
     contrast_table,
-    named,
-    tell_trends,
+    parameter_table,
     top1_figure,
     top1_table,
     train_grid,
@@ -28,7 +30,6 @@ from torchrope.lab.studies.engine.grid import (
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
 from torchrope.lab.studies.engine.runs import Run
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.cost import count_encoding_parameters
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
 FACTOR = Factor("block_size", "Block size", scale="log")
@@ -58,22 +59,23 @@ def find(lab: Lab) -> Findings:
     if head_dim not in sizes:
         sizes.append(head_dim)
     plan: Plan = {name: {size: _runs(lab, name, size, head_dim) for size in sizes} for name in families}
-    cells, notes = train_grid(lab, plan)
-    slopes = trends(cells)
-    moved = changes(cells, lambda name: min(cells[name], key=float))
+    grid, notes = train_grid(lab, plan)
+    slopes = trends(grid)
+    parameters = parameter_table(lab, grid, FACTOR)
+    moved = changes(grid, lambda name: min(grid[name], key=float))
     seeds = len(lab.seeds)
     return Findings(
-        answer=_answer(slopes, moved) + caveat(seeds),
+        answer=change_sentence("doubling the block size", "accuracy", slopes, seeds),
         tables=[
-            top1_table("Top-1 by block size", cells, FACTOR, about_intervals(seeds)),
-            trend_table("Slope of top-1", slopes, "the block size"),
-            contrast_table("Against the smallest blocks", moved, FACTOR, "change", "Better by", ONE_BY_ONE),
-            _parameter_table(lab, cells),
+            top1_table("Top-1 by block size", grid, FACTOR, about_intervals(seeds)),
+            trend_table("Slope of top-1", slopes, "Per doubling of the block size"),
+            contrast_table("Against the smallest blocks", moved, FACTOR, "Better by"),
+            parameters,
         ],
-        figures=[top1_figure(cells, FACTOR, _alt(cells)), _parameter_figure(lab, cells)],
+        figures=[top1_figure(grid, FACTOR, _alt(grid)), _parameter_figure(grid, parameters)],
         published=PUBLISHED,
         notes=[*_left_out(lab, head_dim), *notes],
-        advice=[_advice(lab, name, levels) for name, levels in cells.items()],
+        advice=[_advice(lab, name, levels) for name, levels in grid.items()],
     )
 
 
@@ -88,39 +90,7 @@ def _runs(lab: Lab, name: str, size: int, head_dim: int) -> Sequence[Run]:
     return lab.runs([name if whole else f"{name}:{size}"])
 
 
-def _answer(slopes: Sequence[dict[str, Any]], moved: Sequence[dict[str, Any]]) -> str:
-    said = [tell_trends(slopes, "the block size")] if slopes else ["There is one block size alone."]
-    better, worse, tied = better_or_not([{**row, "name": f"{row['name']}:{row['level']}"} for row in moved], "change")
-    if better:
-        said.append(f"Measurably better than the smallest blocks: {told(better)}.")
-    if worse:
-        said.append(f"Measurably worse than the smallest: {told(worse)}.")
-    if tied and not better and not worse:
-        said.append("No block size differs measurably from the smallest.")
-    return " ".join(said)
-
-
-def _parameter_rows(lab: Lab, cells: Cells) -> list[dict[str, Any]]:
-    return [
-        {
-            **named(name),
-            "block_size": size,
-            "parameters": count_encoding_parameters(lab.blueprint(runs[0].run)),
-            **{key: value for key, value in top1(correct(runs)).items() if key != "spread"},
-        }
-        for name, levels in cells.items()
-        for size, runs in levels.items()
-    ]
-
-
-def _parameter_table(lab: Lab, cells: Cells) -> Table:
-    columns = (*ENCODING, FACTOR.column, Column("parameters", "Parameters of the encodings", digits=0))
-    keys = ("encoding", "name", "block_size", "parameters")
-    rows = [{key: row[key] for key in keys} for row in _parameter_rows(lab, cells)]
-    return Table("Numbers that the encodings learn", columns, rows, note="Counted over all layers and heads.")
-
-
-def _parameter_figure(lab: Lab, cells: Cells) -> Figure:
+def _parameter_figure(grid: Grid, parameters: Table) -> Figure:
     return Figure(
         name="top1-by-parameters",
         kind="lines",
@@ -128,7 +98,7 @@ def _parameter_figure(lab: Lab, cells: Cells) -> Figure:
         alt="Top-1 in percent over the parameters that all encodings of a model have, one line for each family.",
         x=Axis("parameters", "Parameters of the encodings", scale="log"),
         y=Axis("top1", "Top-1", "%"),
-        rows=_parameter_rows(lab, cells),
+        rows=[{**row, **top1(correct(grid[str(row["name"])][row["block_size"]]))} for row in parameters.rows],  # type: ignore[index]
         series="name",
         low="low",
         high="high",
@@ -136,9 +106,11 @@ def _parameter_figure(lab: Lab, cells: Cells) -> Figure:
     )
 
 
-def _alt(cells: Cells) -> str:
-    sizes = sorted({int(size) for levels in cells.values() for size in levels})
-    return f"Top-1 in percent over block sizes {sizes[0]} to {sizes[-1]}, one line for each of {told(list(cells))}."
+def _alt(grid: Grid) -> str:
+    sizes = sorted({int(size) for levels in grid.values() for size in levels})
+    return (
+        f"Top-1 in percent over block sizes {sizes[0]} to {sizes[-1]}, one line for each of {join_names(list(grid))}."
+    )
 
 
 def _left_out(lab: Lab, head_dim: int) -> list[str]:
@@ -146,22 +118,18 @@ def _left_out(lab: Lab, head_dim: int) -> list[str]:
     large = [str(size) for size in BLOCKS if size > head_dim]
     others = [name for name in lab.encodings if not _has_sizes(name)]
     notes = [f"Heads have {head_dim} channels."]
-    notes += [f"Left out: blocks of {told(small)}, which do not divide them."] if small else []
-    notes += [f"Left out: blocks of {told(large)}, which are larger."] if large else []
-    notes += [f"Left out: {told(others)}, whose blocks have one size or none."] if others else []
+    notes += [f"Left out: blocks of {join_names(small)}, which do not divide them."] if small else []
+    notes += [f"Left out: blocks of {join_names(large)}, which are larger."] if large else []
+    notes += [f"Left out: {join_names(others)}, whose blocks have one size or none."] if others else []
     return notes
 
 
 def _advice(lab: Lab, name: str, levels: dict) -> Advice:
     equals, value = at_best({f"{name}:{size}": correct(runs) for size, runs in levels.items()})
-    why = f"{equals[0]} reaches {value}"
-    tied = not_told_apart(equals)
-    first = min(equals, key=_size_of)
-    return Advice(
-        f"Block size of {name} on {lab.data.title}",
-        [first, *(each for each in equals if each != first)],
-        f"{why}{tied}; the smallest of them costs least",
-    )
+    cheapest = min(equals, key=_size_of)
+    names = [cheapest, *(each for each in equals if each != cheapest)]
+    because = f"{equals[0]} reaches {value}; the smallest blocks of those tied cost least"
+    return Advice(f"Block size of {name} on {lab.data.title}", names, because)
 
 
 def _has_sizes(name: str) -> bool:

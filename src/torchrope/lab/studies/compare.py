@@ -39,7 +39,7 @@ MAY_GROW = ("encodings", "seeds", "out", "parallel", "slurm", "margin")
 def compare(config: CompareConfig, *, command: str, console: Console, allow: Sequence[str] = ()) -> Path:
     """Train, evaluate and measure every encoding; do nothing twice that is finished in the folder.
 
-    `results.json` is written after every run, so that a comparison which is stopped can be reported as far as it came.
+    `results.json` is written after every run, so that a stopped comparison can be reported.
 
     Args:
         config: What to compare, and where to leave it.
@@ -52,7 +52,7 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
 
     Raises:
         ValueError: a setting, the data or the folder is not as it must be; nothing was trained then.
-        KeyboardInterrupt: stopped; the same call goes on with the epoch that was under way.
+        KeyboardInterrupt: stopped; the same call resumes with the epoch that was interrupted.
     """
     check_spacing(config.model, config.data)
     folder = Path(config.out)
@@ -64,7 +64,9 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
     runs = [lab.run(name, seed) for seed in lab.seeds for name in asked.encodings]
     for run in runs:
         lab.blueprint(run)  # refuses a bad setting before anything is written
-    write_whole(folder / CONFIG, yaml.safe_dump(plain(asked), sort_keys=False))  # it makes the folder this one's
+    write_whole(
+        folder / CONFIG, yaml.safe_dump(plain(asked), sort_keys=False)
+    )  # the folder now belongs to this comparison
     measured: dict[str, Measured] = {}
 
     def keep(trained: Trained) -> None:
@@ -183,7 +185,7 @@ def _write(
     costs: Mapping[str, Any],
     command: str,
 ) -> Path:
-    """Write what is known so far as `results.json`."""
+    """Write what has been measured as `results.json`."""
     done = [measured[run.name] for run in runs if run.name in measured]
     together = _with_common_seeds(done)
     rights = {name: np.stack([each.correct for each in each_seed]) for name, each_seed in together.items()}
@@ -216,7 +218,7 @@ def _with_common_seeds(done: Sequence[Measured]) -> dict[str, list[Trained]]:
 
 
 def _relative_costs(seconds: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """Seconds of a step in each round over those of the first encoding, "none" where it is there."""
+    """Seconds of a step in each round over those of "none", or of the first encoding without it."""
     if not seconds:
         return {}
     base = np.asarray(seconds["none"] if "none" in seconds else next(iter(seconds.values())))

@@ -17,8 +17,20 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose
 from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
 from torchrope.lab.statistics import accuracy_interval, median_interval
-from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import OVER_SEEDS, TOP1, top1, verdict
+from torchrope.lab.studies.engine.estimates import (
+    NAMES,
+    OVER_SEEDS,
+    TOP1,
+    VERDICT,
+    cells,
+    in_percent,
+    named,
+    percent,
+    top1,
+    verdict,
+    with_interval,
+)
+from torchrope.lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
 from torchrope.lab.studies.engine.pictures import picture
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.models import Swin, ViT
@@ -27,7 +39,6 @@ CLASSES = 30
 """Most classes that tables and figures show one by one."""
 SAMPLES = 16
 CONFUSIONS = 10
-NAMED = (Column("encoding", "Encoding"), Column("name", "Name"))
 _TOP1 = Axis("top1", "Top-1", "%")
 
 
@@ -79,6 +90,11 @@ class Comparison:
         return {name: [each for each in self.done if each.trained.encoding == name] for name in self.ordered}
 
     @property
+    def trained(self) -> dict[str, list[Trained]]:
+        """The runs of `groups`."""
+        return {name: [each.trained for each in group] for name, group in self.groups.items()}
+
+    @property
     def base(self) -> str:
         """What costs are relative to."""
         return BASELINE if BASELINE in self.relative else next(iter(self.relative), "")
@@ -103,8 +119,9 @@ def tables(of: Comparison) -> list[Table]:
 
 
 def figures(of: Comparison) -> list[Figure]:
-    """Accuracy, its curves, other sizes, costs, and who is taken for whom."""
-    found = [_bars(of), _curves(of), _losses(of), _by_size(of), _by_cost(of), _confusion(of)]
+    """Accuracy, its curves, other sizes, costs, and confusions."""
+    accuracy = [top1_by_encoding(of.rights, of.conclusion.chance), top1_curves(of.trained)]
+    found = [*accuracy, _losses(of), _by_size(of), _by_cost(of), _confusion(of)]
     return [figure for figure in found if figure is not None]
 
 
@@ -115,31 +132,26 @@ def _results(of: Comparison) -> Table:
         gap = of.conclusion.gaps.get(name)
         rows.append(
             {
-                "encoding": label(name),
-                "name": name,
+                **named(name),
                 **top1(of.rights[name]),
                 "verdict": verdict(of.conclusion, name),
-                "gap": gap and 100 * gap.estimate,
-                "gap_low": gap and 100 * gap.low,
-                "gap_high": gap and 100 * gap.high,
-                "shuffled": 100 * shuffled.estimate,
-                "shuffled_low": 100 * shuffled.low,
-                "shuffled_high": 100 * shuffled.high,
+                **cells("gap", gap and in_percent(gap)),
+                **cells("shuffled", in_percent(shuffled)),
                 "val_loss": _mean([each.trained.val_loss for each in group]),
                 **_ratio(of, name),
             }
         )
     columns = [
-        *NAMED,
+        *NAMES,
         TOP1,
         *([OVER_SEEDS] if of.conclusion.seeds > 1 else []),
-        Column("verdict", "Verdict"),
-        Column("gap", "Behind the best", "points", 1, low="gap_low", high="gap_high"),
-        Column("shuffled", "Shuffled", "%", 1, low="shuffled_low", high="shuffled_high"),
+        VERDICT,
+        with_interval("gap", "Behind the best", "points", 1),
+        with_interval("shuffled", "Shuffled", "%", 1),
         Column("val_loss", "Validation loss", digits=3),
     ]
     if of.costs:
-        columns.append(Column("ratio", f"Step time, × {of.base}", digits=2, low="ratio_low", high="ratio_high"))
+        columns.append(with_interval("ratio", f"Step time, × {of.base}", digits=2))
     return Table("Results", columns, rows, note=_results_note(of.conclusion))
 
 
@@ -156,42 +168,31 @@ def _gains(of: Comparison) -> Table | None:
     gains = of.conclusion.gains
     if not gains:
         return None
-    rows = [
-        {"encoding": label(name), "name": name, **_points("gain", gains[name])} for name in of.ordered if name in gains
-    ]
-    column = Column("gain", "Gain over none", "points", 1, low="gain_low", high="gain_high")
+    rows = [{**named(name), **cells("gain", in_percent(gains[name]))} for name in of.ordered if name in gains]
     return Table(
         "What position adds",
-        (*NAMED, column),
+        (*NAMES, with_interval("gain", "Gain over none", "points", 1)),
         rows,
-        note="Paired differences of accuracy over the model without positions.",
+        note="Paired differences of accuracy over the model without positions, each interval of 95 % by itself.",
     )
 
 
 def _sizes(of: Comparison) -> Table | None:
-    cells = _at_sizes(of)
-    sizes = list(dict.fromkeys(cell["size"] for cell in cells))
+    measured = _at_sizes(of)
+    sizes = list(dict.fromkeys(row["size"] for row in measured))
     if len(sizes) < 2:
         return None
     rows: list[Row] = []
     for name in of.ordered:
-        at = {cell["size"]: cell for cell in cells if cell["name"] == name}
-        shares = {f"{end}_{size}": at[size][end] for size in sizes for end in ("top1", "low", "high")}
-        rows.append({"encoding": label(name), "name": name, **shares})
+        at = {row["size"]: row for row in measured if row["name"] == name}
+        shares: dict[str, Any] = {}
+        for size in sizes:
+            shares |= cells(size, [at[size][end] for end in ("top1", "low", "high")])
+        rows.append({**named(name), **shares})
     trained = "×".join(map(str, of.data.input_size))
-    columns = [
-        Column(
-            f"top1_{size}",
-            f"{size} (trained)" if size == trained else size,
-            "%",
-            1,
-            low=f"low_{size}",
-            high=f"high_{size}",
-        )
-        for size in sizes
-    ]
+    columns = [with_interval(size, f"{size} (trained)" if size == trained else size, "%", 1) for size in sizes]
     note = "The same inputs, resampled to sizes that the model was not trained at, without further training."
-    return Table("Accuracy at other input sizes", (*NAMED, *columns), rows, note=note)
+    return Table("Accuracy at other input sizes", (*NAMES, *columns), rows, note=note)
 
 
 def _at_sizes(of: Comparison) -> list[dict[str, Any]]:
@@ -202,8 +203,7 @@ def _at_sizes(of: Comparison) -> list[dict[str, Any]]:
         for size, right in sorted({**found, trained_at: of.rights[name]}.items()):
             rows.append(
                 {
-                    "encoding": label(name),
-                    "name": name,
+                    **named(name),
                     "size": "×".join(map(str, size)),
                     "scale": size[-1] / trained_at[-1],
                     "trained": size == trained_at,
@@ -218,12 +218,11 @@ def _costs(of: Comparison) -> Table | None:
         return None
     rows: list[Row] = [
         {
-            "encoding": label(name),
-            "name": name,
+            **named(name),
             "encoding_parameters": cost["encoding_parameters"],
             "parameters": cost["parameters"],
             "mflops": cost["flops"] / 1e6,
-            **_milliseconds(cost["seconds"]),
+            **cells("ms", median_interval([1e3 * value for value in cost["seconds"]])),
             **_ratio(of, name),
             "memory": cost["peak_memory_bytes"] / 1e6,
         }
@@ -231,12 +230,12 @@ def _costs(of: Comparison) -> Table | None:
         if (cost := of.costs.get(name))
     ]
     columns = (
-        *NAMED,
+        *NAMES,
         Column("encoding_parameters", "Encoding parameters"),
         Column("parameters", "All parameters"),
         Column("mflops", "MFLOPs per input", digits=2),
-        Column("ms", "Training step", "ms", 2, low="ms_low", high="ms_high"),
-        Column("ratio", f"Step time, × {of.base}", digits=2, low="ratio_low", high="ratio_high"),
+        with_interval("ms", "Training step", "ms", 2),
+        with_interval("ratio", f"Step time, × {of.base}", digits=2),
         Column("memory", "Peak memory", "MB", 1),
     )
     note = (
@@ -277,8 +276,8 @@ def _confusions(of: Comparison) -> Table | None:
     counts = Counter(of.done[0].trained.labels)
     runs = len(of.groups[of.ordered[0]])
     rows: list[Row] = [
-        {"true": str(names[true]), "predicted": str(names[said]), "share": 100 * count / (runs * counts[true])}
-        for (true, said), count in wrong
+        {"true": str(names[true]), "predicted": str(names[predicted]), "share": 100 * count / (runs * counts[true])}
+        for (true, predicted), count in wrong
     ]
     columns = (Column("true", "Class"), Column("predicted", "Taken for"), Column("share", "Of its examples", "%", 1))
     return Table(f"Most frequent confusions of {of.ordered[0]}", columns, rows)
@@ -290,8 +289,7 @@ def _encodings(of: Comparison) -> Table:
         parts = choose(name).parts
         rows.append(
             {
-                "encoding": label(name),
-                "name": name,
+                **named(name),
                 "summary": " ".join(part.summary for part in parts),
                 "formula": ";  ".join(part.formula for part in parts),
                 "source": "; ".join(part.source for part in parts),
@@ -299,7 +297,7 @@ def _encodings(of: Comparison) -> Table:
             }
         )
     columns = (
-        *NAMED,
+        *NAMES,
         Column("summary", "What it is"),
         Column("formula", "Formula"),
         Column("source", "Source"),
@@ -315,52 +313,13 @@ def _kind(parts: Sequence[Any], blueprint: ViT | Swin) -> str:
     return "rotary, relative" if relative else "rotary, not relative"
 
 
-def _bars(of: Comparison) -> Figure:
-    rows = [{"name": name, **top1(of.rights[name])} for name in of.ordered]
-    chance = 100 * of.conclusion.chance
-    return Figure(
-        name="top1",
-        kind="points",
-        title="Accuracy",
-        alt=f"Top-1 in percent of {len(rows)} encodings with 95 % intervals; {rows[0]['name']} is highest.",
-        x=_TOP1,
-        y=Axis("name", "Encoding", scale="category"),
-        rows=rows,
-        series="name",
-        low="low",
-        high="high",
-        caption=f"Lines are 95 % intervals. The best constant answer has {chance:.1f} %.",
-    )
-
-
-def _curves(of: Comparison) -> Figure:
-    rows: list[Row] = [
-        {"name": name, "epoch": epoch, "top1": 100 * mean, "low": 100 * low, "high": 100 * high}
-        for name, group in of.groups.items()
-        for epoch, mean, low, high in _over_epochs(group, "val_top1")
-    ]
-    return Figure(
-        name="curves",
-        kind="lines",
-        title="Accuracy while training",
-        alt="Validation top-1 after every epoch, one line an encoding.",
-        x=Axis("epoch", "Epoch"),
-        y=_TOP1,
-        rows=rows,
-        series="name",
-        low="low",
-        high="high",
-        caption="Mean over trainings; bands go from the worst to the best.",
-    )
-
-
 def _losses(of: Comparison) -> Figure:
     parts = {"train_loss": "training", "val_loss": "validation"}
     rows: list[Row] = [
         {"name": name, "part": part, "epoch": epoch, "loss": mean}
-        for name, group in of.groups.items()
+        for name, runs in of.trained.items()
         for key, part in parts.items()
-        for epoch, mean, _, _ in _over_epochs(group, key)
+        for epoch, mean, _, _ in over_epochs(runs, key)
     ]
     return Figure(
         name="losses",
@@ -374,17 +333,6 @@ def _losses(of: Comparison) -> Figure:
         panel="name",
         caption="Training loss is the mean over an epoch, with augmentation; validation loss is at its end.",
     )
-
-
-def _over_epochs(group: Sequence[Measured], key: str) -> list[tuple[int, float, float, float]]:
-    """Epoch, mean, lowest and highest over runs, where all have a finite value."""
-    found = []
-    for epochs in zip(*(each.trained.curve for each in group), strict=False):
-        values = [epoch.get(key) for epoch in epochs]
-        finite = [value for value in values if value is not None and np.isfinite(value)]
-        if len(finite) == len(values):
-            found.append((int(epochs[0]["epoch"]), fmean(finite), min(finite), max(finite)))
-    return found
 
 
 def _by_size(of: Comparison) -> Figure | None:
@@ -437,9 +385,13 @@ def _confusion(of: Comparison) -> Figure | None:
     pairs, counts = _pairs(of), Counter(of.done[0].trained.labels)
     runs = len(of.groups[of.ordered[0]])
     rows: list[Row] = [
-        {"true": names[true], "predicted": names[said], "share": 100 * pairs[true, said] / max(1, runs * counts[true])}
+        {
+            "true": names[true],
+            "predicted": names[predicted],
+            "share": 100 * pairs[true, predicted] / max(1, runs * counts[true]),
+        }
         for true in range(len(names))
-        for said in range(len(names))
+        for predicted in range(len(names))
     ]
     return Figure(
         name="confusion",
@@ -461,7 +413,7 @@ def pictures(of: Comparison) -> list[Pictures]:
         return []
     shown = _frames(inputs[:SAMPLES])
     classes = labels[:SAMPLES].argmax(dim=-1) if labels.ndim > 1 else labels[:SAMPLES]
-    told = ", ".join(str(of.data.classes[index]) for index in classes.tolist())
+    titles = ", ".join(str(of.data.classes[index]) for index in classes.tolist())
     sheet = make_grid(shown, nrow=8, normalize=True, scale_each=True, padding=1)
     of_volume = ", the middle one of each" if inputs.ndim == 5 else ""
     return [
@@ -471,7 +423,7 @@ def pictures(of: Comparison) -> list[Pictures]:
             alt=f"{len(shown)} training examples after augmentation.",
             classes=[str(name) for name in of.data.classes],
             rows=[picture("In reading order", sheet, [Panel("inputs")])],
-            caption=f"After augmentation{of_volume}. Classes in reading order: {told}.",
+            caption=f"After augmentation{of_volume}. Classes in reading order: {titles}.",
         )
     ]
 
@@ -500,9 +452,9 @@ def notes(of: Comparison) -> list[str]:
 def _remarks(of: Comparison) -> list[str]:
     """Whose curve still rises, and whose validation loss has risen again."""
     rising, over = [], []
-    for name, group in of.groups.items():
-        accuracy = [mean for _, mean, _, _ in _over_epochs(group, "val_top1")]
-        loss = [mean for _, mean, _, _ in _over_epochs(group, "val_loss")]
+    for name, runs in of.trained.items():
+        accuracy = [mean for _, mean, _, _ in over_epochs(runs, "val_top1")]
+        loss = [mean for _, mean, _, _ in over_epochs(runs, "val_loss")]
         last = max(1, len(accuracy) // 5)
         if len(accuracy) >= 2 * last + 1 and fmean(accuracy[-last:]) - fmean(accuracy[-2 * last : -last]) > 0.01:
             rising.append(name)
@@ -524,23 +476,12 @@ def advice(of: Comparison) -> list[Advice]:
     first = conclusion.cheapest or conclusion.best or ""
     equal = [name for name in (conclusion.best, *conclusion.tied) if name and name != first]
     case = f"{of.data.title}, at the size trained on"
-    return [Advice(case, [first, *equal], conclusion.sentence())]
-
-
-def _points(key: str, found: Any) -> Row:
-    return {key: 100 * found.estimate, f"{key}_low": 100 * found.low, f"{key}_high": 100 * found.high}
+    reached = percent(in_percent(accuracy_interval(of.rights[first])))
+    return [Advice(case, [first, *equal], f"{first} reaches {reached}")]
 
 
 def _ratio(of: Comparison, name: str) -> dict[str, float | None]:
-    if name not in of.relative:
-        return dict.fromkeys(("ratio", "ratio_low", "ratio_high"))
-    found = median_interval(of.relative[name])
-    return {"ratio": found.estimate, "ratio_low": found.low, "ratio_high": found.high}
-
-
-def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    found = median_interval([1e3 * value for value in seconds])
-    return {"ms": found.estimate, "ms_low": found.low, "ms_high": found.high}
+    return cells("ratio", median_interval(of.relative[name]) if name in of.relative else None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

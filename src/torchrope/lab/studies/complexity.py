@@ -13,9 +13,9 @@ from torch import nn
 from torchrope.attention import Attention
 from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.lab import recipes
+from torchrope.lab.conclusion import join_names
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import told
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, ROPE_VIT, published
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.config import ModelConfig
@@ -38,7 +38,7 @@ class Size:
         name: Of the recipe that it is from.
         title: For people.
         model: The model.
-        data: What a model is told of the data: input_size, in_channels, num_classes, axes.
+        data: What a model needs to know of the data: input_size, in_channels, num_classes, axes.
     """
 
     name: str
@@ -54,8 +54,9 @@ class Size:
 
 def _size(recipe: str, title: str, input_size: tuple[int, ...], num_classes: int, in_channels: int = 3) -> Size:
     axes = ("time", "height", "width")[-len(input_size) :]
-    told = dict(input_size=input_size, in_channels=in_channels, num_classes=num_classes, axes=axes)
-    data = SimpleNamespace(**told, tasks=("classify",))
+    data = SimpleNamespace(
+        input_size=input_size, in_channels=in_channels, num_classes=num_classes, axes=axes, tasks=("classify",)
+    )
     model = ModelConfig(**recipes.settings(recipe)["model"])
     return Size(recipe, title, replace(model, checkpoint_layers=False), data)
 
@@ -139,8 +140,8 @@ def _work(model: nn.Module, inputs: torch.Tensor) -> tuple[int, int]:
 
     def attended(_: nn.Module, args: tuple[Any, ...]) -> None:
         tokens, rotation = args[0], args[1]
-        turned = tokens.shape[0] * tokens.shape[1] * rotation.heads * rotation.rotary_dim
-        rotating.append(2 * turned * block_size_of(rotation))
+        rotated = tokens.shape[0] * tokens.shape[1] * rotation.heads * rotation.rotary_dim
+        rotating.append(2 * rotated * block_size_of(rotation))
 
     def normed(_: nn.Module, __: Any, output: torch.Tensor) -> None:
         norms.append(output.numel())
@@ -172,7 +173,7 @@ def parameters_by_formula(model: ViT | Swin) -> int:
         ComRoPE-AP  d (b - 1) / 2       ComRoPE-LD  d (b - 1) / 2 + N d / b
         STRING      N d / 2 + d (b - 1) / 2
 
-    a learned absolute one n d for n places, a bias heads Π (2 s - 1) for windows of s, others nothing.
+    a learned absolute one n d for n positions, a bias heads Π (2 s - 1) for windows of s, others nothing.
     """
     return sum(_learned(module) for module in model.modules())
 
@@ -371,7 +372,7 @@ def find(lab: Lab) -> Findings:
             "Counted on the meta device and exact: no training, no timing, no interval.",
             "Exponentials are counted as five products of matrices; kernels make commuting and small blocks cheaper "
             "than that, by factoring each block once.",
-            *(f"Left out, {encoding} ({told(where)})" for encoding, where in refused.items()),
+            *(f"Left out, {encoding} ({join_names(where)})" for encoding, where in refused.items()),
         ],
     )
 
@@ -595,30 +596,16 @@ def _claims(claims: Sequence[Row]) -> Table:
 
 def _answer(rows: Sequence[dict[str, Any]], cells: Sequence[Row]) -> str:
     base = [row for row in rows if row["size"] == sizes()[1].title and row["own"]]
+    claim = "The encodings asked for learn nothing."
     if base:
-        most, least = (choose(base, key=lambda row: row["own"]) for choose in (max, min))
-        dearest = max(base, key=lambda row: row["macs_share"])
-        several = f"from {least['own']:,} ({least['encoding']}) to {most['own']:,} parameters ({most['encoding']})"
-        one = f"{most['own']:,} parameters ({most['encoding']})"
-        first = (
-            f"In ViT-Base at 32x32 pixels an encoding that learns adds {one if most is least else several}, at most "
-            f"{most['own_share']:.2f} % of the model, and rotating takes at most {dearest['macs_share']:.2f} % more "
-            f"multiply-adds ({dearest['encoding']})."
+        most, slowest = (max(base, key=lambda row: row[key]) for key in ("own", "macs_share"))
+        claim = (
+            f"In ViT-Base at 32x32 pixels encodings learn up to {most['own']:,} parameters ({most['encoding']}, "
+            f"{most['own_share']:.2f} % of the model), and rotating adds up to {slowest['macs_share']:.2f} % "
+            f"multiply-adds ({slowest['encoding']})."
         )
-    else:
-        first = "The encodings asked for learn nothing."
-    made = max(base, key=lambda row: row["flops_share"], default=None)
-    if made and made["flops_share"] > 2 * made["macs_share"]:
-        first += (
-            f" Making the rotations costs more than applying them: with the exponentials of {made['encoding']} one "
-            f"forward pass takes {1 + made['flops_share'] / 100:.1f} times the FLOPs of one example without positions, "
-            "but they are made once for a batch."
-        )
-    wrong = [row for row in cells if not row["agrees"]]
-    agree = len(cells) - len(wrong)
-    names = told([str(row["name"]) for row in wrong])
-    second = f" Of {len(cells)} cells of LieRE's table 5 the counts reproduce {agree}"
-    return first + second + (f"; the other {len(wrong)} cannot be right: {names}." if wrong else ".") + " All exact."
+    agree = sum(bool(row["agrees"]) for row in cells)
+    return f"{claim} Counts reproduce {agree} of {len(cells)} cells of LieRE's table 5."
 
 
 def _checks(
@@ -651,7 +638,8 @@ def _checks(
         Check(
             "Counted parameters are those of the formulas, for every size and encoding",
             not differing,
-            f"{len(rows) - len(differing)} of {len(rows)} rows" + (f"; not {told(differing)}" if differing else ""),
+            f"{len(rows) - len(differing)} of {len(rows)} rows"
+            + (f"; not {join_names(differing)}" if differing else ""),
         ),
         Check(
             "Counted products are those of the formula, for every size of the table",
@@ -681,34 +669,26 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
     drawn = [row for row in rows if row["encoding"] != "none"]
     if not drawn:
         return []
-    most = max(drawn, key=lambda row: row["own_share"])
-    dearest = max(drawn, key=lambda row: row["macs_share"])
     shown = [{key: row[key] for key in ("size", "encoding", "own", "own_share", "macs_share")} for row in drawn]
+    figures = (
+        ("parameters-by-size", "own_share", "Share of the parameters that the encoding learns", "Of all parameters",
+         "Counted, exact."),
+        ("operations-by-size", "macs_share", "Multiply-adds that rotating adds", "Over no encoding",
+         "Counted as in LieRE's table 5, without making the rotations; exact."),
+    )  # fmt: skip
     return [
         Figure(
-            name="parameters-by-size",
+            name=name,
             kind="points",
-            title="Share of the parameters that the encoding learns",
-            alt=f"Share of all parameters, in percent, for {len(shown)} models; {most['encoding']} in {most['size']} "
-            f"has the most with {most['own_share']:.3f}.",
-            x=Axis("own_share", "Of all parameters", "%"),
+            title=title,
+            alt=f"{title}, in percent, for {len(shown)} models.",
+            x=Axis(key, heading, "%"),
             y=Axis("size", "Size", scale="category"),
             rows=shown,
             series="encoding",
-            caption="Counted; exact.",
-        ),
-        Figure(
-            name="operations-by-size",
-            kind="points",
-            title="Multiply-adds that rotating adds",
-            alt=f"Multiply-adds over no encoding, in percent, for {len(shown)} models; {dearest['encoding']} in "
-            f"{dearest['size']} adds the most with {dearest['macs_share']:.2f}.",
-            x=Axis("macs_share", "Over no encoding", "%"),
-            y=Axis("size", "Size", scale="category"),
-            rows=shown,
-            series="encoding",
-            caption="Counted as in LieRE's table 5, without making the rotations; exact.",
-        ),
+            caption=caption,
+        )
+        for name, key, title, heading, caption in figures
     ]
 
 
@@ -728,13 +708,12 @@ def _capacity() -> Figure:
         name="parameters-by-block",
         kind="lines",
         title="Parameters by block size, ViT-Base",
-        alt="Parameters of the encodings of ViT-Base over 2D by block size from 2 to 64, one line a family; LieRE "
-        "learns the most, and grows in proportion to the block size.",
+        alt="Parameters of the encodings of ViT-Base over 2D by block size from 2 to 64, one line a family.",
         x=Axis("block", "Block size", "channels", "log"),
         y=Axis("parameters", "Parameters", scale="log"),
         rows=rows,
         series="family",
-        caption="Counted; exact.",
+        caption="Counted, exact.",
     )
 
 

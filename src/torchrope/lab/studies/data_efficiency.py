@@ -1,37 +1,43 @@
 """How much training data each encoding needs: 30 % to all of it (LieRE figure 2b; second version, figure 3b)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import log2
 from typing import Any
 
 import numpy as np
 
-from torchrope.lab.results import Advice, Column, Findings, Table
+from torchrope.lab.conclusion import Interval, join_names, one_seed
+from torchrope.lab.results import Advice, Findings, Table
 from torchrope.lab.studies.engine.estimates import (
+    NAMES,
+    VERDICT,
     about_intervals,
     at_best,
-    caveat,
+    cells,
     correct,
     ends,
     first_reach,
-    not_told_apart,
+    named,
     resamples,
-    told,
-    trend,
+    together,
+    with_interval,
+    written,
 )
 from torchrope.lab.studies.engine.grid import (
-    ENCODING,
-    ONE_BY_ONE,
-    Cells,
     Factor,
+    Grid,
+    Level,
     Plan,
     contrast_table,
-    direction,
     lead_figure,
     leads,
-    named,
+    rights_at,
     top1_figure,
     top1_table,
     train_grid,
+    trend_table,
+    trends,
 )
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
 from torchrope.lab.studies.engine.runs import Run
@@ -62,26 +68,28 @@ def find(lab: Lab) -> Findings:
     names = list(dict.fromkeys([REFERENCE, *lab.encodings]))
     sizes = _sizes(lab.data.counts[0], lab.data.num_classes)
     plan: Plan = {name: {share: _runs(lab, name, share, sizes[share]) for share in sizes} for name in names}
-    cells, notes = train_grid(lab, plan)
-    ahead = leads(cells, REFERENCE)
-    needed = _needed(cells)
+    grid, notes = train_grid(lab, plan)
+    ahead = leads(grid, REFERENCE)
+    needed = _needed(grid)
+    slopes = trends(grid, lambda share: -log2(share / 100), REFERENCE)
     seeds = len(lab.seeds)
-    note = f"{about_intervals(seeds)} Smaller parts lie within larger ones, as many of each class as there can be."
+    note = f"{about_intervals(seeds)} Smaller parts lie within larger ones, with balanced classes."
     return Findings(
-        answer=_answer(cells, needed) + caveat(seeds),
+        answer=_answer(needed, seeds),
         tables=[
             _needed_table(needed),
-            top1_table("Top-1 by part of the training data", cells, FACTOR, note),
-            contrast_table("Ahead of a learned absolute encoding", ahead, FACTOR, "lead", "Ahead", ONE_BY_ONE),
+            top1_table("Top-1 by part of the training data", grid, FACTOR, note),
+            contrast_table("Ahead of a learned absolute encoding", ahead, FACTOR, "Ahead"),
+            trend_table("How that lead depends on the data", slopes, "Lead gained per halving of the data"),
         ],
-        figures=[top1_figure(cells, FACTOR, _alt(cells)), lead_figure(FACTOR, ahead, "the same examples")],
+        figures=[top1_figure(grid, FACTOR, _alt(grid)), lead_figure(FACTOR, ahead, "the same examples")],
         published=PUBLISHED,
         notes=[
             "All runs take the same number of epochs, so that less data also means fewer steps.",
             *_unmeasured(sizes),
             *notes,
         ],
-        advice=[_advice(cells, lab)],
+        advice=[_advice(grid, lab)],
     )
 
 
@@ -96,99 +104,70 @@ def _runs(lab: Lab, name: str, share: float, size: int) -> Sequence[Run]:
     return lab.runs([name], data=part)
 
 
-def _needed(cells: Cells) -> list[dict[str, Any]]:
+def _needed(grid: Grid) -> list[dict[str, Any]]:
     """The share of the data with which every encoding does what the reference does with all of it."""
-    target = correct(cells[REFERENCE][100]).mean(axis=0)
+    target = correct(grid[REFERENCE][100]).mean(axis=0)
     again = resamples(len(target))
-    return [{**named(name), **_share(levels, target, again)} for name, levels in cells.items() if name != REFERENCE]
+    reached = {name: _reached(levels, target, again) for name, levels in grid.items() if name != REFERENCE}
+    spared = together({name: partial(_spared, *found) for name, found in reached.items()})
+    return [_row(name, 100 - reached[name][0], spared[name]) for name in reached]
 
 
-def _share(levels: dict, target: np.ndarray, again: np.ndarray) -> dict[str, Any]:
+def _reached(levels: Mapping[Level, Any], target: np.ndarray, again: np.ndarray) -> tuple[float, np.ndarray]:
+    """The share of the data that is not needed, measured and in every draw; minus infinity where all is too little."""
     shares = np.array(list(levels), dtype=float)
     right = np.stack([correct(runs).mean(axis=0) for runs in levels.values()])  # [shares, examples]
     [measured] = first_reach(shares, right.mean(axis=1)[None], target.mean()[None])
-    low, high = ends(first_reach(shares, again @ right.T, again @ target))
-    if np.isinf(measured):
-        return {"needs": None, "low": None, "high": None, "verdict": "does not reach it"}
-    verdict = "needs less" if high < 100 else "cannot be told"
-    return {"needs": float(measured), "low": min(low, 100.0), "high": min(high, 100.0), "verdict": verdict}
+    return 100 - float(measured), 100 - first_reach(shares, again @ right.T, again @ target)
+
+
+def _spared(measured: float, draws: np.ndarray, level: float) -> Interval:
+    return Interval(measured, *ends(draws, level))
+
+
+def _row(name: str, needs: float, spared: Interval) -> dict[str, Any]:
+    if np.isinf(needs):
+        return {**named(name), **cells("needs", None), "verdict": "does not reach it"}
+    low, high = (min(100 - end, 100.0) for end in (spared.high, spared.low))
+    verdict = "needs less" if spared.low > 0 else "not measurable"
+    return {**named(name), **cells("needs", (needs, low, high)), "verdict": verdict}
 
 
 def _needed_table(needed: Sequence[dict[str, Any]]) -> Table:
-    column = Column("needs", "Data needed", "%", 0, low="low", high="high")
     note = (
-        "The part of the data with which an encoding first reaches what the learned absolute one reaches with all of "
-        "it, straight between the parts trained on. Both are drawn anew from the same validation examples for the "
-        f"interval; its ends stay within {SHARES[0]} and 100, which stand for that or less and for that or more."
+        "Where top-1 first reaches that of the learned absolute encoding trained on all of the data, interpolated "
+        "between the parts trained on. Validation examples are drawn anew for both; at 5 % over all rows (Holm). Ends "
+        f"stay within {SHARES[0]} and 100, for that or less and that or more."
     )
     title = "Data needed for the top-1 of a learned absolute encoding with all of it"
-    return Table(title, (*ENCODING, column, Column("verdict", "Verdict")), list(needed), note=note)
+    return Table(title, (*NAMES, with_interval("needs", "Data needed", "%", 0), VERDICT), list(needed), note=note)
 
 
-def _lead_trend(levels: dict, reference: dict) -> tuple[float, float, float]:
-    """Points that the lead grows by with each halving of the data."""
-    shared = [share for share in levels if share in reference]
-    halvings = [-np.log2(share / 100) for share in shared]
-    one, other = (np.stack([correct(each[share]).mean(axis=0) for share in shared]) for each in (levels, reference))
-    return trend(halvings, (one - other)[:, None])
+def _answer(needed: Sequence[dict[str, Any]], seeds: int) -> str:
+    less = sorted((row for row in needed if row["verdict"] == "needs less"), key=lambda row: row["needs"])
+    wanted = "what a learned absolute encoding reaches with all of it"
+    if not less:
+        return f"This run cannot tell whether any encoding needs less data for {wanted}.{one_seed(seeds)}"
+    share = written([less[0][key] for key in ("needs", "needs_low", "needs_high")], " %", 0)
+    claim = f"{len(less)} of {len(needed)} encodings measurably need less data for {wanted}"
+    return f"{claim}, {less[0]['name']} the least with {share}.{one_seed(seeds)}"
 
 
-def _answer(cells: Cells, needed: Sequence[dict[str, Any]]) -> str:
-    least = min(next(iter(cells.values())))
-    equals, value = at_best({name: correct(levels[least]) for name, levels in cells.items() if least in levels})
-    who = (
-        f"{told(equals)} cannot be told apart and do best, with up to"
-        if len(equals) > 1
-        else f"{equals[0]} does best with"
-    )
-    said = [f"With {least:.0f} % of the training data {who} {value}."]
-    less = [row for row in needed if row["verdict"] == "needs less"]
-    if less:
-        each = [f"{row['name']} {row['needs']:.0f} % [{row['low']:.0f}, {row['high']:.0f}]" for row in less]
-        said.append(
-            f"For what a learned absolute encoding reaches with all of it, {told(each)} of the data are enough."
-        )
-    others = [row["name"] for row in needed if row["verdict"] != "needs less"]
-    if others:
-        said.append(f"For {told(others)} no saving of data can be told.")
-    said += _told_leads(cells)
-    return " ".join(said)
-
-
-def _told_leads(cells: Cells) -> list[str]:
-    """Whether leads over the reference depend on how much data there is."""
-    moved: list[str] = []
-    flat: list[str] = []
-    for name, levels in cells.items():
-        if name == REFERENCE or len(set(levels) & set(cells[REFERENCE])) < 2:
-            continue
-        value, low, high = _lead_trend(levels, cells[REFERENCE])
-        told_of = f"{name} ({value:+.1f} points [{low:.1f}, {high:.1f}])"
-        (flat if direction(low, high) == "flat" else moved).append(told_of)
-    if moved:
-        changed = f"With each halving of the data the lead over a learned absolute encoding changes for {told(moved)}"
-        return [changed + (f"; for {told(flat)} no change can be told." if flat else ".")]
-    return ["No lead over a learned absolute encoding measurably depends on how much data there is."] if flat else []
-
-
-def _alt(cells: Cells) -> str:
-    return f"Top-1 in percent over the part of the training data, one line for each of {len(cells)} encodings."
+def _alt(grid: Grid) -> str:
+    return f"Top-1 in percent over the part of the training data, one line for each of {len(grid)} encodings."
 
 
 def _unmeasured(sizes: dict[float, int]) -> list[str]:
     missing = [f"{share} %" for share in SHARES if share not in sizes]
-    return [f"Left out: {told(missing)}, which would not hold an example of each class."] if missing else []
+    return [f"Left out: {join_names(missing)}, which would not hold an example of each class."] if missing else []
 
 
-def _advice(cells: Cells, lab: Lab) -> Advice:
-    least = min(next(iter(cells.values())))
-    equals, value = at_best({name: correct(levels[least]) for name, levels in cells.items() if least in levels})
+def _advice(grid: Grid, lab: Lab) -> Advice:
+    least = min(next(iter(grid.values())), key=float)
+    equals, value = at_best(rights_at(grid, least))
     examples = round(float(least) * lab.data.counts[0] / 100)
-    return Advice(
-        f"Little training data ({examples:,} examples of {lab.data.title})",
-        equals,
-        f"{equals[0]} reaches {value}{not_told_apart(equals)}",
-    )
+    case = f"Little training data ({examples:,} examples of {lab.data.title})"
+    return Advice(case, equals, f"{equals[0]} reaches {value}")
 
 
 STUDY = Study(

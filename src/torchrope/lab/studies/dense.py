@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrope.lab.conclusion import Interval, join_names, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.scenes import SIZES, Scenes
 from torchrope.lab.results import (
@@ -22,11 +23,26 @@ from torchrope.lab.results import (
     Pictures,
     Table,
 )
-from torchrope.lab.studies.engine.dense_estimates import DRAWS, Score, ranked, score, total
+from torchrope.lab.statistics import Drawn, draw
+from torchrope.lab.studies.engine.dense_estimates import total
 from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, Task, examples, predictions
-from torchrope.lab.studies.engine.estimates import OVER_SEEDS, by_encoding, caveat, not_told_apart, percent, told
+from torchrope.lab.studies.engine.estimates import (
+    HOLM,
+    NAMES,
+    NONE_POSSIBLE,
+    OVER_SEEDS,
+    by_encoding,
+    cells,
+    in_percent,
+    named,
+    percent,
+    rank,
+    spread,
+    together,
+    verdict_of,
+    with_interval,
+)
 from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.grid import named
 from torchrope.lab.studies.engine.pictures import picture
 from torchrope.lab.studies.engine.published import ROPE_VIT, published
 from torchrope.lab.studies.engine.runs import Run, Trained
@@ -76,7 +92,7 @@ PUBLISHED = (
         ("Backbone", "learned (APE)", "axial", "mixed", "learned+axial", "learned+mixed"),
         note="Without intervals. The text calls learned+mixed the best of three variants in all cases: there are four, "
         "and axial ties with it on ViT-L at several scales. The gains of 2.3 and 2.5 that it names are those of ViT-B; "
-        "on ViT-L they are 1.2 and 1.0, and axial is ahead of mixed there.",
+        "on ViT-L they are 1.2 and 1.0, where axial is ahead of mixed.",
     ),
     published(
         "mIoU, ADE20k, Mask2Former on Swin",
@@ -86,20 +102,20 @@ PUBLISHED = (
         Swin-B | 51.5 | 52.0 | 52.0 | 50.0 | 51.4
         """,
         ("Backbone", "bias (RPB)", "axial", "mixed", "bias+axial", "bias+mixed"),
-        note="Without intervals. bias+axial is the best Swin-S by 1.0 points and the worst Swin-B by 1.5: one training "
-        "each leaves open how much of any cell is luck.",
+        note="Without intervals. bias+axial is the best Swin-S by 1.0 points and the worst Swin-B by 1.5: with one "
+        "training each, variation between training runs is unknown.",
     ),
 )
 
 
 @dataclass(frozen=True)
-class Place:
+class AtSize:
     """A size that models are evaluated at.
 
     Attributes:
         scale: Over that of the training.
         title: "96 × 96", or "1.5 times".
-        data: Whose validation images are looked at.
+        data: Whose validation images are predicted.
         zoom: How much larger they are made first.
     """
 
@@ -125,33 +141,37 @@ class Outcome:
 
     Attributes:
         task: The task.
-        scores: By encoding, one a place.
+        scores: By encoding, one a size.
         trained: The runs, by encoding.
-        measured: What was measured of each run, one a place, by encoding and seed.
+        measured: What was measured of each run, one a size, by encoding and seed.
     """
 
     task: Task
-    scores: dict[str, list[Score]]
+    scores: dict[str, list[Drawn]]
     trained: dict[str, list[Trained]]
     measured: dict[str, list[list[dict[str, Any]]]]
 
-    def at(self, place: int) -> list[Score]:
-        """Of all encodings at a place, by its number."""
-        return [scores[place] for scores in self.scores.values()]
+    def at(self, size: int) -> dict[str, Drawn]:
+        """Of all encodings at a size, by its number."""
+        return {name: scores[size] for name, scores in self.scores.items()}
 
-    def verdicts(self, place: int) -> dict[str, str]:
+    def verdicts(self, size: int) -> dict[str, str]:
         """Whether each encoding is the best, tied or behind, by name, the best first."""
-        return {each.name: verdict for each, verdict in ranked(self.at(place))}
+        return rank(self.at(size))
 
-    def best(self, place: int) -> list[Score]:
+    def best(self, size: int) -> list[str]:
         """The best, and those not told apart from it."""
-        return [each for each, verdict in ranked(self.at(place)) if verdict != "behind"]
+        return [name for name, verdict in self.verdicts(size).items() if verdict != "behind"]
+
+    def written(self, name: str, size: int) -> str:
+        """What an encoding reaches: "87.5 % [83.6, 90.8]"."""
+        return percent(in_percent(self.scores[name][size].interval()))
 
 
 def find(lab: Lab) -> Findings:
     """Train every encoding below a head for each task that the data has, and evaluate at several sizes."""
     tasks = [task for task in (Segment(), Detect()) if task.name in lab.data.tasks]
-    sizes, notes = places(lab.data), []
+    sizes, notes = sizes_of(lab.data), []
     outcomes = []
     for task in tasks:
         runs, left_out = feasible(lab, runs_of(lab, task))
@@ -159,9 +179,9 @@ def find(lab: Lab) -> Findings:
         if runs:
             outcomes.append(measured(lab.train(runs), task, sizes))
     if not outcomes:
-        return Findings("No encoding named can be trained here.", notes=notes)
+        return Findings(NONE_POSSIBLE, notes=notes)
     return Findings(
-        answer=" ".join(_answer(outcome, sizes) for outcome in outcomes) + caveat(len(lab.seeds)),
+        answer=_answer(outcomes, sizes[-1], len(lab.seeds)),
         tables=[table for outcome in outcomes for table in _tables(outcome, sizes, len(lab.seeds))],
         figures=_figures(outcomes, sizes),
         pictures=[_pictures(outcome, sizes) for outcome in outcomes],
@@ -179,186 +199,167 @@ def runs_of(lab: Lab, task: Task) -> list[Run]:
     return lab.runs(lab.encodings, model=own)
 
 
-def places(data: DataModule) -> list[Place]:
-    """The size trained on and larger ones: larger canvases with more on them, of other data its images enlarged."""
+def sizes_of(data: DataModule) -> list[AtSize]:
+    """The size trained on and larger ones: larger canvases with more digits, or images enlarged of other data."""
     if not isinstance(data, Scenes):
-        return [Place(scale, f"{scale:g} times", data, scale) for scale in SCALES]
+        return [AtSize(scale, f"{scale:g} times", data, scale) for scale in SCALES]
     found = []
     for scale in SCALES:
         side = round(scale * data.input_size[0])
         if side <= SIZES[1]:
-            there = data if scale == 1 else data.at_size(side)
-            there.setup()
-            found.append(Place(scale, f"{side} × {side}", there, 1.0))
+            larger = data if scale == 1 else data.at_size(side)
+            larger.setup()
+            found.append(AtSize(scale, f"{side} × {side}", larger, 1.0))
     return found
 
 
-def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[Place]) -> Outcome:
+def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[AtSize]) -> Outcome:
     """Evaluate runs at several sizes."""
-    name = "-".join([task.name, *(f"{place.scale:g}" for place in sizes), str(PICTURED)])
+    name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), str(PICTURED)])
     groups = by_encoding(trained)
     found = {
-        encoding: [each.measure(name, partial(evaluate, task=task, sizes=sizes))["places"] for each in runs]
+        encoding: [each.measure(name, partial(evaluate, task=task, sizes=sizes))["sizes"] for each in runs]
         for encoding, runs in groups.items()
     }
-    scores = {
-        encoding: [_score(encoding, task, seeds, at) for at in range(len(sizes))] for encoding, seeds in found.items()
-    }
+    scores = {encoding: [_score(task, seeds, at) for at in range(len(sizes))] for encoding, seeds in found.items()}
     return Outcome(task, scores, groups, found)
 
 
-def _score(encoding: str, task: Task, seeds: Sequence[Sequence[dict[str, Any]]], at: int) -> Score:
+def _score(task: Task, seeds: Sequence[Sequence[dict[str, Any]]], at: int) -> Drawn:
     kept = [seed[at]["records"] for seed in seeds]
-    return score(encoding, task.measure, [task.weigh(records) for records in kept], len(kept[0]))
+    return draw([task.weigh(records) for records in kept], len(kept[0]))
 
 
-def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[Place]) -> dict[str, Any]:
+def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[AtSize]) -> dict[str, Any]:
     """What is kept of a model's predictions at every size, and what is shown of the first ones.
 
     Returns:
-        `{"places": [{"records": ..., "panels": ...}, ...]}`, one a size.
+        `{"sizes": [{"records": ..., "panels": ...}, ...]}`, one a size.
     """
     kept = []
-    for place in sizes:
+    for size in sizes:
         records: list[dict[str, Any]] = []
         panels: list[dict[str, Any]] = []
-        for image, target, found in predictions(model, task, place.data, place.zoom):
+        for image, target, found in predictions(model, task, size.data, size.zoom):
             records.append(task.record(found, target))
             if len(panels) < PICTURED:
-                panels.append(asdict(task.panel("", image, found, place.data)))
+                panels.append(asdict(task.panel("", image, found, size.data)))
         kept.append({"records": records, "panels": panels})
-    return {"places": kept}
+    return {"sizes": kept}
 
 
-def _cells(place: int, value: float, low: float, high: float) -> dict[str, float]:
-    return {f"at{place}": value, f"low{place}": low, f"high{place}": high}
+def _columns(sizes: Sequence[AtSize], unit: str) -> list[Column]:
+    return [with_interval(f"at{at}", size.title, unit, 1) for at, size in enumerate(sizes)]
 
 
-def _columns(sizes: Sequence[Place], unit: str) -> list[Column]:
-    return [Column(f"at{at}", place.title, unit, 1, low=f"low{at}", high=f"high{at}") for at, place in enumerate(sizes)]
+def _at(found: Sequence[Interval]) -> dict[str, float | None]:
+    """The cells of `_columns`."""
+    return {key: value for at, each in enumerate(found) for key, value in cells(f"at{at}", in_percent(each)).items()}
 
 
-def _in_percent(of: Score) -> tuple[float, float, float]:
-    low, high = of.interval
-    return 100 * of.mean, 100 * low, 100 * high
-
-
-def _tables(outcome: Outcome, sizes: Sequence[Place], seeds: int) -> list[Table]:
+def _tables(outcome: Outcome, sizes: Sequence[AtSize], seeds: int) -> list[Table]:
     task, last = outcome.task, len(sizes) - 1
     at_first, at_last = outcome.verdicts(0), outcome.verdicts(last)
     rows = []
-    for name in at_first:
-        row: dict[str, Any] = {**named(name), "first": at_first[name], "last": at_last[name]}
-        for at, of in enumerate(outcome.scores[name]):
-            row |= _cells(at, *_in_percent(of))
-        deviation = outcome.scores[name][0].spread
-        rows.append({**row, "spread": None if deviation is None else 100 * deviation})
-    names = [Column("encoding", "Encoding"), Column("name", "Name")]
+    for name, scores in ((name, outcome.scores[name]) for name in at_first):
+        deviation = spread((100 * scores[0].whole).tolist())
+        measures = _at([each.interval() for each in scores])
+        rows.append({**named(name), **measures, "spread": deviation, "first": at_first[name], "last": at_last[name]})
     verdicts = [Column("first", f"Verdict at {sizes[0].title}")]
     verdicts += [Column("last", f"Verdict at {sizes[last].title}")] if last else []
     over = [OVER_SEEDS] if seeds > 1 else []
     tables = [
         Table(
             f"{task.title}: {task.measure} by size",
-            [*names, *_columns(sizes, "%"), *over, *verdicts],
+            [*NAMES, *_columns(sizes, "%"), *over, *verdicts],
             rows,
-            note=f"Trained at {sizes[0].title}. Intervals hold 95 % of {DRAWS:,} bootstrap resamples of the validation "
-            "images. An encoding is tied with the best where the interval of the difference on the same images holds "
-            f"0, at 5 % over all pairs of encodings.",
+            note=f"Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied "
+            "where the interval of the difference on the same images holds 0, at 5 % over all pairs (Holm).",
         )
     ]
     ahead = _ahead(outcome)
     if ahead:
-        lines = []
-        for name, contrasts in ahead.items():
-            line: dict[str, Any] = {**named(name), "first": contrasts[0].verdict, "last": contrasts[last].verdict}
-            for at, found in enumerate(contrasts):
-                line |= _cells(at, found.value, found.low, found.high)
-            lines.append(line)
-        tables.append(
-            Table(
-                f"{task.title}: {task.measure} ahead of a learned absolute encoding",
-                [*names, *_columns(sizes, "points"), *verdicts],
-                lines,
-                note="Differences on the same images of the same draws. Each interval holds 95 % on its own.",
-            )
-        )
+        lines = [
+            {**named(name), **_at(found), "first": verdict_of(found[0]), "last": verdict_of(found[last])}
+            for name, found in ahead.items()
+        ]
+        title = f"{task.title}: {task.measure} ahead of a learned absolute encoding"
+        note = f"Differences on the same images. {HOLM}"
+        tables.append(Table(title, [*NAMES, *_columns(sizes, "points"), *verdicts], lines, note=note))
     return tables
 
 
-def _ahead(outcome: Outcome) -> dict[str, list[Any]]:
-    """How far every encoding is ahead of a learned absolute one, one contrast a place."""
+def _ahead(outcome: Outcome) -> dict[str, list[Interval]]:
+    """How far every encoding is ahead of a learned absolute one at each size, at 5 % over all encodings."""
     base = outcome.scores.get(REFERENCE)
     if base is None:
         return {}
-    return {
-        name: [mine.against(theirs) for mine, theirs in zip(scores, base, strict=True)]
-        for name, scores in outcome.scores.items()
-        if name != REFERENCE
-    }
-
-
-def _figures(outcomes: Sequence[Outcome], sizes: Sequence[Place]) -> list[Figure]:
-    rows: list[dict[str, Any]] = []
-    leads: list[dict[str, Any]] = []
-    for outcome in outcomes:
-        panel = f"{outcome.task.title}, {outcome.task.measure}"
-        for name, scores in outcome.scores.items():
-            for place, of in zip(sizes, scores, strict=True):
-                value, low, high = _in_percent(of)
-                rows.append({"name": name, "panel": panel, "scale": place.scale, "size": place.title, "value": value,
-                             "low": low, "high": high})  # fmt: skip
-        for name, contrasts in _ahead(outcome).items():
-            for place, found in zip(sizes, contrasts, strict=True):
-                leads.append({"name": name, "panel": panel, "scale": place.scale, "size": place.title,
-                              "value": found.value, "low": found.low, "high": found.high})  # fmt: skip
-    x = Axis("scale", "Size over that of the training", "times")
-    measures = told([outcome.task.measure for outcome in outcomes])
-    count = len({row["name"] for row in rows})
-    same = dict(kind="lines", x=x, series="name", panel="panel", low="low", high="high")
-    figures = [
-        Figure(
-            name="measures-by-size",
-            title=f"{measures} by size",
-            alt=f"{measures} in percent at {told([place.title for place in sizes])}, one line for each of {count} "
-            "encodings.",
-            y=Axis("value", measures, "%"),
-            rows=rows,
-            caption=f"All are trained at {sizes[0].title}, 1 on the axis. Bands are 95 % intervals over images.",
-            **same,  # type: ignore[arg-type]
-        )
+    others = {name: scores for name, scores in outcome.scores.items() if name != REFERENCE}
+    at_sizes = [
+        together({name: (scores[at] - own).interval for name, scores in others.items()}) for at, own in enumerate(base)
     ]
-    if leads:
-        figures.append(
-            Figure(
-                name="ahead-by-size",
-                title="Ahead of a learned absolute encoding",
-                alt=f"Points of {measures} ahead of a learned absolute encoding at each size, one line an encoding.",
-                y=Axis("value", "Ahead", "points"),
-                rows=leads,
-                caption="Paired differences on the same images, with 95 % intervals; zero is the learned encoding.",
-                **same,  # type: ignore[arg-type]
-            )
+    return {name: [found[name] for found in at_sizes] for name in others}
+
+
+def _figures(outcomes: Sequence[Outcome], sizes: Sequence[AtSize]) -> list[Figure]:
+    reached, ahead = (
+        [
+            {"name": name, "panel": f"{outcome.task.title}, {outcome.task.measure}", "scale": size.scale,
+             "size": size.title, **cells("value", in_percent(interval))}
+            for outcome in outcomes
+            for name, found in of(outcome).items()
+            for size, interval in zip(sizes, found, strict=True)
+        ]
+        for of in (_reached, _ahead)
+    )  # fmt: skip
+    measures = join_names([outcome.task.measure for outcome in outcomes])
+    figures = (
+        ("measures-by-size", f"{measures} by size", Axis("value", measures, "%"), reached,
+         f"All are trained at {sizes[0].title}, 1 on the axis. Bands are 95 % intervals over images."),
+        ("ahead-by-size", "Ahead of a learned absolute encoding", Axis("value", "Ahead", "points"), ahead,
+         "Paired differences on the same images; zero is the learned encoding."),
+    )  # fmt: skip
+    return [
+        Figure(
+            name=name,
+            kind="lines",
+            title=title,
+            alt=f"{title}: {measures} at {len(sizes)} sizes, one line an encoding.",
+            x=Axis("scale", "Size over that of the training", "times"),
+            y=y,
+            rows=rows,
+            series="name",
+            panel="panel",
+            low="value_low",
+            high="value_high",
+            caption=caption,
         )
-    return figures
+        for name, title, y, rows, caption in figures
+        if rows
+    ]
 
 
-def _pictures(outcome: Outcome, sizes: Sequence[Place]) -> Pictures:
+def _reached(outcome: Outcome) -> dict[str, list[Interval]]:
+    """What every encoding reaches at each size."""
+    return {name: [each.interval() for each in scores] for name, scores in outcome.scores.items()}
+
+
+def _pictures(outcome: Outcome, sizes: Sequence[AtSize]) -> Pictures:
     task, rows = outcome.task, []
-    for at, place in ((0, sizes[0]), (len(sizes) - 1, sizes[-1])):
+    for at, size in ((0, sizes[0]), (len(sizes) - 1, sizes[-1])):
         shown = PICTURED if at == 0 else PICTURED - 1
-        for index, (image, target) in enumerate(islice(examples(place.data), shown)):
-            truth = task.panel("truth", image, task.truth(target), place.data)
+        for index, (image, target) in enumerate(islice(examples(size.data), shown)):
+            truth = task.panel("truth", image, task.truth(target), size.data)
             panels = [replace(truth, boxes=[replace(box, score=None) for box in truth.boxes])]
             panels += [_stored(name, seeds[0][at]["panels"][index]) for name, seeds in outcome.measured.items()]
-            rows.append(picture(f"{place.title}, {target['name']}", image, panels))
+            rows.append(picture(f"{size.title}, {target['name']}", image, panels))
     return Pictures(
         name=f"{task.name}-pictures",
-        title=f"{task.title}: what is there, and what is predicted",
-        alt=f"{len(rows)} validation images with what is true and what {told(list(outcome.scores))} predict on each.",
+        title=f"{task.title}: truth and predictions",
+        alt=f"{len(rows)} validation images with the truth and what each encoding predicts.",
         classes=list(task.classes(sizes[0].data)),
         rows=rows,
-        caption=f"The first validation images of each size, whatever came out. {task.shown}",
+        caption=f"The first validation images of each size. {task.shown}",
     )
 
 
@@ -366,26 +367,17 @@ def _stored(name: str, stored: Mapping[str, Any]) -> Panel:
     return Panel(name, [Box(**box) for box in stored["boxes"]], stored["map"])
 
 
-def _answer(outcome: Outcome, sizes: Sequence[Place]) -> str:
-    sentences = [_sentence(outcome, at, place) for at, place in enumerate(sizes) if at in (0, len(sizes) - 1)]
-    return f"{outcome.task.title}: {' '.join(sentence[0].upper() + sentence[1:] for sentence in sentences)}"
+def _answer(outcomes: Sequence[Outcome], size: AtSize, seeds: int) -> str:
+    clauses = []
+    for outcome in outcomes:
+        first, *others = outcome.best(-1)
+        tied = f" ({len(others)} tied)" if others else ""
+        clauses.append(f"{outcome.task.measure} is highest with {first}, {outcome.written(first, -1)}{tied}")
+    where = size.where
+    return f"{where[0].upper()}{where[1:]} {'; '.join(clauses)}.{one_seed(seeds)}"
 
 
-def _sentence(outcome: Outcome, at: int, place: Place) -> str:
-    first, *others = outcome.best(at)
-    reached = f"{place.where} {first.name} reaches {percent(*_in_percent(first))} {outcome.task.measure}"
-    apart = f"; {told([each.name for each in others])} cannot be told apart from it" if others else ""
-    base = outcome.scores.get(REFERENCE)
-    if base is None or first.name == REFERENCE:
-        lead = ""
-    else:
-        found = first.against(base[at])
-        measurably = "" if found.verdict == "better" else ", not measurably"
-        lead = f"; it is {found} ahead of learned APE{measurably}"
-    return f"{reached}{apart}{lead}."
-
-
-def _checks(outcome: Outcome, sizes: Sequence[Place]) -> list[Check]:
+def _checks(outcome: Outcome, sizes: Sequence[AtSize]) -> list[Check]:
     checks = [_truth_is_perfect(outcome.task, sizes[0].data), _as_at_the_end(outcome)]
     return [*checks, _adds_up(outcome)] if outcome.task.name == "segment" else checks
 
@@ -393,62 +385,56 @@ def _checks(outcome: Outcome, sizes: Sequence[Place]) -> list[Check]:
 def _truth_is_perfect(task: Task, data: DataModule) -> Check:
     records = [task.record(task.truth(target), target) for _, target in examples(data)]
     reached = task.weigh(records)(np.ones((1, len(records))))
-    law = f"{task.title}: the truth taken for a prediction has a {task.measure} of 100"
-    return Check(law, abs(float(reached[0]) - 1) <= SAME, f"{100 * reached[0]:.2f} on {len(records)} images")
+    rule = f"{task.title}: the truth taken for a prediction has a {task.measure} of 100"
+    return Check(rule, abs(float(reached[0]) - 1) <= SAME, f"{100 * reached[0]:.2f} on {len(records)} images")
 
 
 def _as_at_the_end(outcome: Outcome) -> Check:
     far = max(
         abs(float(reached) - each.curve[-1][outcome.task.curve])
         for name, runs in outcome.trained.items()
-        for reached, each in zip(outcome.scores[name][0].seeds, runs, strict=True)
+        for reached, each in zip(outcome.scores[name][0].whole, runs, strict=True)
     )
-    law = f"{outcome.task.title}: {outcome.task.measure} from records of each image is what the training ended with"
-    return Check(law, far <= SAME, f"at most {100 * far:.2f} points apart")
+    rule = f"{outcome.task.title}: {outcome.task.measure} from records of each image is what the training ended with"
+    return Check(rule, far <= SAME, f"at most {100 * far:.2f} points apart")
 
 
 def _adds_up(outcome: Outcome) -> Check:
     counts = [total(at["records"]) for seeds in outcome.measured.values() for seed in seeds for at in seed]
-    wrong = sum(said != true for said, true in counts)
-    law = f"{outcome.task.title}: over all classes as many pixels are predicted as have a true class"
-    return Check(law, not wrong, f"{sum(true for _, true in counts):,} pixels, {wrong} of {len(counts)} counts differ")
+    wrong = sum(predicted != true for predicted, true in counts)
+    rule = f"{outcome.task.title}: over all classes as many pixels are predicted as have a true class"
+    return Check(rule, not wrong, f"{sum(true for _, true in counts):,} pixels, {wrong} of {len(counts)} counts differ")
 
 
 def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:
     notes = [outcome.task.about for outcome in outcomes]
     heads = {outcome.task.name: next(iter(outcome.trained.values()))[0].run.config.model.head for outcome in outcomes}
-    notes.append(
-        "Backbones start from random weights, while the paper's were trained on ImageNet-1k before: what an encoding "
-        "is worth there is in part what it was worth in that training."
-    )
+    notes.append("Backbones start from random weights; the paper's were trained on ImageNet-1k before.")
     if "detect" in heads:
         notes.append(
-            f"The detector is {heads['detect']}; the paper's is DINO, of which transformers and torchvision have none. "
-            "Its ViT attends within windows in most layers, here all layers see the whole image unless a window is set."
+            f"The detector is {heads['detect']}; the paper's is DINO, whose ViT attends within windows in most layers. "
+            "Here all layers attend to the whole image unless a window is set."
         )
     if "segment" in heads:
         notes.append(f"The segmenter is {heads['segment']}. Evaluation at several scales at once is left out.")
     if isinstance(lab.data, Scenes):
         notes.append(
-            "A larger canvas holds more digits of the same sizes, so that nothing but the positions is new; in the "
-            "paper larger images show larger objects. Each size has scenes of its own: values at one size are "
-            "compared, not those of one encoding between sizes."
+            "A larger canvas holds more digits of the same sizes; in the paper larger images show larger objects. Each "
+            "size has scenes of its own, so that values at different sizes cannot be compared."
         )
     else:
-        notes.append("Images are enlarged for larger sizes, and what is predicted is brought back to their own pixels.")
+        notes.append("Images are enlarged for larger sizes, and predictions are resampled to their own pixels.")
     return notes
 
 
-def _advice(outcome: Outcome, sizes: Sequence[Place], lab: Lab) -> list[Advice]:
+def _advice(outcome: Outcome, sizes: Sequence[AtSize], lab: Lab) -> list[Advice]:
     if len(outcome.scores) < 2:
         return []
     found = []
     for at in sorted({0, len(sizes) - 1}):
-        best = outcome.best(at)
-        names = [each.name for each in best]
-        reached = f"{names[0]} reaches {percent(*_in_percent(best[0]))} {outcome.task.measure} at {sizes[at].title}"
-        because = f"{reached} on {lab.data.title}{not_told_apart(names)}"
-        found.append(Advice(f"{outcome.task.title} {sizes[at].where}", names, because))
+        names = outcome.best(at)
+        reached = f"{names[0]} reaches {outcome.written(names[0], at)} {outcome.task.measure} at {sizes[at].title}"
+        found.append(Advice(f"{outcome.task.title} {sizes[at].where}", names, f"{reached} on {lab.data.title}"))
     return found
 
 

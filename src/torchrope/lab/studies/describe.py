@@ -42,5 +42,5 @@ def label(encoding: str) -> str:
 
 
 def _title(part: type) -> str:
-    """What a class says that it is called; the title of a class above it is another encoding's."""
+    """The title of a class itself, not of its base class, or its name."""
     return vars(part).get("title") or part.__name__

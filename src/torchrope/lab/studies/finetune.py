@@ -1,6 +1,6 @@
 """What a rotary encoding adds to a model trained without one, by a short fine-tuning (ComRoPE table 4)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -9,20 +9,27 @@ import numpy as np
 import torch
 
 from torchrope.encodings import Encoding, NoEncoding
+from torchrope.lab.conclusion import Interval, join_names
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose
 from torchrope.lab.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.estimates import (
+    HOLM,
+    NAMES,
     OVER_SEEDS,
     TOP1,
+    VERDICT,
     about_intervals,
-    caveat,
-    contrast,
+    cells,
+    change_sentence,
+    contrasts,
     correct,
-    told,
+    named,
+    points,
     top1,
+    verdict_of,
+    with_interval,
 )
-from torchrope.lab.studies.engine.grid import ENCODING, better_or_not, named
 from torchrope.lab.studies.engine.published import COMROPE, published
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, Study
@@ -39,18 +46,18 @@ SHARE_OF_LR = 0.3
 """ComRoPE fine-tunes with 3e-4, where it trains from scratch with 1e-3 (supplement B.2 and table 5)."""
 
 TURN = (
-    "The last column is the largest angle from corner to opposite corner, mean over layers and heads, with the spacing "
-    "of the encoding's paper: one that starts at zero and has had too few steps to move is still no encoding."
+    "The angle is the largest between opposite corners, mean over layers and heads; an encoding that starts at zero "
+    "rotates little after few steps."
 )
 
 COLUMNS = (
-    *ENCODING,
-    Column("swapped", "Right after the swap", "%", 1, low="swapped_low", high="swapped_high"),
+    *NAMES,
+    with_interval("swapped", "Right after the swap", "%", 1),
     TOP1,
     OVER_SEEDS,
-    Column("gain", "Ahead of going on without it", "points", 1, low="gain_low", high="gain_high"),
-    Column("verdict", "Verdict"),
-    Column("turn", "Turns across the input", "rad", 2),
+    with_interval("gain", "Ahead of fine-tuning without it", "points", 1),
+    VERDICT,
+    Column("angle", "Angle across the input", "rad", 2),
 )
 
 PUBLISHED = (
@@ -81,13 +88,16 @@ def find(lab: Lab) -> Findings:
     groups = {name: [next(trained) for _ in runs] for name, runs in plan.items()}
     learn = [name for name in names if _learns(lab, name)]
     right_after = {name: _right_after(starts, plan[name]) for name in names}
-    rows = [_row(name, runs, groups[BASELINE], right_after.get(name, correct(starts))) for name, runs in groups.items()]
+    without = correct(groups[BASELINE])
+    gains = dict(zip(names, contrasts([(correct(groups[name]), without) for name in names]), strict=True))
+    rows = [_row(name, runs, gains.get(name), right_after.get(name, correct(starts))) for name, runs in groups.items()]
     optim = groups[BASELINE][0].run.config.optim
     seeds = len(lab.seeds)
-    note = f"{about_intervals(seeds)} {TURN}"
     return Findings(
-        answer=_answer(rows, optim.epochs) + caveat(seeds),
-        tables=[Table("Before and after fine-tuning", COLUMNS, rows, note=note)],
+        answer=change_sentence("adding a rotary encoding before fine-tuning", "accuracy", gains, seeds),
+        tables=[
+            Table("Before and after fine-tuning", COLUMNS, rows, note=f"{about_intervals(seeds)} Gains: {HOLM} {TURN}")
+        ],
         figures=[_figure(rows)],
         published=PUBLISHED,
         checks=[_check(starts, {name: right_after[name] for name in learn})] if learn else [],
@@ -96,7 +106,7 @@ def find(lab: Lab) -> Findings:
             "The learned absolute encoding stays in the model, whichever rotary encoding joins it.",
             *left_out,
         ],
-        advice=[_advice(rows, lab)],
+        advice=[_advice(gains, lab)],
     )
 
 
@@ -111,7 +121,7 @@ def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
             rotary = next(part for part in name.split("+") if choose(part).absolute is None)
             names.append(f"{BASELINE}+{rotary}")
     left_out = [name for name in others if name not in ("none", BASELINE)]
-    notes = [f"Left out: {told(left_out)}, which are not rotary or bring a bias."] if left_out else []
+    notes = [f"Left out: {join_names(left_out)}, which are not rotary or bring a bias."] if left_out else []
     return list(dict.fromkeys(names)) or [f"{BASELINE}+mixed"], notes
 
 
@@ -154,25 +164,21 @@ def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, start: Trained) -
     return {"predicted": logits.argmax(dim=-1).tolist()}
 
 
-def _row(name: str, runs: Sequence[Trained], baseline: Sequence[Trained], before: np.ndarray) -> dict[str, Any]:
+def _row(name: str, runs: Sequence[Trained], gain: Interval | None, before: np.ndarray) -> dict[str, Any]:
     swapped = top1(before)
-    row = {
+    verdict = "the baseline" if gain is None else verdict_of(gain)
+    return {
         **named(name),
-        **{f"swapped{end}": swapped[key] for end, key in (("", "top1"), ("_low", "low"), ("_high", "high"))},
+        **cells("swapped", [swapped[key] for key in ("top1", "low", "high")]),
         **top1(correct(runs)),
+        **cells("gain", gain),
+        "verdict": verdict,
+        "angle": None if gain is None else fmean(each.measure("turn", _turn)["radians"] for each in runs),
     }
-    if name == BASELINE:
-        return {**row, "gain": None, "gain_low": None, "gain_high": None, "verdict": "goes on", "turn": None}
-    found = contrast(correct(runs), correct(baseline))
-    gain = {"gain": found.value, "gain_low": found.low, "gain_high": found.high, "verdict": found.verdict}
-    return {**row, **gain, "turn": fmean(each.measure("turn", _turn)["radians"] for each in runs)}
 
 
 def _turn(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
-    """The largest angle by which an encoding turns from one corner of the input to the opposite one.
-
-    Mean over layers and heads.
-    """
+    """The largest angle of a rotation between opposite corners of the input, mean over layers and heads."""
     sizes = model.embed.lattice(data.input_size)
     angles = []
     for encoding in (each for each in model.modules() if isinstance(each, Encoding)):
@@ -184,28 +190,11 @@ def _turn(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
     return {"radians": fmean(angles)}
 
 
-def _answer(rows: Sequence[dict[str, Any]], epochs: int) -> str:
-    base = rows[0]
-    time = "1 epoch" if epochs == 1 else f"{epochs} epochs"
-    moved = [{**row, "low": row["gain_low"], "high": row["gain_high"]} for row in rows[1:]]
-    better, worse, tied = better_or_not(moved, "gain")
-    said = [
-        f"A model with a learned absolute encoding that goes on for {time} reaches {base['top1']:.1f} % "
-        f"[{base['low']:.1f}, {base['high']:.1f}], from {base['swapped']:.1f} % before."
-    ]
-    said += [f"With a rotary encoding put in it is measurably better: {told(better)}."] if better else []
-    said += [f"It is measurably worse: {told(worse)}."] if worse else []
-    said += [f"No difference can be told: {told(tied)}."] if tied else []
-    turns = [f"{row['name']} {row['turn']:.2f}" for row in rows[1:]]
-    said += [f"Across the input they turn by {told(turns)} rad."]
-    return " ".join(said)
-
-
 def _check(starts: Sequence[Trained], right_after: dict[str, np.ndarray]) -> Check:
     before = correct(starts)
     changed = {name: int((after != before).sum()) for name, after in right_after.items()}
     return Check(
-        law="A learned rotary encoding that starts at zero leaves the pretrained model as it was.",
+        rule="A learned rotary encoding that starts at zero leaves the pretrained model unchanged",
         holds=not any(changed.values()),
         measured="answers that became right or wrong: "
         + ", ".join(f"{name} {count}" for name, count in changed.items()),
@@ -234,14 +223,13 @@ def _figure(rows: Sequence[dict[str, Any]]) -> Figure:
     )
 
 
-def _advice(rows: Sequence[dict[str, Any]], lab: Lab) -> Advice:
-    better = sorted((row for row in rows[1:] if row["verdict"] == "better"), key=lambda row: -row["gain"])
+def _advice(gains: Mapping[str, Interval], lab: Lab) -> Advice:
+    better = sorted((name for name, gain in gains.items() if gain.low > 0), key=lambda name: -gains[name].estimate)
     case = f"A pretrained model with an absolute encoding, fine-tuned on {lab.data.title}"
     if not better:
-        return Advice(case, [BASELINE], "no rotary encoding put in is measurably better than going on without one")
-    best = better[0]
-    why = f"{best['name']} gains {best['gain']:.1f} points [{best['gain_low']:.1f}, {best['gain_high']:.1f}]"
-    return Advice(case, [row["name"] for row in better], f"{why} over going on without a rotary encoding")
+        return Advice(case, [BASELINE], "no rotary encoding is measurably better than fine-tuning without one")
+    because = f"{better[0]} gains {points(gains[better[0]])} over fine-tuning without a rotary encoding"
+    return Advice(case, better, because)
 
 
 STUDY = Study(

@@ -1,4 +1,4 @@
-"""How well frequencies, or blocks, place a point: its reconstruction from them (RoPE-ViT figure 1)."""
+"""How well frequencies, or blocks, locate a point: its reconstruction from them (RoPE-ViT figure 1)."""
 
 import copy
 import math
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from torchrope.encodings import Encoding, MixedRoPE, NoEncoding, planar
+from torchrope.lab.conclusion import join_names
 from torchrope.lab.encodings import choose
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import mean_interval, percent, told
+from torchrope.lab.studies.engine.estimates import cells, drawn_mean, percent, with_interval
 from torchrope.lab.studies.engine.published import ROPE_VIT
+from torchrope.lab.studies.engine.runs import untrained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.models import build_model
 from torchrope.models import ViT
 from torchrope.positions import PerAxis, grid
 
@@ -83,14 +84,14 @@ def heads_of(
     with torch.no_grad():
         for encoding in encodings:
             paper = encoding.lattice(*sizes)
-            places = grid(
+            positions = grid(
                 *sizes,
                 spacing=paper["spacing"] if spacing is None else spacing,
                 origin=paper["origin"] if origin is None else origin,
                 dtype=torch.float64,
             )
             exact = copy.deepcopy(encoding).cpu().double()
-            found.append(exact(places, backend="reference").blocks().double())
+            found.append(exact(positions, backend="reference").blocks().double())
             turning = exact.generators().abs().amax(dim=(-1, -2)) > 0  # (axes, heads, blocks)
     alike = bool((found[0].shape[0] == 1) and all(torch.equal(found[0], each) for each in found))
     blocks = found[0] if alike else torch.cat(found)
@@ -143,8 +144,8 @@ def sharpness(reconstructions: Tensor, sizes: Sequence[int]) -> dict[str, float]
         lines: share of that which lies on lines along the axes through the point; width: root mean square distance
         from the point, in tokens, weighted by energy.
     """
-    places = grid(*sizes, dtype=torch.float64)
-    apart = places.unsqueeze(1) - places  # (points, tokens, axes)
+    positions = grid(*sizes, dtype=torch.float64)
+    apart = positions.unsqueeze(1) - positions  # (points, tokens, axes)
     energy = reconstructions.square()
     whole = energy.sum(dim=1).clamp(min=torch.finfo(energy.dtype).tiny)
     away = energy * ~torch.eye(len(energy), dtype=torch.bool)
@@ -176,7 +177,7 @@ def find(lab: Lab) -> Findings:
         raise ValueError(f"fourier is of rotary encodings, got {', '.join(lab.encodings)}")
     notes = []
     if left_out := [name for name in lab.encodings if name not in rotary]:
-        notes.append(f"{told(left_out)} left out: no rotary encoding.")
+        notes.append(f"{join_names(left_out)} left out: no rotary encoding.")
     measured = []
     for name in rotary:
         try:
@@ -213,9 +214,7 @@ def _trained(lab: Lab, name: str) -> list[Heads]:
         if run is None or run.val_loss is None:
             continue
         end, data = run.load()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(run.seed)
-            start = build_model(name, run.run.config.model, data)
+        start = untrained(run.run, data)
         assert isinstance(start, ViT)
         assert isinstance(end, ViT)
         starts.append(start)
@@ -252,10 +251,8 @@ def _row(heads: Heads) -> dict[str, Any]:
     }
     for prefix, values in (("fit", fitted), ("back", back)):
         for key in ("peak", "outside", "lines", "width"):
-            numbers = np.array([each[key] for each in values]) * (1 if key == "width" else 100)
-            _, low, high = mean_interval(np.asarray(numbers)[None])
-            name = f"{prefix}_{key}"
-            row |= {name: float(numbers.mean()), f"{name}_low": low, f"{name}_high": high}
+            numbers = np.array([[each[key] for each in values]]) * (1 if key == "width" else 100)
+            row |= cells(f"{prefix}_{key}", drawn_mean(numbers).interval())
     return row
 
 
@@ -265,70 +262,45 @@ def _dimension_of_many(functions: Tensor) -> int:
     return int((strength > REACH**2 * strength[-1]).sum())
 
 
-def _measured(key: str, title: str, unit: str, digits: int) -> Column:
-    return Column(key, title, unit, digits, low=f"{key}_low", high=f"{key}_high")
-
-
 def _table(rows: Sequence[Row]) -> Table:
     return Table(
         "Reconstruction of a point",
         (
             Column("name", "Encoding"),
-            _measured("fit_outside", "Best fit: energy outside the point", "%", 1),
-            _measured("fit_lines", "Of it on lines along the axes", "%", 1),
-            _measured("fit_width", "Width", "tokens", 2),
+            with_interval("fit_outside", "Best fit: energy outside the point", "%", 1),
+            with_interval("fit_lines", "Of it on lines along the axes", "%", 1),
+            with_interval("fit_width", "Width", "tokens", 2),
             Column("dimension", "Dimensions, one head", digits=1),
             Column("together", "All heads", digits=0),
             Column("tokens", "Of", digits=0),
-            _measured("back_outside", "Transform and back: energy outside", "%", 1),
-            _measured("back_lines", "Of it on lines along the axes", "%", 1),
-            _measured("back_width", "Width", "tokens", 2),
+            with_interval("back_outside", "Transform and back: energy outside", "%", 1),
+            with_interval("back_lines", "Of it on lines along the axes", "%", 1),
+            with_interval("back_width", "Width", "tokens", 2),
             Column("heads", "Heads", digits=0),
         ),
         rows,
-        note="A point is 1 at a token and 0 at all others; means over every token. The best fit takes the matrix "
-        "coefficients of R(p), which for blocks of 2 are the cosines and sines of the frequencies, with any weights, "
-        f"but no directions weaker than {REACH:g} of the strongest; its peak is 1 minus the energy outside, and the "
-        "mean peak is dimensions over tokens. Transform and back is the paper's: tr(R(p₀)ᵀR(p))/d, all frequencies "
-        "with the same weight. Energy is the sum of squares, width the root mean square distance from the point. "
-        "Intervals hold 95 % of 2,000 bootstrap resamples of the heads of one layer and of all seeds; where heads are "
-        "alike there is one and no interval.",
+        note="A point is 1 at a token and 0 at all others; means over all tokens. The best fit is by least squares "
+        "from the matrix coefficients of R(p), cosines and sines for blocks of 2, without directions weaker than "
+        f"{REACH:g} of the strongest. Transform and back is the paper's: tr(R(p₀)ᵀR(p))/d. Energy is the sum of "
+        "squares, width the root mean square distance from the point. Intervals are over the heads of one layer and "
+        "all seeds; where all heads are equal there is one, without interval.",
     )
 
 
-def _percent(row: dict[str, Any], key: str) -> str:
-    value, low, high = row[key], row[f"{key}_low"], row[f"{key}_high"]
-    return f"{value:.1f} %" if row["heads"] == 1 else percent(value, low, high)
+def _percent(row: dict[str, Any]) -> str:
+    """The energy outside the point, with an interval where there are several heads."""
+    found = [row[f"fit_outside{end}"] for end in ("", "_low", "_high")]
+    return f"{found[0]:.1f} %" if row["heads"] == 1 else percent(found)
 
 
 def _answer(rows: Sequence[dict[str, Any]]) -> str:
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["state"], {})[row["encoding"]] = row
-    before = {state.replace("trained", "initialisation") for state in groups if state.endswith("trained")}
-    return " ".join(_about(state, group) for state, group in groups.items() if state not in before)
-
-
-def _about(state: str, group: dict[str, dict[str, Any]]) -> str:
-    """A sentence or two on one state: what each leaves outside, and axial against mixed where both are there."""
-    parts = [f"{_percent(row, 'fit_outside')} with {name}" for name, row in group.items()]
-    said = f"{state}: of the energy of its best fit to a point one head puts outside the point {told(parts)}."
-    if {"axial", "mixed"} <= set(group):
-        axial, mixed = group["axial"], group["mixed"]
-        better = mixed["fit_outside_high"] < axial["fit_outside_low"]
-        worse = mixed["fit_outside_low"] > axial["fit_outside_high"]
-        verdict = (
-            "place it more sharply than"
-            if better
-            else "place it less sharply than"
-            if worse
-            else "are not told apart from"
-        )
-        said += (
-            f" Mixed frequencies {verdict} axial ones; of what axial ones put outside {_percent(axial, 'fit_lines')} "
-            f"lies on lines along the axes, with mixed ones {_percent(mixed, 'fit_lines')}."
-        )
-    return said
+    state = rows[-1]["state"]
+    least, *_, most = sorted((row for row in rows if row["state"] == state), key=lambda row: row["fit_outside"]) * 2
+    others = f", and most with {most['encoding']}, {_percent(most)}" if most is not least else ""
+    return (
+        f"By best fit one head has least energy outside a point with {least['encoding']}, {_percent(least)}{others} "
+        f"({state})."
+    )
 
 
 def _checks(measured: Sequence[Heads]) -> list[Check]:
@@ -349,10 +321,9 @@ def _checks(measured: Sequence[Heads]) -> list[Check]:
     alone = [heads for heads in measured if heads.one_axis and min(heads.sizes) > 1]
     if alone:
         bend = max(_bend(best_fit(heads.functions[0])[0], heads.sizes) for heads in alone)
-        names = told(list(dict.fromkeys(heads.encoding for heads in alone)))
         checks.append(
             Check(
-                f"Blocks that turn with one axis each ({names}) reconstruct sums of functions of one axis",
+                "Blocks that depend on one axis each reconstruct sums of functions of one axis",
                 bend < EXACT,
                 f"largest mixed difference {bend:.1e}",
             )
@@ -367,17 +338,12 @@ def _bend(reconstructions: Tensor, sizes: Sequence[int]) -> float:
 
 
 def _notes(trained: bool) -> list[str]:
+    source = "those of runs in the same folder, of their first layer" if trained else "shown where the folder has runs"
     return [
-        "RoPE-ViT's figure prints no numbers; it shows axial frequencies and those of RoPE-Mixed trained on ImageNet. "
-        "ViT-B here is at initialisation, 14x14 tokens, 12 heads of 64 channels"
-        + (
-            "; trained encodings are those of runs found in the same folder, their first layer."
-            if trained
-            else "; runs that the accuracy study has trained in the same folder would be shown beside."
-        ),
-        "The span of a block's coefficients is what several heads, or several pairs of contents, can add up to: one "
-        "query and one key weigh the b² coefficients of a block by a product of their channels, which reaches all of "
-        "the span for blocks of 2 alone.",
+        "RoPE-ViT's figure prints no numbers; it shows axial frequencies, and those of RoPE-Mixed trained on ImageNet. "
+        f"ViT-B here is at initialisation, 14x14 tokens, 12 heads of 64 channels; trained encodings are {source}.",
+        "For blocks larger than 2 the span of their coefficients is more than one query and one key can reach, which "
+        "weight the b² coefficients by a product of their channels.",
     ]
 
 
@@ -385,12 +351,12 @@ def _maps(measured: Sequence[Heads]) -> Figure:
     """The middle point, reconstructed by the first head; of more than two axes, the plane through the point."""
     rows: list[dict[str, Any]] = []
     for heads in measured:
-        place = tuple(size // 2 for size in heads.sizes)
-        point = int(np.ravel_multi_index(place, heads.sizes))
+        middle = tuple(size // 2 for size in heads.sizes)
+        point = int(np.ravel_multi_index(middle, heads.sizes))
         fit, _ = best_fit(heads.functions[0])
         back = transform(heads.blocks[0], heads.head_dim)
         for way, values in ((FIT, fit[point]), (TRANSFORM, back[point])):
-            lattice = values.view(heads.sizes)[place[:-2]]
+            lattice = values.view(heads.sizes)[middle[:-2]]
             lattice = lattice.unsqueeze(0) if lattice.ndim == 1 else lattice
             panel = f"{label(heads.encoding)}, {heads.state}, {way}"
             rows += [
@@ -398,19 +364,18 @@ def _maps(measured: Sequence[Heads]) -> Figure:
                 for y in range(lattice.shape[0])
                 for x in range(lattice.shape[1])
             ]
-    names = told(list(dict.fromkeys(heads.encoding for heads in measured)))
     return Figure(
         name="reconstruction",
         kind="cells",
         title="A point, reconstructed",
-        alt=f"Reconstruction of the point in the middle of the lattice by one head of {names}, by best fit and by "
-        "transform and back; axial encodings draw a cross, blocks that reach everything a point.",
+        alt="Reconstruction of the point in the middle of the lattice by one head of each encoding, by best fit and by "
+        "transform and back; axial encodings give a cross.",
         x=Axis("x", "Column", "tokens"),
         y=Axis("y", "Row", "tokens"),
         rows=rows,
         panel="panel",
         colour=Axis("value", "Reconstruction"),
-        caption="The first head of the first layer. A point that is placed exactly is 1 in the middle and 0 elsewhere.",
+        caption="The first head of the first layer. An exact reconstruction is 1 in the middle and 0 elsewhere.",
     )
 
 
@@ -419,34 +384,30 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Figure:
         {
             "panel": f"{row['state']}, {way}",
             "name": row["encoding"],
-            "outside": row[f"{key}_outside"],
-            "low": row[f"{key}_outside_low"],
-            "high": row[f"{key}_outside_high"],
+            **cells("outside", [row[f"{key}_outside{end}"] for end in ("", "_low", "_high")]),
         }
         for row in rows
         for way, key in ((FIT, "fit"), (TRANSFORM, "back"))
     ]
-    worst, best = (pick(rows, key=lambda row: row["fit_outside"]) for pick in (max, min))
     return Figure(
         name="outside",
         kind="points",
         title="Energy outside the point",
-        alt=f"Energy outside the point in percent by encoding; by best fit {worst['name']} has the most with "
-        f"{worst['fit_outside']:.1f}, {best['name']} the least with {best['fit_outside']:.1f}.",
+        alt="Energy outside the point in percent by encoding, by best fit and by transform and back.",
         x=Axis("outside", "Energy outside", "%"),
         y=Axis("name", "Encoding", scale="category"),
         rows=shown,
         series="name",
         panel="panel",
-        low="low",
-        high="high",
+        low="outside_low",
+        high="outside_high",
         caption="Lines are 95 % intervals over heads.",
     )
 
 
 STUDY = Study(
-    title="Placing a point",
-    question="How sharply can an encoding's frequencies, or its blocks, place a point?",
+    title="Locating a point",
+    question="How sharply can an encoding's frequencies, or its blocks, locate a point?",
     sources=(f"{ROPE_VIT}, figure 1",),
     find=find,
     encodings=("axial", "mixed", "golden", "liere:8", "liere", "comrope-ap", "comrope-ld", "string"),

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,39 +12,47 @@ from torch import Tensor
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import upper_triangle
+from torchrope.lab.conclusion import Interval
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.statistics import bootstrap
-from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import by_encoding, caveat, told, weighted_mean
+from torchrope.lab.statistics import Drawn, draw
+from torchrope.lab.studies.engine.estimates import (
+    NAMES,
+    RESAMPLES,
+    VERDICT,
+    by_encoding,
+    cells,
+    change_sentence,
+    named,
+    together,
+    verdict_of,
+    weighted_mean,
+    with_interval,
+)
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, published
-from torchrope.lab.studies.engine.runs import Run
+from torchrope.lab.studies.engine.runs import Run, untrained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.models import build_model
 from torchrope.models import Swin, ViT
 from torchrope.positions import PerAxis, per_axis
 
 START, END = "start", "end"
 WHEN = {START: "At the start", END: "Trained"}
-RESAMPLES = 2000
 KEPT = 20_000  # elements of a run that its density is drawn from
 BINS = 60
 COMMUTES = 1e-9
 
-Ends = tuple[float, float | None, float | None]  # value, low, high
-
 COLUMNS = (
-    Column("encoding", "Encoding"),
-    Column("name", "Name"),
+    *NAMES,
     Column("block", "Block size", digits=0),
     Column("start", "σ at the start", "rad per unit", 3),
-    Column("end", "σ trained", "rad per unit", 3, low="end_low", high="end_high"),
-    Column("patch", "σ trained", "rad per patch", 3, low="patch_low", high="patch_high"),
+    with_interval("end", "σ trained", "rad per unit", 3),
+    with_interval("patch", "σ trained", "rad per patch", 3),
     Column("apart_start", "From commuting, at the start", digits=3),
-    Column("apart", "From commuting, trained", digits=3, low="apart_low", high="apart_high"),
-    Column("moved", "Change", digits=3, low="moved_low", high="moved_high"),
-    Column("path", "Way from the start over its length", "%", 1, low="path_low", high="path_high"),
+    with_interval("apart", "From commuting, trained", digits=3),
+    with_interval("moved", "Change", digits=3),
+    VERDICT,
+    with_interval("path", "Distance from the start over its length", "%", 1),
 )
 
 PUBLISHED = (
@@ -76,9 +85,10 @@ def find(lab: Lab) -> Findings:
     found = {each.run.key: each.measure("generators-moved", _measure(each.run)) for each in trained}
     groups = {name: [found[each.run.key] for each in of_one] for name, of_one in by_encoding(trained).items()}
     relative = {each.encoding: found[each.run.key]["relative"] for each in trained}
-    rows = [_row(name, results) for name, results in groups.items()]
+    moved = _moved({name: results for name, results in groups.items() if not relative[name]})
+    rows = [_row(name, results, moved.get(name)) for name, results in groups.items()]
     return Findings(
-        answer=_answer(rows, relative, len(lab.seeds)),
+        answer=_answer(moved, len(lab.seeds)),
         tables=[Table("Generators at the start and trained", COLUMNS, rows, note=_NOTE)],
         figures=[_by_layer(groups), *_densities(groups)],
         published=PUBLISHED,
@@ -88,7 +98,7 @@ def find(lab: Lab) -> Findings:
 
 
 def summarised(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
-    """What is to know of the generators of a model.
+    """Summarise the generators of a model.
 
     Args:
         encodings: Of each layer, with the spacing of its patches.
@@ -140,8 +150,8 @@ def from_commuting(generators: Tensor) -> Tensor:
 
 def strict_upper(generators: Tensor) -> Tensor:
     """The elements above the diagonal of generators `(axes, blocks, b, b)`, flat, without blocks that are zero."""
-    there = generators.flatten(2).any(dim=-1)
-    return upper_triangle(generators[there]).flatten()
+    nonzero = generators.flatten(2).any(dim=-1)
+    return upper_triangle(generators[nonzero]).flatten()
 
 
 def _measure(run: Run) -> Any:
@@ -151,13 +161,6 @@ def _measure(run: Run) -> Any:
         return {**found, "path": travelled(before, after), "relative": all(each.relative for each, _ in after)}
 
     return measure
-
-
-def untrained(run: Run, data: DataModule) -> ViT | Swin:
-    """The model that a run began with, drawn from its seed as the run did."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)
-        return build_model(run.encoding, run.config.model, data)
 
 
 def _of(model: ViT | Swin) -> list[tuple[Encoding, PerAxis]]:
@@ -194,8 +197,8 @@ def _pooled(results: Sequence[dict[str, Any]], when: str, key: str) -> np.ndarra
     return np.array([entry for each in results for entry in each[when][key]], dtype=float)
 
 
-def deviation(moments: np.ndarray) -> Ends:
-    """Standard deviation of all elements, with its 95 % interval over heads.
+def deviation(moments: np.ndarray) -> Drawn:
+    """Standard deviation of all elements, also for bootstrap draws of the heads.
 
     Args:
         moments: Number, sum and sum of squares of each head's elements, `(heads, 3)`.
@@ -206,47 +209,47 @@ def deviation(moments: np.ndarray) -> Ends:
         count = np.maximum(count, 1)  # generators that are zero have no elements
         return np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
 
-    return _with_interval(moments, of)
+    return draw([partial(of, moments)], len(moments), draws=RESAMPLES)
 
 
-def mean(values: np.ndarray) -> Ends:
-    """Mean with its 95 % interval over heads, of values `(heads,)`."""
-    return _with_interval(values, weighted_mean)
+def mean(values: np.ndarray) -> Drawn:
+    """Mean over heads, of values `(heads,)`, also for bootstrap draws of them."""
+    return draw([partial(weighted_mean, values)], len(values), draws=RESAMPLES)
 
 
-def _with_interval(values: np.ndarray, statistic: Any) -> Ends:
-    value = float(statistic(values, np.ones((1, len(values))))[0])
-    if len(values) < 2:
-        return value, None, None
-    _, low, high = bootstrap([lambda weights: statistic(values, weights)], len(values), draws=RESAMPLES)
-    return value, low, high
+def _cells(key: str, found: Drawn) -> dict[str, float | None]:
+    """With an interval where there are several heads."""
+    return cells(key, found.interval() if found.examples > 1 else (found.mean, None, None))
 
 
-def _row(name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+def _moved(groups: dict[str, list[dict[str, Any]]]) -> dict[str, Interval]:
+    """How much further from commuting training moved generators, at 5 % over all families (Holm)."""
+    apart = {name: _pooled(of, END, "apart") - _pooled(of, START, "apart") for name, of in groups.items()}
+    return together({name: mean(values).interval for name, values in apart.items() if len(values) > 1})
+
+
+def _row(name: str, results: list[dict[str, Any]], moved: Interval | None) -> dict[str, Any]:
     apart = {when: _pooled(results, when, "apart") for when in WHEN}
+    change = apart[END] - apart[START]
     return {
-        "encoding": label(name),
-        "name": name,
+        **named(name),
         "block": results[0][END]["block"],
-        "start": deviation(_pooled(results, START, "moments"))[0],
+        "start": deviation(_pooled(results, START, "moments")).mean,
         **_cells("end", deviation(_pooled(results, END, "moments"))),
         **_cells("patch", deviation(_pooled(results, END, "patch_moments"))),
-        "apart_start": mean(apart[START])[0],
+        "apart_start": mean(apart[START]).mean,
         **_cells("apart", mean(apart[END])),
-        **_cells("moved", mean(apart[END] - apart[START])),
+        **(_cells("moved", mean(change)) if moved is None else cells("moved", moved)),
+        "verdict": "commutes" if moved is None else verdict_of(moved, "further", "nearer", "not measurable"),
         **_cells("path", mean(100 * np.array([share for each in results for share in each["path"]]))),
     }
 
 
-def _cells(key: str, ends: Ends) -> dict[str, float | None]:
-    return dict(zip((key, f"{key}_low", f"{key}_high"), ends, strict=True))
-
-
 _NOTE = (
     "σ is the standard deviation of the elements above the diagonal. From commuting is ‖AB − BA‖ / (‖A‖ ‖B‖), the mean "
-    "over pairs of axes, blocks, heads and layers: 0 where the generators commute, 1 at most. The way is "
-    "‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals hold 95 % of bootstrap resamples of the heads of all "
-    "layers."
+    "over pairs of axes, blocks, heads and layers: 0 where the generators commute, 1 at most. Distance is "
+    "‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals are over the heads of all layers; verdicts on those that "
+    "need not commute are at 5 % over all of them (Holm)."
 )
 _UNITS = (
     "A unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "
@@ -255,37 +258,10 @@ _UNITS = (
 )
 
 
-def _answer(rows: list[dict[str, Any]], relative: dict[str, bool], seeds: int) -> str:
-    free = [row for row in rows if not relative[row["name"]]]
-    sentences = [_moved(row) for row in free]
-    commuting = [row["name"] for row in rows if relative[row["name"]]]
-    if commuting:
-        verb = "commute" if len(commuting) > 1 else "commutes"
-        sentences.append(f"{told(commuting)} {verb} by construction, before and after.")
-    widest, narrowest = (choose(rows, key=lambda row: row["patch"]) for choose in (max, min))
-    if widest is not narrowest:
-        sentences.append(
-            f"Trained elements spread most in {widest['name']}, {_told(widest, 'patch')} rad per patch, and least in "
-            f"{narrowest['name']}, {_told(narrowest, 'patch')}."
-        )
-    farthest = max(rows, key=lambda row: row["path"])
-    if len(rows) > 1:
-        sentences.append(f"Training moves {farthest['name']} most, by {_told(farthest, 'path', 1)} % of its length.")
-    return " ".join(sentences) + caveat(seeds)
-
-
-def _moved(row: dict[str, Any]) -> str:
-    low, high = row["moved_low"], row["moved_high"]
-    start = f"Training leaves the generators of {row['name']} {_told(row, 'apart')} from commuting"
-    if low is None or low <= 0 <= high:
-        return f"{start}, not measurably other than the {row['apart_start']:.3f} of the start."
-    where = "further" if row["moved"] > 0 else "nearer"
-    return f"{start}, {where} than the {row['apart_start']:.3f} of the start (change {_told(row, 'moved')})."
-
-
-def _told(row: dict[str, Any], key: str, digits: int = 3) -> str:
-    low, high = row[f"{key}_low"], row[f"{key}_high"]
-    return f"{row[key]:.{digits}f}" + ("" if low is None else f" [{low:.{digits}f}, {high:.{digits}f}]")
+def _answer(moved: dict[str, Interval], seeds: int) -> str:
+    if not moved:
+        return "All generators commute by construction, before and after training."
+    return change_sentence("training", "the distance from commuting", moved, seeds, "", 3)
 
 
 def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
@@ -295,16 +271,13 @@ def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
         for when, title in WHEN.items():
             values = _pooled(results, when, "apart")
             for layer in np.unique(layers):
-                ends = mean(values[layers == layer])
-                rows.append({"name": name, "when": title, "layer": int(layer), **_cells("apart", ends)})
-    furthest = max(rows, key=lambda row: row["apart"] if row["when"] == WHEN[END] else -1.0)  # type: ignore[arg-type, return-value]
+                ends = _cells("apart", mean(values[layers == layer]))
+                rows.append({"name": name, "when": title, "layer": int(layer), **ends})
     return Figure(
         name="from-commuting",
         kind="lines",
         title="How far generators are from commuting",
-        alt="‖AB − BA‖ / (‖A‖ ‖B‖) by layer, at the start and trained, one line for each of "
-        f"{len(groups)} encodings; trained, {furthest['name']} is furthest with {furthest['apart']:.3f} in layer "
-        f"{furthest['layer']}.",
+        alt=f"‖AB − BA‖ / (‖A‖ ‖B‖) by layer, at the start and trained, one line for each of {len(groups)} encodings.",
         x=Axis("layer", "Layer"),
         y=Axis("apart", "‖AB − BA‖ / (‖A‖ ‖B‖)"),
         rows=rows,
@@ -361,15 +334,15 @@ def _checks(groups: dict[str, list[dict[str, Any]]], relative: dict[str, bool]) 
     }
     checks = [
         Check(
-            "Commutators of skew matrices are no longer than the product of their lengths",
+            "The norm of a commutator of skew matrices is at most the product of their norms",
             max(largest.values()) <= 1 + COMMUTES,
             f"at most {max(largest.values()):.3f} of it",
         )
     ]
     commuting = [value for name, value in largest.items() if relative[name]]
     if commuting:
-        law = "Families that commute by construction do so before and after training"
-        checks.insert(0, Check(law, max(commuting) <= COMMUTES, f"at most {max(commuting):.1g} apart"))
+        rule = "Families that commute by construction do so before and after training"
+        checks.insert(0, Check(rule, max(commuting) <= COMMUTES, f"at most {max(commuting):.1g} apart"))
     return checks
 
 

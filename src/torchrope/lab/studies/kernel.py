@@ -1,9 +1,8 @@
-"""The score between two tokens by their offset, and what of it depends on where they are (in none of the papers)."""
+"""The score between two tokens by their offset, and its part that depends on position (in none of the papers)."""
 
 import copy
 import itertools
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +11,15 @@ import torch
 from torch import Tensor
 
 from torchrope.encodings import Encoding, NoEncoding
+from torchrope.lab.conclusion import join_names, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import by_encoding, caveat, mean_interval, percent, told
+from torchrope.lab.studies.engine.estimates import by_encoding, cells, drawn_mean, percent, with_interval
 from torchrope.lab.studies.engine.feasible import feasible
+from torchrope.lab.studies.engine.runs import untrained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.models import build_model
 from torchrope.models import Swin, ViT
 from torchrope.positions import grid
 from torchrope.rotations import block_diagonal
@@ -27,7 +27,7 @@ from torchrope.rotations import block_diagonal
 EXACT = 1e-9
 """Absolute parts below this are rounding: everything is computed in float64."""
 SHOWN = 1e-3
-"""Absolute parts above this are there beyond doubt."""
+"""Absolute parts above this are no rounding."""
 HEADS_DRAWN = 4
 STATES = ("initialisation", "trained", "trained, with its projections")
 MEASURE = "kernel-1"
@@ -86,28 +86,21 @@ def rotary_kernel(
     """
     blocks = matrices if matrices.ndim == 4 else matrices.unsqueeze(1)
     d = blocks.shape[1] * blocks.shape[-1]
-    left = right = None
+    left = right = joint = None
     scale = float(d)
     if query_weight is not None and key_weight is not None:
         left, right = _square_root(query_weight), _square_root(key_weight)
         scale = float(query_weight.norm() * key_weight.norm())
         joint = key_weight @ query_weight.mT  # (d, d):  tr(W_q^T K W_k) = tr(K joint)
-    offsets, means, deviations, wholes, counts = [], [], [], [], []
-    for offset, queries, keys in pair_indices(sizes):
+
+    def scores(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         k = blocks[queries].mT @ blocks[keys]  # (pairs, n, b, b)
         average = k.mean(dim=0)
-        deviation = k - average
-        if left is None or right is None:
-            mean = average.diagonal(dim1=-2, dim2=-1).sum() / scale
-        else:
-            mean = (average[0] * joint.mT).sum() / scale
-            deviation, k = left.mT @ deviation @ right, left.mT @ k @ right
-        offsets.append(offset)
-        means.append(mean)
-        deviations.append(deviation.square().sum())
-        wholes.append(k.square().sum())
-        counts.append(len(queries))
-    return _kernel(offsets, torch.stack(means), torch.stack(deviations), torch.stack(wholes), counts)
+        if left is None or right is None or joint is None:
+            return average.diagonal(dim1=-2, dim2=-1).sum() / scale, k - average, k
+        return (average[0] * joint.mT).sum() / scale, left.mT @ (k - average) @ right, left.mT @ k @ right
+
+    return _by_offset(scores, sizes)
 
 
 def scalar_kernel(scores: Tensor, sizes: Sequence[int]) -> Kernel:
@@ -117,27 +110,30 @@ def scalar_kernel(scores: Tensor, sizes: Sequence[int]) -> Kernel:
         scores: `(tokens, tokens)`, queries before keys.
         sizes: Tokens along each axis.
     """
-    offsets, means, deviations, wholes, counts = [], [], [], [], []
+
+    def of_pairs(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        own = scores[queries, keys]
+        return own.mean(), own - own.mean(), own
+
+    return _by_offset(of_pairs, sizes)
+
+
+def _by_offset(scores: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], sizes: Sequence[int]) -> Kernel:
+    """The kernel of mean score, deviations from it and scores themselves of the pairs of each offset."""
+    offsets, counts, sums = [], [], []
     for offset, queries, keys in pair_indices(sizes):
-        s = scores[queries, keys]
+        average, deviations, each = scores(queries, keys)
         offsets.append(offset)
-        means.append(s.mean())
-        deviations.append((s - s.mean()).square().sum())
-        wholes.append(s.square().sum())
         counts.append(len(queries))
-    return _kernel(offsets, torch.stack(means), torch.stack(deviations), torch.stack(wholes), counts)
-
-
-def _kernel(
-    offsets: list[tuple[int, ...]], means: Tensor, deviations: Tensor, wholes: Tensor, counts: list[int]
-) -> Kernel:
-    pairs = torch.tensor(counts, dtype=means.dtype)
+        sums.append(torch.stack([average, deviations.square().sum(), each.square().sum()]))
+    mean, deviation, whole = torch.stack(sums).unbind(dim=1)
+    pairs = torch.tensor(counts, dtype=mean.dtype)
     several = pairs > 1
     # As a variance's: deviations from the mean of n pairs are too small by (n - 1) / n.
-    unbiased = torch.where(several, deviations * pairs / (pairs - 1).clamp(min=1), torch.nan)
-    absolute = (unbiased / wholes.clamp(min=torch.finfo(means.dtype).tiny)).sqrt()
-    share = (unbiased[several].sum() / wholes[several].sum().clamp(min=torch.finfo(means.dtype).tiny)).sqrt()
-    return Kernel(torch.tensor(offsets), means, absolute, float(share))
+    unbiased = torch.where(several, deviation * pairs / (pairs - 1).clamp(min=1), torch.nan)
+    absolute = (unbiased / whole.clamp(min=torch.finfo(mean.dtype).tiny)).sqrt()
+    share = (unbiased[several].sum() / whole[several].sum().clamp(min=torch.finfo(mean.dtype).tiny)).sqrt()
+    return Kernel(torch.tensor(offsets), mean, absolute, float(share))
 
 
 def _square_root(weight: Tensor) -> Tensor:
@@ -164,8 +160,8 @@ def kernels(model: ViT, sizes: Sequence[int], *, projections: bool = False) -> l
     """
     with torch.no_grad():
         if rotates(model):
-            places = grid(*sizes, spacing=model.spacing, origin=model.origin, dtype=torch.float64)
-            return [_of_layer(model, layer, places, sizes, projections) for layer in range(len(model.layers))]
+            positions = grid(*sizes, spacing=model.spacing, origin=model.origin, dtype=torch.float64)
+            return [_of_layer(model, layer, positions, sizes, projections) for layer in range(len(model.layers))]
         if model.biases:
             return [_of_bias(bias, sizes) for bias in model.biases]
         if model.absolute is not None:
@@ -179,9 +175,9 @@ def rotates(model: ViT) -> bool:
     return not isinstance(model.encodings[0], NoEncoding)
 
 
-def _of_layer(model: ViT, layer: int, places: Tensor, sizes: Sequence[int], projections: bool) -> list[Kernel]:
+def _of_layer(model: ViT, layer: int, positions: Tensor, sizes: Sequence[int], projections: bool) -> list[Kernel]:
     encoding: Any = copy.deepcopy(model.encodings[layer % len(model.encodings)]).cpu().double()
-    blocks = encoding(places, backend="reference").blocks()  # (heads or 1, tokens, n, b, b)
+    blocks = encoding(positions, backend="reference").blocks()  # (heads or 1, tokens, n, b, b)
     whole = blocks.shape[-3] * blocks.shape[-1] == encoding.head_dim
     if not projections:
         return [rotary_kernel(own if whole else block_diagonal(own, encoding.head_dim), sizes) for own in blocks]
@@ -299,7 +295,7 @@ def find(lab: Lab) -> Findings:
     relative = {name: commutes(name, len(lab.data.axes), model.encodings[0].head_dim) for name in trained}
     rows = [_row(view, relative[view.encoding]) for view in views]
     return Findings(
-        answer=_answer(rows, relative) + caveat(len(lab.seeds)),
+        answer=_answer(rows, relative, len(lab.seeds)),
         tables=[_table(rows)],
         figures=[*_maps(views, lab.data.axes), _by_distance(views)],
         checks=_checks(views, relative),
@@ -308,31 +304,21 @@ def find(lab: Lab) -> Findings:
 
 
 def _at_start(lab: Lab, name: str, seed: int) -> dict[str, Any]:
-    data, config = lab.data, lab.run(name, seed).config.model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = build_model(name, config, data)
+    model = untrained(lab.run(name, seed), lab.data)
     assert isinstance(model, ViT)
-    return plain_kernels(kernels(model, model.embed.lattice(data.input_size)))
+    return plain_kernels(kernels(model, model.embed.lattice(lab.data.input_size)))
 
 
 def _row(view: View, relative: bool | None) -> dict[str, Any]:
-    _, low, high = mean_interval(np.asarray(view.shares)[None])
     nearest = np.abs(view.offsets).sum(axis=1) == 1
-    neighbour = view.heads[:, nearest].mean(axis=1)
-    _, next_low, next_high = mean_interval(np.asarray(neighbour)[None])
     return {
         "name": f"{view.encoding}, {view.state}",
         "encoding": view.encoding,
         "state": view.state,
         "relative": {True: "yes", False: "no", None: "-"}[relative],
-        "absolute": 100 * float(view.shares.mean()),
-        "absolute_low": 100 * low,
-        "absolute_high": 100 * high,
+        **cells("absolute", drawn_mean(100 * view.shares[None]).interval()),
         "most": 100 * float(view.shares.max()),
-        "neighbour": float(neighbour.mean()),
-        "neighbour_low": next_low,
-        "neighbour_high": next_high,
+        **cells("neighbour", drawn_mean(view.heads[None, :, nearest].mean(axis=2)).interval()),
         "heads": len(view.shares),
     }
 
@@ -343,45 +329,30 @@ def _table(rows: Sequence[Row]) -> Table:
         (
             Column("name", "Encoding and state"),
             Column("relative", "Commuting"),
-            Column("absolute", "Absolute part", "%", 2, low="absolute_low", high="absolute_high"),
+            with_interval("absolute", "Absolute part", "%", 2),
             Column("most", "Largest of a head", "%", 2),
-            Column("neighbour", "Score of neighbours", "", 3, low="neighbour_low", high="neighbour_high"),
+            with_interval("neighbour", "Score of neighbours", "", 3),
             Column("heads", "Heads", digits=0),
         ),
         rows,
-        note="The absolute part is how far the scores of pairs with the same offset are from their mean, root mean "
-        "square over contents and pairs, relative to the scores themselves. Intervals hold 95 % of 2,000 bootstrap "
-        "resamples of the heads of all layers and seeds; heads that were trained together are not independent. Scores "
-        "are 1 for a token with itself, and their mean is over contents: isotropic ones, or those that the layer's "
-        "own projections make of isotropic ones.",
+        note="The absolute part is the root mean square deviation of the scores of pairs with the same offset from "
+        "their mean, over contents and pairs, relative to the scores. Intervals are over the heads of all layers and "
+        "seeds, which are not independent where they were trained together. A token's score with itself is 1; mean "
+        "scores are over isotropic contents, or over the layer's own projections of them.",
     )
 
 
-def _percent(row: Mapping[str, Any]) -> str:
-    return percent(row["absolute"], row["absolute_low"], row["absolute_high"])
-
-
-def _answer(rows: Sequence[dict[str, Any]], relative: Mapping[str, bool | None]) -> str:
+def _answer(rows: Sequence[dict[str, Any]], relative: Mapping[str, bool | None], seeds: int) -> str:
     commuting = [name for name, holds in relative.items() if holds and name != "none"]
-    free = [name for name, holds in relative.items() if holds is False]
-    vectors = [name for name, holds in relative.items() if holds is None and not name.startswith("bias")]
-    cells = {(row["encoding"], row["state"]): row for row in rows}
-    said = []
-    if commuting:
-        said.append(f"The scores of {told(commuting)} depend on the offset alone, to rounding, trained or not.")
-    for name in free:
-        start, end = cells[name, "initialisation"], cells.get((name, "trained"))
-        words = f"With {name}, whose generators do not commute, the absolute part is {_percent(start)} at the start"
-        if end:
-            own = cells[name, "trained, with its projections"]
-            words += f", {_percent(end)} after training, {_percent(own)} through the projections that were learned"
-        said.append(words + ".")
+    exact = f"Scores of {join_names(commuting)} depend on the offset alone, to rounding" if commuting else ""
+    free = [row for row in rows if relative[row["encoding"]] is False]
     if not free:
-        said.append("No encoding asked for has generators that do not commute.")
-    for name in vectors:
-        row = cells.get((name, "trained"), cells[name, "initialisation"])
-        said.append(f"The vectors of {name} have an absolute part of {_percent(row)} in their scalar products.")
-    return " ".join(said) + " Parts are root mean squares relative to the scores; intervals are over heads and layers."
+        return f"{exact or 'No rotary encoding was measured'}.{one_seed(seeds)}"
+    trained = [row for row in free if row["state"] == "trained"] or free
+    most = max(trained, key=lambda row: row["absolute"])
+    part = percent([most[key] for key in ("absolute", "absolute_low", "absolute_high")])
+    largest = f"the largest absolute part of the others is {part}, of {most['name']}"
+    return f"{exact}; {largest}.{one_seed(seeds)}" if exact else f"{largest[0].upper()}{largest[1:]}.{one_seed(seeds)}"
 
 
 def _checks(views: Sequence[View], relative: Mapping[str, bool | None]) -> list[Check]:
@@ -416,11 +387,11 @@ def _notes(relative: Mapping[str, bool | None]) -> list[str]:
     joined = [name for name in relative if "+" in name]
     scalars = [name for name, holds in relative.items() if holds is None]
     return [
-        "Class and register tokens have no place and are left out.",
-        *([f"Of {told(joined)} the rotary part is measured, or the bias where there is none."] if joined else []),
+        "Class and register tokens are left out.",
+        *([f"Of {join_names(joined)} the rotary part is measured, or the bias where there is none."] if joined else []),
         *(
             [
-                f"{told(scalars)}: what is measured are scalar products of the vectors that are added, over their mean "
+                f"{join_names(scalars)}: measured are scalar products of the vectors that are added, over their mean "
                 "square, or the numbers of a bias over its largest; contents and projections are left out."
             ]
             if scalars
@@ -478,7 +449,7 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
             name=name,
             kind="cells",
             title=title,
-            alt=f"{title} along the last two axes, small pictures of {_names(rows)}: {comes_out}.",
+            alt=f"{title} along the last two axes, one small picture for each encoding and state: {shows}.",
             x=x,
             y=y,
             rows=rows,
@@ -486,14 +457,9 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
             colour=Axis("value", meaning, unit),
             caption=caption,
         )
-        for name, title, meaning, unit, rows, caption, comes_out in figures
+        for name, title, meaning, unit, rows, caption, shows in figures
         if rows
     ]
-
-
-def _names(rows: Sequence[Row]) -> str:
-    """The encodings that panels are of."""
-    return "; ".join(dict.fromkeys(re.split(", (?:initialisation|trained|head)", str(row["panel"]))[0] for row in rows))
 
 
 def _cells(panel: str, view: View, values: np.ndarray, inside: np.ndarray) -> list[dict[str, Any]]:
@@ -514,38 +480,27 @@ def _by_distance(views: Sequence[View]) -> Figure:
         known = ~np.isnan(absolute[0])
         for steps in np.unique(distance[known]):
             values = absolute[:, known & (distance == steps)].mean(axis=1)
-            _, low, high = mean_interval(np.asarray(values)[None])
-            rows.append(
-                {
-                    "panel": view.state,
-                    "name": view.encoding,
-                    "distance": int(steps),
-                    "absolute": 100 * float(values.mean()),
-                    "low": 100 * low,
-                    "high": 100 * high,
-                }
-            )
-    top = max(rows, key=lambda row: row["absolute"], default=None)
-    most = f"; largest for {top['name']}, {top['absolute']:.0f} at {top['distance']} tokens" if top else ""
+            found = cells("absolute", drawn_mean(100 * values[None]).interval())
+            rows.append({"panel": view.state, "name": view.encoding, "distance": int(steps), **found})
     return Figure(
         name="absolute-by-distance",
         kind="lines",
         title="Absolute part by distance",
-        alt=f"Absolute part of the scores in percent by distance in tokens, one line for each encoding{most}.",
+        alt="Absolute part of the scores in percent by distance in tokens, one line for each encoding.",
         x=Axis("distance", "Distance", "tokens"),
         y=Axis("absolute", "Absolute part", "%"),
         rows=rows,
         series="name",
         panel="panel",
-        low="low",
-        high="high",
+        low="absolute_low",
+        high="absolute_high",
         caption="Distances are rounded to whole tokens; bands are 95 % intervals over heads.",
     )
 
 
 STUDY = Study(
     title="Score by offset",
-    question="How do scores depend on the offset of two tokens, and what of them on absolute position?",
+    question="How do scores depend on the offset of two tokens, and how much on absolute position?",
     sources=("In none of the papers: what LieRE's generators add that do not commute",),
     find=find,
     encodings=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"),

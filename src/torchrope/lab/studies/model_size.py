@@ -1,34 +1,23 @@
 """Whether the size of the model changes what an encoding gains (LieRE's second version, table 4 and figure 3a)."""
 
-from collections.abc import Sequence
-from math import log2
 from typing import Any
 
+from torchrope.lab.conclusion import join_names
 from torchrope.lab.results import Advice, Column, Findings, Table
-from torchrope.lab.studies.engine.estimates import (
-    about_intervals,
-    at_best,
-    caveat,
-    correct,
-    not_told_apart,
-    points,
-    told,
-    trend,
-)
+from torchrope.lab.studies.engine.estimates import about_intervals, at_best, change_sentence
 from torchrope.lab.studies.engine.grid import (
-    ENCODING,
-    ONE_BY_ONE,
-    Cells,
     Factor,
+    Grid,
     Plan,
     contrast_table,
-    direction,
     lead_figure,
     leads,
-    named,
+    rights_at,
     top1_figure,
     top1_table,
     train_grid,
+    trend_table,
+    trends,
 )
 from torchrope.lab.studies.engine.published import LIERE_2, published
 from torchrope.lab.studies.engine.study import Lab, Study
@@ -62,22 +51,22 @@ def find(lab: Lab) -> Findings:
     names = list(dict.fromkeys([REFERENCE, *lab.encodings]))
     sizes = _sizes(lab)
     plan: Plan = {name: {width: lab.runs([name], model=model) for width, model in sizes.items()} for name in names}
-    cells, notes = train_grid(lab, plan)
-    ahead = leads(cells, REFERENCE)
-    slopes = _lead_trends(cells)
+    grid, notes = train_grid(lab, plan)
+    ahead = leads(grid, REFERENCE)
+    slopes = trends(grid, reference=REFERENCE)
     seeds = len(lab.seeds)
     return Findings(
-        answer=_answer(cells, slopes) + caveat(seeds),
+        answer=change_sentence("doubling the width", "the lead over a learned absolute encoding", slopes, seeds),
         tables=[
-            top1_table("Top-1 by width of the model", cells, FACTOR, about_intervals(seeds)),
-            contrast_table("Ahead of a learned absolute encoding", ahead, FACTOR, "lead", "Ahead", ONE_BY_ONE),
-            _slope_table(slopes),
-            _size_table(lab, cells),
+            top1_table("Top-1 by width of the model", grid, FACTOR, about_intervals(seeds)),
+            contrast_table("Ahead of a learned absolute encoding", ahead, FACTOR, "Ahead"),
+            trend_table("How that lead depends on the width", slopes, "Lead gained per doubling of the width"),
+            _size_table(lab, grid),
         ],
-        figures=[top1_figure(cells, FACTOR, _alt(cells)), lead_figure(FACTOR, ahead, "the same model")],
+        figures=[top1_figure(grid, FACTOR, _alt(grid)), lead_figure(FACTOR, ahead, "the same model")],
         published=PUBLISHED,
         notes=[_how(lab), *notes],
-        advice=_advice(cells, lab),
+        advice=_advice(grid, lab),
     )
 
 
@@ -117,55 +106,7 @@ def _scaled(built: dict[str, Any], heads: int) -> dict[str, Any]:
     return {"dim": dim, "num_heads": heads, "mlp_dim": mlp_dim * heads // whole}
 
 
-def _lead_trends(cells: Cells) -> list[dict[str, Any]]:
-    """How leads over the reference change with each doubling of the width."""
-    rows = []
-    for name, levels in cells.items():
-        shared = [width for width in levels if width in cells[REFERENCE]]
-        if name != REFERENCE and len(shared) > 1:
-            one, other = (
-                [correct(each[width]).mean(axis=0) for width in shared] for each in (levels, cells[REFERENCE])
-            )
-            ahead = [(mine - theirs)[None] for mine, theirs in zip(one, other, strict=True)]
-            value, low, high = trend([log2(float(width)) for width in shared], ahead)
-            verdict = {"rises": "grows", "falls": "shrinks", "flat": "cannot be told"}[direction(low, high)]
-            rows.append({**named(name), "trend": value, "low": low, "high": high, "verdict": verdict})
-    return rows
-
-
-def _answer(cells: Cells, slopes: Sequence[dict[str, Any]]) -> str:
-    said = []
-    for width in cells[REFERENCE]:
-        equals, value = _best(cells, width)
-        tied = f", not told apart from {told(equals[1:])}" if equals[1:] else ""
-        said.append(f"{equals[0]} with {value}{tied} at {width:,} channels")
-    text = "Best are " + "; ".join(said) + "."
-    for verdict in ("grows", "shrinks"):
-        each = [
-            f"{row['name']} {points(row['trend'], row['low'], row['high'])}"
-            for row in slopes
-            if row["verdict"] == verdict
-        ]
-        if each:
-            text += (
-                f" With each doubling of the width the lead over a learned absolute encoding {verdict}: {told(each)}."
-            )
-    if slopes and all(row["verdict"] == "cannot be told" for row in slopes):
-        text += " Whether leads over a learned absolute encoding depend on the width cannot be told."
-    return text
-
-
-def _best(cells: Cells, width: Any) -> tuple[list[str], str]:
-    return at_best({name: correct(levels[width]) for name, levels in cells.items() if width in levels})
-
-
-def _slope_table(slopes: Sequence[dict[str, Any]]) -> Table:
-    slope = Column("trend", "Lead gained per doubling of the width", "points", 2, low="low", high="high")
-    title = "How the lead over a learned absolute encoding depends on the width"
-    return Table(title, (*ENCODING, slope, Column("verdict", "Lead")), list(slopes), note=ONE_BY_ONE)
-
-
-def _size_table(lab: Lab, cells: Cells) -> Table:
+def _size_table(lab: Lab, grid: Grid) -> Table:
     columns = (
         FACTOR.column,
         Column("heads", "Heads"),
@@ -173,43 +114,40 @@ def _size_table(lab: Lab, cells: Cells) -> Table:
         Column("parameters", "Parameters", digits=0),
     )
     rows = []
-    for width, runs in cells[REFERENCE].items():
+    for width, runs in grid[REFERENCE].items():
         model = lab.blueprint(runs[0].run)
         heads, depth = model.arguments["num_heads"], model.arguments.get("depth", model.arguments.get("depths"))
         rows.append(
             {
                 "width": width,
-                "heads": _listed(heads),
-                "depth": _listed(depth),
+                "heads": _written(heads),
+                "depth": _written(depth),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
             }
         )
     return Table("The models, with a learned absolute encoding", columns, rows)
 
 
-def _listed(value: Any) -> str:
+def _written(value: Any) -> str:
     return str(value) if isinstance(value, int) else ", ".join(map(str, value))
 
 
-def _alt(cells: Cells) -> str:
-    return f"Top-1 in percent over the width of the model, one line for each of {len(cells)} encodings."
+def _alt(grid: Grid) -> str:
+    return f"Top-1 in percent over the width of the model, one line for each of {len(grid)} encodings."
 
 
 def _how(lab: Lab) -> str:
     if lab.config.model.size is not None:
-        return (
-            f"Sizes are {told(list(BY_NAME))}, as the library names them; they differ in width, and large in depth too."
-        )
+        return f"Sizes are {join_names(BY_NAME)}; they differ in width, and large in depth too."
     return "Sizes differ in width, with heads as wide as configured and an MLP in proportion; not in depth."
 
 
-def _advice(cells: Cells, lab: Lab) -> list[Advice]:
+def _advice(grid: Grid, lab: Lab) -> list[Advice]:
     found = []
-    for width, size in ((min(cells[REFERENCE], key=float), "small"), (max(cells[REFERENCE], key=float), "large")):
-        equals, value = _best(cells, width)
-        tied = not_told_apart(equals)
+    for width, size in ((min(grid[REFERENCE], key=float), "small"), (max(grid[REFERENCE], key=float), "large")):
+        equals, value = at_best(rights_at(grid, width))
         case = f"A {size} model ({width:,} channels) on {lab.data.title}"
-        found.append(Advice(case, equals, f"{equals[0]} reaches {value}{tied}"))
+        found.append(Advice(case, equals, f"{equals[0]} reaches {value}"))
     return found
 
 

@@ -12,21 +12,28 @@ from torch import nn
 
 from torchrope.encodings import STRING, NoEncoding
 from torchrope.encodings.scaling import extend, yarn_temperature
+from torchrope.lab.conclusion import Interval, one_seed
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize
 from torchrope.lab.encodings import choose
 from torchrope.lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.studies.describe import label
+from torchrope.lab.statistics import accuracy_interval
 from torchrope.lab.studies.engine.estimates import (
+    HOLM,
+    NAMES,
+    NONE_POSSIBLE,
+    VERDICT,
     at_best,
-    caveat,
-    contrast,
-    difference,
-    not_told_apart,
-    points,
-    told,
-    top1,
+    cells,
+    concluded,
+    contrasts,
+    in_percent,
+    named,
+    tied_with,
+    verdict,
+    verdict_of,
+    with_interval,
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
@@ -107,7 +114,7 @@ class Sizes:
     Attributes:
         all: From small to large.
         trained: That of the training, one of them.
-        axis: The axis whose size tells the scale, the first but time.
+        axis: The axis whose size gives the scale, the first but time.
     """
 
     all: tuple[Size, ...]
@@ -132,10 +139,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Change:
-    """Something done to an encoding, beside what it is compared with.
+    """A modification of an encoding, and what it is compared with.
 
     Attributes:
-        what: Named: "a second stage", "perturbation", "NTK".
+        what: Its name: "a second stage", "perturbation", "NTK".
         name: The encoding.
         right: With it.
         base: Without it.
@@ -151,7 +158,7 @@ def find(lab: Lab) -> Findings:
     """Evaluate runs of the accuracy study, and some of its own, at several sizes."""
     plain, notes = feasible(lab, lab.runs(lab.encodings))
     if not plain:
-        return Findings("No encoding named can be trained here.", notes=notes)
+        return Findings(NONE_POSSIBLE, notes=notes)
     names = list(dict.fromkeys(run.encoding for run in plain))
     staged, more = second_stages(lab, names)
     jittered, and_more = perturbed(lab, names)
@@ -167,10 +174,11 @@ def find(lab: Lab) -> Findings:
         *(Change(METHODS[how], name, found, right[name]) for (name, how), found in extended.items()),
         *_together(right),
     ]
+    effects = _effects(changes)
     return Findings(
-        answer=_answer(right, changes, sizes, len(lab.seeds)),
-        tables=_tables(right, changes, sizes),
-        figures=_figures(right, changes, sizes),
+        answer=_answer(right, effects, sizes, len(lab.seeds)),
+        tables=_tables(right, effects, sizes),
+        figures=_figures(right, effects, sizes),
         published=PUBLISHED,
         checks=_checks(first, right, lab, sizes),
         notes=[*notes, *more, *and_more, *left_out, *_notes(lab, sizes)],
@@ -179,7 +187,7 @@ def find(lab: Lab) -> Findings:
 
 
 def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """Runs that go on at a larger size, a share of the epochs long, with a smaller learning rate.
+    """Runs that continue at a larger size, for a share of the epochs, with a smaller learning rate.
 
     Args:
         lab: Of the study.
@@ -190,11 +198,11 @@ def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]
     """
     data, optim = lab.data, lab.config.optim
     if data.name in ZOOMED_OTHERWISE:
-        return [], [f"No second stage: larger inputs of {data.name} hold a larger field, not the same one enlarged."]
+        return [], [f"No second stage: larger inputs of {data.name} show a larger field, not the same one enlarged."]
     *_, height, width = data.input_size if len(data.input_size) > 1 else (0, 1)
     patch = lab.blueprint(lab.run(names[0])).embed.patch_size[-1]
     if height != width:
-        return [], [f"No second stage: it needs inputs as high as wide, got {_told(data.input_size)}."]
+        return [], [f"No second stage: it needs inputs as high as wide, got {_key(data.input_size)}."]
     side = patch * max(width // patch + 1, round(STAGE_SCALE * width / patch))
     try:
         make_data(lab.run(names[0], data={"size": side}).config.data)
@@ -216,11 +224,12 @@ def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]
         lab.run(first.encoding, first.seed, **settings, after=first) for first in lab.runs(_chosen(lab, names, STAGED))
     ]
     epochs = settings["optim"]["epochs"]
-    told_epochs = f"{epochs} more epoch{'s' if epochs > 1 else ''}"
-    what = f"The second stage has {told_epochs} at {side} pixels a side, with {STAGE_LR:g} of the learning rate"
-    return runs, [
-        f"{what}; positions run on past those of the first stage. One stage ends without them."
-    ] if runs else []
+    duration = f"{epochs} more epoch{'s' if epochs > 1 else ''}"
+    note = (
+        f"The second stage has {duration} at {side} pixels a side, with {STAGE_LR:g} of the learning rate; positions "
+        "continue beyond those of the first stage."
+    )
+    return runs, [note] if runs else []
 
 
 def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -237,11 +246,11 @@ def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 def measured(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
     """Which validation examples are right at every size, by encoding."""
-    name = "-".join(["top1-at", *(_told(size) for size in sizes.all)])
+    name = "-".join(["top1-at", *(_key(size) for size in sizes.all)])
     found: dict[str, list[dict[str, Any]]] = {}
     for each in trained:
-        told_at = each.measure(name, lambda model, _: predictions(model, lab.data, sizes.all))
-        found.setdefault(each.encoding, []).append(told_at)
+        predicted = each.measure(name, lambda model, _: predictions(model, lab.data, sizes.all))
+        found.setdefault(each.encoding, []).append(predicted)
     return {encoding: _right(runs, sizes.all) for encoding, runs in found.items()}
 
 
@@ -250,7 +259,7 @@ def predictions(model: ViT | Swin, data: DataModule, sizes: Sequence[Size]) -> d
     found: dict[str, Any] = {}
     for size in sizes:
         labels, logits = predict(model, data, partial(resize, size=size))
-        found |= {"labels": labels.tolist(), _told(size): logits.argmax(dim=-1).tolist()}
+        found |= {"labels": labels.tolist(), _key(size): logits.argmax(dim=-1).tolist()}
     return found
 
 
@@ -262,7 +271,7 @@ def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict
     refused: dict[tuple[str, str], str] = {}
     for each in trained:
         for method in methods_for(lab.blueprint(each.run), each.encoding):
-            name = "-".join([method, *(_told(size) for size in sizes.larger)])
+            name = "-".join([method, *(_key(size) for size in sizes.larger)])
             result = each.measure(name, partial(_extended_predictions, data=lab.data, sizes=sizes, method=method))
             if "refused" in result:
                 refused[each.encoding, method] = result["refused"]
@@ -271,14 +280,14 @@ def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict
     notes = [f"{METHODS[how]} of {name} is left out: {why}." for (name, how), why in refused.items()]
     if found:
         notes.append(
-            "NTK and YaRN scale frequencies, which blocks of 2 and STRING have; larger blocks are interpolated alone. "
-            "YaRN comes with its temperature. No method trains anything."
+            "NTK and YaRN need frequencies, which blocks of 2 and STRING have; larger blocks are only interpolated. "
+            "YaRN includes its temperature. No method trains."
         )
     return {key: _right(runs, sizes.larger) for key, runs in found.items()}, notes
 
 
 def methods_for(model: ViT | Swin, encoding: str) -> list[str]:
-    """The ways to scale a rotary encoding that stands alone; none for others."""
+    """The ways to scale a rotary encoding without an absolute one or a bias; none for others."""
     if "+" in encoding or isinstance(model, Swin) or isinstance(model.encodings[0], NoEncoding):
         return []
     with_frequencies = isinstance(model.encodings[0], STRING) or model.encodings[0].block_size == 2
@@ -343,11 +352,11 @@ def _parts(trained: list[Trained], lengths: Sequence[int]) -> list[list[Trained]
 
 def _right(runs: Sequence[dict[str, Any]], sizes: Sequence[Size]) -> Right:
     return {
-        size: np.stack([np.equal(each["labels"], each[_told(size)]).astype(float) for each in runs]) for size in sizes
+        size: np.stack([np.equal(each["labels"], each[_key(size)]).astype(float) for each in runs]) for size in sizes
     }
 
 
-def _told(size: Sequence[int]) -> str:
+def _key(size: Sequence[int]) -> str:
     return "x".join(map(str, size))
 
 
@@ -368,56 +377,66 @@ def _together(right: dict[str, Right]) -> list[Change]:
     return changes
 
 
+Effects = dict[tuple[str, str], dict[Size, Interval]]
+"""What a change adds in points, by its name and the encoding, at each size."""
+
+
+def _effects(changes: Sequence[Change]) -> Effects:
+    """Paired differences to the encoding without the change, at 5 % over all changes at a size (Holm)."""
+    found: Effects = {(change.what, change.name): {} for change in changes}
+    for size in dict.fromkeys(size for change in changes for size in change.right):
+        at = [change for change in changes if size in change.right]
+        intervals = contrasts([(change.right[size], change.base[size]) for change in at])
+        for change, interval in zip(at, intervals, strict=True):
+            found[change.what, change.name][size] = interval
+    return found
+
+
 def _columns(sizes: Sequence[Size], unit: str) -> list[Column]:
-    return [
-        Column(f"at{_told(size)}", _shown(size), unit, 1, low=f"low{_told(size)}", high=f"high{_told(size)}")
-        for size in sizes
-    ]
+    return [with_interval(f"at{_key(size)}", _shown(size), unit, 1) for size in sizes]
 
 
-def _cells(size: Size, value: float, low: float, high: float) -> dict[str, float]:
-    return {f"at{_told(size)}": value, f"low{_told(size)}": low, f"high{_told(size)}": high}
+def _cells(size: Size, found: Interval) -> dict[str, float | None]:
+    return cells(f"at{_key(size)}", found)
 
 
-def _tables(right: dict[str, Right], changes: list[Change], sizes: Sizes) -> list[Table]:
+def _top1(right: np.ndarray) -> Interval:
+    return in_percent(accuracy_interval(right))
+
+
+def _tables(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Table]:
     largest = sizes.all[-1]
+    conclusion = concluded({name: found[largest] for name, found in right.items()})
+    kept = contrasts([(found[largest], found[sizes.trained]) for found in right.values()])
     rows = []
-    for name in sorted(right, key=lambda name: -right[name][largest].mean()):
-        row: dict[str, Any] = {"encoding": label(name), "name": name}
+    for (name, found), lost in sorted(
+        zip(right.items(), kept, strict=True), key=lambda row: -row[0][1][largest].mean()
+    ):
+        row: dict[str, Any] = {**named(name), **cells("kept", lost), "verdict": verdict(conclusion, name)}
         for size in sizes.all:
-            cells = top1(right[name][size])
-            row |= _cells(size, cells["top1"], cells["low"], cells["high"])
-        lost, low, high = difference(right[name][largest], right[name][sizes.trained])
-        rows.append({**row, "kept": lost, "kept_low": low, "kept_high": high})
-    names = [Column("encoding", "Encoding"), Column("name", "Name")]
-    kept = Column("kept", "Largest against trained", "points", 1, low="kept_low", high="kept_high")
-    tables = [
-        Table(
-            "Top-1 by inference size",
-            [*names, *_columns(sizes.all, "%"), kept],
-            rows,
-            note=f"Trained at {_shown(sizes.trained)}. Intervals hold 95 % of bootstrap resamples of the examples.",
-        )
+            row |= _cells(size, _top1(found[size]))
+        rows.append(row)
+    columns = [
+        *NAMES,
+        *_columns(sizes.all, "%"),
+        with_interval("kept", "Largest against trained", "points", 1),
+        VERDICT,
     ]
-    for title, chosen in _groups(changes).items():
-        at = [size for size in sizes.all if all(size in change.right for change in chosen)]
+    note = f"Trained at {_shown(sizes.trained)}. Verdicts are at the largest size. Largest against trained: {HOLM}"
+    tables = [Table("Top-1 by inference size", columns, rows, note=note)]
+    for title in dict.fromkeys(_title(what) for what, _ in effects):
+        chosen = {key: found for key, found in effects.items() if _title(key[0]) == title}
+        at = [size for size in sizes.all if all(size in found for found in chosen.values())]
         lines = []
-        for change in chosen:
-            line: dict[str, Any] = {"encoding": label(change.name), "name": change.name, "what": change.what}
+        for (what, name), effect in chosen.items():
+            line: dict[str, Any] = {**named(name), "what": what, "verdict": verdict_of(effect[largest])}
             for size in at:
-                line |= _cells(size, *difference(change.right[size], change.base[size]))
+                line |= _cells(size, effect[size])
             lines.append(line)
-        columns = [*names, Column("what", "With"), *_columns(at, "points")]
-        tables.append(Table(title, columns, lines, note="Paired differences of top-1 to the encoding without it."))
+        columns = [*NAMES, Column("what", "With"), *_columns(at, "points"), VERDICT]
+        note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Holm)."
+        tables.append(Table(title, columns, lines, note=f"{note} Verdicts are at the largest size."))
     return tables
-
-
-def _groups(changes: list[Change]) -> dict[str, list[Change]]:
-    """Changes by the title of their table."""
-    groups: dict[str, list[Change]] = {}
-    for change in changes:
-        groups.setdefault(_title(change.what), []).append(change)
-    return groups
 
 
 def _title(what: str) -> str:
@@ -426,101 +445,56 @@ def _title(what: str) -> str:
     return "What two encodings together change" if what.endswith(" added") else f"What {what} changes"
 
 
-def _figures(right: dict[str, Right], changes: list[Change], sizes: Sizes) -> list[Figure]:
-    x = Axis("scale", "Input size over that of the training", "times")
-    lines: list[dict[str, Any]] = []
-    for name, found in right.items():
-        for size in sizes.all:
-            cells = top1(found[size])
-            lines.append(
-                {"name": name, "scale": sizes.scale(size), "size": _shown(size)}
-                | {key: cells[key] for key in ("top1", "low", "high")}
-            )
-    largest = max(right, key=lambda name: right[name][sizes.all[-1]].mean())
-    figures = [
-        Figure(
-            name="top1-by-size",
-            kind="lines",
-            title="Top-1 by inference size",
-            alt=f"Top-1 in percent at {len(sizes.all)} input sizes from {_shown(sizes.all[0])} to "
-            f"{_shown(sizes.all[-1])}, one line for each of {len(right)} encodings; {largest} ends highest.",
-            x=x,
-            y=Axis("top1", "Top-1", "%"),
-            rows=lines,
-            series="name",
-            low="low",
-            high="high",
-            caption=f"All are trained at {_shown(sizes.trained)}, 1 on the axis. Bands are 95 % intervals.",
-        )
+def _figures(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Figure]:
+    lines = [
+        {"name": name, "scale": sizes.scale(size), "size": _shown(size), **cells("top1", _top1(found[size]))}
+        for name, found in right.items()
+        for size in sizes.all
     ]
-    rows: list[dict[str, Any]] = []
-    for change in changes:
-        for size in change.right:
-            value, low, high = difference(change.right[size], change.base[size])
-            row = {"name": change.name, "what": change.what, "scale": sizes.scale(size), "points": value}
-            rows.append({**row, "low": low, "high": high})
-    if rows:
-        kinds = list(dict.fromkeys(change.what for change in changes))
-        figures.append(
-            Figure(
-                name="changes-by-size",
-                kind="lines",
-                title="What helps at other sizes",
-                alt=f"Change of top-1 in points at each input size by {told(kinds)}, one line for each encoding; above "
-                "zero it helps.",
-                x=x,
-                y=Axis("points", "Change of top-1", "points"),
-                rows=rows,
-                series="name",
-                panel="what",
-                low="low",
-                high="high",
-                caption="Paired differences to the same encoding without it, with 95 % intervals.",
-            )
+    changed = [
+        {"name": name, "what": what, "scale": sizes.scale(size), **cells("points", interval)}
+        for (what, name), found in effects.items()
+        for size, interval in found.items()
+    ]
+    figures = (
+        ("top1-by-size", "Top-1 by inference size", Axis("top1", "Top-1", "%"), lines, None,
+         f"All are trained at {_shown(sizes.trained)}, 1 on the axis. Bands are 95 % intervals."),
+        ("changes-by-size", "What helps at other sizes", Axis("points", "Change of top-1", "points"), changed, "what",
+         "Paired differences to the same encoding without the change; above zero it helps."),
+    )  # fmt: skip
+    return [
+        Figure(
+            name=name,
+            kind="lines",
+            title=title,
+            alt=f"{title}, {len(sizes.all)} sizes from {_shown(sizes.all[0])} to {_shown(sizes.all[-1])}, one line an "
+            "encoding.",
+            x=Axis("scale", "Input size over that of the training", "times"),
+            y=y,
+            rows=rows,
+            series="name",
+            panel=panel,
+            low=f"{y.key}_low",
+            high=f"{y.key}_high",
+            caption=caption,
         )
-    return figures
+        for name, title, y, rows, panel, caption in figures
+        if rows
+    ]
 
 
-def _answer(right: dict[str, Right], changes: list[Change], sizes: Sizes, seeds: int) -> str:
+def _answer(right: dict[str, Right], effects: Effects, sizes: Sizes, seeds: int) -> str:
     largest = sizes.all[-1]
     (best, *others), value = _at_best(right, largest)
-    apart = f"; {told(others)} cannot be told apart from it" if others else ""
-    kept = {name: difference(found[largest], found[sizes.trained]) for name, found in right.items()}
-    least, most = max(kept, key=lambda name: kept[name][0]), min(kept, key=lambda name: kept[name][0])
-    sentences = [
-        f"At {_shown(largest)}, {sizes.scale(largest):g} times the size trained on, {best} reaches {value}{apart}."
-    ]
-    if len(right) > 1:
-        sentences.append(
-            f"From {_shown(sizes.trained)} to there {least} changes by {points(*kept[least])}, {most} by "
-            f"{points(*kept[most])}."
-        )
-    if changes:
-        candidates = _alone(right) | _changed(changes)
-        (first, *_), most_of_all = _at_best({name: found for name, (_, found) in candidates.items()}, largest)
-        sentences.append(f"Of everything tried, {first} reaches most there, {most_of_all}.")
-    sentences += [_effect(what, [each for each in changes if each.what == what], largest) for what in _kinds(changes)]
-    return " ".join(sentences) + caveat(seeds)
-
-
-def _kinds(changes: list[Change]) -> list[str]:
-    return list(dict.fromkeys(change.what for change in changes))
-
-
-def _effect(what: str, changes: list[Change], size: Size) -> str:
-    """One sentence on what something changes at a size: whom it helps, whom it harms."""
-    found = {each.name: contrast(each.right[size], each.base[size]) for each in changes}
-    better, worse = (
-        [f"{name} by {found[name]}" for name in found if found[name].verdict == verdict]
-        for verdict in ("better", "worse")
-    )
-    start = what[0].upper() + what[1:]
-    said = [f"changes {told(better)}"] if better else []
-    said += [f"{'and ' if better else 'changes '}{told(worse)}"] if worse else []
-    if not said:
-        return f"{start} measurably changes nothing there ({told(list(found))})."
-    rest = [name for name in found if found[name].verdict == "tied"]
-    return f"{start} {' '.join(said)} there" + (f", not measurably {told(rest)}." if rest else ".")
+    reached = f"At {_shown(largest)} ({sizes.scale(largest):g} times the training size) {best} reaches {value}"
+    helped = {key: found[largest] for key, found in effects.items() if found[largest].low > 0}
+    helps = ""
+    if effects:
+        helps = f"; {len(helped)} of {len(effects)} changes measurably help"
+    if helped:
+        what, name = max(helped, key=lambda key: helped[key].estimate)
+        helps += f", most {what} for {name}"
+    return f"{reached}{tied_with(others)}{helps}.{one_seed(seeds)}"
 
 
 def _at_best(right: dict[str, Right], size: Size) -> tuple[list[str], str]:
@@ -530,14 +504,14 @@ def _at_best(right: dict[str, Right], size: Size) -> tuple[list[str], str]:
 def _checks(trained: Sequence[Trained], right: dict[str, Right], lab: Lab, sizes: Sizes) -> list[Check]:
     if lab.data.views > 1:
         return []
-    there = np.concatenate([right[name][sizes.trained].ravel() for name in right])
+    now = np.concatenate([right[name][sizes.trained].ravel() for name in right])
     stored: dict[str, list[np.ndarray]] = {}
     for each in trained:
         stored.setdefault(each.encoding, []).append(each.correct)
     before = np.concatenate([np.concatenate(stored[name]) for name in right])
-    changed = int((there != before).sum())
-    law = "At the size trained on every example is as right as at the end of the training, up to ties within rounding"
-    return [Check(law, changed <= SAME * len(before), f"{changed} of {len(before)} differ")]
+    changed = int((now != before).sum())
+    rule = "At the size trained on predictions are those at the end of the training, up to ties within rounding"
+    return [Check(rule, changed <= SAME * len(before), f"{changed} of {len(before)} differ")]
 
 
 def _advice(right: dict[str, Right], changes: list[Change], sizes: Sizes, lab: Lab) -> list[Advice]:
@@ -549,11 +523,11 @@ def _advice(right: dict[str, Right], changes: list[Change], sizes: Sizes, lab: L
     found = []
     for state, candidates in (
         (", as trained", _alone(right)),
-        (", all means taken", _alone(right) | _changed(changes)),
+        (", with any change", _alone(right) | _changed(changes)),
     ):
         equals, value = _at_best({name: each for name, (_, each) in candidates.items()}, largest)
         encodings = list(dict.fromkeys(candidates[name][0] for name in equals))
-        found.append(Advice(case + state, encodings, f"{equals[0]} reaches {value} {where}{not_told_apart(equals)}"))
+        found.append(Advice(case + state, encodings, f"{equals[0]} reaches {value} {where}"))
     return found if changes else found[:1]
 
 
@@ -562,18 +536,17 @@ def _alone(right: dict[str, Right]) -> dict[str, tuple[str, Right]]:
 
 
 def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
-    """What was done to an encoding, in words, with the encoding; two kinds together are encodings of their own."""
+    """Changed encodings by name, with the encoding; two encodings together are named as such already."""
     alone = [change for change in changes if not change.what.endswith(" added")]
     return {f"{change.name} with {change.what}": (change.name, change.right) for change in alone}
 
 
 def _notes(lab: Lab, sizes: Sizes) -> list[str]:
     notes = [
-        "Inputs are resampled from the size trained on, so that a larger one holds no more detail, while papers read "
-        "larger pictures from their files.",
+        "Inputs are resampled from the size trained on, so that a larger one has no more detail, unlike in papers."
     ]
     if "time" in lab.data.axes:
-        notes.append("The number of frames stays.")
+        notes.append("The number of frames is unchanged.")
     if lab.data.views > 1:
         notes.append("Other sizes are measured on one view of each example.")
     if lab.config.model.backbone == "swin":

@@ -1,20 +1,19 @@
 """Whether heads and layers need encodings of their own (LieRE's second version, table 2)."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from torchrope.lab.conclusion import join_names
 from torchrope.lab.encodings import choose
-from torchrope.lab.results import Advice, Column, Findings, Table
-from torchrope.lab.studies.engine.estimates import about_intervals, caveat, points, told
+from torchrope.lab.results import Advice, Findings
+from torchrope.lab.studies.engine.estimates import about_intervals, change_sentence
 from torchrope.lab.studies.engine.grid import (
-    ENCODING,
-    ONE_BY_ONE,
-    Cells,
+    Changes,
     Factor,
+    Grid,
     Plan,
     changes,
     contrast_table,
-    named,
+    parameter_table,
     top1_figure,
     top1_table,
     train_grid,
@@ -57,17 +56,18 @@ def find(lab: Lab) -> Findings:
     learned = [name for name in lab.encodings if _learns(lab, name)] or list(DEFAULT)
     levels = [NOTHING, "heads"] if lab.config.model.backbone == "swin" else list(LEVELS)
     plan: Plan = {name: {level: lab.runs([name], model=LEVELS[level]) for level in levels} for name in learned}
-    cells, notes = train_grid(lab, plan)
-    moved = changes(cells, NOTHING)
+    grid, notes = train_grid(lab, plan)
+    moved = changes(grid, lambda _: NOTHING)
+    by_case = {f"{name} across {level}": found for (name, level), found in moved.items()}
     seeds = len(lab.seeds)
     return Findings(
-        answer=_answer(moved) + caveat(seeds),
+        answer=change_sentence("sharing an encoding across heads or layers", "accuracy", by_case, seeds),
         tables=[
-            contrast_table("Against encodings of their own", moved, FACTOR, "change", "Better by", ONE_BY_ONE),
-            top1_table("Top-1 by what is shared", cells, FACTOR, about_intervals(seeds)),
-            _parameter_table(lab, cells),
+            contrast_table("Against encodings of their own", moved, FACTOR, "Better by"),
+            top1_table("Top-1 by what is shared", grid, FACTOR, about_intervals(seeds)),
+            parameter_table(lab, grid, FACTOR),
         ],
-        figures=[top1_figure(cells, FACTOR, _alt(cells))],
+        figures=[top1_figure(grid, FACTOR, _alt(grid))],
         published=PUBLISHED,
         notes=[*_left_out(lab, learned), *notes],
         advice=[_advice(moved, lab)],
@@ -80,57 +80,30 @@ def _learns(lab: Lab, name: str) -> bool:
 
 
 def _absolute(lab: Lab, name: str) -> int:
-    """Numbers of the absolute part, which is there once whatever is shared."""
+    """Numbers of the absolute part, which exists once whatever is shared."""
     absolute = [part for part in name.split("+") if choose(part).absolute is not None]
     return count_encoding_parameters(lab.blueprint(lab.run(absolute[0]))) if absolute else 0
 
 
-def _answer(moved: Sequence[dict[str, Any]]) -> str:
-    gains = [_told(row, 1) for row in moved if row["verdict"] == "better"]
-    costs = [_told(row, -1) for row in moved if row["verdict"] == "worse"]
-    if not gains and not costs:
-        return "No sharing, across heads, layers or both, measurably changes the top-1 of any encoding."
-    said = [f"Sharing measurably costs {told(costs)}." if costs else "No sharing measurably costs top-1."]
-    said += [f"Sharing measurably gains {told(gains)}."] if gains else []
-    rest = len(moved) - len(gains) - len(costs)
-    said += [f"In {rest} of {len(moved)} cases no difference can be told."] if rest else []
-    return " ".join(said)
-
-
-def _told(row: dict[str, Any], sign: int) -> str:
-    low, high = sorted((sign * row["low"], sign * row["high"]))
-    return f"{row['name']} across {row['level']} {points(sign * row['change'], low, high)}"
-
-
-def _parameter_table(lab: Lab, cells: Cells) -> Table:
-    rows = [
-        {**named(name), "shared": level, "parameters": count_encoding_parameters(lab.blueprint(runs[0].run))}
-        for name, levels in cells.items()
-        for level, runs in levels.items()
-    ]
-    columns = (*ENCODING, FACTOR.column, Column("parameters", "Parameters of the encodings", digits=0))
-    return Table("Numbers that the encodings learn", columns, rows, note="Counted over all layers and heads.")
-
-
-def _alt(cells: Cells) -> str:
-    return f"Top-1 in percent with intervals for {told(list(cells))}, by what is shared."
+def _alt(grid: Grid) -> str:
+    return f"Top-1 in percent with intervals for {join_names(list(grid))}, by what is shared."
 
 
 def _left_out(lab: Lab, learned: Sequence[str]) -> list[str]:
     others = [name for name in lab.encodings if name not in learned]
-    notes = [f"Left out: {told(others)}, which learn nothing that could be shared."] if others else []
+    notes = [f"Left out: {join_names(others)}, which learn nothing that could be shared."] if others else []
     if lab.config.model.backbone == "swin":
         notes.append("Left out: sharing across layers, whose windows and heads differ in a Swin.")
     return notes
 
 
-def _advice(moved: Sequence[dict[str, Any]], lab: Lab) -> Advice:
-    worse = {row["name"] for row in moved if row["verdict"] == "worse"}
-    names = list(dict.fromkeys(row["name"] for row in moved))
+def _advice(moved: Changes, lab: Lab) -> Advice:
+    names = list(dict.fromkeys(name for name, _ in moved))
+    worse = {name for (name, _), found in moved.items() if found.high < 0}
     free = [name for name in names if name not in worse]
     if not free:
         return Advice(f"Sharing an encoding on {lab.data.title}", names, "each loses measurably with some sharing")
-    because = f"sharing across heads, layers or both costs {told(free)} nothing that can be measured"
+    because = "no sharing across heads, layers or both measurably costs accuracy"
     return Advice(f"Few parameters for the encoding on {lab.data.title}", free, because)
 
 

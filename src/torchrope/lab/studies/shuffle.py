@@ -1,4 +1,4 @@
-"""How much a model needs to know where its patches are: shuffled inputs (LieRE tables 3 and 4)."""
+"""How much a model depends on the positions of its patches: shuffled inputs (LieRE tables 3 and 4)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,20 +9,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrope.lab.conclusion import Interval, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import shuffle_along, shuffle_patches
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.statistics import bootstrap
-from torchrope.lab.studies.describe import label
+from torchrope.lab.statistics import accuracy_interval, draw
 from torchrope.lab.studies.engine.estimates import (
+    NAMES,
+    NONE_POSSIBLE,
+    RESAMPLES,
     by_encoding,
-    caveat,
-    contrast,
-    difference,
-    percent,
+    cells,
+    contrasts,
+    drawn_mean,
+    in_percent,
+    named,
     points,
-    told,
-    top1,
+    rank,
+    tied_with,
+    with_interval,
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
@@ -33,18 +38,16 @@ from torchrope.models import Swin, ViT
 
 INTACT, PATCHES, FRAMES = "intact", "patches", "frames"
 TITLES = {INTACT: "As they are", PATCHES: "Patches shuffled", FRAMES: "Frames shuffled"}
-VERDICTS = {"worse": "smaller", "tied": "not told apart"}
+VERDICTS = {"best": "largest", "tied": "not told apart", "behind": "smaller"}
 SEED = 0
-RESAMPLES = 2000
 ROUNDING = 1e-4  # of the largest class score
 
 COLUMNS = (
-    Column("encoding", "Encoding"),
-    Column("name", "Name"),
-    Column("before", "Before", "%", 1, low="before_low", high="before_high"),
-    Column("after", "After", "%", 1, low="after_low", high="after_high"),
-    Column("drop", "Drop", "points", 1, low="drop_low", high="drop_high"),
-    Column("lost", "Share lost", "%", 1, low="lost_low", high="lost_high"),
+    *NAMES,
+    with_interval("before", "Before", "%", 1),
+    with_interval("after", "After", "%", 1),
+    with_interval("drop", "Drop", "points", 1),
+    with_interval("lost", "Share lost", "%", 1),
     Column("verdict", "Drop beside the largest"),
 )
 
@@ -103,14 +106,14 @@ def find(lab: Lab) -> Findings:
     """Evaluate the runs of the accuracy study on shuffled inputs."""
     runs, notes = feasible(lab, lab.runs(lab.encodings))
     if not runs:
-        return Findings("No encoding named can be trained here.", notes=notes)
+        return Findings(NONE_POSSIBLE, notes=notes)
     trained = lab.train(runs)
     kinds = [PATCHES, FRAMES] if "time" in lab.data.axes else [PATCHES]
     measured = {each.run.key: each.measure(_measure_name(kinds), partial(shuffled, kinds=kinds)) for each in trained}
     groups = {name: [measured[each.run.key] for each in each_run] for name, each_run in by_encoding(trained).items()}
     rows = {kind: losses(groups, kind) for kind in kinds}
     return Findings(
-        answer=_answer(rows, lab),
+        answer=_answer(rows, len(lab.seeds)),
         tables=[_table(kind, rows[kind], lab) for kind in kinds],
         figures=[_figure(rows, lab)],
         published=PUBLISHED,
@@ -162,49 +165,39 @@ def losses(groups: dict[str, list[dict[str, Any]]], kind: str) -> list[dict[str,
         kind: Of shuffling.
     """
     right = {name: (_right(runs, INTACT), _right(runs, kind)) for name, runs in groups.items()}
-    ordered = sorted(right, key=lambda name: np.mean(right[name][1]) - np.mean(right[name][0]))
-    largest = right[ordered[0]][0] - right[ordered[0]][1]
-    rows = []
-    for name in ordered:
-        before, after = right[name]
-        drop, drop_low, drop_high = difference(before, after)
-        lost, lost_low, lost_high = share_lost(before.mean(axis=0), after.mean(axis=0))
-        rows.append(
-            {
-                "encoding": label(name),
-                "name": name,
-                **_named("before", top1(before)),
-                **_named("after", top1(after)),
-                "drop": drop,
-                "drop_low": drop_low,
-                "drop_high": drop_high,
-                "lost": lost,
-                "lost_low": lost_low,
-                "lost_high": lost_high,
-                "verdict": "largest" if name == ordered[0] else VERDICTS[contrast(before - after, largest).verdict],
-            }
-        )
-    return rows
+    drops = dict(zip(right, contrasts(list(right.values())), strict=True))
+    verdicts = rank({name: drawn_mean(before - after) for name, (before, after) in right.items()})
+    return [
+        {
+            **named(name),
+            **cells("before", in_percent(accuracy_interval(right[name][0]))),
+            **cells("after", in_percent(accuracy_interval(right[name][1]))),
+            **cells("drop", drops[name]),
+            **cells("lost", share_lost(*right[name])),
+            "verdict": VERDICTS[found],
+        }
+        for name, found in verdicts.items()
+    ]
 
 
-def share_lost(before: np.ndarray, after: np.ndarray) -> tuple[float | None, float | None, float | None]:
+def share_lost(before: np.ndarray, after: np.ndarray) -> Interval | None:
     """How much of the accuracy is lost, (before - after) / before in percent, with its 95 % interval.
 
     Args:
-        before, after: Right or not, of the same examples, `(examples,)`.
+        before, after: Right or not, of the same examples, `(seeds, examples)`.
 
     Returns:
-        Share, low, high; None where nothing was right before.
+        The share; None where nothing was right before.
     """
     if not before.any():
-        return None, None, None
+        return None
 
-    def lost(weights: np.ndarray) -> np.ndarray:
+    def lost(before: np.ndarray, after: np.ndarray, weights: np.ndarray) -> np.ndarray:
         right = weights @ before
         return 100 * (1 - np.divide(weights @ after, right, out=np.ones_like(right), where=right > 0))
 
-    found = bootstrap([lost], len(before), draws=RESAMPLES)
-    return found.estimate, found.low, found.high
+    each_seed = [partial(lost, *pair) for pair in zip(before, after, strict=True)]
+    return draw(each_seed, before.shape[1], draws=RESAMPLES).interval()
 
 
 def _right(runs: list[dict[str, Any]], kind: str) -> np.ndarray:
@@ -212,20 +205,16 @@ def _right(runs: list[dict[str, Any]], kind: str) -> np.ndarray:
     return np.stack([np.equal(each["labels"], each[kind]["predicted"]).astype(float) for each in runs])
 
 
-def _named(prefix: str, cells: dict[str, Any]) -> dict[str, Any]:
-    return {prefix: cells["top1"], f"{prefix}_low": cells["low"], f"{prefix}_high": cells["high"]}
-
-
 def _measure_name(kinds: Sequence[str]) -> str:
     return "-".join(["shuffled", *kinds, str(SEED)])
 
 
 def _checks(trained: list[Trained], measured: dict[str, Any], kinds: Sequence[str]) -> list[Check]:
-    """A ViT without encoding sees a bag of tokens; rounding alone may change what it says."""
-    bags = [each for each in trained if each.encoding == "none" and each.run.config.model.backbone == "vit"]
-    if not bags:
+    """Tokens of a ViT without encoding have no order; rounding alone may change its predictions."""
+    unordered = [each for each in trained if each.encoding == "none" and each.run.config.model.backbone == "vit"]
+    if not unordered:
         return []
-    results = [measured[each.run.key] for each in bags]
+    results = [measured[each.run.key] for each in unordered]
     pairs = [pair for found in results for kind in kinds for pair in _before_and_after(found, kind)]
     changed = sum(a != b for a, b in pairs)
     apart = max(found[kind]["apart"] for found in results for kind in kinds)
@@ -242,35 +231,32 @@ def _before_and_after(found: dict[str, Any], kind: str) -> list[tuple[int, int]]
     return list(zip(found[INTACT]["predicted"], found[kind]["predicted"], strict=True))
 
 
-def _answer(rows: dict[str, list[dict[str, Any]]], lab: Lab) -> str:
-    sentences = [_sentence(kind, of_kind) for kind, of_kind in rows.items()]
-    return " ".join(sentences) + caveat(len(lab.seeds))
+def _answer(rows: dict[str, list[dict[str, Any]]], seeds: int) -> str:
+    clauses = [_clause(kind, of_kind) for kind, of_kind in rows.items()]
+    text = "; ".join(clauses)
+    return f"{text[0].upper()}{text[1:]}.{one_seed(seeds)}"
 
 
-def _sentence(kind: str, rows: list[dict[str, Any]]) -> str:
-    first = rows[0]
-    drop = points(first["drop"], first["drop_low"], first["drop_high"])
-    if first["drop_low"] <= 0:
-        return f"With {kind} shuffled no encoding measurably loses: the largest drop, of {first['name']}, is {drop}."
-    after = percent(first["after"], first["after_low"], first["after_high"])
-    tied = [row["name"] for row in rows if row["verdict"] == "not told apart"]
-    apart = f"; {told(tied)} cannot be told apart from it" if tied else ""
-    said = f"With {kind} shuffled {first['name']} loses most, {drop}, and is left with {after}{apart}."
-    spared = [row["name"] for row in rows if row["drop_low"] <= 0]
-    return said + (f" No loss is measured for {told(spared)}." if spared else "")
+def _clause(kind: str, rows: list[dict[str, Any]]) -> str:
+    first, *others = rows
+    drop = points([first[key] for key in ("drop", "drop_low", "drop_high")])
+    if not any(row["drop_low"] > 0 for row in rows):
+        return f"with {kind} shuffled this run shows no loss: at most {drop}, of {first['name']}"
+    tied = [row["name"] for row in others if row["verdict"] == "not told apart"]
+    return f"with {kind} shuffled {first['name']} loses most, {drop}{tied_with(tied)}"
 
 
 def _table(kind: str, rows: list[dict[str, Any]], lab: Lab) -> Table:
     what = {
-        PATCHES: "Every example's patches change places at random, over the whole lattice; what is in them stays.",
-        FRAMES: "Every example's frames change places along time, as many together as a patch is deep.",
+        PATCHES: "Every example's patches are permuted at random over the whole lattice; pixels within them are not.",
+        FRAMES: "Every example's frames are permuted along time, as many together as a patch is deep.",
     }[kind]
     return Table(
         f"Top-1 with {kind} shuffled",
         COLUMNS,
         rows,
-        note=f"{what} Drops are between the same examples, with 95 % bootstrap intervals; the share lost is the drop "
-        f"over what was reached before, the papers' measure. Guessing reaches {100 / lab.data.num_classes:.1f} %.",
+        note=f"{what} Drops are paired, at 5 % over all rows, and verdicts over all pairs (Holm). The share lost is "
+        f"the drop over the accuracy before, the papers' measure. Chance is {100 / lab.data.num_classes:.1f} %.",
     )
 
 
@@ -302,20 +288,19 @@ def _figure(rows: dict[str, list[dict[str, Any]]], lab: Lab) -> Figure:
         series="inputs",
         low="low",
         high="high",
-        caption=f"Lines are 95 % intervals. Guessing reaches {100 / lab.data.num_classes:.1f} %.",
+        caption=f"Lines are 95 % intervals. Chance is {100 / lab.data.num_classes:.1f} %.",
     )
 
 
 def _notes(lab: Lab) -> list[str]:
     notes = [
-        "Each example has a permutation of its own, so that the luck of permutations is within the intervals.",
-        "A drop tells how much a model leans on places, not how well it uses them: models that are better before have "
-        "more to lose.",
+        "Each example has a permutation of its own, so that variation between permutations is within the intervals.",
+        "A drop measures how much a model depends on positions, not how well it uses them.",
     ]
     if lab.data.views > 1:
         notes.append("Before and after are of one view of each example, not averaged over views.")
     if lab.config.model.backbone == "swin":
-        notes.append("A Swin's windows and merging know places whatever its encoding, so that none loses too.")
+        notes.append("A Swin's windows and merging depend on positions without any encoding, so that none loses too.")
     patch = math.prod(lab.config.model.patch_size)
     if patch > 1:
         notes.append("Pixels within a patch stay in order.")
@@ -324,7 +309,7 @@ def _notes(lab: Lab) -> list[str]:
 
 STUDY = Study(
     title="Shuffled patches",
-    question="How much does each encoding's model depend on where its patches are?",
+    question="How much does each encoding's model depend on the positions of its patches?",
     sources=(f"{LIERE_1}, tables 3 and 4", f"{LIERE_2}, table 3"),
     find=find,
 )

@@ -53,7 +53,7 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> 
         axes: Names and values, see `parse_sweep`. Without any there is one run, in `--out` itself.
 
     Returns:
-        The runs; the last axis goes round fastest.
+        The runs; the last axis varies fastest.
 
     Raises:
         ValueError: the command is another one, or an axis comes twice or is what decides the folders.
@@ -86,7 +86,7 @@ def submit_to_slurm(
 ) -> list[str]:
     """Submit runs as one job array, which Slurm starts as it has room.
 
-    A run gets SIGUSR1 before its time is up: it saves, goes into the queue again, and goes on.
+    A run gets SIGUSR1 before its time is up: it saves a checkpoint, is queued again, and resumes.
 
     Args:
         jobs: The runs.
@@ -106,7 +106,7 @@ def submit_to_slurm(
 
 
 def run_here(
-    jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, parallel: int, told: Callable[[str], None]
+    jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, parallel: int, report: Callable[[str], None]
 ) -> list[Job]:
     """Run a sweep on this machine, so many runs at a time.
 
@@ -115,7 +115,7 @@ def run_here(
         run: Called with the arguments of each, in a process of its own.
         logs: Folder of submitit's files and of what the runs print.
         parallel: How many at a time.
-        told: Called with a line for every run that has ended.
+        report: Called with a line for every run that has ended.
 
     Returns:
         Those that failed.
@@ -128,10 +128,10 @@ def run_here(
             for job, process in running:
                 process.wait()
                 if process.exception() is None:
-                    told(f"done: {job.out}")
+                    report(f"done: {job.out}")
                 else:
                     failed.append(job)
-                    told(f"failed: {job.out}, see {process.paths.stderr}")
+                    report(f"failed: {job.out}, see {process.paths.stderr}")
         except KeyboardInterrupt:
             for _, process in running:
                 process.cancel(check=False)

@@ -15,7 +15,8 @@ from torchrope.lab.data.dense import IGNORED
 from torchrope.lab.dense.average_precision import average_precisions, match
 from torchrope.lab.dense.prediction import MultiScale, SlidingWindows
 from torchrope.lab.results import Panel
-from torchrope.lab.studies.engine.dense_estimates import Weigh, count_pixels, mean_iou, score
+from torchrope.lab.statistics import draw
+from torchrope.lab.studies.engine.dense_estimates import Weigh, count_pixels, mean_iou
 from torchrope.lab.studies.engine.pictures import box_panel, map_panel
 
 Target = Mapping[str, Any]
@@ -112,7 +113,7 @@ class Segment(Task):
 
     def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
         """A map."""
-        background = (place for place, each in enumerate(self.classes(data)) if each == "background")
+        background = (kind for kind, each in enumerate(self.classes(data)) if each == "background")
         return map_panel(name, found["map"], {IGNORED, *background})
 
 
@@ -159,7 +160,7 @@ class Detect(Task):
 
 @torch.no_grad()
 def predictions(model: Any, task: Task, data: DataModule, zoom: float) -> Iterator[tuple[Tensor, Target, Found]]:
-    """Every validation image, what is true of it, and what a model says of it when it is made `zoom` times as large."""
+    """Every validation image, its target, and the prediction of a model for it enlarged by `zoom`."""
     device = _device(model)
     for images, targets in data.val_dataloader():
         found = model.predict([_enlarged(image.to(device), zoom) for image in images])
@@ -203,10 +204,10 @@ def evaluate_dense(
         asked = MultiScale(asked, scales=scales, flip=flip)
     records = [doing.record(found, target) for _, target, found in predictions(asked, doing, data, 1.0)]
     all_of_them = np.ones((1, len(records)))
-    measured = score(task, doing.measure, [doing.weigh(records)], len(records))
+    measured = draw([doing.weigh(records)], len(records))
     at_half = {} if task == "segment" else {"ap50": float(average_precisions(records, all_of_them, iou=0.5)[0])}
     name = doing.curve.removeprefix("val_")
-    return {name: measured.mean, **at_half, "interval": measured.interval, "images": len(records)}
+    return {name: measured.mean, **at_half, "interval": measured.interval()[1:], "images": len(records)}
 
 
 def _device(model: Any) -> torch.device:

@@ -1,40 +1,27 @@
-"""Numbers with their uncertainty, from trained runs."""
+"""Numbers with their uncertainty, from trained runs: cells of tables, differences, and answers in a sentence."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from torchrope.lab.conclusion import Conclusion, Interval
+from torchrope.lab.conclusion import Conclusion, Interval, join_names, one_seed
 from torchrope.lab.results import Column
-from torchrope.lab.statistics import accuracy_interval, bootstrap, conclude, difference_interval, resample
+from torchrope.lab.statistics import Drawn, accuracy_interval, conclude, differences, draw, resample, simultaneous
+from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.runs import Trained
 
+NAMES = (Column("encoding", "Encoding"), Column("name", "Name"))
+"""Cells are those of `named`."""
 TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
 OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
+VERDICT = Column("verdict", "Verdict")
 RESAMPLES = 2000
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """How much better one is than another, on the same validation examples.
-
-    Attributes:
-        value: In points.
-        low, high: Its 95 % interval over examples.
-        verdict: "tied" where the interval holds 0.
-    """
-
-    value: float
-    low: float
-    high: float
-    verdict: Literal["better", "worse", "tied"]
-
-    def __str__(self) -> str:
-        return points(self.value, self.low, self.high)
+HOLM = "An interval excludes 0 where the difference is measurable, at 5 % over all rows (Holm)."
+NONE_POSSIBLE = "No encoding named can be trained with this model."
 
 
 def by_encoding(trained: Iterable[Trained]) -> dict[str, list[Trained]]:
@@ -50,6 +37,24 @@ def correct(runs: Sequence[Trained]) -> np.ndarray:
     return np.stack([each.correct for each in runs])
 
 
+# ---- cells of tables
+
+
+def named(name: str) -> dict[str, str]:
+    """The cells of `NAMES`."""
+    return {"encoding": label(name), "name": name}
+
+
+def with_interval(key: str, title: str, unit: str = "", digits: int | None = None) -> Column:
+    """A column whose cells are those of `cells`."""
+    return Column(key, title, unit, digits, low=f"{key}_low", high=f"{key}_high")
+
+
+def cells(key: str, found: Sequence[float | None] | None) -> dict[str, float | None]:
+    """An estimate and the ends of its interval under key, key_low and key_high; None for all where there is none."""
+    return dict(zip((key, f"{key}_low", f"{key}_high"), found or (None,) * 3, strict=True))
+
+
 def top1(right: np.ndarray) -> dict[str, Any]:
     """Top-1 in percent with its 95 % interval, and its deviation over seeds.
 
@@ -59,12 +64,16 @@ def top1(right: np.ndarray) -> dict[str, Any]:
     Returns:
         top1, low, high, spread: the cells of `TOP1` and `OVER_SEEDS`; spread is None where there is one seed.
     """
-    found = accuracy_interval(right)
     deviation = spread(right.mean(axis=1).tolist())
     return {
-        **dict(zip(("top1", "low", "high"), (100 * value for value in found), strict=True)),
+        **dict(zip(("top1", "low", "high"), in_percent(accuracy_interval(right)), strict=True)),
         "spread": None if deviation is None else 100 * deviation,
     }
+
+
+def in_percent(shares: Interval) -> Interval:
+    """Shares of 1 in percent, or differences of shares in points."""
+    return Interval(*(100 * each for each in shares))
 
 
 def spread(values: Sequence[float]) -> float | None:
@@ -72,29 +81,46 @@ def spread(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
-def difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
-    """How much better one is than another on the same examples, in points, with its 95 % interval.
+def loss(runs: Sequence[Trained]) -> float:
+    """Mean validation loss over seeds; NaN where one is not finite."""
+    return fmean(each.val_loss if each.val_loss is not None else float("nan") for each in runs)
+
+
+# ---- differences
+
+
+def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
+    """How much more accurate the first of each pair is than the second, in points, at 5 % over all pairs (Holm).
 
     Args:
-        one, other: Right or not, `(seeds, examples)` each, or what either has lost; numbers of seeds may differ.
-
-    Returns:
-        Difference, low, high.
+        pairs: Right or not, `(seeds, examples)`, all of the same examples; of as many seeds as all have.
     """
-    shares = all(np.isin(each, (0, 1)).all() for each in (one, other))
-    if one.shape == other.shape and shares:
-        found = difference_interval(one, other)
-    elif one.shape == other.shape:
-        found = mean_interval(one - other)
-    else:
-        found = mean_interval((one.mean(axis=0) - other.mean(axis=0))[None])
-    value, low, high = (100 * each for each in found)
-    return value, low, high
+    if not pairs:
+        return []
+    seeds = min(len(right) for pair in pairs for right in pair)
+    arrays = {str(id(right)): right[:seeds] for pair in pairs for right in pair}
+    found = differences(arrays, [(str(id(one)), str(id(other))) for one, other in pairs])
+    return [in_percent(each) for each in found]
 
 
-def mean_interval(values: np.ndarray) -> Interval:
-    """The mean of values `(seeds, examples)` with its 95 % bootstrap interval."""
-    return bootstrap([partial(weighted_mean, each) for each in values], values.shape[1], draws=RESAMPLES)
+def together(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
+    """Intervals by name, each a function of the level of confidence, at 5 % over all of them (Holm)."""
+    if not intervals:
+        return {}
+    found = simultaneous(lambda level: [interval(level) for interval in intervals.values()])
+    return dict(zip(intervals, found, strict=True))
+
+
+def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", neither: str = "tied") -> str:
+    """A word for whether an interval lies above 0, below it, or holds it."""
+    if not (found.low > 0 or found.high < 0):  # nor a measure that is not a number
+        return neither
+    return higher if found.low > 0 else lower
+
+
+def drawn_mean(values: np.ndarray) -> Drawn:
+    """The mean of values `(seeds, examples)`, on all examples and on bootstrap draws of them."""
+    return draw([partial(weighted_mean, each) for each in values], values.shape[1], draws=RESAMPLES)
 
 
 def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -102,54 +128,40 @@ def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return weights @ values / weights.sum(axis=1)
 
 
-def contrast(one: np.ndarray, other: np.ndarray) -> Contrast:
-    """How much better one is than another, and whether that is measurable.
-
-    Args:
-        one, other: Right or not, `(seeds, examples)` each, as `difference` takes them.
-    """
-    return judge(*difference(one, other))
-
-
-def judge(value: float, low: float, high: float) -> Contrast:
-    """A difference with its verdict.
-
-    Args:
-        value: In points.
-        low, high: Its 95 % interval.
-    """
-    if not (low > 0 or high < 0):  # nor a measure that is not a number
-        return Contrast(value, low, high, "tied")
-    return Contrast(value, low, high, "better" if value > 0 else "worse")
+def rank(measures: Mapping[str, Drawn]) -> dict[str, str]:
+    """Names with "best", "tied" or "behind", the highest mean first; all pairs are tested, at 5 % together (Holm)."""
+    ordered = sorted(measures, key=lambda name: (-measures[name].mean, name))
+    pairs = {f"{one} {other}": (measures[one] - measures[other]).interval for one, other in combinations(ordered, 2)}
+    gaps = together(pairs)
+    best = ordered[0]
+    behind = {name: gaps[f"{best} {name}"].low > 0 for name in ordered[1:]}
+    first = "best" if all(behind.values()) else "tied"
+    return {best: first, **{name: "behind" if each else "tied" for name, each in behind.items()}}
 
 
-def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """The slope of top-1 over x by least squares, in points per unit of x, with its 95 % interval over examples.
+def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> Drawn:
+    """The slope of top-1 over x by least squares, in points per unit of x.
 
     The slope is the mean over examples of each example's own slope, so that the bootstrap keeps their pairing.
 
     Args:
-        x: Where top-1 was measured, two different places or more.
-        rights: Right or not at each x, `(seeds, examples)`, the same examples everywhere.
-
-    Returns:
-        Slope, low, high.
+        x: Where top-1 was measured, two different positions or more.
+        rights: Right or not at each x, or differences of them, `(seeds, examples)`, the same examples for all.
     """
     centred = np.subtract(x, fmean(x))
     weights = centred / np.square(centred).sum()
-    terms = [weight * right.mean(axis=0) for weight, right in zip(weights, rights, strict=True)]
-    slopes = np.sum(terms, axis=0).round(12)  # a level line is level
-    value, low, high = (100 * each for each in mean_interval(slopes[None]))
-    return value, low, high
+    seeds = min(len(right) for right in rights)
+    slopes = np.sum([weight * right[:seeds] for weight, right in zip(weights, rights, strict=True)], axis=0)
+    return drawn_mean(100 * slopes.round(12))  # equal accuracies have a slope of exactly 0
 
 
 def resamples(examples: int) -> np.ndarray:
-    """How often a bootstrap draws each example, as shares, `(draws, examples)`: shares @ right is top-1 anew."""
+    """How often a bootstrap draws each example, as shares `(draws, examples)`: shares @ right is top-1 of a draw."""
     return resample(examples, draws=RESAMPLES) / examples
 
 
 def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Where curves first reach a target, straight between points; infinite where they never do.
+    """Where curves first reach a target, interpolated linearly between points; infinite where they never do.
 
     Args:
         x: Increasing, `(points,)`.
@@ -159,24 +171,23 @@ def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.nda
     Returns:
         `(draws,)`; the first x where a curve starts at its target or above.
     """
-    there = curves >= target[:, None]
-    after = there.argmax(axis=1)
+    reached = curves >= target[:, None]
+    after = reached.argmax(axis=1)
     before = np.maximum(after - 1, 0)
     every = np.arange(len(curves))
     rise = curves[every, after] - curves[every, before]
     share = np.divide(target - curves[every, before], rise, out=np.ones_like(rise), where=after > 0)
-    return np.where(there.any(axis=1), x[before] + share * (x[after] - x[before]), np.inf)
+    return np.where(reached.any(axis=1), x[before] + share * (x[after] - x[before]), np.inf)
 
 
-def ends(draws: np.ndarray) -> tuple[float, float]:
-    """The ends of the middle 95 % of draws, some of which may be infinite."""
-    low, high = np.quantile(draws, (0.025, 0.975), method="inverted_cdf")
+def ends(draws: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """The ends of the middle 95 % of draws, or of another level, some of which may be infinite."""
+    tail = round((1 - level) / 2, 12)  # of 1,000 draws 25, not 26
+    low, high = np.quantile(draws, (tail, 1 - tail), method="inverted_cdf")
     return float(low), float(high)
 
 
-def loss(runs: Sequence[Trained]) -> float:
-    """Mean validation loss over seeds; NaN where one is not finite."""
-    return fmean(each.val_loss if each.val_loss is not None else float("nan") for each in runs)
+# ---- conclusions
 
 
 def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusion:
@@ -186,7 +197,7 @@ def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusi
 
 
 def verdict(conclusion: Conclusion, name: str) -> str:
-    """What the conclusion says of one encoding."""
+    """The verdict of the conclusion on one encoding."""
     if name in conclusion.behind:
         return "behind"
     if conclusion.best is None:
@@ -199,54 +210,66 @@ def verdict(conclusion: Conclusion, name: str) -> str:
 
 
 def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
-    """Who is best, and what the best reaches.
+    """The best and those not told apart from it, and the top-1 of the best as "87.5 % [83.6, 90.8]".
 
     Args:
         rights: Right or not, `(seeds, examples)`, by name, on the same examples.
-
-    Returns:
-        The best and those not told apart from it, and a text as "87.5 % [83.6, 90.8]".
     """
     found = concluded(rights)
     names = [name for name in (found.best, *found.tied) if name is not None]
-    return names, reached(rights[names[0]])
+    return names, percent(in_percent(accuracy_interval(rights[names[0]])))
 
 
-def reached(right: np.ndarray) -> str:
-    """Top-1 of `(seeds, examples)` in words: "87.5 % [83.6, 90.8]"."""
-    cells = top1(right)
-    return percent(cells["top1"], cells["low"], cells["high"])
+# ---- sentences
 
 
-def percent(value: float, low: float, high: float) -> str:
+def percent(found: Sequence[float]) -> str:
     """ "87.5 % [83.6, 90.8]"."""
-    return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
+    return written(found, " %")
 
 
-def points(value: float, low: float, high: float) -> str:
+def points(found: Sequence[float]) -> str:
     """ "1.2 points [0.3, 2.1]"."""
-    return f"{value:.1f} points [{low:.1f}, {high:.1f}]"
+    return written(found, " points")
 
 
-def not_told_apart(equals: Sequence[str]) -> str:
-    """Which encodings the first one leads without a measurable difference, as the end of a sentence."""
-    return f"; not told apart from it: {told(equals[1:])}" if equals[1:] else "; all others are measurably behind"
+def written(found: Sequence[float], unit: str = "", digits: int = 1) -> str:
+    """An estimate with the ends of its interval: "1.2 rad [0.3, 2.1]"."""
+    value, low, high = (f"{each:.{digits}f}" for each in found)
+    return f"{value}{unit} [{low}, {high}]"
 
 
-def told(names: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+def tied_with(others: Sequence[str]) -> str:
+    """Whom the best leads without a measurable difference: ", tied with a, b, c and 4 others"; empty for nobody."""
+    return f", tied with {join_names(others)}" if others else ""
 
 
-def caveat(seeds: int) -> str:
-    """What intervals leave out, to end an answer with."""
-    return "" if seeds > 1 else " One training each: variation between training runs is not in the intervals."
+def change_sentence(
+    what: str, measure: str, moved: Mapping[str, Interval], seeds: int, unit: str = " points", digits: int = 1
+) -> str:
+    """In how many cases something measurably raises or lowers a measure, and its largest effect.
+
+    Args:
+        what: Is done: "sharing across heads or layers".
+        measure: What it changes: "accuracy".
+        moved: The change by case, at 5 % over all of them.
+        seeds: Trainings of each case.
+        unit, digits: Of the change.
+    """
+    if not moved:
+        return f"There is nothing to compare: {what} leaves one case alone."
+    raised, lowered = (sum(each) for each in zip(*((m.low > 0, m.high < 0) for m in moved.values()), strict=True))
+    measurable = {name: m for name, m in moved.items() if m.low > 0 or m.high < 0} or moved
+    name = max(measurable, key=lambda name: abs(measurable[name].estimate))
+    largest = f"the largest change is {written(moved[name], unit, digits)}, with {name}"
+    if not raised and not lowered:
+        return f"This run cannot tell whether {what} changes {measure}: {largest}.{one_seed(seeds)}"
+    counts = f"raises {measure} in {raised} of {len(moved)} cases and lowers it in {lowered}"
+    return f"{what[0].upper()}{what[1:]} measurably {counts}; {largest}.{one_seed(seeds)}"
 
 
 def about_intervals(seeds: int) -> str:
     """What intervals of top-1 are, for the note of a table."""
     if seeds == 1:
         return "Intervals are 95 % over validation examples, for the models that were trained."
-    return (
-        f"Intervals are 95 % over validation examples and {seeds} trainings, whose standard deviation is beside them."
-    )
+    return f"Intervals are 95 % over validation examples and {seeds} trainings; their standard deviation is given."

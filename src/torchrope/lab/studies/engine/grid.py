@@ -5,19 +5,39 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any, Literal
 
+import numpy as np
+
+from torchrope.lab.conclusion import Interval
 from torchrope.lab.results import Axis, Column, Figure, Table
-from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import OVER_SEEDS, TOP1, contrast, correct, loss, points, told, top1, trend
+from torchrope.lab.studies.engine.estimates import (
+    HOLM,
+    NAMES,
+    OVER_SEEDS,
+    TOP1,
+    VERDICT,
+    cells,
+    concluded,
+    contrasts,
+    correct,
+    loss,
+    named,
+    together,
+    top1,
+    trend,
+    verdict,
+    verdict_of,
+    with_interval,
+)
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab
+from torchrope.lab.training.cost import count_encoding_parameters
 
 Level = float | str
 Plan = Mapping[str, Mapping[Level, Sequence[Run]]]
-Cells = dict[str, dict[Level, list[Trained]]]
+Grid = dict[str, dict[Level, list[Trained]]]
 """Runs over seeds, by encoding and level."""
 
-ENCODING = (Column("encoding", "Encoding"), Column("name", "Name"))
 LOSS = Column("val_loss", "Validation loss", digits=3)
 
 
@@ -48,7 +68,7 @@ class Factor:
         return Axis(self.key, self.title, self.unit, self.scale)
 
 
-def train_grid(lab: Lab, plan: Plan) -> tuple[Cells, list[str]]:
+def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
     """Train the cells of a grid, all but those whose model cannot be.
 
     Args:
@@ -71,22 +91,36 @@ def train_grid(lab: Lab, plan: Plan) -> tuple[Cells, list[str]]:
     if not kept:
         raise ValueError(f"a study needs a model that can be, got none: {notes[0]}")
     trained = iter(lab.train([run for _, _, runs in _each(kept) for run in runs]))
-    cells: Cells = {}
+    grid: Grid = {}
     for name, level, runs in _each(kept):
-        cells.setdefault(name, {})[level] = [next(trained) for _ in runs]
-    return cells, notes
+        grid.setdefault(name, {})[level] = [next(trained) for _ in runs]
+    return grid, notes
 
 
-def top1_table(title: str, cells: Cells, factor: Factor, note: str) -> Table:
-    """Top-1 and loss of every cell."""
+def top1_table(title: str, grid: Grid, factor: Factor, note: str) -> Table:
+    """Top-1 and loss of every cell, and how it compares with the other encodings at its level."""
+    levels = dict.fromkeys(level for _, level, _ in _each(grid))
+    at_level = {level: concluded(rights_at(grid, level)) for level in levels}
     rows = [
-        {**named(name), factor.key: level, **top1(correct(runs)), "val_loss": loss(runs)}
-        for name, level, runs in _each(cells)
+        {
+            **named(name),
+            factor.key: level,
+            **top1(correct(runs)),
+            "val_loss": loss(runs),
+            "verdict": verdict(at_level[level], name),
+        }
+        for name, level, runs in _each(grid)
     ]
-    return Table(title, (*ENCODING, factor.column, TOP1, OVER_SEEDS, LOSS), rows, note=note)
+    columns = (*NAMES, factor.column, TOP1, OVER_SEEDS, LOSS, VERDICT)
+    return Table(title, columns, rows, note=f"{note} Verdicts compare the encodings of one level.")
 
 
-def top1_figure(cells: Cells, factor: Factor, alt: str) -> Figure:
+def rights_at(grid: Grid, level: Level) -> dict[str, np.ndarray]:
+    """Right or not at a level, `(seeds, examples)`, by encoding."""
+    return {name: correct(levels[level]) for name, levels in grid.items() if level in levels}
+
+
+def top1_figure(grid: Grid, factor: Factor, alt: str) -> Figure:
     """Top-1 over the factor, one line an encoding; points where levels are names."""
     return Figure(
         name=f"top1-by-{factor.key.replace('_', '-')}",
@@ -95,7 +129,7 @@ def top1_figure(cells: Cells, factor: Factor, alt: str) -> Figure:
         alt=alt,
         x=factor.axis,
         y=Axis("top1", "Top-1", "%"),
-        rows=[{"name": name, factor.key: level, **top1(correct(runs))} for name, level, runs in _each(cells)],
+        rows=[{"name": name, factor.key: level, **top1(correct(runs))} for name, level, runs in _each(grid)],
         series="name",
         low="low",
         high="high",
@@ -103,99 +137,77 @@ def top1_figure(cells: Cells, factor: Factor, alt: str) -> Figure:
     )
 
 
-def leads(cells: Cells, reference: str) -> list[dict[str, Any]]:
-    """How far every encoding is ahead of one of them at the same level, in points, on the same examples.
-
-    Returns:
-        Rows with encoding, name, level, lead, low, high, verdict.
-    """
-    return [
-        {**named(name), "level": level, **_contrast("lead", runs, cells[reference][level])}
-        for name, level, runs in _each(cells)
-        if name != reference and level in cells.get(reference, {})
-    ]
+Changes = dict[tuple[str, Level], Interval]
+"""Differences in points by encoding and level, at 5 % over all of them."""
 
 
-def changes(cells: Cells, base: Level | Callable[[str], Level]) -> list[dict[str, Any]]:
+def leads(grid: Grid, reference: str) -> Changes:
+    """How far every encoding is ahead of one of them at the same level, in points, on the same examples."""
+    right = {(name, level): correct(runs) for name, level, runs in _each(grid)}
+    keys = [(name, level) for name, level in right if name != reference and (reference, level) in right]
+    return dict(zip(keys, contrasts([(right[key], right[reference, key[1]]) for key in keys]), strict=True))
+
+
+def changes(grid: Grid, base: Callable[[str], Level]) -> Changes:
     """How much better every level is than the base level of the same encoding, in points, on the same examples.
 
     Args:
-        cells: The grid.
-        base: The level to compare with, the same for all or found by encoding.
-
-    Returns:
-        Rows with encoding, name, level, change, low, high, verdict.
+        grid: The runs.
+        base: From an encoding to the level to compare with.
     """
-    found = []
-    for name, level, runs in _each(cells):
-        start = base(name) if callable(base) else base
-        if level != start and start in cells[name]:
-            found.append({**named(name), "level": level, **_contrast("change", runs, cells[name][start])})
-    return found
+    right = {(name, level): correct(runs) for name, level, runs in _each(grid)}
+    keys = [(name, level) for name, level in right if level != base(name) and (name, base(name)) in right]
+    return dict(zip(keys, contrasts([(right[key], right[key[0], base(key[0])]) for key in keys]), strict=True))
 
 
-def trends(cells: Cells) -> list[dict[str, Any]]:
-    """The slope of top-1 for each doubling of the level, per encoding that has two levels or more.
+def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None = None) -> dict[str, Interval]:
+    """The slope of top-1, in points for each unit of x, of encodings that have two levels or more.
 
-    Returns:
-        Rows with encoding, name, trend, low, high, verdict.
+    Args:
+        grid: The runs.
+        x: Of a level, by default the number of doublings.
+        reference: Take the lead over this encoding in place of top-1.
     """
-    rows = []
-    for name, levels in cells.items():
-        if len(levels) > 1:
-            doublings = [log2(float(level)) for level in levels]
-            value, low, high = trend(doublings, [correct(runs) for runs in levels.values()])
-            rows.append({**named(name), "trend": value, "low": low, "high": high, "verdict": direction(low, high)})
-    return rows
+    slopes = {}
+    for name, levels in grid.items():
+        shared = [level for level in levels if reference is None or level in grid[reference]]
+        if name != reference and len(shared) > 1:
+            rights = [correct(levels[level]) for level in shared]
+            if reference is not None:
+                seeds = min(len(runs) for level in shared for runs in (levels[level], grid[reference][level]))
+                others = [correct(grid[reference][level]) for level in shared]
+                rights = [mine[:seeds] - theirs[:seeds] for mine, theirs in zip(rights, others, strict=True)]
+            slopes[name] = trend([x(float(level)) for level in shared], rights).interval
+    return together(slopes)
 
 
-def direction(low: float, high: float) -> str:
-    """ "rises", "falls", or "flat" where the interval holds 0."""
-    if low <= 0 <= high:
-        return "flat"
-    return "rises" if low > 0 else "falls"
-
-
-def tell_trends(rows: Sequence[Mapping[str, Any]], doubled: str) -> str:
-    """Say what a doubling does: "A doubling of the block size adds 1.0 points [0.4, 1.6] for liere."."""
-    said = []
-    for word, verb in (("rises", "adds"), ("falls", "costs")):
-        moved = [row for row in rows if row["verdict"] == word]
-        if moved:
-            each = [f"{_size(row)} for {row['name']}" for row in moved]
-            said.append(f"a doubling of {doubled} {verb} {told(each)}")
-    flat = [f"{row['name']} ({row['trend']:+.1f} points [{row['low']:.1f}, {row['high']:.1f}])" for row in rows]
-    flat = [text for text, row in zip(flat, rows, strict=True) if row["verdict"] == "flat"]
-    if flat:
-        first = "it makes no measurable difference for" if said else f"a doubling of {doubled} changes nothing for"
-        said.append(f"{first} {told(flat)}" + ("" if said else " that can be measured"))
-    return _sentence("; ".join(said))
-
-
-def trend_table(title: str, rows: Sequence[Mapping[str, Any]], doubled: str) -> Table:
+def trend_table(title: str, slopes: Mapping[str, Interval], heading: str) -> Table:
     """The slopes as a table."""
-    slope = Column("trend", f"Per doubling of {doubled}", "points", 2, low="low", high="high")
-    return Table(title, (*ENCODING, slope, Column("verdict", "Verdict")), list(rows), note=ONE_BY_ONE)
+    rows = [
+        {**named(name), **cells("trend", found), "verdict": verdict_of(found, "rises", "falls", "not measurable")}
+        for name, found in slopes.items()
+    ]
+    return Table(title, (*NAMES, with_interval("trend", heading, "points", 2), VERDICT), rows, note=HOLM)
 
 
-def contrast_table(
-    title: str, rows: Sequence[Mapping[str, Any]], factor: Factor, key: str, heading: str, note: str = ""
-) -> Table:
-    """Rows of `leads` or `changes` as a table."""
-    moved = [{**row, factor.key: row["level"]} for row in rows]
-    column = Column(key, heading, "points", 1, low="low", high="high")
-    return Table(title, (*ENCODING, factor.column, column, Column("verdict", "Verdict")), moved, note=note)
+def contrast_table(title: str, moved: Changes, factor: Factor, heading: str) -> Table:
+    """Differences as a table."""
+    rows = [
+        {**named(name), factor.key: level, **cells("change", found), "verdict": verdict_of(found)}
+        for (name, level), found in moved.items()
+    ]
+    columns = (*NAMES, factor.column, with_interval("change", heading, "points", 1), VERDICT)
+    return Table(title, columns, rows, note=HOLM)
 
 
-ONE_BY_ONE = "Each interval holds 95 % on its own: of twenty that should hold 0, one does not by chance."
-
-
-def better_or_not(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[str], list[str], list[str]]:
-    """Contrasts in words, "liere 1.2 points [0.3, 2.1]", those that are better, worse and tied."""
-    sorted_out: dict[str, list[str]] = {"better": [], "worse": [], "tied": []}
-    for row in rows:
-        sorted_out[row["verdict"]].append(f"{row['name']} {points(row[key], row['low'], row['high'])}")
-    return sorted_out["better"], sorted_out["worse"], sorted_out["tied"]
+def parameter_table(lab: Lab, grid: Grid, factor: Factor) -> Table:
+    """Parameters of the encodings of every cell."""
+    rows = [
+        {**named(name), factor.key: level, "parameters": count_encoding_parameters(lab.blueprint(runs[0].run))}
+        for name, level, runs in _each(grid)
+    ]
+    columns = (*NAMES, factor.column, Column("parameters", "Parameters of the encodings", digits=0))
+    return Table("Parameters that the encodings learn", columns, rows, note="Counted over all layers and heads.")
 
 
 def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level, Any]]:
@@ -205,44 +217,24 @@ def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level,
             yield name, level, cell
 
 
-def lead_figure(factor: Factor, ahead: Sequence[Mapping[str, Any]], same: str) -> Figure:
-    """Points ahead of a learned absolute encoding over a factor, from the rows of `leads`.
+def lead_figure(factor: Factor, ahead: Changes, same: str) -> Figure:
+    """Points ahead of a learned absolute encoding over a factor.
 
     Args:
         factor: What varies.
-        ahead: The rows.
+        ahead: From `leads`.
         same: What the two have in common: "the same model".
     """
-    key = factor.axis.key
     return Figure(
-        name=f"lead-by-{key}",
+        name=f"lead-by-{factor.key}",
         kind="lines",
         title="Ahead of a learned absolute encoding",
         alt=f"Points of top-1 ahead of a learned absolute encoding with {same}, one line an encoding.",
         x=factor.axis,
         y=Axis("lead", "Ahead", "points"),
-        rows=[{key: row["level"], **{name: row[name] for name in ("name", "lead", "low", "high")}} for row in ahead],
+        rows=[{"name": name, factor.key: level, **cells("lead", found)} for (name, level), found in ahead.items()],
         series="name",
-        low="low",
-        high="high",
-        caption=f"Zero is the learned absolute encoding with {same}; intervals are 95 %.",
+        low="lead_low",
+        high="lead_high",
+        caption=f"Zero is the learned absolute encoding with {same}. {HOLM}",
     )
-
-
-def named(name: str) -> dict[str, str]:
-    """What rows say of an encoding: the cells of `ENCODING`."""
-    return {"encoding": label(name), "name": name}
-
-
-def _contrast(key: str, one: Sequence[Trained], other: Sequence[Trained]) -> dict[str, Any]:
-    found = contrast(correct(one), correct(other))
-    return {key: found.value, "low": found.low, "high": found.high, "verdict": found.verdict}
-
-
-def _size(row: Mapping[str, Any]) -> str:
-    value, low, high = abs(row["trend"]), *sorted((abs(row["low"]), abs(row["high"])))
-    return points(value, low, high)
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}." if text else ""

@@ -9,7 +9,7 @@ from torchrope.lab.results import STUDIES
 NAMES = STUDIES
 
 OF_PLACES = ("dense",)
-"""Those on data whose answers have a place in the picture."""
+"""Those on data for segmentation or detection."""
 
 
 def suitable(data: str) -> list[str]:
@@ -23,5 +23,5 @@ def file_of(name: str) -> Path:
 
 
 def summary(name: str) -> str:
-    """The first line of a study's file, which says what it is; read without running it."""
+    """The first line of a study's file, which describes it; read without running it."""
     return (ast.get_docstring(ast.parse(file_of(name).read_text(encoding="utf-8"))) or "").partition("\n")[0]

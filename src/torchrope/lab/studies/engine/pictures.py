@@ -36,11 +36,11 @@ def map_panel(name: str, labels: Tensor, nothing: Collection[int] = ()) -> Panel
     kinds, lengths = torch.unique_consecutive(small.flatten(), return_counts=True)
     runs: list[tuple[str, int]] = []
     for kind, length in zip(kinds.tolist(), lengths.tolist(), strict=True):
-        told = "-" if kind in nothing else str(kind)
-        if runs and runs[-1][0] == told:
+        written = "-" if kind in nothing else str(kind)
+        if runs and runs[-1][0] == written:
             length += runs.pop()[1]
-        runs.append((told, length))
-    return Panel(name, map=" ".join(f"{told}:{length}" for told, length in runs))
+        runs.append((written, length))
+    return Panel(name, map=" ".join(f"{written}:{length}" for written, length in runs))
 
 
 def box_panel(name: str, size: Sequence[int], boxes: Tensor, labels: Tensor, scores: Tensor | None = None) -> Panel:

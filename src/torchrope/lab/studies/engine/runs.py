@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.nn import functional
 
 from torchrope.files import read_mapping
@@ -21,6 +22,7 @@ from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope.lab.training.evaluate import predict_views_or_one
 from torchrope.lab.training.history import OnEpoch, read_curve
+from torchrope.lab.training.models import build_model
 from torchrope.lab.training.module import Module
 from torchrope.lab.training.run import CURVE, load, train
 from torchrope.lab.training.skipped import read_skipped
@@ -59,9 +61,9 @@ class Run:
         settings = flat(plain(self.config))
         defaults = flat(plain(RunConfig(data=type(self.config.data)()))) | {"data.name": "digits"}
         left_out = {*MAY_CHANGE, *_ELSEWHERE}
-        told = {name: value for name, value in settings.items() if name not in left_out and value != defaults.get(name)}
-        told |= {"after": self.after.key} if self.after else {}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
+        own = {name: value for name, value in settings.items() if name not in left_out and value != defaults.get(name)}
+        own |= {"after": self.after.key} if self.after else {}
+        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
     def kind(self) -> str:
@@ -157,6 +159,13 @@ class Trained:
         if not file.exists():
             write_json(file, measure(*self.load(data)))
         return read_mapping(file, "a measure")
+
+
+def untrained(run: Run, data: DataModule) -> ViT | Swin:
+    """The model that a run began with, drawn from its seed as the run did."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        return build_model(run.encoding, run.config.model, data)
 
 
 class Store:

@@ -131,7 +131,7 @@ class Lab:
             begun = [(run, len(self.store.curve(run))) for run in unfinished]
             predicts = unfinished[0].config.model.task == "classify"  # a run keeps its predictions
             work = self._workload(passes + (self.data.views if predicts else 0), afterwards)
-            tell = partial(self._tell, runs, each)
+            tell = partial(self._report, runs, each)
             with StudyProgress(begun, len(every) - len(unfinished), work, self.console) as progress:
                 for together in rounds:
                     if waiting := [run for run in together if run in unfinished]:
@@ -155,7 +155,7 @@ class Lab:
             left=left,
         )
 
-    def _tell(self, wanted: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
+    def _report(self, wanted: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
         trained = self.store.finished(run)
         if trained is not None and run in wanted:
             each(trained)
@@ -175,7 +175,7 @@ class Study:
         title: For people.
         question: What it asks, in a sentence.
         sources: Papers with their tables and figures.
-        find: Trains what it needs with `lab.train`, and says what came out.
+        find: Trains what it needs with `lab.train`, and returns what it found.
         encodings: Compared where the user names none.
         tasks: What its data must be for, one of them at least; see `DataModule.tasks`.
         needs_data: False where it is computed from formulas.
@@ -221,7 +221,7 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
 
     Raises:
         ValueError: the name, a setting or the data is not as it must be.
-        KeyboardInterrupt: stopped; the same call goes on.
+        KeyboardInterrupt: stopped; the same call resumes.
     """
     study = find_study(name)
     lab = Lab(config, study.encodings, console)

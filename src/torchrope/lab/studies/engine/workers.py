@@ -31,7 +31,7 @@ def train_runs(
     data: DataModule,
     config: StudyConfig,
     progress: StudyProgress,
-    tell: Callable[[Run], None],
+    on_finished: Callable[[Run], None],
 ) -> None:
     """Train runs that do not wait for each other, and say so one by one.
 
@@ -41,7 +41,7 @@ def train_runs(
         data: Of the study; a run on other data makes its own.
         config: Says where: `parallel`, `slurm`.
         progress: Is told of epochs and of runs that end.
-        tell: Called with every run that is finished.
+        on_finished: Called with every run that is finished.
 
     Raises:
         ValueError: what a run refuses; others that are under way end first.
@@ -50,7 +50,7 @@ def train_runs(
     def finish(run: Run, trained: tuple[str, float]) -> None:
         quality, seconds = trained
         started = time.monotonic()
-        tell(run)
+        on_finished(run)
         progress.end(run, quality, seconds + time.monotonic() - started)
 
     if config.slurm is None and config.parallel == 1:
@@ -90,18 +90,18 @@ def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any
 def _beside(parallel: int) -> Iterator[Submit]:
     """Processes on this machine, each with a device, or with its share of the cores."""
     context = multiprocessing.get_context("spawn")
-    places = context.SimpleQueue()
-    for place in range(parallel):
-        places.put((place, parallel))
-    with ProcessPoolExecutor(parallel, mp_context=context, initializer=_take_place, initargs=(places,)) as pool:
+    numbers = context.SimpleQueue()
+    for number in range(parallel):
+        numbers.put((number, parallel))
+    with ProcessPoolExecutor(parallel, mp_context=context, initializer=_take_number, initargs=(numbers,)) as pool:
         yield lambda runs, folder: [pool.submit(_train, run, folder) for run in runs]
 
 
-def _take_place(places: Any) -> None:
+def _take_number(numbers: Any) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    place, parallel = places.get()
+    number, parallel = numbers.get()
     if torch.cuda.device_count():
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // parallel))
 
@@ -116,7 +116,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _on_slurm(settings: str, store: Store) -> Iterator[Submit]:
-    """A job array; each job goes on where it was if it is taken off its machine and starts again."""
+    """A job array; a job that is interrupted resumes from its last checkpoint when it starts again."""
     options, logs = parse_slurm(settings), store.folder / ".jobs"
     here = options.pop("cluster", "slurm") == "local"
     executor = local_executor(logs) if here else slurm_executor(logs, options, None)
