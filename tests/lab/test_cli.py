@@ -435,7 +435,14 @@ DAMAGED = ["config.yaml", "runs/costs.json", "runs/*/result.json", "runs/*/measu
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-@pytest.mark.parametrize("content", ["{{{:", "{}", "[1]", '{"none": 1, "shuffled": "1", "sizes": 7}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{{:",
+        '{"none": 1, "shuffled": "1", "sizes": 7}',
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("{}", "[1]")),
+    ],
+)
 def test_a_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content: str, compared: Path, run: Run) -> None:
     [file] = compared.glob(name)
     file.write_text(content)
@@ -475,9 +482,12 @@ def test_a_size_by_name_puts_the_recipes_size_aside(tmp_path: Path, run: Run) ->
     assert cost["parameters"] > 384 * 3 * 384
 
 
-def test_a_model_whose_layers_and_heads_share_compares_every_encoding(tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize(
+    "names",
+    ["learned,comrope-ap", pytest.param("none,sinusoidal,axial,mixed,liere,comrope-ld", marks=pytest.mark.slow)],
+)
+def test_a_model_whose_layers_and_heads_share_compares_every_encoding(names: str, tmp_path: Path, run: Run) -> None:
     shared = ["--model.share_heads=true", "--model.share_layers=true", "--model.dim=32", "--model.num_heads=2"]
-    names = "none,learned,sinusoidal,axial,mixed,liere,comrope-ap,comrope-ld"
     assert run("compare", *SMALL, *shared, "--encodings", names, "--out", tmp_path)[0] == 0
 
 

@@ -235,19 +235,16 @@ def _given(typed: Sequence[tuple[str, str | None]], groups: set[str]) -> dict[st
     """What the command line and its files set, by full name; the last one counts."""
     given: dict[str, Given] = {}
     for option, value in typed:
-        name = _full_name(option)
         if option in _WITHOUT_VALUE:
             continue
+        name = _full_name(option)
         given[name] = Given(option, value)
         if value is None:
             continue
-        if name == "config":
-            stored = read_mapping(Path(value), option)
-            given |= {key: Given(f"{key} in {value}", each) for key, each in flat(stored).items()}
-        elif name in groups:
-            inline = value.lstrip().startswith("{")
-            stored = parse_yaml(value) if inline else read_mapping(Path(value), option)
-            given |= {key: Given(f"{option} {value}", each) for key, each in flat(stored, f"{name}.").items()}
+        if name == "config" or (name in groups and not value.lstrip().startswith("{")):
+            above = "" if name == "config" else f"{name}."
+            stored = flat(read_mapping(Path(value), option), above)
+            given |= {key: Given(f"{key} in {value}", each) for key, each in stored.items()}
     of_data, listed = f"one of {', '.join(DATA_NAMES)}", "a name that `torchrope recipes` lists"
     for name, names, rule in (("data.name", DATA_NAMES, of_data), ("recipe", recipes.names(), listed)):
         each = given.get(name)
