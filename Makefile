@@ -14,12 +14,13 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/torchrope compare --out runs/demo
 
-# Two processes of two threads each would fight for two cores.
+# Two processes of two threads each would compete for two cores. worksteal keeps the tests of a file, which share
+# fixtures, in one process.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
 	$(BIN)/python tests/support/sanitize.py
 
 sanitize: $(READY)

@@ -1,4 +1,4 @@
-"""Attention that takes a rotation as an argument, everywhere or within windows."""
+"""Scaled dot-product attention that takes a rotation as an argument, global or within windows."""
 
 import math
 from collections.abc import Sequence
@@ -215,16 +215,18 @@ class Windows:
         side = windows(index >= edge, self.padded, self.window)  # (windows, tokens, axes)
         return (side.unsqueeze(-2) == side.unsqueeze(-3)).all(dim=-1)
 
-    def seen(self, there: Tensor) -> Tensor:
-        """Which tokens of a window may attend to which, where some are padding: to those that are there, and to itself.
+    def seen(self, valid_mask: Tensor) -> Tensor:
+        """Which tokens of a window may attend to which, where some are padding: to valid tokens, and to itself.
 
         Args:
-            there: Which tokens of the lattice are no padding, `(batch, *sizes)`; what fills up windows is.
+            valid_mask: Which tokens of the lattice are not padding, `(batch, *sizes)`; what fills up windows is.
 
         Returns:
             `(batch, windows, tokens of a window, tokens of a window)`, boolean.
         """
-        keys = self.cut(there.unsqueeze(-1)).squeeze(-1).unflatten(0, (len(there), -1))  # (batch, windows, tokens)
+        keys = (
+            self.cut(valid_mask.unsqueeze(-1)).squeeze(-1).unflatten(0, (len(valid_mask), -1))
+        )  # (batch, windows, tokens)
         itself = torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)  # a row of nothing would be NaN
         return keys.unsqueeze(-2) | itself
 
@@ -234,7 +236,7 @@ class Windows:
 
 
 def per_axis_window(window_size: int | Sequence[int], num_axes: int) -> tuple[int, ...]:
-    """Spread one window size over all axes, or check that there is one per axis."""
+    """Repeat one window size for all axes, or check that there is one per axis."""
     window = (window_size,) * num_axes if isinstance(window_size, int) else tuple(window_size)
     if len(window) != num_axes or min(window) < 1:
         raise ValueError(f"window_size must be 1 or more, one number or {num_axes}, got {window_size}")

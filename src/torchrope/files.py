@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, read with one clear line where they are not what they should be."""
+"""Atomic writes, and bounded reading of JSON and YAML with one-line errors."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """Read a JSON or YAML file that holds a mapping.
 
     Args:
-        path: The file; its name ends in .json or is taken for YAML.
+        path: The file; its name ends in .json, otherwise it is read as YAML.
         what: What it should be, for the error.
 
     Raises:
@@ -63,7 +63,8 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     except Exception as error:  # UnicodeDecodeError, JSONDecodeError, YAMLError
         raise ValueError(f"{what} must be whole, got {path}: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{what} must hold named settings, got {path} with {type(value).__name__}")
+        held = "nothing" if value is None else type(value).__name__
+        raise ValueError(f"{what} must hold named settings, got {path} with {held}")
     return value
 
 
@@ -151,7 +152,7 @@ def _unfinished(folder: Path) -> Iterator[IO[bytes]]:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED, delete=False) as file:
             try:
                 _lock(file, wait=True)
-                if os.path.exists(file.name):  # else somebody took it for abandoned before the lock
+                if os.path.exists(file.name):  # else another process removed it as abandoned before the lock
                     yield file
                     return
             except BaseException:
@@ -162,7 +163,7 @@ def _unfinished(folder: Path) -> Iterator[IO[bytes]]:
 def _remove_abandoned(folder: Path) -> None:
     """Remove unfinished files whose processes have ended."""
     for path in folder.glob(f"{UNFINISHED}*"):
-        with suppress(OSError), path.open("r+b") as file:  # somebody else may finish or remove it at any time
+        with suppress(OSError), path.open("r+b") as file:  # another process may finish or remove it at any time
             if _lock(file, wait=False):
                 path.unlink()
 

@@ -1,4 +1,4 @@
-"""Models for inference: `absorb` folds learned bases into the projections, `freeze` bakes rotations into constants."""
+"""Models for inference: `absorb` multiplies learned bases into the projections, `freeze` makes rotations constants."""
 
 import copy
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
-"""Positions: where tokens are. Plain float tensors `(tokens, axes)` or `(batch, tokens, axes)`.
+"""Positions of tokens: lattices, and functions from positions to positions.
 
-Positions are data, so everything that changes them is a function from positions to positions: shift, rescale,
-jitter, and their random kin. Their unit is whatever the lattice says, one patch by default.
+Positions are plain float tensors `(tokens, axes)` or `(batch, tokens, axes)`: what changes them is a function from
+positions to positions: shift, rescale, jitter, and their random variants. Their unit is that of the lattice, one patch
+by default.
 """
 
 import math
@@ -95,7 +96,7 @@ def patch_centers(
 
 
 def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
-    """Spread one number over all axes, or check that there is one number per axis."""
+    """Repeat one number for all axes, or check that there is one number per axis."""
     values = tuple(map(float, value)) if isinstance(value, Iterable) else (float(value),) * num_axes
     if len(values) != num_axes:
         raise ValueError(f"{name} must be one number or one per axis ({num_axes}), got {len(values)}")

@@ -1,4 +1,4 @@
-"""Rotations: values. Sign and layout are stated here, once.
+"""Rotations as values: `Planar`, `PlanarInBasis`, `Commuting`, `Block`. Sign and layout are defined here.
 
 A vector x of `head_dim` channels is cut into consecutive blocks. A planar rotation turns channels (2i, 2i+1)
 by the angle a_i, counter-clockwise:

@@ -1,4 +1,4 @@
-"""What every module asks of tensors: a dtype wide enough for angles, and whether values can be read."""
+"""Tensor utilities: the dtype to compute angles in, autocast switched off, whether values can be read."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
@@ -13,7 +13,7 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager:
-    """Switch autocast off on the device of a tensor; the meta device knows none."""
+    """Switch autocast off on the device of a tensor; the meta device has none."""
     # Not torch.amp.is_autocast_available: torch 2.11 and older cannot compile it.
     return nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
 

@@ -114,7 +114,7 @@ def check(make: Make) -> CheckResult:
 
 
 class DoesNotApply(Exception):
-    """Raised by a property that says nothing about an encoding of this kind."""
+    """Raised by a property that is not defined for an encoding of this kind."""
 
 
 def has_property(measure: Callable[[Make], Iterator[Measured] | None]) -> Callable[[Make], Measured | None]:
@@ -126,6 +126,12 @@ def has_property(measure: Callable[[Make], Iterator[Measured] | None]) -> Callab
 
     PROPERTIES[measure.__name__.replace("_", " ")] = holds
     return holds
+
+
+def assert_close_to_scale(actual: Tensor, truth: Tensor, what: str) -> Measured:
+    """`assert_close` of both divided by the largest magnitude of the truth, where that is above 1."""
+    scale = max(truth.abs().max().item(), 1.0) if truth.numel() else 1.0
+    return assert_close(actual / scale, truth / scale, what)
 
 
 def assert_close(actual: Tensor, truth: Tensor, what: str, dtype: torch.dtype | None = None) -> Measured:
@@ -166,18 +172,15 @@ def generators_have_the_promised_shape(make: Make) -> None:
     encoding = make()
     generators, b = encoding.generators(), encoding.block_size
     promised = (encoding.num_axes, encoding.parameter_heads, encoding.num_blocks, b, b)
-    shape = tuple(generators.shape)
-    if shape != promised:
-        if b == 2 and shape == promised[:3]:
-            cause = "; these are frequencies, make blocks of them with planar(frequencies)"
-        elif sorted(shape) == sorted(promised):
-            cause = "; the dimensions are in another order"
-        elif shape[1:2] == (encoding.num_heads,) and encoding.shared_heads:
-            cause = "; shared_heads=True leaves one head, self.parameter_heads"
-        else:
-            cause = ""
-        rule = f"(num_axes, {'1' if encoding.shared_heads else 'num_heads'}, rotary_dim / b, b, b) = {promised}"
-        raise AssertionError(f"generators() must return {rule}, got {shape}{cause}")
+    shape, cause = tuple(generators.shape), ""
+    if b == 2 and shape == promised[:3]:
+        cause = "; these are frequencies, make blocks of them with planar(frequencies)"
+    elif sorted(shape) == sorted(promised):
+        cause = "; the dimensions are in another order"
+    elif shape[1:2] == (encoding.num_heads,) and encoding.shared_heads:
+        cause = "; shared_heads=True leaves one head, self.parameter_heads"
+    rule = f"(num_axes, {'1' if encoding.shared_heads else 'num_heads'}, rotary_dim / b, b, b) = {promised}"
+    _require(shape == promised, f"generators() must return {rule}, got {shape}{cause}")
     _require(generators.is_floating_point(), f"generators() must return real floating point, got {generators.dtype}")
     _require(
         bool(generators.isfinite().all()),
@@ -189,10 +192,9 @@ def generators_have_the_promised_shape(make: Make) -> None:
 def generators_are_skew_symmetric(make: Make) -> None:
     """A^T = -A, exactly."""
     generators = make().generators()
-    if not torch.equal(generators, -generators.mT):
-        error = (generators + generators.mT).abs().max().item()
-        fix = "return x - x.mT, or skew(upper, b) of the strict upper triangle"
-        raise AssertionError(f"generators must be skew-symmetric, A^T = -A, got A + A^T of up to {error:.3g}; {fix}")
+    error = (generators + generators.mT).abs().max().item() if generators.numel() else 0.0
+    fix = "return x - x.mT, or skew(upper, b) of the strict upper triangle"
+    _require(error == 0, f"generators must be skew-symmetric, A^T = -A, got A + A^T of up to {error:.3g}; {fix}")
 
 
 @has_property
@@ -216,12 +218,10 @@ def generators_depend_on_the_parameters_alone(make: Make) -> None:
     """generators() gives the same twice, and after forward(), which leaves its positions as they are."""
     encoding, positions = make(), _positions(make())
     first, state = encoding.generators().detach().clone(), torch.random.get_rng_state()
-    if not _same(encoding.generators(), first):
-        if torch.equal(torch.random.get_rng_state(), state):
-            cause = "it changes a tensor in place or keeps state"
-        else:
-            cause = "it draws random numbers; draw them in reset_parameters()"
-        raise AssertionError(f"generators() must return the same at each call, but {cause}")
+    same, drew = _same(encoding.generators(), first), not torch.equal(torch.random.get_rng_state(), state)
+    draws = "it draws random numbers; draw them in reset_parameters()"
+    cause = draws if drew else "it changes a tensor in place or keeps state"
+    _require(same, f"generators() must return the same at each call, but {cause}")
     given = positions.clone()
     encoding(given)
     _require(torch.equal(given, positions), "forward() must not change positions in place")
@@ -265,21 +265,20 @@ def every_parameter_moves_the_generators(make: Make) -> None:
 
 @has_property
 def frequencies_and_factors_equal_the_generators(make: Make) -> Iterator[Measured]:
-    """frequencies_per_axis() and factors_and_base(), where a family writes them, say what generators() says."""
+    """frequencies_per_axis() and factors_and_base(), where a family writes them, give its generators()."""
     encoding = make()
     generators = encoding.generators()
-    told = {}
+    written = {}
     if encoding.block_size == 2 and type(encoding).frequencies_per_axis is not Encoding.frequencies_per_axis:
-        told["planar(frequencies_per_axis())"] = planar(encoding.frequencies_per_axis())
+        written["planar(frequencies_per_axis())"] = planar(encoding.frequencies_per_axis())
     factored = encoding.factors_and_base()
     if factored is not None:
         factors, base = factored
-        told["c B of factors_and_base()"] = factors[..., None, None] * base
-    if not told:
+        written["c B of factors_and_base()"] = factors[..., None, None] * base
+    if not written:
         raise DoesNotApply("neither frequencies_per_axis nor factors_and_base is written")
-    scale = max(generators.abs().max().item(), 1.0) if generators.numel() else 1.0
-    for what, value in told.items():
-        yield assert_close(value.expand_as(generators) / scale, generators / scale, f"{what} - generators()")
+    for what, value in written.items():
+        yield assert_close_to_scale(value.expand_as(generators), generators, f"{what} - generators()")
 
 
 @has_property
@@ -288,8 +287,7 @@ def reset_parameters_draws_every_parameter(make: Make) -> None:
     torch.manual_seed(0)
     encoding = make()
     fresh = encoding.generators().detach().clone()
-    tensors = dict([*encoding.named_parameters(), *encoding.named_buffers()])
-    tensors = {name: x for name, x in tensors.items() if x.numel() and x.dtype != torch.bool}
+    tensors = {name: x for name, x in _tensors(encoding).items() if x.numel() and x.dtype != torch.bool}
     if not tensors:
         raise DoesNotApply("it has neither parameters nor buffers")
     for x in tensors.values():
@@ -297,8 +295,7 @@ def reset_parameters_draws_every_parameter(make: Make) -> None:
     unwritten = {name: x.detach().clone() for name, x in tensors.items()}
     torch.manual_seed(0)
     encoding.reset_parameters()
-    now = dict([*encoding.named_parameters(), *encoding.named_buffers()])
-    renewed = [f"`{name}`" for name, x in tensors.items() if now.get(name) is not x]
+    renewed = _replaced(encoding, tensors)
     _require(not renewed, f"reset_parameters() must write in place, but made a new {', '.join(renewed)}; use nn.init")
     left = [f"`{name}`" for name, x in tensors.items() if bool((_equal(x, unwritten[name])).any())]
     written = type(encoding).reset_parameters is not Encoding.reset_parameters
@@ -322,8 +319,7 @@ def builds_on_the_meta_device(make: Make) -> None:
     except Exception as error:
         rule = "__init__ must read no values of tensors, so that it runs on the meta device"
         raise AssertionError(f"{rule}: {_one_line(error)}") from error
-    tensors = [*empty.named_parameters(), *empty.named_buffers()]
-    elsewhere = [f"`{name}`" for name, x in tensors if not x.is_meta]
+    elsewhere = [f"`{name}`" for name, x in _tensors(empty).items() if not x.is_meta]
     _require(
         not elsewhere,
         f"__init__ must make tensors on torch's default device, here meta, but {', '.join(elsewhere)} came from NumPy, "
@@ -338,7 +334,7 @@ def builds_on_the_meta_device(make: Make) -> None:
 @has_property
 def rotations_are_orthogonal(make: Make) -> Iterator[Measured]:
     """R^T R = I and det R = 1."""
-    for encoding in _both_precisions(make):
+    for encoding in (make(), make().double()):
         matrix = encoding(_positions(encoding)).matrix()
         identity = torch.eye(encoding.head_dim, dtype=matrix.dtype).expand_as(matrix)
         yield assert_close(matrix.mT @ matrix, identity, "R^T R - I")
@@ -356,7 +352,7 @@ def rotations_at_the_origin_are_the_identity(make: Make) -> None:
 @has_property
 def rotations_equal_the_matrix_exponential(make: Make) -> Iterator[Measured]:
     """R(p) is the float64 matrix exponential of the dense sum_a p_a A_a."""
-    for encoding in _both_precisions(make):
+    for encoding in (make(), make().double()):
         positions = _positions(encoding)
         yield assert_close(encoding(positions).matrix(), _dense_truth(encoding, positions), "R - exp(sum p A)")
 
@@ -420,10 +416,7 @@ def gradients_are_exact(make: Make) -> None:
     """torch.autograd.gradcheck to q, k, positions and parameters; at zero and at equal frequencies too."""
     _gradcheck(make().double(), "as built")
     if takes_generators(make()):
-        for where, change in (
-            ("at zero generators", torch.zeros_like),
-            ("at equal frequencies", _equal_frequencies),
-        ):
+        for where, change in (("at zero generators", torch.zeros_like), ("at equal frequencies", _equal_frequencies)):
             encoding = make().double()
             encoding.set_generators(change(encoding.generators().detach()))
             _gradcheck(encoding, where)
@@ -445,8 +438,7 @@ def compiles_into_one_graph(make: Make) -> Iterator[Measured]:
     expected, actual = score(q, k, positions), compiled(q, k, positions)
     yield assert_close(actual / encoding.head_dim, expected / encoding.head_dim, "compiled - eager")
     for one, other in zip(_gradients(encoding, expected), _gradients(encoding, actual), strict=True):
-        scale = max(one.abs().max().item(), 1.0) if one.numel() else 1.0
-        yield assert_close(other / scale, one / scale, "compiled gradient - eager gradient")
+        yield assert_close_to_scale(other, one, "compiled gradient - eager gradient")
 
 
 @has_property
@@ -454,11 +446,7 @@ def saving_and_copying_keep_the_generators(make: Make) -> None:
     """state_dict, deepcopy and pickle give the same generators back."""
     encoding, other = make(), make()
     other.load_state_dict(encoding.state_dict())
-    copies = {
-        "state_dict": other,
-        "deepcopy": copy.deepcopy(encoding),
-        "pickle": pickle.loads(pickle.dumps(encoding)),
-    }
+    copies = {"state_dict": other, "deepcopy": copy.deepcopy(encoding), "pickle": pickle.loads(pickle.dumps(encoding))}
     for way, same in copies.items():
         _require(torch.equal(same.generators(), encoding.generators()), f"{way} must keep the generators")
 
@@ -471,21 +459,17 @@ def set_generators_takes_its_own(make: Make) -> Iterator[Measured]:
     generators = encoding.generators().detach()
     before = dict(other.named_parameters())
     other.set_generators(generators)
-    renewed = [f"`{name}`" for name, p in other.named_parameters() if before.get(name) is not p]
+    renewed = _replaced(other, before)
     rule = "_take_generators() must write in place"
     _require(not renewed, f"{rule}, but made a new {', '.join(renewed)}, which no optimizer knows; use copy_")
-    scale = max(generators.abs().max().item(), 1.0) if generators.numel() else 1.0
-    yield assert_close(other.generators() / scale, generators / scale, "generators after set_generators")
+    yield assert_close_to_scale(other.generators(), generators, "generators after set_generators")
     refused = [generators[1:], generators[0]]
     if generators.numel():
         refused.append(generators[..., :-1])
         refused.append(generators.abs() + torch.eye(encoding.block_size))
     for bad in refused:
-        try:
-            other.set_generators(bad)
-        except ValueError:
-            continue
-        raise AssertionError(f"set_generators must refuse what is not its generators, took {tuple(bad.shape)}")
+        rule = f"set_generators must refuse what is not its generators, took {tuple(bad.shape)}"
+        _require(_raises_value_error(other.set_generators, bad), rule)
 
 
 @has_property
@@ -533,16 +517,12 @@ def refuses_bad_positions(make: Make) -> None:
     encoding = make()
     good = _positions(encoding)
     bad = {"one axis more": torch.cat([good, good[:, :1]], dim=-1), "one dimension": good[:, 0]}
-    bad |= {
-        str(value): torch.where(torch.arange(len(good))[:, None] == 1, value, good) for value in (torch.nan, torch.inf)
-    }
+    second = torch.arange(len(good))[:, None] == 1
+    bad |= {str(value): torch.where(second, value, good) for value in (torch.nan, torch.inf)}
+    fix = "an overridden forward() must call self._check_positions(positions)"
     for what, positions in bad.items():
-        try:
-            encoding(positions)
-        except ValueError:
-            continue
-        fix = "an overridden forward() must call self._check_positions(positions)"
-        raise AssertionError(f"positions with {what} must raise ValueError, but were taken; {fix}")
+        refused = _raises_value_error(encoding, positions)
+        _require(refused, f"positions with {what} must raise ValueError, but were taken; {fix}")
 
 
 def takes_generators(encoding: Encoding) -> bool:
@@ -626,6 +606,14 @@ def _require(holds: bool, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
+def _raises_value_error(call: Callable[[Tensor], object], argument: Tensor) -> bool:
+    try:
+        call(argument)
+    except ValueError:
+        return True
+    return False
+
+
 def _require_takes_generators(encoding: Encoding) -> None:
     if not takes_generators(encoding):
         raise DoesNotApply("_take_generators is not written")
@@ -640,16 +628,23 @@ def _same(x: Tensor, other: Tensor) -> bool:
     return x.shape == other.shape and bool(_equal(x, other).all())
 
 
+def _tensors(encoding: Encoding) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return dict([*encoding.named_parameters(), *encoding.named_buffers()])
+
+
+def _replaced(encoding: Encoding, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of those tensors in whose place the encoding now has others."""
+    now = _tensors(encoding)
+    return [f"`{name}`" for name, x in tensors.items() if now.get(name) is not x]
+
+
 def _positions(encoding: Encoding, tokens: int = 5) -> Tensor:
     """A few places off the lattice, within three units of the origin, in the encoding's own precision."""
     generator = torch.Generator().manual_seed(encoding.num_axes)
     places = torch.rand(tokens, encoding.num_axes, generator=generator, dtype=torch.float64) * 6 - 3
-    dtypes = [x.dtype for x in (*encoding.parameters(), *encoding.buffers()) if x.is_floating_point()]
+    dtypes = [x.dtype for x in _tensors(encoding).values() if x.is_floating_point()]
     return places.to(dtypes[0] if dtypes else torch.float32)
-
-
-def _both_precisions(make: Make) -> tuple[Encoding, Encoding]:
-    return make(), make().double()
 
 
 def _vectors(encoding: Encoding, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -680,8 +675,7 @@ def _equal_frequencies(generators: Tensor) -> Tensor:
     turn = torch.zeros(b, b, dtype=generators.dtype)
     even = torch.arange(0, b - 1, 2)
     turn[even + 1, even], turn[even, even + 1] = 1.0, -1.0
-    along = generators[..., 1:2, 0:1]
-    return along * turn
+    return generators[..., 1:2, 0:1] * turn
 
 
 def _gradcheck(encoding: Encoding, where: str) -> None:

@@ -133,7 +133,7 @@ def test_mrope_is_the_rope_of_text_where_all_coordinates_agree(family: type) -> 
         (tr.MRoPE, (4, 6), r"sections must be 3 numbers of pairs that add up to 16, got \(4, 6\)"),
         (tr.MRoPE, (4, 6, 5), "add up to 16"),
         (tr.MRoPE, (-1, 9, 8), "add up to 16"),
-        (tr.InterleavedMRoPE, (4, 6, 6), r"axis 1 has room for 5 pairs in turn, got sections \(4, 6, 6\)"),
+        (tr.InterleavedMRoPE, (4, 6, 6), r"axis 1 takes at most 5 interleaved pairs, got sections \(4, 6, 6\)"),
     ],
 )
 def test_sections_that_do_not_fit_are_told(family: type, sections: tuple[int, ...], message: str) -> None:

@@ -192,7 +192,7 @@ FREQS = "vision_model.encoder.layers.0.self_attn.freqs"
         (
             {"vision_model.embeddings.position_embedding": None},
             dict(input_size=32, num_axes=3),
-            r"give input_size= as \(frames, height, width\): nothing in it tells how many frames it saw$",
+            r"give input_size= as \(frames, height, width\): it does not determine the number of frames$",
         ),
     ],
 )

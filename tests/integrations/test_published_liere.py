@@ -158,9 +158,9 @@ def test_liere_at_another_size_needs_its_published_spacing(tmp_path: Path) -> No
 
 def test_liere_on_videos(tmp_path: Path) -> None:
     state = _liere_state(3, layers=1, patches=2 * 3 * 4, entries=3 * 2 * 4 * 4)
-    with pytest.raises(ValueError, match="give patch_size=, for nothing in it tells how 96 numbers make a patch"):
+    with pytest.raises(ValueError, match="give patch_size=, since it does not determine how 96 numbers make a patch"):
         load_within_lightning(state, tmp_path)
-    with pytest.raises(ValueError, match="give input_size=, for nothing in it tells how its 24 patches lie"):
+    with pytest.raises(ValueError, match="give input_size=, since it does not determine how its 24 patches lie"):
         load_within_lightning(state, tmp_path, patch_size=(2, 4, 4))
     model = load_within_lightning(state, tmp_path, patch_size=(2, 4, 4), input_size=(4, 12, 16))
     x = torch.randn(2, 3, 4, 12, 16)

@@ -164,7 +164,7 @@ def test_what_is_in_the_way_is_named(
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("vit_small_patch16_224", {}, "nothing in it tells the number of heads: give num_heads= for tokens 48 wide$"),
+        ("vit_small_patch16_224", {}, "it does not determine the number of heads: give num_heads= for tokens 48 wide$"),
         ("vit_small_patch16_224", dict(num_heads=5), "num_heads must divide the 48 channels of its tokens, got 5$"),
         ("deit_tiny_distilled_patch16_224", dict(num_heads=2), "it has a dist_token: DeiT's distilled models"),
         ("vit_small_patch16_dinov3", dict(num_heads=2), "it has a reg_token: DINOv3's, for one, whose frequencies"),

@@ -80,6 +80,7 @@ SMALL = [
     "--data.train_size=80",
     "--data.val_size=40",
 ]
+BENCH = ["bench", "--shape=1,2,5,8", "--rounds=1", "--out=out"]
 TRAIN = ["train", *SMALL, "--trainer.enable_progress_bar=false"]
 
 
@@ -236,6 +237,7 @@ def test_a_comparison_goes_on_and_its_report_needs_no_code(package: Path, capsys
     assert not Path("new").exists()
 
 
+@pytest.mark.slow
 def test_studies_train_it_in_other_processes(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "own_package.turns:Spiral,own_package.turns:Blocks"
     asked = ["study", "capacity", *SMALL, "--model.num_heads=2", "--out=out"]  # blocks of 2, 4 and 8
@@ -247,13 +249,16 @@ def test_studies_train_it_in_other_processes(package: Path, capsys: pytest.Captu
     assert any("own_package.turns:Spiral" in note for note in found["notes"])
 
 
-def test_bench_measures_it(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ["--shape=1,2,5,8", "--rounds=1"]
-    assert main(["bench", *shape, "--encodings=own_package.turns:Spiral,own_package.turns:Blocks:4", "--out=out"]) == 0
+@pytest.mark.slow
+def test_bench_measures_it(package: Path) -> None:
+    names = ["own_package.turns:Spiral", "own_package.turns:Blocks:4"]
+    assert main([*BENCH, f"--encodings={','.join(names)}"]) == 0
     bench = json.loads(Path("out/bench.json").read_text())
-    measured = [row["encoding"] for row in bench["findings"]["tables"][0]["rows"]]
-    assert measured == ["own_package.turns:Spiral", "own_package.turns:Blocks:4"]
-    assert main(["bench", *shape, "--encodings=own_package.turns:Table", "--out=out"]) == 2
+    assert [row["encoding"] for row in bench["findings"]["tables"][0]["rows"]] == names
+
+
+def test_bench_refuses_one_that_is_not_rotary(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BENCH, "--encodings=own_package.turns:Table"]) == 2
     assert "bench measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err
 
 

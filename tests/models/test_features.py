@@ -210,7 +210,11 @@ def test_layers_computed_again_give_the_same_gradients(build: Callable[[], Featu
 
 
 @pytest.mark.parametrize(
-    ("build", "masked"), [(VITS["windows and pyramid"], True), (SWINS["swin with rotations"], False)]
+    ("build", "masked"),
+    [
+        (VITS["windows and pyramid"], True),
+        pytest.param(SWINS["swin with rotations"], False, marks=pytest.mark.slow),  # test_swin compiles a Swin
+    ],
 )
 def test_it_compiles_whole(build: Callable[[], Features], masked: bool) -> None:
     features = build().eval()

@@ -99,12 +99,12 @@ def test_attention_in_windows_gives_each_token_its_place_back(sizes: tuple[int, 
 def test_padding_is_seen_by_nobody_and_a_window_of_padding_is_finite() -> None:
     model = _drawn("mixed", checkpoint_layers=True).train()
     x = _images(32, 32).requires_grad_()
-    there = torch.zeros(2, 8, 8, dtype=torch.bool)
-    there[0, :3, :5], there[1, :8, :2] = True, True
-    maps = model.feature_maps(x, [-1], there=there, window_size=4, global_layers=(2,))[0]
+    valid = torch.zeros(2, 8, 8, dtype=torch.bool)
+    valid[0, :3, :5], valid[1, :8, :2] = True, True
+    maps = model.feature_maps(x, [-1], valid_mask=valid, window_size=4, global_layers=(2,))[0]
     assert maps.isfinite().all()
-    maps.movedim(1, -1)[there].square().sum().backward()
-    pixels = there.repeat_interleave(4, 1).repeat_interleave(4, 2).unsqueeze(1)
+    maps.movedim(1, -1)[valid].square().sum().backward()
+    pixels = valid.repeat_interleave(4, 1).repeat_interleave(4, 2).unsqueeze(1)
     assert x.grad is not None
     assert x.grad.isfinite().all()
     assert (x.grad * ~pixels).abs().max() == 0

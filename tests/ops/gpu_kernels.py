@@ -95,6 +95,11 @@ def turn_pairs(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([torch.stack([cos * even - sin * odd, sin * even + cos * odd], -1).flatten(-2), resting], -1)
 
 
+def marked(cases: dict[str, dict[str, Any]]) -> list[Any]:
+    """The names of cases; Triton's interpreter is slow at large blocks."""
+    return [pytest.param(name, marks=pytest.mark.slow if case["b"] > 16 else ()) for name, case in cases.items()]
+
+
 PLANAR: dict[str, dict[str, Any]] = {
     "plain": dict(batch=2, heads=(2, 2), tokens=63, channels=16, axes=2, own=2, pairs=8),
     "grouped": dict(batch=3, heads=(6, 2), tokens=5, channels=8, axes=1, own=2, pairs=4),
@@ -171,7 +176,7 @@ BLOCK: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", BLOCK)
+@pytest.mark.parametrize("case", marked(BLOCK))
 def test_block(case: str) -> None:
     sizes = {"sets": 1, "rest": 0, "dtype": torch.float32} | BLOCK[case]
     blocks, b = sizes["blocks"], sizes["b"]
@@ -219,7 +224,11 @@ SKEW_EXP: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "norm"), [(case, 20.0) for case in SKEW_EXP] + [("b8", 0.3), ("b32", 0.3)])
+@pytest.mark.parametrize(
+    ("case", "norm"),
+    [pytest.param(*case.values, 20.0, marks=case.marks) for case in marked(SKEW_EXP)]
+    + [("b8", 0.3), pytest.param("b32", 0.3, marks=pytest.mark.slow)],
+)
 def test_skew_exp(case: str, norm: float) -> None:
     sizes = {"sets": 1} | SKEW_EXP[case]
     positions = normal(sizes["sets"], sizes["tokens"], sizes["axes"])
@@ -249,7 +258,7 @@ def skew_of_norm(norm: float, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("norm", [1e-6, 1e-3, 1.0, 30.0, 1e3])
-@pytest.mark.parametrize("b", [3, 8, 32])
+@pytest.mark.parametrize("b", [3, 8, pytest.param(32, marks=pytest.mark.slow)])
 def test_skew_exp_errs_at_most_twice_as_much_as_torch(b: int, norm: float) -> None:
     generators = skew_of_norm(norm, 1, 3, 1, b)
     one = torch.ones(1, 1, 1, device=DEVICE)
@@ -293,7 +302,7 @@ def test_skew_exp_of_zero_is_exactly_the_identity() -> None:
     assert torch.equal(table, torch.eye(6, device=DEVICE).expand_as(table))
 
 
-@pytest.mark.parametrize("b", [2, 4, 6, 8, 12, 16, 24, 64])
+@pytest.mark.parametrize("b", [2, 6, 8, 16, *(pytest.param(b, marks=pytest.mark.slow) for b in (4, 12, 24, 64))])
 def test_planes_of_blocks_of_any_rank(b: int) -> None:
     kinds = list(accuracy.KINDS)
     if INTERPRETED and b > 8:  # a second each
@@ -342,7 +351,8 @@ FREQUENCIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize(
     ("case", "spectrum"),
-    [(case, "apart") for case in BASIS] + [("b8", other) for other in ("equal", "zero", "near")],
+    [pytest.param(*case.values, "apart", marks=case.marks) for case in marked(BASIS)]
+    + [("b8", other) for other in ("equal", "zero", "near")],
 )
 def test_basis(case: str, spectrum: str) -> None:
     sizes = {"sets": 1, "rest": 0, "dtype": torch.float32} | BASIS[case]

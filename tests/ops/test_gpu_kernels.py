@@ -15,6 +15,16 @@ KERNELS = Path(__file__).with_name("gpu_kernels.py")
 
 @pytest.mark.parametrize("family", ["planar", "planes", "block", "skew_exp", "basis", "library"])
 def test_kernels_equal_float64(family: str) -> None:
+    run_kernels(family, "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["planes", "block", "skew_exp", "basis"])
+def test_kernels_of_large_blocks_equal_float64(family: str) -> None:
+    run_kernels(family, "slow")
+
+
+def run_kernels(family: str, cases: str) -> None:
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     command = [
         sys.executable,
@@ -26,6 +36,8 @@ def test_kernels_equal_float64(family: str) -> None:
         str(KERNELS),
         "-k",
         f"test_{family}_ or test_{family}[",
+        "-m",
+        cases,
     ]
     ran = subprocess.run(command, env={**os.environ, **interpreted}, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

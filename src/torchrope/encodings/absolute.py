@@ -40,7 +40,7 @@ class AbsoluteEncoding(nn.Module, ABC):
         """Vectors `(prod(sizes), dim)` for a lattice of these sizes, row-major like `torchrope.grid`."""
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as at construction; for modules that were built on the meta device."""
+        """Initialise the parameters, as at construction; for modules that were built on the meta device."""
 
     def extra_repr(self) -> str:
         """Show what the module was built with."""

@@ -1,4 +1,4 @@
-"""RoPE and RoPE-Axial: fixed frequencies, each pair of channels turns with one axis."""
+"""RoPE and RoPE-Axial: fixed frequencies, each pair of channels rotates along one axis."""
 
 import torch
 from torch import Tensor

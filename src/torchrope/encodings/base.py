@@ -1,4 +1,4 @@
-"""What every rotary encoding is: generators, one a axis, and R(p) = exp(sum_a p_a A_a)."""
+"""`Encoding`, the base class of rotary encodings: one generator per axis, R(p) = exp(sum_a p_a A_a)."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ class Encoding(nn.Module, ABC):
 
     A subclass must write `generators`, and `reset_parameters` if it has parameters. It should write
     `_take_generators`, the way back from generators to its parameters, and say in `relative` whether its
-    generators commute. `torchrope.testing.check` then tests it and tells what is wrong.
+    generators commute. `torchrope.testing.check` then tests it and reports what is wrong.
 
     Args:
         num_axes: Length of a position, N.
@@ -156,7 +156,7 @@ class Encoding(nn.Module, ABC):
             self._take_generators(self._regrouped(generators.detach()))
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as at construction; for modules that were built on the meta device."""
+        """Initialise the parameters, as at construction; for modules that were built on the meta device."""
 
     def extra_repr(self) -> str:
         """Show what the module was built with."""

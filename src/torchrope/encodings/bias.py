@@ -1,4 +1,4 @@
-"""Relative position bias: a number that is added to the score of two tokens."""
+"""Relative position bias: a learned number per offset, added to the attention score of two tokens."""
 
 from collections.abc import Sequence
 from typing import ClassVar

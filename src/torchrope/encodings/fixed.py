@@ -1,4 +1,4 @@
-"""Fixed frequencies: what all families have in common whose pairs of channels turn by numbers that nobody learns."""
+"""`FixedFrequencies`, the base class of encodings whose frequencies are constants."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Golden-gate RoPE: fixed frequencies along directions that are spread evenly."""
+"""Golden-gate RoPE: fixed frequencies along evenly distributed directions."""
 
 import math
 from typing import Any

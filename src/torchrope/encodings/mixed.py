@@ -1,4 +1,4 @@
-"""RoPE-Mixed: learned frequencies, every pair of channels turns with every axis."""
+"""RoPE-Mixed: learned frequencies, each pair of channels rotates along all axes."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""M-RoPE: one ladder of frequencies, its pairs allotted to time, height, width."""
+"""M-RoPE: one geometric sequence of frequencies, its pairs of channels divided among time, height and width."""
 
 from collections.abc import Sequence
 
@@ -120,6 +120,6 @@ class InterleavedMRoPE(MRoPE):
 
     def _check_sections(self) -> None:
         for axis in range(1, self.num_axes):
-            room = len(range(axis, self.num_blocks, self.num_axes))
-            if self.sections[axis] > room:
-                raise ValueError(f"axis {axis} has room for {room} pairs in turn, got sections {self.sections}")
+            most = len(range(axis, self.num_blocks, self.num_axes))
+            if self.sections[axis] > most:
+                raise ValueError(f"axis {axis} takes at most {most} interleaved pairs, got sections {self.sections}")

@@ -1,4 +1,4 @@
-"""No encoding at all: the baseline."""
+"""No position encoding: the baseline."""
 
 import torch
 from torch import Tensor

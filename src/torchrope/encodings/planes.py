@@ -1,4 +1,4 @@
-"""The planes that skew matrices turn: from generators to frequencies and a basis, in float64 on the CPU."""
+"""Real Schur form of skew-symmetric matrices: generators to frequencies and a basis, in float64 on the CPU."""
 
 import torch
 from torch import Tensor

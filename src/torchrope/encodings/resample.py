@@ -1,4 +1,4 @@
-"""Tables with one entry a place, resampled to other sizes."""
+"""Position tables with one entry per lattice site, interpolated to other sizes."""
 
 import torch
 from torch import Tensor

@@ -1,1 +1,1 @@
-"""Encodings where people already are: models of timm and transformers, published checkpoints."""
+"""Encodings in models of timm, transformers and diffusers; published checkpoints; saving and loading."""

@@ -119,7 +119,7 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def build(self, device: str = "cpu") -> ViT | Features:
-        """The model that this describes, its weights drawn anew."""
+        """The model that this describes, its weights initialised at random."""
         model: Any = own.rebuild(tuples(self.model), device)
         if self.features is None:
             return model

@@ -1,4 +1,4 @@
-"""What a saved file says of its model: JSON of one format, checked as a whole before anything of it is used."""
+"""The header of a saved file, which describes its model: JSON, validated as a whole before any of it is used."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from torchrope.integrations.swap import LIBRARIES
 
 FORMAT = 1
 REBUILDERS = {**LIBRARIES, "torchrope": "torchrope.integrations.own"}
-"""The library that builds a model, and the module of ours that knows its recipes."""
+"""The library that builds a model, and our module that builds it."""
 
 _LONGEST = 2**24
 _ANY = Kind("", lambda value, _: True)  # looked at on its own
@@ -113,7 +113,7 @@ def _check_swap(swap: Any, limits: Limits) -> None:
 
 
 def tuples(value: Any) -> Any:
-    """JSON knows lists alone; sizes are tuples."""
+    """JSON has lists alone; sizes are tuples."""
     if isinstance(value, dict):
         return {name: tuples(part) for name, part in value.items()}
     return tuple(tuples(part) for part in value) if isinstance(value, list) else value

@@ -37,7 +37,7 @@ _MOST_BUFFERS = 2**25
 
 
 class Stored(NamedTuple):
-    """A tensor as a file tells of it before it is read."""
+    """A tensor as the header of a file describes it."""
 
     dtype: torch.dtype | str
     shape: tuple[int, ...]

@@ -85,6 +85,6 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
-    """The model of a recipe, its weights drawn anew."""
+    """The model of a recipe, its weights initialised at random."""
     with torch.device(device):
         return _MODELS[recipe["class"]](**recipe["arguments"])

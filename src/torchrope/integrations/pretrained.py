@@ -1,4 +1,4 @@
-"""Weights of a whole model into a backbone: what both have is taken over, what does not fit gets a line."""
+"""Load the weights of a whole model into a backbone: shared ones are copied, what does not fit is reported."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a swap puts into a model of another library, and what it must know of that model."""
+"""Modules that `swap` puts into a model of another library, and the description of that model that they need."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

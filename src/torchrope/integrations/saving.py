@@ -172,7 +172,7 @@ def _written(head: dict[str, Any]) -> str:
 
 
 def _built(header: Header, layout: Layout, classes: tuple[type[Encoding], ...], device: str) -> nn.Module:
-    """The model of a file's settings, its weights drawn anew; of no more parameters than its tensors explain."""
+    """The model of a file's settings, its weights random; of no more parameters than its tensors explain."""
     with budget(layout):
         with told_in_one_line(f"{header.library} refuses its settings"):
             model: nn.Module = import_module(REBUILDERS[header.library]).rebuild(header.recipe, device)

@@ -1,4 +1,4 @@
-"""Settings that a file holds for builders of models: which there may be, of what type and size, checked before use."""
+"""Validation of a file's settings for model builders: allowed names, types and sizes, checked before use."""
 
 import re
 import reprlib

@@ -1,4 +1,4 @@
-"""Encodings in timm's models, and models of timm's kind that are built with one."""
+"""`swap` for timm's models, and timm models that are built with an encoding."""
 
 from typing import Any
 
@@ -169,7 +169,7 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
-    """The model of a recipe, its weights drawn anew."""
+    """The model of a recipe, its weights initialised at random."""
     with torch.device(device):  # timm computes some of its buffers on the default device first
         model: nn.Module = timm.create_model(
             recipe["architecture"], pretrained=False, **recipe["arguments"], device=device
@@ -251,7 +251,7 @@ class OfWindows(Adapter):
 class Places:
     """Where the tokens of the present forward are: written at the patch embedding, read by the layers behind it.
 
-    A block that gradient checkpointing computes anew may belong to an earlier forward than the last one; it finds its
+    A block that gradient checkpointing recomputes may belong to an earlier forward than the last one; it finds its
     own places by the tokens that it is given.
     """
 
@@ -293,7 +293,7 @@ class Places:
 
     def _place(self, positions: list[Tensor]) -> None:
         self.positions = positions
-        # Made here and not in the first layer: gradient checkpointing must find it outside of what it computes anew.
+        # Made here and not in the first layer: gradient checkpointing must find it outside of what it recomputes.
         self.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class TurnInWindow:
 
 
 def _of_features(model: Any) -> dict[str, Any]:
-    """A model of features alone knows no classes."""
+    """A feature model has no classes."""
     return {"num_classes": None, "global_pool": None} if model._model_args.get("features_only") else {}
 
 

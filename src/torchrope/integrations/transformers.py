@@ -1,4 +1,4 @@
-"""Encodings in the vision models of transformers."""
+"""`swap` for the vision models of transformers."""
 
 import json
 import os
@@ -207,7 +207,7 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
-    """The model of a recipe, its weights drawn anew."""
+    """The model of a recipe, its weights initialised at random."""
     built = _class_named(recipe["class"])
     try:
         config = built.config_class.from_dict(_known(json.loads(json.dumps(recipe["config"]))))
@@ -303,7 +303,7 @@ class Replaced:
         vars(owner)[name] = value
 
     def remove(self) -> None:
-        """Put back what was there."""
+        """Restore the previous value."""
         del vars(self.owner)[self.name]
         vars(self.owner).update(self.before)
 

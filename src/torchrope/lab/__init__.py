@@ -1,1 +1,1 @@
-"""The laboratory: trains models with each encoding, measures them, and reports what it found."""
+"""The laboratory: trains models with each encoding, measures them and reports the results."""

@@ -1,24 +1,29 @@
-"""The command line: argument parsing only. Heavy imports wait until a command needs them."""
+"""The commands of `torchrope`. Heavy imports wait until a command needs them."""
 
 import argparse
-import difflib
-import io
 import json
 import os
-import re
 import shlex
 import sys
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
-from dataclasses import field, fields, is_dataclass, make_dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any
 
 from torchrope._version import __version__
-from torchrope.files import parse_yaml, read_mapping, write_whole
+from torchrope.files import write_whole
 from torchrope.lab import recipes
+from torchrope.lab.options import (
+    OneLineParser,
+    Parsed,
+    as_list,
+    at_least_one,
+    checked,
+    factors,
+    nearest,
+    one_of,
+    parse,
+    take_allowed,
+)
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -28,95 +33,114 @@ Rotary position encodings for data with any number of axes, and the tool to choo
 commands:
   compare    train the same model once per encoding and report which one suits the data, and what it costs
   train      train one model
-  submit     train or compare many times, as jobs of Slurm or here
+  submit     train or compare many times, as jobs of Slurm or on this machine
   evaluate   measure a trained model
   study      repeat a study of the papers on data of your choice; --list names them
-  report     write the page of the comparison, the studies and the benchmark in a folder anew
+  report     write the page of the comparison, the studies and the benchmark in a folder again
   recipes    list the settings that papers trained with, or print one
-  bench      measure how fast every encoding is here, beside the reference and others' code
+  bench      measure how fast every encoding is on this machine, beside the reference and other libraries
 
   torchrope COMMAND --help    explains a command
-  torchrope --version         tells the version
+  torchrope --version         prints the version
 
-start here:
+first steps:
   torchrope compare                                    handwritten digits, about four minutes on two CPU cores
   torchrope compare --data motion                      moving digits: time, height, width
   torchrope compare --data images --data.root DIR      your own images, a folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
   torchrope study dense                                segmentation and detection, on scenes of handwritten digits
-  torchrope compare --recipe liere-cifar100-vit-b      as a paper did; torchrope recipes lists them
+  torchrope compare --recipe liere-cifar100-vit-b      the settings of a paper; torchrope recipes lists them
 """
 
 COMPARE = """\
 Train the same vision transformer once per position encoding, on the same data, seeds and schedule, and write
 OUT/report/index.html: which encoding suits the data, and what it costs.
 
-Stopped or killed, the same command goes on where it was. Short forms: --data NAME for --data.name NAME,
---epochs N for --optim.epochs N, --encodings a,b,c. Defaults below are those of the data set named, or of --recipe.
+A comparison that was stopped or killed is resumed by the same command. Short forms: --data NAME for --data.name NAME,
+--epochs N for --optim.epochs N, lists as a,b,c. The defaults below are those of --data, or of --recipe: add either to
+--help to see its own. --print_config prints all settings as YAML, which --config FILE reads.
 
 Encodings: none, learned, sinusoidal, bias, axial, mixed, liere, comrope-ap, comrope-ld, string, golden, dinov3, mrope,
-mrope-interleaved; a block size as liere:8, several kinds together as learned+mixed or bias+axial. One of your own is
-mypackage.module:Class, imported where the command names it; where a file names it, --allow mypackage imports it.
+mrope-interleaved; with a block size as liere:8; several combined as learned+mixed or bias+axial. A class of your own
+is mypackage.module:Class, imported where the command line names it; where a file names it, add --allow mypackage.
 """
 
 STUDY = """\
 Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is one that --list names, several
-as a,b,c, or all. Everything lands in OUT: runs, one JSON a study, and OUT/report/index.html over all studies in it.
+as a,b,c, or all. OUT gets the runs, one JSON file per study, and OUT/report/index.html over all studies in it.
 
-Runs are shared: what one study has trained no other trains again. Stopped or killed, the same command goes on where it
-was. Defaults below are those of the data set named, or of --recipe; encodings are the study's own unless named, one of
-your own as mypackage.module:Class.
-Data is digits unless named; of study dense, which segments and detects, it is scenes.
+Studies share runs: what one has trained no other trains again. A study that was stopped or killed is resumed by the
+same command. The defaults below are those of --data, or of --recipe: add either to --help to see its own. The data are
+digits by default, scenes for the study dense (segmentation and detection). Each study has its own list of encodings
+unless --encodings names others; a class of your own is mypackage.module:Class.
 """
 
 TRAIN = """\
-Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. Stopped or killed, the same
-command goes on where it was. --recipe NAME takes a paper's settings. --trainer.* are the options of Lightning's
-Trainer. Data with boxes or maps have a head for them: --data scenes --model.head faster-rcnn.
+Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. A run that was stopped or killed is
+resumed by the same command. --recipe NAME takes a paper's settings, --trainer.* are the options of Lightning's Trainer.
+Data with boxes or masks need a head for them: --data scenes --model.head faster-rcnn. Short forms: --data NAME for
+--data.name NAME, --epochs N for --optim.epochs N, lists as a,b,c.
 
-A configuration is data: a class that it names may come from torchrope, torch, torchvision and timm alone, unless
---allow names its package too, as in --allow pytorch_lightning for Lightning's callbacks. An encoding of your own is
---encoding mypackage.module:Class, imported where the command names it; in a file it needs --allow mypackage.
+Classes that a configuration names are imported from torchrope, torch, torchvision and timm alone; --allow adds
+packages, as in --allow pytorch_lightning for Lightning's callbacks. An encoding of your own is
+--encoding mypackage.module:Class, imported where the command line names it; where a file names it, add
+--allow mypackage.
 """
 
 SUBMIT = """\
 Submit `torchrope train` or `torchrope compare` to Slurm, once or as a sweep: one job array, each run in a folder of its
-own below the command's --out. What jobs print is in OUT-jobs. A run whose time is up saves and goes into the queue
-again.
+own below the command's --out. The output of the jobs is in OUT-jobs. A run that reaches its time limit saves a
+checkpoint and is queued again.
 
   torchrope submit --slurm partition=gpu,time=1440,gpus_per_node=8,ntasks_per_node=8 \\
       --sweep encoding=mixed,liere:8 --sweep seed=0,1,2 -- train --data cifar100 --out runs/cifar
 """
 
-BENCH = """\
-Measure how fast rotations are built and applied here, forward and backward, and write OUT/bench.json and
-OUT/report/index.html, which also shows the comparison and the studies that are in OUT.
-
-First every encoding must agree with the float64 reference, values and gradients; otherwise the differences are told
-and nothing is measured. Then come torchrope, its reference, the compiled reference, and others' code where it is
-installed (timm, rotary-embedding-torch), in one process and in turn. Columns with the unit "×" say how many times as
-fast as that implementation torchrope is.
-
-Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; a block size as liere:16; one of your own as
-mypackage.module:Class.
-
-Tokens stand on a lattice as nearly square as their number allows, with one in front where that helps: 65 are 8x8
-and a class token.
+EVALUATE = """\
+Measure a trained model on its validation data, print a table and write FOLDER/evaluation.json: accuracy, also at other
+input sizes and with shuffled patches; mIoU for semantic segmentation; AP for object detection. --crop, --scales and
+--flip are for semantic segmentation.
 """
 
-_ALLOWED = ("torchrope", "torch", "torchvision", "timm")
-_LOADERS = ("torch.load", "torch.hub", "torch.package", "torch.serialization", "torch.utils.cpp_extension")
-_TELL_DATA = ("--data", "--data.name", "--recipe", "--config")
-_BOUNDED = "bounded-yaml"
-_SHORT = {"--data": "--data.name", "--epochs": "--optim.epochs"}
+REPORT = """\
+Write the page OUT/report/index.html again, from the results of `torchrope compare`, `study` and `bench` in OUT.
+"""
+
+RECIPES = "List the recipes, which --recipe NAME of train, compare and study takes, or print one."
+
+BENCH = """\
+Measure how fast rotations are built and applied on this machine, forward and backward, and write OUT/bench.json and
+OUT/report/index.html, which also shows the comparison and the studies that are in OUT.
+
+First every encoding must agree with the float64 reference, in values and gradients; otherwise the differences are
+printed and nothing is measured. Then torchrope, its reference, the compiled reference, and other libraries where they
+are installed (timm, rotary-embedding-torch) are measured in one process, taking turns. Columns with the unit "×" are
+speedups of torchrope over each.
+
+Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; with another block size as liere:16; a class of your
+own as mypackage.module:Class.
+
+Tokens lie on a lattice as nearly square as their number allows, with a class token in front where that helps: 65 tokens
+are 8x8 and a class token.
+"""
+
+_NOT_OF_TRAINER = {
+    "max_epochs",
+    "gradient_clip_val",
+    "default_root_dir",
+    "plugins",
+    "reload_dataloaders_every_n_epochs",
+    "use_distributed_sampler",
+}
+"""Options of Lightning's Trainer that follow from other options of a run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `torchrope`.
 
     Returns:
-        The exit status: 0, 1 where `bench` found a wrong result, 2 for a user's mistake (told in one line), 130 where
-        Ctrl-C stopped it, 141 where nobody reads its output any more, as in `torchrope recipes | head`.
+        The exit status: 0, 1 where `bench` found a wrong result, 2 for a user's mistake (printed in one line), 130
+        where Ctrl-C stopped it, 141 where its output is no longer read, as in `torchrope recipes | head`.
     """
     try:
         try:
@@ -129,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command, and tell a user's mistake in one line."""
+    """Run a command; a user's mistake becomes one line."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0
@@ -138,58 +162,66 @@ def _run(arguments: list[str]) -> int:
         return 0
     command, *rest = arguments
     if command not in _COMMANDS:
-        return _fail(f"commands are {', '.join(_COMMANDS)}, got {command!r}{_nearest(command, _COMMANDS)}")
+        return _fail("", f"commands are {', '.join(_COMMANDS)}, got {command!r}{nearest(command, _COMMANDS)}")
     try:
         return _COMMANDS[command](rest)
     except KeyboardInterrupt:
-        again = "starts anew" if command == "bench" else "goes on where it was"
-        print(f"\nstopped; the same command {again}: torchrope {shlex.join(arguments)}", file=sys.stderr)
+        again = "start again" if command == "bench" else "resume"
+        print(f"\nstopped; to {again}: torchrope {shlex.join(arguments)}", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             print(flush=True)  # raises it again, if it is of the output
-        return _fail(_one_line(error), command)
+        return _fail(f" {command}", error)
+
+
+def _fail(command: str, error: object) -> int:
+    """Print a mistake in one line."""
+    print(f"torchrope{command}: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def _parse_compare(arguments: Sequence[str]) -> Parsed[Any]:
+    from torchrope.lab.studies.config import CompareConfig
+
+    return parse("compare", COMPARE, CompareConfig, arguments)
 
 
 def _compare(arguments: list[str]) -> int:
-    from torchrope.lab.studies.config import CompareConfig
-
-    options, allow = _take_allowed(arguments)
-    config = _parse("compare", COMPARE, CompareConfig, options)
+    parsed = _parse_compare(arguments)
+    config = parsed.config
     runs = f"{len(config.encodings)} encodings x {config.seeds} seeds"
     print(f"comparing {runs} on {config.data.name}; everything goes to {config.out}", flush=True)  # before torch loads
+    _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
     from rich.console import Console
 
     from torchrope.lab.studies.compare import compare
 
-    console = Console()
     command = shlex.join(["torchrope", "compare", *arguments])
-    results = compare(config, command=command, console=console, allow=allow)
+    results = compare(config, command=command, console=Console(), allow=parsed.allow)
     return _write_report(results.parent)
 
 
 def _study(arguments: list[str]) -> int:
     if "--list" in arguments:
         return _list_studies()
-    named, options = _leading_names(arguments)
-    from torchrope.lab.encodings import load_modules
+    names, options = _study_names(arguments)
     from torchrope.lab.studies.engine.config import StudyConfig
     from torchrope.lab.studies.engine.names import OF_PLACES, suitable
 
-    told = any(option.partition("=")[0] in _TELL_DATA for option in options)
-    own = ["--data=scenes"] if named in OF_PLACES and not told else []
-    given, allow = _take_allowed(options)
-    config = _parse("study", STUDY, StudyConfig, [*own, *given])
-    load_modules(config.encodings, allow)
+    chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
+    own = ["--data=scenes"] if names in OF_PLACES and not chosen else []
+    parsed = parse("study", STUDY, StudyConfig, [*own, *options])
+    _find_encodings(parsed.config.encodings, parsed.name("encodings"), parsed.allow)
     from rich.console import Console
 
     from torchrope.lab.studies.engine.study import run_study
 
-    for name in suitable(config.data.name) if named == "all" else named.split(","):
+    for name in suitable(parsed.config.data.name) if names == "all" else names.split(","):
         command = shlex.join(["torchrope", "study", name, *options])
         print(f"{name}:")
-        run_study(name, config, command=command, console=Console())
-    return _write_report(Path(config.out))
+        run_study(name, parsed.config, command=command, console=Console())
+    return _write_report(Path(parsed.config.out))
 
 
 def _list_studies() -> int:
@@ -202,81 +234,96 @@ def _list_studies() -> int:
     return 0
 
 
-def _leading_names(arguments: list[str]) -> tuple[str, list[str]]:
-    """The studies named first, and the options behind."""
+def _study_names(arguments: list[str]) -> tuple[str, list[str]]:
+    """The studies, which come first, and the options behind."""
     from torchrope.lab.studies.engine.names import NAMES
 
     if arguments and not arguments[0].startswith("-"):
         for name in arguments[0].split(","):
             if name not in (*NAMES, "all"):
-                raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}{_nearest(name, NAMES)}")
+                raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}{nearest(name, NAMES)}")
         return arguments[0], arguments[1:]
     if {"-h", "--help"} & {*arguments}:
         return "", arguments
-    raise ValueError(f"name a study first: {', '.join(NAMES)}, or all; got {shlex.join(arguments) or 'none'}")
+    rule = f"the name of a study must come first: {', '.join(NAMES)}, or all"
+    raise ValueError(f"{rule}; got {shlex.join(arguments) or 'none'}")
+
+
+def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
+    from pytorch_lightning import Trainer
+
+    from torchrope.lab.training.config import RunConfig
+
+    def add(parser: Any) -> None:
+        parser.set_defaults({"scale.logs": ["csv", "tensorboard"]})
+        parser.add_argument("--out", type=str, default="torchrope-train", help="folder of everything that it leaves")
+        parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip=_NOT_OF_TRAINER)
+
+    return parse("train", TRAIN, RunConfig, arguments, add)
 
 
 def _train(arguments: list[str]) -> int:
-    from jsonargparse import ArgumentError, set_parsing_settings
+    parsed = _parse_train(arguments)
+    _find_encodings([parsed.config.encoding], parsed.name("encoding"), parsed.allow)
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-    from torchrope.lab.encodings import load_modules
-    from torchrope.lab.training.config import RunConfig
-    from torchrope.lab.training.lightning_cli import TrainCLI
+    from torchrope.lab.data.build import make_data
+    from torchrope.lab.training.models import check_patches
+    from torchrope.lab.training.progress import RunProgress
+    from torchrope.lab.training.run import train
 
-    arguments, allow = _take_allowed(arguments)
-    set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allow])
-    full = _of_data(arguments, RunConfig)
-
-    class OverRecipe(TrainCLI):
-        """Parse as the other commands do."""
-
-        settings_type = full
-
-        def parse_arguments(self, parser: Any, args: Any) -> None:
-            try:
-                self.config = _parse_over_recipe(parser, args)
-            except ArgumentError as error:
-                raise ValueError(_explain(str(error), parser)) from None
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's own: on arguments given as a list, and on its use of jsonargparse
-        cli = OverRecipe(
-            args=_with_long_names(arguments, full),
-            run=False,
-            save_config_callback=None,
-            seed_everything_default=False,
-            parser_kwargs=_parser_settings("train", TRAIN),
-        )
-    load_modules([cli.settings.encoding], allow)
+    out = Path(parsed.others["out"])
+    data = make_data(parsed.config.data)
+    check_patches(parsed.config.model, data)
+    data.setup()
+    trainer = {name: value for name, value in parsed.others["trainer"].as_dict().items() if value is not None}
+    if trainer.setdefault("enable_progress_bar", True):
+        callbacks = trainer.get("callbacks", [])
+        trainer["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), RunProgress()]
     try:
-        cli.fit()
+        train(parsed.config, data, out, **trainer)
     except MisconfigurationException as error:
         raise ValueError(f"--trainer options must fit this machine, got: {error}") from error
     if getattr(rank_zero_only, "rank", 0) == 0:
-        print(f"trained: {cli.out}  (torchrope evaluate {cli.out})")
+        print(f"trained: {out}  (torchrope evaluate {out})")
     return 0
 
 
+def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()) -> None:
+    """Find encodings by name. Modules of the user's own are imported where they were typed, or --allow names them."""
+    from torchrope.lab.encodings import choose, load_modules
+
+    load_modules(names, None if option.startswith("--") else allow)
+    for name in names:
+        try:
+            choose(name)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
+
+
 def _evaluate(arguments: list[str]) -> int:
-    parser = _OneLineParser(prog="torchrope evaluate", description="Measure a trained model.")
-    parser.add_argument("folder", type=Path, help="what `torchrope train --out` or a run of a comparison left")
-    parser.add_argument("--crop", type=_positive, metavar="N", help="name pixels in overlapping windows of N pixels")
-    parser.add_argument("--scales", type=_factors, metavar="A,B", help="name pixels at several sizes, and average")
-    parser.add_argument("--flip", action="store_true", help="name pixels of the mirrored image too, and average")
-    parser.add_argument("--json", action="store_true", help="print JSON, as FOLDER/evaluation.json has it")
+    parser = OneLineParser(prog="torchrope evaluate", description=EVALUATE)
+    parser.add_argument("folder", type=Path, help="what `torchrope train --out` wrote, or a run's folder in OUT/runs")
     parser.add_argument(
-        "--allow", action="append", metavar="A,B", help="modules that its encoding may be imported from"
+        "--crop", type=at_least_one, metavar="N", help="sliding-window inference in windows of N pixels"
     )
-    rest, allow = _take_allowed(arguments)
+    parser.add_argument(
+        "--scales", type=factors, metavar="A,B", help="multi-scale test-time augmentation: input scales"
+    )
+    parser.add_argument("--flip", action="store_true", help="horizontal-flip test-time augmentation")
+    parser.add_argument("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
+    parser.add_argument(
+        "--allow", action="append", metavar="A,B", help="modules that the run's encoding may be imported from"
+    )
+    rest, allow = take_allowed(arguments)
     options = parser.parse_args(rest)
     from torchrope.lab.training.run import load
 
     config, data, module = load(options.folder, allow=allow)
     asked = {name: value for name in ("crop", "scales", "flip") if (value := getattr(options, name))}
     if asked and config.model.task != "segment":
-        raise ValueError(f"--{min(asked)} is for a head that names pixels, got a run with head {config.model.head}")
+        raise ValueError(f"--{min(asked)} is for semantic segmentation, got a run with head {config.model.head}")
     if config.model.task == "classify":
         from torchrope.lab.statistics import accuracy_interval
         from torchrope.lab.studies.config import SCALES
@@ -300,12 +347,15 @@ def _evaluate(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    parser = _OneLineParser(
-        prog="torchrope report",
-        description="Write the page of the comparison, the studies and the benchmark in a folder anew.",
+    parser = OneLineParser(prog="torchrope report", description=REPORT)
+    parser.add_argument(
+        "out",
+        type=Path,
+        nargs="?",
+        default=Path("torchrope-compare"),
+        help="folder of the results (default: torchrope-compare)",
     )
-    parser.add_argument("out", type=Path, nargs="?", default=Path("torchrope-compare"), help="its folder")
-    parser.add_argument("--readme", type=Path, help="also write the table between the markers of this file")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="also write the table between FILE's markers")
     options = parser.parse_args(arguments)
     if options.readme is not None:
         from torchrope.lab.report.readme import write_readme
@@ -318,24 +368,25 @@ def _submit(arguments: list[str]) -> int:
     from torchrope.lab.studies.slurm import parse_slurm
     from torchrope.lab.studies.sweep import parse_sweep, run_here, submit_to_slurm, sweep
 
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="torchrope submit",
         usage="torchrope submit [options] -- train|compare [its options]",
         description=SUBMIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option's values")
+    parser.add_argument("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option and its values")
     parser.add_argument("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
-    parser.add_argument("--cluster", type=_one_of(("slurm", "local")), default="slurm", help="local: on this machine")
-    parser.add_argument("--parallel", type=_positive, metavar="N", help="runs at a time (default: Slurm's; local: 1)")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands")
-    mine, _, command = _split(arguments, "--")
-    options = parser.parse_args(mine)
+    parser.add_argument("--cluster", type=one_of(("slurm", "local")), default="slurm", help="local: on this machine")
+    parser.add_argument(
+        "--parallel", type=at_least_one, metavar="N", help="runs at a time (default: Slurm's; local: 1)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and submit nothing")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:end])
     slurm = {name: value for text in options.slurm for name, value in parse_slurm(text).items()}
-    jobs = sweep(command, [parse_sweep(text) for text in options.sweep])
+    axes = [parse_sweep(text) for text in options.sweep]
+    jobs = sweep(arguments[end + 1 :], axes)
     for job in jobs:
-        _check(job.arguments)
+        _check_job(job.arguments, [name for name, _ in axes])
     if options.dry_run:
         print(*(shlex.join(["torchrope", *job.arguments]) for job in jobs), sep="\n")
         return 0
@@ -357,29 +408,34 @@ def run_submitted(arguments: list[str]) -> None:
         raise RuntimeError(f"torchrope {shlex.join(arguments)} ended with status {status}")
 
 
-def _check(arguments: list[str]) -> None:
-    """Parse a command of a sweep, so that a mistake is told before it waits in a queue."""
+def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
+    """Parse a command of a sweep, so that a mistake is found before it waits in a queue."""
     try:
-        with redirect_stdout(io.StringIO()):
-            _COMMANDS[arguments[0]]([*arguments[1:], "--print_config"])
-    except SystemExit:
-        pass  # it printed
-
-
-def _split(words: list[str], at: str) -> tuple[list[str], list[str], list[str]]:
-    """What is before a word, the word, and what is behind it."""
-    place = words.index(at) if at in words else len(words)
-    return words[:place], words[place : place + 1], words[place + 1 :]
+        if arguments[0] == "train":
+            parsed = _parse_train(arguments[1:])
+            _find_encodings([parsed.config.encoding], parsed.name("encoding"), parsed.allow)
+        else:
+            parsed = _parse_compare(arguments[1:])
+            _find_encodings(parsed.config.encodings, parsed.name("encodings"), parsed.allow)
+    except ValueError as error:
+        message = str(error)
+        axis = next((name for name in swept if f"--{name}" in message), None)
+        if axis is not None:
+            own = message.startswith(f"--{axis}")
+            message = f"--sweep {message.removeprefix('--') if own else f'{axis}: {message}'}"
+        raise ValueError(message) from None
 
 
 def _recipes(arguments: list[str]) -> int:
-    parser = _OneLineParser(prog="torchrope recipes", description="List the recipes, or print one.")
-    parser.add_argument("name", nargs="?", type=str, help="the recipe to print")
+    parser = OneLineParser(prog="torchrope recipes", description=RECIPES)
+    parser.add_argument("name", nargs="?", metavar="NAME", type=str, help="print this recipe, as YAML")
     name = parser.parse_args(arguments).name
-    if name is not None:
-        print(recipes.find(_known_recipe(name)).read_text(encoding="utf-8"), end="")
-        return 0
     names = recipes.names()
+    if name is not None:
+        if name not in names:
+            raise ValueError(f"NAME must be one that `torchrope recipes` lists, got {name!r}{nearest(name, names)}")
+        print(recipes.find(name).read_text(encoding="utf-8"), end="")
+        return 0
     width = max(map(len, names))
     for name in names:
         print(f"{name:{width}}  {recipes.summary(name)}")
@@ -388,14 +444,14 @@ def _recipes(arguments: list[str]) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    from torchrope.lab.bench.config import Setting, parse_shape
+    from torchrope.lab.bench.config import Setting
 
     options = _bench_parser().parse_args(arguments)
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out must be a folder, got the file {options.out}")
-    shape = {} if options.shape is None else parse_shape(options.shape)
-    setting = Setting(**shape, axes=options.axes, dtype=options.dtype, device=options.device)
-    encodings = None if options.encodings is None else json.loads(_encodings(options.encodings))
+    setting = Setting(**options.shape, axes=options.axes, dtype=options.dtype, device=options.device)
+    if options.encodings is not None:
+        _find_encodings(options.encodings, "--encodings")
     from torchrope.lab.bench.bench import run_bench
     from torchrope.lab.bench.findings import bench_result
     from torchrope.lab.bench.parity import ParityError
@@ -403,7 +459,7 @@ def _bench(arguments: list[str]) -> int:
     try:
         bench = run_bench(
             setting,
-            encodings=encodings,
+            encodings=options.encodings,
             rounds=options.rounds,
             num_threads=options.threads,
             command=shlex.join(["torchrope", "bench", *arguments]),
@@ -416,24 +472,35 @@ def _bench(arguments: list[str]) -> int:
 
 
 def _bench_parser() -> argparse.ArgumentParser:
-    from torchrope.lab.bench.config import DEVICES, DTYPES
+    from torchrope.lab.bench.config import DEVICES, DTYPES, Setting, parse_shape
 
-    parser = _OneLineParser(
-        prog="torchrope bench",
-        usage="torchrope bench [options]",
-        description=BENCH,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--device", type=_one_of(DEVICES), default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--shape", metavar="BATCH,HEADS,TOKENS,HEAD_DIM", help="of q and k (default: 8,12,65,64)")
-    parser.add_argument("--axes", type=int, default=2, metavar="N", help="length of a position (default: 2)")
+    def shape(text: str) -> dict[str, int]:
+        sizes = parse_shape(text)
+        Setting(**sizes)  # type: ignore[arg-type]  # refuses sizes below 1
+        return sizes
+
+    parser = OneLineParser(prog="torchrope bench", usage="torchrope bench [options]", description=BENCH)
+    parser.add_argument("--device", type=one_of(DEVICES), default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
-        "--dtype", type=_one_of(DTYPES), default="float32", help=f"{', '.join(DTYPES)} (default: float32)"
+        "--shape",
+        type=checked(shape),
+        default={},
+        metavar="BATCH,HEADS,TOKENS,HEAD_DIM",
+        help="of q and k (default: 8,12,65,64)",
     )
-    parser.add_argument("--encodings", metavar="A,B,C", help="by name (default: those above that fit the shape)")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads on the CPU (default: torch's own number)")
-    parser.add_argument("--rounds", type=int, default=21, metavar="N", help="medians are over so many (default: 21)")
+    parser.add_argument("--axes", type=at_least_one, default=2, metavar="N", help="length of a position (default: 2)")
+    parser.add_argument(
+        "--dtype", type=one_of(DTYPES), default="float32", help=f"{', '.join(DTYPES)} (default: float32)"
+    )
+    parser.add_argument(
+        "--encodings", type=as_list, metavar="A,B,C", help="by name (default: those above that fit the shape)"
+    )
+    parser.add_argument(
+        "--threads", type=at_least_one, metavar="N", help="threads on the CPU (default: torch's own number)"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=21, metavar="N", help="medians are over so many (default: 21)"
+    )
     parser.add_argument("--out", type=Path, default=Path("torchrope-bench"), help="folder (default: torchrope-bench)")
     return parser
 
@@ -465,263 +532,3 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "recipes": _recipes,
     "bench": _bench,
 }
-
-
-class _OneLineParser(argparse.ArgumentParser):
-    """Tells mistakes as ValueErrors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        if "unrecognized arguments: --" in message:
-            raise ValueError(_explain(message, self))
-        raise ValueError(f"{message}; {self.format_usage().strip()}")
-
-
-def _parse(command: str, description: str, config: type, arguments: list[str]) -> Any:
-    """Parse into a dataclass; a mistake becomes a ValueError of one line."""
-    from jsonargparse import ArgumentError, ArgumentParser
-
-    parser = ArgumentParser(**_parser_settings(command, description))
-    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
-    parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
-    full = _of_data(arguments, config)
-    parser.add_class_arguments(full)
-    try:
-        given = parser.instantiate(_parse_over_recipe(parser, _with_long_names(arguments, full)))
-    except ArgumentError as error:
-        raise ValueError(_explain(str(error), parser)) from None
-    return config(**{field.name: given[field.name] for field in fields(config)})
-
-
-def _of_data(arguments: list[str], config: type) -> type:
-    """The configuration with the settings of the data set that the arguments name, or a file or a recipe in them."""
-    from torchrope.lab.data.config import settings_of
-
-    name = recipe = None
-    for option, value in pairwise(word for argument in arguments for word in argument.split("=", 1)):
-        if option in ("--data", "--data.name"):
-            name = value
-        elif option == "--recipe":
-            recipe = value
-        elif option == "--config":
-            stored = read_mapping(Path(value), "--config")
-            recipe = stored.get("recipe", recipe)
-            name = stored["data"].get("name", name) if isinstance(stored.get("data"), dict) else name
-    if name is None and recipe is not None:
-        name = recipes.settings(_known_recipe(recipe)).get("data", {}).get("name")
-    kind = settings_of(name or "digits")
-    fields_of_data = [("data", kind, field(default_factory=kind))]
-    return make_dataclass(config.__name__, fields_of_data, bases=(config,), namespace={"__doc__": config.__doc__})
-
-
-def _parse_over_recipe(parser: Any, options: list[str]) -> Any:
-    """Parse with the named recipe, or the data set's, for defaults; a size by name puts the recipe's own size aside."""
-    from torchrope.lab.training.config import flat
-
-    asking = ("-h", "--help", "--print_config")
-    given = parser.parse_args([option for option in options if option.partition("=")[0] not in asking])
-    known = {action.dest for action in parser._actions}
-    parts = {name.partition(".")[0] for name in known}
-    recipe = recipes.settings(given.recipe or given.data.name)
-    defaults = flat({name: value for name, value in recipe.items() if name in parts})
-    for name in sorted(defaults.keys() - known):
-        raise ValueError(_unknown(name, parser))
-    parser.set_defaults(defaults)
-    settings = parser.parse_args(options)
-    if given.model.size is not None:
-        for name in ("dim", "depth", "num_heads", "mlp_dim"):
-            settings.model[name] = given.model[name]
-    return settings
-
-
-def _parser_settings(command: str, description: str) -> dict[str, Any]:
-    from jsonargparse import DefaultHelpFormatter, set_loader
-    from yaml import YAMLError
-
-    set_loader(_BOUNDED, _load_bounded, (YAMLError, ValueError))
-
-    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        """Types and defaults with every option, paragraphs as they are written."""
-
-    return {
-        "prog": f"torchrope {command}",
-        "usage": f"torchrope {command} {'NAME[,NAME] ' if command == 'study' else ''}[options]",
-        "description": description,
-        "formatter_class": Formatter,
-        "exit_on_error": False,
-        "parser_mode": _BOUNDED,
-    }
-
-
-def _load_bounded(text: str) -> Any:
-    """YAML as jsonargparse reads it, from files of any option and from values, without what grows by aliases."""
-    from jsonargparse import get_loader
-
-    return parse_yaml(text, get_loader("yaml"))
-
-
-def _take_allowed(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments without --allow, and the modules and packages that it names."""
-    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    only.add_argument("--allow", action="append", default=[])
-    known, others = only.parse_known_args(arguments)
-    return others, [name.strip() for names in known.allow for name in names.split(",") if name.strip()]
-
-
-def _with_long_names(arguments: list[str], config: type) -> list[str]:
-    """Write short forms out (--data NAME, --epochs N, lists as a,b,c) and look at names and files they give."""
-    looked_at = {**dict.fromkeys(_lists(config), _as_list), **_LOOKED_AT}
-    long: list[str] = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if long and long[-1] in looked_at:
-            argument = looked_at[long[-1]](argument)
-        elif name in _SHORT or (name in looked_at and equals):
-            name = _SHORT.get(name, name)
-            argument = f"{name}={looked_at.get(name, str)(value)}" if equals else name
-        long.append(argument)
-    return long
-
-
-def _lists(config: type, above: str = "--") -> list[str]:
-    """The options of a configuration whose values are lists."""
-    found: list[str] = []
-    for name, kind in get_type_hints(config).items():
-        kinds = [get_origin(part) for part in (kind, *get_args(kind))]
-        if is_dataclass(kind):
-            found += _lists(kind, f"{above}{name}.")  # type: ignore[arg-type]
-        elif list in kinds or tuple in kinds:
-            found.append(f"{above}{name}")
-    return found
-
-
-def _as_list(text: str) -> str:
-    """A list as JSON has it; what is one, or nothing, stays."""
-    if text.startswith("[") or text == "null":
-        return text
-    return json.dumps([_as_number(part.strip()) for part in text.split(",") if part.strip()])
-
-
-def _as_number(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _encoding(name: str) -> str:
-    """An encoding that was typed: what is of a module of one's own is imported, and looked at."""
-    from torchrope.lab.encodings import load_modules, own_parts
-
-    load_modules([name])
-    if own_parts(name):
-        from torchrope.lab.encodings import choose
-
-        choose(name)
-    return name
-
-
-def _encodings(text: str) -> str:
-    """Several of them, as a list."""
-    names = _as_list(text)
-    for name in json.loads(names) or []:
-        _encoding(str(name))
-    return names
-
-
-def _known_data(name: str) -> str:
-    from torchrope.lab.data.config import settings_of
-
-    settings_of(name)
-    return name
-
-
-def _known_recipe(name: str) -> str:
-    names = recipes.names()
-    if name not in names:
-        raise ValueError(f"there is no recipe {name!r}, torchrope recipes lists them{_nearest(name, names)}")
-    return name
-
-
-def _one_of(names: Sequence[str]) -> Callable[[str], str]:
-    """What argparse calls to check a name."""
-
-    def check(name: str) -> str:
-        if name not in names:
-            raise argparse.ArgumentTypeError(f"must be one of {', '.join(names)}, got {name!r}{_nearest(name, names)}")
-        return name
-
-    return check
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text!r}")
-    return int(text)
-
-
-def _factors(text: str) -> list[float]:
-    """Factors as 0.75,1,1.25."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers as 0.75,1,1.25, got {text!r}") from None
-
-
-def _readable_config(path: str) -> str:
-    read_mapping(Path(path), "--config")
-    return path
-
-
-_LOOKED_AT: dict[str, Callable[[str], str]] = {
-    "--data.name": _known_data,
-    "--encoding": _encoding,
-    "--encodings": _encodings,
-    "--config": _readable_config,
-    "--recipe": _known_recipe,
-}
-
-
-def _explain(message: str, parser: argparse.ArgumentParser) -> str:
-    """Shorten what the parser says to one line, and suggest the nearest option for a typo."""
-    unknown = re.search(r"[Uu]nrecognized arguments: --([\w.\-]+)", message)
-    if unknown:
-        return _unknown(unknown[1], parser)
-    in_file = re.search(r"Group '([\w.]+)' does not accept option '([\w.\-]+)'", message)
-    if in_file:
-        return _unknown(f"{in_file[1]}.{in_file[2]}", parser)
-    elsewhere = re.search(r"Option '([\w.\-]+)' is not accepted", message)
-    if elsewhere:
-        return _unknown(elsewhere[1], parser)
-    wrong_type = re.search(r'^Parser key "([\w.]+)":\s+(?!Unable to load)(.*)', message, re.DOTALL)
-    if wrong_type:
-        return f"--{wrong_type[1]}: {_one_line(wrong_type[2])}"
-    denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
-    if denied:
-        return f"a configuration imports from {', '.join(_ALLOWED)} alone, unless --allow names more, got {denied[1]!r}"
-    return _one_line(message)
-
-
-def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
-    """Say of an option that there is not whose it is, or which one is spelled like it."""
-    from torchrope.lab.data.config import refusal, takers
-
-    setting = name.removeprefix("data.")
-    if setting != name and takers(setting):
-        data = next(action.default for action in parser._actions if action.dest == "data.name")
-        return str(refusal(setting, data))
-    options = [option for action in parser._actions for option in action.option_strings]
-    return f"there is no option --{name}{_nearest(f'--{name}', options)}"
-
-
-def _nearest(word: str, known: Any) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
-
-
-def _fail(message: str, command: str | None = None) -> int:
-    print(f"torchrope{' ' + command if command else ''}: {message}", file=sys.stderr)
-    return 2

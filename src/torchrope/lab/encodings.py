@@ -1,4 +1,4 @@
-"""Encodings by name in the laboratory: the library's, and classes of one's own as "mypackage.module:Class".
+"""Encodings by name in the laboratory: those of the library, and user-defined classes as "mypackage.module:Class".
 
 Importing a module runs it. `load_modules` imports those that a command line names or allows; `choose` imports nothing
 and finds classes in modules that are loaded, so that a stored configuration cannot start code.

@@ -1,4 +1,4 @@
-"""Vision transformers that take any encoding, each file read top to bottom."""
+"""Vision transformers (ViT, Swin) for any encoding and any number of axes, and their feature maps."""
 
 from torchrope.models.features import Features as Features
 from torchrope.models.features import pad as pad

@@ -1,4 +1,4 @@
-"""Maps at several strides for heads that find or segment: a ViT's layers, a pyramid of its last one, Swin's stages."""
+"""Multi-scale feature maps for segmentation and detection: a ViT's layers or simple feature pyramid, Swin's stages."""
 
 import math
 from collections.abc import Sequence
@@ -124,15 +124,15 @@ class Features(nn.Module):
             x = _zeroed(x, mask.unsqueeze(1))
         x = functional.pad(x, (0, -width % self.size_divisor, 0, -height % self.size_divisor))
         maps = self._maps(x, None if mask is None else _cells(mask, self.size_divisor))
-        there = [None if mask is None else _cells(mask, stride).unsqueeze(1) for stride in self.strides]
+        valid = [None if mask is None else _cells(mask, stride).unsqueeze(1) for stride in self.strides]
         if self.pyramid:
             patches = None if mask is None else _cells(mask, self.size_divisor).unsqueeze(1)
             sizes = [(math.ceil(height / stride), math.ceil(width / stride)) for stride in self.strides]
             maps = [
                 level(maps[0], size, patches, cells)
-                for level, size, cells in zip(self.levels, sizes, there, strict=True)
+                for level, size, cells in zip(self.levels, sizes, valid, strict=True)
             ]
-        return [_zeroed(map, cells) for map, cells in zip(maps, there, strict=True)]
+        return [_zeroed(map, cells) for map, cells in zip(maps, valid, strict=True)]
 
     @property
     def feature_info(self) -> "FeatureInfo":
@@ -198,20 +198,20 @@ class Features(nn.Module):
         self.strides = tuple(self.size_divisor * 2**index for index in self.indices)
         self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
 
-    def _maps(self, x: Tensor, there: Tensor | None) -> list[Tensor]:
+    def _maps(self, x: Tensor, valid_mask: Tensor | None) -> list[Tensor]:
         """The maps of the model, before a pyramid, from images of whole patches."""
         if isinstance(self.model, ViT):
             return self.model.feature_maps(
                 x,
                 [-1] if self.pyramid else self.indices,
                 norm=False,
-                there=there,
+                valid_mask=valid_mask,
                 window_size=self.window_size,
                 global_layers=self.global_layers or (),
             )
-        if there is None and not self._windows_fill(self.model.embed.lattice(x.shape[2:])):
-            there = torch.ones(1, *self.model.embed.lattice(x.shape[2:]), dtype=torch.bool, device=x.device)
-        stages = self.model.feature_maps(x, window_size=self.window_size, there=there)
+        if valid_mask is None and not self._windows_fill(self.model.embed.lattice(x.shape[2:])):
+            valid_mask = torch.ones(1, *self.model.embed.lattice(x.shape[2:]), dtype=torch.bool, device=x.device)
+        stages = self.model.feature_maps(x, window_size=self.window_size, valid_mask=valid_mask)
         return [norm(stages[index]) for index, norm in zip(self.indices, self.norms, strict=True)]
 
     def _windows_fill(self, sizes: tuple[int, ...]) -> bool:

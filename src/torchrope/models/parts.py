@@ -1,4 +1,4 @@
-"""What backbones share: patches, MLP, stochastic depth, and encodings by name."""
+"""Layers that the backbones share: patch embedding, MLP, stochastic depth, and encodings by name."""
 
 from collections.abc import Callable, Sequence
 
@@ -80,11 +80,16 @@ def on_lattice(
     return torch.cat([parts[own] for own in extents])
 
 
-def extents(there: Tensor) -> list[tuple[int, ...]]:
-    """How far the tokens that are there, `(batch, *sizes)`, reach along each axis in each sample, 1 at least."""
+def extents(valid_mask: Tensor) -> list[tuple[int, ...]]:
+    """How far the valid tokens, `(batch, *sizes)`, reach along each axis in each sample, 1 at least."""
     reach = [
-        there.movedim(axis, 1).flatten(1).unflatten(1, (there.shape[axis], -1)).any(dim=2).sum(dim=1).clamp(min=1)
-        for axis in range(1, there.ndim)
+        valid_mask.movedim(axis, 1)
+        .flatten(1)
+        .unflatten(1, (valid_mask.shape[axis], -1))
+        .any(dim=2)
+        .sum(dim=1)
+        .clamp(min=1)
+        for axis in range(1, valid_mask.ndim)
     ]
     return [tuple(each) for each in torch.stack(reach, dim=1).tolist()]
 
@@ -116,7 +121,7 @@ def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool) -> Tensor:
 
 
 def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
-    """Mix the channels of each token:  W₂ σ(W₁ x + b₁) + b₂,  σ = gelu unless told otherwise."""
+    """Mix the channels of each token:  W₂ σ(W₁ x + b₁) + b₂,  σ = gelu by default."""
     return nn.Sequential(
         nn.Linear(dim, hidden_dim),
         activation(),

@@ -1,4 +1,4 @@
-"""Swin for any number of axes: attention in windows, shifted in every other layer, over four merging stages."""
+"""Swin transformer for any number of axes: shifted-window attention in four stages with patch merging."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -195,34 +195,36 @@ class Swin(nn.Module):
         return self.norm(last).flatten(1, -2).mean(dim=1)
 
     def feature_maps(
-        self, x: Tensor, *, window_size: int | Sequence[int] | None = None, there: Tensor | None = None
+        self, x: Tensor, *, window_size: int | Sequence[int] | None = None, valid_mask: Tensor | None = None
     ) -> list[Tensor]:
         """What each stage gives, `(batch, dim of the stage, *sizes of the stage)`, without the last norm.
 
         Args:
             x: As in `forward`.
             window_size: As in `forward`.
-            there: Which patches are no padding, `(batch or 1, *lattice)`. No token attends to those that are, nor to
+            valid_mask: Which patches are not padding, `(batch or 1, *lattice)`. No token attends to padding, nor to
                 what fills up windows, which are then filled up before they are shifted. By default all attend to
-                zeros there, and windows are shifted first, as timm's are; where windows fill a lattice of patches that
-                are all there both are the same.
+                zeros, and windows are shifted first, as timm's are; where windows fill a lattice of patches that
+                are all valid both are the same.
         """
-        return [stage.movedim(-1, 1) for stage in self._stages(x, window_size, there)]
+        return [stage.movedim(-1, 1) for stage in self._stages(x, window_size, valid_mask)]
 
-    def _stages(self, x: Tensor, window_size: int | Sequence[int] | None, there: Tensor | None = None) -> list[Tensor]:
+    def _stages(
+        self, x: Tensor, window_size: int | Sequence[int] | None, valid_mask: Tensor | None = None
+    ) -> list[Tensor]:
         """The lattices `(batch, *sizes, dim)` that the stages give."""
         sizes = self.embed.lattice(x.shape[2:])
         tokens = self.embed_norm(self.embed(x))  # (batch, tokens, dim)
         if self.absolute is not None:
-            tokens = tokens + on_lattice(self.absolute, sizes, None if there is None else extents(there))
+            tokens = tokens + on_lattice(self.absolute, sizes, None if valid_mask is None else extents(valid_mask))
         lattice = self.dropout(tokens).unflatten(1, sizes)
         window = None if window_size is None else per_axis_window(window_size, len(sizes))
         lattices = []
         for index, stage in enumerate(self.stages):
-            if there is not None and index:
-                lattice = lattice * there.unsqueeze(-1)  # what merges with padding merges with zeros
-                there = there[(slice(None), *(slice(None, None, 2) for _ in sizes))]
-            lattice = stage(lattice, window, there)
+            if valid_mask is not None and index:
+                lattice = lattice * valid_mask.unsqueeze(-1)  # what merges with padding merges with zeros
+                valid_mask = valid_mask[(slice(None), *(slice(None, None, 2) for _ in sizes))]
+            lattice = stage(lattice, window, valid_mask)
             lattices.append(lattice)
         return lattices
 
@@ -288,23 +290,23 @@ class Stage(nn.Module):
         self.spacing = paper["spacing"] if spacing is None else spacing
         self.origin = paper["origin"] if origin is None else origin
 
-    def forward(self, x: Tensor, window: tuple[int, ...] | None = None, there: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, window: tuple[int, ...] | None = None, valid_mask: Tensor | None = None) -> Tensor:
         """A lattice `(batch, *sizes, dim of the stage before)` to `(batch, *sizes of the stage, dim)`.
 
         Args:
             x: The lattice.
             window: Tokens of a window along each axis; those of the training by default.
-            there: Which tokens of the stage are no padding, `(batch or 1, *sizes of the stage)`; see `feature_maps`.
+            valid_mask: Which tokens are not padding, `(batch or 1, *sizes of the stage)`; see `feature_maps`.
         """
         x = self.merge(x)
         sizes = x.shape[1:-1]
         plain = Windows.fit(sizes, window or self.window)
-        if there is not None:
+        if valid_mask is not None:
             x = pad_ends(x, plain.padded)
-            there = pad_ends(there.unsqueeze(-1), plain.padded).squeeze(-1)
+            valid_mask = pad_ends(valid_mask.unsqueeze(-1), plain.padded).squeeze(-1)
             plain = Windows.fit(plain.padded, plain.window)
         shifted = plain.shifted()
-        cuts = [(cut, _mask(cut, there, x)) for cut in (plain, shifted)]
+        cuts = [(cut, _mask(cut, valid_mask, x)) for cut in (plain, shifted)]
         positions = grid(*plain.window, spacing=self.spacing, origin=self.origin, device=x.device)
         for index, layer in enumerate(self.layers):
             cut, mask = cuts[index % 2]
@@ -381,11 +383,11 @@ class PatchMerging(nn.Module):
         return self.proj(self.norm(neighbours))
 
 
-def _mask(cut: Windows, there: Tensor | None, x: Tensor) -> Tensor | None:
+def _mask(cut: Windows, valid_mask: Tensor | None, x: Tensor) -> Tensor | None:
     """Which tokens may attend to which in a batch of lattices, `(batch · windows, 1, tokens, tokens)`, or None."""
     near = cut.mask(device=x.device)
-    if there is None and near is None:
+    if valid_mask is None and near is None:
         return None
-    seen = torch.ones((), dtype=torch.bool, device=x.device) if there is None else cut.seen(there)
+    seen = torch.ones((), dtype=torch.bool, device=x.device) if valid_mask is None else cut.seen(valid_mask)
     mask = seen if near is None else seen & near  # (batch or 1 or nothing, windows, tokens, tokens)
     return mask.expand(x.shape[0], *mask.shape[-3:]).flatten(0, 1).unsqueeze(1)

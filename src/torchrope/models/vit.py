@@ -215,7 +215,7 @@ class ViT(nn.Module):
         indices: Sequence[int],
         *,
         norm: bool = True,
-        there: Tensor | None = None,
+        valid_mask: Tensor | None = None,
         window_size: int | Sequence[int] | None = None,
         global_layers: Collection[int] = (),
     ) -> list[Tensor]:
@@ -228,7 +228,7 @@ class ViT(nn.Module):
             x: `(batch, in_channels, *sizes)`, as in `forward`.
             indices: Depths: 0 is the embedded patches, i the output of layer i counted from 1, -1 that of the last.
             norm: Whether the final norm is applied to each.
-            there: Which patches are no padding, `(batch, *lattice)`; no token attends to those that are. A table of
+            valid_mask: Which patches are not padding, `(batch, *lattice)`; no token attends to padding. A table of
                 vectors is resampled to what each sample fills, a bias to the lattice of all.
             window_size: Tokens of a window along each axis, or one number for all; by default all attend to all.
             global_layers: Layers that attend everywhere all the same, counted from 1.
@@ -250,12 +250,12 @@ class ViT(nn.Module):
         sizes = self.embed.lattice(x.shape[2:])
         wanted = self._depths(indices)
         sized = self.absolute is not None or self.place is not None  # what looks at the size of each sample
-        filled = extents(there) if there is not None and sized else None
+        filled = extents(valid_mask) if valid_mask is not None and sized else None
         tokens = self.embedded(x, filled)
         places = on_lattice(partial(self._places, device=tokens.device), sizes, filled)
         rotations = [encoding(prefix(places, self.num_prefix)) for encoding in self.encodings]
         window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
-        sights = self._sights(sizes, self._masks(x.shape[0], sizes, there, window), window, global_layers)
+        sights = self._sights(sizes, self._masks(x.shape[0], sizes, valid_mask, window), window, global_layers)
         inputs = (
             (rotations[index % len(rotations)], bias, None, within) for index, (bias, within) in enumerate(sights)
         )
@@ -313,15 +313,15 @@ class ViT(nn.Module):
         return [depths[index] for index in indices]
 
     def _masks(
-        self, batch: int, sizes: tuple[int, ...], there: Tensor | None, window: Windows | None
+        self, batch: int, sizes: tuple[int, ...], valid_mask: Tensor | None, window: Windows | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Which keys are seen where all is seen, and which within windows; None where all are."""
         everywhere = within = None
-        if there is not None:
-            everywhere = functional.pad(there.flatten(1), (self.num_prefix, 0), value=True)[:, None, None]
-        if window is not None and (there is not None or window.padded != window.sizes):
-            all_there = self.prefix_tokens.new_ones(1, *sizes, dtype=torch.bool)
-            seen = window.seen(all_there if there is None else there)  # (batch or 1, windows, tokens, tokens)
+        if valid_mask is not None:
+            everywhere = functional.pad(valid_mask.flatten(1), (self.num_prefix, 0), value=True)[:, None, None]
+        if window is not None and (valid_mask is not None or window.padded != window.sizes):
+            all_valid = self.prefix_tokens.new_ones(1, *sizes, dtype=torch.bool)
+            seen = window.seen(all_valid if valid_mask is None else valid_mask)  # (batch or 1, windows, tokens, tokens)
             within = seen.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
         return everywhere, within
 

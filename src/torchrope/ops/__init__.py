@@ -1,7 +1,7 @@
-"""The one verb, `rotate`, and the exponential beneath it.
+"""`rotate`, which applies rotations to queries and keys, and `skew_exp`, the matrix exponential that it needs.
 
-`reference.py` is the truth in plain PyTorch. The kernels answer to it: `native` for CPUs, `gpu` for CUDA and ROCm;
-`library.py` makes them operators of PyTorch, `backends.py` says which path serves.
+`reference.py` defines the results in plain PyTorch. Kernels must agree with it: `native` for CPUs,
+`gpu` for CUDA and ROCm; `library.py` makes them operators of PyTorch, `backends.py` chooses among them.
 """
 
 from torchrope.ops.backends import BACKENDS as BACKENDS

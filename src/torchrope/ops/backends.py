@@ -1,4 +1,4 @@
-"""Which path computes: the plain reference, the kernels for CPUs ("native") or those for GPUs ("triton")."""
+"""The choice of implementation: the reference, the kernels for CPUs ("native") or those for GPUs ("triton")."""
 
 import warnings
 from functools import cache
@@ -20,7 +20,7 @@ def takes_kernels(backend: str, *tensors: Tensor) -> bool:
     """Whether kernels compute, or the reference.
 
     Args:
-        backend: "auto" takes kernels where they can serve; "reference", "native" and "triton" are taken at their word.
+        backend: "auto" uses kernels where they support the inputs; the others are used, or raise where they do not.
         tensors: What they are asked to compute with.
 
     Raises:

@@ -35,7 +35,7 @@ def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """What an operator returns for a gradient that nobody wants."""
+    """What an operator returns for a gradient that is not needed."""
     return like.new_empty(0, dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The truth in plain PyTorch: short, slow where it must be, and right."""
+"""Reference implementations in plain PyTorch, which define the results of all kernels."""
 
 import torch
 from torch import Tensor

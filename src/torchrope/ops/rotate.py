@@ -1,4 +1,4 @@
-"""The one verb of the library."""
+"""`rotate`: apply a rotation to queries and keys, by a kernel or by the reference."""
 
 import torch
 from torch import Tensor
@@ -196,7 +196,7 @@ def _inputs(rotation: Rotation) -> tuple[Tensor, ...]:
 
 
 def _takes_kernels(backend: str, q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation) -> bool:
-    """Whether kernels rotate; a backend taken at its word raises where they cannot."""
+    """Whether kernels rotate; a backend named explicitly raises where they cannot."""
     if not takes_kernels(backend, q, k, *_inputs(rotation), *_inputs(key_rotation)):
         return False
     leading = max(q.ndim, k.ndim) - 3
@@ -209,15 +209,15 @@ def _takes_kernels(backend: str, q: Tensor, k: Tensor, rotation: Rotation, key_r
 
 
 def _beyond_kernels(rotation: Rotation, leading: int) -> str | None:
-    """Why a rotation is one that no kernel knows, or None."""
+    """Why no kernel supports a rotation, or None."""
     *batch, _, _ = rotation.shape
     if not isinstance(rotation, (Planar, Commuting, Block)):
-        return f"knows Planar, Commuting and Block rotations, got {type(rotation).__name__}"
+        return f"supports Planar, Commuting and Block rotations, got {type(rotation).__name__}"
     if len(batch) > 1 or (leading > 1 and batch not in ([], [1])):
         return f"needs positions that samples share, or one leading dimension of both, got {tuple(batch)}"
     learned = isinstance(rotation, (Planar, Block)) and rotation.table is not None and rotation.table.requires_grad
     if learned and getattr(rotation, "tangent", None) is None:
-        return "has no gradient to a table of one's own making"
+        return "has no gradient to a table that the caller made"
     return None
 
 
@@ -242,7 +242,7 @@ def _check(name: str, x: Tensor, rotation: Rotation) -> None:
 
 
 def _check_heads(q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation) -> None:
-    """Key heads divide query heads; a rotation knows the heads of q, or those of k and turns each group alike."""
+    """Key heads divide query heads; a rotation has the heads of q, or those of k and rotates each group alike."""
     heads, key_heads = q.shape[-3], k.shape[-3]
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"heads of q must be a multiple of the heads of k, got {heads} and {key_heads}")

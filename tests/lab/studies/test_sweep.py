@@ -53,10 +53,10 @@ def test_a_sweep_is_the_product_of_its_axes_each_in_a_folder_of_its_own() -> Non
         (["--", "bench"], "submit runs train or compare, got 'bench'"),
         ([], "submit runs train or compare, got 'nothing'"),
         (["--sweep=sed=0", "--", "train"], "there is no option --sed; did you mean '--seed'?"),
-        (["--sweep=data.name=digits,digit", "--", "train"], "--data is one of"),
+        (["--sweep=data.name=digits,digit", "--", "train"], "--sweep data.name must be one of"),
         (["--slurm", "time", "--", "train"], "--slurm must be NAME=VALUE,..., got 'time'"),
         (["--cluster", "sge", "--", "train"], "must be one of slurm, local, got 'sge'"),
-        (["--parallel", "0", "--", "train"], "must be 1 or more, got '0'"),
+        (["--parallel", "0", "--", "train"], "--parallel must be a whole number of 1 or more, got '0'"),
     ],
 )
 def test_mistakes_are_told_in_one_line_before_anything_is_submitted(

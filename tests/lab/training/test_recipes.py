@@ -31,6 +31,18 @@ from torchrope.models import ViT
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 
+LARGER = (
+    "detr-swin-s",
+    "detr-swin-b",
+    "detr-vit-l",
+    "rope-swin-b",
+    "rope-vit-l",
+    "rope-vit-l-224",
+    "liere-cifar100-vit-l",
+)
+OF_EACH_KIND = [  # larger sizes of models that are among them already wait for `make slow`
+    pytest.param(name, marks=pytest.mark.slow) if name.endswith(LARGER) else name for name in PAPERS
+]
 CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150, "coco": 80}
 EXAMPLES = {
     "cifar100": 50_000,
@@ -97,7 +109,7 @@ def published_flops(name: str) -> float:
     return macs(name, "learned") + norms * 5 * tokens * dim / 1e9
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_a_recipe_builds_with_every_encoding_that_it_names(name: str) -> None:
     for encoding in [configuration(name).encoding, *recipes.settings(name).get("encodings", [])]:
         assert count(built(name, encoding)) > 1e7
@@ -371,7 +383,7 @@ def small(config: RunConfig) -> Any:
     return replace(model, size=None, **tiny, **inputs, **head, **queries)
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_two_steps_change_the_weights(name: str, miniature_roots: dict[str, Path], tmp_path: Path) -> None:
     config = miniature(name, miniature_roots)
     data = set_up(config)
@@ -421,7 +433,7 @@ def test_recipes_lists_all_and_prints_one(capsys: pytest.CaptureFixture[str]) ->
 def test_an_unknown_recipe_is_told_with_the_nearest(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2
     error = capsys.readouterr().err
-    assert "there is no recipe 'rope-swin-m'" in error
+    assert "got 'rope-swin-m'" in error
     assert "did you mean 'rope-swin-" in error
     assert error.count("\n") == 1
 

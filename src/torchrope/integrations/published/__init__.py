@@ -77,7 +77,7 @@ def convert(state: Mapping[str, Tensor], **options: Any) -> nn.Module:
 
 
 def family_of(state: Mapping[str, Tensor]) -> Any:
-    """The module that knows checkpoints like these tensors."""
+    """The module that reads checkpoints with these tensors."""
     family = next((family for family in _FAMILIES if family.recognises(state)), None)
     if family is None:
         known = ", ".join(family.FAMILY for family in _FAMILIES)

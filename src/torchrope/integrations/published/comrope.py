@@ -150,7 +150,7 @@ def _lattice(
             raise tensors.refusal(f"it must have no frames on 2 axes, got {frames}")
         return (side, side)
     if frames is None and _TABLE not in tensors:
-        raise tensors.refusal("give input_size= as (frames, height, width): nothing in it tells how many frames it saw")
+        raise tensors.refusal("give input_size= as (frames, height, width): it does not determine the number of frames")
     return (frames or 1, side, side)
 
 

@@ -1,4 +1,4 @@
-"""What DeiT, DeiT III, rope-vit and timm's plain ViTs have in common: the names of their weights."""
+"""Weight names that DeiT, DeiT III, rope-vit and timm's plain ViTs share."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -148,11 +148,11 @@ def take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
 
 
 def heads_of(tensors: Tensors, dim: int, num_heads: int | None, *, told: int | None = None, by: str = "") -> int:
-    """Heads as a tensor tells them, as asked for, or 64 channels each as published; refused where they disagree."""
+    """Number of heads from a tensor, as asked for, or 64 channels each as published; refused where they disagree."""
     heads = next(filter(None, (told, num_heads, _HEADS.get(dim))), None)
     if heads is None:
         if dim % 64:
-            raise tensors.refusal(f"nothing in it tells the number of heads: give num_heads= for tokens {dim} wide")
+            raise tensors.refusal(f"it does not determine the number of heads: give num_heads= for tokens {dim} wide")
         heads = dim // 64
     if num_heads not in (None, heads):
         raise tensors.refusal(f"num_heads must be {heads}, as {by} says, got {num_heads}")

@@ -1,4 +1,4 @@
-"""From a file to a state dict: nothing in the file is executed, prefixes of wrappers are taken off."""
+"""Read a state dict from a file: nothing in the file is executed, prefixes of wrappers are removed."""
 
 import os
 import pickle
@@ -65,7 +65,7 @@ def _read_pickle(path: Path, size: int) -> Any:
     try:
         if archived:
             _check_archive(path, size)
-        with warnings.catch_warnings():  # torch tells of its own old formats; the caller cannot change the file
+        with warnings.catch_warnings():  # torch warns of its own old formats; the caller cannot change the file
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may fail in any way

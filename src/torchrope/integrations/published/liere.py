@@ -144,7 +144,7 @@ def _patch(tensors: Tensors, entries: int, num_axes: int, patch_size: int | Sequ
     elif num_axes == 2 and entries == 3 * side * side:
         patch = (side, side)
     else:
-        raise tensors.refusal(f"give patch_size=, for nothing in it tells how {entries} numbers make a patch")
+        raise tensors.refusal(f"give patch_size=, since it does not determine how {entries} numbers make a patch")
     if len(patch) != num_axes or entries % math.prod(patch):
         raise tensors.refusal(f"patch_size must be {num_axes} numbers that divide {entries}, got {patch}")
     return patch
@@ -160,7 +160,7 @@ def _lattice(
     elif input_size is None and len(patch) == 2 and side * side == patches:
         return (side, side)
     elif input_size is None:
-        raise tensors.refusal(f"give input_size=, for nothing in it tells how its {patches} patches lie")
+        raise tensors.refusal(f"give input_size=, since it does not determine how its {patches} patches lie")
     sizes = (input_size,) * len(patch) if isinstance(input_size, int) else tuple(input_size)
     fits = len(sizes) == len(patch) and not any(size % extent for size, extent in zip(sizes, patch, strict=True))
     if not fits or math.prod(sizes) != patches * math.prod(patch):

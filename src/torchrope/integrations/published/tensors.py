@@ -58,7 +58,7 @@ class Tensors:
             raise self.refusal(f"{name} must be floating point, got {tensor.dtype}")
 
     def drop(self, *names: str) -> None:
-        """Leave out what can be computed anew or was never read."""
+        """Leave out what can be recomputed or was never read."""
         for name in names:
             self._left.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""Recipes: YAML, one experiment a file, in the words of `torchrope compare` and `torchrope train`.
+"""Recipes: YAML files with settings of `torchrope compare` and `torchrope train`, one experiment each.
 
 Those in this folder are small, one for each data set and named like it; those in `papers` are what papers trained.
 """

@@ -1,4 +1,4 @@
-"""Exponential of skew blocks:  R = exp(sum_a p_a A_a),  one tile of registers from the generators to the rotation.
+"""Exponential of skew blocks:  R = exp(sum_a p_a A_a),  computed in registers.
 
 Forward: scale G until its norm is below 0.85, sum the Taylor series, square back; what is carried is E = R - I, so that
 small rotations keep their digits. Squarings double the departure from orthogonality, which is renewed every eighth
@@ -220,7 +220,7 @@ def _upper_entries(matrix, own, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _near(exponent, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Exponents scaled to norms below 2^40, beyond which float32 knows no angle, and zeros for what is not finite.
+    """Exponents scaled to norms below 2^40, beyond which float32 resolves no angle, and zeros for what is not finite.
 
     Returns:
         The tile, and whether the matrix of each row is finite [WIDTH].

@@ -1,4 +1,4 @@
-"""What the kernels share: how work is cut into programs, and how tensors are handed over."""
+"""Launch parameters that the kernels share: grids of programs, and strides of tensors."""
 
 from contextlib import AbstractContextManager, nullcontext
 

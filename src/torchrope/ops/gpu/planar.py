@@ -1,4 +1,4 @@
-"""Rotation of channel pairs by angles that are made in registers:  a = sum_n p_n f_n.
+"""Rotation of channel pairs by angles that are computed in registers:  a = sum_n p_n f_n.
 
 A program holds the angles of some tokens and one rotation head, and turns the vectors of all samples and heads that
 share them. Only q and k touch memory.

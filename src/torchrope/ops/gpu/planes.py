@@ -1,4 +1,4 @@
-"""Skew blocks in their planes:  B = U diag([[0, -w], [w, 0]]) U^T,  by Jacobi's method, a program for each block.
+"""Decomposition of skew-symmetric blocks:  B = U diag([[0, -w], [w, 0]]) U^T,  by Jacobi's method, one a program.
 
 As in `native/skew_eig.c`: a rotation of four coordinates x -> a x b, in quaternions, leaves nothing between two planes,
 and U is a product of such rotations whatever the rank of B. Pairs of planes without one in common are rotated at once:

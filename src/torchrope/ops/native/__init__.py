@@ -1,6 +1,6 @@
 """The kernels for CPUs: compiled C without dependencies, called on tensors' memory, run by torch's own threads.
 
-One library is built for each instruction set that this machine's compiler knows; the best that the processor runs
+One library is built for each instruction set that this machine's compiler supports; the best that the processor runs
 is loaded. Where none was built, `LIBRARY` is None and the plain reference takes over.
 """
 

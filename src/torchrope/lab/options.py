@@ -1,0 +1,432 @@
+"""Options of the commands that train: command line, YAML files and recipes, parsed by jsonargparse into dataclasses.
+
+An error is one line that names an option as the user wrote it: `--epochs`, or `optim.epochs in mine.yaml`.
+"""
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from torchrope.files import parse_yaml, read_mapping
+from torchrope.lab import recipes
+from torchrope.lab.data.config import DATA_NAMES, SETTINGS, takers
+from torchrope.lab.training.config import flat
+
+Config = TypeVar("Config")
+
+_ALLOWED = ("torchrope", "torch", "torchvision", "timm")
+_LOADERS = ("torch.load", "torch.hub", "torch.package", "torch.serialization", "torch.utils.cpp_extension")
+_SHORT = {"--data": "data.name", "--epochs": "optim.epochs"}
+_WITHOUT_VALUE = ("-h", "--help", "--print_config")
+_BOUNDED = "bounded-yaml"
+_SIZES = {f"model.{name}" for name in ("dim", "depth", "num_heads", "mlp_dim")}
+_ONE = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_SEVERAL = {int: "whole numbers", float: "numbers", str: "names"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A setting that the user gave.
+
+    Attributes:
+        name: As it was written: "--epochs", "optim.epochs in mine.yaml".
+        value: As it was written, text on the command line.
+    """
+
+    name: str
+    value: Any
+
+    @property
+    def typed(self) -> bool:
+        """Whether it stands on the command line and not in a file."""
+        return self.name.startswith("--")
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[Config]):
+    """The options of a command.
+
+    Attributes:
+        config: Its settings.
+        others: What `add` of `parse` added, by name, instantiated.
+        given: What the user gave, by full name, as "optim.epochs".
+        allow: Modules and packages that --allow names.
+    """
+
+    config: Config
+    others: Any
+    given: dict[str, Given]
+    allow: list[str]
+
+    def name(self, setting: str) -> str:
+        """A setting as the user wrote it."""
+        return self.given[setting].name if setting in self.given else f"--{setting}"
+
+
+def parse(
+    command: str,
+    description: str,
+    config: type[Config],
+    arguments: Sequence[str],
+    add: Callable[[Any], None] | None = None,
+) -> Parsed[Config]:
+    """Parse the options of a command into a dataclass, over the recipe named or that of the data set.
+
+    Args:
+        command: Its name.
+        description: Shown by --help, which then exits, as --print_config does.
+        config: The dataclass.
+        arguments: What the user typed behind the command.
+        add: Adds more options to the parser.
+
+    Raises:
+        ValueError: an option or a value that the command does not take, in one line.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+    options, allow = take_allowed(arguments)
+    set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allow])
+    typed = _split(options)
+    given = _given(typed, {name.partition(".")[0] for name in _values(config) if "." in name})
+    recipe = _recipe(given)
+    named = given["data.name"].value if "data.name" in given else None
+    full = _of_data(config, named or recipe.get("data", {}).get("name"))
+
+    parser = ArgumentParser(**_parser_settings(command, description))
+    parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
+    parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
+    parser.add_class_arguments(full)
+    if add is not None:
+        add(parser)
+    _show_short_forms(parser)
+    defaults = _defaults(recipe, {action.dest for action in parser._actions}, given)
+    source = given["recipe"].value if "recipe" in given else named or "digits"
+    everything = {name: Given(f"{name} in recipe {source}", value) for name, value in defaults.items()} | given
+    _check(everything, parser)
+    parser.set_defaults(defaults)
+    values = _values(full)
+    try:
+        settings = parser.parse_args([_as_jsonargparse(option, value, values) for option, value in typed])
+    except ArgumentError as error:
+        raise ValueError(_explain(str(error), everything, values)) from None
+    built = _build(full, settings, everything)
+    return Parsed(
+        config=config(**{f.name: getattr(built, f.name) for f in fields(config)}),  # type: ignore[arg-type]
+        others=settings if add is None else parser.instantiate(settings),
+        given=given,
+        allow=allow,
+    )
+
+
+def take_allowed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments without --allow, and the modules and packages that it names; files cannot allow anything."""
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument("--allow", action="append", default=[])
+    known, others = only.parse_known_args(arguments)
+    return others, [name.strip() for names in known.allow for name in names.split(",") if name.strip()]
+
+
+def as_list(text: str) -> list[Any]:
+    """The values of a list that is written with commas, numbers as numbers."""
+    return [_as_number(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A question about the name that is spelled most like a word, or nothing."""
+    names = list(known)
+    plain = {name.lstrip("-"): name for name in names}
+    wanted = word.lstrip("-").replace("-", "_") if word.startswith("--") else word
+    inner = [name for name in names if name.rpartition(".")[2] == wanted]
+    near = inner or [plain[name] for name in difflib.get_close_matches(wanted, plain, n=1, cutoff=0.6)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """For the commands with few options: mistakes are ValueErrors of one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ValueError that begins with the option as it was typed."""
+        unknown = re.search(r"unrecognized arguments: (--[\w.\-]+)", message)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            raise ValueError(f"there is no option {unknown[1]}{nearest(unknown[1], options)}")
+        option = re.match(r"argument (--[\w\-]+): (.*)", message)
+        if not option:
+            raise ValueError(f"{message}; {self.format_usage().strip()}")
+        said = option[2].replace("expected one argument", "needs a value, got none")
+        said = said.replace("ignored explicit argument", "takes no value, got")
+        raise ValueError(said if said.startswith(option[1]) else f"{option[1]} {said}")
+
+
+def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """For argparse: convert text by a function whose ValueErrors are shown."""
+
+    def call(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return call
+
+
+def one_of(names: Sequence[str]) -> Callable[[str], str]:
+    """For argparse: one of some names."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"must be one of {', '.join(names)}, got {name!r}{nearest(name, names)}")
+        return name
+
+    return checked(check)
+
+
+@checked
+def at_least_one(text: str) -> int:
+    """For argparse: a whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"must be a whole number of 1 or more, got {text!r}")
+    return int(text)
+
+
+@checked
+def factors(text: str) -> list[float]:
+    """For argparse: factors as 0.75,1,1.25."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(value > 0 for value in values):
+        raise ValueError(f"must be numbers above 0 as in 0.75,1,1.25, got {text!r}")
+    return values
+
+
+def _split(arguments: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Options and their values, in order."""
+    pairs: list[tuple[str, str | None]] = []
+    words = list(arguments)
+    while words:
+        option, equals, value = words.pop(0).partition("=")
+        if not option.startswith("-"):
+            raise ValueError(f"options begin with --, got {option!r}")
+        if equals:
+            pairs.append((option, value))
+        elif option not in _WITHOUT_VALUE and words and not words[0].startswith("--"):
+            pairs.append((option, words.pop(0)))
+        else:
+            pairs.append((option, None))
+    return pairs
+
+
+def _full_name(option: str) -> str:
+    return _SHORT.get(option, option.removeprefix("--").removesuffix("+"))  # --trainer.callbacks+ adds to a list
+
+
+def _given(typed: Sequence[tuple[str, str | None]], groups: set[str]) -> dict[str, Given]:
+    """What the command line and its files set, by full name; the last one counts."""
+    given: dict[str, Given] = {}
+    for option, value in typed:
+        if option in _WITHOUT_VALUE:
+            continue
+        name = _full_name(option)
+        given[name] = Given(option, value)
+        if value is None:
+            continue
+        if name == "config" or (name in groups and not value.lstrip().startswith("{")):
+            above = "" if name == "config" else f"{name}."
+            stored = flat(read_mapping(Path(value), option), above)
+            given |= {key: Given(f"{key} in {value}", each) for key, each in stored.items()}
+    of_data, listed = f"one of {', '.join(DATA_NAMES)}", "a name that `torchrope recipes` lists"
+    for name, names, rule in (("data.name", DATA_NAMES, of_data), ("recipe", recipes.names(), listed)):
+        each = given.get(name)
+        if each is not None and each.value not in (None, *names):
+            raise ValueError(f"{each.name} must be {rule}, got {each.value!r}{nearest(str(each.value), names)}")
+    return given
+
+
+def _recipe(given: dict[str, Given]) -> dict[str, Any]:
+    """The recipe named, or the one of the data set."""
+    named = [given[name].value for name in ("recipe", "data.name") if name in given]
+    return recipes.settings(next(filter(None, named), "digits"))
+
+
+def _of_data(config: type, name: str | None) -> type:
+    """The dataclass with the settings of a data set in the place of those that all have."""
+    kind = SETTINGS[name or "digits"]
+    fields_of_data = [("data", kind, field(default_factory=kind))]
+    return make_dataclass(config.__name__, fields_of_data, bases=(config,), namespace={"__doc__": config.__doc__})
+
+
+def _parser_settings(command: str, description: str) -> dict[str, Any]:
+    from jsonargparse import DefaultHelpFormatter, set_loader
+    from yaml import YAMLError
+
+    set_loader(_BOUNDED, _load_bounded, (YAMLError, ValueError))
+
+    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        """Types and defaults with every option, paragraphs as they are written."""
+
+    return {
+        "prog": f"torchrope {command}",
+        "usage": f"torchrope {command} {'NAME[,NAME] ' if command == 'study' else ''}[options]",
+        "description": description,
+        "formatter_class": Formatter,
+        "exit_on_error": False,
+        "allow_abbrev": False,
+        "parser_mode": _BOUNDED,
+    }
+
+
+def _show_short_forms(parser: argparse.ArgumentParser) -> None:
+    """Show short forms in the help; `_as_jsonargparse` writes them out before the parser sees them."""
+    for action in parser._actions:
+        if action.dest == "data":
+            action.metavar, action.help = "NAME", "Short for --data.name."
+        elif action.dest == "optim.epochs":
+            action.option_strings = ["--epochs", *action.option_strings]
+        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
+
+
+def _load_bounded(text: str) -> Any:
+    """YAML as jsonargparse reads it, from files of any option and from values, without what grows by aliases."""
+    from jsonargparse import get_loader
+
+    return parse_yaml(text, get_loader("yaml"))
+
+
+def _defaults(recipe: dict[str, Any], known: set[str], given: dict[str, Given]) -> dict[str, Any]:
+    """What a recipe sets of a command's parts; a size by name that the user gave replaces the recipe's numbers."""
+    parts = {name.partition(".")[0] for name in known}
+    settings = flat({name: value for name, value in recipe.items() if name in parts})
+    sized = "model.size" in given and given["model.size"].value not in (None, "null")
+    return {name: value for name, value in settings.items() if not (sized and name in _SIZES)}
+
+
+def _values(config: type, above: str = "") -> dict[str, Any]:
+    """The settings of a dataclass by full name, and their types."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(config).items():
+        found |= _values(kind, f"{above}{name}.") if is_dataclass(kind) else {f"{above}{name}": kind}  # type: ignore[arg-type]
+    return found
+
+
+def _check(given: dict[str, Given], parser: argparse.ArgumentParser) -> None:
+    """Refuse options that the command does not have, and options without a value."""
+    known = {action.dest for action in parser._actions}
+    groups = {name.rpartition(".")[0] for name in known if not name.endswith(".help")}
+    for name, each in given.items():
+        above = [name.rsplit(".", count)[0] for count in range(1, name.count("."))]
+        if name not in known and not any(part in known and part.startswith("trainer.") for part in above):
+            raise ValueError(_unknown(name, given, parser))
+        if each.value is None and each.typed:
+            raise ValueError(f"{each.name} needs a value, got none")
+        if name in groups and not each.typed:
+            raise ValueError(f"{each.name} must hold named settings, got {each.value!r}")
+
+
+def _unknown(name: str, given: dict[str, Given], parser: argparse.ArgumentParser) -> str:
+    """Say of an option that there is not whose it is, or which one is spelled like it."""
+    each = given[name]
+    whose = takers(name.removeprefix("data.")) if name.startswith("data.") else []
+    if whose:
+        data = next(action.default for action in parser._actions if action.dest == "data.name")
+        return f"{each.name} is for {', '.join(whose)}, got --data {data}"
+    if each.typed:
+        options = [option for action in parser._actions for option in action.option_strings]
+        return f"there is no option {each.name}{nearest(each.name, [*options, *_SHORT])}"
+    return f"there is no setting {each.name}{nearest(name, [action.dest for action in parser._actions])}"
+
+
+def _as_jsonargparse(option: str, value: str | None, values: dict[str, Any]) -> str:
+    """An option by its full name, with lists as JSON."""
+    if option in _WITHOUT_VALUE or value is None:
+        return option if value is None else f"{option}={value}"
+    name = _full_name(option)
+    if _is_list(values.get(name)) and value != "null" and not value.startswith("["):
+        value = json.dumps(as_list(value))
+    return f"--{name}{'+' if option.endswith('+') else ''}={value}"
+
+
+def _is_list(kind: Any) -> bool:
+    return any(get_origin(part) in (list, tuple) for part in (kind, *get_args(kind)))
+
+
+def _as_number(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _explain(message: str, given: dict[str, Given], values: dict[str, Any]) -> str:
+    """What jsonargparse refused, in one line."""
+    found = re.search(r'Parser key "([\w.]+)":(.*)', message, re.DOTALL)
+    if not found:
+        return message
+    each = given.get(found[1], Given(f"--{found[1]}", None))
+    denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
+    if denied:
+        return f"{each.name} imports from {', '.join(_ALLOWED)} alone, unless --allow names more, got {denied[1]!r}"
+    if found[1] not in values:
+        return f"{each.name}: {found[2]}"
+    kind = values[found[1]]
+    wrong = as_list(each.value) if _is_list(kind) and isinstance(each.value, str) else [each.value]
+    names = [name for name in _literals(kind) if isinstance(name, str)]
+    near = next(filter(None, (nearest(str(word), names) for word in wrong if word not in names)), "")
+    return f"{each.name} must be {_describe(kind)}, got {each.value!r}{near}"
+
+
+def _describe(kind: Any) -> str:
+    """The values of a type, in words."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if origin is list:
+        return f"a list of {_SEVERAL.get(parts[0]) or ', '.join(map(str, _literals(kind))) or 'lists'}"
+    if origin is tuple:
+        return f"{len(parts)} {_SEVERAL[parts[0]]}"
+    if parts:
+        return " or ".join(_describe(part) for part in parts)
+    return _ONE.get(kind, str(kind))
+
+
+def _literals(kind: Any) -> list[Any]:
+    """The names in a type such as `list[Literal["a", "b"]]`."""
+    if get_origin(kind) is Literal:
+        return [*get_args(kind)]
+    return [name for part in get_args(kind) for name in _literals(part)]
+
+
+def _build(kind: type, settings: Any, given: dict[str, Given], above: str = "") -> Any:
+    """Build a dataclass of parsed settings; a value that it refuses is told with the option's name."""
+    hints = get_type_hints(kind)
+    values = {
+        f.name: _build(hints[f.name], settings[f.name], given, f"{above}{f.name}.")
+        if is_dataclass(hints[f.name])
+        else settings[f.name]
+        for f in fields(kind)
+    }
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(_with_option(str(error), above, _values(kind, above), given)) from None
+
+
+def _with_option(message: str, above: str, known: Iterable[str], given: dict[str, Given]) -> str:
+    """A message that begins with a setting of a dataclass, with the setting as the user wrote it."""
+    begins = re.match(r"(--)?([\w.]*\w)", message)
+    if begins is None:
+        return message
+    setting = begins[2] if begins[1] else f"{above}{begins[2]}"
+    if setting not in known:
+        return message
+    return (given[setting].name if setting in given else f"--{setting}") + message[begins.end() :]
