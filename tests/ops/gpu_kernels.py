@@ -281,7 +281,7 @@ def test_skew_exp_is_orthogonal_at_any_norm(b: int, power: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # by numpy, in the interpreter
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
-@pytest.mark.parametrize("b", [2, 8])
+@pytest.mark.parametrize("b", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_skew_exp_of_one_token_does_not_touch_another(b: int, value: float) -> None:
     positions, generators = normal(1, 4, 2), skew_of_norm(1.0, 2, 1, 2, b)
     tangent = normal(1, 1, 4, 2, b * (b - 1) // 2)
