@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 DataName = Literal[
     "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
-    "ucf101", "volumes", "rsna", "scenes", "coco", "ade20k", "segments",
+    "ucf101", "volumes", "rsna", "kanji", "scenes", "kanji-components", "coco", "ade20k", "segments",
 ]  # fmt: skip
 LARGEST_MAGNITUDE = 30  # of RandAugment
 
@@ -118,15 +118,20 @@ class PictureAugment(StreamAugment, ColourAugment):
 
 
 @dataclass
-class FileAugment(PictureAugment):
+class CropAugment(MixAugment):
     """Of pictures that are cropped when they are read.
 
     Attributes:
         crop_scale: Least and largest share of a picture that is cropped and resized; None is the data set's own
-            (0.6 to 1 of "images", 0.08 to 1 of "imagenet").
+            (0.6 to 1 of "images", 0.08 to 1 of "imagenet", no crop of "kanji").
     """
 
     crop_scale: tuple[float, float] | None = None
+
+
+@dataclass
+class FileAugment(PictureAugment, CropAugment):
+    """Of pictures in files."""
 
 
 @dataclass
@@ -380,6 +385,46 @@ class RSNAConfig(VolumesConfig):
 
 
 @dataclass
+class KanjiComponentsConfig(RootConfig, HeldConfig):
+    """Characters drawn from their strokes, with boxes, masks and a map of their components.
+
+    Attributes:
+        stroke_width: Width of a stroke, in units of which the picture has 109 per side, at every size.
+        variants: Draw other ways to write a character too, on the same side of the split.
+    """
+
+    name: DataName = "kanji-components"
+    size: int = 64
+    augment: SceneAugment = field(default_factory=SceneAugment)
+    stroke_width: float = 4.0
+    variants: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.stroke_width < math.inf:
+            raise ValueError(f"stroke_width must be above 0, got {self.stroke_width}")
+
+
+@dataclass
+class KanjiConfig(KanjiComponentsConfig):
+    """Characters drawn from their strokes.
+
+    Attributes:
+        task: What the class is: the radical, the layout of the components, or the number of strokes.
+    """
+
+    name: DataName = "kanji"
+    size: int = 32
+    augment: CropAugment = field(default_factory=CropAugment)  # type: ignore[assignment]
+    task: Literal["radical", "layout", "strokes"] = "radical"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task not in ("radical", "layout", "strokes"):
+            raise ValueError(f"task must be radical, layout or strokes, got {self.task!r}")
+
+
+@dataclass
 class ScenesConfig(HeldConfig):
     """Several digits on a canvas, with boxes, masks and a map; without sizes 2000 to train on and 200 to validate."""
 
@@ -413,8 +458,8 @@ class SegmentsConfig(ADE20kConfig):
 
 
 _CLASSIFIED = (DigitsConfig, MotionConfig, FashionConfig, ImagesConfig, Cifar10Config, Cifar100Config)
-_FROM_FILES = (TinyImageNetConfig, ImageNetConfig, VideosConfig, UCF101Config, VolumesConfig, RSNAConfig)
-_DENSE = (ScenesConfig, CocoConfig, ADE20kConfig, SegmentsConfig)
+_FROM_FILES = (TinyImageNetConfig, ImageNetConfig, VideosConfig, UCF101Config, VolumesConfig, RSNAConfig, KanjiConfig)
+_DENSE = (ScenesConfig, KanjiComponentsConfig, CocoConfig, ADE20kConfig, SegmentsConfig)
 SETTINGS: dict[str, type[DataConfig]] = {kind.name: kind for kind in (*_CLASSIFIED, *_FROM_FILES, *_DENSE)}
 DATA_NAMES: tuple[str, ...] = get_args(DataName)
 NAMES_DENSE = tuple(kind.name for kind in _DENSE)
