@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -373,6 +374,7 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
     "ade20k": ade20k,
     "segments": segments,
 }
-OPTIONS: dict[str, dict[str, int]] = {
-    name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")},
+    "kanji": {"task": "layout", "size": 16},
 }

@@ -425,6 +425,8 @@ def test_changes_of_pixels_are_refused_where_there_are_none():
         data_config("motion", augment={"erasing": 0.1})
     with pytest.raises(ValueError, match=r"^--data\.augment\.color_jitter is for images, .* got --data videos$"):
         data_config("videos", augment={"randaugment": [2, 9], "color_jitter": 0.1})
-    with pytest.raises(ValueError, match=r"^--data\.augment\.crop_scale is for images, imagenet, got --data cifar10$"):
+    with pytest.raises(
+        ValueError, match=r"^--data\.augment\.crop_scale is for images, imagenet, kanji, got --data cifar10$"
+    ):
         data_config("cifar10", augment={"crop_scale": (0.5, 1.0)})
     assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment == MixAugment(mixup=0.8)

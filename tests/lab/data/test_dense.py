@@ -29,14 +29,17 @@ WITHOUT_COLOURS = dict(scale_jitter=(0.3, 2.0), flip=True)
 EVERYTHING = dict(**WITHOUT_COLOURS, color_jitter=0.3)
 
 
+GREY = ("scenes", "kanji-components")  # grey pictures, of no files of one's own
+
+
 def settings(name: str) -> dict:
-    return WITHOUT_COLOURS if name == "scenes" else EVERYTHING
+    return WITHOUT_COLOURS if name in GREY else EVERYTHING
 
 
 def load(name: str, folder: Path, augment: dict | None = None, **options) -> DenseModule:
-    root = str(folder) if name == "scenes" or any(folder.iterdir()) else str(MINIATURES[name](folder))
-    options = {"batch_size": 2, "train_size": 4, "val_size": 3, "size": 64 if name == "scenes" else 32, **options}
-    options |= {} if name == "scenes" else {"root": root}
+    root = str(folder) if name in GREY or any(folder.iterdir()) else str(MINIATURES[name](folder))
+    options = {"batch_size": 2, "train_size": 4, "val_size": 3, "size": 64 if name in GREY else 32, **options}
+    options |= {} if name in GREY else {"root": root}
     data = make_data(data_config(name, augment=augment or {}, **options))
     data.setup()
     return data
@@ -331,9 +334,9 @@ def test_a_picture_smaller_than_the_crop_is_kept_whole():
         (
             "digits",
             {"scale_jitter": (0.5, 2)},
-            r"--data.augment.scale_jitter is for scenes, coco, ade20k, segments, got --data digits",
+            r"--data.augment.scale_jitter is for scenes, kanji-components, coco, ade20k, segments, got --data digits",
         ),
-        ("coco", {"mixup": 0.8}, r"--data.augment.mixup is for digits, .*, rsna, got --data coco"),
+        ("coco", {"mixup": 0.8}, r"--data.augment.mixup is for digits, .*, kanji, got --data coco"),
         ("scenes", {"cutmix": 1.0}, "augment.cutmix is for digits"),
         (
             "scenes",
@@ -344,7 +347,7 @@ def test_a_picture_smaller_than_the_crop_is_kept_whole():
         (
             "segments",
             {"crop_scale": (0.5, 1)},
-            "--data.augment.crop_scale is for images, imagenet, got --data segments",
+            "--data.augment.crop_scale is for images, imagenet, kanji, got --data segments",
         ),
         ("coco", {"scale_jitter": (2.0, 0.1)}, r"--data.augment.scale_jitter must rise from above 0, got \(2.0, 0.1\)"),
         ("coco", {"scale_jitter": (0.1, float("inf"))}, "--data.augment.scale_jitter must rise from above 0, got"),
@@ -356,7 +359,7 @@ def test_what_does_not_apply_is_refused(name, augment, message):
         data_config(name, augment=AugmentConfig(**augment))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES_DENSE if name != "scenes"])
+@pytest.mark.parametrize("name", [name for name in NAMES_DENSE if name not in GREY])
 def test_more_examples_than_there_are_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=r"^--data.val_size must be at most \d+ \(all there are\), got 99$"):
         load(name, tmp_path, val_size=99)

@@ -9,7 +9,8 @@ from torchrope.lab.data import scenes as module
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import data_config
 from torchrope.lab.data.digits import split_digits
-from torchrope.lab.data.scenes import Scenes, SceneSet, make_scene, make_scenes
+from torchrope.lab.data.numbered import NumberedSet
+from torchrope.lab.data.scenes import Scenes, make_scene, make_scenes
 
 DIGITS, LABELS, *_ = split_digits(0)
 
@@ -18,14 +19,14 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def scenes(**options) -> tuple[SceneSet, SceneSet]:
+def scenes(**options) -> tuple[NumberedSet, NumberedSet]:
     data = make_data(data_config("scenes", **{"train_size": 6, "val_size": 5, **options}))
     data.setup()
     return data._made_datasets()
 
 
 @pytest.fixture(scope="module")
-def many() -> dict[int, SceneSet]:
+def many() -> dict[int, NumberedSet]:
     return {side: make_scenes(DIGITS, LABELS, side, range(count)) for side, count in ((64, 200), (128, 30), (200, 8))}
 
 
@@ -133,15 +134,15 @@ def visible(painted: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_canvases_of_all_sizes_have_one_density_and_one_scale(many):
     density, sides, brightness = {}, {}, {}
     for side, of_size in many.items():
-        counts = torch.tensor(of_size.counts, dtype=torch.float64)
+        counts = torch.tensor([len(each) for each in of_size.objects], dtype=torch.float64)
         density[side] = float(counts.mean()) * (64 / side) ** 2
-        boxes = of_size.objects[:, 1:].double()
+        boxes = torch.cat(of_size.objects)[:, 1:].double()
         extents = (boxes[:, 2:] - boxes[:, :2]).max(1).values
         assert extents.max() <= 28
         sides[side] = float(extents.mean())
         brightness[side] = (of_size.inputs / 255).mean(), (of_size.inputs / 255).std()
-    assert {1, 2, 3, 4, 5} == set(many[64].counts)
-    assert set(many[128].counts) <= set(range(4, 21))
+    assert {1, 2, 3, 4, 5} == {len(each) for each in many[64].objects}
+    assert {len(each) for each in many[128].objects} <= set(range(4, 21))
     for side in (128, 200):
         assert density[side] == pytest.approx(density[64], rel=0.25)
         assert sides[side] == pytest.approx(sides[64], rel=0.06)
@@ -151,7 +152,7 @@ def test_canvases_of_all_sizes_have_one_density_and_one_scale(many):
 
 
 def test_all_digits_come():
-    counts = make_scenes(DIGITS, LABELS, 64, range(200)).objects[:, 0].bincount(minlength=10)
+    counts = torch.cat(make_scenes(DIGITS, LABELS, 64, range(200)).objects)[:, 0].bincount(minlength=10)
     assert counts.min() > 30
 
 
@@ -161,8 +162,8 @@ def test_no_digits_picture_is_in_both_parts(monkeypatch):
     marked = (train, torch.full_like(train_labels, 1), val, torch.full_like(val_labels, 7))
     monkeypatch.setattr(module, "split_digits", lambda seed: marked)
     of_train, of_val = scenes()
-    assert set(of_train.objects[:, 0].tolist()) == {1}
-    assert set(of_val.objects[:, 0].tolist()) == {7}
+    assert set(torch.cat(of_train.objects)[:, 0].tolist()) == {1}
+    assert set(torch.cat(of_val.objects)[:, 0].tolist()) == {7}
 
 
 def test_a_scene_is_a_function_of_split_seed_part_and_number():

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 DataName = Literal[
     "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
-    "ucf101", "volumes", "rsna", "scenes", "coco", "ade20k", "segments",
+    "ucf101", "volumes", "rsna", "kanji", "scenes", "kanji-components", "coco", "ade20k", "segments",
 ]  # fmt: skip
 LARGEST_MAGNITUDE = 30  # of RandAugment
 _RANGES: dict[str, tuple[float, float]] = {
@@ -133,15 +133,20 @@ class PictureAugment(StreamAugment, ColourAugment):
 
 
 @dataclass
-class FileAugment(PictureAugment):
+class CropAugment(MixAugment):
     """Of pictures that are cropped when they are read.
 
     Attributes:
         crop_scale: Least and largest share of a picture that is cropped and resized; None is the data set's own
-            (0.6 to 1 of "images", 0.08 to 1 of "imagenet").
+            (0.6 to 1 of "images", 0.08 to 1 of "imagenet", no crop of "kanji").
     """
 
     crop_scale: tuple[float, float] | None = None
+
+
+@dataclass
+class FileAugment(PictureAugment, CropAugment):
+    """Of pictures in files."""
 
 
 @dataclass
@@ -389,9 +394,51 @@ class RSNAConfig(VolumesConfig):
     windows: list[list[float]] | None = field(default_factory=lambda: [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]])
 
 
+@dataclass
+class StrokesConfig(RootConfig, HeldConfig):
+    """Characters drawn from their strokes.
+
+    Attributes:
+        stroke_width: Width of a stroke, in units of which the picture has 109 per side, at every size.
+        variants: Draw other ways to write a character too, on the same side of the split.
+    """
+
+    stroke_width: float = 4.0
+    variants: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.stroke_width < math.inf:
+            raise ValueError(f"--data.stroke_width must be above 0, got {self.stroke_width}")
+
+
+@data_set("kanji", "kanji:Kanji", size=32)
+class KanjiConfig(StrokesConfig):
+    """Characters drawn from their strokes, to be classified.
+
+    Attributes:
+        task: What the class is: the radical, the layout of the components, or the number of strokes.
+    """
+
+    augment: CropAugment = field(default_factory=CropAugment)
+    task: Literal["radical", "layout", "strokes"] = "radical"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task not in ("radical", "layout", "strokes"):
+            raise ValueError(f"--data.task must be radical, layout or strokes, got {self.task!r}")
+
+
 @data_set("scenes", "scenes:Scenes", size=64)
 class ScenesConfig(HeldConfig):
     """Several digits on a canvas, with boxes, masks and a map; without sizes 2000 to train on and 200 to validate."""
+
+    augment: SceneAugment = field(default_factory=SceneAugment)
+
+
+@data_set("kanji-components", "components:KanjiComponents", size=64)
+class KanjiComponentsConfig(StrokesConfig):
+    """Characters drawn from their strokes, with boxes, masks and a map of their components."""
 
     augment: SceneAugment = field(default_factory=SceneAugment)
 

@@ -84,6 +84,10 @@ class DataModule(pl.LightningDataModule, ABC):
             ValueError: the data is missing or cannot be used; the message is one line.
         """
 
+    def drawn_at(self, size: tuple[int, ...]) -> "DataModule | None":
+        """The same validation examples made at another size; None where they can only be resampled."""
+        return None
+
     @property
     def skipped(self) -> list[Fault]:
         """Files left out so far, before the training and while it reads."""

@@ -5,15 +5,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torchvision import tv_tensors
 
 from torchrope.lab.data.config import ScenesConfig
 from torchrope.lab.data.dense import (
     Change,
     DenseModule,
-    DenseSet,
-    Target,
-    boxed,
     boxes_of,
     compose,
     flip_and_colours,
@@ -21,7 +17,8 @@ from torchrope.lab.data.dense import (
 )
 from torchrope.lab.data.digits import DIGIT_SIZE, split_digits
 from torchrope.lab.data.draws import Draws
-from torchrope.lab.data.tensors import HeldSet, Normalise
+from torchrope.lab.data.numbered import NumberedSet
+from torchrope.lab.data.tensors import Normalise
 from torchrope.lab.data.transforms import resize
 
 SIZE = 64
@@ -79,7 +76,7 @@ class Scenes(DenseModule):
             "digits (UCI, from scikit-learn) each; to find are their boxes, masks and classes."
         )
 
-    def datasets(self) -> tuple["SceneSet", "SceneSet"]:
+    def datasets(self) -> tuple[NumberedSet, NumberedSet]:
         """Split the digits, and make the scenes of both parts."""
         config, side = self.config, self.input_size[0]
         train_digits, train_labels, val_digits, val_labels = split_digits(config.split_seed)
@@ -98,66 +95,6 @@ class Scenes(DenseModule):
         return list(zip(("train", "val"), self.sizes, strict=True))
 
 
-class SceneSet(DenseSet, HeldSet):
-    """Scenes in memory, as bytes.
-
-    Args:
-        inputs: Pictures, uint8 `(scenes, 1, side, side)`.
-        numbers: uint8 `(scenes, side, side)`: 0 is background, k the k-th digit of the scene.
-        objects: Class and box of every digit, scene by scene, int64 `(digits, 5)`.
-        counts: Digits of each scene.
-        change: Changes bytes and truth.
-    """
-
-    def __init__(
-        self, inputs: Tensor, numbers: Tensor, objects: Tensor, counts: Sequence[int], change: Change | None = None
-    ) -> None:
-        super().__init__(Normalise(torch.tensor(MEAN), torch.tensor(STD)), change)
-        self.inputs = inputs
-        self.numbers = numbers
-        self.objects = objects
-        self.counts = counts
-        self._of_each = objects.split(list(counts))
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def read(self, index: int) -> tuple[Tensor, Target]:
-        """A scene with all that is told of it."""
-        numbers, objects = self.numbers[index], self._of_each[index]
-        labels, side = objects[:, 0], self.inputs.shape[-1]
-        of_number = torch.cat([labels.new_zeros(1), labels + 1]).to(torch.uint8)  # classes in the map
-        each = torch.arange(1, len(labels) + 1, device=labels.device)[:, None, None]
-        return tv_tensors.Image(self.inputs[index]), {
-            "boxes": boxed(objects[:, 1:], side, side),
-            "labels": labels,
-            "masks": tv_tensors.Mask(numbers == each),
-            "crowd": torch.zeros_like(labels, dtype=torch.bool),
-            "map": tv_tensors.Mask(of_number[numbers.long()]),
-            "name": self.name_of(index),
-        }
-
-    @staticmethod
-    def name_of(index: int) -> str:
-        """What a scene is called."""
-        return f"scene {index}"
-
-    @property
-    def samples(self) -> list[tuple[str, list]]:
-        """Names of the scenes, with what is in them."""
-        return [(self.name_of(index), objects.tolist()) for index, objects in enumerate(self._of_each)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes."""
-        return self.inputs.nbytes + self.numbers.nbytes + self.objects.nbytes
-
-    def to(self, device: torch.device) -> "SceneSet":
-        """Copy it to a device, whole."""
-        inputs, numbers, objects = (part.to(device) for part in (self.inputs, self.numbers, self.objects))
-        return SceneSet(inputs, numbers, objects, self.counts, self.change)
-
-
 def in_proportion(counts: tuple[int, int], side: int) -> tuple[int, int]:
     """Least and largest count on a canvas, from those on 64 x 64 pixels."""
     area = (side / SIZE) ** 2
@@ -166,7 +103,7 @@ def in_proportion(counts: tuple[int, int], side: int) -> tuple[int, int]:
 
 def make_scenes(
     digits: Tensor, labels: Tensor, side: int, seeds: Sequence[int], change: Change | None = None
-) -> SceneSet:
+) -> NumberedSet:
     """Make a scene for each seed.
 
     Args:
@@ -178,8 +115,13 @@ def make_scenes(
     """
     scenes = [make_scene(digits, labels, side, torch.Generator().manual_seed(seed)) for seed in seeds]
     inputs, numbers, objects = zip(*scenes, strict=True)
-    return SceneSet(
-        torch.stack(inputs)[:, None], torch.stack(numbers), torch.cat(objects), [len(each) for each in objects], change
+    return NumberedSet(
+        torch.stack(inputs)[:, None],
+        torch.stack(numbers),
+        objects,
+        [f"scene {index}" for index in range(len(scenes))],
+        Normalise(torch.tensor(MEAN), torch.tensor(STD)),
+        change,
     )
 
 

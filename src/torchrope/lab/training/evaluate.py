@@ -85,6 +85,8 @@ def correct_shuffled(model: ViT | Swin, data: DataModule) -> list[bool]:
 def correct_at(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> dict[tuple[int, ...], list[bool]]:
     """Whether each validation example is right at other sizes than the one trained at.
 
+    Data that can be drawn at any size are drawn at it; others are resampled.
+
     Args:
         model: Evaluated on the device that it is on.
         data: Its data.
@@ -92,7 +94,7 @@ def correct_at(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> 
     """
     sizes = scaled_sizes(data, model.embed.patch_size, scales)
     return {
-        size: _correct(*predict(model, data, partial(resize, size=size)))
+        size: _correct(*predict(model, data.drawn_at(size) or data, partial(resize, size=size)))
         for size in sizes
         if size != tuple(data.input_size)
     }

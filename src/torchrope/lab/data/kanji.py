@@ -1,0 +1,206 @@
+"""Characters drawn from their strokes at any size, to be classified."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+from sklearn.model_selection import StratifiedGroupKFold
+from torch import Tensor
+from torchvision.transforms import v2
+
+from torchrope.lab.data.config import KanjiConfig
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
+from torchrope.lab.data.tensors import HeldSet, Normalise, TensorSet, balanced_subset, byte_statistics
+
+FEWEST = 60
+"""Characters of a class."""
+PARTS = 5
+"""One of so many is held out."""
+FINER = 2
+"""Crops are taken from pictures that are so many times finer than what comes out."""
+LAYOUTS = {
+    "left-right": ("left", "right"),
+    "top-bottom": ("top", "bottom"),
+    "from upper left": ("tare", "tarec"),
+    "from lower left": ("nyo", "nyoc"),
+    "enclosed": ("kamae", "kamaec"),
+}
+"""Arrangements of components, by the positions that KanjiVG tells."""
+SINGLE = "single"
+QUESTIONS = {"radical": "its radical", "layout": "how its components are arranged", "strokes": "its number of strokes"}
+
+
+class Kanji(DataModule):
+    """Characters of KanjiVG in white on black, one grey channel, drawn from their strokes at `size` pixels per side.
+
+    The class is, by `task`, the character's radical as it is written (氵 and 水 are two), the arrangement of its
+    components (`LAYOUTS`, or `SINGLE` where no position is told), or the number of its strokes. Classes with fewer than
+    60 characters are left out. A fifth of the characters is held out, within each class, with `split_seed`; all ways to
+    write a character are on one side.
+
+    Source: KanjiVG, by Ulrich Apel, CC BY-SA 3.0.
+
+    Raises:
+        ValueError: KanjiVG's files are missing.
+    """
+
+    name = "kanji"
+    title = "Kanji"
+    axes = ("height", "width")
+    in_channels = 1
+
+    config: KanjiConfig
+
+    def __init__(self, config: KanjiConfig) -> None:
+        super().__init__(config)
+        self.input_size = (config.size, config.size)
+        self.characters, labels, self.classes = characters_of(config.root, config.variants, config.task)
+        self.labels = torch.tensor(labels)
+        self.description = (
+            f"{len(labels):,} characters drawn from their strokes at {config.size}×{config.size} grey pixels; the "
+            f"class is {QUESTIONS[config.task]}, one of {len(self.classes)}. Source: {ATTRIBUTION}."
+        )
+
+    def datasets(self) -> tuple[HeldSet, TensorSet]:
+        """Split, choose `train_size` and `val_size` of them, and draw them."""
+        config = self.config
+        train, val = self._split
+        pictures = self._draw(train, config.size)
+        normalise = Normalise(*byte_statistics(pictures))
+        held_out = TensorSet(self._draw(val, config.size), self.labels[val], normalise)
+        if config.augment.crop_scale is None:
+            return TensorSet(pictures, self.labels[train], normalise), held_out
+        finer = self._draw(train, FINER * config.size)
+        return CroppedSet(finer, self.labels[train], config.size, config.augment.crop_scale, normalise), held_out
+
+    def drawn_at(self, size: tuple[int, ...]) -> "Kanji":
+        """The same characters held out, drawn at another size; they are normalised as those of this size are."""
+        (side,) = set(size)
+        other = Kanji(replace(self.config, size=side))
+        train, val = self._made_datasets()
+        assert isinstance(val, TensorSet)
+        other._datasets = (train, TensorSet(self._draw(self._split[1], side), val.labels, val.normalise))
+        return other
+
+    @cached_property
+    def _split(self) -> tuple[Tensor, Tensor]:
+        """Indices of what is trained on and of what is held out."""
+        config = self.config
+        train, val = split_by_character(self.characters, self.labels.tolist(), config.split_seed)
+        return (
+            train[balanced_subset(self.labels[train], config.train_size, config.split_seed, "train_size")],
+            val[balanced_subset(self.labels[val], config.val_size, config.split_seed, "val_size")],
+        )
+
+    def _draw(self, chosen: Tensor, size: int) -> Tensor:
+        drawings = [self.characters[index].strokes for index in chosen.tolist()]
+        return draw_all(drawings, size, self.config.stroke_width)[:, None]  # [n, 1, size, size]
+
+
+class CroppedSet(HeldSet):
+    """Pictures in memory, of which a random crop is resized whenever one is read.
+
+    Args:
+        inputs: uint8 `(examples, 1, height, width)`.
+        labels: int64 `(examples,)`.
+        size: Pixels per side of what comes out.
+        scale: Least and largest share of a picture's area that is cropped.
+        normalise: Makes float32 of bytes; None leaves them.
+    """
+
+    def __init__(
+        self, inputs: Tensor, labels: Tensor, size: int, scale: tuple[float, float], normalise: Normalise | None
+    ) -> None:
+        self.inputs = inputs
+        self.labels = labels
+        self.size, self.scale = size, scale
+        self.normalise = normalise
+        self.crop = v2.RandomResizedCrop(size, scale, antialias=True)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        picture = self.crop(self.inputs[index])
+        return picture if self.normalise is None else self.normalise(picture), int(self.labels[index])
+
+    @property
+    def raw(self) -> "CroppedSet":
+        """The same examples as bytes."""
+        return CroppedSet(self.inputs, self.labels, self.size, self.scale, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.inputs.nbytes + self.labels.nbytes
+
+    def to(self, device: torch.device) -> "CroppedSet":
+        """Copy it to a device, whole."""
+        return CroppedSet(self.inputs.to(device), self.labels.to(device), self.size, self.scale, self.normalise)
+
+
+def characters_of(root: str | None, variants: bool, task: str) -> tuple[list[Character], list[int], tuple[str, ...]]:
+    """Choose the characters that a task is about.
+
+    Returns:
+        The characters, their labels, and the names of the classes, those with `FEWEST` characters or more.
+    """
+    answer = {"radical": radical_of, "layout": layout_of, "strokes": strokes_of}[task]
+    everyone = characters(root, variants)
+    answers = [answer(character) for character in everyone]
+    counts = Counter({character.code: name for character, name in zip(everyone, answers, strict=True)}.values())
+    classes = tuple(sorted((name for name, count in counts.items() if name and count >= FEWEST), key=_in_order))
+    label = {name: index for index, name in enumerate(classes)}
+    chosen = [(character, label[name]) for character, name in zip(everyone, answers, strict=True) if name in label]
+    return [character for character, _ in chosen], [index for _, index in chosen], classes
+
+
+def split_by_character(chosen: Sequence[Character], labels: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
+    """Hold out one of `PARTS` within each class, with all ways to write a character on one side.
+
+    Returns:
+        Indices of what is trained on, and of what is held out.
+    """
+    codes = [character.code for character in chosen]
+    folds = StratifiedGroupKFold(PARTS, shuffle=True, random_state=seed)
+    train, val = next(folds.split(codes, labels, codes))
+    return torch.from_numpy(train), torch.from_numpy(val)
+
+
+def radical_of(character: Character) -> str:
+    """The radical as it is written, "" where none is told: the general dictionaries', else the traditional one."""
+    components = list(character.root.walk())
+    for kind in ("general", "tradit"):
+        for component in components:
+            if component.radical == kind and component.element:
+                return component.element
+    return ""
+
+
+def layout_of(character: Character) -> str:
+    """How the outermost components are arranged."""
+    positions = {part.position for part in character.root.parts}
+    return next((name for name, told in LAYOUTS.items() if positions & {*told}), SINGLE)
+
+
+def strokes_of(character: Character) -> str:
+    """The number of strokes."""
+    return str(len(character.strokes))
+
+
+def characters(root: str | None, variants: bool) -> list[Character]:
+    """All characters of a folder, or of the installed package, read once."""
+    return _read(find_folder(root), variants)
+
+
+@lru_cache(maxsize=2)
+def _read(folder: Path, variants: bool) -> list[Character]:
+    return read_characters(folder, variants=variants)
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdecimal() else (0, name)

@@ -1,0 +1,80 @@
+"""Pictures in memory whose pixels carry the number of the object that they belong to."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torchvision import tv_tensors
+
+from torchrope.lab.data.dense import Change, DenseSet, Target, boxed
+from torchrope.lab.data.tensors import HeldSet, Normalise
+
+OTHER = 255
+"""Number of pixels that are neither background nor of an object."""
+
+
+class NumberedSet(DenseSet, HeldSet):
+    """Pictures in memory, as bytes, with boxes, masks and a map of their objects.
+
+    Args:
+        inputs: Pictures, uint8 `(pictures, 1, side, side)`.
+        numbers: uint8 `(pictures, side, side)`: 0 is background, k the k-th object of the picture, `OTHER` neither.
+        objects: Class and box of every object, int64 `(objects, 5)` for each picture.
+        names: What the pictures are called.
+        normalise: Makes float32 of bytes.
+        change: Changes bytes and truth.
+        other_class: Class of `OTHER` in the map; background unless given.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        numbers: Tensor,
+        objects: Sequence[Tensor],
+        names: Sequence[str],
+        normalise: Normalise,
+        change: Change | None = None,
+        other_class: int = 0,
+    ) -> None:
+        super().__init__(normalise, change)
+        self.inputs = inputs
+        self.numbers = numbers
+        self.objects = objects
+        self.names = names
+        self.other_class = other_class
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, index: int) -> tuple[Tensor, Target]:
+        """A picture with all that is told of it."""
+        numbers, objects = self.numbers[index], self.objects[index]
+        labels, side = objects[:, 0], self.inputs.shape[-1]
+        class_of = torch.zeros(OTHER + 1, dtype=torch.uint8, device=labels.device)
+        class_of[1 : len(labels) + 1] = (labels + 1).to(torch.uint8)
+        class_of[OTHER] = self.other_class
+        each = torch.arange(1, len(labels) + 1, device=labels.device)[:, None, None]
+        return tv_tensors.Image(self.inputs[index]), {
+            "boxes": boxed(objects[:, 1:], side, side),
+            "labels": labels,
+            "masks": tv_tensors.Mask(numbers == each),
+            "crowd": torch.zeros_like(labels, dtype=torch.bool),
+            "map": tv_tensors.Mask(class_of[numbers.long()]),
+            "name": self.names[index],
+        }
+
+    @property
+    def samples(self) -> list[tuple[str, list]]:
+        """Names of the pictures, with what is in them."""
+        return [(name, objects.tolist()) for name, objects in zip(self.names, self.objects, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.inputs.nbytes + self.numbers.nbytes + sum(objects.nbytes for objects in self.objects)
+
+    def to(self, device: torch.device) -> "NumberedSet":
+        """Copy it to a device, whole."""
+        objects = [each.to(device) for each in self.objects]
+        inputs, numbers = self.inputs.to(device), self.numbers.to(device)
+        return NumberedSet(inputs, numbers, objects, self.names, self.normalise, self.change, self.other_class)
