@@ -445,6 +445,9 @@ class Memory(nn.Module):
         self.weight = nn.Parameter(torch.zeros(2, 2))
         self.found = found
 
+    def no_weight_decay(self) -> set[str]:
+        return set()
+
     def losses(self, images: list[Tensor], targets: list[Any]) -> dict[str, Tensor]:
         return {"a": self.weight.sum() + len(images), "b": torch.tensor(0.5)}
 

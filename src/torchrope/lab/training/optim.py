@@ -73,11 +73,14 @@ def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, 
         Bao et al., BEiT, section 3.2 of the appendix on fine-tuning; Clark et al., ELECTRA, before it.
     """
     body, prefix = _body(model)
-    levels = group_parameters(body, body.group_matcher(), reverse=True)
-    decay, factor = config.layer_decay or 1.0, config.backbone_lr if prefix else 1.0
-    top = max(levels.values())
-    within = {each: factor * (config.lr * decay ** (top - levels[name])) for name, each in body.named_parameters()}
-    return {each: within.get(each, config.lr) for each in model.parameters()}
+    highest = config.backbone_lr * config.lr if prefix else config.lr
+    rates = {**dict.fromkeys(model.parameters(), config.lr), **dict.fromkeys(body.parameters(), highest)}
+    if config.layer_decay is not None:
+        levels = group_parameters(body, body.group_matcher(), reverse=True)
+        top = max(levels.values())
+        for name, parameter in body.named_parameters():
+            rates[parameter] = highest * config.layer_decay ** (top - levels[name])
+    return rates
 
 
 def warmup_cosine(step: int, *, warmup: int, total: int, floor: float = 0.0) -> float:
