@@ -1,4 +1,4 @@
-"""The kernels for CPUs: every law of the reference, in every dtype, layout and size."""
+"""The kernels for CPUs: every property of the reference, in every dtype, layout and size."""
 
 import copy
 import hashlib

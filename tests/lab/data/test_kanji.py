@@ -113,6 +113,7 @@ def test_inputs_are_normalised_by_the_training_examples(kanji):
 def test_other_sizes_are_drawn_and_not_resampled(kanji):
     _, val = kanji._made_datasets()
     _, larger = kanji.drawn_at((64, 64))._made_datasets()
+    assert kanji.draws_sizes
     assert torch.equal(larger.labels, val.labels)
     strokes = kanji.characters[kanji._split[1][3]].strokes
     assert torch.equal(larger.raw[3][0][0], draw(strokes, 64, 4.0))

@@ -1,4 +1,4 @@
-"""Training of models that name pixels or find objects: it survives being killed, and all else of a run holds."""
+"""Training of models for segmentation and detection: it survives being killed, and all else of a run holds."""
 
 import json
 import math

@@ -39,6 +39,7 @@ class DataModule(pl.LightningDataModule, ABC):
             `torchrope.lab.data.dense` says of what.
         map_classes: What the indices in a semantic map mean, for "segment".
         val_batch_factor: Examples in a batch of validation for each in one of training.
+        draws_sizes: Whether `drawn_at` makes examples of other sizes.
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
@@ -57,6 +58,7 @@ class DataModule(pl.LightningDataModule, ABC):
     tasks: tuple[str, ...] = ("classify",)
     map_classes: tuple[str, ...] = ()
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
+    draws_sizes: bool = False
     views: int = 1
     run_seed: int = 0
     tells_spacing: bool = False
@@ -85,7 +87,7 @@ class DataModule(pl.LightningDataModule, ABC):
         """
 
     def drawn_at(self, size: tuple[int, ...]) -> "DataModule | None":
-        """The same validation examples made at another size; None where they can only be resampled."""
+        """The same validation examples drawn at another size; None where they can only be resampled."""
         return None
 
     @property

@@ -52,6 +52,7 @@ class Kanji(DataModule):
     title = "Kanji"
     axes = ("height", "width")
     in_channels = 1
+    draws_sizes = True
 
     config: KanjiConfig
 

@@ -191,7 +191,8 @@ def _sizes(of: Comparison) -> Table | None:
         rows.append({**named(name), **shares})
     trained = "×".join(map(str, of.data.input_size))
     columns = [with_interval(size, f"{size} (trained)" if size == trained else size, "%", 1) for size in sizes]
-    note = "The same inputs, resampled to sizes that the model was not trained at, without further training."
+    how = "drawn at" if of.data.draws_sizes else "resampled to"
+    note = f"The same inputs, {how} sizes that the model was not trained at, without further training."
     return Table("Accuracy at other input sizes", (*NAMES, *columns), rows, note=note)
 
 

@@ -15,7 +15,6 @@ from torchrope.encodings.scaling import extend, yarn_temperature
 from torchrope.lab.conclusion import Interval, one_seed
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.transforms import resize
 from torchrope.lab.encodings import choose
 from torchrope.lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.statistics import accuracy_interval
@@ -39,7 +38,7 @@ from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.evaluate import predict, scaled_sizes
+from torchrope.lab.training.evaluate import predict_at, scaled_sizes
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis
 
@@ -255,10 +254,10 @@ def measured(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Ri
 
 
 def predictions(model: ViT | Swin, data: DataModule, sizes: Sequence[Size]) -> dict[str, Any]:
-    """Classes that a model gives the validation set, resampled to each of the sizes: `labels`, and one list a size."""
+    """Classes that a model gives the validation set at each of the sizes: `labels`, and one list a size."""
     found: dict[str, Any] = {}
     for size in sizes:
-        labels, logits = predict(model, data, partial(resize, size=size))
+        labels, logits = predict_at(model, data, tuple(size))
         found |= {"labels": labels.tolist(), _key(size): logits.argmax(dim=-1).tolist()}
     return found
 
@@ -542,9 +541,10 @@ def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
 
 
 def _notes(lab: Lab, sizes: Sizes) -> list[str]:
-    notes = [
+    resampled = (
         "Inputs are resampled from the size trained on, so that a larger one has no more detail, unlike in papers."
-    ]
+    )
+    notes = ["Inputs are drawn at every size." if lab.data.draws_sizes else resampled]
     if "time" in lab.data.axes:
         notes.append("The number of frames is unchanged.")
     if lab.data.views > 1:

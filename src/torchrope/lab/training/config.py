@@ -34,8 +34,8 @@ class ModelConfig:
 
     Attributes:
         backbone: "vit" or "swin".
-        head: What reads it: "classify"; "upernet" or "mask2former", which name every pixel; "faster-rcnn", "mask-rcnn"
-            or "deformable-detr", which find objects.
+        head: What reads it: "classify"; "upernet" or "mask2former" for semantic segmentation; "faster-rcnn",
+            "mask-rcnn" or "deformable-detr" for object detection.
         size: The papers' sizes by name; dim, depth, num_heads and mlp_dim below then override it one by one.
         dim: Channels of a token.
         depth: Layers.
@@ -45,10 +45,10 @@ class ModelConfig:
         depths: Layers of each stage of a Swin, which its size by name says otherwise.
         stage_heads: Attention heads of each stage of a Swin, likewise.
         window_size: Tokens of a Swin's window along each axis, 7 by default; one number means all axes. Of a ViT below
-            a head that names pixels or finds objects: its layers attend in such windows, as ViTDet's.
+            a head for segmentation or detection: its layers attend in such windows, as ViTDet's.
         global_layers: Layers of such a ViT that attend everywhere, counted from 1; by default the last one of each
             quarter.
-        head_channels: Channels of a head that names pixels or finds objects; None is the head's own.
+        head_channels: Channels of a head for segmentation or detection; None is the head's own.
         num_queries: Objects that "mask2former" and "deformable-detr" look for; None is the head's own.
         pool: "cls" reads a class token at the origin, "mean" averages the patches; a Swin always does.
         num_registers: Extra tokens without a place.
@@ -179,7 +179,7 @@ class OptimConfig:
         schedule: How the rate goes down after the warm-up: along a "cosine" or a "linear" line to min_lr, or by "step",
             to a tenth at each milestone.
         milestones: Epochs after which "step" goes down.
-        backbone_lr: Factor on the learning rate of the backbone below a head that names pixels or finds objects.
+        backbone_lr: Factor on the learning rate of the backbone below a head for segmentation or detection.
         ema_decay: Keep an average of the weights, this much of it staying at every step; it is evaluated and kept.
         effective_batch: Examples in one step of the optimiser over all devices: gradients of several batches add up
             to it, whatever the number of devices. By default one batch of every device.
@@ -291,7 +291,7 @@ class RunConfig:
         scale: How it is computed and watched.
         start_from: Folder of a run whose weights this one starts with; a rotary encoding that they lack starts at
             zero, as none (ComRoPE, supplement B.2).
-        backbone_from: What a backbone below a head that names pixels or finds objects starts with: the folder of a run
+        backbone_from: What a backbone below a head for segmentation or detection starts with: the folder of a run
             that classified, the file of a published checkpoint, or "timm:NAME".
     """
 

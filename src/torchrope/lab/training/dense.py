@@ -1,4 +1,4 @@
-"""From a configuration to a model that names pixels or finds objects."""
+"""From a configuration to a model for segmentation or detection."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SEGMENTER_CHANNELS, DETECTOR_CHANNELS = 512, 256
 
 
 def build_dense_module(config: RunConfig, data: DataModule) -> Module:
-    """Build the untrained model of a configuration whose head names pixels or finds objects."""
+    """Build the untrained model of a configuration whose head segments or detects."""
     model = build_head(config.model, build_features(config.encoding, config.model, data), data)
     if config.model.task == "segment":
         from torchrope.lab.training.segmenter import Segmenter
@@ -74,4 +74,4 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
             from torchrope.lab.dense.detection import DeformableDETR
 
             return DeformableDETR(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
-    raise ValueError(f"head must name pixels or find objects, got {config.head!r}")
+    raise ValueError(f"head must be for segmentation or detection, got {config.head!r}")

@@ -16,7 +16,7 @@ Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
 
 
 class Detector(Module):
-    """Train a model that finds objects.
+    """Train a model for object detection.
 
     Validation reports the loss that the model has in evaluation, and COCO's average precision of boxes, `val_ap`, and
     of masks, `val_mask_ap`, where it finds them; over the images of all processes. Crowds count as COCO counts them.

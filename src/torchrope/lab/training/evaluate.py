@@ -85,24 +85,23 @@ def correct_shuffled(model: ViT | Swin, data: DataModule) -> list[bool]:
 def correct_at(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> dict[tuple[int, ...], list[bool]]:
     """Whether each validation example is right at other sizes than the one trained at.
 
-    Data that can be drawn at any size are drawn at it; others are resampled.
-
     Args:
         model: Evaluated on the device that it is on.
         data: Its data.
         scales: Sizes as multiples of the training size.
     """
     sizes = scaled_sizes(data, model.embed.patch_size, scales)
-    return {
-        size: _correct(*predict(model, data.drawn_at(size) or data, partial(resize, size=size)))
-        for size in sizes
-        if size != tuple(data.input_size)
-    }
+    return {size: _correct(*predict_at(model, data, size)) for size in sizes if size != tuple(data.input_size)}
 
 
 def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Tensor]:
     """Labels and logits as `predict`, averaged over the views of an example where its data has several."""
     return predict(model, data) if data.views == 1 else predict_views(model, data.test_dataloader())
+
+
+def predict_at(model: nn.Module, data: DataModule, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Labels and logits as `predict`, of inputs of a size: drawn at it where the data can be, else resampled."""
+    return predict(model, data.drawn_at(size) or data, partial(resize, size=size))
 
 
 @torch.no_grad()

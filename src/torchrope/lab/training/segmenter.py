@@ -18,7 +18,7 @@ Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
 
 
 class Segmenter(Module):
-    """Train a model that names every pixel.
+    """Train a model for semantic segmentation.
 
     Validation sees whole images, whose logits are brought to the size of their maps. Its loss is the mean cross-entropy
     of pixels that have a class, its measure the mean intersection over union of the classes that occur.
