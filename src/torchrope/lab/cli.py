@@ -48,6 +48,7 @@ first steps:
   torchrope compare --data motion                      moving digits: time, height, width
   torchrope compare --data images --data.root DIR      your own images, a folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
+  torchrope compare --data kanji                       characters drawn from their strokes at any size
   torchrope study dense                                segmentation and detection, on scenes of handwritten digits
   torchrope compare --recipe liere-cifar100-vit-b      the settings of a paper; torchrope recipes lists them
 """
