@@ -13,7 +13,7 @@ BACKENDS = ("auto", "reference")
 
 
 @pytest.mark.parametrize("family", [tr.ComRoPELD, tr.ComRoPEAP])
-@pytest.mark.parametrize("b", [2, 3, 4, 6, 8, 16, 64])
+@pytest.mark.parametrize("b", [2, 3, 4, 6, 8, 16, pytest.param(64, marks=pytest.mark.slow)])
 def test_blocks_of_any_rank_are_rotated_rightly(b: int, family: type[tr.Encoding]) -> None:
     for kind in accuracy.KINDS:
         if (b == 64) <= (kind in ("one plane at rest", "rank 2", "repeated frequencies")):
@@ -52,7 +52,7 @@ def test_a_lost_plane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("liere:8", 3),
         ("liere:16", 1),
         ("liere:16", 2),
-        ("liere", 3),
+        pytest.param("liere", 3, marks=pytest.mark.slow),
     ],
 )
 def test_norms_are_kept_far_out(name: str, axes: int, backend: str) -> None:

@@ -1,6 +1,6 @@
 """Random encodings, shapes, strides and gradients, held to `oracle.py`: dense exponentials in float64.
 
-The examples are the same in every run; `make slow` tries 25 times as many.
+The examples are the same in every run; `make slow` tries 10,000.
 """
 
 from collections.abc import Callable, Sequence
@@ -251,7 +251,7 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-@settings(max_examples=400, derandomize=True, deadline=None, database=None)
+@settings(max_examples=150, derandomize=True, deadline=None, database=None)
 @given(cases())
 def test_random_cases_equal_dense_exponentials_in_float64(case: Case) -> None:
     check(case)

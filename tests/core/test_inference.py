@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -438,7 +439,15 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+ALWAYS = ("mixed", "frozen comrope-ap:3", "absorbed and frozen")
+
+
+def exported(*names: str) -> list[Any]:
+    """Exporting takes a second or two: a model of each kind, and the others in `make slow`."""
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", exported(*EXPORTED))
 def test_models_export(name: str) -> None:
     model = EXPORTED[name]().eval()
     program = torch.export.export(model, (torch.randn(2, 1, 8, 12),))
@@ -451,7 +460,7 @@ def test_models_export(name: str) -> None:
         assert costly(calls) == []
 
 
-@pytest.mark.parametrize("name", [name for name in EXPORTED if "frozen learned" in name or "absorbed" in name])
+@pytest.mark.parametrize("name", exported("frozen learned", "absorbed", "absorbed and frozen"))
 def test_exported_programs_outlive_the_library(name: str) -> None:
     model = EXPORTED[name]().eval()
     x = torch.randn(2, 1, 8, 12)
@@ -462,7 +471,7 @@ def test_exported_programs_outlive_the_library(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["frozen axial", "frozen liere:8", "frozen comrope-ap:3", "frozen sinusoidal+mixed", "absorbed"]
+    "name", exported("frozen axial", "frozen liere:8", "frozen comrope-ap:3", "frozen sinusoidal+mixed", "absorbed")
 )
 def test_models_run_in_onnxruntime(name: str, tmp_path: Path) -> None:
     model = EXPORTED[name]().eval()

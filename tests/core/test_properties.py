@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,18 @@ from torchrope import testing
 from torchrope.encodings import planar, skew
 from torchrope.rotations import Rotation
 
+OF_EACH_FAMILY = {type(make()): case for case, make in CASES.items()}.values()
 
-@pytest.mark.parametrize("name", testing.PROPERTIES)
-@pytest.mark.parametrize("case", CASES)
+
+def compiled_for_a_few(case: str, name: str) -> Any:
+    """Compiling takes longer than all other properties: `make slow` compiles the cases that are not a family's last."""
+    waits = name == "compiles into one graph" and case not in OF_EACH_FAMILY
+    return pytest.param(case, name, marks=pytest.mark.slow if waits else ())
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [compiled_for_a_few(case, name) for case in CASES for name in testing.PROPERTIES]
+)
 def test_property(case: str, name: str) -> None:
     try:
         testing.PROPERTIES[name](CASES[case])
@@ -446,8 +456,15 @@ UNTESTABLE: list[tuple[Callable[[], object], str]] = [
 ]
 
 
+# The first mistake of each property; `make slow` makes them all.
+FIRST = {name: row for row in reversed(MISTAKES) for name in [row[1]]}.values()
+
+
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-@pytest.mark.parametrize(("wrong", "name", "cause"), MISTAKES, ids=[row[0].__name__ for row in MISTAKES])
+@pytest.mark.parametrize(
+    ("wrong", "name", "cause"),
+    [pytest.param(*row, id=row[0].__name__, marks=() if row in FIRST else pytest.mark.slow) for row in MISTAKES],
+)
 def test_the_usual_mistakes_are_named(wrong: type[tr.Encoding], name: str, cause: str) -> None:
     with pytest.raises(AssertionError) as caught:
         testing.check(partial(wrong, **SIZES))
@@ -518,7 +535,13 @@ def test_what_passed_is_returned_with_its_errors(right: type[tr.Encoding]) -> No
     assert right is RightBlocks or lines[-1].startswith("not tested  zero generators change nothing: _take_generators")
 
 
-@pytest.mark.parametrize("case", {type(make()): case for case, make in CASES.items()}.values())
+ALL_AT_ONCE = [  # each by itself is held by test_property
+    pytest.param(case, marks=() if case.startswith(("mixed", "comrope-ld")) else pytest.mark.slow)
+    for case in OF_EACH_FAMILY
+]
+
+
+@pytest.mark.parametrize("case", ALL_AT_ONCE)
 def test_every_family_passes_all_properties_that_apply(case: str) -> None:
     result = testing.check(CASES[case])
     assert set(result.passed) | set(result.skipped) == set(testing.PROPERTIES)

@@ -313,6 +313,7 @@ def test_heads_of_transformers_learn_through_it_and_survive_saving(name: str, tm
     torch.testing.assert_close(again(x)[answer], model.eval()(x)[answer], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break() -> None:
     model = AutoBackbone.from_config(tiny("mixed")).eval()
     x = torch.randn(1, 3, 32, 32)

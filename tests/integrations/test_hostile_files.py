@@ -684,7 +684,9 @@ def _changed_at_random(header: Header, draw: random.Random) -> Header:
 
 
 @pytest.mark.filterwarnings("ignore")  # of libraries, about what they then build or refuse
-@pytest.mark.parametrize("library", MODELS)
+@pytest.mark.parametrize(
+    "library", [pytest.param(library, marks=pytest.mark.slow if library == "swin" else ()) for library in MODELS]
+)
 def test_load_refuses_random_changes_in_one_line_or_loads(library: str, cases: dict[str, Case], tmp_path: Path) -> None:
     draw = random.Random(library)
     for _ in range(40):

@@ -358,7 +358,9 @@ def _spoiled(state: dict[str, torch.Tensor], draw: random.Random) -> dict[str, t
 
 
 @pytest.mark.filterwarnings("ignore")  # of files that leave open which model they are
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.slow if family == "swin" else ()) for family in FAMILIES]
+)
 def test_load_published_refuses_random_changes_in_one_line_or_loads(family: str, tmp_path: Path) -> None:
     build, options = FAMILIES[family]
     state, draw = build(), random.Random(family)

@@ -26,7 +26,10 @@ def without_rotation(model: Any) -> Any:
     return plain
 
 
-@pytest.mark.parametrize("name_of_encoding", ENCODINGS)
+@pytest.mark.parametrize(
+    "name_of_encoding",
+    [pytest.param(name, marks=() if name in ("mixed", "comrope-ld:4") else pytest.mark.slow) for name in ENCODINGS],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_zero_generators_keep_outputs_bit_for_bit(name: str, name_of_encoding: str) -> None:
     model = made(name)
@@ -243,8 +246,17 @@ def test_one_encoding_is_shared_and_computed_once() -> None:
     assert sum(p.numel() for p in model.rotary.parameters()) == sum(p.numel() for p in encoding.parameters())
 
 
-@pytest.mark.parametrize("encoding", ["mixed", "liere:4"])
-@pytest.mark.parametrize("name", ["vit", "rope_mixed_ape", "swin"])
+COMPILED = [
+    ("vit", "mixed"),
+    ("swin", "liere:4"),
+    *(
+        pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in (("vit", "liere:4"), ("rope_mixed_ape", "mixed"), ("rope_mixed_ape", "liere:4"), ("swin", "mixed"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "encoding"), COMPILED)
 def test_compiles_into_one_graph(name: str, encoding: str) -> None:
     model = awake(tr.swap(made(name), encoding)).eval()
     x = images(model)

@@ -104,7 +104,10 @@ def images(*size: int) -> Tensor:
     return torch.randn(2, 3, *(size or (32, 32)))
 
 
-@pytest.mark.parametrize("encoding", LEARNED)
+@pytest.mark.parametrize(
+    "encoding",
+    [pytest.param(name, marks=() if name in ("mixed", "liere:8") else pytest.mark.slow) for name in LEARNED],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_zero_generators_keep_outputs_to_the_bit_and_learn(name: str, encoding: str) -> None:
     model = MODELS[name]()
@@ -233,7 +236,13 @@ def test_checkpointed_layers_know_the_forward_they_belong_to(name: str, shared: 
 
 # torch.compile calls the hooks of the outermost module itself and looks for the gradients of what they made.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", [*TOWERS, "vit-classes", "siglip-classes", "dinov3-backbone"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("vit-classes", "dinov3-backbone") else pytest.mark.slow)
+        for name in (*TOWERS, "vit-classes", "siglip-classes", "dinov3-backbone")
+    ],
+)
 def test_it_compiles_without_a_break(name: str) -> None:
     model, pixels = swap(MODELS[name](), "mixed", init="paper"), images()
     torch.compiler.reset()

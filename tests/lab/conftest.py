@@ -1,5 +1,8 @@
 """What tests of the laboratory share."""
 
+from collections.abc import Iterator
+from functools import cache
+
 import pytest
 from miniatures import published_sums
 
@@ -18,3 +21,16 @@ def published_miniatures(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(source, "meta", {**source.meta, "md5": sums[source.meta["filename"]]})
         monkeypatch.setattr(source, "tgz_md5", sums["False"])
         monkeypatch.setattr(ours, "binary_md5", sums["True"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _scripts_of_pages_are_bundled_once() -> Iterator[None]:
+    """Bundling takes a second and gives every page the same text."""
+    try:
+        import vl_convert
+    except ImportError:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vl_convert, "javascript_bundle", cache(vl_convert.javascript_bundle))
+        yield

@@ -209,12 +209,9 @@ def test_layers_computed_again_give_the_same_gradients(build: Callable[[], Featu
         assert once is None or torch.allclose(once, twice, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow  # test_vit and test_swin compile what the maps are of
 @pytest.mark.parametrize(
-    ("build", "masked"),
-    [
-        (VITS["windows and pyramid"], True),
-        pytest.param(SWINS["swin with rotations"], False, marks=pytest.mark.slow),  # test_swin compiles a Swin
-    ],
+    ("build", "masked"), [(VITS["windows and pyramid"], True), (SWINS["swin with rotations"], False)]
 )
 def test_it_compiles_whole(build: Callable[[], Features], masked: bool) -> None:
     features = build().eval()

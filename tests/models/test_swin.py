@@ -121,9 +121,7 @@ def test_the_published_tiny_computes_what_timms_does() -> None:
     ("size", "name"),
     [
         ("tiny", "swin_tiny_patch4"),
-        ("small", "swin_small_patch4"),
-        ("base", "swin_base_patch4"),
-        ("large", "swin_large_patch4"),
+        *(pytest.param(size, f"swin_{size}_patch4", marks=pytest.mark.slow) for size in ("small", "base", "large")),
     ],
 )
 def test_sizes_have_the_papers_parameters(size: str, name: str) -> None:
@@ -337,6 +335,7 @@ def test_it_compiles_whole() -> None:
     assert model.stages[0].biases[1].table.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_it_exports_with_any_batch() -> None:
     model = _drawn(tiny((32, 32), depths=(2,), num_heads=(2,), encoding="bias+mixed"))
     batch = torch.export.Dim("batch", min=1, max=64)

@@ -224,6 +224,7 @@ def test_it_compiles_and_checkpoints_and_builds_on_meta() -> None:
     assert torch.isfinite(empty(x)).all()
 
 
+@pytest.mark.slow
 def test_it_trains_compiled_at_two_sizes_with_learned_positions() -> None:
     model = tiny((8, 8), patch_size=2, encoding="learned")
     torch.compiler.reset()

@@ -66,8 +66,10 @@ def test_a_window_as_large_as_the_lattice_attends_everywhere(name: str, window: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("window", [(4, 2), (3, 5), (1, 1), (8, 3)])
-@pytest.mark.parametrize("global_layers", [(), (2,), (1, 3)])
+@pytest.mark.parametrize(
+    "window", [(4, 2), (3, 5), *(pytest.param(window, marks=pytest.mark.slow) for window in ((1, 1), (8, 3)))]
+)
+@pytest.mark.parametrize("global_layers", [(), (2,), pytest.param((1, 3), marks=pytest.mark.slow)])
 def test_windows_are_dense_attention_with_a_mask_and_the_rotations_of_the_whole_image(
     name: str, window: tuple[int, int], global_layers: tuple[int, ...]
 ) -> None:

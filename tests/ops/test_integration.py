@@ -76,7 +76,9 @@ def test_one_graph_serves_any_number_of_samples_and_tokens(encoding: str) -> Non
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(
+    "encoding", [pytest.param(name, marks=() if name == "mixed" else pytest.mark.slow) for name in ENCODINGS]
+)
 def test_an_exported_model_needs_torch_alone(encoding: str) -> None:
     model = small_vit(encoding).eval()
     x, _ = images()

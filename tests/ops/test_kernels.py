@@ -56,7 +56,7 @@ SIZES = [
     ("liere", 16, 3, 63, F32),
     ("liere", 32, 2, 63, F32),
     ("liere", 48, 4, 63, BF16),
-    ("liere", 64, 2, 197, F32),
+    pytest.param("liere", 64, 2, 197, F32, marks=pytest.mark.slow),
     ("liere", 64, 1, 1, F16),
     ("liere", 64, 3, 0, F32),
     ("ap", 2, 2, 63, F32),
@@ -77,7 +77,7 @@ SIZES = [
     ("ld", 16, 4, 197, F32),
     ("ld", 32, 1, 63, F16),
     ("ld", 48, 2, 1, F32),
-    ("ld", 64, 2, 63, F32),
+    pytest.param("ld", 64, 2, 63, F32, marks=pytest.mark.slow),
     # between the sizes that compilers unroll
     ("liere", 5, 2, 9, F32),
     ("liere", 7, 1, 33, F32),
@@ -588,7 +588,7 @@ def collinear_places(where: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sets", [(), (2,)])
-@pytest.mark.parametrize("b", [3, 8, 16, 64])
+@pytest.mark.parametrize("b", [3, 8, 16, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "where",
     [

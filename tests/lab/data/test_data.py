@@ -234,7 +234,7 @@ def test_the_order_depends_on_run_seed_and_epoch_alone():
 
 
 # Workers draw their first indices as soon as they start, so they are a case of their own.
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path, workers):
@@ -639,7 +639,14 @@ def add_what_computers_add(root: Path) -> None:
         (folder / ".hidden" / files[0].name).write_bytes(b"x")
 
 
-@pytest.mark.parametrize("name", [name for name in MINIATURES if "cifar" not in name and name != "fashion-mnist"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("videos", "ucf101", "volumes") else ())
+        for name in MINIATURES
+        if "cifar" not in name and name != "fashion-mnist"
+    ],
+)
 def test_what_computers_add_to_folders_is_no_data(tmp_path, caplog, name):
     root = MINIATURES[name](tmp_path / "data")
     options = {"root": str(root), **OPTIONS.get(name, {})}

@@ -200,7 +200,9 @@ def test_batches_are_named_and_data_sets_told_from_others(tmp_path):
 # Chance
 
 
-@pytest.mark.parametrize("name", NAMES_DENSE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "kanji" in name else ()) for name in NAMES_DENSE]
+)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_batches_do_not_depend_on_workers_or_on_torchs_generator(tmp_path, name):
     def epoch(workers: int, chance: int) -> list:

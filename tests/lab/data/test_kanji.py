@@ -83,7 +83,9 @@ def test_drawings_come_from_the_cache_unless_that_is_damaged(by_character, tmp_p
     assert torch.equal(draw_all(drawings, 16, 4.0), first)
 
 
-@pytest.mark.parametrize("task", ["radical", "layout", "strokes"])
+@pytest.mark.parametrize(
+    "task", ["strokes", *(pytest.param(task, marks=pytest.mark.slow) for task in ("radical", "layout"))]
+)
 def test_no_character_is_on_both_sides_in_any_way_to_write_it(task):
     data = make_data(data_config("kanji", task=task, variants=True))
     train, val = data._split

@@ -490,6 +490,7 @@ def test_two_steps_of_training_and_an_evaluation_over_views(tmp_path, name, make
     assert averaged.labels == labels.tolist()
 
 
+@pytest.mark.slow
 def test_videos_are_compared_from_the_command_line(tmp_path, capsys):
     from torchrope.lab.cli import main
 

@@ -487,7 +487,7 @@ class StopAfter(Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_by_voxels_goes_on_bit_for_bit_with_randaugment(tmp_path, workers):
     root = spaced_nifti_folder(tmp_path / "data")
 
@@ -553,6 +553,7 @@ def test_positions_in_mm_are_refused_where_they_mean_nothing(tmp_path, data, mod
         )
 
 
+@pytest.mark.slow
 def test_volumes_are_trained_and_compared_in_mm_from_the_command_line(tmp_path, capsys):
     root = spaced_nifti_folder(tmp_path / "data")
     asked = f"--data volumes --data.root {root} --data.size 8 --data.frames 4 --epochs 1 --model.unit_mm 20"
@@ -966,7 +967,7 @@ def test_what_is_expected_where_is_told_in_one_line(tmp_path, name, spoil, messa
 
 
 @pytest.mark.parametrize(("name", "make"), [("rsna", rsna_folder), ("volumes", nifti_folder)])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_steps_of_training(tmp_path, name, make, workers):
     data = load(name, make(tmp_path / "data"), workers=workers, augment=AugmentConfig(flip=True, mixup=0.8))
     config = RunConfig("comrope-ld", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))

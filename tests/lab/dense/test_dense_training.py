@@ -53,7 +53,9 @@ def same_weights(one: Module, other: Module) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
-@pytest.mark.parametrize("head", ["upernet", "faster-rcnn", pytest.param("deformable-detr", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "head", ["faster-rcnn", *(pytest.param(head, marks=pytest.mark.slow) for head in ("upernet", "deformable-detr"))]
+)
 def test_a_run_that_was_killed_within_an_epoch_ends_as_one_that_was_not(tmp_path: Path, head: str) -> None:
     config = small_run(head, scale=ScaleConfig(checkpoint_every=1), optim={"ema_decay": 0.5})
     whole, curve = train(config, data_of(config), tmp_path / "whole")
@@ -65,7 +67,9 @@ def test_a_run_that_was_killed_within_an_epoch_ends_as_one_that_was_not(tmp_path
     assert same_weights(load(tmp_path / "killed")[2], whole)
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    "head", [pytest.param(head, marks=pytest.mark.slow if head in QUERIES else ()) for head in HEADS]
+)
 def test_every_head_trains_in_bf16_with_gradients_of_several_batches(tmp_path: Path, head: str) -> None:
     optim = {"epochs": 1, "effective_batch": 8, "layer_decay": 0.8, "schedule": "linear"}
     config = small_run(head, optim=optim, scale=ScaleConfig(precision="bf16"))

@@ -83,6 +83,9 @@ def test_gradients_reach_every_parameter(name: str) -> None:
         assert all(weight.grad.abs().sum() > 0 for weight in part.parameters())
 
 
+@pytest.mark.parametrize(
+    "name", ["mask", *(pytest.param(name, marks=pytest.mark.slow) for name in ("faster", "deformable"))], indirect=True
+)
 def test_one_image_is_learned_and_its_object_found(name: str) -> None:
     model = built(name)
     images = [image(48, 80)]

@@ -171,7 +171,7 @@ HOSTILE = (
 
 def hostile():
     """A study in which every word that can be is out to do harm, and some are very long."""
-    long = "W" * 3000 + HOSTILE
+    long = "W" * 1000 + HOSTILE
     rows = [{"k" + HOSTILE: name, "x.y['z']": index, "low": index - 1, "high": index + 1, "constructor": HOSTILE}
             for index, name in enumerate([HOSTILE, long, "=1+1", "@sum", "datum.toString()", "mixed"])]  # fmt: skip
     key = "k" + HOSTILE

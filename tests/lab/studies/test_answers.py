@@ -104,8 +104,18 @@ def check(found: Findings) -> None:
     assert all(len(each.caption.split()) <= MOST_WORDS for each in (*found.figures, *found.pictures))
 
 
-@pytest.mark.parametrize(("data", "seeds"), [("digits", 3), ("motion", 1)])
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dense", "complexity")])
+ON_MOTION = ("shuffle", "kernel", "finetune")  # the others wait for `make slow` with three axes
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "seeds"),
+    [
+        pytest.param(name, data, seeds, marks=pytest.mark.slow if data == "motion" and name not in ON_MOTION else ())
+        for name in NAMES
+        if name not in ("dense", "complexity")
+        for data, seeds in (("digits", 3), ("motion", 1))
+    ],
+)
 def test_answers_are_short(name: str, data: str, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetune, "start_from", lambda model, folder: None)
     monkeypatch.setattr(fourier, "LATTICE", (4, 5))

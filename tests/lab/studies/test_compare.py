@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,20 @@ def run(config: CompareConfig) -> StudyResult:
     return StudyResult.read(compare(config, command="torchrope compare", console=Console(file=io.StringIO())))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison with one seed; tests that let it grow take a copy."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    run(small(out))
+    return out
+
+
+@pytest.fixture
+def compared(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "compared"))
+
+
 def busy(random: np.random.Generator, true: dict[str, float]) -> dict[str, list[float]]:
     """Seconds of steps on a machine with other work: rounds that are slow as a whole, and samples that wait."""
     rounds = np.exp(random.normal(0, 0.4, ROUNDS))
@@ -75,8 +90,8 @@ def test_costs_are_relative_to_none_where_it_is_there() -> None:
     assert _relative_costs({}) == {}
 
 
-def test_the_answer_follows_from_the_predictions_that_are_kept(tmp_path: Path) -> None:
-    found = run(small(tmp_path, seeds=2))
+def test_the_answer_follows_from_the_predictions_that_are_kept(compared: Path) -> None:
+    found = run(small(compared, seeds=2))
     assert found.conclusion is not None
     conclusion = Conclusion.from_dict(found.conclusion)
     assert found.findings.answer == conclusion.sentence()
@@ -87,7 +102,7 @@ def test_the_answer_follows_from_the_predictions_that_are_kept(tmp_path: Path) -
     assert found.data is not None
     assert found.data.chance == pytest.approx(conclusion.chance)
     assert conclusion.margin == 0.01
-    assert Conclusion.from_dict(run(small(tmp_path, seeds=2, margin=0.2)).conclusion).margin == 0.2
+    assert Conclusion.from_dict(run(small(compared, seeds=2, margin=0.2)).conclusion).margin == 0.2
 
 
 def test_the_stored_answer_cannot_contradict_the_conclusion(tmp_path: Path) -> None:
@@ -104,8 +119,8 @@ def test_the_stored_answer_cannot_contradict_the_conclusion(tmp_path: Path) -> N
         StudyResult.read(tmp_path / "results.json")
 
 
-def test_results_name_classes_confusions_and_samples(tmp_path: Path) -> None:
-    found = run(small(tmp_path))
+def test_results_name_classes_confusions_and_samples(trained: Path) -> None:
+    found = StudyResult.read(trained / "results.json")
     tables = {table.title: table for table in found.findings.tables}
     assert [row["class"] for row in tables["Accuracy by class"].rows] == [str(digit) for digit in range(10)]
     assert sum(row["examples"] for row in tables["Accuracy by class"].rows) == 40
@@ -119,9 +134,8 @@ def test_results_name_classes_confusions_and_samples(tmp_path: Path) -> None:
     assert {figure.name for figure in found.findings.figures} >= {"top1", "curves", "losses", "costs"}
 
 
-def test_seeds_that_not_all_have_yet_are_left_out_of_the_answer(tmp_path: Path) -> None:
-    run(small(tmp_path, seeds=1))
-    grown = run(small(tmp_path, encodings=["axial"], seeds=2))
+def test_seeds_that_not_all_have_yet_are_left_out_of_the_answer(compared: Path) -> None:
+    grown = run(small(compared, encodings=["axial"], seeds=2))
     assert grown.conclusion is not None
     assert set(grown.conclusion["intervals"]) == {"none", "mixed", "axial"}
     assert grown.conclusion["seeds"] == 2

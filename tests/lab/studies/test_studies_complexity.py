@@ -34,17 +34,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     ("encoding", "parameters"),
     [
         ("none", 0),
-        ("axial", 0),
-        ("sinusoidal", 0),
-        ("learned", 64 * 768),
-        ("bias", 12 * 12 * 15 * 15),
-        ("mixed", 9_216),
         ("liere:8", 64_512),
-        ("liere", 580_608),
-        ("comrope-ap", 32_256),
-        ("comrope-ld", 34_560),
-        ("string", 12 * 24_960),
         ("learned+mixed", 64 * 768 + 9_216),
+        pytest.param("axial", 0, marks=pytest.mark.slow),
+        pytest.param("sinusoidal", 0, marks=pytest.mark.slow),
+        pytest.param("learned", 64 * 768, marks=pytest.mark.slow),
+        pytest.param("bias", 12 * 12 * 15 * 15, marks=pytest.mark.slow),
+        pytest.param("mixed", 9_216, marks=pytest.mark.slow),
+        pytest.param("liere", 580_608, marks=pytest.mark.slow),
+        pytest.param("comrope-ap", 32_256, marks=pytest.mark.slow),
+        pytest.param("comrope-ld", 34_560, marks=pytest.mark.slow),
+        pytest.param("string", 12 * 24_960, marks=pytest.mark.slow),
     ],
 )
 def test_parameters_are_counted_and_by_formula_the_same(encoding: str, parameters: int) -> None:
@@ -53,14 +53,24 @@ def test_parameters_are_counted_and_by_formula_the_same(encoding: str, parameter
     assert cost.parameters == 85_143_652 + parameters
 
 
-@pytest.mark.parametrize("name", ["rope-swin-t", "motion", "digits"])
+WINDOWS = pytest.param("rope-swin-t", marks=pytest.mark.slow)  # test_rotating_in_windows counts them too
+
+
+@pytest.mark.parametrize("name", [WINDOWS, "motion", "digits"])
 @pytest.mark.parametrize("encoding", ["learned", "bias", "mixed", "liere:8", "comrope-ld:4", "string:4"])
 def test_formulas_hold_for_windows_three_axes_and_small_models(name: str, encoding: str) -> None:
     cost = costs(BY_NAME[name], encoding)
     assert cost.encoding_parameters == cost.by_formula > 0
 
 
-@pytest.mark.parametrize(("encoding", "b"), [("none", 0), ("axial", 2), ("mixed", 2), ("liere:8", 8), ("string", 64)])
+ROTATED = [
+    ("none", 0),
+    ("liere:8", 8),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("axial", 2), ("mixed", 2), ("string", 64))),
+]
+
+
+@pytest.mark.parametrize(("encoding", "b"), ROTATED)
 def test_rotating_takes_two_block_products_a_layer(encoding: str, b: int) -> None:
     assert costs(BY_NAME["liere-cifar100-vit-b"], encoding).rotating == 2 * 12 * 65 * 768 * b
 
@@ -71,7 +81,13 @@ def test_rotating_in_windows_counts_every_window() -> None:
     assert costs(BY_NAME["rope-swin-t"], "mixed").rotating == expected
 
 
-@pytest.mark.parametrize("name", [name for name in BY_NAME if "swin" not in name])
+COUNTED = ("digits", "motion", "liere-cifar100-vit-b")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in COUNTED else pytest.mark.slow) for name in BY_NAME if "swin" not in name],
+)
 def test_products_are_those_of_the_formula(name: str) -> None:
     size = BY_NAME[name]
     assert costs(size, "none").flops == 2 * products_by_formula(size)
@@ -83,11 +99,21 @@ def test_the_count_of_table_5_adds_norms_and_rotations() -> None:
     assert table_5_count(without, cost) == without.flops // 2 + 5 * 25 * 65 * 768 + 2 * 12 * 65 * 768 * 64
 
 
+def test_cells_of_the_smallest_model_agree_with_table_5(monkeypatch: pytest.MonkeyPatch) -> None:
+    column, name = complexity.TABLE_5[0]
+    monkeypatch.setattr(complexity, "TABLE_5", [(column, name)])
+    encodings = ("none", "learned", "axial", "mixed", "liere:8", "liere")
+    cells = complexity.compare_table_5({(column, encoding): costs(BY_NAME[name], encoding) for encoding in encodings})
+    assert [cell["name"] for cell in cells if not cell["agrees"]] == ["ViT-Tiny, liere"]
+
+
+@pytest.mark.slow
 def test_all_that_must_hold_holds(found: Findings) -> None:
     assert len(found.checks) == 5
     assert [check.rule for check in found.checks if not check.holds] == []
 
 
+@pytest.mark.slow
 def test_cells_that_cannot_be_right_are_told_and_all_others_agree(found: Findings) -> None:
     cells = {row["name"]: row for row in found.tables[2].rows}
     assert len(cells) == 15
@@ -98,6 +124,7 @@ def test_cells_that_cannot_be_right_are_told_and_all_others_agree(found: Finding
     assert cells["ViT-Large, liere:8"]["ours_share"] == pytest.approx(0.129, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_published_cells_are_the_papers(found: Findings) -> None:
     flops, shares, formulas, costs_004 = found.published
     assert [row["value3"] for row in flops.rows] == [19.856, 19.856, 19.863, 19.882, 20.061]
@@ -106,6 +133,7 @@ def test_published_cells_are_the_papers(found: Findings) -> None:
     assert costs_004.rows[0]["value1"] == 1.8
 
 
+@pytest.mark.slow
 def test_claims_of_the_texts_stand_beside_counts(found: Findings) -> None:
     claims = {row["name"]: row for row in found.tables[3].rows}
     one_set = claims["LieRE's parameters, one set for all layers and heads"]
@@ -116,11 +144,13 @@ def test_claims_of_the_texts_stand_beside_counts(found: Findings) -> None:
     assert claims["Operations that rotate, ViT-B at 224x224"]["ours"].startswith("10.84 M, 0.06 %")
 
 
+@pytest.mark.slow
 def test_comropes_formula_for_ld_is_not_its_shapes(found: Findings) -> None:
     row = found.tables[1].rows[-1]
     assert (row["theirs"], row["shapes"], row["count"]) == (39_168, 76_032, 34_560)
 
 
+@pytest.mark.slow
 def test_sizes_that_an_encoding_refuses_are_left_out_with_a_note(found: Findings) -> None:
     named = {row["name"] for row in found.tables[0].rows}
     assert "motion, 5x20x20, axial" in named
@@ -130,12 +160,14 @@ def test_sizes_that_an_encoding_refuses_are_left_out_with_a_note(found: Findings
     assert "ViT-Base, 8x224x224 and ViT-Base, 32x224x224" in note
 
 
+@pytest.mark.slow
 def test_the_answer_says_which_cells_are_reproduced(found: Findings) -> None:
     assert "32,256 parameters (comrope-ap" in found.answer
     assert "reproduce 13 of 15 cells of LieRE's table 5" in found.answer
     json.dumps(found.plain())
 
 
+@pytest.mark.slow
 def test_an_encoding_that_learns_nothing_is_told(found: Findings) -> None:
     rows = [row for row in found.tables[0].rows if row["encoding"] == "axial"]
     assert complexity._answer(rows, []).startswith("The encodings asked for learn nothing.")

@@ -65,6 +65,7 @@ def test_settings_of_the_other_backbone_are_refused(settings: dict[str, Any]) ->
         ModelConfig(**settings)
 
 
+@pytest.mark.slow
 def test_a_swin_is_compared(tmp_path: Path) -> None:
     options = ["--model.backbone=swin", "--model.size=null", "--model.dim=8", "--model.depth=null"]
     options += ["--model.num_heads=null", "--model.mlp_dim=null", "--model.depths=[1,1]", "--model.stage_heads=[1,1]"]

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from itertools import count as count_from
 from typing import Any
 
 from torchrope.lab.report.looks import Look, look_class
@@ -173,7 +175,8 @@ def data_sentence(data: dict[str, Any]) -> str:
 
 
 def _unique(wanted: str, taken: set[str]) -> str:
-    name = next(name for name in (wanted, *(f"{wanted}-{n}" for n in range(2, 10**6))) if name not in taken)
+    names = chain([wanted], (f"{wanted}-{n}" for n in count_from(2)))
+    name = next(name for name in names if name not in taken)
     taken.add(name)
     return name
 
