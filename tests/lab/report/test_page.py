@@ -640,7 +640,7 @@ class TestInChromium:
         for name in ("SVG", "PNG", "CSV"):
             browser.run(f"[...{tools}].find(b => b.textContent === '{name}').click()")
             file = tmp_path / f"accuracy-digits-curves.{name.lower()}"
-            browser.until(file.exists)
+            browser.until(lambda file=file: file.exists() and file.stat().st_size)
         head, *rows = (tmp_path / "accuracy-digits-curves.csv").read_text("utf-8-sig").splitlines()
         keys = head.split(",")
         assert set(keys) == {"name", "epoch", "top1", "low", "high"}
@@ -655,7 +655,7 @@ class TestInChromium:
         browser.draw_all()
         browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
         browser.run("[...document.querySelectorAll('figure')][0].querySelector('.tools button:last-child').click()")
-        browser.until(lambda: any(tmp_path.glob("*.csv")))
+        browser.until(lambda: any(file.stat().st_size for file in tmp_path.glob("*.csv")))
         (file,) = tmp_path.glob("*.csv")
         text = file.read_text("utf-8-sig")
         assert "'=1+1" in text
