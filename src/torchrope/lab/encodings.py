@@ -4,7 +4,6 @@ Importing a module runs it. `load_modules` imports those that a command line nam
 and finds classes in modules that are loaded, so that a stored configuration cannot start code.
 """
 
-import difflib
 import importlib
 import inspect
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from torchrope.encodings import ABSOLUTE, BIAS, ROTARY, AbsoluteEncoding, Choice, Encoding, RelativePositionBias
 from torchrope.encodings import choose as choose_with
+from torchrope.lab.spelling import closest, suggestion
 
 _OWN = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d]\w*)(?::\d+)?")
 _KINDS: dict[type, tuple[str, ...]] = {
@@ -112,7 +112,7 @@ def _near_module(module: str, error: Exception) -> str:
     if above and path is None:
         return ""
     there = [f"{above}." * bool(above) + each.name for each in pkgutil.iter_modules(path)]
-    return _near(missing, there, cutoff=0.7)
+    return suggestion(closest(missing, there, cutoff=0.7))
 
 
 def _class(module: str, name: str) -> Any:
@@ -123,12 +123,16 @@ def _class(module: str, name: str) -> Any:
         raise ValueError(f"{rule} or says --allow {module}, got neither")
     found = vars(loaded).get(name)
     if found is None:
-        raise ValueError(f"{module} must have a class {name}, got none{_near(name, _encodings_of(loaded))}")
+        raise ValueError(
+            f"{module} must have a class {name}, got none{suggestion(closest(name, _encodings_of(loaded)))}"
+        )
     kind = next((kind for kind in _KINDS if isinstance(found, type) and issubclass(found, kind)), None)
     if kind is None:
         kinds = "Encoding, AbsoluteEncoding or RelativePositionBias of torchrope.encodings"
         what = "a class of others" if isinstance(found, type) else type(found).__name__
-        raise ValueError(f"{full} must be a subclass of {kinds}, got {what}{_near(name, _encodings_of(loaded))}")
+        raise ValueError(
+            f"{full} must be a subclass of {kinds}, got {what}{suggestion(closest(name, _encodings_of(loaded)))}"
+        )
     if inspect.isabstract(found):
         raise ValueError(f"{full} must have all methods, got no {', '.join(sorted(found.__abstractmethods__))}")
     try:
@@ -150,8 +154,3 @@ def _check_colon(name: str) -> None:
             raise ValueError(
                 f"an encoding of your own is named module:Class, got {part!r}; did you mean '{module}:{kind}'?"
             )
-
-
-def _near(word: str, known: Sequence[str], cutoff: float = 0.5) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""

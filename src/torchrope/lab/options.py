@@ -4,7 +4,6 @@ An error is one line that names an option as the user wrote it: `--epochs`, or `
 """
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origi
 from torchrope.files import parse_yaml, read_mapping
 from torchrope.lab import recipes
 from torchrope.lab.data.config import DATA_NAMES, SETTINGS, takers
+from torchrope.lab.spelling import closest, suggestion
 from torchrope.lab.training.config import flat
 
 Config = TypeVar("Config")
@@ -143,8 +143,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     plain = {name.lstrip("-"): name for name in names}
     wanted = word.lstrip("-").replace("-", "_") if word.startswith("--") else word
     inner = [name for name in names if name.rpartition(".")[2] == wanted]
-    near = inner or [plain[name] for name in difflib.get_close_matches(wanted, plain, n=1, cutoff=0.6)]
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return suggestion(inner[0] if inner else plain.get(closest(wanted, plain, cutoff=0.6) or ""))
 
 
 class OneLineParser(argparse.ArgumentParser):

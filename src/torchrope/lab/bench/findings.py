@@ -94,7 +94,7 @@ def time_figure(bench: Bench) -> Figure:
 
 
 def not_measured(bench: Bench) -> list[str]:
-    """Implementations and encodings that were not measured, and why, a line each."""
+    """Implementations and encodings that were not measured, and why, one line for each."""
     reasons: dict[str, set[str]] = {}
     for one in bench.encodings:
         for name, reason in one.left_out.items():

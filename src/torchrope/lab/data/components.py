@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -57,41 +57,51 @@ class KanjiComponents(DenseModule):
 
     def datasets(self) -> tuple[NumberedSet, NumberedSet]:
         """Split, choose `train_size` and `val_size` of them, and draw them with their components."""
-        config = self.config
-        trained_on, held = split_by_character(self.characters, [0] * len(self.characters), config.split_seed)
-        made = self._draw(choose_some(trained_on.tolist(), config.train_size, config.split_seed, "train_size"))
-        made.normalise = Normalise(*byte_statistics(made.inputs))
-        made.change = compose(large_scale_jitter(config.augment, config.size))
-        held_out = self._draw(choose_some(held.tolist(), config.val_size, config.split_seed, "val_size"))
-        held_out.normalise = made.normalise
-        return made, held_out
+        train, val = self._split
+        made = self._draw(train)
+        made.change = compose(large_scale_jitter(self.config.augment, self.config.size))
+        return made, self._draw(val, made.normalise)
 
     def at_size(self, size: int) -> "KanjiComponents":
-        """The same characters held out, drawn at another size, for an evaluation; a single one to train on."""
-        other = KanjiComponents(replace(self.config, size=size, train_size=1))
-        train, val = other.datasets()
-        val.normalise = self._made_datasets()[0].normalise  # type: ignore[attr-defined]
-        other._datasets = (train, val)
+        """The same characters held out, drawn at another size; they are normalised as those of this size are."""
+        other = KanjiComponents(replace(self.config, size=size))
+        train, _ = self._made_datasets()
+        assert isinstance(train, NumberedSet)
+        other._datasets = (train, other._draw(self._split[1], train.normalise))
         return other
 
-    def _draw(self, chosen: list[int]) -> NumberedSet:
-        of_each = [self.characters[index] for index in chosen]
-        size, width = self.config.size, self.config.stroke_width
-        pictures = draw_all([character.strokes for character in of_each], size, width)
-        found = [find_objects(character, self.classes) for character in of_each]
-        layers = [layer for each, character in zip(found, of_each, strict=True) for layer in layers_of(each, character)]
-        drawn = iter(draw_all(layers, size, width).split([len(each) + 1 for each in found]))
-        numbers, objects = zip(
-            *(
-                number_pixels(picture, next(drawn), [label for label, _ in each])
-                for picture, each in zip(pictures, found, strict=True)
-            ),
-            strict=True,
+    @cached_property
+    def _split(self) -> tuple[list[Character], list[Character]]:
+        """The characters that are trained on, and those held out."""
+        config = self.config
+        train, val = split_by_character(self.characters, [0] * len(self.characters), config.split_seed)
+        return (
+            self._choose(train, config.train_size, "train_size"),
+            self._choose(val, config.val_size, "val_size"),
         )
-        names = [character.name for character in of_each]
-        unknown = Normalise(torch.zeros(()), torch.ones(()))
-        other = len(self.map_classes) - 1
-        return NumberedSet(pictures[:, None], torch.stack(numbers), objects, names, unknown, other_class=other)
+
+    def _choose(self, part: Tensor, size: int | None, name: str) -> list[Character]:
+        return [self.characters[index] for index in choose_some(part.tolist(), size, self.config.split_seed, name)]
+
+    def _draw(self, drawn: list[Character], normalise: Normalise | None = None) -> NumberedSet:
+        """Draw characters and number their pixels; without `normalise` by mean and deviation of the pictures."""
+        size, width = self.config.size, self.config.stroke_width
+        pictures = draw_all([character.strokes for character in drawn], size, width)[:, None]  # [n, 1, size, size]
+        found = [find_objects(character, self.classes) for character in drawn]
+        layers = [layer for each, character in zip(found, drawn, strict=True) for layer in layers_of(each, character)]
+        inks = draw_all(layers, size, width).split([len(each) + 1 for each in found])
+        numbered = [
+            number_pixels(picture, ink, [label for label, _ in each])
+            for picture, ink, each in zip(pictures[:, 0], inks, found, strict=True)
+        ]
+        return NumberedSet(
+            pictures,
+            torch.stack([numbers for numbers, _ in numbered]),
+            [objects for _, objects in numbered],
+            [character.name for character in drawn],
+            normalise or Normalise(*byte_statistics(pictures)),
+            other_class=len(self.map_classes) - 1,
+        )
 
 
 Found = list[tuple[int, frozenset[int]]]

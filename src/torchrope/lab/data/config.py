@@ -1,11 +1,12 @@
 """The choice of a data set and its settings, as plain values: imports no torch."""
 
-import difflib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+
+from torchrope.lab.spelling import closest, suggestion
 
 DataName = Literal[
     "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
@@ -489,7 +490,9 @@ def settings_of(name: str) -> type[DataConfig]:
         ValueError: there is no such data set.
     """
     if name not in SETTINGS:
-        raise ValueError(f"--data is one of {', '.join(DATA_NAMES)}, got {name!r}{_hint(name, DATA_NAMES)}")
+        raise ValueError(
+            f"--data is one of {', '.join(DATA_NAMES)}, got {name!r}{suggestion(closest(name, DATA_NAMES))}"
+        )
     return SETTINGS[name]
 
 
@@ -516,9 +519,4 @@ def refusal(setting: str, name: str) -> ValueError:
     if takers(setting):
         return ValueError(f"{option} is for {', '.join(takers(setting))}, got --data {name}")
     known = [f"--data.{known}" for known in options(SETTINGS[name])]
-    return ValueError(f"there is no option {option} of {name}{_hint(option, known)}")
-
-
-def _hint(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"there is no option {option} of {name}{suggestion(closest(option, known))}")

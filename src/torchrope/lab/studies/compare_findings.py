@@ -191,9 +191,12 @@ def _sizes(of: Comparison) -> Table | None:
         rows.append({**named(name), **shares})
     trained = "×".join(map(str, of.data.input_size))
     columns = [with_interval(size, f"{size} (trained)" if size == trained else size, "%", 1) for size in sizes]
-    how = "drawn at" if of.data.draws_sizes else "resampled to"
-    note = f"The same inputs, {how} sizes that the model was not trained at, without further training."
+    note = f"The same inputs {_made_at(of)} sizes that the model was not trained at, without further training."
     return Table("Accuracy at other input sizes", (*NAMES, *columns), rows, note=note)
+
+
+def _made_at(of: Comparison) -> str:
+    return "drawn at" if of.data.draws_sizes else "resampled to"
 
 
 def _at_sizes(of: Comparison) -> list[dict[str, Any]]:
@@ -345,14 +348,14 @@ def _by_size(of: Comparison) -> Figure | None:
         name="sizes",
         kind="lines",
         title="Accuracy at other input sizes",
-        alt="Top-1 over the size of the inputs, as a multiple of the size trained at, one line an encoding.",
+        alt="Top-1 over the size of the inputs, as a multiple of the size trained at, one line per encoding.",
         x=Axis("scale", "Size, as a multiple of the size trained at"),
         y=_TOP1,
         rows=[{key: row[key] for key in keys} for row in rows],
         series="name",
         low="low",
         high="high",
-        caption="Resampled inputs, no further training. Bands are 95 % intervals.",
+        caption=f"The same inputs {_made_at(of)} each size, no further training. Bands are 95 % intervals.",
     )
 
 

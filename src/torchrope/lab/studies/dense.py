@@ -141,9 +141,9 @@ class Outcome:
 
     Attributes:
         task: The task.
-        scores: By encoding, one a size.
+        scores: By encoding, one per size.
         trained: The runs, by encoding.
-        measured: What was measured of each run, one a size, by encoding and seed.
+        measured: What was measured of each run, one per size, by encoding and seed.
     """
 
     task: Task
@@ -234,7 +234,7 @@ def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[AtSize]) 
     """What is kept of a model's predictions at every size, and what is shown of the first ones.
 
     Returns:
-        `{"sizes": [{"records": ..., "panels": ...}, ...]}`, one a size.
+        `{"sizes": [{"records": ..., "panels": ...}, ...]}`, one per size.
     """
     kept = []
     for size in sizes:
@@ -324,7 +324,7 @@ def _figures(outcomes: Sequence[Outcome], sizes: Sequence[AtSize]) -> list[Figur
             name=name,
             kind="lines",
             title=title,
-            alt=f"{title}: {measures} at {len(sizes)} sizes, one line an encoding.",
+            alt=f"{title}: {measures} at {len(sizes)} sizes, one line per encoding.",
             x=Axis("scale", "Size over that of the training", "times"),
             y=y,
             rows=rows,

@@ -74,7 +74,7 @@ def heads_of(
     """The rotations of a lattice, in float64.
 
     Args:
-        encodings: Of one layer, one a seed.
+        encodings: Of one layer, one per seed.
         sizes: Tokens along each axis.
         name: The encoding's.
         state: For people.

@@ -235,7 +235,7 @@ class View:
     Attributes:
         encoding: Its name.
         state: One of `STATES`.
-        runs: What `plain_kernels` gives, one a seed.
+        runs: What `plain_kernels` gives, one per seed.
     """
 
     encoding: str

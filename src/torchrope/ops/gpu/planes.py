@@ -1,4 +1,4 @@
-"""Decomposition of skew-symmetric blocks:  B = U diag([[0, -w], [w, 0]]) U^T,  by Jacobi's method, one a program.
+"""Decomposition of skew-symmetric blocks:  B = U diag([[0, -w], [w, 0]]) U^T,  by Jacobi's method, block by block.
 
 As in `native/skew_eig.c`: a rotation of four coordinates x -> a x b, in quaternions, leaves nothing between two planes,
 and U is a product of such rotations whatever the rank of B. Pairs of planes without one in common are rotated at once:

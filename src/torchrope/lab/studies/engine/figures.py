@@ -47,7 +47,7 @@ def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
         name="curves",
         kind="lines",
         title="Accuracy while training",
-        alt="Validation top-1 after every epoch, one line an encoding.",
+        alt="Validation top-1 after every epoch, one line per encoding.",
         x=Axis("epoch", "Epoch"),
         y=_TOP1,
         rows=rows,

@@ -121,7 +121,7 @@ def rights_at(grid: Grid, level: Level) -> dict[str, np.ndarray]:
 
 
 def top1_figure(grid: Grid, factor: Factor, alt: str) -> Figure:
-    """Top-1 over the factor, one line an encoding; points where levels are names."""
+    """Top-1 over the factor, one line per encoding; points where levels are names."""
     return Figure(
         name=f"top1-by-{factor.key.replace('_', '-')}",
         kind="points" if factor.scale == "category" else "lines",
@@ -229,7 +229,7 @@ def lead_figure(factor: Factor, ahead: Changes, same: str) -> Figure:
         name=f"lead-by-{factor.key}",
         kind="lines",
         title="Ahead of a learned absolute encoding",
-        alt=f"Points of top-1 ahead of a learned absolute encoding with {same}, one line an encoding.",
+        alt=f"Points of top-1 ahead of a learned absolute encoding with {same}, one line per encoding.",
         x=factor.axis,
         y=Axis("lead", "Ahead", "points"),
         rows=[{"name": name, factor.key: level, **cells("lead", found)} for (name, level), found in ahead.items()],
