@@ -33,6 +33,7 @@ STUDIES = (
     "complexity",
     "finetune",
     "generators",
+    "learning",
     "attention",
     "fourier",
     "kernel",

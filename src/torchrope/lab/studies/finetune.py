@@ -82,7 +82,7 @@ PUBLISHED = (
 def find(lab: Lab) -> Findings:
     """Put encodings into a trained model with a learned absolute one, and train all for as long again."""
     names, left_out = _swaps(lab)
-    plan = {name: [_tuned(lab, name, seed) for seed in lab.seeds] for name in [BASELINE, *names]}
+    plan = {name: [fine_tuned(lab, name, seed) for seed in lab.seeds] for name in [BASELINE, *names]}
     starts = lab.train(lab.runs([BASELINE]))
     trained = iter(lab.train([run for runs in plan.values() for run in runs]))
     groups = {name: [next(trained) for _ in runs] for name, runs in plan.items()}
@@ -125,17 +125,24 @@ def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(names)) or [f"{BASELINE}+mixed"], notes
 
 
-def _tuned(lab: Lab, name: str, seed: int) -> Run:
-    """A quarter of the epochs more, at a lower rate, from the trained model without the encoding."""
+def fine_tuned(lab: Lab, name: str, seed: int, **optim: Any) -> Run:
+    """A quarter of the epochs more, at a lower rate, from the trained model without the encoding.
+
+    Args:
+        lab: Of the study.
+        name: "learned" or "learned+ROTARY".
+        seed: Of both runs.
+        optim: Further settings of the optimiser that differ.
+    """
     whole = lab.config.optim
     lr = SHARE_OF_LR * whole.lr
-    optim = {
+    shorter = {
         "epochs": max(1, round(SHARE_OF_EPOCHS * whole.epochs)),
         "lr": lr,
         "min_lr": min(whole.min_lr, lr),
         "warmup_epochs": SHARE_OF_EPOCHS * whole.warmup_epochs,
     }
-    return lab.run(name, seed, optim=optim, after=lab.run(BASELINE, seed))
+    return lab.run(name, seed, optim={**shorter, **optim}, after=lab.run(BASELINE, seed))
 
 
 def _learns(lab: Lab, name: str) -> bool:
@@ -173,11 +180,11 @@ def _row(name: str, runs: Sequence[Trained], gain: Interval | None, before: np.n
         **top1(correct(runs)),
         **cells("gain", gain),
         "verdict": verdict,
-        "angle": None if gain is None else fmean(each.measure("turn", _turn)["radians"] for each in runs),
+        "angle": None if gain is None else fmean(each.measure("turn", angle_across)["radians"] for each in runs),
     }
 
 
-def _turn(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
+def angle_across(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
     """The largest angle of a rotation between opposite corners of the input, mean over layers and heads."""
     sizes = model.embed.lattice(data.input_size)
     angles = []

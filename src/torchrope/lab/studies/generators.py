@@ -156,14 +156,14 @@ def strict_upper(generators: Tensor) -> Tensor:
 
 def _measure(run: Run) -> Any:
     def measure(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
-        before, after = _of(untrained(run, data)), _of(model)
+        before, after = encodings_of(untrained(run, data)), encodings_of(model)
         found = {START: summarised(before), END: summarised(after)}
         return {**found, "path": travelled(before, after), "relative": all(each.relative for each, _ in after)}
 
     return measure
 
 
-def _of(model: ViT | Swin) -> list[tuple[Encoding, PerAxis]]:
+def encodings_of(model: ViT | Swin) -> list[tuple[Encoding, PerAxis]]:
     """Encodings layer by layer on the CPU, with the spacing of patches or, in a Swin, of a stage's tokens."""
     parts: list[Any] = list(model.stages) if isinstance(model, Swin) else [model]
     return [(copy.deepcopy(each).cpu(), part.spacing) for part in parts for each in part.encodings]

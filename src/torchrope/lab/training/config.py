@@ -69,6 +69,7 @@ class ModelConfig:
         unit_mm: Place the patches of every volume by the mm between its own voxels, in place of one lattice for all, at
             origin + spacing · index · patch · voxel / unit_mm: where patches are unit_mm apart, positions are those of
             a model without it, for every encoding.
+        encoding_seed: Draw the start of the rotary encodings from this seed in place of the run's, all else the same.
         checkpoint_layers: Keep the input of each layer alone and compute the layer again for its gradient: the same
             numbers with less memory, for about a third more time.
     """
@@ -101,6 +102,7 @@ class ModelConfig:
     input_size: list[int] | None = None
     jitter: float = 0.0
     unit_mm: float | None = None
+    encoding_seed: int | None = None
     checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:
@@ -180,6 +182,7 @@ class OptimConfig:
             to a tenth at each milestone.
         milestones: Epochs after which "step" goes down.
         backbone_lr: Factor on the learning rate of the backbone below a head for segmentation or detection.
+        encoding_lr: Factor on the learning rate of the generators of rotary encodings; 0 leaves them as they start.
         ema_decay: Keep an average of the weights, this much of it staying at every step; it is evaluated and kept.
         effective_batch: Examples in one step of the optimiser over all devices: gradients of several batches add up
             to it, whatever the number of devices. By default one batch of every device.
@@ -200,6 +203,7 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "step"] = "cosine"
     milestones: list[float] = field(default_factory=list)
     backbone_lr: float = 1.0
+    encoding_lr: float = 1.0
     ema_decay: float | None = None
     effective_batch: int | None = None
 
@@ -230,8 +234,9 @@ class OptimConfig:
             raise ValueError(f"milestones are what schedule step needs, got {self.milestones} with {self.schedule}")
         if any(not 0 < epoch < self.epochs for epoch in self.milestones):
             raise ValueError(f"milestones must lie between 0 and epochs = {self.epochs}, got {self.milestones}")
-        if not self.backbone_lr >= 0:
-            raise ValueError(f"backbone_lr must be 0 or more, got {self.backbone_lr}")
+        for name in ("backbone_lr", "encoding_lr"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}")
         if self.effective_batch is not None and self.effective_batch < 1:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding
@@ -31,7 +32,19 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> ViT | S
     if config.task not in data.tasks:
         heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
         raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
-    return build_swin(encoding, config, data) if config.backbone == "swin" else build_vit(encoding, config, data)
+    model = build_swin(encoding, config, data) if config.backbone == "swin" else build_vit(encoding, config, data)
+    if config.encoding_seed is not None:
+        draw_encodings(model, config.encoding_seed)
+    return model
+
+
+def draw_encodings(model: nn.Module, seed: int) -> None:
+    """Draw the start of the rotary encodings of a model anew; nothing else is drawn or changed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in model.modules():
+            if isinstance(module, Encoding):
+                module.reset_parameters()
 
 
 def check_patches(config: ModelConfig, data: DataModule) -> None:

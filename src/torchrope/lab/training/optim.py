@@ -11,6 +11,7 @@ from timm.optim import Lamb, param_groups_weight_decay
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from torchrope.encodings import Encoding
 from torchrope.lab.training.config import OptimConfig
 
 # timm's LAMB clips gradients to norm 1 by default; here the Trainer clips them.
@@ -67,7 +68,7 @@ def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, 
 
     Level 0 is the embedding, 1 to n are the layers with their encodings, n + 1 the last norm and the head. What all
     layers share is on the first layer's. Of a model with a backbone, all but the backbone is on the head's level, and
-    the rates of the backbone are multiplied by `backbone_lr`.
+    the rates of the backbone are multiplied by `backbone_lr`; those of rotary encodings by `encoding_lr`.
 
     References:
         Bao et al., BEiT, section 3.2 of the appendix on fine-tuning; Clark et al., ELECTRA, before it.
@@ -80,7 +81,9 @@ def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, 
         top = max(levels.values())
         for name, parameter in body.named_parameters():
             rates[parameter] = highest * config.layer_decay ** (top - levels[name])
-    return rates
+    encodings = (module for module in body.modules() if isinstance(module, Encoding))
+    generators = {parameter for encoding in encodings for parameter in encoding.parameters()}
+    return rates | {parameter: config.encoding_lr * rates[parameter] for parameter in generators}
 
 
 def warmup_cosine(step: int, *, warmup: int, total: int, floor: float = 0.0) -> float:
