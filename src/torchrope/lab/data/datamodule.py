@@ -91,6 +91,11 @@ class DataModule(pl.LightningDataModule, ABC):
         return None
 
     @property
+    def slug(self) -> str:
+        """The name in files of results: `name`, and the task where a data set has several."""
+        return self.name
+
+    @property
     def skipped(self) -> list[Fault]:
         """Files left out so far, before the training and while it reads."""
         return [*self._skipped, *(fault for reading in self.readings for fault in reading.found())]

@@ -31,6 +31,7 @@ LAYOUTS = {
 }
 """Arrangements of components, by the positions that KanjiVG tells."""
 SINGLE = "single"
+TITLES = {"radical": "radicals", "layout": "layouts", "strokes": "numbers of strokes"}
 QUESTIONS = {"radical": "its radical", "layout": "how its components are arranged", "strokes": "its number of strokes"}
 
 
@@ -49,7 +50,6 @@ class Kanji(DataModule):
     """
 
     name = "kanji"
-    title = "Kanji"
     axes = ("height", "width")
     in_channels = 1
     draws_sizes = True
@@ -58,6 +58,7 @@ class Kanji(DataModule):
 
     def __init__(self, config: KanjiConfig) -> None:
         super().__init__(config)
+        self.title = f"Kanji, {TITLES[config.task]}"
         self.input_size = (config.size, config.size)
         self.characters, labels, self.classes = characters_of(config.root, config.variants, config.task)
         self.labels = torch.tensor(labels)
@@ -65,6 +66,11 @@ class Kanji(DataModule):
             f"{len(labels):,} characters drawn from their strokes at {config.size}×{config.size} grey pixels; the "
             f"class is {QUESTIONS[config.task]}, one of {len(self.classes)}. Source: {ATTRIBUTION}."
         )
+
+    @property
+    def slug(self) -> str:
+        """The name and the task."""
+        return f"{self.name}-{self.config.task}"
 
     def datasets(self) -> tuple[HeldSet, TensorSet]:
         """Split, choose `train_size` and `val_size` of them, and draw them."""

@@ -217,7 +217,8 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         console: Where progress goes.
 
     Returns:
-        `config.out/<study>-<data>.json`, or `<study>.json` of a study that needs no data.
+        `config.out/<study>-<data>.json`, with the task of data that have several; `<study>.json` of a study that
+        needs no data.
 
     Raises:
         ValueError: the name, a setting or the data is not as it must be.
@@ -236,7 +237,7 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         data=describe(lab) if study.needs_data else None,
         run=facts_of(command, _settings(lab, study)),
     )
-    file = Path(config.out) / (f"{name}-{config.data.name}.json" if study.needs_data else f"{name}.json")
+    file = Path(config.out) / (f"{name}-{lab.data.slug}.json" if study.needs_data else f"{name}.json")
     result.write(file)
     return file
 
