@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torchrope.models import ViT as ViT
     from torchrope.models import pad as pad
     from torchrope.ops import rotate as rotate
+    from torchrope.ops import rotate_one as rotate_one
     from torchrope.ops import skew_exp as skew_exp
     from torchrope.positions import JitteredLattice as JitteredLattice
     from torchrope.positions import Packed as Packed
@@ -91,7 +92,7 @@ _NAMES = {
         "windows",
     ),
     "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
-    "torchrope.ops": ("rotate", "skew_exp"),
+    "torchrope.ops": ("rotate", "rotate_one", "skew_exp"),
     "torchrope.encodings": (
         "AbsoluteEncoding",
         "AxialRoPE",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrope.tensors import can_read, without_autocast
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Rotation(ABC):
     """What an encoding returns for positions: one rotation a head and token. Immutable.
 
@@ -71,6 +71,58 @@ class Rotation(ABC):
     def inverse(self) -> "Rotation":
         """The rotation that undoes this one:  R(p)^-1 = R(p)^T."""
 
+    @abstractmethod
+    def at(self, positions: Tensor) -> "Rotation":
+        """The rotation of other positions by the same generators, whose basis and frequencies both share.
+
+        Scores of queries and keys at different positions may then leave a basis out (`rotate(..., scores_only=True,
+        key_rotation=...)`), where two calls of the encoding would work it out twice.
+
+        Args:
+            positions: `(*batch, tokens, axes)`, in the dtype of the rotation or converted to it.
+
+        Raises:
+            ValueError: another number of axes; a `Block` rotation, which holds matrices and no generators.
+        """
+
+    def __getitem__(self, index: Any) -> "Rotation":
+        """Part of the samples, heads and tokens, by slices, as a tensor of `(*batch, heads, tokens)` is sliced.
+
+        Heads that share a rotation are counted as those that it was made for. What samples share stays shared: an index
+        of a batch that is not there is refused.
+
+        Args:
+            index: Slices and at most one `...`; tokens also by a tensor of indices `(n,)`.
+
+        Raises:
+            ValueError: too many dimensions, an integer, which would remove one, or no head that is left.
+
+        Example:
+            >>> import torch, torchrope as tr
+            >>> rotation = tr.MixedRoPE(num_axes=1, num_heads=4, head_dim=8)(torch.arange(9.0)[:, None])
+            >>> rotation[:2, 3:].shape
+            (2, 6)
+        """
+        batch, heads, tokens = _indices(index, len(self.shape))
+        kept = range(self.heads)[heads]
+        if not kept:
+            raise ValueError(f"heads of a part must be 1 or more of {self.heads}, got {heads}")
+        parts: dict[str, Any] = self._part(batch, heads, tokens)
+        return replace(self, num_heads=len(kept), **parts)
+
+    @abstractmethod
+    def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
+        """The tensors of some samples, heads and tokens, by name."""
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        shown = f"shape={self.shape}, head_dim={self.head_dim}, rotary_dim={self.rotary_dim}"
+        return f"{type(self).__name__}({shown}, heads={self.heads}, {dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Rotation":
+        """The same rotation in memory of its own, without a gradient."""
+        return self._mapped(lambda tensor: tensor.detach().clone())
+
     def to(self, *args: Any, **kwargs: Any) -> "Rotation":
         """The same rotation elsewhere; takes what `torch.Tensor.to` takes, but never narrows below float32."""
 
@@ -93,7 +145,7 @@ class Rotation(ABC):
         return [value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Planar(Rotation):
     """Rotation of channel pairs by the angles  a_i = sum_a p_a f_ai,  in radians.
 
@@ -138,12 +190,20 @@ class Planar(Rotation):
         rows = [torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)]
         return torch.stack(rows, dim=-2)
 
+    def at(self, positions: Tensor) -> "Planar":
+        return replace(self, positions=_converted(positions, self.positions), table=None)
+
+    def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
+        table = None if self.table is None else _of_heads(self.table[(*batch, slice(None), tokens)], heads, len(batch))
+        frequencies = _of_heads(self.frequencies, heads, 1)
+        return {"positions": self.positions[(*batch, tokens)], "frequencies": frequencies, "table": table}
+
     def inverse(self) -> "Planar":
         turned = replace(self, positions=-self.positions, table=None)
         return turned if self.table is None else turned.tabulated()
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Commuting(Rotation):
     """Rotation by multiples of one skew base B per block:  R(p) = exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a.
 
@@ -174,11 +234,19 @@ class Commuting(Rotation):
         along = combine(self.positions, self.factors)  # (*batch, heads, tokens, blocks)
         return exponential(along[..., None, None] * self.base.unsqueeze(1))
 
+    def at(self, positions: Tensor) -> "Commuting":
+        return replace(self, positions=_converted(positions, self.positions))
+
+    def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
+        of_heads = {name: _of_heads(getattr(self, name), heads, 0) for name in ("base", "basis", "angular")}
+        factors = _of_heads(self.factors, heads, 1)
+        return {"positions": self.positions[(*batch, tokens)], "factors": factors, **of_heads}
+
     def inverse(self) -> "Commuting":
         return replace(self, positions=-self.positions)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PlanarInBasis(Rotation):
     """Rotation of channel pairs in another basis:  R(p) = P rot(a) P^T,  a_i = sum_a p_a f_ai,  block by block.
 
@@ -217,11 +285,18 @@ class PlanarInBasis(Rotation):
         with without_autocast(basis):
             return identity + basis @ (turns - identity) @ basis.mT
 
+    def at(self, positions: Tensor) -> "PlanarInBasis":
+        return replace(self, positions=_converted(positions, self.positions))
+
+    def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
+        frequencies, basis = _of_heads(self.frequencies, heads, 1), _of_heads(self.basis, heads, 0)
+        return {"positions": self.positions[(*batch, tokens)], "frequencies": frequencies, "basis": basis}
+
     def inverse(self) -> "PlanarInBasis":
         return replace(self, positions=-self.positions)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Block(Rotation):
     """Rotation of channel blocks by orthogonal matrices.
 
@@ -245,8 +320,45 @@ class Block(Rotation):
     def blocks(self) -> Tensor:
         return self.table
 
+    def at(self, positions: Tensor) -> "Block":
+        raise ValueError("a rotation at other positions needs generators, got a Block rotation of matrices alone")
+
+    def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
+        def part(tensor: Tensor) -> Tensor:
+            return _of_heads(tensor[(*batch, slice(None), tokens)], heads, len(batch))
+
+        return {"table": part(self.table), "tangent": None if self.tangent is None else part(self.tangent)}
+
     def inverse(self) -> "Block":
         return replace(self, table=self.table.mT, tangent=None)
+
+
+def _converted(positions: Tensor, like: Tensor) -> Tensor:
+    """Positions in the dtype and on the device of others, in memory of their own."""
+    if positions.ndim < 2 or positions.shape[-1] != like.shape[-1]:
+        raise ValueError(f"positions must be (*batch, tokens, {like.shape[-1]}), got {tuple(positions.shape)}")
+    return positions.to(like, copy=True)
+
+
+def _of_heads(x: Tensor, heads: slice, dim: int) -> Tensor:
+    """Some heads of what has them in a dimension; what all heads share stays as it is."""
+    return x if x.shape[dim] == 1 else x[(slice(None),) * dim + (heads,)]
+
+
+def _indices(index: Any, ndim: int) -> tuple[tuple[slice, ...], slice, Any]:
+    """Slices of samples, of heads, and of tokens, or their indices."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    gaps = [at for at, part in enumerate(parts) if part is ...]
+    if len(gaps) > 1 or len(parts) - len(gaps) > ndim:
+        raise ValueError(f"an index must have at most {ndim} parts and one '...', got {len(parts)} parts")
+    at = gaps[0] if gaps else len(parts)
+    before, after, whole = parts[:at], parts[at + 1 :], slice(None)
+    every: list[Any] = [*before, *(whole for _ in range(ndim - len(before) - len(after))), *after]
+    *batch, heads, tokens = every
+    by_indices = isinstance(tokens, Tensor) and tokens.ndim == 1 and not tokens.is_floating_point()
+    if not (by_indices or isinstance(tokens, slice)) or not all(isinstance(part, slice) for part in (*batch, heads)):
+        raise ValueError(f"a rotation must be indexed by slices, tokens also by indices (n,), got {index}")
+    return tuple(batch), heads, tokens
 
 
 # Each squaring inside torch.matrix_exp doubles the departure from orthogonality: below the first norm it stays at

@@ -519,7 +519,7 @@ def refuses_bad_positions(make: Make) -> None:
     bad = {"one axis more": torch.cat([good, good[:, :1]], dim=-1), "one dimension": good[:, 0]}
     second = torch.arange(len(good))[:, None] == 1
     bad |= {str(value): torch.where(second, value, good) for value in (torch.nan, torch.inf)}
-    fix = "an overridden forward() must call self._check_positions(positions)"
+    fix = "an overridden forward() must begin with positions = self._check_positions(positions)"
     for what, positions in bad.items():
         refused = _raises_value_error(encoding, positions)
         _require(refused, f"positions with {what} must raise ValueError, but were taken; {fix}")

@@ -1,7 +1,9 @@
 """`Encoding`, the base class of rotary encodings: one generator per axis, R(p) = exp(sum_a p_a A_a)."""
 
+import itertools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +15,8 @@ from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagon
 from torchrope.tensors import can_read, wide_dtype
 
 Init = Literal["paper", "zeros"]
+Positions = Tensor | Sequence[Any]
+"""Positions as encodings take them: a tensor, a NumPy array, or nested lists of numbers."""
 
 
 class Encoding(nn.Module, ABC):
@@ -102,11 +106,12 @@ class Encoding(nn.Module, ABC):
         """
         return None
 
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
+    def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
         """Rotate each of the positions:  R(p) = exp(sum_a p_a A_a).
 
         Args:
-            positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`; integers work.
+            positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`; integers work. Lists and
+                NumPy arrays become tensors of torch's default dtype on the device of the encoding.
             backend: How matrices are exponentiated, as `rotate`'s.
 
         Returns:
@@ -118,7 +123,7 @@ class Encoding(nn.Module, ABC):
                 would have to be waited for, and inside torch.compile, torch.export and torch.func, NaN and infinity
                 are not looked for: the rotation of such a token is NaN, and of no other.
         """
-        self._check_positions(positions)
+        positions = self._check_positions(positions)
         made_for: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
             # Copies, here and below: a rotation is a value, but positions and parameters change in place, and
@@ -188,7 +193,19 @@ class Encoding(nn.Module, ABC):
             hint = f"; rotary_dim={largest} would leave the rest unrotated" if largest else ""
             raise ValueError(f"{name} must be divisible by {meaning} = {divisor}, got {self.rotary_dim}{hint}")
 
-    def _check_positions(self, positions: Tensor) -> None:
+    def _as_positions(self, positions: Sequence[Any]) -> Tensor:
+        """Positions that are no tensor, as one."""
+        device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
+        try:
+            return torch.as_tensor(positions, dtype=torch.get_default_dtype(), device=device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"positions must be numbers (tokens, axes), got {type(positions).__name__}: {error}"
+            ) from None
+
+    def _check_positions(self, given: Positions) -> Tensor:
+        """Positions as a tensor; refuse what are none."""
+        positions = given if isinstance(given, Tensor) else self._as_positions(given)
         if positions.ndim not in (2, 3):
             raise ValueError(
                 f"positions must be (tokens, axes) or (batch, tokens, axes), got shape {tuple(positions.shape)}"
@@ -198,12 +215,13 @@ class Encoding(nn.Module, ABC):
         if positions.is_complex() or positions.dtype == torch.bool:
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
         if not positions.is_floating_point() or not can_read(positions):
-            return
+            return positions
         if (
             not math.isfinite(positions.detach().sum()) and not torch.isfinite(positions).all()
         ):  # the sum is the quick look
             bad = int((~torch.isfinite(positions)).any(dim=-1).sum())
             raise ValueError(f"positions must be finite, got NaN or infinity in {bad} of {positions[..., 0].numel()}")
+        return positions
 
     def _regrouped(self, generators: Tensor) -> Tensor:
         """Check generators from elsewhere and cut them into blocks of this family's size."""

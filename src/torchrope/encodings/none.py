@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchrope.encodings.base import Encoding
+from torchrope.encodings.base import Encoding, Positions
 from torchrope.rotations import Planar, Rotation
 
 
@@ -44,9 +44,9 @@ class NoEncoding(Encoding):
     def generators(self) -> Tensor:
         return self._anchor.new_zeros(self.num_axes, self.parameter_heads, self.num_blocks, 2, 2)
 
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
+    def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
         """A rotation that turns no channel of any position."""
-        self._check_positions(positions)
+        positions = self._check_positions(positions)
         frequencies = positions.new_zeros(self.num_axes, 1, 0, dtype=torch.float32)
         where = positions.to(torch.float32, copy=True)
         return Planar(positions=where, frequencies=frequencies, head_dim=self.head_dim, num_heads=self.num_heads)

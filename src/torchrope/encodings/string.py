@@ -3,7 +3,17 @@
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings.base import Encoding, Init, check_init, planar, rounding, skew, upper_triangle, widened
+from torchrope.encodings.base import (
+    Encoding,
+    Init,
+    Positions,
+    check_init,
+    planar,
+    rounding,
+    skew,
+    upper_triangle,
+    widened,
+)
 from torchrope.encodings.mixed import turned_ladder
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
 from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
@@ -104,8 +114,8 @@ class STRING(Encoding):
             turned = basis @ block_diagonal(pairs, self.block_size) @ basis.mT
         return (turned - turned.mT) / 2
 
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
-        self._check_positions(positions)
+    def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
+        positions = self._check_positions(positions)
         positions, frequencies, basis = widened(positions, self.frequencies, self.basis(), copy=True)
         return PlanarInBasis(
             positions=positions,

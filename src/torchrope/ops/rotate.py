@@ -63,7 +63,7 @@ def rotate(
 
 
 def rotate_one(x: Tensor, rotation: Rotation, *, backend: str = "auto", scores_only: bool = False) -> Tensor:
-    """Rotate queries or keys alone:  x' = R(p) x.  For attention that hands out one after the other.
+    """Rotate one tensor:  x' = R(p) x.  Queries or keys alone, values, or what attention returns.
 
     Args:
         x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions.

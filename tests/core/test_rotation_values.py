@@ -1,0 +1,135 @@
+"""Rotations as values: parts of them, other positions by the same generators, copies, one line of text."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import torchrope as tr
+from torchrope.rotations import Block, PlanarInBasis, Rotation
+
+HEADS, HEAD_DIM, TOKENS, BATCH = 4, 24, 7, 3
+NAMES = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:8", "string:8", "golden", "none")
+
+
+def a_rotation(name: str, positions: Tensor, **settings: object) -> Rotation:
+    torch.manual_seed(0)
+    encoding = tr.choose(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM, **settings)
+    return encoding(positions)
+
+
+@pytest.fixture(params=[(), (BATCH,)], ids=["shared", "of each sample"])
+def positions(request: pytest.FixtureRequest) -> Tensor:
+    return torch.randn(*request.param, TOKENS, 2, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_part_rotates_as_that_part_of_the_whole(name: str, shared: bool, positions: Tensor) -> None:
+    rotation = a_rotation(name, positions, shared_heads=shared)
+    q, k = torch.randn(2, BATCH, HEADS, TOKENS, HEAD_DIM)
+    whole = tr.rotate(q, k, rotation)
+    tokens = torch.tensor([5, 0, 0])
+    indices = [
+        (..., slice(2, 5)),
+        (..., slice(1, 3), slice(None)),
+        (..., slice(None, None, 2), slice(None)),
+        (..., tokens),
+    ]
+    indices += [(slice(1, 3), ..., slice(2, 6)), (slice(0, 1),)] if positions.ndim == 3 else []
+    for index in indices:
+        part = rotation[index]
+        of_vectors = (*index, slice(None)) if any(part is ... for part in index) else index
+        own = [each[of_vectors] for each in (q, k)]
+        for turned, expected in zip(tr.rotate(*own, part), whole, strict=True):
+            torch.testing.assert_close(turned, expected[of_vectors], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_positions_by_the_same_generators(name: str, positions: Tensor) -> None:
+    torch.manual_seed(0)
+    encoding = tr.choose(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
+    rotation, others = encoding(positions), torch.randn(5, 2)
+    if isinstance(rotation, Block):
+        with pytest.raises(ValueError, match="needs generators"):
+            rotation.at(others)
+        return
+    torch.testing.assert_close(rotation.at(others).matrix(), encoding(others).matrix(), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="positions must be"):
+        rotation.at(torch.zeros(5, 3))
+
+
+def test_keys_at_other_positions_share_a_learned_basis() -> None:
+    encoding = tr.STRING(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
+    rotation = encoding(torch.randn(TOKENS, 2))
+    of_keys = rotation.at(torch.randn(5, 2))
+    assert isinstance(rotation, PlanarInBasis)
+    q, k = torch.randn(1, HEADS, TOKENS, HEAD_DIM), torch.randn(1, HEADS, 5, HEAD_DIM)
+    full = tr.rotate(q, k, rotation, key_rotation=of_keys)
+    inner = tr.rotate(q, k, rotation, key_rotation=of_keys, scores_only=True)
+    torch.testing.assert_close(inner[0] @ inner[1].mT, full[0] @ full[1].mT, atol=1e-4, rtol=1e-5)
+    assert not torch.allclose(inner[0], full[0])  # the basis was left out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deep_copy_has_memory_of_its_own_and_no_gradient(name: str, positions: Tensor) -> None:
+    rotation = a_rotation(name, positions)
+    before = rotation.matrix().detach().clone()
+    copied = copy.deepcopy({"kept": rotation})["kept"]
+    with torch.no_grad():
+        for tensor in rotation._tensors():
+            if tensor.numel() and 0 not in tensor.stride():
+                tensor.zero_()
+    torch.testing.assert_close(copied.matrix(), before)
+    assert not copied.matrix().requires_grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_printed_in_one_line(name: str, positions: Tensor) -> None:
+    shown = repr(a_rotation(name, positions))
+    assert "\n" not in shown
+    assert len(shown) < 160
+    assert f"head_dim={HEAD_DIM}" in shown
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (0, "slices"),
+        ((slice(None), 1), "slices"),
+        ((..., slice(None), slice(None), slice(None)), "at most 2 parts"),
+        ((..., slice(None), ...), "one '...'"),
+        ((..., slice(4, 4), slice(None)), "1 or more of 4"),
+        ((..., torch.zeros(2, 2, dtype=torch.long)), "slices"),
+    ],
+)
+def test_an_index_that_would_change_the_layout_is_refused(index: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        a_rotation("mixed", torch.zeros(TOKENS, 2))[index]
+
+
+def test_gradients_reach_the_generators_of_the_heads_that_are_kept() -> None:
+    encoding = tr.MixedRoPE(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
+    part = encoding(torch.randn(TOKENS, 2))[1:3]
+    q, k = torch.randn(2, 1, 2, TOKENS, HEAD_DIM)
+    tr.rotate(q, k, part)[0].square().mul(torch.arange(HEAD_DIM)).sum().backward()
+    reached = encoding.frequencies.grad.flatten(2).abs().sum(dim=(0, 2)) > 0
+    assert reached.tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_may_be_lists_and_arrays(name: str) -> None:
+    at = [[0.0, 1.5], [2.0, -3.0], [4, 5]]
+    expected = a_rotation(name, torch.tensor(at)).matrix()
+    for positions in (at, np.array(at), np.array(at, dtype=np.float32), tuple(map(tuple, at))):
+        found = a_rotation(name, positions)  # type: ignore[arg-type]
+        assert found.dtype == torch.float32
+        assert torch.equal(found.matrix(), expected)
+
+
+@pytest.mark.parametrize("positions", [[["a", "b"]], [[1.0, 2.0], [3.0]], None, [[None, 1.0]]])
+def test_positions_that_are_no_numbers(positions: object) -> None:
+    with pytest.raises(ValueError, match="positions must be numbers"):
+        a_rotation("mixed", positions)  # type: ignore[arg-type]
