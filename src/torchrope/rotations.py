@@ -1,7 +1,7 @@
 """Rotations as values: `Planar`, `PlanarInBasis`, `Commuting`, `Block`. Sign and layout are defined here.
 
-A vector x of `head_dim` channels is cut into consecutive blocks. A planar rotation turns channels (2i, 2i+1)
-by the angle a_i, counter-clockwise:
+A vector x of `head_dim` channels is cut into consecutive blocks. A planar rotation turns channels (2i, 2i+1), or
+(i, i + n) where its n pairs are laid out in halves, by the angle a_i, counter-clockwise:
 
     [y_2i  ]   [cos a  -sin a] [x_2i  ]           [0  -a]
     [y_2i+1] = [sin a   cos a] [x_2i+1]  = exp(   [a   0]   ) x
@@ -154,11 +154,14 @@ class Planar(Rotation):
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
         table: cos and sin of the angles, `(*batch, heads or 1, tokens, pairs, 2)`, where they were worked out
             beforehand; otherwise made where they are needed.
+        halves: Whether pair i is channels (i, i + pairs), as `rotate_half` in transformers has it, in place of
+            (2i, 2i + 1); `in_halves` makes one of the other.
     """
 
     positions: Tensor
     frequencies: Tensor
     table: Tensor | None = None
+    halves: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -185,7 +188,20 @@ class Planar(Rotation):
         """The same rotation with cos and sin worked out."""
         return replace(self, table=torch.stack(self.cos_sin(), dim=-1))
 
+    def in_halves(self) -> "Planar":
+        """The same angles for models whose pairs are channels (i, i + rotary_dim / 2), in place of (2i, 2i + 1)."""
+        return replace(self, halves=True)
+
+    def matrix(self) -> Tensor:
+        dense = super().matrix()
+        if not self.halves:
+            return dense
+        first = torch.arange(self.head_dim, device=dense.device)
+        place = torch.cat([first[: self.rotary_dim : 2], first[1 : self.rotary_dim : 2], first[self.rotary_dim :]])
+        return dense[..., place, :][..., place]
+
     def blocks(self) -> Tensor:
+        """The turn of each pair, `(*batch, heads or 1, tokens, pairs, 2, 2)`, wherever its channels are."""
         cos, sin = self.cos_sin()
         rows = [torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)]
         return torch.stack(rows, dim=-2)

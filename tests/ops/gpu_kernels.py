@@ -87,11 +87,14 @@ def spread(per_head: Tensor, x: Tensor) -> Tensor:
     return per_head.repeat_interleave(x.shape[1] // per_head.shape[1], dim=1)
 
 
-def turn_pairs(x: Tensor, angles: Tensor) -> Tensor:
+def turn_pairs(x: Tensor, angles: Tensor, halves: bool = False) -> Tensor:
     """Turn the first channels of x counter-clockwise by angles `(sets, heads, tokens, pairs)`."""
     turning, resting = x.split([2 * angles.shape[-1], x.shape[-1] - 2 * angles.shape[-1]], dim=-1)
-    even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles.cos(), angles.sin()
+    if halves:
+        first, second = turning.chunk(2, dim=-1)
+        return torch.cat([cos * first - sin * second, sin * first + cos * second, resting], -1)
+    even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.cat([torch.stack([cos * even - sin * odd, sin * even + cos * odd], -1).flatten(-2), resting], -1)
 
 
@@ -114,8 +117,9 @@ PLANAR: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("case", PLANAR)
-def test_planar(case: str) -> None:
+def test_planar(case: str, halves: bool) -> None:
     sizes = {"sets": 1, "dtype": torch.float32} | PLANAR[case]
     q, k = vectors(*(sizes[name] for name in ("batch", "heads", "tokens", "channels", "dtype")))
     grads = normal(*q.shape, dtype=q.dtype), normal(*k.shape, dtype=k.dtype)
@@ -124,17 +128,17 @@ def test_planar(case: str) -> None:
 
     def formula(q: Tensor, k: Tensor, frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = torch.einsum("pta,ahi->phti", positions, frequencies)
-        return turn_pairs(q, spread(angles, q)), turn_pairs(k, spread(angles, k))
+        return turn_pairs(q, spread(angles, q), halves), turn_pairs(k, spread(angles, k), halves)
 
     truth, slopes = gradients(formula, dict(q=q, k=k, frequencies=frequencies, positions=positions), grads)
-    outputs = planar.rotate(q, k, positions, frequencies)
-    found = planar.rotate_backward(*grads, q, k, positions, frequencies, True, True)
+    outputs = planar.rotate(q, k, positions, frequencies, halves)
+    found = planar.rotate_backward(*grads, q, k, positions, frequencies, True, True, halves)
     assert_all_near(outputs, truth, found, slopes)
     assert outputs[0].dtype == q.dtype
     rest = slice(2 * sizes["pairs"], None)
     assert torch.equal(outputs[0][..., rest], q[..., rest])
     assert torch.equal(found[1][..., rest], grads[1][..., rest])
-    alone = planar.rotate_backward(*grads, q, k, positions, frequencies, False, False)
+    alone = planar.rotate_backward(*grads, q, k, positions, frequencies, False, False, halves)
     assert alone[2] is None
     assert alone[3] is None
     assert_near(alone[0], slopes["q"], "gradient of q alone")
@@ -422,7 +426,7 @@ def _all_results(kernels: ModuleType, inputs: Sequence[Tensor], outer: bool) -> 
     q, k, grad_q, grad_k, positions, generators, frequencies, factors, base, upper = inputs
     wanted = (True, True, True)
     yield from kernels.rotate_planar(q, k, positions, frequencies)
-    yield from kernels.rotate_planar_backward(grad_q, grad_k, q, k, positions, frequencies, None, wanted[:2])
+    yield from kernels.rotate_planar_backward(grad_q, grad_k, q, k, positions, frequencies, None, False, wanted[:2])
     table = kernels.exp_generators(positions, generators)
     yield table
     yield from kernels.exp_generators_backward(positions, generators, upper, True)

@@ -192,16 +192,16 @@ def operator_calls() -> dict[str, tuple]:
     base = generators.detach()[0].requires_grad_()
     basis, angular = OPS.skew_eig(base.detach())
     table, tangent = (x.detach() for x in OPS.exp_generators(positions, generators))
-    planar = (positions, free(2, 2, 4), None)
+    planar = (positions, free(2, 2, 4), None, True)
     commuting = (positions, free(2, 2, 2), base, basis, angular)
     upstream = torch.randn(q.shape), torch.randn(k.shape)
     vectors = q.detach(), k.detach()
-    plain = [None if x is None else x.detach() for x in (*planar, *commuting)]
+    plain = [x.detach() if isinstance(x, Tensor) else x for x in (*planar, *commuting)]
     return {
         "rotate_planar": (q, k, *planar),
-        "rotate_planar_backward": (*upstream, *vectors, *plain[:3], [True, True]),
+        "rotate_planar_backward": (*upstream, *vectors, *plain[:4], [True, True]),
         "rotate_basis": (q, k, *commuting, True),
-        "rotate_basis_backward": (*upstream, *vectors, *plain[3:5], *plain[6:], False, [False, True, True]),
+        "rotate_basis_backward": (*upstream, *vectors, *plain[4:6], *plain[7:], False, [False, True, True]),
         "rotate_block": (q, k, table, tangent.requires_grad_()),
         "rotate_block_backward": (*upstream, *vectors, table, True),
         "exp_generators": (positions, generators),

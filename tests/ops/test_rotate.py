@@ -207,3 +207,23 @@ def test_one_alone_turns_as_both_together(name: str, backend: str) -> None:
     assert torch.allclose(inner[0] @ inner[1].mT, expected[0] @ expected[1].mT, atol=1e-4)
     with pytest.raises(ValueError, match="heads of x must be a multiple of the rotation's 2, got 3"):
         rotate_one(q[:, :3], turn)
+
+
+@pytest.mark.parametrize("rotary_dim", [8, 10, 64])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_pairs_in_halves_are_those_of_rotate_half_in_transformers(backend: str, rotary_dim: int) -> None:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    encoding = tr.AxialRoPE(num_axes=1, num_heads=3, head_dim=64, rotary_dim=rotary_dim)
+    rotation = encoding(torch.arange(9.0)[:, None])
+    q, k = torch.randn(2, 2, 3, 9, 64)
+    angles = rotation.angles().repeat(1, 1, 2)  # (1, tokens, rotary_dim)
+    expected = llama.apply_rotary_pos_emb(q[..., :rotary_dim], k[..., :rotary_dim], angles.cos(), angles.sin())
+    for turned, wanted, x in zip(tr.rotate(q, k, rotation.in_halves(), backend=backend), expected, (q, k), strict=True):
+        torch.testing.assert_close(turned[..., :rotary_dim], wanted, atol=1e-5, rtol=0)
+        assert torch.equal(turned[..., rotary_dim:], x[..., rotary_dim:])
+    in_halves = rotation.in_halves()
+    torch.testing.assert_close(
+        (in_halves.matrix() @ q[..., None])[..., 0], tr.rotate(q, k, in_halves)[0], atol=1e-5, rtol=0
+    )
+    back = tr.rotate(*tr.rotate(q, k, in_halves), in_halves.inverse())
+    torch.testing.assert_close(back[0], q, atol=1e-5, rtol=0)

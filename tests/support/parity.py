@@ -10,10 +10,22 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.encodings import Encoding
+from torchrope.rotations import Planar
+
+
+class MixedInHalves(tr.MixedRoPE):
+    """RoPE-Mixed whose pair i is channels (i, i + pairs)."""
+
+    def forward(self, positions: Tensor, *, backend: str = "auto") -> Planar:  # type: ignore[override]
+        rotation = super().forward(positions, backend=backend)
+        assert isinstance(rotation, Planar)
+        return rotation.in_halves()
+
 
 FAMILIES: dict[str, Callable[..., Encoding]] = {
     "axial": tr.AxialRoPE,
     "mixed": tr.MixedRoPE,
+    "halves": MixedInHalves,
     "liere": tr.LieRE,
     "ap": tr.ComRoPEAP,
     "ld": tr.ComRoPELD,
@@ -48,7 +60,7 @@ class Inputs:
 
 def build(family: str, b: int, axes: int, *, heads: int = 2, blocks: int | None = None, **settings: object) -> Encoding:
     """An encoding of blocks of b, as few as its family allows unless told."""
-    if family in ("axial", "mixed"):
+    if family in ("axial", "mixed", "halves"):
         return FAMILIES[family](num_axes=axes, num_heads=heads, head_dim=2 * axes * (blocks or 2), **settings)
     count = axes * (blocks or 1) if family == "ap" else blocks or (2 if b <= 16 else 1)
     return FAMILIES[family](num_axes=axes, num_heads=heads, block_size=b, head_dim=b * count, **settings)

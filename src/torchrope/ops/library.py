@@ -55,23 +55,26 @@ def _wanted(gradient: Tensor, wanted: bool) -> Tensor | None:
 
 
 @_operator(
-    "rotate_planar", "(Tensor q, Tensor k, Tensor positions, Tensor frequencies, Tensor? table) -> (Tensor, Tensor)"
+    "rotate_planar",
+    "(Tensor q, Tensor k, Tensor positions, Tensor frequencies, Tensor? table, bool halves) -> (Tensor, Tensor)",
 )
 def _rotate_planar(
-    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool
 ) -> tuple[Tensor, Tensor]:
-    return kernels(q).rotate_planar(q, k, positions, frequencies, table)
+    return kernels(q).rotate_planar(q, k, positions, frequencies, table, halves)
 
 
 @torch.library.register_fake("torchrope::rotate_planar")
-def _(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool
+) -> tuple[Tensor, Tensor]:
     return _vectors_like(q, k)
 
 
 @_operator(
     "rotate_planar_backward",
     "(Tensor grad_q, Tensor grad_k, Tensor q, Tensor k, Tensor positions, Tensor frequencies, Tensor? table,"
-    " bool[2] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool halves, bool[2] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _rotate_planar_backward(
     grad_q: Tensor,
@@ -81,10 +84,11 @@ def _rotate_planar_backward(
     positions: Tensor,
     frequencies: Tensor,
     table: Tensor | None,
+    halves: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
     *vectors, d_positions, d_frequencies = kernels(q).rotate_planar_backward(
-        grad_q, grad_k, q, k, positions, frequencies, table, wanted
+        grad_q, grad_k, q, k, positions, frequencies, table, halves, wanted
     )
     parameters = (_nothing(q) if gradient is None else gradient for gradient in (d_positions, d_frequencies))
     return (*vectors, *parameters)
@@ -99,19 +103,23 @@ def _(
     positions: Tensor,
     frequencies: Tensor,
     table: Tensor | None,
+    halves: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
     return (*_vectors_like(q, k), _float_like(positions, wanted[0]), _float_like(frequencies, wanted[1]))
 
 
 def _save_planar(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.halves = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted = list(ctx.needs_input_grad[2:4])
-    dq, dk, d_positions, d_frequencies = OPS.rotate_planar_backward(grad_q, grad_k, *ctx.saved_tensors, wanted)
-    return dq, dk, _wanted(d_positions, wanted[0]), _wanted(d_frequencies, wanted[1]), None
+    dq, dk, d_positions, d_frequencies = OPS.rotate_planar_backward(
+        grad_q, grad_k, *ctx.saved_tensors, ctx.halves, wanted
+    )
+    return dq, dk, _wanted(d_positions, wanted[0]), _wanted(d_frequencies, wanted[1]), None, None
 
 
 torch.library.register_autograd("torchrope::rotate_planar", _planar_gradient, setup_context=_save_planar)

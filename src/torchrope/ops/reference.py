@@ -11,7 +11,7 @@ def rotate_one(x: Tensor, rotation: Rotation) -> Tensor:
     turning, resting = x.split([rotation.rotary_dim, x.shape[-1] - rotation.rotary_dim], dim=-1)
     if isinstance(rotation, Planar):
         cos, sin = (_spread_over_heads(part, x.shape[-3], of_head=2) for part in rotation.cos_sin())
-        turned = _turn_pairs(turning, cos, sin)
+        turned = _turn_halves(turning, cos, sin) if rotation.halves else _turn_pairs(turning, cos, sin)
     else:
         turned = _turn_blocks(turning, _spread_over_heads(rotation.blocks(), x.shape[-3], of_head=4))
     return torch.cat([turned, resting], dim=-1) if resting.shape[-1] else turned
@@ -37,6 +37,11 @@ def out_of_basis(x: Tensor, basis: Tensor | None) -> Tensor:
 def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # (*batch, heads, tokens, pairs)
     return torch.stack([cos * even - sin * odd, sin * even + cos * odd], dim=-1).flatten(-2)
+
+
+def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)  # (*batch, heads, tokens, pairs)
+    return torch.cat([cos * first - sin * second, sin * first + cos * second], dim=-1)
 
 
 def _turn_blocks(x: Tensor, blocks: Tensor) -> Tensor:

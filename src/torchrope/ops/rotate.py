@@ -158,7 +158,7 @@ def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) ->
     if isinstance(rotation, Planar):
         positions = _with_sets(rotation.positions, 3)
         table = None if rotation.table is None else _with_sets(rotation.table, 5)
-        turned = OPS.rotate_planar(*flat, positions, rotation.frequencies, table)
+        turned = OPS.rotate_planar(*flat, positions, rotation.frequencies, table, rotation.halves)
     elif isinstance(rotation, Commuting):
         turned = OPS.rotate_basis(
             *flat,

@@ -16,10 +16,10 @@ from torchrope.ops.gpu import planes as _planes
 
 
 def rotate_planar(
-    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Turn channel pairs. A table is left aside: angles cost nothing beside reading it."""
-    return _planar.rotate(q, k, positions, frequencies)
+    return _planar.rotate(q, k, positions, frequencies, halves)
 
 
 def rotate_planar_backward(
@@ -30,11 +30,12 @@ def rotate_planar_backward(
     positions: Tensor,
     frequencies: Tensor,
     table: Tensor | None,
+    halves: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients to q, k, and where wanted to positions and frequencies."""
     dq, dk, d_frequencies, d_positions = _planar.rotate_backward(
-        grad_q, grad_k, q, k, positions, frequencies, wanted[1], wanted[0]
+        grad_q, grad_k, q, k, positions, frequencies, wanted[1], wanted[0], halves
     )
     return dq, dk, d_positions, d_frequencies
 

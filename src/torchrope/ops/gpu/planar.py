@@ -17,14 +17,15 @@ from torchrope.ops.gpu.launch import contiguous_channels, fresh, on_device_of, o
 _TILE = 2048
 
 
-def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn channels (2i, 2i+1) of q and k counter-clockwise by  a_i = sum_n p_n f_ni,  both in one launch.
+def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
+    """Turn channel pairs of q and k counter-clockwise by  a_i = sum_n p_n f_ni,  both in one launch.
 
     Args:
         q: `(batch, query heads, tokens, channels)`, float32, bfloat16 or float16.
         k: `(batch, key heads, tokens, channels)`.
         positions: `(1 or batch, tokens, axes)` float32.
         frequencies: `(axes, rotation heads, pairs)` float32; rotation heads divide query and key heads.
+        halves: Whether pair i is channels (i, i + pairs) in place of (2i, 2i + 1).
 
     Returns:
         Rotated q and k, contiguous, in their own dtypes; channels beyond the pairs are unchanged bit for bit.
@@ -38,7 +39,7 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tupl
         _rotate_kernel[work.grid](
             q, k, q_out, k_out, *work.angles,
             *outer_strides(q), *outer_strides(k), *outer_strides(q_out), *outer_strides(k_out),
-            *work.sizes, **work.tile,
+            *work.sizes, HALVES=halves, **work.tile,
         )  # fmt: skip
     return q_out, k_out
 
@@ -52,6 +53,7 @@ def rotate_backward(
     frequencies: Tensor,
     need_frequencies: bool,
     need_positions: bool,
+    halves: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of `rotate`:  dx = R^T dy,  da_i = dx_2i+1 x_2i - dx_2i x_2i+1,  df = sum p da,  dp = sum f da.
 
@@ -64,6 +66,7 @@ def rotate_backward(
         frequencies: As given to `rotate`.
         need_frequencies: Whether to return the gradient of the frequencies.
         need_positions: Whether to return the gradient of the positions.
+        halves: As given to `rotate`.
 
     Returns:
         Gradients of q and k in their dtypes, of frequencies and positions in float32, or None where not needed.
@@ -92,7 +95,7 @@ def rotate_backward(
             grad_q, grad_k, q, k, q_out, k_out, *work.angles, per_frequency, per_position,
             *outer_strides(grad_q), *outer_strides(grad_k), *outer_strides(q), *outer_strides(k),
             *outer_strides(q_out), *outer_strides(k_out),
-            *work.sizes, NEED_FREQUENCIES=need_frequencies, NEED_POSITIONS=need_positions, **work.tile,
+            *work.sizes, NEED_FREQUENCIES=need_frequencies, NEED_POSITIONS=need_positions, HALVES=halves, **work.tile,
         )  # fmt: skip
     return (
         q_out,
@@ -144,6 +147,15 @@ def _locate(tokens, heads, sets, TOKENS: tl.constexpr):
         program // (heads * tiles) % sets,
         program // (heads * tiles * sets),
     )
+
+
+@triton.jit
+def _channels(pairs, HALVES: tl.constexpr, PAIRS: tl.constexpr):
+    """The channel of each column of a tile, in which the two of a pair are neighbours."""
+    column = tl.arange(0, 2 * PAIRS)
+    if HALVES:
+        column = tl.where(column < 2 * pairs, column % 2 * pairs + column // 2, column)
+    return column
 
 
 @triton.jit
@@ -199,13 +211,13 @@ def _rotate_kernel(
     q_sample, q_head, q_token, k_sample, k_head, k_token,
     q_out_sample, q_out_head, q_out_token, k_out_sample, k_out_head, k_out_token,
     tokens, channels, pairs, heads, sets, samples, q_group, k_group, splits,
-    AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
+    HALVES: tl.constexpr, AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     head, tile, place, split = _locate(tokens, heads, sets, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     pair = tl.arange(0, PAIRS)
-    channel = tl.arange(0, 2 * PAIRS)
-    turning = channel < 2 * pairs
+    turning = tl.arange(0, 2 * PAIRS) < 2 * pairs
+    channel = _channels(pairs, HALVES, PAIRS)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     angles = _angles(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
     cos = tl.cos(angles)
@@ -260,13 +272,13 @@ def _rotate_backward_kernel(
     q_out_sample, q_out_head, q_out_token, k_out_sample, k_out_head, k_out_token,
     tokens, channels, pairs, heads, sets, samples, q_group, k_group, splits,
     NEED_FREQUENCIES: tl.constexpr, NEED_POSITIONS: tl.constexpr,
-    AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
+    HALVES: tl.constexpr, AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     head, tile, place, split = _locate(tokens, heads, sets, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     pair = tl.arange(0, PAIRS)
-    channel = tl.arange(0, 2 * PAIRS)
-    turning = channel < 2 * pairs
+    turning = tl.arange(0, 2 * PAIRS) < 2 * pairs
+    channel = _channels(pairs, HALVES, PAIRS)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     angles = _angles(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
     cos = tl.cos(angles)

@@ -36,7 +36,7 @@ LIBRARY = _load()
 
 
 def rotate_planar(
-    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None
+    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Turn channel pairs:  a_i = sum_a p_a f_ai.
 
@@ -45,10 +45,11 @@ def rotate_planar(
         positions: `(1 or batch, tokens, axes)`, float32.
         frequencies: `(axes, heads, pairs)`, float32.
         table: cos and sin `(1 or batch, heads, tokens, pairs, 2)`, to read instead of computing them.
+        halves: Whether pair i is channels (i, i + pairs) in place of (2i, 2i + 1).
     """
     call = _Call()
     out = call.sides(q, k)
-    call.planar(q, positions, _of_every_head(frequencies, k, table), table)
+    call.planar(q, positions, _of_every_head(frequencies, k, table), table, halves)
     call.run("torchrope_planar", 0)
     return out
 
@@ -61,13 +62,14 @@ def rotate_planar_backward(
     positions: Tensor,
     frequencies: Tensor,
     table: Tensor | None,
+    halves: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients to q, k, and where wanted to positions and frequencies."""
     call = _Call()
     out = call.sides(q, k, grad_q, grad_k)
     of_heads = _of_every_head(frequencies, k, table)
-    call.planar(q, positions, of_heads, table)
+    call.planar(q, positions, of_heads, table, halves)
     d_positions, d_frequencies = call.gradient(positions, wanted[0]), call.gradient(of_heads, wanted[1])
     call.fields += [_at(d_frequencies), _at(d_positions)]
     call.run("torchrope_planar", 1)
@@ -226,9 +228,9 @@ class _Call:
         sample, head, token, _ = x.stride()
         return x.data_ptr(), sample, head, token, DTYPES[x.dtype]
 
-    def planar(self, q: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None) -> None:
+    def planar(self, q: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool) -> None:
         axes, heads, pairs = frequencies.shape
-        self.fields += [q.shape[2], axes, heads, pairs, q.shape[3], len(positions), self.threads]
+        self.fields += [q.shape[2], axes, heads, pairs, q.shape[3], len(positions), self.threads, int(halves)]
         self.fields += [self.keep(positions), self.keep(frequencies), self.keep(table)]
 
     def block(self, q: Tensor, table: Tensor) -> None:

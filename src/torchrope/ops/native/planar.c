@@ -1,4 +1,4 @@
-/* Rotation of channel pairs (2i, 2i+1) by a_i = sum_a p_a f_ai:  y = cos a x + sin a J x. */
+/* Rotation of channel pairs, (2i, 2i+1) or (i, i + pairs), by a_i = sum_a p_a f_ai:  y = cos a x + sin a J x. */
 #include "common.h"
 
 enum { TILE = 8 };
@@ -6,7 +6,7 @@ enum { TILE = 8 };
 typedef struct {
     Side sides[2];
     int64_t tokens, axes, heads, pairs, head_dim; /* heads: those of the rotation */
-    int64_t position_batch, threads;
+    int64_t position_batch, threads, halves; /* halves: pair i is channels (i, i + pairs) */
     const float *positions;   /* (position_batch, tokens, axes) */
     const float *frequencies; /* (axes, heads, pairs) */
     const float *table;       /* (position_batch, heads, tokens, pairs, 2), cos and sin, or NULL */
@@ -38,12 +38,15 @@ static Workspace lay_out(const Planar *p, Arena *arena) {
     return w;
 }
 
-/* cos twice, and -sin, sin:  y_j = cos_j x_j + sin_j x_(j xor 1). */
-INLINE void spread_pairs(const float *c, const float *s, int64_t apart, int64_t n, float *cosine, float *sine) {
+/* cos twice, and -sin, sin:  y_j = cos_j x_j + sin_j x_(other channel of the pair), for pairs `start` to `start` + n. */
+INLINE void spread_pairs(const Planar *p, const float *c, const float *s, int64_t apart, int64_t start, int64_t n,
+                         float *cosine, float *sine) {
+    int64_t step = p->halves ? 1 : 2, other = p->halves ? p->pairs : 1;
+    cosine += step * start, sine += step * start;
     for (int64_t i = 0; i < n; i++) {
-        cosine[2 * i] = cosine[2 * i + 1] = c[i * apart];
-        sine[2 * i] = -s[i * apart];
-        sine[2 * i + 1] = s[i * apart];
+        cosine[step * i] = cosine[step * i + other] = c[i * apart];
+        sine[step * i] = -s[i * apart];
+        sine[step * i + other] = s[i * apart];
     }
 }
 
@@ -61,7 +64,7 @@ INLINE void turn_by_angles(const Planar *p, int64_t set, int64_t head, int64_t t
             for (int64_t i = 0; i < n; i++) angle[i] += at * (double)frequency[i];
         }
         find(angle, c, s, 64);
-        spread_pairs(c, s, 1, n, cosine + 2 * start, sine + 2 * start);
+        spread_pairs(p, c, s, 1, start, n, cosine, sine);
     }
 }
 
@@ -74,7 +77,7 @@ static void turn_of_token(const Planar *p, int64_t set, int64_t head, int64_t to
                           float *cosine, float *sine) {
     if (p->table) {
         const float *entry = p->table + ((set * p->heads + head) * p->tokens + token) * 2 * p->pairs;
-        spread_pairs(entry, entry + 1, 2, p->pairs, cosine, sine);
+        spread_pairs(p, entry, entry + 1, 2, 0, p->pairs, cosine, sine);
         return;
     }
     const float *position = p->positions + (set * p->tokens + token) * p->axes;
@@ -131,6 +134,30 @@ INLINE void turn_row_back(const float *grad, const float *x, const float *cosine
     }
 }
 
+/* Pairs in halves: the first and the second channels of all pairs are two rows of `pairs`. */
+INLINE void turn_halves(const float *x, const float *cosine, const float *sine, float *restrict y, int64_t pairs) {
+    for (int64_t i = 0; i < pairs; i++) {
+        float first = x[i], second = x[i + pairs];
+        y[i] = cosine[i] * first + sine[i] * second;
+        y[i + pairs] = cosine[i + pairs] * second + sine[i + pairs] * first;
+    }
+}
+
+INLINE void turn_halves_back(const float *grad, const float *x, const float *cosine, const float *sine,
+                             float *restrict gx, float *restrict moment, int64_t pairs) {
+    for (int64_t i = 0; i < pairs; i++) {
+        float first = grad[i], second = grad[i + pairs];
+        float back = cosine[i] * first - sine[i] * second;
+        float back_second = cosine[i + pairs] * second - sine[i + pairs] * first;
+        gx[i] = back;
+        gx[i + pairs] = back_second;
+        if (moment) {
+            moment[i] += back * x[i + pairs];
+            moment[i + pairs] += back_second * x[i];
+        }
+    }
+}
+
 INLINE void turn_tile(const Planar *p, int64_t set, int64_t head, int64_t first, int64_t count, int backward,
                       Workspace w) {
     int64_t n = 2 * p->pairs, rest = p->head_dim - n;
@@ -155,7 +182,13 @@ INLINE void turn_tile(const Planar *p, int64_t set, int64_t head, int64_t first,
                     if (backward) {
                         int64_t x_at = row_offset(&side->x, sample, own, first + t);
                         const float *x = wanted ? load_row(&side->x, x_at, n, w.row2) : NULL;
-                        turn_row_back(values, x, cosine + t * n, sine + t * n, y, wanted ? moment + t * n : NULL, n);
+                        float *sums = wanted ? moment + t * n : NULL;
+                        if (p->halves)
+                            turn_halves_back(values, x, cosine + t * n, sine + t * n, y, sums, p->pairs);
+                        else
+                            turn_row_back(values, x, cosine + t * n, sine + t * n, y, sums, n);
+                    } else if (p->halves) {
+                        turn_halves(values, cosine + t * n, sine + t * n, y, p->pairs);
                     } else {
                         turn_row(values, cosine + t * n, sine + t * n, y, n);
                     }
@@ -169,7 +202,7 @@ INLINE void turn_tile(const Planar *p, int64_t set, int64_t head, int64_t first,
 static void reduce_tile(const Job *job, int64_t set, int64_t head, int64_t first, int64_t count, int64_t part,
                         const float *moment) {
     const Planar *p = job->p;
-    int64_t pairs = p->pairs;
+    int64_t pairs = p->pairs, step = p->halves ? 1 : 2, other = p->halves ? pairs : 1;
     for (int64_t t = 0; t < count; t++) {
         const float *turn = moment + 2 * t * pairs;
         for (int64_t axis = 0; axis < p->axes; axis++) {
@@ -177,12 +210,12 @@ static void reduce_tile(const Job *job, int64_t set, int64_t head, int64_t first
             if (job->frequencies) {
                 float at = p->positions[token * p->axes + axis];
                 float *sum = job->frequencies + ((part * p->axes + axis) * p->heads + head) * pairs;
-                for (int64_t i = 0; i < pairs; i++) sum[i] += at * (turn[2 * i + 1] - turn[2 * i]);
+                for (int64_t i = 0; i < pairs; i++) sum[i] += at * (turn[step * i + other] - turn[step * i]);
             }
             if (job->positions) {
                 const float *frequency = p->frequencies + (axis * p->heads + head) * pairs;
                 float sum = 0;
-                for (int64_t i = 0; i < pairs; i++) sum += frequency[i] * (turn[2 * i + 1] - turn[2 * i]);
+                for (int64_t i = 0; i < pairs; i++) sum += frequency[i] * (turn[step * i + other] - turn[step * i]);
                 job->positions[(head * p->position_batch * p->tokens + token) * p->axes + axis] = sum;
             }
         }
