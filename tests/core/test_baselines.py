@@ -65,9 +65,8 @@ def test_normal_liere_starts_as_a_standard_normal_matrix_minus_its_transpose() -
     expected = upper_triangle(matrices - matrices.mT)
     assert values.mean().abs() < 0.05
     assert values.std().item() == pytest.approx(expected.std().item(), rel=0.03)
-    assert (values.abs() < 1).double().mean().item() == pytest.approx(
-        math.erf(0.5), abs=0.02
-    )  # normal: erf(1 / (√2 σ))
+    within = (values.abs() < 1).double().mean().item()
+    assert within == pytest.approx(math.erf(0.5), abs=0.02)  # erf(1 / (√2 σ)) of a normal distribution
 
 
 def test_visionllama_is_the_baseline_of_lieres_code() -> None:
@@ -98,9 +97,7 @@ def test_a_start_of_another_scale_is_the_papers_times_that(name: str) -> None:
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("name", RANDOM)
 def test_a_scale_that_is_none_is_told(name: str, scale: float) -> None:
-    with pytest.raises(
-        ValueError, match=r"^init_scale must be above 0 and finite, got \S+; init='zeros' starts at zero$"
-    ):
+    with pytest.raises(ValueError, match=r"^init_scale must be above 0 and finite, got \S+; init='zeros' .*$"):
         RANDOM[name](**SIZES, init_scale=scale)
 
 
