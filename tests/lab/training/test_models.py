@@ -206,7 +206,16 @@ def run(encoding: str, data: DataModule, **settings: Any) -> RunConfig:
     return RunConfig(encoding=encoding, data=data.config, model=SMALL, optim=OptimConfig(epochs=1), **settings)
 
 
-@pytest.mark.parametrize("encoding", ["learned", "learned+comrope-ld:8", "learned+comrope-ap:8", "learned+liere:4"])
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        "learned",
+        "learned+comrope-ld:8",
+        "learned+comrope-ap:8",
+        "learned+liere:4",
+        "learned-jittered+comrope-liere:8",
+    ],
+)
 def test_another_encoding_starts_where_the_run_ended(encoding: str, digits: DataModule, trained: Path) -> None:
     theirs = load(trained)[2].model.cpu().eval()
     mine = build_module(run(encoding, digits), digits).model.eval()
