@@ -368,6 +368,11 @@ def test_stochastic_depth_is_constant_in_deit_iii_and_grows_elsewhere(name: str,
     assert rates == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["rope-vit-s", "rope-vit-b", "rope-vit-l", "rope-vit-b-224", "rope-vit-l-224"])
+def test_rope_vit_is_validated_on_the_largest_square_of_a_picture(name: str) -> None:
+    assert configuration(name).data.crop_ratio == 1.0  # --eval-crop-ratio 1.0 in deit/README.md of naver-ai/rope-vit
+
+
 def test_weights_start_as_in_the_papers_code() -> None:
     starts = {name: (configuration(name).model.weight_init, configuration(name).model.norm_eps) for name in PAPERS}
     assert {starts[name] for name in PAPERS if name.startswith("liere")} == {("torch", 1e-5)}
