@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from torchrope.encodings import Encoding as Encoding
     from torchrope.encodings import GoldenGateRoPE as GoldenGateRoPE
     from torchrope.encodings import InterleavedMRoPE as InterleavedMRoPE
+    from torchrope.encodings import JitteredAPE as JitteredAPE
     from torchrope.encodings import LearnedAPE as LearnedAPE
     from torchrope.encodings import LieRE as LieRE
     from torchrope.encodings import MixedRoPE as MixedRoPE
     from torchrope.encodings import MRoPE as MRoPE
     from torchrope.encodings import NoEncoding as NoEncoding
+    from torchrope.encodings import NormalLieRE as NormalLieRE
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
+    from torchrope.encodings import VanillaRoPE as VanillaRoPE
+    from torchrope.encodings import VisionLLaMARoPE as VisionLLaMARoPE
     from torchrope.encodings import choose as choose
     from torchrope.encodings import extend as extend
     from torchrope.encodings import interpolate as interpolate
@@ -102,14 +106,18 @@ _NAMES = {
         "Encoding",
         "GoldenGateRoPE",
         "InterleavedMRoPE",
+        "JitteredAPE",
         "LearnedAPE",
         "LieRE",
         "MRoPE",
         "MixedRoPE",
         "NoEncoding",
+        "NormalLieRE",
         "RelativePositionBias",
         "STRING",
         "SinusoidalAPE",
+        "VanillaRoPE",
+        "VisionLLaMARoPE",
         "choose",
         "extend",
         "interpolate",

@@ -189,7 +189,9 @@ def test_golden_refuses_what_makes_no_ladder(change: dict, message: str) -> None
         tr.GoldenGateRoPE(num_axes=2, num_heads=1, head_dim=8, **change)
 
 
-@pytest.mark.parametrize("family", [tr.AxialRoPE, tr.DINOv3RoPE, tr.GoldenGateRoPE, tr.MRoPE, tr.InterleavedMRoPE])
+@pytest.mark.parametrize(
+    "family", [tr.AxialRoPE, tr.DINOv3RoPE, tr.GoldenGateRoPE, tr.MRoPE, tr.InterleavedMRoPE, tr.VisionLLaMARoPE]
+)
 def test_fixed_frequencies_stay_float32_in_a_bfloat16_model(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=16)
     exact = encoding.frequencies.clone()
@@ -198,7 +200,7 @@ def test_fixed_frequencies_stay_float32_in_a_bfloat16_model(family: type) -> Non
     assert not list(encoding.parameters())
 
 
-@pytest.mark.parametrize("family", [tr.DINOv3RoPE, tr.MRoPE])
+@pytest.mark.parametrize("family", [tr.DINOv3RoPE, tr.MRoPE, tr.VisionLLaMARoPE])
 def test_a_pair_of_one_axis_refuses_a_second(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=8)
     with pytest.raises(ValueError, match=f"{family.__name__} gives a pair to one axis, got a pair that turns with 2"):

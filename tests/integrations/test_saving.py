@@ -72,6 +72,18 @@ def test_plain_registered_and_feature_models(tmp_path: Path) -> None:
     [
         partial(tr.ViT, (16, 16), patch_size=4, dim=32, depth=2, num_heads=2, encoding="learned+liere:4", pool="mean"),
         partial(tr.ViT, (4, 8, 8), patch_size=(2, 4, 4), dim=32, depth=2, num_heads=2, encoding="string:8"),
+        partial(
+            tr.ViT,
+            (16, 16),
+            patch_size=4,
+            dim=32,
+            depth=2,
+            num_heads=2,
+            encoding="learned-jittered+comrope-liere:4",
+            weight_init="truncated-normal",
+            drop_path=0.1,
+            drop_path_schedule="constant",
+        ),
         partial(tr.Swin, (32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding="bias+mixed"),
     ],
 )

@@ -319,6 +319,8 @@ def test_stochastic_depth_grows_as_timms_and_acts_in_training_alone() -> None:
     model = tiny((32, 32), drop_path=0.4, dropout=0.1, attention_dropout=0.1)
     rates = [layer.drop_path.p for stage in model.stages for layer in stage.layers]
     assert rates == pytest.approx(torch.linspace(0, 0.4, 4).tolist())
+    constant = tiny((32, 32), drop_path=0.4, drop_path_schedule="constant")
+    assert {layer.drop_path.p for stage in constant.stages for layer in stage.layers} == {0.4}
     x = torch.randn(2, 3, 32, 32)
     assert not torch.equal(model(x), model(x))
     model.eval()

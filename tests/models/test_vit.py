@@ -9,6 +9,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingMixe
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.nn import functional
+from torch.nn.init import _calculate_fan_in_and_fan_out as fans
 
 import torchrope as tr
 from torchrope.encodings import ABSOLUTE, ROTARY
@@ -201,8 +202,93 @@ def test_dropout_acts_in_training_alone() -> None:
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
-    rates = [layer.drop_path.p for layer in model.layers]
-    assert rates == [0.0, 0.5]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_stochastic_depth_grows_as_timms_or_is_constant_as_deit_iii(depth: int) -> None:
+    def rates(**schedule: str) -> list[float]:
+        return [
+            layer.drop_path.p for layer in tiny((8, 8), patch_size=2, depth=depth, drop_path=0.4, **schedule).layers
+        ]
+
+    theirs = VisionTransformer(img_size=8, patch_size=2, embed_dim=8, num_heads=1, depth=depth, drop_path_rate=0.4)
+    grown = [getattr(block.drop_path1, "drop_prob", 0.0) for block in theirs.blocks]  # the identity where it is 0
+    assert rates() == rates(drop_path_schedule="linear") == pytest.approx(grown)
+    assert rates(drop_path_schedule="constant") == [0.4] * depth
+    with pytest.raises(ValueError, match=r"^drop_path_schedule must be 'linear' or 'constant', got 'cosine'$"):
+        rates(drop_path_schedule="cosine")
+
+
+def like_timm(model: tr.ViT) -> dict[str, torch.Tensor]:
+    """A ViT's parameters under timm's names."""
+    names = {"layers.": "blocks.", "attention": "attn", "mlp.0": "mlp.fc1", "mlp.3": "mlp.fc2"}
+    names |= {"embed.proj": "patch_embed.proj", "prefix_tokens": "cls_token", "absolute.table": "pos_embed"}
+    named = {}
+    for name, value in model.named_parameters():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        named[name] = value.detach()
+    return named
+
+
+SHAPE = dict(depth=2, num_heads=4, num_classes=1000)
+
+
+def test_truncated_normal_weights_are_distributed_as_timms() -> None:
+    theirs = VisionTransformer(img_size=64, patch_size=8, embed_dim=128, no_embed_class=True, **SHAPE)
+    mine = like_timm(
+        tr.ViT((64, 64), patch_size=8, dim=128, encoding="learned", weight_init="truncated-normal", **SHAPE)
+    )
+    compared = 0
+    for name, expected in theirs.named_parameters():
+        if name == "cls_token":  # timm's is next to zero, DeiT's code draws it like the table
+            continue
+        assert mine[name].numel() == expected.numel()
+        assert same_distribution(mine[name], expected.detach()), name
+        compared += 1
+    assert compared == len(mine) - 1
+    assert mine["cls_token"].std().item() == pytest.approx(0.02, rel=0.2)
+    assert mine["pos_embed"].abs().max() > 0.05  # not cut at two deviations
+
+
+def test_torch_weights_are_the_defaults_of_linear_layers_and_normal_tokens() -> None:
+    model = tr.ViT((64, 64), patch_size=8, dim=128, encoding="learned", weight_init="torch", norm_eps=1e-5, **SHAPE)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            expected = nn.Linear(module.in_features, module.out_features)
+            assert same_distribution(module.weight.detach(), expected.weight.detach())
+            assert same_distribution(module.bias.detach(), expected.bias.detach())
+            assert module.weight.abs().max() <= fans(module.weight)[0] ** -0.5
+        elif isinstance(module, nn.LayerNorm):
+            assert module.eps == 1e-5
+    table = model.absolute.table.detach()
+    assert same_distribution(table, torch.randn(table.shape))
+    assert model.prefix_tokens.std().item() == pytest.approx(1, rel=0.25)
+
+
+def test_xavier_weights_are_the_default() -> None:
+    drawn = []
+    for settings in ({}, {"weight_init": "xavier"}):
+        torch.manual_seed(0)
+        drawn.append(tr.ViT((32, 32), patch_size=8, dim=64, depth=1, num_heads=2, encoding="learned+mixed", **settings))
+    for mine, other in zip(drawn[0].parameters(), drawn[1].parameters(), strict=True):
+        assert torch.equal(mine, other)
+    weight = drawn[0].layers[0].mlp[0].weight.detach()
+    assert weight.abs().max().item() == pytest.approx((6 / sum(weight.shape)) ** 0.5, rel=1e-2)
+    assert not drawn[0].head.bias.any()
+    assert drawn[0].absolute.table.abs().max() <= 0.04
+    with pytest.raises(ValueError, match=r"^weight_init must be one of xavier, truncated-normal, torch, got 'he'$"):
+        tiny((8, 8), patch_size=2, weight_init="he")
+
+
+def same_distribution(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Two samples of one distribution: by Kolmogorov and Smirnov, a gap that chance makes once in 10⁷ samples."""
+    mine, theirs = one.flatten().double().sort().values, other.flatten().double().sort().values
+    if not theirs.std() > 0:
+        return torch.equal(mine, theirs)
+    both = torch.cat([mine, theirs])
+    shares = [torch.searchsorted(each, both, right=True) / len(each) for each in (mine, theirs)]
+    return (shares[0] - shares[1]).abs().max().item() < 2.9 * (1 / len(mine) + 1 / len(theirs)) ** 0.5
 
 
 def test_drop_path_keeps_the_mean() -> None:

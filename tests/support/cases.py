@@ -56,4 +56,10 @@ CASES: dict[str, Callable[[], Encoding]] = {
     ),
     "mrope-interleaved-N3": partial(tr.InterleavedMRoPE, num_axes=3, num_heads=2, head_dim=16, sections=(4, 2, 2)),
     "mrope-interleaved-N4": partial(tr.InterleavedMRoPE, num_axes=4, num_heads=2, head_dim=12),
+    "visionllama-N2": partial(tr.VisionLLaMARoPE, num_axes=2, num_heads=2, head_dim=8),
+    "visionllama-N3-rest-shared": partial(
+        tr.VisionLLaMARoPE, num_axes=3, num_heads=2, head_dim=16, rotary_dim=12, shared_heads=True
+    ),
+    "comrope-rope-N2": partial(tr.VanillaRoPE, num_axes=2, num_heads=2, head_dim=8),
+    "comrope-liere4-N2": partial(tr.NormalLieRE, num_axes=2, num_heads=2, head_dim=8, block_size=4),
 }

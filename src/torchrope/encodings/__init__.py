@@ -1,6 +1,7 @@
 """Position encodings, one file per family. `Encoding` has one method to write: `generators`."""
 
 from torchrope.encodings.absolute import AbsoluteEncoding as AbsoluteEncoding
+from torchrope.encodings.absolute import JitteredAPE as JitteredAPE
 from torchrope.encodings.absolute import LearnedAPE as LearnedAPE
 from torchrope.encodings.absolute import SinusoidalAPE as SinusoidalAPE
 from torchrope.encodings.axial import AxialRoPE as AxialRoPE
@@ -10,6 +11,8 @@ from torchrope.encodings.base import skew as skew
 from torchrope.encodings.bias import RelativePositionBias as RelativePositionBias
 from torchrope.encodings.comrope import ComRoPEAP as ComRoPEAP
 from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
+from torchrope.encodings.comrope_baselines import NormalLieRE as NormalLieRE
+from torchrope.encodings.comrope_baselines import VanillaRoPE as VanillaRoPE
 from torchrope.encodings.dinov3 import DINOv3RoPE as DINOv3RoPE
 from torchrope.encodings.golden import GoldenGateRoPE as GoldenGateRoPE
 from torchrope.encodings.liere import LieRE as LieRE
@@ -28,3 +31,4 @@ from torchrope.encodings.scaling import ntk as ntk
 from torchrope.encodings.scaling import yarn as yarn
 from torchrope.encodings.scaling import yarn_temperature as yarn_temperature
 from torchrope.encodings.string import STRING as STRING
+from torchrope.encodings.visionllama import VisionLLaMARoPE as VisionLLaMARoPE

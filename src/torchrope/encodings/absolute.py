@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.encodings.resample import resample_axis
-from torchrope.positions import grid
+from torchrope.encodings.resample import resample_axis, sampled
+from torchrope.positions import PerAxis, grid, jitter, per_axis
 
 
 class AbsoluteEncoding(nn.Module, ABC):
@@ -87,6 +87,51 @@ class LearnedAPE(AbsoluteEncoding):
             if size != self.sizes[axis]:
                 table = resample_axis(table, axis, size, antialias=True)
         return table.flatten(0, -2)
+
+
+class JitteredAPE(LearnedAPE):
+    """Look the vector up in training at a place near the token's:  e(p) = T[p + clip(n · intensity, -1, 1) · cell / 2].
+
+    n ~ N(0, 1) is drawn for each token and axis, once for a whole batch. Between the sites of the table its vectors are
+    mixed multilinearly, beyond its edge the last one holds. In evaluation it is `LearnedAPE`.
+
+    Args:
+        sizes: Tokens along each axis at the training size.
+        dim: Channels of a token.
+        intensity: Deviation of the perturbation before it is clipped, in halves of the cell.
+        cell: Width of the cell that a token stays in, in tokens, one number or one per axis; 0 spares an axis.
+
+    References:
+        ComRoPE, table 3: its absolute encoding, perturbed; `get_positions` of its code. That code samples the table
+        with aligned corners, at (i + 1/2) (n - 1) / n for token i, in evaluation too, and on two axes sees its middle
+        column alone; here every token has its own site.
+
+    Example:
+        >>> JitteredAPE(sizes=(4, 4), dim=8)(6, 6).shape
+        torch.Size([36, 8])
+    """
+
+    title = "learned APE, jittered"
+    formula = "xₚ + T[p + noise] in training,  T learned"
+    summary = "A learned vector per place, in training looked up near it: ComRoPE's perturbed absolute encoding."
+    source = "ComRoPE, table 3"
+
+    def __init__(self, *, sizes: Sequence[int], dim: int, intensity: float = 1.0, cell: PerAxis = 1.0) -> None:
+        super().__init__(sizes=sizes, dim=dim)
+        if not intensity >= 0:
+            raise ValueError(f"intensity must be 0 or more, got {intensity}")
+        self.intensity = intensity
+        self.cell = per_axis("cell", cell, len(self.sizes))
+
+    def forward(self, *sizes: int) -> Tensor:
+        vectors = super().forward(*sizes)
+        if not self.training:
+            return vectors
+        places = jitter(grid(*sizes, device=vectors.device), self.cell, intensity=self.intensity)
+        return sampled(vectors.unflatten(0, sizes), places)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, intensity={self.intensity}"
 
 
 class SinusoidalAPE(AbsoluteEncoding):

@@ -291,6 +291,13 @@ def check_init(init: str) -> Init:
     raise ValueError(f"init must be 'paper' or 'zeros', got {init!r}")
 
 
+def check_scale(init_scale: float) -> float:
+    """Pass a positive, finite factor through; refuse anything else."""
+    if not 0 < init_scale < math.inf:
+        raise ValueError(f"init_scale must be above 0 and finite, got {init_scale}; init='zeros' starts at zero")
+    return float(init_scale)
+
+
 def widened(*tensors: Tensor, copy: bool = False) -> tuple[Tensor, ...]:
     """All in the narrowest dtype that holds them, float32 at least; in memory of their own if asked for."""
     wide = wide_dtype(*tensors)

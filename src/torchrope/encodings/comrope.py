@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings.base import Encoding, Init, check_init, rounding, skew, upper_triangle, widened
+from torchrope.encodings.base import Encoding, Init, check_init, check_scale, rounding, skew, upper_triangle, widened
 
-# P is standard normal in the paper, so P - P^T has this standard deviation above the diagonal.
+# P is standard normal by the published code's default, so P - P^T has this standard deviation above the diagonal; the
+# supplement gives deviations after training alone, 0.17 to 0.38 (table 8).
 _STD = math.sqrt(2)
 
 
@@ -26,6 +27,7 @@ class ComRoPE(Encoding):
         rotary_dim: int | None,
         shared_heads: bool,
         init: Init,
+        init_scale: float,
     ) -> None:
         super().__init__(
             num_axes=num_axes,
@@ -36,6 +38,7 @@ class ComRoPE(Encoding):
             shared_heads=shared_heads,
         )
         self.init = check_init(init)
+        self.init_scale = check_scale(init_scale)
         entries = block_size * (block_size - 1) // 2
         self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
 
@@ -71,10 +74,12 @@ class ComRoPEAP(ComRoPE):
         rotary_dim: Rotate only the first so many channels; all by default.
         shared_heads: One set of generators for all heads.
         init: "paper" draws P from N(0, 1) per unit of position, where the image is 1 long; "zeros" starts the
-            model as if it had no encoding.
+            model as if it had no encoding. N(0, 1) is the default of the published code (`init_std`): the supplement
+            says nothing of the start.
+        init_scale: Factor on the generators at the start, and so the deviation of P.
 
     Raises:
-        ValueError: head_dim is not divisible by N block_size.
+        ValueError: head_dim is not divisible by N block_size; init_scale is not above 0.
 
     References:
         ComRoPE, section on axial partition (AP); supplement E.2.3.
@@ -99,6 +104,7 @@ class ComRoPEAP(ComRoPE):
         rotary_dim: int | None = None,
         shared_heads: bool = False,
         init: Init = "paper",
+        init_scale: float = 1.0,
     ) -> None:
         super().__init__(
             num_axes=num_axes,
@@ -108,17 +114,18 @@ class ComRoPEAP(ComRoPE):
             rotary_dim=rotary_dim,
             shared_heads=shared_heads,
             init=init,
+            init_scale=init_scale,
         )
         self._require_divisible(num_axes * self.block_size, "num_axes·block_size")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw P from N(0, 1), or start from zero."""
+        """Draw P from N(0, init_scale²), or start from zero."""
         with torch.no_grad():
             if self.init == "zeros":
                 self.upper.zero_()
             else:
-                self.upper.normal_(0, _STD)
+                self.upper.normal_(0, self.init_scale * _STD)
 
     def factors_and_base(self) -> tuple[Tensor, Tensor]:
         own_axis = self._own_axis(self.upper.device)  # (axes, 1, blocks)
@@ -151,10 +158,12 @@ class ComRoPELD(ComRoPE):
         rotary_dim: Rotate only the first so many channels; all by default.
         shared_heads: One set of bases and factors for all heads.
         init: "paper" draws P and θ from N(0, 1) per unit of position, where the image is 1 long; "zeros" sets the
-            factors to zero, and the model starts as if it had no encoding.
+            factors to zero, and the model starts as if it had no encoding. N(0, 1) is the default of the published
+            code (`init_std`, for P alone): the supplement says nothing of the start.
+        init_scale: Factor on the generators at the start, and so the deviation of P; that of θ stays 1.
 
     Raises:
-        ValueError: head_dim is not divisible by block_size.
+        ValueError: head_dim is not divisible by block_size; init_scale is not above 0.
 
     References:
         ComRoPE, section on linear dependence (LD); supplement E.2.4, whose factors are per head (the published
@@ -181,6 +190,7 @@ class ComRoPELD(ComRoPE):
         rotary_dim: int | None = None,
         shared_heads: bool = False,
         init: Init = "paper",
+        init_scale: float = 1.0,
     ) -> None:
         super().__init__(
             num_axes=num_axes,
@@ -190,14 +200,18 @@ class ComRoPELD(ComRoPE):
             rotary_dim=rotary_dim,
             shared_heads=shared_heads,
             init=init,
+            init_scale=init_scale,
         )
         self.factors = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw P and θ from N(0, 1); "zeros" sets θ alone to zero, or no gradient would reach either."""
+        """Draw P from N(0, init_scale²) and θ from N(0, 1); "zeros" sets θ alone to zero.
+
+        Were both zero, no gradient would reach either.
+        """
         with torch.no_grad():
-            self.upper.normal_(0, _STD)
+            self.upper.normal_(0, self.init_scale * _STD)
             if self.init == "zeros":
                 self.factors.zero_()
             else:

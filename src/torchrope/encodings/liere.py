@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings.base import Encoding, Init, check_init, skew, upper_triangle
+from torchrope.encodings.base import Encoding, Init, check_init, check_scale, skew, upper_triangle
 
 
 class LieRE(Encoding):
@@ -24,9 +24,10 @@ class LieRE(Encoding):
         shared_heads: One set of generators for all heads.
         init: "paper" draws uniformly from [0, 2π) per unit of position, where the image is 1 long;
             "zeros" starts the model as if it had no encoding.
+        init_scale: Factor on the generators at the start, [0, 2π init_scale) then.
 
     Raises:
-        ValueError: head_dim is not divisible by block_size.
+        ValueError: head_dim is not divisible by block_size; init_scale is not above 0.
 
     References:
         LieRE: Generalizing Rotary Position Encodings to Higher Dimensional Inputs, algorithm 1 and listing B.5.
@@ -52,6 +53,7 @@ class LieRE(Encoding):
         rotary_dim: int | None = None,
         shared_heads: bool = False,
         init: Init = "paper",
+        init_scale: float = 1.0,
     ) -> None:
         full = head_dim if rotary_dim is None else rotary_dim
         super().__init__(
@@ -63,6 +65,7 @@ class LieRE(Encoding):
             shared_heads=shared_heads,
         )
         self.init = check_init(init)
+        self.init_scale = check_scale(init_scale)
         entries = self.block_size * (self.block_size - 1) // 2
         self.upper = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks, entries))
         self.reset_parameters()
@@ -73,12 +76,17 @@ class LieRE(Encoding):
         return {"spacing": tuple(1 / size for size in sizes), "origin": 0.0}
 
     def reset_parameters(self) -> None:
-        """Draw uniformly from [0, 2π), or start from zero."""
+        """Draw the generators of the start, or start from zero."""
         with torch.no_grad():
             if self.init == "zeros":
                 self.upper.zero_()
             else:
-                self.upper.uniform_(0, 2 * math.pi)
+                self._draw()
+                self.upper.mul_(self.init_scale)
+
+    def _draw(self) -> None:
+        """Draw the entries above the diagonal as the paper does."""
+        self.upper.uniform_(0, 2 * math.pi)
 
     def generators(self) -> Tensor:
         return skew(self.upper, self.block_size)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings.axial import axial_ladder
-from torchrope.encodings.base import Encoding, Init, check_init, planar
+from torchrope.encodings.base import Encoding, Init, check_init, check_scale, planar
 
 
 class MixedRoPE(Encoding):
@@ -21,9 +21,10 @@ class MixedRoPE(Encoding):
         shared_heads: One set of frequencies for all heads.
         base: Ratio that the ladder of the start spans.
         init: "paper", or "zeros", where the model starts as if it had no encoding.
+        init_scale: Factor on the frequencies at the start.
 
     Raises:
-        ValueError: head_dim is odd.
+        ValueError: head_dim is odd; init_scale is not above 0.
 
     References:
         Heo et al., Rotary Position Embedding for Vision Transformer, equation 14.
@@ -48,6 +49,7 @@ class MixedRoPE(Encoding):
         shared_heads: bool = False,
         base: float = 10.0,
         init: Init = "paper",
+        init_scale: float = 1.0,
     ) -> None:
         super().__init__(
             num_axes=num_axes,
@@ -59,6 +61,7 @@ class MixedRoPE(Encoding):
         )
         self.base = base
         self.init = check_init(init)
+        self.init_scale = check_scale(init_scale)
         self.frequencies = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks))
         self.reset_parameters()
 
@@ -68,7 +71,7 @@ class MixedRoPE(Encoding):
             if self.init == "zeros":
                 self.frequencies.zero_()
                 return
-            self.frequencies.copy_(turned_ladder(self.frequencies, self.base))
+            self.frequencies.copy_(self.init_scale * turned_ladder(self.frequencies, self.base))
 
     def generators(self) -> Tensor:
         return planar(self.frequencies)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torchrope.encodings.absolute import AbsoluteEncoding, LearnedAPE, SinusoidalAPE
+from torchrope.encodings.absolute import AbsoluteEncoding, JitteredAPE, LearnedAPE, SinusoidalAPE
 from torchrope.encodings.axial import AxialRoPE
 from torchrope.encodings.base import Encoding
 from torchrope.encodings.bias import RelativePositionBias
 from torchrope.encodings.comrope import ComRoPEAP, ComRoPELD
+from torchrope.encodings.comrope_baselines import NormalLieRE, VanillaRoPE
 from torchrope.encodings.dinov3 import DINOv3RoPE
 from torchrope.encodings.golden import GoldenGateRoPE
 from torchrope.encodings.liere import LieRE
@@ -19,6 +20,7 @@ from torchrope.encodings.mixed import MixedRoPE
 from torchrope.encodings.mrope import InterleavedMRoPE, MRoPE
 from torchrope.encodings.none import NoEncoding
 from torchrope.encodings.string import STRING
+from torchrope.encodings.visionllama import VisionLLaMARoPE
 
 ROTARY: dict[str, type[Encoding]] = {
     "none": NoEncoding,
@@ -32,10 +34,17 @@ ROTARY: dict[str, type[Encoding]] = {
     "dinov3": DINOv3RoPE,
     "mrope": MRoPE,
     "mrope-interleaved": InterleavedMRoPE,
+    "visionllama": VisionLLaMARoPE,
+    "comrope-rope": VanillaRoPE,
+    "comrope-liere": NormalLieRE,
 }
-ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {"learned": LearnedAPE, "sinusoidal": SinusoidalAPE}
+ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {
+    "learned": LearnedAPE,
+    "sinusoidal": SinusoidalAPE,
+    "learned-jittered": JitteredAPE,
+}
 BIAS: dict[str, type[RelativePositionBias]] = {"bias": RelativePositionBias}
-WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld", "string")
+WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld", "string", "comrope-liere")
 
 
 @dataclass(frozen=True)

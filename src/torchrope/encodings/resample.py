@@ -1,5 +1,7 @@
 """Position tables with one entry per lattice site, interpolated to other sizes."""
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -27,3 +29,26 @@ def resample_axis(table: Tensor, axis: int, size: int, *, antialias: bool) -> Te
     resampled = functional.interpolate(identity, size=(1, size), mode="bicubic", antialias=antialias)
     matrix = resampled.reshape(old, size).to(table.dtype)
     return (table.movedim(axis, -1) @ matrix).movedim(-1, axis)
+
+
+def sampled(table: Tensor, places: Tensor) -> Tensor:
+    """Multilinear interpolation of a table at places between its entries; beyond its edge the last entry holds.
+
+    Args:
+        table: `(*sizes, channels)`, N sizes.
+        places: Indices `(tokens, N)`, real.
+
+    Returns:
+        `(tokens, channels)`.
+    """
+    last = places.new_tensor(table.shape[:-1]) - 1
+    inside = places.clamp(min=torch.zeros_like(last), max=last)
+    below = torch.minimum(inside.floor(), (last - 1).clamp(min=0))
+    share = (inside - below).to(table.dtype)
+    mixed = table.new_zeros(len(places), table.shape[-1])
+    for corner in itertools.product((0, 1), repeat=places.shape[-1]):
+        above = torch.tensor(corner, dtype=torch.bool, device=places.device)
+        weight = torch.where(above, share, 1 - share).prod(dim=-1, keepdim=True)
+        index = torch.minimum(below + above, last).long()
+        mixed = mixed + weight * table[index.unbind(-1)]
+    return mixed

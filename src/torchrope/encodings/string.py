@@ -8,6 +8,7 @@ from torchrope.encodings.base import (
     Init,
     Positions,
     check_init,
+    check_scale,
     planar,
     rounding,
     skew,
@@ -40,9 +41,10 @@ class STRING(Encoding):
         base: Ratio that the ladder of frequencies of the start spans, as in RoPE-Mixed.
         init: "paper" takes the frequencies of RoPE-Mixed and S from N(0, 0.02²), "zeros" sets both to zero, and the
             model starts as if it had no encoding.
+        init_scale: Factor on the frequencies at the start, and so on the generators; S is drawn as without it.
 
     Raises:
-        ValueError: block_size is odd, or does not divide head_dim.
+        ValueError: block_size is odd, or does not divide head_dim; init_scale is not above 0.
 
     References:
         Schenck et al., Learning the RoPEs: Better 2D and 3D Position Encodings with STRING, equations 9 and 10
@@ -69,6 +71,7 @@ class STRING(Encoding):
         shared_heads: bool = False,
         base: float = 10.0,
         init: Init = "paper",
+        init_scale: float = 1.0,
     ) -> None:
         full = head_dim if rotary_dim is None else rotary_dim
         super().__init__(
@@ -83,6 +86,7 @@ class STRING(Encoding):
             raise ValueError(f"block_size must be even, for blocks hold pairs of channels, got {self.block_size}")
         self.base = base
         self.init = check_init(init)
+        self.init_scale = check_scale(init_scale)
         entries = self.block_size * (self.block_size - 1) // 2
         self.frequencies = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.rotary_dim // 2))
         self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
@@ -99,7 +103,7 @@ class STRING(Encoding):
                 self.frequencies.zero_()
                 self.upper.zero_()
             else:
-                self.frequencies.copy_(turned_ladder(self.frequencies, self.base))
+                self.frequencies.copy_(self.init_scale * turned_ladder(self.frequencies, self.base))
                 self.upper.normal_(0, _STD)
 
     def basis(self) -> Tensor:

@@ -44,6 +44,7 @@ _SHARED: dict[str, Kind] = {
     "dropout": SHARE,
     "attention_dropout": SHARE,
     "drop_path": SHARE,
+    "drop_path_schedule": one_of("linear", "constant"),
     "checkpoint_layers": FLAG,
 }
 _ARGUMENTS: dict[str, dict[str, Kind]] = {
@@ -57,6 +58,7 @@ _ARGUMENTS: dict[str, dict[str, Kind]] = {
         "num_registers": WIDTH,
         "layer_scale": NUMBER | NOTHING,
         "norm_eps": NUMBER,
+        "weight_init": one_of("xavier", "truncated-normal", "torch"),
         "embedding_norm": FLAG,
     },
     "Swin": _SHARED | {"depths": DEPTHS, "num_heads": each(WIDTH), "window_size": EXTENTS, "mlp_ratio": NUMBER},

@@ -126,6 +126,7 @@ ENCODINGS: dict[str, Kind] = {
     "shared_heads": FLAG,
     "base": NUMBER | NOTHING,
     "init": one_of("paper", "zeros"),
+    "init_scale": NUMBER,
     "min_frequency": NUMBER,
     "max_frequency": NUMBER,
     "resting": SHARE,

@@ -62,8 +62,9 @@ A comparison that was stopped or killed is resumed by the same command. Short fo
 --help to see its own. --print_config prints all settings as YAML, which --config FILE reads.
 
 Encodings: none, learned, sinusoidal, bias, axial, mixed, liere, comrope-ap, comrope-ld, string, golden, dinov3, mrope,
-mrope-interleaved; with a block size as liere:8; several combined as learned+mixed or bias+axial. A class of your own
-is mypackage.module:Class, imported where the command line names it; where a file names it, add --allow mypackage.
+mrope-interleaved, visionllama, comrope-rope, comrope-liere, learned-jittered; with a block size as liere:8; several
+combined as learned+mixed or bias+axial. A class of your own is mypackage.module:Class, imported where the command line
+names it; where a file names it, add --allow mypackage.
 """
 
 STUDY = """\

@@ -1,6 +1,7 @@
 """Layers that the backbones share: patch embedding, MLP, stochastic depth, and encodings by name."""
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrope.attention import pad_ends
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias, choose
+
+DropPathSchedule = Literal["linear", "constant"]
 
 
 class PatchEmbed(nn.Module):
@@ -111,6 +114,15 @@ class DropPath(nn.Module):
             of_sample = x.new_empty(len(lengths), *(1,) * (x.ndim - 2)).bernoulli_(1 - self.p)
             keep = of_sample.repeat_interleave(torch.tensor(lengths, device=x.device), dim=0, output_size=x.shape[1])
         return x * keep / (1 - self.p)
+
+
+def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list[float]:
+    """The stochastic depth of each layer: "linear" from 0 in the first to `rate` in the last, or "constant"."""
+    if schedule not in ("linear", "constant"):
+        raise ValueError(f"drop_path_schedule must be 'linear' or 'constant', got {schedule!r}")
+    if schedule == "constant":
+        return [rate] * depth
+    return [rate * index / max(depth - 1, 1) for index in range(depth)]
 
 
 def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool) -> Tensor:

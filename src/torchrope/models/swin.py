@@ -11,7 +11,9 @@ from torchrope.attention import Attention, Windows, fitting, masked, pad_ends, p
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias
 from torchrope.models.parts import (
     DropPath,
+    DropPathSchedule,
     PatchEmbed,
+    drop_path_rates,
     encoding_parameters,
     extents,
     mlp,
@@ -61,8 +63,9 @@ class Swin(nn.Module):
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel after the embedding, attention projection and MLP.
         attention_dropout: Probability of dropping an attention weight.
-        drop_path: Probability of skipping a branch for a sample, growing linearly from 0 to this in the last
-            layer (the paper: 0.2 for tiny, 0.3 for small, 0.5 for base).
+        drop_path: Probability of skipping a branch for a sample (the paper: 0.2 for tiny, 0.3 for small, 0.5 for base).
+        drop_path_schedule: "linear" grows from 0 in the first layer to drop_path in the last one, as in the paper;
+            "constant" is the same in all.
         checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
 
     Raises:
@@ -102,6 +105,7 @@ class Swin(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.1,
+        drop_path_schedule: DropPathSchedule = "linear",
         checkpoint_layers: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -118,6 +122,7 @@ class Swin(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
         window = per_axis_window(window_size, len(sizes))
+        rates = drop_path_rates(drop_path, sum(depths), drop_path_schedule)
         self.stages = nn.ModuleList()
         for index, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
             if index:
@@ -136,7 +141,7 @@ class Swin(nn.Module):
                     qkv_bias=qkv_bias,
                     dropout=dropout,
                     attention_dropout=attention_dropout,
-                    drop_paths=[drop_path * (earlier + i) / max(sum(depths) - 1, 1) for i in range(depth)],
+                    drop_paths=rates[earlier : earlier + depth],
                     checkpoint_layers=checkpoint_layers,
                 )
             )

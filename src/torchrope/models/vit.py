@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import Attention, Windows, masked, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
+from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, RelativePositionBias
 from torchrope.models.parts import (
     DropPath,
+    DropPathSchedule,
     PatchEmbed,
+    drop_path_rates,
     encoding_parameters,
     extents,
     mlp,
@@ -31,6 +33,13 @@ SIZES: dict[str, dict[str, int]] = {
     "large": dict(dim=1024, depth=24, num_heads=16, mlp_dim=4096),
 }
 """The papers' sizes: small, base, large are those of DeiT and RoPE-ViT; tiny is LieRE's, 384 wide."""
+
+WeightInit = Literal["xavier", "truncated-normal", "torch"]
+_DRAW_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
+    "xavier": partial(nn.init.trunc_normal_, std=0.02, a=-0.04, b=0.04),
+    "truncated-normal": partial(nn.init.trunc_normal_, std=0.02),
+    "torch": nn.init.normal_,
+}
 
 # The first ViT's; torch's default of 1e-5 drowns tokens that start near zero, and pretrained weights expect this.
 _EPS = 1e-6
@@ -66,11 +75,16 @@ class ViT(nn.Module):
         qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
         dropout: Probability of dropping a channel after the embedding, attention projection and MLP (LieRE: 0.1).
         attention_dropout: Probability of dropping an attention weight.
-        drop_path: Probability of skipping a branch for a sample, growing linearly from 0 to this in the last
-            layer (RoPE-ViT follows DeiT III).
+        drop_path: Probability of skipping a branch for a sample.
+        drop_path_schedule: "linear" grows from 0 in the first layer to drop_path in the last one (DeiT, BEiT, ViTDet);
+            "constant" is the same in all (DeiT III, and RoPE-ViT after it).
         layer_scale: Initial factor on each branch (DeiT III: 1e-4), or None.
         activation: What builds the nonlinearity of the MLP.
         norm_eps: Added to the variance in every norm; CLIP and LieRE have torch's default, 1e-5.
+        weight_init: How weights start. "xavier": Xavier uniform, biases zero, as in the first ViT. "truncated-normal":
+            deviation 0.02, biases zero, the embedding as a convolution, as in DeiT. "torch": the default of
+            `torch.nn.Linear`, tokens and a `LearnedAPE` from N(0, 1), as in LieRE's code, whose norm_eps is 1e-5. In
+            the first two, tokens and table have deviation 0.02, in the first cut at two deviations.
         embedding_norm: Whether all tokens are normalised before the first layer, as CLIP's are.
         checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
 
@@ -108,9 +122,11 @@ class ViT(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         drop_path: float = 0.0,
+        drop_path_schedule: DropPathSchedule = "linear",
         layer_scale: float | None = None,
         activation: Callable[[], nn.Module] = nn.GELU,
         norm_eps: float = _EPS,
+        weight_init: WeightInit = "xavier",
         embedding_norm: bool = False,
         checkpoint_layers: bool = False,
     ) -> None:
@@ -123,7 +139,10 @@ class ViT(nn.Module):
             raise ValueError(f"depth and num_heads must be 1 or more, got {depth} and {num_heads}")
         if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
+        if weight_init not in _DRAW_TOKENS:
+            raise ValueError(f"weight_init must be one of {', '.join(_DRAW_TOKENS)}, got {weight_init!r}")
         self.pool = pool
+        self.weight_init = weight_init
         self.checkpoint_layers = checkpoint_layers
         self.embed = PatchEmbed(patch_size, in_channels, dim, num_axes=len(input_size))
         sizes = self.embed.lattice(input_size)
@@ -153,22 +172,23 @@ class ViT(nn.Module):
                 qkv_bias=qkv_bias,
                 dropout=dropout,
                 attention_dropout=attention_dropout,
-                drop_path=drop_path * index / max(depth - 1, 1),
+                drop_path=rate,
                 layer_scale=layer_scale,
                 activation=activation,
                 norm_eps=norm_eps,
             )
-            for index in range(depth)
+            for rate in drop_path_rates(drop_path, depth, drop_path_schedule)
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as the first ViT: Xavier uniform weights, zero biases; encodings as in their papers."""
+        """Initialise as `weight_init` says; encodings as in their papers."""
         itself, *parts = self.modules()
         for module in (*parts, itself):
-            initialize(module)
+            as_convolution = module is self.embed.proj and self.weight_init == "truncated-normal"
+            initialize(module, "torch" if as_convolution else self.weight_init)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay must leave alone beside norms and biases: tokens and encodings."""
@@ -456,16 +476,24 @@ class LayerScale(nn.Module):
         return x * self.factor
 
 
-def initialize(module: nn.Module) -> None:
+def initialize(module: nn.Module, weight_init: WeightInit) -> None:
     """Initialise what one module of a ViT holds itself, its children left alone."""
     if isinstance(module, nn.Linear):
-        nn.init.xavier_uniform_(module.weight)
+        if weight_init == "torch":
+            module.reset_parameters()
+            return
+        if weight_init == "xavier":
+            nn.init.xavier_uniform_(module.weight)
+        else:
+            nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+    elif isinstance(module, LearnedAPE) and weight_init != "xavier":
+        _DRAW_TOKENS[weight_init](module.table)
     elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias | LayerScale):
         module.reset_parameters()
     elif isinstance(module, ViT):
-        nn.init.trunc_normal_(module.prefix_tokens, std=0.02, a=-0.04, b=0.04)
+        _DRAW_TOKENS[weight_init](module.prefix_tokens)
 
 
 def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:

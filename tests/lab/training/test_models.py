@@ -19,6 +19,7 @@ from torchrope.lab.results import StudyResult
 from torchrope.lab.training.classifier import training_loss
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope.lab.training.models import build_model
+from torchrope.lab.training.optim import parameter_groups
 from torchrope.lab.training.run import build_module, load, train
 from torchrope.lab.training.start import start_from
 from torchrope.models import Swin
@@ -58,7 +59,14 @@ def test_a_configuration_names_a_swin() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"backbone": "swin", "depth": 3}, {"backbone": "swin", "jitter": 1.0}, {"depths": [1]}, {"window_size": [7]}],
+    [
+        {"backbone": "swin", "depth": 3},
+        {"backbone": "swin", "jitter": 1.0},
+        {"backbone": "swin", "weight_init": "torch"},
+        {"backbone": "swin", "norm_eps": 1e-5},
+        {"depths": [1]},
+        {"window_size": [7]},
+    ],
 )
 def test_settings_of_the_other_backbone_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^\w+ is read by backbone (vit|swin) alone\b.*, got "):
@@ -105,6 +113,81 @@ def test_jitter_spares_time_and_keeps_the_configured_lattice() -> None:
     assert (places - lattice)[:, 1:].abs().max() > 1.0
 
 
+def test_a_start_of_another_scale_is_the_papers_times_that() -> None:
+    drawn = []
+    for scale in (1.0, 0.5):
+        torch.manual_seed(0)
+        drawn.append(build_model("learned+liere:4", replace(SMALL, encoding_scale=scale), PIXELS))
+    for mine, other in zip(drawn[0].encodings, drawn[1].encodings, strict=True):
+        torch.testing.assert_close(other.generators(), 0.5 * mine.generators())
+    for name in ("axial", "learned"):
+        rule = f"^encoding_scale is for encodings that take init_scale, got {name}$"
+        with pytest.raises(ValueError, match=rule):
+            build_model(name, replace(SMALL, encoding_scale=0.5), PIXELS)
+        build_model(name, SMALL, PIXELS)
+    swin = build_model("mixed", replace(SWIN, encoding_scale=0.5), PIXELS)
+    assert swin.stages[0].encodings[0].init_scale == 0.5
+
+
+def test_channels_that_an_encoding_cannot_fill_are_left_alone_where_told() -> None:
+    config = replace(SMALL, dim=32, num_heads=2, rotary_dim=12)
+    for name, rotary_dim in (("visionllama", 12), ("axial", 12), ("liere:8", 16), ("mixed", 16)):
+        assert build_model(name, config, CLIPS).encodings[0].rotary_dim == rotary_dim
+    with pytest.raises(ValueError, match="divisible by 2·num_axes = 6, got 16; rotary_dim=12 would leave the rest"):
+        build_model("visionllama", replace(config, rotary_dim=None), CLIPS)
+    with pytest.raises(ValueError, match="rotary_dim must be divisible by 2·num_axes = 6, got 10"):
+        build_model("visionllama", replace(config, rotary_dim=10), CLIPS)
+    build_model("learned", config, CLIPS)
+
+
+def test_a_jittered_table_takes_the_jitter_and_spares_time() -> None:
+    perturbed = build_model("learned-jittered", replace(SMALL, dim=48, jitter=0.5), CLIPS).absolute
+    assert (perturbed.intensity, perturbed.cell) == (0.5, (0.0, 1.0, 1.0))
+    assert build_model("learned-jittered", SMALL, PIXELS).absolute.intensity == 1.0
+    assert build_model("learned-jittered", SWIN, PIXELS).absolute.cell == (1.0, 1.0)
+
+
+def test_weights_norms_and_stochastic_depth_are_as_configured() -> None:
+    config = replace(SMALL, weight_init="torch", norm_eps=1e-5, drop_path=0.3, drop_path_schedule="constant")
+    model = build_model("learned", config, PIXELS)
+    assert model.weight_init == "torch"
+    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-5}
+    assert [layer.drop_path.p for layer in model.layers] == [0.3, 0.3]
+    assert build_model("learned", SMALL, PIXELS).norm.eps == 1e-6
+    swin = build_model("bias", replace(SWIN, drop_path=0.3, drop_path_schedule="constant"), PIXELS)
+    assert {layer.drop_path.p for stage in swin.stages for layer in stage.layers} == {0.3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight_init": "he"}, "weight_init must be one of xavier, truncated-normal, torch, got 'he'"),
+        ({"drop_path_schedule": "step"}, "drop_path_schedule must be one of linear, constant, got 'step'"),
+        ({"norm_eps": 0.0}, "norm_eps must be above 0, got 0.0"),
+        ({"encoding_scale": 0.0}, "encoding_scale must be above 0 and finite, got 0.0"),
+        ({"rotary_dim": 0}, "rotary_dim must be 1 or more, got 0"),
+    ],
+)
+def test_settings_out_of_range_are_told(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        ModelConfig(**settings)
+
+
+def test_encodings_and_tokens_decay_where_told() -> None:
+    model = build_model("learned+comrope-ld:4", SMALL, PIXELS)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def decaying(**settings: Any) -> set[str]:
+        groups = parameter_groups(model, OptimConfig(weight_decay=0.1, **settings))
+        return {names[each] for group in groups if group["weight_decay"] for each in group["params"]}
+
+    added = decaying(decay_encodings=True) - decaying()
+    own = {f"encodings.{layer}.{part}" for layer in range(2) for part in ("upper", "factors")}
+    assert added == {"prefix_tokens", "absolute.table", *own}
+    assert decaying() <= decaying(decay_encodings=True)
+    assert not {name for name in decaying(decay_encodings=True) if "norm" in name or name.endswith("bias")}
+
+
 @pytest.fixture(scope="module")
 def digits() -> DataModule:
     data = make_data(data_config(train_size=40, val_size=20))
@@ -123,7 +206,16 @@ def run(encoding: str, data: DataModule, **settings: Any) -> RunConfig:
     return RunConfig(encoding=encoding, data=data.config, model=SMALL, optim=OptimConfig(epochs=1), **settings)
 
 
-@pytest.mark.parametrize("encoding", ["learned", "learned+comrope-ld:8", "learned+comrope-ap:8", "learned+liere:4"])
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        "learned",
+        "learned+comrope-ld:8",
+        "learned+comrope-ap:8",
+        "learned+liere:4",
+        "learned-jittered+comrope-liere:8",
+    ],
+)
 def test_another_encoding_starts_where_the_run_ended(encoding: str, digits: DataModule, trained: Path) -> None:
     theirs = load(trained)[2].model.cpu().eval()
     mine = build_module(run(encoding, digits), digits).model.eval()

@@ -14,6 +14,7 @@ from miniatures import MINIATURES
 from torch import nn
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
+from torchrope.encodings import AbsoluteEncoding, JitteredAPE
 from torchrope.lab import recipes
 from torchrope.lab.cli import main
 from torchrope.lab.data.build import make_data
@@ -24,9 +25,10 @@ from torchrope.lab.training.cost import count_flops
 from torchrope.lab.training.dense import build_features, build_head
 from torchrope.lab.training.devices import batches_in_a_step
 from torchrope.lab.training.models import build_model
-from torchrope.lab.training.optim import build_optimizer, build_schedule
+from torchrope.lab.training.optim import build_optimizer, build_schedule, parameter_groups
 from torchrope.lab.training.run import build_module, train
 from torchrope.models import ViT
+from torchrope.models.parts import DropPath
 
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
 pytestmark = pytest.mark.usefixtures("published_miniatures")
@@ -138,6 +140,7 @@ def test_a_recipe_tells_setting_result_hardware_and_command(name: str) -> None:
         ("liere-cifar100-vit-l", "none", 302),
         ("liere-ucf101", "none", 86.3),
         ("liere-ucf101", "learned", 86.9),
+        ("liere-ucf101-v1", "learned", 88.7),  # papers/000, table 2
         ("rope-vit-s", "learned", 22.0),
         ("rope-swin-t", "bias", 28.3),
         ("rope-swin-s", "bias", 49.6),
@@ -163,14 +166,17 @@ def test_parameters_are_those_of_timm(name: str, encoding: str, theirs: str) -> 
         assert count(built(name, encoding)) == count(timm.create_model(theirs))
 
 
-def test_parameters_of_mask2former_are_those_of_transformers() -> None:
-    swin = SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], out_indices=[1, 2, 3, 4])
+@pytest.mark.parametrize("size", ["s", "b"])
+def test_parameters_of_mask2former_are_those_of_transformers(size: str) -> None:
+    dim, heads = (96, 3) if size == "s" else (128, 4)
+    stages = dict(depths=[2, 2, 18, 2], num_heads=[heads * 2**stage for stage in range(4)])
+    swin = SwinConfig(embed_dim=dim, **stages, out_indices=[1, 2, 3, 4])
     with torch.device("meta"):
         theirs = Mask2FormerForUniversalSegmentation(
             Mask2FormerConfig(backbone_config=swin, id2label=dict(enumerate(map(str, range(150)))))
         )
-    last_norm = 2 * 1024  # which no map of theirs passes
-    assert count(built("rope-vit-ade20k-mask2former-swin-b", "bias")) == count(theirs) - last_norm
+    last_norm = 2 * 8 * dim  # which no map of theirs passes
+    assert count(built(f"rope-vit-ade20k-mask2former-swin-{size}", "bias")) == count(theirs) - last_norm
 
 
 @pytest.mark.parametrize(
@@ -212,6 +218,7 @@ def test_flops_are_those_of_deit_and_swin(name: str, giga: float) -> None:
         ("liere-second-stage", 16 * 16),
         ("liere-ucf101", 4 * 14 * 14),
         ("liere-rsna", 8 * 14 * 14),
+        ("liere-ucf101-v1", 8 * 14 * 14),
         ("comrope-imagenet", 14 * 14),
         ("comrope-ucf101", 8 * 14 * 14),
         ("rope-vit-b", 12 * 12),
@@ -231,6 +238,7 @@ def test_inputs_make_as_many_tokens(name: str, tokens: int) -> None:
         ("liere-second-stage", 512, 8),
         ("liere-ucf101", 64, 8),
         ("liere-rsna", 64, 8),
+        ("liere-ucf101-v1", 64, 8),
         ("comrope-imagenet", 6144, 32),
         ("comrope-ucf101", 768, 24),
         ("comrope-finetune", 3456, 18),
@@ -240,8 +248,8 @@ def test_inputs_make_as_many_tokens(name: str, tokens: int) -> None:
         ("rope-vit-b-224", 512, 8),
         ("rope-vit-l-224", 512, 64),
         *((f"rope-swin-{size}", 1024, 8) for size in "tsb"),
-        ("rope-vit-ade20k-upernet-vit-b", 16, 8),
-        ("rope-vit-ade20k-mask2former-swin-b", 16, 8),
+        *((f"rope-vit-ade20k-upernet-vit-{size}", 16, 8) for size in "bl"),
+        *((f"rope-vit-ade20k-mask2former-swin-{size}", 16, 8) for size in "sb"),
         *(
             (f"rope-vit-coco-deformable-detr-{name}", 16, 8)
             for name in ("vit-b", "vit-l", "swin-t", "swin-s", "swin-b")
@@ -260,7 +268,7 @@ def test_a_step_is_of_the_papers_batch_on_its_devices_and_on_one(name: str, batc
     ("name", "rate", "warm", "last"),
     [
         *((f"liere-cifar100-vit-{size}", 1e-4, 0.0, 0.0) for size in "tbl"),
-        *((name, 1e-4, 0.0, 0.0) for name in ("liere-imagenet", "liere-ucf101", "liere-rsna")),
+        *((name, 1e-4, 0.0, 0.0) for name in ("liere-imagenet", "liere-ucf101", "liere-ucf101-v1", "liere-rsna")),
         ("liere-second-stage", 1e-5, 0.0, 0.0),
         ("comrope-imagenet", 1e-3, 0.02, 0.0),
         ("comrope-ucf101", 1.2e-4, 0.02, 0.0),
@@ -272,7 +280,8 @@ def test_a_step_is_of_the_papers_batch_on_its_devices_and_on_one(name: str, batc
         ("rope-vit-l-224", 1e-5, 5 / 20, 1e-5),
         *((f"rope-swin-{size}", 1e-3, 20 / 300, 1e-5) for size in "tsb"),
         ("rope-vit-ade20k-upernet-vit-b", 5e-5, 1500 / 160_528, 0.0),
-        ("rope-vit-ade20k-mask2former-swin-b", 1e-4, 0.0, 0.0),
+        ("rope-vit-ade20k-upernet-vit-l", 4e-5, 1500 / 160_528, 0.0),
+        *((f"rope-vit-ade20k-mask2former-swin-{size}", 1e-4, 0.0, 0.0) for size in "sb"),
     ],
 )
 def test_the_rate_warms_up_and_falls_as_told(name: str, rate: float, warm: float, last: float) -> None:
@@ -333,6 +342,63 @@ def test_the_optimiser_is_the_papers() -> None:
     assert settings["vitdet-coco-mask-rcnn-vit-b"].layer_decay == 0.7
     for name, epochs in {"comrope-imagenet": 200, "comrope-ucf101": 80, "comrope-finetune": 4}.items():
         assert kinds[name] == ("adamw", 0.01, 1.0, "cross-entropy", epochs)
+
+
+def drop_rates(name: str) -> list[float]:
+    model = built(name)
+    backbone = model.backbone.model if hasattr(model, "backbone") else model
+    return [part.p for part in backbone.modules() if isinstance(part, DropPath)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "constant"),
+    [
+        ("rope-vit-b", 0.1, True),  # deit/README.md of naver-ai/rope-vit, dpr_constant of its models_v2.py
+        ("rope-vit-b-224", 0.2, True),
+        ("rope-vit-l", 0.4, True),
+        ("rope-vit-l-224", 0.45, True),
+        ("rope-swin-t", 0.2, False),
+        ("rope-vit-ade20k-upernet-vit-l", 0.2, False),
+        ("vitdet-coco-mask-rcnn-vit-b", 0.1, False),
+    ],
+)
+def test_stochastic_depth_is_constant_in_deit_iii_and_grows_elsewhere(name: str, rate: float, constant: bool) -> None:
+    rates = drop_rates(name)
+    expected = [rate] * len(rates) if constant else torch.linspace(0, rate, len(rates)).tolist()
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["rope-vit-s", "rope-vit-b", "rope-vit-l", "rope-vit-b-224", "rope-vit-l-224"])
+def test_rope_vit_is_validated_on_the_largest_square_of_a_picture(name: str) -> None:
+    assert configuration(name).data.crop_ratio == 1.0  # --eval-crop-ratio 1.0 in deit/README.md of naver-ai/rope-vit
+
+
+def test_weights_start_as_in_the_papers_code() -> None:
+    starts = {name: (configuration(name).model.weight_init, configuration(name).model.norm_eps) for name in PAPERS}
+    assert {starts[name] for name in PAPERS if name.startswith("liere")} == {("torch", 1e-5)}
+    assert {starts[f"rope-vit-{size}"] for size in "sbl"} == {("truncated-normal", None)}
+
+
+def test_lieres_tables_have_their_baselines() -> None:
+    for name in PAPERS:
+        if name.startswith("liere") and name != "liere-second-stage":
+            assert "liere:2" in recipes.settings(name)["encodings"]  # "RoPE-Mixed" of the tables
+    turned = built("liere-ucf101", "visionllama").encodings[0]
+    assert (turned.rotary_dim, turned.head_dim) == (60, 64)
+    assert built("liere-ucf101", "liere:8").encodings[0].rotary_dim == 64
+
+
+@pytest.mark.parametrize("name", ["comrope-imagenet", "comrope-ucf101", "comrope-finetune"])
+def test_comropes_recipes_perturb_and_decay_all_encodings(name: str) -> None:
+    config = configuration(name)
+    assert (config.model.jitter, config.optim.decay_encodings) == (1.0, True)
+    for encoding in recipes.settings(name)["encodings"]:
+        model = built(name, encoding)
+        absolute = [part for part in model.modules() if isinstance(part, AbsoluteEncoding)]
+        assert all(isinstance(part, JitteredAPE) and part.intensity == 1.0 for part in absolute)
+        groups = parameter_groups(model, config.optim)
+        decaying = {each for group in groups if group["weight_decay"] for each in group["params"]}
+        assert {*model.encodings.parameters(), *(each for part in absolute for each in part.parameters())} <= decaying
 
 
 @pytest.fixture(scope="session")

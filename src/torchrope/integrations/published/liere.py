@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torchrope.encodings import AxialRoPE, LearnedAPE, LieRE, NoEncoding
-from torchrope.encodings.base import planar
+from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, VisionLLaMARoPE
 from torchrope.integrations.published.tensors import Tensors, assembled
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
@@ -56,7 +54,7 @@ def convert(
     patch_size: int | Sequence[int] | None = None,
     spacing: PerAxis | None = None,
 ) -> ViT:
-    """Make a `ViT` with what the file shows: generators (`LieRE`), a position table, or neither (VisionLLaMA).
+    """Make a `ViT` with what the file shows: generators (`LieRE`), a position table, or neither (`VisionLLaMARoPE`).
 
     Args:
         state: The checkpoint.
@@ -102,8 +100,9 @@ def convert(
         weights["absolute.table"] = table[1:].reshape(*plan.lattice, plan.dim)
         settings |= dict(encoding=NoEncoding, absolute=LearnedAPE)
     else:
-        generators = [_tiled_generators(len(plan.lattice))]
-        settings["encoding"] = partial(AxialRoPE, rotary_dim=2 * generators[0].shape[2])
+        axes = len(plan.lattice)
+        settings["encoding"] = partial(VisionLLaMARoPE, rotary_dim=_HEAD_DIM // (2 * axes) * 2 * axes)
+        generators = [settings["encoding"](num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
     tensors.finish()
     sizes = [patches * extent for patches, extent in zip(plan.lattice, plan.patch_size, strict=True)]
     return assembled(partial(ViT, sizes, share_layers=len(generators) < 2, **settings), weights, generators)
@@ -220,11 +219,3 @@ def _take_generators(tensors: Tensors, plan: Plan, layers: str | None) -> tuple[
     shared = count == blocks
     build = partial(LieRE, block_size=b, rotary_dim=blocks * b, shared_heads=shared)
     return list(by_layer if layers == "per layer" else by_layer[:1]), build
-
-
-def _tiled_generators(num_axes: int) -> Tensor:
-    """Its baseline "visionllama": each axis turns n pairs of its own by exp(-4 t), t from 0 to 1 in n steps."""
-    n = _HEAD_DIM // num_axes // 2
-    ladder = torch.exp(-4 * torch.linspace(0, 1, n))
-    own_axis = torch.eye(num_axes).repeat_interleave(n, dim=1)  # (axes, pairs)
-    return planar(own_axis * ladder.repeat(num_axes)).unsqueeze(1)

@@ -32,6 +32,10 @@ ORDER = (
     "bias",
     "mrope",
     "mrope-interleaved",
+    "visionllama",
+    "comrope-rope",
+    "comrope-liere",
+    "learned-jittered",
 )
 
 

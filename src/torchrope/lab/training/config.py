@@ -1,9 +1,10 @@
 """Settings of model and optimiser, as plain values: imports no torch."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from torchrope.lab.data.config import DataConfig, DigitsConfig, VolumesConfig, data_config
@@ -22,10 +23,15 @@ TASKS: dict[str, str] = {
 
 _READ_BY_ONE = {
     **dict.fromkeys(("depth", "num_heads", "mlp_dim", "num_registers", "layer_scale", "share_layers", "jitter"), "vit"),
-    "unit_mm": "vit",
+    **dict.fromkeys(("unit_mm", "norm_eps", "weight_init"), "vit"),
     **dict.fromkeys(("depths", "stage_heads"), "swin"),
 }
 """Settings of a model that one backbone alone has."""
+
+_CHOICES = {
+    "drop_path_schedule": ("linear", "constant"),
+    "weight_init": ("xavier", "truncated-normal", "torch"),
+}
 
 
 @dataclass
@@ -55,17 +61,25 @@ class ModelConfig:
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel.
         attention_dropout: Probability of dropping an attention weight.
-        drop_path: Probability of skipping a branch in the last layer.
+        drop_path: Probability of skipping a branch; with the schedule "linear" that of the last layer.
+        drop_path_schedule: Stochastic depth of the layers: "linear" from 0 in the first to drop_path in the last
+            (Swin, BEiT, ViTDet), or "constant" (DeiT III).
         layer_scale: Initial factor on each branch; none by default.
+        norm_eps: Added to the variance in every norm of a ViT; 1e-6 by default, LieRE and CLIP have 1e-5.
+        weight_init: How the weights of a ViT start: "xavier" as the first ViT's, "truncated-normal" with deviation 0.02
+            as DeiT's, or "torch" as linear layers of PyTorch, tokens and learned table N(0, 1), as LieRE's.
         share_layers: One encoding for all layers.
         share_heads: One set of generators for all heads.
+        encoding_scale: Factor on the generators of a rotary encoding at the start; for encodings that start at random.
+        rotary_dim: Channels of a head that rotate where the encoding does not fit the head, such as 60 of 64 on three
+            axes; encodings that fit it rotate all.
         spacing: Distance between patches for the encoding, one number or one per axis; by default the convention
             of each encoding's paper.
         origin: Position of the first patch, likewise.
         input_size: Extent along each axis that positions are laid out for, in place of the data's: a second stage on
             larger images keeps that of the first, whose lattice it runs past.
         jitter: Move patches at random in training, with this deviation in halves of a cell (ComRoPE's perturbation
-            intensity); never along time.
+            intensity); never along time. "learned-jittered" is looked up so, too: by 1 where this is 0.
         unit_mm: Place the patches of every volume by the mm between its own voxels, in place of one lattice for all, at
             origin + spacing · index · patch · voxel / unit_mm: where patches are unit_mm apart, positions are those of
             a model without it, for every encoding.
@@ -94,9 +108,14 @@ class ModelConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     drop_path: float = 0.0
+    drop_path_schedule: Literal["linear", "constant"] = "linear"
     layer_scale: float | None = None
+    norm_eps: float | None = None
+    weight_init: Literal["xavier", "truncated-normal", "torch"] = "xavier"
     share_layers: bool = False
     share_heads: bool = False
+    encoding_scale: float = 1.0
+    rotary_dim: int | None = None
     spacing: list[float] | None = None
     origin: list[float] | None = None
     input_size: list[int] | None = None
@@ -106,7 +125,7 @@ class ModelConfig:
     checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dim", "depth", "num_heads", "mlp_dim"):
+        for name in ("dim", "depth", "num_heads", "mlp_dim", "rotary_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
@@ -117,6 +136,13 @@ class ModelConfig:
         for name in ("dropout", "attention_dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.norm_eps is not None and not self.norm_eps > 0:
+            raise ValueError(f"norm_eps must be above 0, got {self.norm_eps}")
+        if not 0 < self.encoding_scale < math.inf:
+            raise ValueError(f"encoding_scale must be above 0 and finite, got {self.encoding_scale}")
         if not self.jitter >= 0:
             raise ValueError(f"jitter must be 0 or more, got {self.jitter}")
         if self.unit_mm is not None and not self.unit_mm > 0:
@@ -126,8 +152,9 @@ class ModelConfig:
         if self.head not in TASKS:
             raise ValueError(f"head must be one of {', '.join(TASKS)}, got {self.head!r}")
         self._check_head()
+        defaults = {one.name: one.default for one in fields(self)}
         for name, backbone in _READ_BY_ONE.items():
-            if getattr(self, name) and self.backbone != backbone:
+            if getattr(self, name) != defaults[name] and self.backbone != backbone:
                 raise ValueError(f"{name} is read by backbone {backbone} alone, got {getattr(self, name)}")
 
     def _check_head(self) -> None:
@@ -168,7 +195,9 @@ class OptimConfig:
     Attributes:
         epochs: Passes over the training data.
         lr: Highest learning rate.
-        weight_decay: Decay of weight matrices; never of encodings, norms, biases or tokens.
+        weight_decay: Decay of weight matrices; never of norms and biases.
+        decay_encodings: Whether the parameters of encodings, class token and registers decay too, as in a Trainer of
+            transformers (ComRoPE).
         betas: Averaging of gradients and of their squares.
         warmup_epochs: Epochs of linear warm-up, at most half of all.
         clip: Largest norm of a gradient; 0 does not clip.
@@ -191,6 +220,7 @@ class OptimConfig:
     epochs: int = 15
     lr: float = 2e-3
     weight_decay: float = 0.05
+    decay_encodings: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     warmup_epochs: float = 2.0
     clip: float = 1.0

@@ -64,13 +64,14 @@ def check_patches(config: ModelConfig, data: DataModule) -> None:
 def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
     """Build the vision transformer of a configuration, as `build_model` does."""
     choice = choose(encoding)
+    norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
     return ViT(
         config.input_size or data.input_size,
         patch_size=config.patch,
         in_channels=data.in_channels,
         num_classes=data.num_classes,
         encoding=_rotary(choice, config),
-        absolute=choice.absolute,
+        absolute=_absolute(choice, config, data),
         bias=choice.bias,
         share_layers=config.share_layers,
         spacing=_one_or_all(config.spacing),
@@ -82,8 +83,11 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
         drop_path=config.drop_path,
+        drop_path_schedule=config.drop_path_schedule,
         layer_scale=config.layer_scale,
+        weight_init=config.weight_init,
         checkpoint_layers=config.checkpoint_layers,
+        **norms,
         **_given(config, SIZES, ("dim", "depth", "num_heads", "mlp_dim")),
     )
 
@@ -101,7 +105,7 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
         num_classes=data.num_classes,
         window_size=config.window or 7,
         encoding=_rotary(choice, config),
-        absolute=choice.absolute,
+        absolute=_absolute(choice, config, data),
         bias=choice.bias,
         spacing=_one_or_all(config.spacing),
         origin=_one_or_all(config.origin),
@@ -109,6 +113,7 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
         drop_path=config.drop_path,
+        drop_path_schedule=config.drop_path_schedule,
         checkpoint_layers=config.checkpoint_layers,
         **sizes,
     )
@@ -159,9 +164,38 @@ def _places(choice: Choice, config: ModelConfig, data: DataModule) -> nn.Module 
 
 
 def _rotary(choice: Choice, config: ModelConfig) -> Any:
-    if config.share_heads and not takes(choice.rotary, "shared_heads"):
-        raise ValueError(f"share_heads is for encodings that take shared_heads, got {choice.name}")
-    return partial(choice.rotary, shared_heads=True) if config.share_heads else choice.rotary
+    """What builds the rotary encoding, with the settings that it takes."""
+    build: Any = choice.rotary
+    if config.share_heads:
+        build = _with(build, choice, "share_heads", shared_heads=True)
+    if config.encoding_scale != 1:
+        build = _with(build, choice, "encoding_scale", init_scale=config.encoding_scale)
+    if config.rotary_dim is not None and takes(build, "rotary_dim"):
+        build = partial(_fitting, build, config.rotary_dim)
+    return build
+
+
+def _with(build: Any, choice: Choice, setting: str, **argument: Any) -> Any:
+    (name,) = argument
+    if not takes(build, name):
+        raise ValueError(f"{setting} is for encodings that take {name}, got {choice.name}")
+    return partial(build, **argument)
+
+
+def _fitting(build: Any, rotary_dim: int, **head: int) -> Encoding:
+    """An encoding of the whole head, or of its first channels where the whole head does not fit."""
+    try:
+        return build(**head)
+    except ValueError:
+        return build(**head, rotary_dim=rotary_dim)
+
+
+def _absolute(choice: Choice, config: ModelConfig, data: DataModule) -> Any:
+    """What builds the absolute encoding; one that is perturbed takes the jitter of the positions and spares time."""
+    if choice.absolute is None or not takes(choice.absolute, "intensity"):
+        return choice.absolute
+    cell = [0.0 if axis == "time" else 1.0 for axis in data.axes]
+    return partial(choice.absolute, cell=cell, **({"intensity": config.jitter} if config.jitter else {}))
 
 
 def _given(config: ModelConfig, named: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _OPTIMIZERS: dict[str, Any] = {
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimiser of a configuration; encodings, norms, biases and tokens do not decay."""
+    """Build the optimiser of a configuration; what decays is said by `parameter_groups`."""
     groups = parameter_groups(model, config)
     return _OPTIMIZERS[config.optimizer](groups, lr=config.lr, betas=config.betas)
 
@@ -42,7 +42,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total:
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Split the parameters that learn by weight decay and by learning rate.
 
-    Weight matrices decay; encodings, norms, biases and prefix tokens do not.
+    Weight matrices decay, norms and biases do not; encodings and prefix tokens where `decay_encodings` says so.
 
     Args:
         model: A `ViT` or `Swin` of ours, alone or as `backbone.model` of what reads its maps.
@@ -53,7 +53,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
     """
     rates = learning_rates(model, config)
     body, prefix = _body(model)
-    spared = {prefix + name for name in body.no_weight_decay()}
+    spared = set() if config.decay_encodings else {prefix + name for name in body.no_weight_decay()}
     parts = []
     for group in param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=spared):
         by_rate: dict[float, list[nn.Parameter]] = {}

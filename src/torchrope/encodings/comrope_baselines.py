@@ -1,0 +1,93 @@
+"""The rotary encodings that ComRoPE is compared with, as its paper has them: on patch centres in [0, 1]."""
+
+import math
+from typing import Any
+
+from torchrope.encodings.axial import AxialRoPE
+from torchrope.encodings.comrope import ComRoPE
+from torchrope.encodings.liere import LieRE
+
+
+class VanillaRoPE(AxialRoPE):
+    """Turn each pair of channels with one axis:  a_j = p_{j mod N} θ_{j div N},  θ_t = base^(-t / n),  p in [0, 1].
+
+    RoPE-Axial with the base of text on positions that are shares of the image: with two axes and heads of 64 channels
+    pairs turn by 1 to 0.0002 radians across the image, where RoPE-Axial turns them by 13 to 0.17 on 14 patches.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by 2 N.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        base: Ratio that the ladder of frequencies spans.
+
+    Raises:
+        ValueError: head_dim is not divisible by 2 N.
+
+    References:
+        ComRoPE, supplement D.1, equation 33: the baseline "vanilla RoPE" of its tables 3 and 4, a special ComRoPE-AP of
+        blocks of 2, so that pairs take axes in turn. Its published code gives the pairs of an axis one after the other,
+        which scores cannot tell where channels of q and k are reordered alike.
+
+    Example:
+        >>> VanillaRoPE(num_axes=2, num_heads=1, head_dim=8).frequencies.tolist()
+        [[1.0, 0.0, 0.009999999776482582, 0.0], [0.0, 1.0, 0.0, 0.009999999776482582]]
+    """
+
+    title = "RoPE, ComRoPE's baseline"
+    formula = "angle of pair j = p_{j mod N} · 10000^(−(j div N)/n) fixed,  p in [0, 1]"
+    summary = "RoPE-Axial with the base of text on positions in [0, 1], as ComRoPE's tables have it; fixed frequencies."
+    source = "ComRoPE, supplement D.1"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        base: float = 10_000.0,
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+            base=base,
+        )
+
+    @classmethod
+    def lattice(cls, *sizes: int) -> dict[str, Any]:
+        """Patch centres, with the training image [0, 1] long along every axis."""
+        return ComRoPE.lattice(*sizes)
+
+
+class NormalLieRE(LieRE):
+    """LieRE whose generators start as P - P^T,  P normal, and not uniform:  R(p) = exp(sum_a p_a A_a).
+
+    Arguments are those of `LieRE`; with init="paper" entries above the diagonal are drawn from N(0, 2 init_scale²).
+
+    References:
+        ComRoPE, supplement D.2, equation 34: the baseline "LieRE" of its tables 3 and 4. N(0, 1) for P is the default
+        of its published code (`init_std`); the supplement says nothing of the start.
+
+    Example:
+        >>> NormalLieRE(num_axes=2, num_heads=12, head_dim=64, block_size=8).upper.shape
+        torch.Size([2, 12, 8, 28])
+    """
+
+    title = "LieRE, ComRoPE's baseline"
+    formula = "R(p) = exp(Σₐ pₐ Aₐ),  Aₐ = Pₐ − Pₐᵀ free, block by block,  P from N(0, 1)"
+    summary = "LieRE that starts from a normal distribution on patch centres in [0, 1], as ComRoPE's tables have it."
+    source = "ComRoPE, supplement D.2"
+
+    @classmethod
+    def lattice(cls, *sizes: int) -> dict[str, Any]:
+        """Patch centres, with the training image [0, 1] long along every axis."""
+        return ComRoPE.lattice(*sizes)
+
+    def _draw(self) -> None:
+        self.upper.normal_(0, math.sqrt(2))

@@ -1,0 +1,69 @@
+"""VisionLLaMA's RoPE as LieRE compares with it: fixed frequencies on positions in [0, 1)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrope.encodings.fixed import OneAxisPerPair
+from torchrope.encodings.liere import LieRE
+
+
+class VisionLLaMARoPE(OneAxisPerPair):
+    """Turn each pair of channels with one axis:  a_(a n + t) = p_a e^(-4 t / (n - 1)),  n = head_dim / (2 N).
+
+    One axis after the other has its n pairs, whose frequencies fall from 1 to e^-4 radians per unit of position, where
+    the image is 1 long; a single pair has frequency 1.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by 2 N.
+        rotary_dim: Rotate only the first so many channels; all by default. LieRE's code rotates 60 of 64 on three axes.
+        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+
+    Raises:
+        ValueError: head_dim is not divisible by 2 N.
+
+    References:
+        Ostmeier et al., LieRE: the baseline "VisionLlama RoPE" of its tables, by its published code ("inverse_exp").
+        VisionLLaMA itself (Chu et al., section 3.3) counts positions in patches and takes RoPE's base of 10,000:
+        `AxialRoPE(base=10_000.0)`, at other sizes on positions moved by `torchrope.anchor`.
+
+    Example:
+        >>> VisionLLaMARoPE(num_axes=2, num_heads=1, head_dim=8).frequencies.round(decimals=3).tolist()
+        [[1.0, 0.017999999225139618, 0.0, 0.0], [0.0, 0.0, 1.0, 0.017999999225139618]]
+    """
+
+    title = "RoPE, VisionLLaMA"
+    formula = "angle of pair a·n + t = pₐ · e^(−4t/(n−1)) fixed,  p in [0, 1)"
+    summary = "Fixed frequencies on positions in [0, 1), each pair of channels along one axis: LieRE's baseline."
+    source = "LieRE, baseline VisionLlama RoPE; after Chu et al., VisionLLaMA"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        self._require_divisible(2 * num_axes, "2·num_axes")
+        self.reset_parameters()
+
+    @classmethod
+    def lattice(cls, *sizes: int) -> dict[str, Any]:
+        """The training image is [0, 1) along every axis, as for LieRE."""
+        return LieRE.lattice(*sizes)
+
+    def ladder(self) -> Tensor:
+        theta = torch.exp(-4 * torch.linspace(0, 1, self.num_blocks // self.num_axes, dtype=torch.float64))
+        return torch.block_diag(*theta.expand(self.num_axes, 1, -1))

@@ -1,0 +1,156 @@
+"""The baselines that papers compare with, against their formulas; the scale of random starts."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import torchrope as tr
+from torchrope.encodings.base import upper_triangle
+from torchrope.encodings.resample import sampled
+
+SIZES = dict(num_axes=2, num_heads=64, head_dim=64)
+RANDOM = {
+    "mixed": tr.MixedRoPE,
+    "liere": partial(tr.LieRE, block_size=8),
+    "liere, normal": partial(tr.NormalLieRE, block_size=8),
+    "comrope-ap": tr.ComRoPEAP,
+    "comrope-ld": tr.ComRoPELD,
+    "string": tr.STRING,
+}
+
+
+def spread(sizes: tuple[int, ...], generators: Tensor, family: type[tr.Encoding]) -> Tensor:
+    """How far each pair turns from one end of the training image to the other along the axis that turns it."""
+    positions = tr.grid(*sizes, **family.lattice(*sizes))
+    width = positions.amax(dim=0) - positions.amin(dim=0)
+    return (generators[:, 0, :, 1, 0] * width.unsqueeze(1)).amax(dim=0)
+
+
+@pytest.mark.parametrize("num_axes", [1, 2, 3])
+def test_vanilla_rope_is_comropes_equation_33(num_axes: int) -> None:
+    n = 64 // (2 * num_axes)
+    encoding = tr.VanillaRoPE(num_axes=num_axes, num_heads=1, head_dim=2 * n * num_axes)
+    theta = 10_000.0 ** (-torch.arange(n, dtype=torch.float64) / n)
+    for pair in range(n * num_axes):  # ComRoPE-AP's partition: block j belongs to axis j mod N
+        expected = torch.zeros(num_axes, dtype=torch.float64)
+        expected[pair % num_axes] = theta[pair // num_axes]
+        assert torch.allclose(encoding.frequencies[:, pair].double(), expected)
+
+
+def test_vanilla_rope_turns_by_1_to_2e_4_across_the_image_and_rope_axial_by_13_to_a_sixth() -> None:
+    sizes = (14, 14)
+    vanilla = spread(sizes, tr.VanillaRoPE(**SIZES).generators(), tr.VanillaRoPE)
+    axial = spread(sizes, tr.AxialRoPE(**SIZES).generators(), tr.AxialRoPE)
+    assert vanilla.max().item() == pytest.approx(13 / 14, rel=1e-3)  # between the centres of the outer patches
+    assert vanilla.min().item() == pytest.approx(13 / 14 * 10_000 ** (-15 / 16), rel=1e-3)
+    assert axial.max().item() == pytest.approx(13, rel=1e-3)
+    assert axial.min().item() == pytest.approx(13 * 100 ** (-15 / 16), rel=1e-3)
+
+
+@pytest.mark.parametrize("family", [tr.VanillaRoPE, tr.NormalLieRE])
+def test_comropes_baselines_have_its_positions(family: type[tr.Encoding]) -> None:
+    assert family.lattice(4, 8) == tr.ComRoPELD.lattice(4, 8)
+    positions = tr.grid(4, 8, **family.lattice(4, 8))
+    assert torch.allclose(positions[0], torch.tensor([1 / 8, 1 / 16]))
+    assert torch.allclose(positions + positions.flip(0), torch.ones(1))
+
+
+def test_normal_liere_starts_as_a_standard_normal_matrix_minus_its_transpose() -> None:
+    values = upper_triangle(tr.NormalLieRE(**SIZES, block_size=8).generators()).detach()
+    matrices = torch.randn(values.shape[0] * 64 * 8, 8, 8)
+    expected = upper_triangle(matrices - matrices.mT)
+    assert values.mean().abs() < 0.05
+    assert values.std().item() == pytest.approx(expected.std().item(), rel=0.03)
+    within = (values.abs() < 1).double().mean().item()
+    assert within == pytest.approx(math.erf(0.5), abs=0.02)  # erf(1 / (√2 σ)) of a normal distribution
+
+
+def test_visionllama_is_the_baseline_of_lieres_code() -> None:
+    encoding = tr.VisionLLaMARoPE(num_axes=3, num_heads=2, head_dim=64, rotary_dim=60)
+    theta = torch.exp(-4 * torch.linspace(0, 1, 10, dtype=torch.float64))
+    for axis in range(3):
+        own = slice(10 * axis, 10 * (axis + 1))
+        assert torch.allclose(encoding.frequencies[axis, own].double(), theta)
+    assert encoding.frequencies.count_nonzero() == 30
+    assert tr.VisionLLaMARoPE(num_axes=2, num_heads=1, head_dim=4).frequencies.tolist() == [[1, 0], [0, 1]]
+    assert tr.VisionLLaMARoPE.lattice(4, 8) == tr.LieRE.lattice(4, 8)
+    with pytest.raises(ValueError, match=r"divisible by 2·num_axes = 6, got 64; rotary_dim=60 would leave the rest"):
+        tr.VisionLLaMARoPE(num_axes=3, num_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_start_of_another_scale_is_the_papers_times_that(name: str) -> None:
+    drawn = []
+    for scale in (1.0, 0.25):
+        torch.manual_seed(0)
+        drawn.append(RANDOM[name](**SIZES, init_scale=scale).generators().detach())
+    assert drawn[0].abs().max() > 0.5
+    torch.testing.assert_close(drawn[1], 0.25 * drawn[0])
+    torch.manual_seed(0)
+    assert torch.equal(RANDOM[name](**SIZES).generators(), drawn[0])
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_scale_that_is_none_is_told(name: str, scale: float) -> None:
+    with pytest.raises(ValueError, match=r"^init_scale must be above 0 and finite, got \S+; init='zeros' .*$"):
+        RANDOM[name](**SIZES, init_scale=scale)
+
+
+@pytest.mark.parametrize("sizes", [(5,), (4, 6), (3, 4, 5), (1, 6), (2, 3, 2, 3)])
+def test_between_sites_a_table_is_sampled_multilinearly(sizes: tuple[int, ...]) -> None:
+    table = torch.randn(*sizes, 3, dtype=torch.float64)
+    last = torch.tensor(sizes, dtype=torch.float64) - 1
+    places = torch.rand(50, len(sizes), dtype=torch.float64) * (last + 2) - 1  # up to one site beyond the edge
+    places[: table[..., 0].numel()] = tr.grid(*sizes, dtype=torch.float64)[:50]
+    mine = sampled(table, places)
+    whole = table[..., 0].numel()
+    assert torch.equal(mine[:whole], table.flatten(0, -2)[:50])
+    if len(sizes) in (2, 3):
+        volume = table.movedim(-1, 0).unsqueeze(0)
+        shares = (2 * places / last.clamp(min=1) - 1).flip(-1)  # grid_sample names the last axis first
+        shaped = shares.reshape(*(1,) * len(sizes), 50, len(sizes))
+        theirs = functional.grid_sample(volume, shaped, align_corners=True, padding_mode="border")
+        assert torch.allclose(mine, theirs.reshape(3, 50).T)
+
+
+def test_jittered_ape_stays_within_the_neighbouring_sites_in_training_alone() -> None:
+    table = tr.JitteredAPE(sizes=(5, 7), dim=2)
+    with torch.no_grad():
+        table.table.copy_(tr.grid(5, 7).unflatten(0, (5, 7)))  # each site's vector is its place
+    lattice = tr.grid(5, 7)
+    assert torch.equal(table.eval()(5, 7), lattice)
+    seen = torch.stack([table.train()(5, 7) for _ in range(200)]).detach()
+    off = seen - lattice
+    assert off.abs().max() <= 0.5 + 1e-6
+    inner = off.unflatten(1, (5, 7))[:, 1:-1, 1:-1]
+    assert inner.mean().abs() < 0.02
+    assert (inner.abs() > 0.499).double().mean().item() == pytest.approx(2 * (1 - 0.8413), abs=0.03)  # |n| > 1
+    assert seen.amin() == 0  # beyond the edge the last site holds
+    assert seen.flatten(0, 1).amax(dim=0).tolist() == pytest.approx([4, 6])
+
+
+def test_jittered_ape_spares_an_axis_and_is_learned_ape_at_no_intensity() -> None:
+    video = tr.JitteredAPE(sizes=(3, 4), dim=6, cell=(0.0, 1.0))
+    with torch.no_grad():
+        video.table.copy_(torch.arange(3.0).reshape(3, 1, 1).expand(3, 4, 6))  # a vector of the first axis alone
+    torch.testing.assert_close(video.train()(3, 4), video.eval()(3, 4))
+    still = tr.JitteredAPE(sizes=(3, 4), dim=6, intensity=0.0).train()
+    plain = tr.LearnedAPE(sizes=(3, 4), dim=6)
+    plain.load_state_dict(still.state_dict())
+    for sizes in ((3, 4), (6, 5)):
+        torch.testing.assert_close(still(*sizes), plain(*sizes))
+    with pytest.raises(ValueError, match=r"^intensity must be 0 or more, got -1$"):
+        tr.JitteredAPE(sizes=(3, 4), dim=6, intensity=-1)
+
+
+def test_jittered_ape_learns_from_the_sites_around() -> None:
+    encoding = tr.JitteredAPE(sizes=(4, 4), dim=3).train()
+    encoding(4, 4).sum().backward()
+    assert encoding.table.grad is not None
+    assert encoding.table.grad.sum().item() == pytest.approx(48)  # shares of a token add up to 1
+    assert (encoding.table.grad >= 0).all()
