@@ -62,7 +62,7 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         rotary: Any = self.rotary
         if len(rotary.encodings) > 1:
             rotary.encodings = rotary.encodings[: len(self.blocks)]
-            del rotary.lattices[len(self.blocks) :]
+            del rotary.lattices[len(self.blocks) :], rotary.channels[len(self.blocks) :]
         return kept
 
 
