@@ -59,6 +59,7 @@ class Rotary(nn.Module):
         self.keep_ape = keep_ape
         self.keep_rotation = keep_rotation
         self.lattices = list(lattices)
+        self.alike = [self.lattices.index(lattice) for lattice in lattices]  # the first encoding with the same one
         self.channels = [order if order is None or _moves(order) else None for order in channels]
         for index, order in enumerate(self.channels):
             table = None if order is None else torch.tensor(order)
@@ -70,6 +71,11 @@ class Rotary(nn.Module):
     def of_layer(self, index: int) -> int:
         """Which encoding serves a layer."""
         return index if len(self.encodings) > 1 else 0
+
+    def keep_layers(self, count: int) -> None:
+        """Drop the encodings of all but the first layers."""
+        self.encodings = self.encodings[:count]
+        del self.lattices[count:], self.alike[count:], self.channels[count:]
 
     def silence(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
         """Take gradients from parameters, until `wake`."""
@@ -103,8 +109,7 @@ class Rotary(nn.Module):
         """
         indices = indices.to(self._dtype())
         made: list[Tensor] = []
-        for lattice in self.lattices:
-            first = self.lattices.index(lattice)
+        for lattice, first in zip(self.lattices, self.alike, strict=True):
             made.append(made[first] if first < len(made) else self._placed(lattice, indices, sizes, num_prefix))
         return made
 

@@ -93,8 +93,8 @@ def swap(
         lattices = [_lattice(made, site, spacing, origin) for made, site in zip(encodings, sites, strict=False)]
         channels = [None for _ in encodings]
         if adapter.rotates() and not keep_rotation:
-            rule = "outputs change, for the rotation of the model is replaced; init='own' continues it"
-            warnings.warn(f"{rule}, got {_name(model)} and init={start!r}", stacklevel=2)
+            rule = "outputs change, for the encoding replaces the model's rotation; init='own' continues it"
+            warnings.warn(f"{rule}, got {_name(model)}", stacklevel=2)
     install(adapter, encodings, lattices, channels, keep_ape=keep_ape, keep_rotation=keep_rotation)
     return model
 
