@@ -284,8 +284,8 @@ def test_one_encoding_is_shared_and_computed_once() -> None:
 COMPILED = [
     ("swin", "liere:4"),
     *(
-        pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in (
+        pytest.param(name, encoding, marks=pytest.mark.slow)
+        for name, encoding in (
             ("vit", "mixed"),
             ("vit", "liere:4"),
             ("rope_mixed_ape", "mixed"),

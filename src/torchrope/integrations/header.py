@@ -121,9 +121,6 @@ def _check_swap(swap: Any, limits: Limits) -> None:
     for name in ("encodings", "lattices", "channels"):
         if not isinstance(swap[name], list) or len(swap[name]) > limits.layers:
             raise ValueError(f"{name} of its swap must be a list of up to {limits.layers}, got {shown(swap[name])}")
-        if len(swap[name]) != len(swap["encodings"]):
-            came = f"{len(swap[name])} for {len(swap['encodings'])} encodings"
-            raise ValueError(f"{name} of its swap must be one for each encoding, got {came}")
     for one in swap["encodings"]:
         check("each of the encodings of its swap", one, _ENCODING, limits)
     for one in swap["lattices"]:
@@ -132,6 +129,10 @@ def _check_swap(swap: Any, limits: Limits) -> None:
         if not _CHANNELS.holds(one, limits):
             rule = limits.filled(_CHANNELS.rule)
             raise ValueError(f"each of the channels of its swap must be {rule}, got {shown(one)}")
+    for name in ("lattices", "channels"):
+        if len(swap[name]) != len(swap["encodings"]):
+            came = f"{len(swap[name])} for {len(swap['encodings'])} encodings"
+            raise ValueError(f"{name} of its swap must be one for each encoding, got {came}")
 
 
 def tuples(value: Any) -> Any:
