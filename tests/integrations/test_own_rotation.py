@@ -317,6 +317,39 @@ def test_what_is_built_elsewhere_keeps_its_generators_unless_asked_otherwise() -
     assert error(tr.swap(model, lambda **head: tr.MixedRoPE(**head), init="own"), x, expected) < 1e-5
 
 
+def test_grouped_queries_rotate_as_their_keys_do() -> None:
+    model = strong("dinov3", attn_type="rope", qkv_fused=False, num_kv_heads=(2, 1))
+    x = images(model)
+    expected = model(x)
+    tr.swap(model, "mixed")
+    assert [layer.num_heads for layer in model.rotary.encodings] == [2, 1]
+    assert error(model, x, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["dinov3", "rope_mixed_ape"])
+def test_features_and_intermediates_are_those_of_before(name: str) -> None:
+    x = torch.randn(2, 3, 64, 64)
+    features = strong(name, features_only=True, out_indices=(0,), num_classes=0)
+    [expected] = features(x)
+    [came] = tr.swap(features, "mixed")(x)
+    assert torch.allclose(came, expected, atol=1e-5 * float(expected.detach().abs().max()))
+    model = strong(name)
+    _, [before] = model.forward_intermediates(x, indices=[0])
+    final, [after] = tr.swap(model, "mixed").forward_intermediates(x, indices=[0])
+    assert torch.allclose(after, before, atol=1e-5 * float(before.detach().abs().max()))
+    assert torch.allclose(model.forward_head(final), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dinov3", "naflex_mixed", "beit"])
+def test_autocast_leaves_angles_alone(name: str) -> None:
+    model = strong(name)
+    x = images(model)
+    expected = model(x).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = error(model, x, expected)
+        assert error(tr.swap(model, "mixed"), x, expected) < 1.5 * theirs + 0.01
+
+
 @pytest.mark.parametrize("init", ["zeros", "paper"])
 def test_other_starts_are_said_and_warn_once(init: str) -> None:
     model = strong("dinov3")
@@ -355,7 +388,7 @@ def with_another_rope(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (partial(strong, "vit"), dict(init="own"), "continues the rotation .* got VisionTransformer without one"),
+        (partial(strong, "vit"), dict(init="own"), "of a model of timm that rotates, got VisionTransformer$"),
         (partial(strong, "dinov3"), dict(spacing=0.5), "keeps the model's positions; .* take spacing, got spacing=0.5"),
         (partial(strong, "dinov3"), dict(encoding="none"), "can represent .*: NoEncoding has zero generators alone"),
         (lambda: with_another_rope(strong("dinov3")), {}, "reads timm's RotaryEmbeddingCat.* got OtherRope"),

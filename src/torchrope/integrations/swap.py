@@ -188,8 +188,8 @@ def _is_class(encoding: Any) -> bool:
 
 def _check_own(adapter: Adapter, keep_rotation: bool, spacing: PerAxis | None, origin: PerAxis | None) -> None:
     if not adapter.rotates():
-        rule = "init='own' continues the rotation that a model has, which swap knows for models of timm"
-        raise ValueError(f"{rule}, got {_name(adapter.tower)} without one")
+        rule = "init='own' continues the rotation of a model of timm that rotates"
+        raise ValueError(f"{rule}, got {_name(adapter.tower)}")
     if keep_rotation:
         raise ValueError("init='own' puts the encoding in the place of the model's rotation, got keep_rotation=True")
     for name, value in {"spacing": spacing, "origin": origin}.items():
