@@ -316,7 +316,7 @@ def test_load_refuses_sizes_that_its_tensors_do_not_explain(
 def test_load_holds_encodings_against_the_layers_that_they_are_for(cases: dict[str, Case], tmp_path: Path) -> None:
     swap = cases["timm"].header["swap"]
     for count in (0, 3, 60, 10**4):
-        parts = {name: [swap[name][0]] * count for name in ("encodings", "lattices")}
+        parts = {name: [swap[name][0]] * count for name in ("encodings", "lattices", "channels")}
         header = {**cases["timm"].header, "swap": {**swap, **parts}}
         _refused(cases["timm"].write(tmp_path / "case", header), rf"up to 64|for the layers, got {count}")
 

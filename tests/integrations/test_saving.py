@@ -9,13 +9,13 @@ import pytest
 import timm
 import torch
 from safetensors import safe_open
-from swapped import MODELS, awake, images, made
+from swapped import MODELS, awake, images, made, tower
 from torch import nn
 
 import torchrope as tr
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "vit_parallel"])
 def test_a_swapped_model_comes_back(name: str, keep: bool, tmp_path: Path) -> None:
     model = made(name).eval()
@@ -27,7 +27,8 @@ def test_a_swapped_model_comes_back(name: str, keep: bool, tmp_path: Path) -> No
     assert type(again) is type(model)
     assert not again.training
     assert torch.equal(again(x), model(x))
-    assert again.rotary.lattices == model.rotary.lattices
+    assert tower(again).rotary.lattices == tower(model).rotary.lattices
+    assert tower(again).rotary.channels == tower(model).rotary.channels
     assert torch.equal(tr.unswap(again)(x), expected)
 
 

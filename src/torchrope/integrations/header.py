@@ -4,17 +4,21 @@ import json
 import math
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
+from torchrope.integrations.own_rotation import Divisor
 from torchrope.integrations.settings import (
     FLAG,
     LABEL,
     MAPPING,
     NOTHING,
+    NUMBER,
     NUMBERS,
+    WIDTH,
     Kind,
     Limits,
     check,
+    each,
     matching,
     one_of,
     shown,
@@ -28,9 +32,18 @@ REBUILDERS = {**LIBRARIES, "torchrope": "torchrope.integrations.own"}
 _LONGEST = 2**24
 _ANY = Kind("", lambda value, _: True)  # looked at on its own
 _HEADER = {"format": _ANY, "torchrope": LABEL, "library": one_of(*REBUILDERS), "recipe": _ANY, "swap": _ANY}
-_SWAP = {"encodings": _ANY, "keep_ape": FLAG, "keep_rotation": FLAG, "lattices": _ANY}
+_SWAP = {"encodings": _ANY, "keep_ape": FLAG, "keep_rotation": FLAG, "lattices": _ANY, "channels": _ANY}
 _ENCODING = {"class": matching(r"\w{1,200}", "a name"), "arguments": MAPPING}
-_LATTICE = {"spacing": NUMBERS | NOTHING, "origin": NUMBERS | NOTHING}
+_LATTICE: dict[str, Kind] = {
+    "spacing": NUMBERS,
+    "origin": NUMBERS,
+    "offset": NUMBER,
+    "per": one_of(*get_args(Divisor)),
+    "shift": NUMBER,
+    "stretch": NUMBER,
+    "rescale": NUMBER,
+}
+_CHANNELS = each(WIDTH, most=2**16) | NOTHING
 
 
 @dataclass(frozen=True)
@@ -59,9 +72,12 @@ def read_header(text: str, limits: Limits) -> Header:
         raise ValueError(f"its settings must be of format {FORMAT}, got format {shown(given.get('format'))}")
     check("its settings", given, _HEADER, limits)
     import_module(REBUILDERS[given["library"]]).check_recipe(given["recipe"], limits)
-    if given["swap"] is not None:
-        _check_swap(given["swap"], limits)
-    return Header(given["library"], tuples(given["recipe"]), given["swap"])
+    swap = given["swap"]
+    if isinstance(swap, dict) and isinstance(swap.get("encodings"), list):  # files of before have all in order
+        swap = {"channels": [None for _ in swap["encodings"]], **swap}
+    if swap is not None:
+        _check_swap(swap, limits)
+    return Header(given["library"], tuples(given["recipe"]), swap)
 
 
 def _parsed(text: str) -> Any:
@@ -102,14 +118,21 @@ def _finite(digits: str) -> float:
 
 def _check_swap(swap: Any, limits: Limits) -> None:
     check("its swap", swap, _SWAP, limits)
-    for name, kinds in (("encodings", _ENCODING), ("lattices", _LATTICE)):
+    for name in ("encodings", "lattices", "channels"):
         if not isinstance(swap[name], list) or len(swap[name]) > limits.layers:
             raise ValueError(f"{name} of its swap must be a list of up to {limits.layers}, got {shown(swap[name])}")
-        for one in swap[name]:
-            check(f"each of the {name} of its swap", one, kinds, limits)
-    if len(swap["lattices"]) != len(swap["encodings"]):
-        came = f"{len(swap['lattices'])} for {len(swap['encodings'])} encodings"
-        raise ValueError(f"lattices of its swap must be one for each encoding, got {came}")
+    for one in swap["encodings"]:
+        check("each of the encodings of its swap", one, _ENCODING, limits)
+    for one in swap["lattices"]:
+        check("each of the lattices of its swap", one, _LATTICE, limits, partly=True)
+    for one in swap["channels"]:
+        if not _CHANNELS.holds(one, limits):
+            rule = limits.filled(_CHANNELS.rule)
+            raise ValueError(f"each of the channels of its swap must be {rule}, got {shown(one)}")
+    for name in ("lattices", "channels"):
+        if len(swap[name]) != len(swap["encodings"]):
+            came = f"{len(swap[name])} for {len(swap['encodings'])} encodings"
+            raise ValueError(f"{name} of its swap must be one for each encoding, got {came}")
 
 
 def tuples(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchrope.encodings import Encoding
-from torchrope.positions import PerAxis, grid, prefix
+from torchrope.integrations.own_rotation import Lattice, OwnRotation
+from torchrope.positions import grid, prefix
 from torchrope.rotations import Rotation
 
 ATTRIBUTE = "rotary"
@@ -37,36 +39,43 @@ class Rotary(nn.Module):
 
     Args:
         encodings: In the order of the layers.
-        sites: Where they go, as many, or more for one alone.
+        lattices: Where each of them finds the tokens.
+        channels: The order in which each of them takes the channels of a head, or None where they are in order.
         keep_ape: Whether the model's position tables stay.
         keep_rotation: Whether a rotation of the model's own stays beside.
-        spacing: Distance between neighbouring tokens; by default the convention of each encoding's paper.
-        origin: Position of the first token, likewise.
     """
 
     def __init__(
         self,
         encodings: Sequence[Encoding],
-        sites: Sequence[Site],
         *,
+        lattices: Sequence[Lattice],
+        channels: Sequence[tuple[int, ...] | None],
         keep_ape: bool,
         keep_rotation: bool,
-        spacing: PerAxis | None,
-        origin: PerAxis | None,
     ) -> None:
         super().__init__()
         self.encodings = nn.ModuleList(encodings)
         self.keep_ape = keep_ape
         self.keep_rotation = keep_rotation
-        chosen = {"spacing": spacing, "origin": origin}
-        self.lattices = [_lattice(encoding, site, chosen) for encoding, site in zip(encodings, sites, strict=False)]
-        self.handles: list[RemovableHandle] = []
+        self.lattices = list(lattices)
+        self.alike = [self.lattices.index(lattice) for lattice in lattices]  # the first encoding with the same one
+        self.channels = [order if order is None or _moves(order) else None for order in channels]
+        for index, order in enumerate(self.channels):
+            table = None if order is None else torch.tensor(order)
+            self.register_buffer(f"channels{index}", table, persistent=False)
+        self.handles: list[RemovableHandle | Replaced] = []
         self.put_aside = nn.ModuleDict()  # what stood in the tower before, by name
         self.learned: dict[str, bool] = {}  # whether what is silent now took gradients
 
     def of_layer(self, index: int) -> int:
         """Which encoding serves a layer."""
         return index if len(self.encodings) > 1 else 0
+
+    def keep_layers(self, count: int) -> None:
+        """Drop the encodings of all but the first layers."""
+        self.encodings = self.encodings[:count]
+        del self.lattices[count:], self.alike[count:], self.channels[count:]
 
     def silence(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
         """Take gradients from parameters, until `wake`."""
@@ -79,16 +88,36 @@ class Rotary(nn.Module):
         for parameter in parameters:
             parameter.requires_grad_(self.learned[name])
 
+    def in_pairs(self, x: Tensor, index: int) -> Tensor:
+        """q or k with the channels of a head `(..., head_dim)` in the order that one of the encodings takes them."""
+        order = getattr(self, f"channels{index}")
+        return x if order is None else x.index_select(-1, order)
+
     def positions(
         self, sizes: Sequence[int], num_prefix: int = 0, *, device: torch.device | str | None = None
     ) -> list[Tensor]:
         """Where each encoding finds the tokens of a lattice, `(num_prefix + prod(sizes), axes)`."""
+        return self.positions_at(grid(*sizes, device=device, dtype=self._dtype()), sizes, num_prefix)
+
+    def positions_at(self, indices: Tensor, sizes: Sequence[int | Tensor], num_prefix: int = 0) -> list[Tensor]:
+        """Where each encoding finds tokens of a lattice, `(..., num_prefix + tokens, axes)`.
+
+        Args:
+            indices: Their indices `(..., tokens, axes)`.
+            sizes: Tokens along each axis, numbers, or tensors `(..., 1)` where samples have sizes of their own.
+            num_prefix: Tokens in front, at the origin.
+        """
+        indices = indices.to(self._dtype())
         made: list[Tensor] = []
-        for lattice in self.lattices:
-            first = self.lattices.index(lattice)
-            fresh = first == len(made)
-            made.append(prefix(grid(*sizes, **lattice, device=device), num_prefix) if fresh else made[first])
+        for lattice, first in zip(self.lattices, self.alike, strict=True):
+            made.append(made[first] if first < len(made) else self._placed(lattice, indices, sizes, num_prefix))
         return made
+
+    def rotation(self, index: int, sizes: Sequence[int], *, device: torch.device | str | None = None) -> Rotation:
+        """The rotation of one encoding for a lattice of tokens."""
+        indices = grid(*sizes, device=device, dtype=self._dtype())
+        encoding: Rotation = self.encodings[index](self._placed(self.lattices[index], indices, sizes, 0))
+        return encoding
 
     def rotations(
         self, sizes: Sequence[int], num_prefix: int = 0, *, device: torch.device | str | None = None
@@ -96,6 +125,31 @@ class Rotary(nn.Module):
         """The rotation of each encoding for a lattice of tokens; `of_layer` says which serves which layer."""
         positions = self.positions(sizes, num_prefix, device=device)
         return [encoding(where) for encoding, where in zip(self.encodings, positions, strict=True)]
+
+    def _placed(self, lattice: Lattice, indices: Tensor, sizes: Sequence[int | Tensor], num_prefix: int) -> Tensor:
+        positions = lattice.place(indices, sizes)
+        return prefix(lattice.perturbed(positions) if self.training else positions, num_prefix)
+
+    def _dtype(self) -> torch.dtype:
+        """float64 where the encodings are, float32 otherwise."""
+        tensors = chain(self.encodings.parameters(), self.encodings.buffers())
+        double = any(tensor.dtype == torch.float64 for tensor in islice(tensors, 1))
+        return torch.float64 if double else torch.float32
+
+
+class Replaced:
+    """Something of an object in another's place, until it is removed."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self.owner = owner
+        self.name = name
+        self.before = {name: vars(owner)[name]} if name in vars(owner) else {}  # otherwise its class's
+        vars(owner)[name] = value
+
+    def remove(self) -> None:
+        """Restore the previous value."""
+        del vars(self.owner)[self.name]
+        vars(self.owner).update(self.before)
 
 
 class Adapter(ABC):
@@ -116,6 +170,18 @@ class Adapter(ABC):
     def tables(self) -> list[nn.Parameter]:
         """The parameters that say where tokens are and `keep_ape=False` silences: a table, or relative biases."""
 
+    def rotates(self) -> bool:
+        """Whether the model rotates q and k by itself."""
+        return False
+
+    def own_rotations(self) -> list[OwnRotation]:
+        """What each attention layer of a model that rotates turns q and k by, in order.
+
+        Raises:
+            ValueError: what cannot be read.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def attach(self, rotary: Rotary) -> None:
         """Make the layers rotate; what is registered goes to `rotary.handles`."""
@@ -127,6 +193,5 @@ class Adapter(ABC):
         rotary.handles.clear()
 
 
-def _lattice(encoding: Encoding, site: Site, chosen: dict[str, PerAxis | None]) -> dict[str, Any]:
-    paper = encoding.lattice(*site.lattice)
-    return {name: paper[name] if value is None else value for name, value in chosen.items()}
+def _moves(order: tuple[int, ...]) -> bool:
+    return list(order) != list(range(len(order)))

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torchrope.encodings import Encoding
 from torchrope.files import write_whole
 from torchrope.integrations.header import FORMAT, REBUILDERS, Header, read_header, tuples
 from torchrope.integrations.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
+from torchrope.integrations.own_rotation import Lattice
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary, Site
 from torchrope.integrations.settings import (
     ENCODINGS,
@@ -160,7 +162,8 @@ def _described(rotary: Rotary) -> dict[str, Any]:
         "encodings": [describe(encoding) for encoding in rotary.encodings],
         "keep_ape": rotary.keep_ape,
         "keep_rotation": rotary.keep_rotation,
-        "lattices": rotary.lattices,
+        "lattices": [asdict(lattice) for lattice in rotary.lattices],
+        "channels": rotary.channels,
     }
 
 
@@ -196,9 +199,10 @@ def _swap_again(model: nn.Module, swap: dict[str, Any], layout: Layout, classes:
         for site in sites:
             check_fit(encodings[0], site)
     choices = {name: swap[name] for name in ("keep_ape", "keep_rotation")}
+    lattices = [_lattice(one, len(sites[0].lattice)) for one in swap["lattices"]]
+    channels = [_channels(one, site.head_dim) for one, site in zip(swap["channels"], sites, strict=False)]
     with told_in_one_line("the model refuses its encodings"):
-        rotary = install(adapter, encodings, spacing=None, origin=None, **choices)
-    rotary.lattices = [_lattice(one, len(sites[0].lattice)) for one in swap["lattices"]]
+        rotary = install(adapter, encodings, lattices, channels, **choices)
     for name, table in list(rotary._buffers.items()):  # one that was put aside may be of another input size
         shapes = [stored.shape for key, stored in layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
         if table is not None and shapes and _resizes(table, shapes[0]):
@@ -235,11 +239,20 @@ def _resizes(table: Tensor, shape: tuple[int, ...]) -> bool:
     return 0 not in shape and len(shape) == table.ndim and shape[-1:] == table.shape[-1:]
 
 
-def _lattice(described: dict[str, Any], num_axes: int) -> dict[str, Any]:
+def _lattice(described: dict[str, Any], num_axes: int) -> Lattice:
     for name, value in described.items():
         if isinstance(value, list) and len(value) != num_axes:
             raise ValueError(f"{name} of its lattices must be one number or {num_axes}, got {shown(value)}")
-    return {name: tuples(value) for name, value in described.items()}
+    return Lattice(**{name: tuples(value) for name, value in described.items()})
+
+
+def _channels(described: list[int] | None, head_dim: int) -> tuple[int, ...] | None:
+    if described is None:
+        return None
+    if sorted(described) != list(range(head_dim)):
+        rule = f"channels of its swap must be each of the {head_dim} of a head once"
+        raise ValueError(f"{rule}, got {shown(described)}")
+    return tuple(described)
 
 
 def _rotary(model: nn.Module) -> Rotary | None:

@@ -1,20 +1,23 @@
 """Put an encoding into a model of timm or transformers, and take it out again."""
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
 from torchrope.encodings import Encoding, choose
-from torchrope.encodings.base import Init, check_init
+from torchrope.encodings.base import Init
+from torchrope.integrations.own_rotation import Lattice, OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
 from torchrope.positions import PerAxis
 
 Model = TypeVar("Model", bound=nn.Module)
+Start = Literal["own", "zeros", "paper"]
 
 # The library that a model comes from, and the module of ours that knows it.
 LIBRARIES = {"timm": "torchrope.integrations.timm", "transformers": "torchrope.integrations.transformers"}
@@ -27,36 +30,43 @@ def swap(
     block_size: int | None = None,
     keep_ape: bool = True,
     keep_rotation: bool = False,
-    init: Init = "zeros",
+    init: Start | None = None,
     spacing: PerAxis | None = None,
     origin: PerAxis | None = None,
 ) -> Model:
     """Rotate the queries and keys of a model by an encoding:  softmax(q^T R(p)^T R(p') k / √d) v  in every layer.
 
-    The model is changed in place; its parameters keep their names, those of the encoding come under `rotary`. With
-    init="zeros" and keep_ape=True its outputs stay the same bit for bit, so that fine-tuning starts where training
-    ended. A rotation that the model has already is replaced.
+    The model is changed in place; its parameters keep their names, those of the encoding come under `rotary`.
+    Fine-tuning starts where training ended: with keep_ape=True the outputs of a model that does not rotate stay the
+    same bit for bit (init="zeros"), and a model that rotates goes on from its own frequencies, positions and pairs of
+    channels (init="own"), its outputs the same up to rounding.
 
     Args:
-        model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, DINOv3),
-            SwinTransformer. Of transformers: CLIP, ViT, DINOv2, DINOv3 and SigLIP vision models, and what is built
-            around them. Also a model of your own that holds one of these.
+        model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,
+            DINOv3), NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, and the vision encoders of
+            Qwen3, DeepSeek and Gemma 4. Of transformers: CLIP, ViT, DINOv2, DINOv3 and SigLIP vision models, and what
+            is built around them. Also a model of your own that holds one of these.
         encoding: A name ("mixed", "liere:8"); an `Encoding`, which all layers share, its rotation computed once per
             forward; or what builds one for each layer from num_axes, num_heads and head_dim.
         block_size: b, for a name or a factory that takes one.
         keep_ape: Whether the model's own position table (a Swin's relative bias) stays. False sets it to zero and
             freezes it; `unswap` brings it back.
         keep_rotation: Whether a rotation that the model has already stays beside the new one.
-        init: "zeros", or "paper" for the start that the paper chose; for encodings that are built here and learn.
+        init: "own" continues the model's own rotation, in the model's units of position. "zeros" starts without a
+            rotation, "paper" as the paper chose; a model that rotates changes its outputs by both, with a warning. By
+            default "own" for a model of timm that rotates, "zeros" otherwise. An encoding that is given, and what a
+            function builds, keeps its generators unless "own" is asked for.
         spacing: Distance between neighbouring tokens, one number or one per axis; by default the convention of the
-            encoding's paper at the size the model was built for. It never changes with the input size.
+            encoding's paper at the size the model was built for. It never changes with the input size. With
+            init="own" positions are the model's.
         origin: Position of the first token, likewise.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model that is not known, or swapped already; an encoding that does not fit its heads.
+        ValueError: a model that is not known, or swapped already; an encoding that does not fit its heads, or cannot
+            represent the model's own rotation.
 
     References:
         ComRoPE, supplement B.2: with zero generators rotary attention is plain attention.
@@ -73,8 +83,19 @@ def swap(
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
         raise ValueError(f"swap needs a model that is not swapped, got {_name(model)} that is: unswap it first")
     sites = adapter.sites()
-    encodings = _encodings(encoding, sites, block_size, check_init(init))
-    install(adapter, encodings, keep_ape=keep_ape, keep_rotation=keep_rotation, spacing=spacing, origin=origin)
+    start = _start(adapter, encoding, init, keep_rotation)
+    if start == "own":
+        _check_own(adapter, keep_rotation, spacing, origin)
+    encodings = _encodings(encoding, sites, block_size, "zeros" if start == "own" else start)
+    if start == "own":
+        lattices, channels = _continue(adapter, encodings)
+    else:
+        lattices = [_lattice(made, site, spacing, origin) for made, site in zip(encodings, sites, strict=False)]
+        channels = [None for _ in encodings]
+        if adapter.rotates() and not keep_rotation:
+            rule = "outputs change, for the encoding replaces the model's rotation; init='own' continues it"
+            warnings.warn(f"{rule}, got {_name(model)}", stacklevel=2)
+    install(adapter, encodings, lattices, channels, keep_ape=keep_ape, keep_rotation=keep_rotation)
     return model
 
 
@@ -100,18 +121,25 @@ def unswap(model: Model) -> Model:
     return model
 
 
-def install(adapter: Adapter, encodings: list[Encoding], **choices: Any) -> Rotary:
+def install(
+    adapter: Adapter,
+    encodings: list[Encoding],
+    lattices: Sequence[Lattice],
+    channels: Sequence[tuple[int, ...] | None],
+    **choices: bool,
+) -> Rotary:
     """Put encodings that fit into a model.
 
     Args:
         adapter: The model's.
         encodings: One per layer, or one alone.
-        choices: What `Rotary` takes.
+        lattices: Where each finds the tokens.
+        channels: The order in which each takes the channels of a head, or None.
+        choices: What else `Rotary` takes.
     """
-    rotary = Rotary(encodings, adapter.sites(), **choices)
+    rotary = Rotary(encodings, lattices=lattices, channels=channels, **choices)
     own = next(adapter.tower.parameters())
-    # Generators stay float32 in a model of half precision: angles of many radians would be rounded.
-    rotary.to(device=own.device, dtype=torch.promote_types(own.dtype, torch.float32)).train(adapter.tower.training)
+    rotary.to(device=own.device, dtype=_dtype(adapter)).train(adapter.tower.training)
     if not rotary.keep_ape:
         _silence(adapter.tables(), rotary)
     setattr(adapter.tower, ATTRIBUTE, rotary)
@@ -130,8 +158,9 @@ def adapt(model: nn.Module) -> Adapter:
     if len(adapters) == 1:
         return adapters[0]
     rule = (
-        "swap knows timm's VisionTransformer, Eva and SwinTransformer, and transformers' CLIP, ViT, DINOv2, DINOv3 and "
-        "SigLIP vision models"
+        "swap knows timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, "
+        "the vision encoders of Qwen3, DeepSeek and Gemma 4, and transformers' CLIP, ViT, DINOv2, DINOv3 and SigLIP "
+        "vision models"
     )
     found = f", with {len(adapters)} of them" if adapters else ""
     raise ValueError(f"{rule}, one in a model, got {_name(model)}{found}")
@@ -141,6 +170,54 @@ def origins(*classes: type) -> list[str]:
     """The libraries that classes come from, or are made of, among those that are known."""
     roots = {base.__module__.partition(".")[0] for one in set(classes) for base in one.__mro__}
     return [library for library in LIBRARIES if library in roots]
+
+
+def _start(adapter: Adapter, encoding: Any, init: str | None, keep_rotation: bool) -> Start:
+    """What was asked for, or else the start that keeps the outputs."""
+    if init is not None:
+        if init not in ("own", "paper", "zeros"):
+            raise ValueError(f"init must be 'own', 'paper' or 'zeros', got {init!r}")
+        return cast(Start, init)
+    built_here = isinstance(encoding, str) or _is_class(encoding)
+    return "own" if built_here and adapter.rotates() and not keep_rotation else "zeros"
+
+
+def _is_class(encoding: Any) -> bool:
+    return isinstance(encoding.func if isinstance(encoding, partial) else encoding, type)
+
+
+def _check_own(adapter: Adapter, keep_rotation: bool, spacing: PerAxis | None, origin: PerAxis | None) -> None:
+    if not adapter.rotates():
+        rule = "init='own' continues the rotation of a model of timm that rotates"
+        raise ValueError(f"{rule}, got {_name(adapter.tower)}")
+    if keep_rotation:
+        raise ValueError("init='own' puts the encoding in the place of the model's rotation, got keep_rotation=True")
+    for name, value in {"spacing": spacing, "origin": origin}.items():
+        if value is not None:
+            rule = f"init='own' keeps the model's positions; init='zeros' and init='paper' take {name}"
+            raise ValueError(f"{rule}, got {name}={value}")
+
+
+def _continue(adapter: Adapter, encodings: list[Encoding]) -> tuple[list[Lattice], list[tuple[int, ...] | None]]:
+    """Give each layer's own rotation to its encoding; where it finds the tokens, and how it takes the channels."""
+    rotations = adapter.own_rotations()
+    if len(encodings) == 1 and any(not rotation.same_as(rotations[0]) for rotation in rotations):
+        raise ValueError("init='own' needs an encoding for each layer where layers differ, got one for all of them")
+    pairs: list[tuple[OwnRotation, Encoding]] = list(zip(rotations, encodings, strict=False))
+    channels = [rotation.taken_by(encoding.to(_dtype(adapter))) for rotation, encoding in pairs]
+    return [rotation.lattice for rotation, _ in pairs], list(channels)
+
+
+def _lattice(encoding: Encoding, site: Site, spacing: PerAxis | None, origin: PerAxis | None) -> Lattice:
+    """Where an encoding finds the tokens: as was chosen, or by the convention of its paper."""
+    chosen = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
+    return Lattice(**{**encoding.lattice(*site.lattice), **chosen})
+
+
+def _dtype(adapter: Adapter) -> torch.dtype:
+    """Generators stay float32 in a model of half precision: angles of many radians would be rounded."""
+    own: nn.Parameter = next(adapter.tower.parameters())
+    return torch.promote_types(own.dtype, torch.float32)
 
 
 def _encodings(

@@ -61,8 +61,7 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         kept = super().prune_intermediate_layers(*args, **kwargs)
         rotary: Any = self.rotary
         if len(rotary.encodings) > 1:
-            rotary.encodings = rotary.encodings[: len(self.blocks)]
-            del rotary.lattices[len(self.blocks) :]
+            rotary.keep_layers(len(self.blocks))
         return kept
 
 

@@ -1,0 +1,234 @@
+"""A model's own rotation: its frequencies, positions and pairs of channels, and how an encoding takes them over.
+
+An adapter reads an `OwnRotation` from each attention layer of a model that rotates (`Adapter.own_rotations`). `swap`
+gives it to an encoding by `OwnRotation.taken_by`, and the swapped layer then rotates q and k whose channels were put in
+the order that this returns. Scores q^T k do not change when the channels of q and k are reordered alike, so they need
+not be put back, and the model's weights stay as they are.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrope.encodings import Encoding
+from torchrope.encodings.base import planar
+from torchrope.positions import PerAxis, grid, per_axis, prefix, random_rescale, random_shift, random_stretch
+from torchrope.rotations import Planar
+
+Divisor = Literal["one", "size", "longest", "shortest", "steps"]
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Positions of tokens from their indices:  p_a = origin_a + spacing_a (index_a + offset) / n_a.  Plain data.
+
+    Attributes:
+        spacing: Distance between neighbours where n = 1, one number or one per axis.
+        origin: Position of index 0 where the offset is 0, likewise.
+        offset: Added to all indices; 0.5 for the centres of patches.
+        per: What n is: "one" (1, the spacing is the same at all sizes), "size" (tokens along the axis), "longest" or
+            "shortest" (of all axes), "steps" (tokens along the axis less one: from end to end).
+        shift: Largest random shift of all tokens in training, 0 for none; see `torchrope.random_shift`.
+        stretch: Largest random factor of each axis in training, 1 for none; see `torchrope.random_stretch`.
+        rescale: Largest random factor of all axes in training, 1 for none; see `torchrope.random_rescale`.
+
+    Example:
+        >>> Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size")(1, 2).tolist()  # DINOv3
+        [[0.0, -0.5], [0.0, 0.5]]
+    """
+
+    spacing: PerAxis = 1.0
+    origin: PerAxis = 0.0
+    offset: float = 0.0
+    per: Divisor = "one"
+    shift: float = 0.0
+    stretch: float = 1.0
+    rescale: float = 1.0
+
+    def __call__(
+        self, *sizes: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Positions `(prod(sizes), axes)` of all tokens of a lattice, row-major."""
+        return self.place(grid(*sizes, device=device, dtype=dtype), sizes)
+
+    def place(self, indices: Tensor, sizes: Sequence[int | Tensor]) -> Tensor:
+        """Positions of some tokens of a lattice.
+
+        Args:
+            indices: `(..., tokens, axes)`, floating point.
+            sizes: Tokens along each axis, numbers, or tensors `(..., 1)` where samples have sizes of their own.
+
+        Returns:
+            Positions of the shape of the indices.
+        """
+        axes = indices.shape[-1]
+        spacing, origin = per_axis("spacing", self.spacing, axes), per_axis("origin", self.origin, axes)
+        columns = [
+            start + step * ((index + self.offset) / n)
+            for index, start, step, n in zip(indices.unbind(-1), origin, spacing, self._divisors(sizes), strict=True)
+        ]
+        return torch.stack(columns, dim=-1)
+
+    def perturbed(self, positions: Tensor) -> Tensor:
+        """Positions moved at random as the model does in training; the same ones where it does not."""
+        if self.shift > 0:
+            positions = random_shift(positions, self.shift)
+        if self.stretch > 1:
+            positions = random_stretch(positions, self.stretch)
+        return random_rescale(positions, self.rescale) if self.rescale > 1 else positions
+
+    def _divisors(self, sizes: Sequence[int | Tensor]) -> list[int | Tensor]:
+        if self.per == "one":
+            return [1 for _ in sizes]
+        if self.per == "steps":
+            return [_at_least_one(size - 1) for size in sizes]
+        if self.per == "size":
+            return [_at_least_one(size) for size in sizes]
+        common = sizes[0]
+        for size in sizes[1:]:
+            common = _larger(common, size) if self.per == "longest" else -_larger(-common, -size)
+        return [_at_least_one(common) for _ in sizes]
+
+
+@dataclass(frozen=True)
+class OwnRotation:
+    """What one attention layer turns q and k by:  pair j of channels by the angle  a_j = sum_a p_a f_aj.
+
+    Attributes:
+        frequencies: f, `(axes, heads or 1, pairs)`, radians per unit of position; a pair at rest has zeros. Axes are
+            those of the data in order: height before width.
+        channels: All channels of a head in the order in which pair j is channels 2j and 2j + 1, such as
+            `interleaved(head_dim)` or `halves(head_dim)`. Those behind the last pair do not turn.
+        lattice: The positions p of tokens. Where a model is given positions by its caller, its units.
+        num_prefix: Tokens in front that do not turn: class token, registers. They are put at the origin, where R = I.
+
+    Example:
+        >>> import torchrope as tr
+        >>> ladder = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=8).frequencies_per_axis()
+        >>> own = OwnRotation(ladder, channels=halves(8))
+        >>> encoding = tr.MixedRoPE(num_axes=2, num_heads=4, head_dim=8)
+        >>> own.taken_by(encoding)
+        (0, 4, 1, 5, 2, 6, 3, 7)
+        >>> torch.allclose(encoding.frequencies, ladder)
+        True
+    """
+
+    frequencies: Tensor
+    channels: tuple[int, ...]
+    lattice: Lattice = field(default_factory=Lattice)
+    num_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        if self.frequencies.ndim != 3 or not self.frequencies.is_floating_point():
+            came = f"{self.frequencies.dtype} {tuple(self.frequencies.shape)}"
+            raise ValueError(f"frequencies must be floating point (axes, heads or 1, pairs), got {came}")
+        if sorted(self.channels) != list(range(len(self.channels))):
+            raise ValueError(f"channels must be each channel of a head once, got {self.channels}")
+        if 2 * self.frequencies.shape[-1] > len(self.channels):
+            raise ValueError(f"pairs must be at most half the channels, got {self.frequencies.shape[-1]} of them")
+
+    def rotation(self, *sizes: int) -> Planar:
+        """The rotation of the tokens of a lattice behind those in front, for q and k with `channels` in order."""
+        positions = prefix(self.lattice(*sizes, dtype=self.frequencies.dtype), self.num_prefix)
+        return Planar(positions=positions, frequencies=self.frequencies, head_dim=len(self.channels))
+
+    def same_as(self, other: "OwnRotation") -> bool:
+        """Whether two layers rotate alike."""
+        alike = (self.channels, self.lattice, self.num_prefix) == (other.channels, other.lattice, other.num_prefix)
+        return alike and torch.equal(self.frequencies, other.frequencies)
+
+    def taken_by(self, encoding: Encoding) -> tuple[int, ...]:
+        """Set the generators of an encoding to this rotation.
+
+        Where the encoding allots its blocks to the axes in turn, as ComRoPE-AP does, pairs of channels are reordered.
+
+        Args:
+            encoding: Of the same axes, heads and head_dim.
+
+        Returns:
+            The channels of a head in the order that q and k must have for the encoding.
+
+        Raises:
+            ValueError: the family cannot represent the rotation, and why.
+        """
+        refusals = []
+        for rotation in self._candidates(encoding):
+            try:
+                encoding.set_generators(planar(rotation.frequencies.to(encoding.generators().device)))
+            except ValueError as refusal:
+                refusals.append(refusal)
+            else:
+                return rotation.channels
+        rule = f"init='own' needs a family that can represent the model's rotation ('mixed' can), got {encoding}"
+        raise ValueError(f"{rule}: {refusals[0]}")
+
+    def _candidates(self, encoding: Encoding) -> Iterator["OwnRotation"]:
+        """This rotation with as many pairs as the encoding turns, in the orders that it may be able to represent."""
+        pairs, turned = self.frequencies.shape[-1], encoding.rotary_dim // 2
+        if turned < pairs:
+            rule = f"init='own' needs an encoding that turns the {2 * pairs} channels which the model turns"
+            raise ValueError(f"{rule}, got rotary_dim={encoding.rotary_dim}")
+        resting = self.frequencies.new_zeros(*self.frequencies.shape[:2], turned - pairs)
+        whole = replace(self, frequencies=torch.cat([self.frequencies, resting], dim=-1))
+        yield whole
+        dealt = _dealt(whole.frequencies, encoding.block_size // 2) if encoding.block_size % 2 == 0 else None
+        if dealt is not None:
+            paired = [channel for pair in dealt for channel in self.channels[2 * pair : 2 * pair + 2]]
+            yield replace(
+                whole,
+                frequencies=whole.frequencies[..., dealt],
+                channels=(*paired, *self.channels[2 * turned :]),
+            )
+
+
+def interleaved(head_dim: int) -> tuple[int, ...]:
+    """Pairs of neighbours: pair j is channels 2j and 2j + 1, as torchrope's own."""
+    return tuple(range(head_dim))
+
+
+def halves(head_dim: int, parts: int = 1) -> tuple[int, ...]:
+    """Pairs across halves: pair j of a part of n channels is its channels j and j + n / 2.
+
+    Args:
+        head_dim: Channels of a head; what the parts do not fill comes last.
+        parts: How many equal parts are halved each on its own, such as one per axis.
+
+    Example:
+        >>> halves(8), halves(8, parts=2)
+        ((0, 4, 1, 5, 2, 6, 3, 7), (0, 2, 1, 3, 4, 6, 5, 7))
+    """
+    half = head_dim // (2 * parts)
+    paired = [2 * part * half + j + side for part in range(parts) for j in range(half) for side in (0, half)]
+    return (*paired, *range(2 * parts * half, head_dim))
+
+
+def _dealt(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:
+    """Pairs in an order in which blocks belong to the axes in turn, or None where there is no such order."""
+    num_axes, _, num_pairs = frequencies.shape
+    turns = (frequencies != 0).any(dim=1).T.tolist()  # (pairs, axes)
+    if any(sum(axes) > 1 for axes in turns):
+        return None
+    of_axis: list[list[int]] = [[j for j in range(num_pairs) if turns[j][axis]] for axis in range(num_axes)]
+    resting = [j for j in range(num_pairs) if not any(turns[j])]
+    order: list[int] = []
+    for block in range(num_pairs // pairs_of_block):
+        for _ in range(pairs_of_block):
+            mine = of_axis[block % num_axes]
+            left = mine or resting
+            if not left:
+                return None
+            order.append(left.pop(0))
+    return order if len(order) == num_pairs else None
+
+
+def _larger(one: int | Tensor, other: int | Tensor) -> int | Tensor:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.maximum(one, other)
+    return max(one, other)
+
+
+def _at_least_one(size: int | Tensor) -> int | Tensor:
+    return size.clamp(min=1) if isinstance(size, Tensor) else max(size, 1)

@@ -1,0 +1,86 @@
+"""The rotations of timm's models, read from its rotary embedding modules."""
+
+import math
+from typing import Any
+
+import torch
+from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed, RotaryEmbeddingMRope
+from torch import Tensor
+
+from torchrope.integrations.own_rotation import Lattice, OwnRotation, halves, interleaved
+
+_GRIDS: dict[str, dict[str, Any]] = {
+    "index": {},
+    "pixel": {"spacing": 2.0, "origin": -1.0, "per": "steps"},
+    "centered": {"spacing": 2.0, "origin": -1.0, "offset": 0.5},
+}
+_NORMALIZED = {"separate": "size", "max": "longest", "min": "shortest"}
+
+
+def own_rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotation:
+    """What a layer of timm's turns q and k by.
+
+    Args:
+        rope: The rotary embedding of the model, whose table the layer gets.
+        layer: The attention layer, which says how channels are paired.
+        index: Which layer it is; frequencies of RoPE-Mixed are its own.
+        num_prefix: Tokens in front that do not turn.
+
+    Raises:
+        ValueError: a rotary embedding that is none of timm's, or whose values are not there.
+    """
+    if any(tensor.is_meta for tensor in (*rope.parameters(), *rope.buffers())):
+        raise ValueError("init='own' reads the model's frequencies, got a model on the meta device, which holds none")
+    kind = type(rope)
+    if issubclass(kind, RotaryEmbeddingMixed):
+        frequencies = _in_order(_exact(rope.freqs[:, index]), rope)  # (axes, heads, pairs)
+    elif issubclass(kind, RotaryEmbeddingCat):
+        frequencies = _in_order(_one_after_the_other(_exact(rope.bands)), rope)
+    elif issubclass(kind, RotaryEmbeddingDinoV3):
+        frequencies = _in_order(_one_after_the_other(2 * math.pi / _exact(rope.periods)), rope)
+    elif issubclass(kind, RotaryEmbeddingMRope):  # axis 0 is time, where all tokens are at 0
+        of_axis = torch.stack([rope.axis == 1, rope.axis == 2]).cpu()
+        frequencies = (_exact(rope.inv_freq) * of_axis).unsqueeze(1)
+    else:
+        known = "RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed or RotaryEmbeddingMRope"
+        raise ValueError(f"init='own' reads timm's {known}, got {kind.__name__}")
+    paired = halves if getattr(layer, "rotate_half", False) else interleaved
+    return OwnRotation(frequencies, paired(layer.head_dim), _lattice(rope), num_prefix)
+
+
+def gemma_rotation(rope: Any, layer: Any) -> OwnRotation:
+    """What a layer of Gemma 4 turns q and k by: width first, each axis in halves of its own half of the channels."""
+    frequencies = _one_after_the_other(_exact(rope.inv_freq)).flip(0)
+    return OwnRotation(frequencies, halves(layer.head_dim, parts=2))
+
+
+def _lattice(rope: Any) -> Lattice:
+    """Where a rotary embedding of timm's finds the tokens."""
+    dinov3 = isinstance(rope, RotaryEmbeddingDinoV3)
+    kind = "centered" if dinov3 else getattr(rope, "grid_type", "index")
+    settings = dict(_GRIDS[kind])
+    if kind == "centered":
+        settings["per"] = _NORMALIZED[rope.normalize_coords]
+    if kind != "pixel":
+        settings["offset"] = settings.get("offset", 0.0) + getattr(rope, "grid_offset", 0.0)
+    reference = getattr(rope, "ref_feat_shape", None)
+    if reference is not None:
+        if kind != "index":
+            raise ValueError(f"init='own' reads a ref_feat_shape of grids of indices, got one of grid_type={kind!r}")
+        settings |= {"spacing": tuple(map(float, reference)), "per": "size"}
+    moved = {"shift": rope.shift_coords, "stretch": rope.jitter_coords, "rescale": rope.rescale_coords}
+    return Lattice(**settings, **{name: amount for name, amount in moved.items() if amount is not None})
+
+
+def _in_order(frequencies: Tensor, rope: Any) -> Tensor:
+    """Axes as (height, width), which "xy" has the other way round."""
+    return frequencies.flip(0) if rope.grid_indexing == "xy" else frequencies
+
+
+def _one_after_the_other(bands: Tensor) -> Tensor:
+    """Frequencies `(2, 1, 2 bands)` of two axes with the same bands, the pairs of the first before the second's."""
+    return torch.block_diag(bands, bands).unsqueeze(1)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().double()
