@@ -242,7 +242,7 @@ def test_the_decoder_is_transformers_but_for_places_that_follow_the_boxes() -> N
         valid_ratios=torch.ones(1, 5, 2, dtype=torch.float64),
         **{name: value for name, value in given.items() if name != "attention_mask"},
     )
-    torch.testing.assert_close(torch.stack(told.states, dim=1), found.intermediate_hidden_states)
+    torch.testing.assert_close(torch.stack(told.states[:3], dim=1), found.intermediate_hidden_states)
     torch.testing.assert_close(torch.stack(boxes, dim=1), found.intermediate_reference_points)
 
 
