@@ -231,15 +231,17 @@ def test_the_decoder_is_transformers_but_for_places_that_follow_the_boxes() -> N
     assert len(places) == 3
     assert all((one != other).any() for one, other in pairwise(places))
 
-    model.place.register_forward_hook(lambda _, inputs, output: places[0])
+    model.place.register_forward_hook(lambda _, inputs, output: places[0].expand(len(output), -1, -1))
     told = Told(model)
-    boxes = boxes_of_layers(model, images((64, 64)), [target([], [])])
+    boxes = boxes_of_layers(model, images((64, 64), (128, 128)), [target([], [])] * 2)
     [states, place, _], given = told.given[0]
+    ratios = torch.tensor([0.5, 1], dtype=torch.float64)[:, None, None].expand(2, 5, 2)
+    assert given["encoder_attention_mask"].sum(dim=1).tolist() == [341, 4 * 341]  # cells in the image
     found = model.detr.decoder(
         inputs_embeds=states,
         object_queries_position_embeddings=place,
-        reference_points=told.boxes,
-        valid_ratios=torch.ones(1, 5, 2, dtype=torch.float64),
+        reference_points=told.boxes / ratios[:, :1].repeat(1, 1, 2),
+        valid_ratios=ratios,
         **{name: value for name, value in given.items() if name != "attention_mask"},
     )
     torch.testing.assert_close(torch.stack(told.states[:3], dim=1), found.intermediate_hidden_states)
