@@ -17,12 +17,13 @@ from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, S
 from torchrope.lab.training.module import Module
 from torchrope.lab.training.run import load, train
 
-HEADS = ["upernet", "mask2former", "faster-rcnn", "mask-rcnn", "deformable-detr"]
-QUERIES = {"mask2former": 10, "deformable-detr": 30}
+HEADS = ["upernet", "mask2former", "faster-rcnn", "mask-rcnn", "deformable-detr", "dino"]
+DETRS = ("deformable-detr", "dino")
+QUERIES = {"mask2former": 10, "deformable-detr": 30, "dino": 30}
 
 
 def small_run(head: str, **settings: Any) -> RunConfig:
-    channels = 64 if head == "deformable-detr" else 32 if head == "mask2former" else 8
+    channels = 64 if head in DETRS else 32 if head == "mask2former" else 8
     model = dict(head=head, head_channels=channels, num_queries=QUERIES.get(head), dim=16, depth=4, num_heads=2)
     return RunConfig(
         encoding="learned+liere:4",
@@ -54,7 +55,7 @@ def same_weights(one: Module, other: Module) -> bool:
 
 
 @pytest.mark.parametrize(
-    "head", ["faster-rcnn", *(pytest.param(head, marks=pytest.mark.slow) for head in ("upernet", "deformable-detr"))]
+    "head", ["faster-rcnn", *(pytest.param(head, marks=pytest.mark.slow) for head in ("upernet", *DETRS))]
 )
 def test_a_run_that_was_killed_within_an_epoch_ends_as_one_that_was_not(tmp_path: Path, head: str) -> None:
     config = small_run(head, scale=ScaleConfig(checkpoint_every=1), optim={"ema_decay": 0.5})
@@ -102,7 +103,8 @@ def test_what_a_head_is_not_for_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^digits is for model\.head classify, got 'upernet'$"):
         train(digits, data_of(digits), tmp_path)
     classes = replace(config, model=replace(config.model, head="classify", head_channels=None))
-    rule = r"^scenes is for model\.head upernet, mask2former, faster-rcnn, mask-rcnn, deformable-detr, got 'classify'$"
+    heads = "upernet, mask2former, faster-rcnn, mask-rcnn, deformable-detr, dino"
+    rule = rf"^scenes is for model\.head {heads}, got 'classify'$"
     with pytest.raises(ValueError, match=rule):
         train(classes, data_of(classes), tmp_path)
 
@@ -114,7 +116,10 @@ def test_what_a_head_is_not_for_is_told_in_one_line(tmp_path: Path) -> None:
         (dict(head="upernet", global_layers=[1]), "global_layers is for a vit with window_size, got"),
         (dict(head_channels=8), "head_channels must be 1 or more, below another head than classify, got 8"),
         (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, below another head than classify"),
-        (dict(head="upernet", num_queries=3), "num_queries is read by mask2former and deformable-detr alone, got 3"),
+        (
+            dict(head="upernet", num_queries=3),
+            "num_queries is read by mask2former, deformable-detr and dino alone, got 3",
+        ),
         (dict(head="yolo"), "head must be one of classify, upernet, mask2former, faster-rcnn, mask-rcnn, deform"),
     ],
 )
@@ -126,7 +131,7 @@ def test_settings_that_no_head_reads_are_refused(settings: dict[str, Any], rule:
 def two(rank: int, folder: Path, port: int) -> None:
     """One of two processes, as torchrun starts it."""
     become_one_of_two(rank, port)
-    for head in ("upernet", "faster-rcnn", "deformable-detr"):
+    for head in ("upernet", "faster-rcnn", *DETRS):
         config = small_run(head, optim={"epochs": 1})
         found, _ = train(config, data_of(config), folder / head, accelerator="cpu")
         torch.save(found.state_dict(), folder / f"{head}-{rank}.pt")
@@ -142,7 +147,7 @@ def by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["upernet", "faster-rcnn", "deformable-detr"])
+@pytest.mark.parametrize("head", ["upernet", "faster-rcnn", *DETRS])
 def test_two_processes_end_with_one_model_that_is_as_good_as_they_say(by_two: Path, head: str, capsys: Any) -> None:
     weights = [torch.load(by_two / f"{head}-{rank}.pt") for rank in (0, 1)]
     learned = [name for name in weights[0] if "running_" not in name]

@@ -25,19 +25,22 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection
 
 from torchrope.lab.dense import by_size
 from torchrope.lab.dense.average_precision import average_precision, average_precisions, match
-from torchrope.lab.dense.detection import DeformableDETR, FasterRCNN, MaskRCNN, objects
+from torchrope.lab.dense.detection import FasterRCNN, MaskRCNN, objects
+from torchrope.lab.dense.detr import DINO, DeformableDETR
 from torchrope.lab.training.config import OptimConfig
 from torchrope.lab.training.detector import Detector
 from torchrope.models import Swin, ViT
 from torchrope.models.features import Features
 
 CLASSES = ("cat", "dog", "owl")
-SIZES = {
+DETR = dict(channels=64, queries=20, encoder_layers=1, decoder_layers=2, num_heads=4, mlp_dim=32)
+SIZES: dict[str, dict[str, int]] = {
     "faster": dict(channels=16, mlp_dim=32),
     "mask": dict(channels=16, mlp_dim=32),
-    "deformable": dict(channels=64, queries=20, encoder_layers=1, decoder_layers=2, num_heads=4, mlp_dim=32),
+    "deformable": DETR,
+    "dino": {**DETR, "denoising_queries": 6},
 }
-MODELS = {"faster": FasterRCNN, "mask": MaskRCNN, "deformable": DeformableDETR}
+MODELS = {"faster": FasterRCNN, "mask": MaskRCNN, "deformable": DeformableDETR, "dino": DINO}
 
 
 def built(name: str, backbone: Features | None = None) -> Any:
@@ -84,7 +87,9 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mask", *(pytest.param(name, marks=pytest.mark.slow) for name in ("faster", "deformable"))], indirect=True
+    "name",
+    ["mask", "dino", *(pytest.param(name, marks=pytest.mark.slow) for name in ("faster", "deformable"))],
+    indirect=True,
 )
 def test_one_image_is_learned_and_its_object_found(name: str) -> None:
     model = built(name)
@@ -179,7 +184,7 @@ def test_a_swin_is_found_with_too(name: str) -> None:
 def test_bfloat16_is_for_matrices_alone(name: str) -> None:
     model = built(name)
     told: list[Any] = []
-    if name != "deformable":  # anchors have the dtype of maps
+    if hasattr(model, "rpn"):  # anchors have the dtype of maps
         model.rpn.register_forward_pre_hook(lambda _, inputs: told.extend(inputs[1].values()))
     with torch.autocast("cpu", torch.bfloat16):
         losses = model.losses(*batch())

@@ -250,10 +250,7 @@ def test_inputs_make_as_many_tokens(name: str, tokens: int) -> None:
         *((f"rope-swin-{size}", 1024, 8) for size in "tsb"),
         *((f"rope-vit-ade20k-upernet-vit-{size}", 16, 8) for size in "bl"),
         *((f"rope-vit-ade20k-mask2former-swin-{size}", 16, 8) for size in "sb"),
-        *(
-            (f"rope-vit-coco-deformable-detr-{name}", 16, 8)
-            for name in ("vit-b", "vit-l", "swin-t", "swin-s", "swin-b")
-        ),
+        *((f"rope-vit-coco-dino-{name}", 16, 8) for name in ("vit-b", "vit-l", "swin-t", "swin-s", "swin-b")),
         ("vitdet-coco-mask-rcnn-vit-b", 64, 64),
     ],
 )
@@ -305,9 +302,9 @@ def test_the_rate_warms_up_and_falls_as_told(name: str, rate: float, warm: float
 @pytest.mark.parametrize(
     ("name", "rate", "warm", "falls"),
     [
-        ("rope-vit-coco-deformable-detr-vit-b", 1e-4, 0, [11 / 12]),
-        ("rope-vit-coco-deformable-detr-vit-l", 1e-4, 250 / 90_000, [300 / 375]),
-        *((f"rope-vit-coco-deformable-detr-swin-{size}", 1e-4, 0, [11 / 12]) for size in "tsb"),
+        ("rope-vit-coco-dino-vit-b", 1e-4, 0, [11 / 12]),
+        ("rope-vit-coco-dino-vit-l", 1e-4, 250 / 90_000, [300 / 375]),
+        *((f"rope-vit-coco-dino-swin-{size}", 1e-4, 0, [11 / 12]) for size in "tsb"),
         ("vitdet-coco-mask-rcnn-vit-b", 1e-4, 250 / 184_375, [163_889 / 184_375, 177_546 / 184_375]),
     ],
 )
@@ -335,9 +332,9 @@ def test_the_optimiser_is_the_papers() -> None:
     assert {kinds[f"rope-vit-{size}"] for size in "sbl"} == {("lamb", 0.03, 1.0, "bce", 400)}
     assert {kinds[f"rope-vit-{size}-224"] for size in "bl"} == {("adamw", 0.1, 0, "cross-entropy", 20)}
     assert {kinds[f"rope-swin-{size}"] for size in "tsb"} == {("adamw", 0.05, 5.0, "cross-entropy", 300)}
-    detr = {kinds[name] for name in PAPERS if "deformable-detr" in name}
-    assert detr == {("adamw", 1e-4, 0.1, "cross-entropy", 12)}
-    assert {settings[name].backbone_lr for name in PAPERS if "deformable-detr" in name} == {0.1}
+    dino = {kinds[name] for name in PAPERS if "dino" in name}
+    assert dino == {("adamw", 1e-4, 0.1, "cross-entropy", 12)}
+    assert {settings[name].backbone_lr for name in PAPERS if "dino" in name} == {0.1}
     assert kinds["vitdet-coco-mask-rcnn-vit-b"] == ("adamw", 0.1, 0, "cross-entropy", 100)
     assert settings["vitdet-coco-mask-rcnn-vit-b"].layer_decay == 0.7
     for name, epochs in {"comrope-imagenet": 200, "comrope-ucf101": 80, "comrope-finetune": 4}.items():
@@ -442,8 +439,8 @@ def small(config: RunConfig) -> Any:
         # two axes, or three of blocks of 8
         tiny = dict(dim=48 if hasattr(config.data, "frames") else 32, depth=2, num_heads=1, mlp_dim=32)
     inputs = {"input_size": [48, 48]} if model.input_size else {}
-    queries = {"num_queries": 4} if model.head in ("mask2former", "deformable-detr") else {}
-    head = {} if model.task == "classify" else {"head_channels": 64 if model.head == "deformable-detr" else 32}
+    queries = {"num_queries": 4} if model.head in ("mask2former", "dino") else {}
+    head = {} if model.task == "classify" else {"head_channels": 64 if model.head == "dino" else 32}
     return replace(model, size=None, **tiny, **inputs, **head, **queries)
 
 

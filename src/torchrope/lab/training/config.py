@@ -13,11 +13,11 @@ CONFIG = "config.yaml"
 """The file of a run's folder that holds its configuration."""
 
 OptimizerName = Literal["adamw", "adam", "lamb"]
-HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "deformable-detr"]
+HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "deformable-detr", "dino"]
 TASKS: dict[str, str] = {
     "classify": "classify",
     **dict.fromkeys(("upernet", "mask2former"), "segment"),
-    **dict.fromkeys(("faster-rcnn", "mask-rcnn", "deformable-detr"), "detect"),
+    **dict.fromkeys(("faster-rcnn", "mask-rcnn", "deformable-detr", "dino"), "detect"),
 }
 """What each head does."""
 
@@ -41,7 +41,7 @@ class ModelConfig:
     Attributes:
         backbone: "vit" or "swin".
         head: What reads it: "classify"; "upernet" or "mask2former" for semantic segmentation; "faster-rcnn",
-            "mask-rcnn" or "deformable-detr" for object detection.
+            "mask-rcnn", "deformable-detr" or "dino" for object detection.
         size: The papers' sizes by name; dim, depth, num_heads and mlp_dim below then override it one by one.
         dim: Channels of a token.
         depth: Layers.
@@ -55,7 +55,7 @@ class ModelConfig:
         global_layers: Layers of such a ViT that attend everywhere, counted from 1; by default the last one of each
             quarter.
         head_channels: Channels of a head for segmentation or detection; None is the head's own.
-        num_queries: Objects that "mask2former" and "deformable-detr" look for; None is the head's own.
+        num_queries: Objects that "mask2former", "deformable-detr" and "dino" look for; None is the head's own.
         pool: "cls" reads a class token at the origin, "mean" averages the patches; a Swin always does.
         num_registers: Extra tokens without a place.
         qkv_bias: Whether queries, keys and values have a bias.
@@ -169,8 +169,9 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and (value < 1 or self.task == "classify"):
                 raise ValueError(f"{name} must be 1 or more, below another head than classify, got {value}")
-        if self.num_queries is not None and self.head not in ("mask2former", "deformable-detr"):
-            raise ValueError(f"num_queries is read by mask2former and deformable-detr alone, got {self.num_queries}")
+        if self.num_queries is not None and self.head not in ("mask2former", "deformable-detr", "dino"):
+            rule = "num_queries is read by mask2former, deformable-detr and dino alone"
+            raise ValueError(f"{rule}, got {self.num_queries}")
 
     @property
     def task(self) -> str:

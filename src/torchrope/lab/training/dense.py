@@ -29,12 +29,13 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
     """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others.
 
-    Deformable DETR reads a Swin's stages but the first, as DINO does. A detector's pyramid leaves out levels with a
-    cell for every pixel, or more, where most of the time would go.
+    Deformable DETR and DINO read a Swin's stages but the first, and DINO a ViT's pyramid but its finest level, as in
+    detrex. A detector's pyramid leaves out levels with a cell for every pixel, or more, where most of the time would
+    go.
     """
     model = build_model(encoding, config, data)
     if not isinstance(model, ViT):
-        first = 1 if config.head == "deformable-detr" else 0
+        first = 1 if config.head in ("deformable-detr", "dino") else 0
         return Features(model, indices=range(first, len(model.stages)))
     windows: dict[str, Any] = {"window_size": config.window, "global_layers": config.global_layers}
     if config.head == "upernet":
@@ -42,6 +43,7 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
 
         return Features(model, indices=layers_of_plain_vit(len(model.layers)), **windows)
     fine = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1)) if config.task == "detect" else 0
+    fine = max(fine, 1) if config.head == "dino" else fine
     channels = config.head_channels or DETECTOR_CHANNELS
     return Features(model, pyramid=True, indices=range(fine, 4), out_channels=channels, **windows)
 
@@ -71,7 +73,11 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
 
             return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
         case "deformable-detr":
-            from torchrope.lab.dense.detection import DeformableDETR
+            from torchrope.lab.dense.detr import DeformableDETR
 
             return DeformableDETR(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
+        case "dino":
+            from torchrope.lab.dense.detr import DINO
+
+            return DINO(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
     raise ValueError(f"head must be for segmentation or detection, got {config.head!r}")
