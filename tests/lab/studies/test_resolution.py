@@ -312,7 +312,7 @@ def test_kanji_are_drawn_at_up_to_four_times_the_size_and_the_page_says_so(
     drawn = "Trained at 16 × 16; inputs are drawn anew at every size, so that larger ones have more detail."
     assert drawn in kanji["notes"]
     assert kanji["tables"][0]["note"].startswith(drawn)
-    resampled = "Trained at 8 × 8; inputs are resampled from that size"
+    resampled = "Trained at 8 × 8; inputs of other sizes are resampled from it"
     assert any(note.startswith(resampled) for note in found["notes"])
     assert found["tables"][0]["note"].startswith(resampled)
     assert "mixed sizes" in {row["what"] for row in kanji["figures"][1]["rows"]}

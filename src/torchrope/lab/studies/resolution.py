@@ -68,6 +68,11 @@ TITLES = {
     GROWN: "What windows that grow with the input change",
 }
 """Of the tables of changes that are not named as they are."""
+HOW_SIZED = {
+    "drawn": "are drawn anew at every size, so that larger ones have more detail",
+    "read": "are read from their files at every size, so that larger ones have the detail that the files have",
+    "resampled": "of other sizes are resampled from it, so that larger ones have no more detail, unlike in papers",
+}
 TABLE_IN_PAPERS = (
     "RoPE-ViT finds the opposite at every size above that of the training (figure 4; 80.9 against 77.6 % at twice the "
     "size, table 5), and LieRE no loss at twice the size (section 5.1; 71.7 after 69.3 %), both trained on "
@@ -302,8 +307,9 @@ def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tu
         The runs, and a note on what they are, or on why there are none.
 
     References:
-        Tian et al., ResFormer, CVPR 2023, section 3.1, whose batches have all sizes at once; the question of the first
-        reviewer of LieRE at ICLR 2025, which its authors answered by a second stage.
+        Tian et al., ResFormer, arXiv:2212.00776, whose batches have every picture at all sizes, with a consistency loss
+        between them; the question of a reviewer of LieRE at ICLR 2025 after data of varying sizes, which its authors
+        answered by a second stage.
     """
     if lab.config.optim.sizes:
         return [], ["All runs are trained across mixed sizes, as --optim.sizes says, so that none is compared with it."]
@@ -316,8 +322,8 @@ def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tu
         return [], [f"No training across mixed sizes: patches of {patch} leave {join_names(told)} alone."]
     runs = lab.runs(_chosen(lab, names, STAGED), optim={"sizes": sides})
     note = (
-        f"Mixed sizes: every step of the training draws one of {join_names(told)} pixels a side, as ResFormer trains "
-        "(Tian et al., CVPR 2023) without its distillation between sizes; as many steps as without."
+        f"Mixed sizes: every step of the training draws one of {join_names(told)} pixels a side, and there are as many "
+        "steps as without; ResFormer (Tian et al., CVPR 2023) has all sizes in a batch and a loss between them."
     )
     return runs, [note] if runs else []
 
@@ -619,10 +625,7 @@ def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
 
 def how_sized(data: DataModule, sizes: Sizes) -> str:
     """Where inputs of other sizes than that of the training come from, in a sentence."""
-    trained = f"Trained at {_shown(sizes.trained)}"
-    if data.draws_sizes:
-        return f"{trained}; inputs are drawn anew at every size, so that larger ones have more detail."
-    return f"{trained}; inputs are resampled from that size, so that larger ones have no more detail, unlike in papers."
+    return f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED['drawn' if data.draws_sizes else 'resampled']}."
 
 
 def contradictions(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[str]:

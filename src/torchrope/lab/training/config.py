@@ -183,10 +183,10 @@ class OptimConfig:
         ema_decay: Keep an average of the weights, this much of it staying at every step; it is evaluated and kept.
         effective_batch: Examples in one step of the optimiser over all devices: gradients of several batches add up
             to it, whatever the number of devices. By default one batch of every device.
-        sizes: Pixels per side, one of which is drawn for the inputs of every step (as ResFormer trains, Tian et al.,
-            CVPR 2023, without its distillation between sizes); by default all steps have the size of the data. Inputs
-            are drawn at that size where the data can be ("kanji"), else resampled behind their augmentation. Along
-            time nothing changes. Validation and costs are of the size of the data.
+        sizes: Pixels per side, one of which is drawn for the inputs of every step (training across resolutions: Tian et
+            al., ResFormer, arXiv:2212.00776); by default all steps have the size of the data. Inputs are drawn at that
+            size where the data can be ("kanji"), else resampled behind their augmentation. Along time nothing changes.
+            Validation and costs are of the size of the data.
     """
 
     epochs: int = 15
