@@ -215,11 +215,14 @@ def _study(arguments: list[str]) -> int:
     own = ["--data=scenes"] if names in OF_PLACES and not chosen else []
     parsed = parse("study", STUDY, StudyConfig, [*own, *options])
     _find_encodings(parsed.config.encodings, parsed.name("encodings"), parsed.allow)
+    wanted = suitable(parsed.config.data.name) if names == "all" else names.split(",")
+    if parsed.config.sizes and "resolution" not in wanted:
+        raise ValueError(f"{parsed.name('sizes')} is read by the study resolution alone, got {', '.join(wanted)}")
     from rich.console import Console
 
     from torchrope.lab.studies.engine.study import run_study
 
-    for name in suitable(parsed.config.data.name) if names == "all" else names.split(","):
+    for name in wanted:
         command = shlex.join(["torchrope", "study", name, *options])
         print(f"{name}:")
         run_study(name, parsed.config, command=command, console=Console())
@@ -274,10 +277,12 @@ def _train(arguments: list[str]) -> int:
     from torchrope.lab.training.models import check_patches
     from torchrope.lab.training.progress import RunProgress
     from torchrope.lab.training.run import train
+    from torchrope.lab.training.sizes import training_sizes
 
     out = Path(parsed.others["out"])
     data = make_data(parsed.config.data)
     check_patches(parsed.config.model, data)
+    training_sizes(parsed.config.optim, parsed.config.model, data)  # refuses those that patches do not divide
     data.setup()
     trainer = {name: value for name, value in parsed.others["trainer"].as_dict().items() if value is not None}
     if trainer.setdefault("enable_progress_bar", True):

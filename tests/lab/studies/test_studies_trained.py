@@ -199,8 +199,10 @@ def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dic
     ]
     assert {table["title"] for table in others} == {
         "What a second stage changes",
+        "What training across mixed sizes changes",
         "What perturbation changes",
         "What scaled frequencies change",
+        "What positions in [0, 1] change",
         "What two encodings together change",
     }
     by_name = {row["name"]: row for row in main["rows"]}

@@ -421,11 +421,13 @@ def in_background(command: list[str]) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_two_processes_under_torchrun_learn_as_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--optim.sizes=4,8,12"]], ids=["one size", "mixed sizes"])
+def test_two_processes_under_torchrun_learn_as_one_does(tmp_path: Path, more: list[str]) -> None:
     out = {name: tmp_path / name for name in ("alone", "ddp", "fsdp2")}
-    commands = [[sys.executable, "-m", "torchrope", *TRAIN, "--data.batch_size=20", f"--out={out['alone']}"]]
+    train_so = [*TRAIN, *more]
+    commands = [[sys.executable, "-m", "torchrope", *train_so, "--data.batch_size=20", f"--out={out['alone']}"]]
     for strategy in ("ddp", "fsdp2"):
-        launch = [*LAUNCH, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "torchrope", *TRAIN]
+        launch = [*LAUNCH, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "torchrope", *train_so]
         chosen = [f"--trainer.strategy={strategy}"] if strategy == "fsdp2" else []  # the other is the default
         commands.append([*launch, "--data.batch_size=5", f"--out={out[strategy]}", *chosen])
     runs = [in_background(command) for command in commands]

@@ -4,17 +4,20 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
 from torchrope.lab.data.config import AugmentConfig, DataConfig, HeldConfig
+from torchrope.lab.data.draws import Draws
 from torchrope.lab.data.faults import Fault, Skipping
+from torchrope.lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
 from torchrope.lab.data.repeated import Repeated
 from torchrope.lab.data.tensors import HeldSet, TensorSet
 
@@ -39,13 +42,15 @@ class DataModule(pl.LightningDataModule, ABC):
             `torchrope.lab.data.dense` says of what.
         map_classes: What the indices in a semantic map mean, for "segment".
         val_batch_factor: Examples in a batch of validation for each in one of training.
-        draws_sizes: Whether `drawn_at` makes examples of other sizes.
+        draws_sizes: Whether `drawn_at` and `train_at` make examples of other sizes.
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
         tells_spacing: Whether batches of volumes carry the mm between voxels `(batch, axes)` behind inputs and labels,
             set likewise.
         resume_at: Epoch and how many of its batches a run that goes on has seen, set likewise; they are left out.
+        train_sizes: Sizes of the training batches, of which one is drawn for every step of the optimiser, set likewise;
+            none is `input_size` alone. Validation keeps `input_size`.
     """
 
     name: str
@@ -63,13 +68,15 @@ class DataModule(pl.LightningDataModule, ABC):
     run_seed: int = 0
     tells_spacing: bool = False
     resume_at: tuple[int, int] = (0, 0)
+    train_sizes: Sequence[Size] = ()
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
         self.config = config
         self._skipped: list[Fault] = []
         self._datasets: tuple[Dataset, Dataset] | None = None
-        self._resident: HeldSet | None = None
+        self._drawn: dict[Size, Dataset | None] = {}
+        self._resident: dict[Size, HeldSet] = {}
 
     @abstractmethod
     def datasets(self) -> tuple[Dataset, Dataset]:
@@ -88,6 +95,10 @@ class DataModule(pl.LightningDataModule, ABC):
 
     def drawn_at(self, size: tuple[int, ...]) -> "DataModule | None":
         """The same validation examples drawn at another size; None where they can only be resampled."""
+        return None
+
+    def train_at(self, size: tuple[int, ...]) -> Dataset | None:
+        """The same training examples drawn at another size; None where they can only be resampled."""
         return None
 
     @property
@@ -142,15 +153,18 @@ class DataModule(pl.LightningDataModule, ABC):
         Made anew for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
         random state, so a resumed run sees what an uninterrupted one sees.
         """
-        train = self._told(self._made_datasets()[0])
+        train, _ = self._made_datasets()
         epoch, replicas, rank = self._place()
-        if self.trainer is not None:
-            train = self._on_device(train, self.trainer.strategy.root_device)
+        seed, batch_size = self._seed + epoch, self.config.batch_size
         sampler = self._train_order(train, epoch, replicas, rank)
         if epoch == self.resume_at[0] and self.resume_at[1]:
-            sampler = RestOf(sampler, epoch, self.resume_at[1] * self.config.batch_size)
-        generator = torch.Generator().manual_seed(self._seed + epoch)  # seeds worker processes
-        return self._loader(self._augmented(train, self._seed + epoch), self.config.batch_size, sampler, generator)
+            sampler = RestOf(sampler, epoch, self.resume_at[1] * batch_size)
+        generator = torch.Generator().manual_seed(seed)  # seeds worker processes
+        if not self.train_sizes:
+            return self._loader(self._examples(self.input_size, seed), batch_size, sampler, generator)
+        batches = SizedBatches(sampler, batch_size, partial(self._size_of_batch, seed=seed))
+        examples = MixedSizes({size: self._examples(size, seed) for size in self.train_sizes})
+        return self._loader(examples, batch_sampler=batches, generator=generator)
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
         """Order one process's training examples of an epoch."""
@@ -170,6 +184,25 @@ class DataModule(pl.LightningDataModule, ABC):
         files = getattr(train, "samples", None)
         return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
 
+    def _examples(self, size: Size, seed: int) -> Dataset:
+        """The training examples of an epoch at a size, drawn at it or resampled behind what changes them."""
+        same = size == tuple(self.input_size)
+        if not same and size not in self._drawn:
+            self._drawn[size] = self.train_at(size)  # kept: a loader is made for every epoch
+        drawn = None if same else self._drawn[size]
+        train = self._told(self._made_datasets()[0] if drawn is None else drawn)
+        if self.trainer is not None:
+            at = tuple(self.input_size) if drawn is None else size
+            train = self._on_device(train, at, self.trainer.strategy.root_device)
+        examples = self._augmented(train, seed)
+        return examples if same or drawn is not None else Resampled(examples, size)
+
+    def _size_of_batch(self, number: int, seed: int) -> Size:
+        """The size of an epoch's batch, a function of the seed and of the optimiser's step that it belongs to."""
+        together = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+        drawn = Draws(seed, [number // together]).uniform("size").item()
+        return self.train_sizes[int(drawn * len(self.train_sizes))]
+
     def _augmented(self, train: Dataset, seed: int) -> Dataset:
         """What is drawn at random for an example depends on seed and example alone."""
         if isinstance(train, TensorSet) and not self.config.augment.on:
@@ -178,14 +211,14 @@ class DataModule(pl.LightningDataModule, ABC):
 
         return EpochSet(train, AugmentConfig(**vars(self.config.augment)), self.num_classes, seed)
 
-    def _on_device(self, train: Dataset, device: torch.device) -> Dataset:
+    def _on_device(self, train: Dataset, size: Size, device: torch.device) -> Dataset:
         """Keep a set that is held in memory on the device that trains on it, where there is room."""
         allowed = isinstance(self.config, HeldConfig) and self.config.resident
         if not isinstance(train, HeldSet) or not allowed or train.nbytes > RESIDENT_BYTES:
             return train
-        if self._resident is None or self._resident.inputs.device != device:
-            self._resident = train if train.inputs.device == device else train.to(device)
-        return self._resident
+        if size not in self._resident or self._resident[size].inputs.device != device:
+            self._resident[size] = train if train.inputs.device == device else train.to(device)
+        return self._resident[size]
 
     def val_dataloader(self) -> DataLoader:
         """Draw validation batches in the order of the set.
@@ -230,16 +263,17 @@ class DataModule(pl.LightningDataModule, ABC):
     def _loader(
         self,
         dataset: Dataset,
-        batch_size: int,
+        batch_size: int = 1,
         sampler: Iterable[int] | None = None,
         generator: torch.Generator | None = None,
+        batch_sampler: BatchSampler | None = None,
     ) -> DataLoader:
-        held = dataset.dataset if hasattr(dataset, "dataset") else dataset
-        elsewhere = isinstance(held, HeldSet) and held.inputs.device.type != "cpu"
+        elsewhere = any(isinstance(held, HeldSet) and held.inputs.device.type != "cpu" for held in sources(dataset))
         return DataLoader(
             dataset,
             batch_size=batch_size,
             sampler=sampler,
+            batch_sampler=batch_sampler,
             generator=generator,
             collate_fn=collate_once,
             num_workers=0 if elsewhere else self.config.workers,  # a device's memory is its own process's
@@ -276,6 +310,26 @@ class RestOf(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self.whole)  # type: ignore[arg-type]
+
+
+class SizedBatches(BatchSampler):
+    """Batches of `(size, index)`, the size a function of the batch's number within the epoch.
+
+    Args:
+        order: Order of the examples; where it leaves out some that were seen, batches are counted on behind them.
+        batch_size: Examples of a batch.
+        size_of: From the number of a batch to its size.
+    """
+
+    def __init__(self, order: Sampler[int], batch_size: int, size_of: Callable[[int], Size]) -> None:
+        super().__init__(order, batch_size, drop_last=False)
+        self.size_of = size_of
+
+    def __iter__(self) -> Iterator[list[tuple[Size, int]]]:  # type: ignore[override]
+        first = self.sampler.seen // self.batch_size if isinstance(self.sampler, RestOf) else 0
+        for number, batch in enumerate(super().__iter__(), first):
+            size = self.size_of(number)
+            yield [(size, index) for index in batch]
 
 
 def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:

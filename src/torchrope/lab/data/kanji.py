@@ -93,6 +93,16 @@ class Kanji(DataModule):
         other._datasets = (train, TensorSet(self._draw(self._split[1], side), val.labels, val.normalise))
         return other
 
+    def train_at(self, size: tuple[int, ...]) -> HeldSet:
+        """The same training characters, drawn at another size and normalised as those of this size are."""
+        (side,) = set(size)
+        train, crop_scale = self._made_datasets()[0], self.config.augment.crop_scale
+        assert isinstance(train, TensorSet | CroppedSet)
+        if crop_scale is None:
+            return TensorSet(self._draw(self._split[0], side), train.labels, train.normalise)
+        finer = self._draw(self._split[0], FINER * side)
+        return CroppedSet(finer, train.labels, side, crop_scale, train.normalise)
+
     @cached_property
     def _split(self) -> tuple[Tensor, Tensor]:
         """Indices of what is trained on and of what is held out."""

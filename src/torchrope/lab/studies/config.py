@@ -28,6 +28,8 @@ class CompareConfig(StudyConfig):
         super().__post_init__()
         if self.model.task != "classify":
             raise ValueError(f"compare is for model.head classify (others: study dense), got {self.model.head!r}")
+        if self.sizes:
+            raise ValueError(f"sizes is for the study resolution (compare has scales), got {self.sizes}")
         if not self.encodings:
             raise ValueError("encodings must name at least one, got none")
         if not all(scale > 0 for scale in self.scales):

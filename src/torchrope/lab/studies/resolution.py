@@ -1,18 +1,15 @@
 """Accuracy at other input sizes, and what helps (LieRE fig. 2, ComRoPE table 3, RoPE-ViT figs. 4-6, table 5)."""
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
-from torchrope.encodings import STRING, NoEncoding
-from torchrope.encodings.scaling import extend, yarn_temperature
-from torchrope.lab.conclusion import Interval, one_seed
+from torchrope.encodings import NoEncoding
+from torchrope.lab.conclusion import Interval, join_names, one_seed
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose
@@ -24,11 +21,13 @@ from torchrope.lab.studies.engine.estimates import (
     NONE_POSSIBLE,
     VERDICT,
     at_best,
+    by_encoding,
     cells,
     concluded,
     contrasts,
     in_percent,
     named,
+    points,
     tied_with,
     verdict,
     verdict_of,
@@ -38,19 +37,47 @@ from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lab.studies.other_sizes import (
+    METHODS,
+    InWindows,
+    ends_of_lattice,
+    extended_for,
+    methods_for,
+    rescaled_for,
+    window_at,
+)
 from torchrope.lab.training.evaluate import predict_at, scaled_sizes
+from torchrope.lab.training.sizes import size_of
 from torchrope.models import Swin, ViT
-from torchrope.positions import per_axis
 
 Size = tuple[int, ...]
 Right = dict[Size, np.ndarray]  # right or not, (seeds, examples)
+Adapt = Callable[[Any, Size], nn.Module]
+"""From a trained model and a size to the model that is evaluated there."""
 
 SCALES = (0.5, 0.75, 1.25, 1.5, 2.0)
+MIXED_SCALES = (0.75, 1.0, 1.25)
 STAGE_SCALE = 256 / 224
 STAGE_SHARE = 30 / 200  # of the first stage's epochs
 STAGE_LR = 0.1  # of the first stage's
 JITTER = 1.0
-METHODS = {"ntk": "NTK", "yarn": "YaRN", "interpolate": "interpolation"}
+MIXED, RESCALED, GROWN = "mixed sizes", "positions in", "windows grown"
+TITLES = {
+    **dict.fromkeys(METHODS.values(), "What scaled frequencies change"),
+    MIXED: "What training across mixed sizes changes",
+    GROWN: "What windows that grow with the input change",
+}
+"""Of the tables of changes that are not named as they are."""
+HOW_SIZED = {
+    "drawn": "are drawn anew at every size, so that larger ones have more detail",
+    "read": "are read from their files at every size, so that larger ones have the detail that the files have",
+    "resampled": "of other sizes are resampled from it, so that larger ones have no more detail, unlike in papers",
+}
+TABLE_IN_PAPERS = (
+    "RoPE-ViT finds the opposite at every size above that of the training (figure 4; 80.9 against 77.6 % at twice the "
+    "size, table 5), and LieRE no loss at twice the size (section 5.1; 71.7 after 69.3 %), both trained on "
+    "random-resized crops and evaluated on photographs that have the detail."
+)
 STAGED = ("learned", "axial", "mixed", "liere:8", "comrope-ld")
 JITTERED = ("mixed", "liere:8", "comrope-ld")
 ZOOMED_OTHERWISE = ("motion",)
@@ -121,15 +148,40 @@ class Sizes:
     axis: int
 
     @classmethod
-    def of(cls, data: DataModule, patch_size: Sequence[int]) -> "Sizes":
-        """About half to twice the size of the training along every axis but time, in whole patches."""
+    def of(cls, data: DataModule, patch_size: Sequence[int], asked: Sequence[int] = ()) -> "Sizes":
+        """About half to twice the size of the training along every axis but time, in whole patches.
+
+        Args:
+            data: Tells the size of the training.
+            patch_size: Extent of a patch along each axis.
+            asked: Pixels per side of other sizes in the place of these.
+
+        Raises:
+            ValueError: the patch does not divide a size that was asked for, or that of the training alone was.
+        """
+        trained = tuple(data.input_size)
         axis = next((index for index, name in enumerate(data.axes) if name != "time"), 0)
-        return cls(tuple(scaled_sizes(data, patch_size, SCALES)), tuple(data.input_size), axis)
+        if not asked:
+            return cls(tuple(scaled_sizes(data, patch_size, SCALES)), trained, axis)
+        others = {size_of(pixels, data, patch_size, "--sizes") for pixels in asked}
+        if others == {trained}:
+            raise ValueError(f"--sizes must name one beside that of the training, got {trained[-1]}")
+        return cls(tuple(sorted({*others, trained})), trained, axis)
+
+    @property
+    def others(self) -> tuple[Size, ...]:
+        """All but that of the training."""
+        return tuple(size for size in self.all if size != self.trained)
 
     @property
     def larger(self) -> tuple[Size, ...]:
         """Those above that of the training."""
         return tuple(size for size in self.all if size > self.trained)
+
+    @property
+    def farthest(self) -> Size:
+        """The one that answers are about: the largest, or where none is above that of the training the smallest."""
+        return self.all[-1] if self.larger else self.all[0]
 
     def scale(self, size: Size) -> float:
         """Over that of the training."""
@@ -159,28 +211,40 @@ def find(lab: Lab) -> Findings:
     if not plain:
         return Findings(NONE_POSSIBLE, notes=notes)
     names = list(dict.fromkeys(run.encoding for run in plain))
-    staged, more = second_stages(lab, names)
-    jittered, and_more = perturbed(lab, names)
-    trained = lab.train([*plain, *staged, *jittered])
     patch_size = lab.blueprint(plain[0]).embed.patch_size
-    sizes = Sizes.of(lab.data, patch_size)
-    first, second, third = _parts(trained, (len(plain), len(staged), len(jittered)))
+    sizes = Sizes.of(lab.data, patch_size, lab.config.sizes)
+    staged, more = second_stages(lab, names)
+    mixed, and_more = mixed_sizes(lab, names, patch_size)
+    jittered, still_more = perturbed(lab, names)
+    trained = lab.train([*plain, *staged, *mixed, *jittered])
+    first, second, across, third = _parts(trained, [len(runs) for runs in (plain, staged, mixed, jittered)])
     right = measured(first, lab, sizes)
     extended, left_out = extensions(first, lab, sizes)
     changes = [
-        *(Change("a second stage", name, found, right[name]) for name, found in measured(second, lab, sizes).items()),
-        *(Change("perturbation", name, found, right[name]) for name, found in measured(third, lab, sizes).items()),
+        *_changes("a second stage", measured(second, lab, sizes), right),
+        *_changes(MIXED, measured(across, lab, sizes), right),
+        *_changes("perturbation", measured(third, lab, sizes), right),
         *(Change(METHODS[how], name, found, right[name]) for (name, how), found in extended.items()),
+        *(Change(what, name, found, right[name]) for (name, what), found in rescaled(first, lab, sizes).items()),
+        *_changes(GROWN, grown(first, lab, sizes), right),
         *_together(right),
     ]
     effects = _effects(changes)
     return Findings(
         answer=_answer(right, effects, sizes, len(lab.seeds)),
-        tables=_tables(right, effects, sizes),
+        tables=_tables(right, effects, sizes, how_sized(lab.data, sizes)),
         figures=_figures(right, effects, sizes),
         published=PUBLISHED,
         checks=_checks(first, right, lab, sizes),
-        notes=[*notes, *more, *and_more, *left_out, *_notes(lab, sizes)],
+        notes=[
+            *contradictions(right, effects, sizes),
+            *notes,
+            *more,
+            *and_more,
+            *still_more,
+            *left_out,
+            *_notes(lab, sizes, effects),
+        ],
         advice=_advice(right, changes, sizes, lab),
     )
 
@@ -231,6 +295,39 @@ def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]
     return runs, [note] if runs else []
 
 
+def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tuple[list[Run], list[str]]:
+    """Runs whose every step draws one of three sizes: about 0.75, 1 and 1.25 times that of the training.
+
+    Args:
+        lab: Of the study.
+        names: Encodings that can be trained.
+        patch_size: Extent of a patch along each axis.
+
+    Returns:
+        The runs, and a note on what they are, or on why there are none.
+
+    References:
+        Tian et al., ResFormer, arXiv:2212.00776, whose batches have every picture at all sizes, with a consistency loss
+        between them; the question of a reviewer of LieRE at ICLR 2025 after data of varying sizes, which its authors
+        answered by a second stage.
+    """
+    if lab.config.optim.sizes:
+        return [], ["All runs are trained across mixed sizes, as --optim.sizes says, so that none is compared with it."]
+    if lab.data.axes[-1] == "time":
+        return [], ["No training across mixed sizes: the length in time is kept."]
+    patch = patch_size[-1]
+    sides = sorted({patch * max(1, round(scale * lab.data.input_size[-1] / patch)) for scale in MIXED_SCALES})
+    told = [str(side) for side in sides]
+    if len(sides) < len(MIXED_SCALES):
+        return [], [f"No training across mixed sizes: patches of {patch} leave {join_names(told)} alone."]
+    runs = lab.runs(_chosen(lab, names, STAGED), optim={"sizes": sides})
+    note = (
+        f"Mixed sizes: every step of the training draws one of {join_names(told)} pixels a side, and there are as many "
+        "steps as without; ResFormer (Tian et al., CVPR 2023) has all sizes in a batch and a loss between them."
+    )
+    return runs, [note] if runs else []
+
+
 def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
     """Runs whose patches move within their cells in training, as ComRoPE's with intensity 1."""
     if lab.config.model.backbone == "swin" or lab.config.model.jitter:
@@ -245,98 +342,85 @@ def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 def measured(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
     """Which validation examples are right at every size, by encoding."""
-    name = "-".join(["top1-at", *(_key(size) for size in sizes.all)])
-    found: dict[str, list[dict[str, Any]]] = {}
-    for each in trained:
-        predicted = each.measure(name, lambda model, _: predictions(model, lab.data, sizes.all))
-        found.setdefault(each.encoding, []).append(predicted)
-    return {encoding: _right(runs, sizes.all) for encoding, runs in found.items()}
-
-
-def predictions(model: ViT | Swin, data: DataModule, sizes: Sequence[Size]) -> dict[str, Any]:
-    """Classes that a model gives the validation set at each of the sizes: `labels`, and one list a size."""
-    found: dict[str, Any] = {}
-    for size in sizes:
-        labels, logits = predict_at(model, data, tuple(size))
-        found |= {"labels": labels.tolist(), _key(size): logits.argmax(dim=-1).tolist()}
-    return found
+    return {name: _right(runs, lab, "top1", sizes.all) for name, runs in by_encoding(trained).items()}
 
 
 def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict[tuple[str, str], Right], list[str]]:
     """Which examples are right at the larger sizes with frequencies scaled for them, by encoding and method."""
     if lab.config.model.backbone == "swin":
-        return {}, ["Scaled frequencies are left out: a Swin's windows do not grow with the input."]
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    refused: dict[tuple[str, str], str] = {}
-    for each in trained:
-        for method in methods_for(lab.blueprint(each.run), each.encoding):
-            name = "-".join([method, *(_key(size) for size in sizes.larger)])
-            result = each.measure(name, partial(_extended_predictions, data=lab.data, sizes=sizes, method=method))
-            if "refused" in result:
-                refused[each.encoding, method] = result["refused"]
-            else:
-                found.setdefault((each.encoding, method), []).append(result)
-    notes = [f"{METHODS[how]} of {name} is left out: {why}." for (name, how), why in refused.items()]
+        return {}, ["Scaled frequencies are left out: positions of a Swin are those within a window."]
+    found: dict[tuple[str, str], Right] = {}
+    notes = []
+    for name, runs in by_encoding(trained).items() if sizes.larger else ():
+        for method in methods_for(lab.blueprint(runs[0].run), name):
+            longer = partial(extended_for, trained=sizes.trained, method=method)
+            try:
+                found[name, method] = _right(runs, lab, method, sizes.larger, longer)
+            except ValueError as error:
+                notes.append(f"{METHODS[method]} of {name} is left out: {error}.")
     if found:
         notes.append(
             "NTK and YaRN need frequencies, which blocks of 2 and STRING have; larger blocks are only interpolated. "
             "YaRN includes its temperature. No method trains."
         )
-    return {key: _right(runs, sizes.larger) for key, runs in found.items()}, notes
+    return found, notes
 
 
-def methods_for(model: ViT | Swin, encoding: str) -> list[str]:
-    """The ways to scale a rotary encoding without an absolute one or a bias; none for others."""
-    if "+" in encoding or isinstance(model, Swin) or isinstance(model.encodings[0], NoEncoding):
-        return []
-    with_frequencies = isinstance(model.encodings[0], STRING) or model.encodings[0].block_size == 2
-    return list(METHODS) if with_frequencies else ["interpolate"]
+def rescaled(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[tuple[str, str], Right]:
+    """Which examples are right at other sizes with positions of the range trained, by encoding and name of that range.
+
+    References:
+        Yu et al., ComRoPE, table 3 of the supplement, whose code divides positions by the patches of the present size.
+    """
+    found = {}
+    for name, runs in by_encoding(trained).items():
+        model = lab.blueprint(runs[0].run)
+        if isinstance(model, ViT) and (ends := ends_of_lattice(model, sizes.trained)) is not None:
+            found[name, f"{RESCALED} {ends}"] = _right(runs, lab, "rescaled", sizes.others, rescaled_for)
+    return found
 
 
-def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
-    """A copy of a trained model whose encodings are scaled for inputs of a larger size.
+def grown(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
+    """Which examples are right at other sizes with windows of a Swin as much larger or smaller, by encoding.
 
-    Args:
-        model: Trained.
-        size: Of the inputs.
-        trained: Of those in training.
-        method: A key of `METHODS`.
+    References:
+        Heo et al., RoPE-ViT, figures 5 and 6.
+    """
+    if lab.config.model.backbone != "swin":
+        return {}
+
+    def adapt(model: Swin, size: Size) -> nn.Module:
+        return InWindows(model, window_at(model, size, sizes.trained))
+
+    return {name: _right(runs, lab, "windows", sizes.others, adapt) for name, runs in by_encoding(trained).items()}
+
+
+def _right(
+    runs: Sequence[Trained], lab: Lab, key: str, sizes: Sequence[Size], adapt: Adapt = lambda model, _: model
+) -> Right:
+    """Which examples runs of one encoding get right at sizes, each with the model as it is adapted to the size.
 
     Raises:
-        ValueError: what `extend` refuses.
+        ValueError: the model cannot be adapted so.
     """
-    lattice = model.embed.lattice(trained)
-    factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
-    spacing = per_axis("spacing", model.spacing, len(lattice))
-    extent = [count * step for count, step in zip(lattice, spacing, strict=True)]
-    longer = copy.deepcopy(model)
-    scaled = [extend(each, factor, method=method, train_size=extent) for each in model.encodings]  # type: ignore
-    longer.encodings = nn.ModuleList(scaled)
-    if method == "yarn":
-        _sharpen(longer, yarn_temperature(factor))
-    return longer
-
-
-@torch.no_grad()
-def _sharpen(model: ViT, temperature: float) -> None:
-    """Multiply all queries and keys."""
-    for layer in model.layers:
-        qkv = layer.attention.qkv  # type: ignore[union-attr]
-        width = 2 * qkv.out_features // 3  # type: ignore
-        for parameter in (qkv.weight, qkv.bias):  # type: ignore[union-attr]
-            if parameter is not None:
-                parameter[:width] *= temperature  # type: ignore
-
-
-def _extended_predictions(model: ViT, _: DataModule, *, data: DataModule, sizes: Sizes, method: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for size in sizes.larger:
-        try:
-            longer = extended_for(model, size, sizes.trained, method)
-        except ValueError as error:
-            return {"refused": str(error)}
-        found |= predictions(longer, data, [size])
+    found = {}
+    for size in sizes:
+        name = f"{key}-at-{_key(size)}"
+        at = [run.measure(name, partial(_predictions, size=size, adapt=adapt), lab.data) for run in runs]
+        if refused := next((each["refused"] for each in at if "refused" in each), None):
+            raise ValueError(refused)
+        found[size] = np.stack([np.equal(each["labels"], each["predicted"]).astype(float) for each in at])
     return found
+
+
+def _predictions(model: ViT | Swin, data: DataModule, size: Size, adapt: Adapt) -> dict[str, Any]:
+    """Classes that a model gives the validation set at a size, and the true ones; or why it cannot be adapted to it."""
+    try:
+        adapted = adapt(model, size)
+    except ValueError as error:
+        return {"refused": str(error)}
+    labels, logits = predict_at(adapted, data, size)
+    return {"labels": labels.tolist(), "predicted": logits.argmax(dim=-1).tolist()}
 
 
 def _chosen(lab: Lab, names: Sequence[str], usual: Sequence[str]) -> list[str]:
@@ -349,18 +433,16 @@ def _parts(trained: list[Trained], lengths: Sequence[int]) -> list[list[Trained]
     return [trained[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def _right(runs: Sequence[dict[str, Any]], sizes: Sequence[Size]) -> Right:
-    return {
-        size: np.stack([np.equal(each["labels"], each[_key(size)]).astype(float) for each in runs]) for size in sizes
-    }
-
-
 def _key(size: Sequence[int]) -> str:
     return "x".join(map(str, size))
 
 
 def _shown(size: Size) -> str:
     return " × ".join(map(str, size))
+
+
+def _changes(what: str, found: Mapping[str, Right], right: Mapping[str, Right]) -> list[Change]:
+    return [Change(what, name, each, right[name]) for name, each in found.items()]
 
 
 def _together(right: dict[str, Right]) -> list[Change]:
@@ -403,13 +485,14 @@ def _top1(right: np.ndarray) -> Interval:
     return in_percent(accuracy_interval(right))
 
 
-def _tables(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Table]:
-    largest = sizes.all[-1]
-    conclusion = concluded({name: found[largest] for name, found in right.items()})
-    kept = contrasts([(found[largest], found[sizes.trained]) for found in right.values()])
+def _tables(right: dict[str, Right], effects: Effects, sizes: Sizes, how: str) -> list[Table]:
+    farthest = sizes.farthest
+    which = "largest" if sizes.larger else "smallest"
+    conclusion = concluded({name: found[farthest] for name, found in right.items()})
+    kept = contrasts([(found[farthest], found[sizes.trained]) for found in right.values()])
     rows = []
     for (name, found), lost in sorted(
-        zip(right.items(), kept, strict=True), key=lambda row: -row[0][1][largest].mean()
+        zip(right.items(), kept, strict=True), key=lambda row: -row[0][1][farthest].mean()
     ):
         row: dict[str, Any] = {**named(name), **cells("kept", lost), "verdict": verdict(conclusion, name)}
         for size in sizes.all:
@@ -418,30 +501,30 @@ def _tables(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Tab
     columns = [
         *NAMES,
         *_columns(sizes.all, "%"),
-        with_interval("kept", "Largest against trained", "points", 1),
+        with_interval("kept", f"{which.capitalize()} against trained", "points", 1),
         VERDICT,
     ]
-    note = f"Trained at {_shown(sizes.trained)}. Verdicts are at the largest size. Largest against trained: {HOLM}"
+    note = f"{how} Verdicts are at the {which} size. {which.capitalize()} against trained: {HOLM}"
     tables = [Table("Top-1 by inference size", columns, rows, note=note)]
     for title in dict.fromkeys(_title(what) for what, _ in effects):
         chosen = {key: found for key, found in effects.items() if _title(key[0]) == title}
         at = [size for size in sizes.all if all(size in found for found in chosen.values())]
         lines = []
         for (what, name), effect in chosen.items():
-            line: dict[str, Any] = {**named(name), "what": what, "verdict": verdict_of(effect[largest])}
+            line: dict[str, Any] = {**named(name), "what": what, "verdict": verdict_of(effect[farthest])}
             for size in at:
                 line |= _cells(size, effect[size])
             lines.append(line)
         columns = [*NAMES, Column("what", "With"), *_columns(at, "points"), VERDICT]
         note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Holm)."
-        tables.append(Table(title, columns, lines, note=f"{note} Verdicts are at the largest size."))
+        tables.append(Table(title, columns, lines, note=f"{note} Verdicts are at the {which} size."))
     return tables
 
 
 def _title(what: str) -> str:
-    if what in METHODS.values():
-        return "What scaled frequencies change"
-    return "What two encodings together change" if what.endswith(" added") else f"What {what} changes"
+    if what.startswith(RESCALED):
+        return f"What {what} change"
+    return "What two encodings together change" if what.endswith(" added") else TITLES.get(what, f"What {what} changes")
 
 
 def _figures(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Figure]:
@@ -483,10 +566,10 @@ def _figures(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Fi
 
 
 def _answer(right: dict[str, Right], effects: Effects, sizes: Sizes, seeds: int) -> str:
-    largest = sizes.all[-1]
-    (best, *others), value = _at_best(right, largest)
-    reached = f"At {_shown(largest)} ({sizes.scale(largest):g} times the training size) {best} reaches {value}"
-    helped = {key: found[largest] for key, found in effects.items() if found[largest].low > 0}
+    farthest = sizes.farthest
+    (best, *others), value = _at_best(right, farthest)
+    reached = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size) {best} reaches {value}"
+    helped = {key: found[farthest] for key, found in effects.items() if farthest in found and found[farthest].low > 0}
     helps = ""
     if effects:
         helps = f"; {len(helped)} of {len(effects)} changes measurably help"
@@ -517,7 +600,7 @@ def _advice(right: dict[str, Right], changes: list[Change], sizes: Sizes, lab: L
     if len(right) < 2 or not sizes.larger:
         return []
     largest = sizes.all[-1]
-    case = f"Inputs {sizes.scale(largest):g} times as large as in training"
+    case = f"Inputs {sizes.scale(largest):.3g} times as large as in training"
     where = f"at {_shown(largest)} on {lab.data.title}, trained at {_shown(sizes.trained)}"
     found = []
     for state, candidates in (
@@ -540,17 +623,66 @@ def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
     return {f"{change.name} with {change.what}": (change.name, change.right) for change in alone}
 
 
-def _notes(lab: Lab, sizes: Sizes) -> list[str]:
-    resampled = (
-        "Inputs are resampled from the size trained on, so that a larger one has no more detail, unlike in papers."
+def how_sized(data: DataModule, sizes: Sizes) -> str:
+    """Where inputs of other sizes than that of the training come from, in a sentence."""
+    return f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED['drawn' if data.draws_sizes else 'resampled']}."
+
+
+def contradictions(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[str]:
+    """What papers say of inputs larger than in training and these results measurably contradict, a note each."""
+    if not sizes.larger:
+        return []
+    return [note for note in (_table_ahead(right, sizes), _rescaling_ahead(effects, sizes)) if note]
+
+
+def _table_ahead(right: dict[str, Right], sizes: Sizes) -> str:
+    """A note where a resampled table is ahead of rotary encodings at the largest size."""
+    largest, table = sizes.farthest, right.get("learned")
+    rotary = [name for name in right if "+" not in name and choose(name).rotary is not NoEncoding]
+    if table is None or not rotary:
+        return ""
+    gaps = dict(zip(rotary, contrasts([(table[largest], right[name][largest]) for name in rotary]), strict=True))
+    behind = [name for name in rotary if gaps[name].low > 0]
+    if not behind:
+        return ""
+    nearest = min(behind, key=lambda name: gaps[name].estimate)
+    return (
+        f"This contradicts the papers: at {_shown(largest)} learned, a table that is resampled, is ahead of "
+        f"{len(behind)} of {len(rotary)} rotary encodings, of {nearest}, the closest, by {points(gaps[nearest])}. "
+        f"{TABLE_IN_PAPERS}"
     )
-    notes = ["Inputs are drawn at every size." if lab.data.draws_sizes else resampled]
+
+
+def _rescaling_ahead(effects: Effects, sizes: Sizes) -> str:
+    """A note where LieRE or RoPE-Mixed do better at the largest size with positions of the range trained."""
+    gains: dict[str, Interval] = {}
+    for (what, name), found in effects.items():
+        is_theirs = name == "mixed" or name.partition(":")[0] == "liere"
+        is_rescaling = what.startswith(RESCALED) or what == METHODS["interpolate"]
+        if is_theirs and is_rescaling and found[sizes.farthest].low > 0:
+            gains.setdefault(name, found[sizes.farthest])
+    if not gains:
+        return ""
+    added = join_names([f"{points(gain)} to {name}" for name, gain in gains.items()])
+    return (
+        "This contradicts LieRE, section 5.1, where positions that run past those of the training do better than "
+        f"positions rescaled to a fixed range: at {_shown(sizes.farthest)} rescaling adds {added}."
+    )
+
+
+def _notes(lab: Lab, sizes: Sizes, effects: Effects) -> list[str]:
+    notes = [how_sized(lab.data, sizes)]
+    if any(what.startswith(RESCALED) for what, _ in effects):
+        notes.append(
+            "Positions in a fixed range are the rule of ComRoPE's code at every size, where here they run past those "
+            "of the training; at larger sizes [0, 1] is interpolation."
+        )
     if "time" in lab.data.axes:
         notes.append("The number of frames is unchanged.")
     if lab.data.views > 1:
         notes.append("Other sizes are measured on one view of each example.")
     if lab.config.model.backbone == "swin":
-        notes.append("A Swin's windows keep their tokens; in RoPE-ViT they grow with the input.")
+        notes.append("A Swin's windows keep their tokens as trained; windows that grow with the input are RoPE-ViT's.")
     return notes
 
 
@@ -562,6 +694,7 @@ STUDY = Study(
         f"{LIERE_REVIEWS}, resolutions",
         f"{COMROPE}, table 3",
         f"{ROPE_VIT}, figures 4 to 6 and table 5",
+        "Tian et al., ResFormer (CVPR 2023), for training across mixed sizes",
     ),
     find=find,
     encodings=(

@@ -216,6 +216,10 @@ class OptimConfig:
         ema_decay: Keep an average of the weights, this much of it staying at every step; it is evaluated and kept.
         effective_batch: Examples in one step of the optimiser over all devices: gradients of several batches add up
             to it, whatever the number of devices. By default one batch of every device.
+        sizes: Pixels per side, one of which is drawn for the inputs of every step (training across resolutions: Tian et
+            al., ResFormer, arXiv:2212.00776); by default all steps have the size of the data. Inputs are drawn at that
+            size where the data can be ("kanji"), else resampled behind their augmentation. Along time nothing changes.
+            Validation and costs are of the size of the data.
     """
 
     epochs: int = 15
@@ -237,6 +241,7 @@ class OptimConfig:
     encoding_lr: float = 1.0
     ema_decay: float | None = None
     effective_batch: int | None = None
+    sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.betas = tuple(self.betas)  # type: ignore[assignment]  # YAML has lists alone
@@ -272,6 +277,8 @@ class OptimConfig:
             raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}")
         if self.effective_batch is not None and self.effective_batch < 1:
             raise ValueError(f"effective_batch must be 1 or more, got {self.effective_batch}")
+        if any(size < 1 for size in self.sizes) or len(set(self.sizes)) < len(self.sizes):
+            raise ValueError(f"sizes must be 1 or more, each named once, got {', '.join(map(str, self.sizes))}")
 
 
 @dataclass
@@ -349,6 +356,9 @@ class RunConfig:
             if not self.backbone_from.startswith("timm:"):
                 self.backbone_from = os.path.abspath(os.path.expanduser(self.backbone_from))
         check_spacing(self.model, self.data)
+        if self.optim.sizes and self.model.task != "classify":
+            rule = "--optim.sizes is for model.head classify (others train on pictures of any size)"
+            raise ValueError(f"{rule}, got {', '.join(map(str, self.optim.sizes))} with {self.model.head}")
 
 
 def check_spacing(model: ModelConfig, data: DataConfig) -> None:

@@ -1,6 +1,7 @@
 """One training run that survives being killed: a checkpoint after every epoch, written whole."""
 
 import logging
+import math
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ from torchrope.lab.training.interruption import Interrupted, SaveOnSignal
 from torchrope.lab.training.models import build_for_costs, build_model
 from torchrope.lab.training.module import Module
 from torchrope.lab.training.pretrained import start_backbone
+from torchrope.lab.training.sizes import training_sizes
 from torchrope.lab.training.skipped import KeepSkipped
 from torchrope.lab.training.start import start_from
 from torchrope.lab.training.watch import Speed, count_tokens, loggers
@@ -92,7 +94,8 @@ def train(
 
     Raises:
         ValueError: the folder belongs to another configuration, its checkpoint is damaged, `start_from` is no run of
-            such a model, a batch does not fit into memory, or the loss is lost (`Diverged`).
+            such a model, patches do not divide `optim.sizes`, a batch does not fit into memory, or the loss is lost
+            (`Diverged`).
         Interrupted: stopped by SIGTERM, or SIGUSR1 on Slurm; saved, the same call goes on.
         KeyboardInterrupt: stopped by Ctrl-C; the same call goes on with the epoch that was under way.
     """
@@ -102,6 +105,7 @@ def train(
         (module.model if config.model.task == "classify" else module.model.backbone).compile()
     data.run_seed = config.seed
     data.tells_spacing = config.model.unit_mm is not None
+    data.train_sizes = training_sizes(config.optim, config.model, data)
     going_on = newest(folder)
     if config.start_from is not None and going_on is None:
         start_from(module.model, Path(config.start_from))
@@ -153,6 +157,8 @@ def train(
             if not trainer._checkpoint_connector._loaded_checkpoint or resume is None:
                 raise
             raise damaged(resume) from error  # it was being restored
+        finally:
+            data.train_sizes = ()  # others who draw from it mean the size of the data
     if not fits:
         raise ValueError(_what_would_fit(config, data, trainer))
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -196,7 +202,8 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
     device = trainer.strategy.root_device
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    example = torch.zeros(1, data.in_channels, *data.input_size, device=device)
+    largest = max([tuple(data.input_size), *training_sizes(config.optim, config.model, data)], key=math.prod)
+    example = torch.zeros(1, data.in_channels, *largest, device=device)
     limit, devices = device_memory(device), trainer.world_size
     return out_of_memory(
         config, lambda: build_for_costs(config.encoding, config.model, data).to(device), example, limit, devices

@@ -22,6 +22,8 @@ class StudyConfig:
         slurm: Train on a Slurm cluster in place of here: "partition=gpu,time=240", options of sbatch;
             "cluster=local" takes processes of this machine.
         out: Folder of studies; their runs are shared in it.
+        sizes: Input sizes that the study resolution evaluates at, in pixels per side, beside that of the training; by
+            default 0.5 to 2 times as large.
     """
 
     data: DataConfig = field(default_factory=DigitsConfig)
@@ -33,6 +35,7 @@ class StudyConfig:
     parallel: int = 1
     slurm: str | None = None
     out: str = "torchrope-studies"
+    sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("seeds", "parallel"):
@@ -40,5 +43,7 @@ class StudyConfig:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if len(set(self.encodings)) < len(self.encodings):
             raise ValueError(f"encodings must be named once each, got {','.join(self.encodings)}")
+        if any(size < 1 for size in self.sizes) or len(set(self.sizes)) < len(self.sizes):
+            raise ValueError(f"sizes must be 1 or more, each named once, got {', '.join(map(str, self.sizes))}")
         if self.slurm is not None:
             parse_slurm(self.slurm)

@@ -23,6 +23,7 @@ from torchrope.lab.studies.engine.workers import train_runs
 from torchrope.lab.studies.progress import StudyProgress, Workload
 from torchrope.lab.training.config import RunConfig, plain
 from torchrope.lab.training.models import build_model, check_patches
+from torchrope.lab.training.sizes import training_sizes
 from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
 from torchrope.models import Swin, ViT
 
@@ -55,6 +56,7 @@ class Lab:
         """The data, set up."""
         data = make_data(self.config.data)
         check_patches(self.config.model, data)
+        training_sizes(self.config.optim, self.config.model, data)  # refuses those that patches do not divide
         data.setup()
         return data
 
