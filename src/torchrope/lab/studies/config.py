@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from torchrope.lab.studies.engine.config import StudyConfig
+from torchrope.lab.studies.engine.config import LabConfig
 
 ENCODINGS = ["none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"]
 SCALES = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
 
 
 @dataclass
-class CompareConfig(StudyConfig):
-    """The same model trained once per encoding and seed: a study, and what is measured beside accuracy.
+class CompareConfig(LabConfig):
+    """The same model trained once per encoding and seed, and what is measured beside accuracy.
 
     Attributes:
         encodings: Names, see `torchrope.encodings.choose`.

@@ -88,8 +88,8 @@ PUBLISHED = (
         ("Encoding", "112", "128", "192", "224", "256", "320", "384", "448", "512"),
         digits=2,
         note="Without intervals. At 320 the paper marks 74.22 as the best though 74.58 is higher. Accuracy rises again "
-        "from 320 to 384 in every row. In the published code the absolute encoding cannot tell columns apart, and is "
-        "part of every variant by default.",
+        "from 320 to 384 in every row. In the published code the absolute encoding is part of every variant by "
+        "default; over images it cannot tell columns apart, over these clips it can.",
     ),
     published(
         "Top-1 by inference size, ImageNet-1k, ViT-S trained at 224",

@@ -8,8 +8,8 @@ from torchrope.lab.training.config import ModelConfig, OptimConfig, ScaleConfig
 
 
 @dataclass
-class StudyConfig:
-    """A study on data of your choice.
+class LabConfig:
+    """What is trained, and where its runs are kept.
 
     Attributes:
         data: Which data.
@@ -21,7 +21,7 @@ class StudyConfig:
         parallel: Runs that train at the same time, each on a device or on its share of the processor's cores.
         slurm: Train on a Slurm cluster in place of here: "partition=gpu,time=240", options of sbatch;
             "cluster=local" takes processes of this machine.
-        out: Folder of studies; their runs are shared in it.
+        out: Folder of results; runs are shared in it.
     """
 
     data: DataConfig = field(default_factory=DigitsConfig)
@@ -42,3 +42,23 @@ class StudyConfig:
             raise ValueError(f"encodings must be named once each, got {','.join(self.encodings)}")
         if self.slurm is not None:
             parse_slurm(self.slurm)
+
+
+@dataclass
+class StudyConfig(LabConfig):
+    """A study on data of your choice.
+
+    Attributes:
+        reference: Encoding that the others are compared with, trained too where it is not among them; by default
+            learned, in studies that need one.
+        checkpoint: Trained models that "fourier", "generators" and "attention" read, beside the runs of the encodings
+            named, or in their place: files of published checkpoints or of torchrope.save, folders of runs.
+    """
+
+    reference: str | None = None
+    checkpoint: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.checkpoint)) < len(self.checkpoint):
+            raise ValueError(f"checkpoint must name each once, got {','.join(self.checkpoint)}")
