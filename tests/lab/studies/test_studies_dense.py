@@ -356,7 +356,7 @@ def test_leads_are_over_the_reference_named_and_over_mixed(tmp_path: Path, monke
 
 
 def test_a_reference_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^reference must be an encoding that the model can have, got liere:5: "):
+    with pytest.raises(ValueError, match=r"^--reference must be an encoding that the model can have, got liere:5: "):
         dense.find(lab(tmp_path, "mixed", reference="liere:5"))
 
 

@@ -514,7 +514,9 @@ class TestReference:
     @pytest.mark.parametrize("name", WITH_REFERENCE)
     def test_one_that_cannot_be_is_refused_before_any_is_trained(self, name: str) -> None:
         lab = FakeLab(self.hits, ["mixed"], reference="liere:5")
-        with pytest.raises(ValueError, match=r"^reference must be an encoding that the model can have, got liere:5: "):
+        with pytest.raises(
+            ValueError, match=r"^--reference must be an encoding that the model can have, got liere:5: "
+        ):
             find_study(name).find(lab)
         assert not lab.asked
 

@@ -46,7 +46,7 @@ def check_reference(lab: Lab, name: str, **settings: Any) -> None:
     try:
         lab.blueprint(lab.run(name, **settings))
     except ValueError as error:
-        raise ValueError(f"reference must be an encoding that the model can have, got {name}: {error}") from None
+        raise ValueError(f"--reference must be an encoding that the model can have, got {name}: {error}") from None
 
 
 def described(reference: str, article: str = "a") -> str:

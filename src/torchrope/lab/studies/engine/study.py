@@ -213,11 +213,17 @@ def find_study(name: str) -> Study:
     return import_module(f"torchrope.lab.studies.{file_of(name).stem}").STUDY
 
 
-def check_taken(names: Sequence[str], setting: str) -> None:
-    """Raise ValueError where no study of those named takes a setting that not all take."""
+def check_taken(names: Sequence[str], setting: str, option: str | None = None) -> None:
+    """Raise ValueError where no study of those named takes a setting that not all take.
+
+    Args:
+        names: Of studies.
+        setting: "reference" or "checkpoint".
+        option: The setting as the user wrote it.
+    """
     if not any(setting in find_study(name).takes for name in names):
         takers = [name for name in NAMES if setting in find_study(name).takes]
-        raise ValueError(f"{setting} is for the studies {', '.join(takers)}, got {', '.join(names)}")
+        raise ValueError(f"{option or setting} is for the studies {', '.join(takers)}, got {', '.join(names)}")
 
 
 def run_study(name: str, config: StudyConfig, *, command: str, console: Console) -> Path:
@@ -237,7 +243,8 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         KeyboardInterrupt: stopped; the same call resumes.
     """
     study = find_study(name)
-    lab = Lab(config, study.encodings, console)
+    instead = config.checkpoint and "checkpoint" in study.takes  # of runs, where no encoding is named
+    lab = Lab(config, () if instead else study.encodings, console)
     study.check(lab)
     findings = study.find(lab)
     result = StudyResult(
