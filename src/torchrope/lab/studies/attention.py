@@ -94,7 +94,9 @@ def _fitting(checkpoint: Checkpoint, data: DataModule) -> ViT:
     """
     model = checkpoint.model
     if not isinstance(model, ViT):
-        raise ValueError(f"--checkpoint must hold a ViT for attention, got a {type(model).__name__} in {checkpoint.path}")
+        raise ValueError(
+            f"--checkpoint must hold a ViT for attention, got a {type(model).__name__} in {checkpoint.path}"
+        )
     takes, given = (model.embed.in_channels, *model.arguments["input_size"]), (data.in_channels, *data.input_size)
     if takes != given:
         rule = f"--checkpoint must take the inputs of --data {data.name}, {_inputs(given)}"
