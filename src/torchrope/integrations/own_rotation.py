@@ -72,6 +72,18 @@ class Lattice:
         ]
         return torch.stack(columns, dim=-1)
 
+    def spaced(self, *sizes: int) -> dict[str, list[float]]:
+        """Spacing and origin of a lattice of these sizes, as `torchrope.grid` takes them.
+
+        Example:
+            >>> Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size").spaced(1, 2)
+            {'spacing': [2.0, 1.0], 'origin': [0.0, -0.5]}
+        """
+        axes, counts = len(sizes), self._divisors(sizes)
+        spacing = [step / int(n) for step, n in zip(per_axis("spacing", self.spacing, axes), counts, strict=True)]
+        start = per_axis("origin", self.origin, axes)
+        return {"spacing": spacing, "origin": [o + self.offset * step for o, step in zip(start, spacing, strict=True)]}
+
     def perturbed(self, positions: Tensor) -> Tensor:
         """Positions moved at random as the model does in training; the same ones where it does not."""
         if self.shift > 0:

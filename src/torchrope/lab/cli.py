@@ -19,6 +19,7 @@ from torchrope.lab.options import (
     at_least_one,
     checked,
     factors,
+    joined,
     nearest,
     one_of,
     parse,
@@ -75,6 +76,11 @@ Studies share runs: what one has trained no other trains again. A study that was
 same command. The defaults below are those of --data, or of --recipe: add either to --help to see its own. The data are
 digits by default, scenes for the study dense (segmentation and detection). Each study has its own list of encodings
 unless --encodings names others; a class of your own is mypackage.module:Class.
+
+--reference mixed measures against RoPE-Mixed in place of a learned absolute encoding; it is for accuracy,
+data-efficiency, training-efficiency, capacity, model-size, attention and dense. --checkpoint FILE, several as A,B or
+given several times, is for fourier, generators and attention: they read published checkpoints, files of torchrope.save
+or folders of runs, beside the runs of --encodings, or in their place where none is named.
 """
 
 TRAIN = """\
@@ -213,20 +219,29 @@ def _study(arguments: list[str]) -> int:
 
     chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
     own = ["--data=scenes"] if names in OF_PLACES and not chosen else []
-    parsed = parse("study", STUDY, StudyConfig, [*own, *options])
-    _find_encodings(parsed.config.encodings, parsed.name("encodings"), parsed.allow)
-    wanted = suitable(parsed.config.data.name) if names == "all" else names.split(",")
-    if parsed.config.sizes and "resolution" not in wanted:
-        raise ValueError(f"{parsed.name('sizes')} is read by the study resolution alone, got {', '.join(wanted)}")
+    parsed = parse("study", STUDY, StudyConfig, [*own, *joined(options, "--checkpoint")])
+    config = parsed.config
+    _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
+    if config.reference:
+        _find_encodings([config.reference], parsed.name("reference"), parsed.allow)
     from rich.console import Console
 
-    from torchrope.lab.studies.engine.study import run_study
+    from torchrope.lab.studies.engine.study import check_taken, run_study
 
-    for name in wanted:
+    asked = suitable(config.data.name) if names == "all" else names.split(",")
+    for setting in ("reference", "checkpoint", "sizes"):
+        if getattr(config, setting):
+            check_taken(asked, setting, parsed.name(setting))
+    if config.checkpoint:
+        from torchrope.lab.encodings import load_modules
+        from torchrope.lab.studies.engine.checkpoints import encodings_of_runs
+
+        load_modules(encodings_of_runs(config.checkpoint), parsed.allow)
+    for name in asked:
         command = shlex.join(["torchrope", "study", name, *options])
         print(f"{name}:")
-        run_study(name, parsed.config, command=command, console=Console())
-    return _write_report(Path(parsed.config.out))
+        run_study(name, config, command=command, console=Console())
+    return _write_report(Path(config.out))
 
 
 def _list_studies() -> int:

@@ -132,6 +132,21 @@ def take_allowed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return others, [name.strip() for names in known.allow for name in names.split(",") if name.strip()]
 
 
+def joined(arguments: Sequence[str], option: str) -> list[str]:
+    """The arguments with an option that takes a list once, its values in order, wherever it was given.
+
+    Example:
+        >>> joined(["--checkpoint", "a", "--seeds=3", "--checkpoint=b,c"], "--checkpoint")
+        ['--seeds=3', '--checkpoint=a,b,c']
+    """
+    pairs = _split(arguments)
+    values = [value for name, value in pairs if name == option]
+    if len(values) < 2 or None in values:
+        return list(arguments)
+    others = [name if value is None else f"{name}={value}" for name, value in pairs if name != option]
+    return [*others, f"{option}={','.join(filter(None, values))}"]
+
+
 def as_list(text: str) -> list[Any]:
     """The values of a list that is written with commas, numbers as numbers."""
     return [_as_number(part.strip()) for part in text.split(",") if part.strip()]
@@ -350,9 +365,15 @@ def _as_jsonargparse(option: str, value: str | None, values: dict[str, Any]) -> 
     if option in _WITHOUT_VALUE or value is None:
         return option if value is None else f"{option}={value}"
     name = _full_name(option)
-    if _is_list(values.get(name)) and value != "null" and not value.startswith("["):
-        value = json.dumps(as_list(value))
+    kind = values.get(name)
+    if _is_list(kind) and value != "null" and not value.startswith("["):
+        value = json.dumps(_names(value) if str in get_args(kind) else as_list(value))
     return f"--{name}{'+' if option.endswith('+') else ''}={value}"
+
+
+def _names(text: str) -> list[str]:
+    """The values of a list of names, which a number may be too, as of a folder."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _is_list(kind: Any) -> bool:

@@ -134,7 +134,7 @@ def test_sizes_that_cannot_be_are_refused_in_one_line_before_anything_is_trained
 
 def test_sizes_are_for_this_study_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "accuracy", "--sizes", "16", "--out", str(tmp_path / "out")]) == 2
-    assert "--sizes is read by the study resolution alone, got accuracy" in capsys.readouterr().err
+    assert "--sizes is for the studies resolution, got accuracy" in capsys.readouterr().err
     assert main(["study", "resolution", "--sizes", "16,0", "--out", str(tmp_path / "out")]) == 2
     assert "--sizes must be 1 or more, each named once, got 16, 0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

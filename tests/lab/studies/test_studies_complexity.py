@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from torchrope.lab.cli import main
@@ -141,7 +142,11 @@ def test_claims_of_the_texts_stand_beside_counts(found: Findings) -> None:
     assert "5.6137 G" in claims["Operations where heads share the generators"]["verdict"]
     assert "88.7M" in claims["Parameters of ViT-Base, 3D"]["verdict"]
     assert claims["Parameters of ViT-Base, 3D"]["ours"] == "86.9M"
-    assert claims["Operations that rotate, ViT-B at 224x224"]["ours"].startswith("10.84 M, 0.06 %")
+    rotating = claims["Operations that rotate, ViT-B at 224x224"]
+    assert rotating["ours"].startswith("10.84 M, 0.06 %")
+    one_head = torch.view_as_complex(torch.empty(196, 32, 2))  # of queries, or of keys
+    assert f"= {2 * 12 * 12 * one_head.numel():,} complex products of queries and keys" in rotating["verdict"]
+    assert 2 * 12 * 12 * one_head.numel() / 1e6 == pytest.approx(1.8, abs=0.05)  # as published
 
 
 @pytest.mark.slow

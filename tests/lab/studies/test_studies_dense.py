@@ -338,6 +338,28 @@ def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypat
     assert all(box.score >= 0.5 for panel in boxes.rows[0].panels[1:] for box in panel.boxes)
 
 
+def test_leads_are_over_the_reference_named_and_over_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(tmp_path, "mixed", "liere:8", "learned+mixed", "learned+liere:8", reference="axial")
+    goods = {"mixed": 0.4, "liere:8": 1.0, "learned+mixed": 1.0, "learned+liere:8": 0.4, "axial": 0.4}
+    faked(here, monkeypatch, goods)
+    found = dense.find(here)
+    assert "learned absolute" not in json.dumps({**found.plain(), "published": [], "notes": [], "pictures": []})
+    of_reference, of_mixed = (
+        {row["name"]: row for table in found.tables if table.title == f"Segmentation: mIoU ahead of {other}"
+         for row in table.rows}
+        for other in ("axial", "RoPE-Mixed")
+    )  # fmt: skip
+    assert set(of_reference) == set(goods) - {"axial"}
+    assert {name: row["first"] for name, row in of_mixed.items()} == {"liere:8": "better", "learned+liere:8": "worse"}
+    assert found.figures[1].title == "Ahead of axial"
+    assert any("ahead in 6 of 12 comparisons, behind in 6" in note for note in found.notes)
+
+
+def test_a_reference_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--reference must be an encoding that the model can have, got liere:5: "):
+        dense.find(lab(tmp_path, "mixed", reference="liere:5"))
+
+
 def test_a_measure_other_than_that_of_the_training_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "mixed")
     faked(here, monkeypatch, {"mixed": 1.0}, ends=0.9)

@@ -25,8 +25,9 @@ from torchrope.lab.studies.engine.estimates import (
     verdict_of,
 )
 from torchrope.lab.studies.engine.grid import train_grid, trends
+from torchrope.lab.studies.engine.reference import mixed_counterparts
 from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab, find_study
+from torchrope.lab.studies.engine.study import Lab, check_taken, find_study
 from torchrope.lab.training.config import ModelConfig, OptimConfig
 
 QUIET = Console(file=StringIO())
@@ -233,8 +234,8 @@ class TestDataEfficiency:
         findings, lab = found("data-efficiency", self.hits, ["mixed", "axial"])
         assert shared_with_accuracy(lab) == ["learned", "mixed", "axial"]
         sizes = {run.config.data.train_size for run in lab.asked}
-        assert sizes == {30, 50, 70, 90, 100}
-        assert len(titled(findings, "Top-1").rows) == 15
+        assert sizes == {30, 40, 50, 60, 70, 80, 90, 100}
+        assert len(titled(findings, "Top-1").rows) == 24
 
     def test_data_needed_is_where_the_curve_crosses(self) -> None:
         findings, _ = found("data-efficiency", self.hits, ["mixed", "axial"])
@@ -261,8 +262,27 @@ class TestDataEfficiency:
     def test_parts_without_every_class_are_left_out(self) -> None:
         small = data_config(train_size=15, val_size=20)
         findings, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=small)
-        assert {run.config.data.train_size for run in lab.asked} == {10, 14, 15}
-        assert any("Left out: 30 % and 50 %" in note for note in findings.notes)
+        assert {run.config.data.train_size for run in lab.asked} == {10, 12, 14, 15}
+        assert any("Left out: 30 %, 40 %, 50 % and 60 %" in note for note in findings.notes)
+
+    def test_the_lead_of_liere_with_the_papers_share_of_the_data_is_told(self) -> None:
+        def hits(run: Run) -> float:
+            share = {"learned": 0.3, "mixed": 0.5, "liere:8": 0.6, "liere:4": 0.4}[run.encoding]
+            return share + 0.2 * (run.encoding == "liere:8" and run.config.data.train_size == 40)
+
+        findings, _ = found("data-efficiency", hits, ["mixed", "liere:8", "liere:4"])
+        assert "; at 40 % liere:8 leads all others by 30.0 points [" in findings.answer
+        told = (
+            "With 40 % of the data liere:8 is ahead of mixed, the nearest of 2 encodings of other families, by 30.0 po"
+        )
+        assert any(note.startswith(told) and "4.47 %" in note for note in findings.notes)
+
+    def test_a_lead_that_is_not_measurable_is_in_the_notes_alone(self) -> None:
+        findings, _ = found("data-efficiency", lambda run: 0.5, ["mixed", "liere:8"])
+        assert "40 %" not in findings.answer
+        assert any("by 0.0 points [" in note for note in findings.notes)
+        alone, _ = found("data-efficiency", lambda run: 0.5, ["mixed", "axial"])
+        assert not any("40 %" in note for note in alone.notes)
 
 
 class TestTrainingEfficiency:
@@ -435,6 +455,135 @@ class TestModelSize:
             "best",
         }
         assert "raises the lead over a learned absolute encoding in 1 of 2 cases" in findings.answer
+
+
+def texts(findings: Findings) -> str:
+    """All that a study says itself, without what it quotes."""
+    return json.dumps({**findings.plain(), "published": []}, ensure_ascii=False)
+
+
+WITH_REFERENCE = ("accuracy", "data-efficiency", "training-efficiency", "model-size", "capacity")
+
+
+class TestReference:
+    @staticmethod
+    def hits(run: Run) -> float:
+        encoding = run.encoding.partition(":")[0]
+        return {"learned": 0.4, "axial": 0.5, "mixed": 0.6, "liere": 0.7, "string": 0.55}.get(encoding, 0.5)
+
+    @pytest.mark.parametrize("name", WITH_REFERENCE)
+    def test_it_is_trained_and_named_in_the_place_of_learned(self, name: str) -> None:
+        findings, lab = found(name, self.hits, ["liere"], reference="axial")
+        assert {run.encoding.partition(":")[0] for run in lab.asked} == {"liere", "axial"}
+        assert "learned absolute" not in texts(findings)
+        assert "Ahead of axial" in texts(findings) or name == "training-efficiency"
+
+    @pytest.mark.parametrize("name", WITH_REFERENCE)
+    def test_runs_are_the_same_with_any(self, name: str) -> None:
+        _, with_axial = found(name, self.hits, ["axial", "mixed", "liere"], reference="axial")
+        _, with_mixed = found(name, self.hits, ["axial", "mixed", "liere"], reference="mixed")
+        keys = [{run.key for run in lab.asked} for lab in (with_axial, with_mixed)]
+        own = {lab.run(lab.reference or "").key for lab in (with_axial, with_mixed)}
+        assert keys[0] - own == keys[1] - own
+
+    def test_leads_are_over_it(self) -> None:
+        findings, _ = found("data-efficiency", self.hits, ["learned", "liere"], reference="axial")
+        leads = by(titled(findings, "Ahead of axial"), "name", "share")
+        assert leads[("liere", 40)]["change"] == pytest.approx(20)
+        assert leads[("learned", 100)]["change"] == pytest.approx(-10)
+        assert findings.answer.startswith("1 of 2 encodings measurably need less data for what axial reaches")
+        assert findings.figures[1].title == "Ahead of axial"
+
+    def test_times_are_those_until_its_end(self) -> None:
+        findings, _ = found("training-efficiency", self.hits, ["learned", "liere"], reference="axial")
+        rows = by(findings.tables[0], "name")
+        assert rows[("axial",)]["verdict"] == "the reference"
+        assert rows[("liere",)]["epochs"] == pytest.approx(8 * 0.5 / 0.7)
+        assert rows[("learned",)]["verdict"] == "does not reach it"
+        assert {row["name"] for row in findings.figures[0].rows} == {"axial", "learned", "liere", "end of axial"}
+
+    def test_block_sizes_stand_beside_it(self) -> None:
+        findings, lab = found("capacity", self.hits, ["liere"], reference="mixed")
+        rows = by(titled(findings, "Ahead of mixed"), "name", "block_size")
+        assert list(rows) == [("liere", size) for size in (2, 4, 8, 16)]
+        assert rows[("liere", 8)]["change"] == pytest.approx(10)
+        assert "mixed" in shared_with_accuracy(lab)
+        one_of_them, _ = found("capacity", self.hits, ["liere"], reference="liere:8")
+        assert ("liere", 8) not in by(titled(one_of_them, "Ahead of liere:8"), "name", "block_size")
+
+    @pytest.mark.parametrize("name", WITH_REFERENCE)
+    def test_one_that_cannot_be_is_refused_before_any_is_trained(self, name: str) -> None:
+        lab = FakeLab(self.hits, ["mixed"], reference="liere:5")
+        with pytest.raises(
+            ValueError, match=r"^--reference must be an encoding that the model can have, got liere:5: "
+        ):
+            find_study(name).find(lab)
+        assert not lab.asked
+
+    def test_studies_without_one_refuse_it(self) -> None:
+        check_taken(["sharing", "accuracy"], "reference")
+        with pytest.raises(ValueError, match=r"^reference is for the studies accuracy, .*, got sharing, pooling$"):
+            check_taken(["sharing", "pooling"], "reference")
+
+
+class TestAgainstMixed:
+    hits = staticmethod(TestReference.hits)
+
+    def test_each_is_compared_with_mixed_beside_the_same(self) -> None:
+        names = ["none", "axial", "mixed", "liere:8", "mixed+learned", "learned+string", "bias+liere", "comrope-ap:2"]
+        assert mixed_counterparts(names) == {
+            "liere:8": "mixed",
+            "learned+string": "mixed+learned",
+            "comrope-ap:2": "mixed",
+        }
+        assert mixed_counterparts(["axial", "liere"]) == {}
+
+    @pytest.mark.parametrize("name", ["accuracy", "data-efficiency", "model-size"])
+    def test_differences_are_paired(self, name: str) -> None:
+        findings, _ = found(name, self.hits, ["learned", "mixed", "liere", "string"])
+        rows = titled(findings, "Ahead of RoPE-Mixed").rows
+        assert {(row["name"], round(row["change"]), row["verdict"]) for row in rows} == {
+            ("liere", 10, "better"),
+            ("string", -5, "worse"),
+        }
+        cases = len(rows) // 2
+        assert any(f"ahead in {cases} of {2 * cases} comparisons, behind in {cases}" in note for note in findings.notes)
+
+    def test_times_are_compared_where_both_reach_the_end(self) -> None:
+        findings, _ = found("training-efficiency", self.hits, ["mixed", "liere", "string"])
+        rows = by(titled(findings, "Sooner than RoPE-Mixed"), "name")
+        assert rows[("liere",)]["sooner"] == pytest.approx(0.7 / 0.6)
+        assert rows[("liere",)]["verdict"] == "sooner"
+        assert rows[("string",)]["verdict"] == "later"
+        never, _ = found(
+            "training-efficiency", lambda run: 0.3 if run.encoding == "mixed" else self.hits(run), ["mixed", "liere"]
+        )
+        [row] = titled(never, "Sooner than RoPE-Mixed").rows
+        assert (row["sooner"], row["verdict"]) == (None, "not reached by mixed")
+
+    def test_there_is_nothing_where_mixed_was_not_trained_or_is_the_reference(self) -> None:
+        for settings in ({"encodings": ["liere"]}, {"encodings": ["mixed", "liere"], "reference": "mixed"}):
+            findings, _ = found("accuracy", self.hits, **settings)
+            assert not any(table.title == "Ahead of RoPE-Mixed" for table in findings.tables)
+
+
+class TestTrainingLoss:
+    def test_it_is_that_of_the_last_epoch_over_seeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def with_losses(run: Run) -> Trained:
+            trained = faked(run, 0.5)
+            last = float("nan") if run.encoding == "liere" else 1.0 + run.seed
+            trained.curve = [{**row, "train_loss": 9.0} for row in trained.curve[:-1]]
+            trained.curve.append({"epoch": 8, "val_top1": 0.5, "seconds": 1.0, "train_loss": last})
+            return trained
+
+        lab = FakeLab(lambda run: 0.5, ["mixed", "liere"], seeds=2)
+        monkeypatch.setattr(lab, "train", lambda runs: [with_losses(run) for run in runs])
+        table = find_study("accuracy").find(lab).tables[0]
+        rows = by(table, "name")
+        assert rows[("mixed",)]["train_loss"] == pytest.approx(1.5)
+        assert rows[("mixed",)]["train_spread"] == pytest.approx(0.5**0.5)
+        assert rows[("liere",)]["train_loss"] is rows[("liere",)]["train_spread"] is None
+        assert "dropout" in table.note
 
 
 class TestPooling:

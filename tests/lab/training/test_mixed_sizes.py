@@ -17,7 +17,6 @@ from torchrope.lab.data.kanji import Kanji
 from torchrope.lab.data.kanjivg import draw
 from torchrope.lab.data.mixed_sizes import Resampled
 from torchrope.lab.data.transforms import resize
-from torchrope.lab.studies.config import CompareConfig
 from torchrope.lab.studies.engine.runs import Run
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.lab.training.run import load, train
@@ -230,5 +229,3 @@ def test_sizes_change_what_a_run_is_and_none_leaves_it_what_it_was() -> None:
     plain = replace(small_run(), optim=OptimConfig(epochs=2, warmup_epochs=0))
     assert Run(small_run()).key != Run(plain).key
     assert Run(replace(plain, optim=replace(plain.optim, sizes=[]))).key == Run(plain).key
-    with pytest.raises(ValueError, match=r"^sizes is for the study resolution \(compare has scales\), got \[16\]$"):
-        CompareConfig(sizes=[16])

@@ -1,7 +1,7 @@
 """Mean distance and entropy of attention by layer, at several input sizes (RoPE-ViT figures 2 and 3)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,13 +16,14 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.statistics import Drawn
+from torchrope.lab.studies.describe import label
+from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
 from torchrope.lab.studies.engine.estimates import (
     NAMES,
     NONE_POSSIBLE,
     by_encoding,
     cells,
     drawn_mean,
-    named,
     rank,
     tied_with,
     together,
@@ -31,6 +32,7 @@ from torchrope.lab.studies.engine.estimates import (
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import ROPE_VIT
+from torchrope.lab.studies.engine.reference import REFERENCE, check_reference
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.evaluate import scaled_sizes
@@ -46,44 +48,73 @@ EXAMPLES = 512
 SCORES = 2**25  # held at a time
 UNIFORM = "uniform attention"
 SLACK = 1e-3
-REFERENCE = "learned"
-
-COLUMNS = (
-    *NAMES,
-    Column("size", "Input size"),
-    with_interval("distance", "Distance", "patches", 2),
-    Column("furthest", "Distance, verdict"),
-    with_interval("beside", f"Further than {REFERENCE}", "patches", 2),
-    with_interval("relative", "Over that of uniform attention", "%", 1),
-    with_interval("entropy", "Entropy", "nats", 2),
-    Column("sharpest", "Least entropy, verdict"),
-    with_interval("share", "Over the largest entropy", "%", 1),
-    with_interval("front", "Weight on class and register tokens", "%", 1),
-)
 
 
 def find(lab: Lab) -> Findings:
-    """Measure the attention of the runs of the accuracy study."""
-    if lab.config.model.backbone == "swin":
+    """Measure the attention of the runs of the accuracy study, and of checkpoints."""
+    reference = lab.reference or REFERENCE
+    names = list(dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])]))
+    if names and lab.config.model.backbone == "swin":
         return Findings("Not measured: a Swin attends within windows, whose size bounds distance and entropy.")
-    runs, notes = feasible(lab, lab.runs(lab.encodings))
-    if not runs:
+    if lab.reference:
+        check_reference(lab, reference)
+    runs, notes = feasible(lab, lab.runs(names))
+    checkpoints = read_checkpoints(lab.checkpoints, names)
+    if not runs and not checkpoints:
         return Findings(NONE_POSSIBLE, notes=notes)
-    trained = lab.train(runs)
-    patch_size = lab.blueprint(runs[0]).embed.patch_size
+    models = [_fitting(each, lab.data) for each in checkpoints]
+    patch_size = lab.blueprint(runs[0]).embed.patch_size if runs else models[0].embed.patch_size
+    for each, model in zip(checkpoints, models, strict=True):
+        _check_patches(each, model, patch_size)
+    trained = lab.train(runs) if runs else []
     sizes = scaled_sizes(lab.data, patch_size, SCALES)
     lattices = {size: tuple(n // p for n, p in zip(size, patch_size, strict=True)) for size in sizes}
     found = {name: _pooled(each, sizes) for name, each in by_encoding(trained).items()}
+    for each, model in zip(checkpoints, models, strict=True):
+        found[each.name] = _arrays([measure(model, lab.data, sizes=sizes)], sizes)
+    titles = {**{name: label(name) for name in names}, **{each.name: each.title for each in checkpoints}}
     at = tuple(lab.data.input_size)
-    rows = {size: _rows(found, size, lattices[size]) for size in sizes}
+    rows = {size: _rows(found, titles, reference, size, lattices[size]) for size in sizes}
     every = [row for of_size in rows.values() for row in of_size]
+    note = _note(lab.data, reference)
     return Findings(
         answer=_answer(at, rows[at], len(lab.seeds)),
-        tables=[Table("Attention by input size, mean over layers", COLUMNS, every, note=_note(lab.data))],
+        tables=[Table("Attention by input size, mean over layers", _columns(reference), every, note=note)],
         figures=[_figure(kind, found, lattices, at) for kind in ("distance", "entropy")],
         checks=_checks(found, lattices),
-        notes=[*notes, *_NOTES],
+        notes=[*notes, *warned(checkpoints), *_NOTES, *([_ABOUT_CHECKPOINTS] if checkpoints else [])],
     )
+
+
+def _fitting(checkpoint: Checkpoint, data: DataModule) -> ViT:
+    """The model of a checkpoint, where the device is, if it takes the inputs of the data.
+
+    Raises:
+        ValueError: it is no ViT, or of another size or number of channels.
+    """
+    model = checkpoint.model
+    if not isinstance(model, ViT):
+        raise ValueError(
+            f"--checkpoint must hold a ViT for attention, got a {type(model).__name__} in {checkpoint.path}"
+        )
+    takes, given = (model.embed.in_channels, *model.arguments["input_size"]), (data.in_channels, *data.input_size)
+    if takes != given:
+        rule = f"--checkpoint must take the inputs of --data {data.name}, {_inputs(given)}"
+        raise ValueError(f"{rule}, got one of {_inputs(takes)} in {checkpoint.path}")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _inputs(shape: Sequence[int]) -> str:
+    """Channels and sizes for people."""
+    channels, *sizes = shape
+    return f"{channels} channel{'s' if channels > 1 else ''} of {_shown(tuple(sizes))}"
+
+
+def _check_patches(checkpoint: Checkpoint, model: ViT, patch_size: Sequence[int]) -> None:
+    """Refuse a model whose distances are in other patches than those beside it."""
+    if model.embed.patch_size != tuple(patch_size):
+        rule = f"models that are compared must have the same patches, {_shown(tuple(patch_size))}"
+        raise ValueError(f"{rule}, got {_shown(model.embed.patch_size)} in {checkpoint.path}")
 
 
 def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str, Any]:
@@ -193,7 +224,11 @@ def _shown(size: Size) -> str:
 def _pooled(trained: Sequence[Trained], sizes: Sequence[Size]) -> dict[Size, dict[str, np.ndarray]]:
     """Measures at each size, `(seeds, layers, examples)`."""
     name = "-".join(["attention", str(EXAMPLES), *(_name(size) for size in sizes)])
-    results = [each.measure(name, partial(_of_vit, sizes=sizes)) for each in trained]
+    return _arrays([each.measure(name, partial(_of_vit, sizes=sizes)) for each in trained], sizes)
+
+
+def _arrays(results: Sequence[dict[str, Any]], sizes: Sequence[Size]) -> dict[Size, dict[str, np.ndarray]]:
+    """What `measure` gave for each seed, as arrays."""
     return {
         size: {
             key: np.array([result[_name(size)][key] for result in results]) for key in ("distance", "entropy", "front")
@@ -217,10 +252,27 @@ def _farthest(lattice: Sequence[int]) -> float:
     return distances(lattice).mean().item()
 
 
-def _rows(found: Measured, size: Size, lattice: Sequence[int]) -> list[dict[str, Any]]:
+def _columns(reference: str) -> list[Column]:
+    return [
+        *NAMES,
+        Column("size", "Input size"),
+        with_interval("distance", "Distance", "patches", 2),
+        Column("furthest", "Distance, verdict"),
+        with_interval("beside", f"Further than {reference}", "patches", 2),
+        with_interval("relative", "Over that of uniform attention", "%", 1),
+        with_interval("entropy", "Entropy", "nats", 2),
+        Column("sharpest", "Least entropy, verdict"),
+        with_interval("share", "Over the largest entropy", "%", 1),
+        with_interval("front", "Weight on class and register tokens", "%", 1),
+    ]
+
+
+def _rows(
+    found: Measured, titles: Mapping[str, str], reference: str, size: Size, lattice: Sequence[int]
+) -> list[dict[str, Any]]:
     distance = {name: _mean(of_one[size]["distance"]) for name, of_one in found.items()}
     entropy = {name: _mean(of_one[size]["entropy"]) for name, of_one in found.items()}
-    base = distance.get(REFERENCE)
+    base = distance.get(reference)
     beside = {} if base is None else {name: (own - base).interval for name, own in distance.items() if own is not base}
     further = together(beside)
     furthest = rank(distance)
@@ -228,7 +280,8 @@ def _rows(found: Measured, size: Size, lattice: Sequence[int]) -> list[dict[str,
     relative, share = 100 / (_farthest(lattice) or 1.0), 100 / (math.log(math.prod(lattice)) or 1.0)
     return [
         {
-            **named(name),
+            "encoding": titles[name],
+            "name": name,
             "size": _shown(size),
             **cells("distance", distance[name].interval()),
             "furthest": furthest[name],
@@ -243,13 +296,13 @@ def _rows(found: Measured, size: Size, lattice: Sequence[int]) -> list[dict[str,
     ]
 
 
-def _note(data: DataModule) -> str:
+def _note(data: DataModule, reference: str) -> str:
     _, count = data.counts
     used = len(range(0, count, _step(count)))
     return (
         "Distance between a patch and those it attends to, weighted by attention, and entropy of that attention: means "
         f"over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples. "
-        f"Verdicts are at 5 % over all pairs at a size, differences to {REFERENCE} over all encodings (Holm)."
+        f"Verdicts are at 5 % over all pairs at a size, differences to {reference} over all encodings (Holm)."
     )
 
 
@@ -259,6 +312,12 @@ _NOTES = (
     "Figures 2 and 3 of the paper print no numbers beside their axes.",
     "Inputs are resampled from the size trained on; sizes are the paper's 128, 224 and 384 over 224, in whole patches. "
     "The number of frames is unchanged.",
+)
+
+
+_ABOUT_CHECKPOINTS = (
+    "Checkpoints see the validation inputs of the data as they are normalised there, which may differ from how they "
+    "were trained. They may have seen these inputs."
 )
 
 
@@ -282,7 +341,7 @@ def _figure(kind: str, found: Measured, lattices: dict[Size, Size], at: Size) ->
             for layer, values in enumerate(of_one[size][kind].swapaxes(0, 1), start=1):
                 ends = cells(kind, drawn_mean(values).interval())
                 rows.append({"name": name, "size": _shown(size), "layer": layer, **ends})
-        depth = next(iter(found.values()))[size][kind].shape[1]
+        depth = max(of_one[size][kind].shape[1] for of_one in found.values())
         uniform = _farthest(lattice) if kind == "distance" else math.log(math.prod(lattice))
         ends = cells(kind, Interval(uniform, uniform, uniform))
         rows += [{"name": UNIFORM, "size": _shown(size), "layer": layer, **ends} for layer in range(1, depth + 1)]
@@ -335,4 +394,5 @@ STUDY = Study(
     question="How far and how sharply do models with each encoding attend, layer by layer?",
     sources=(f"{ROPE_VIT}, figures 2 and 3",),
     find=find,
+    takes=("reference", "checkpoint"),
 )

@@ -15,11 +15,14 @@ from torchrope.lab.studies.engine.estimates import (
     top1,
 )
 from torchrope.lab.studies.engine.grid import (
+    Changes,
     Factor,
     Grid,
     Plan,
     changes,
     contrast_table,
+    lead_figure,
+    leads,
     parameter_table,
     top1_figure,
     top1_table,
@@ -28,6 +31,7 @@ from torchrope.lab.studies.engine.grid import (
     trends,
 )
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope.lab.studies.engine.reference import described, reference_of
 from torchrope.lab.studies.engine.runs import Run
 from torchrope.lab.studies.engine.study import Lab, Study
 
@@ -58,11 +62,13 @@ def find(lab: Lab) -> Findings:
     sizes = [size for size in BLOCKS if head_dim % size == 0]
     if head_dim not in sizes:
         sizes.append(head_dim)
+    reference = reference_of(lab) if lab.reference else None
     plan: Plan = {name: {size: _runs(lab, name, size, head_dim) for size in sizes} for name in families}
     grid, notes = train_grid(lab, plan)
     slopes = trends(grid)
     parameters = parameter_table(lab, grid, FACTOR)
     moved = changes(grid, lambda name: min(grid[name], key=float))
+    beside = _beside(lab, grid, reference) if reference else {}
     seeds = len(lab.seeds)
     return Findings(
         answer=change_sentence("doubling the block size", "accuracy", slopes, seeds),
@@ -70,13 +76,30 @@ def find(lab: Lab) -> Findings:
             top1_table("Top-1 by block size", grid, FACTOR, about_intervals(seeds)),
             trend_table("Slope of top-1", slopes, "Per doubling of the block size"),
             contrast_table("Against the smallest blocks", moved, FACTOR, "Better by"),
+            *([contrast_table(f"Ahead of {described(reference)}", beside, FACTOR, "Ahead")] if reference else []),
             parameters,
         ],
-        figures=[top1_figure(grid, FACTOR, _alt(grid)), _parameter_figure(grid, parameters)],
+        figures=[
+            top1_figure(grid, FACTOR, _alt(grid)),
+            *([lead_figure(FACTOR, beside, reference, "the same model")] if reference else []),
+            _parameter_figure(grid, parameters),
+        ],
         published=PUBLISHED,
         notes=[*_left_out(lab, head_dim), *notes],
         advice=[_advice(lab, name, levels) for name, levels in grid.items()],
     )
+
+
+def _beside(lab: Lab, grid: Grid, reference: str) -> Changes:
+    """How far every block size is ahead of an encoding without sizes, or of one size; that one itself left out."""
+    runs = lab.train(lab.runs([reference]))
+    others: Grid = {
+        name: {level: each for level, each in levels.items() if each[0].run.key != runs[0].run.key}
+        for name, levels in grid.items()
+    }
+    key = f"reference {reference}"
+    everywhere: Grid = {key: {level: runs for levels in others.values() for level in levels}}
+    return leads({**others, **everywhere}, dict.fromkeys(others, key))
 
 
 def _head_dim(lab: Lab, name: str) -> int:
@@ -148,4 +171,5 @@ STUDY = Study(
     sources=(f"{LIERE_1}, figure 2a", f"{LIERE_2}, figure 4a"),
     find=find,
     encodings=("liere", "comrope-ld"),
+    takes=("reference",),
 )

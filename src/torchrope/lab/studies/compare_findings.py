@@ -18,12 +18,14 @@ from torchrope.lab.encodings import choose
 from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
 from torchrope.lab.statistics import accuracy_interval, median_interval
 from torchrope.lab.studies.engine.estimates import (
+    ABOUT_TRAIN_LOSS,
     NAMES,
     OVER_SEEDS,
     TOP1,
     VERDICT,
     cells,
     in_percent,
+    last_train_loss,
     named,
     percent,
     top1,
@@ -138,6 +140,7 @@ def _results(of: Comparison) -> Table:
                 **cells("gap", gap and in_percent(gap)),
                 **cells("shuffled", in_percent(shuffled)),
                 "val_loss": _mean([each.trained.val_loss for each in group]),
+                **last_train_loss([each.trained for each in group]),
                 **_ratio(of, name),
             }
         )
@@ -149,6 +152,8 @@ def _results(of: Comparison) -> Table:
         with_interval("gap", "Behind the best", "points", 1),
         with_interval("shuffled", "Shuffled", "%", 1),
         Column("val_loss", "Validation loss", digits=3),
+        Column("train_loss", "Training loss, last epoch", digits=3),
+        *([Column("train_spread", "± over seeds", digits=3)] if of.conclusion.seeds > 1 else []),
     ]
     if of.costs:
         columns.append(with_interval("ratio", f"Step time, × {of.base}", digits=2))
@@ -160,7 +165,8 @@ def _results_note(conclusion: Conclusion) -> str:
     over = "examples" if conclusion.seeds == 1 else "examples and trainings"
     return (
         f"Intervals are 95 % over {over}, from {conclusion.examples:,} examples and {runs}. Behind: the interval of "
-        "the paired difference excludes 0 at 5 % over all pairs of encodings (Holm). Shuffled: patches in random order."
+        "the paired difference excludes 0 at 5 % over all pairs of encodings (Holm). Shuffled: patches in random "
+        f"order. {ABOUT_TRAIN_LOSS}"
     )
 
 

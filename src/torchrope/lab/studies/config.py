@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from torchrope.lab.studies.engine.config import StudyConfig
+from torchrope.lab.studies.engine.config import LabConfig
 
 ENCODINGS = ["none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"]
 SCALES = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
 
 
 @dataclass
-class CompareConfig(StudyConfig):
-    """The same model trained once per encoding and seed: a study, and what is measured beside accuracy.
+class CompareConfig(LabConfig):
+    """The same model trained once per encoding and seed, and what is measured beside accuracy.
 
     Attributes:
         encodings: Names, see `torchrope.encodings.choose`.
@@ -28,8 +28,6 @@ class CompareConfig(StudyConfig):
         super().__post_init__()
         if self.model.task != "classify":
             raise ValueError(f"compare is for model.head classify (others: study dense), got {self.model.head!r}")
-        if self.sizes:
-            raise ValueError(f"sizes is for the study resolution (compare has scales), got {self.sizes}")
         if not self.encodings:
             raise ValueError("encodings must name at least one, got none")
         if not all(scale > 0 for scale in self.scales):

@@ -45,12 +45,20 @@ from torchrope.lab.studies.engine.estimates import (
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.pictures import picture
 from torchrope.lab.studies.engine.published import ROPE_VIT, published
+from torchrope.lab.studies.engine.reference import (
+    REFERENCE,
+    WITH_SAME,
+    all_but,
+    check_reference,
+    described,
+    mixed_counterparts,
+    mixed_notes,
+)
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.config import TASKS
 
 SCALES = (1.0, 1.5, 2.0)
-REFERENCE = "learned"
 PICTURED = 2
 """Validation images shown at the size trained on; one fewer at the largest size."""
 SAME = 0.005
@@ -171,6 +179,10 @@ class Outcome:
 def find(lab: Lab) -> Findings:
     """Train every encoding below a head for each task that the data has, and evaluate at several sizes."""
     tasks = [task for task in (Segment(), Detect()) if task.name in lab.data.tasks]
+    reference = lab.reference or REFERENCE
+    if lab.reference:
+        for task in tasks:
+            check_reference(lab, reference, model=_below(lab, task))
     sizes, notes = sizes_of(lab.data), []
     outcomes = []
     for task in tasks:
@@ -182,21 +194,25 @@ def find(lab: Lab) -> Findings:
         return Findings(NONE_POSSIBLE, notes=notes)
     return Findings(
         answer=_answer(outcomes, sizes[-1], len(lab.seeds)),
-        tables=[table for outcome in outcomes for table in _tables(outcome, sizes, len(lab.seeds))],
-        figures=_figures(outcomes, sizes),
+        tables=[table for outcome in outcomes for table in _tables(outcome, sizes, reference, len(lab.seeds))],
+        figures=_figures(outcomes, sizes, reference),
         pictures=[_pictures(outcome, sizes) for outcome in outcomes],
         published=PUBLISHED,
         checks=[check for outcome in outcomes for check in _checks(outcome, sizes)],
-        notes=[*notes, *_notes(lab, outcomes)],
+        notes=[*notes, *_mixed_notes(outcomes, reference), *_notes(lab, outcomes)],
         advice=[advice for outcome in outcomes for advice in _advice(outcome, sizes, lab)],
     )
 
 
 def runs_of(lab: Lab, task: Task) -> list[Run]:
     """A run of each encoding and seed below the head that the user names for a task, or the task's own."""
-    asked = lab.config.model.head
-    own = {} if TASKS[asked] == task.name else {"head": task.head, "num_queries": None}
-    return lab.runs(lab.encodings, model=own)
+    names = dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])])
+    return lab.runs(list(names), model=_below(lab, task))
+
+
+def _below(lab: Lab, task: Task) -> dict[str, Any]:
+    """What differs from the configured model below the head of a task."""
+    return {} if TASKS[lab.config.model.head] == task.name else {"head": task.head, "num_queries": None}
 
 
 def sizes_of(data: DataModule) -> list[AtSize]:
@@ -257,7 +273,7 @@ def _at(found: Sequence[Interval]) -> dict[str, float | None]:
     return {key: value for at, each in enumerate(found) for key, value in cells(f"at{at}", in_percent(each)).items()}
 
 
-def _tables(outcome: Outcome, sizes: Sequence[AtSize], seeds: int) -> list[Table]:
+def _tables(outcome: Outcome, sizes: Sequence[AtSize], reference: str, seeds: int) -> list[Table]:
     task, last = outcome.task, len(sizes) - 1
     at_first, at_last = outcome.verdicts(0), outcome.verdicts(last)
     rows = []
@@ -277,31 +293,45 @@ def _tables(outcome: Outcome, sizes: Sequence[AtSize], seeds: int) -> list[Table
             "where the interval of the difference on the same images holds 0, at 5 % over all pairs (Holm).",
         )
     ]
-    ahead = _ahead(outcome)
-    if ahead:
+    beside = (
+        (described(reference), _ahead(outcome, all_but(reference, outcome.scores)), ""),
+        ("RoPE-Mixed", _ahead_of_mixed(outcome, reference), f" {WITH_SAME}"),
+    )
+    for other, ahead, note in beside:
         lines = [
             {**named(name), **_at(found), "first": verdict_of(found[0]), "last": verdict_of(found[last])}
             for name, found in ahead.items()
         ]
-        title = f"{task.title}: {task.measure} ahead of a learned absolute encoding"
-        note = f"Differences on the same images. {HOLM}"
-        tables.append(Table(title, [*NAMES, *_columns(sizes, "points"), *verdicts], lines, note=note))
+        title = f"{task.title}: {task.measure} ahead of {other}"
+        columns = [*NAMES, *_columns(sizes, "points"), *verdicts]
+        if lines:
+            tables.append(Table(title, columns, lines, note=f"Differences on the same images. {HOLM}{note}"))
     return tables
 
 
-def _ahead(outcome: Outcome) -> dict[str, list[Interval]]:
-    """How far every encoding is ahead of a learned absolute one at each size, at 5 % over all encodings."""
-    base = outcome.scores.get(REFERENCE)
-    if base is None:
-        return {}
-    others = {name: scores for name, scores in outcome.scores.items() if name != REFERENCE}
+def _ahead(outcome: Outcome, others: Mapping[str, str]) -> dict[str, list[Interval]]:
+    """How far encodings are ahead of the others named with them at each size, at 5 % over all encodings at a size."""
+    scores = outcome.scores
+    pairs = {name: other for name, other in others.items() if other in scores}
     at_sizes = [
-        together({name: (scores[at] - own).interval for name, scores in others.items()}) for at, own in enumerate(base)
+        together({name: (scores[name][at] - scores[other][at]).interval for name, other in pairs.items()})
+        for at in range(len(next(iter(scores.values()))))
     ]
-    return {name: [found[name] for found in at_sizes] for name in others}
+    return {name: [found[name] for found in at_sizes] for name in pairs}
 
 
-def _figures(outcomes: Sequence[Outcome], sizes: Sequence[AtSize]) -> list[Figure]:
+def _ahead_of_mixed(outcome: Outcome, reference: str) -> dict[str, list[Interval]]:
+    """The same of those that learn more than frequencies, against RoPE-Mixed, where that is not the reference."""
+    pairs = {name: other for name, other in mixed_counterparts(outcome.scores).items() if other != reference}
+    return _ahead(outcome, pairs)
+
+
+def _mixed_notes(outcomes: Sequence[Outcome], reference: str) -> list[str]:
+    ahead = [_ahead_of_mixed(outcome, reference) for outcome in outcomes]
+    return mixed_notes([interval for of_task in ahead for found in of_task.values() for interval in found])
+
+
+def _figures(outcomes: Sequence[Outcome], sizes: Sequence[AtSize], reference: str) -> list[Figure]:
     reached, ahead = (
         [
             {"name": name, "panel": f"{outcome.task.title}, {outcome.task.measure}", "scale": size.scale,
@@ -310,14 +340,14 @@ def _figures(outcomes: Sequence[Outcome], sizes: Sequence[AtSize]) -> list[Figur
             for name, found in of(outcome).items()
             for size, interval in zip(sizes, found, strict=True)
         ]
-        for of in (_reached, _ahead)
+        for of in (_reached, lambda outcome: _ahead(outcome, all_but(reference, outcome.scores)))
     )  # fmt: skip
     measures = join_names([outcome.task.measure for outcome in outcomes])
     figures = (
         ("measures-by-size", f"{measures} by size", Axis("value", measures, "%"), reached,
          f"All are trained at {sizes[0].title}, 1 on the axis. Bands are 95 % intervals over images."),
-        ("ahead-by-size", "Ahead of a learned absolute encoding", Axis("value", "Ahead", "points"), ahead,
-         "Paired differences on the same images; zero is the learned encoding."),
+        ("ahead-by-size", f"Ahead of {described(reference)}", Axis("value", "Ahead", "points"), ahead,
+         f"Paired differences on the same images; zero is {described(reference, 'the')}."),
     )  # fmt: skip
     return [
         Figure(
@@ -445,4 +475,5 @@ STUDY = Study(
     find=find,
     tasks=("segment", "detect"),
     encodings=("learned", "bias", "axial", "mixed", "learned+axial", "learned+mixed", "liere:8", "comrope-ld"),
+    takes=("reference",),
 )

@@ -1,7 +1,12 @@
 """What results say of their data and encodings, for people."""
 
 from collections.abc import Mapping
+from typing import Any
 
+from torch import nn
+
+from torchrope.encodings import Encoding, NoEncoding
+from torchrope.encodings.names import takes
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose
 from torchrope.lab.results import DataFacts
@@ -39,6 +44,28 @@ def label(encoding: str) -> str:
     """
     block = encoding.rpartition(":")[2]
     return " + ".join(map(_title, choose(encoding).parts)) + (f", blocks of {block}" if block.isdecimal() else "")
+
+
+def label_of(model: nn.Module, rotary: Encoding | None) -> str:
+    """The encodings of a model for people.
+
+    Args:
+        model: A `ViT` or `Swin`, whose absolute encoding and bias are told too, or another library's.
+        rotary: Its rotary encoding.
+
+    Example:
+        >>> import torchrope as tr
+        >>> model = tr.ViT((8, 8), patch_size=2, dim=32, depth=1, num_heads=2, encoding="learned+liere:8")
+        >>> label_of(model, model.encodings[0])
+        'learned APE + LieRE, blocks of 8'
+    """
+    biases: Any = getattr(model, "biases", None) or [
+        bias for stage in getattr(model, "stages", []) for bias in getattr(stage, "biases", [])
+    ]
+    parts = [getattr(model, "absolute", None), *biases[:1], rotary]
+    titles = [_title(type(part)) for part in parts if part is not None] or [_title(NoEncoding)]
+    sized = rotary is not None and takes(type(rotary), "block_size")
+    return " + ".join(titles) + (f", blocks of {rotary.block_size}" if rotary is not None and sized else "")
 
 
 def _title(part: type) -> str:

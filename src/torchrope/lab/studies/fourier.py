@@ -15,6 +15,7 @@ from torchrope.lab.conclusion import join_names
 from torchrope.lab.encodings import choose
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.describe import label
+from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
 from torchrope.lab.studies.engine.estimates import cells, drawn_mean, percent, with_interval
 from torchrope.lab.studies.engine.published import ROPE_VIT
 from torchrope.lab.studies.engine.runs import untrained
@@ -44,6 +45,7 @@ class Heads:
         head_dim: Channels of a head.
         one_axis: Whether each block turns with one axis alone.
         per_seed: Heads of one seed.
+        title: For people; by default that of the encoding's name.
     """
 
     encoding: str
@@ -53,6 +55,7 @@ class Heads:
     head_dim: int
     one_axis: bool
     per_seed: int
+    title: str = ""
 
     @property
     def functions(self) -> Tensor:
@@ -70,6 +73,7 @@ def heads_of(
     *,
     spacing: PerAxis | None = None,
     origin: PerAxis | None = None,
+    title: str = "",
 ) -> Heads:
     """The rotations of a lattice, in float64.
 
@@ -79,6 +83,7 @@ def heads_of(
         name: The encoding's.
         state: For people.
         spacing, origin: Of the lattice; by default as the encoding's paper has it.
+        title: For people; by default that of the name.
     """
     found = []
     with torch.no_grad():
@@ -96,7 +101,7 @@ def heads_of(
     alike = bool((found[0].shape[0] == 1) and all(torch.equal(found[0], each) for each in found))
     blocks = found[0] if alike else torch.cat(found)
     one_axis = not isinstance(encodings[0], NoEncoding) and bool((turning.sum(dim=0) <= 1).all())
-    return Heads(name, state, tuple(sizes), blocks, encodings[0].head_dim, one_axis, len(found[0]))
+    return Heads(name, state, tuple(sizes), blocks, encodings[0].head_dim, one_axis, len(found[0]), title)
 
 
 def best_fit(functions: Tensor) -> tuple[Tensor, int]:
@@ -173,9 +178,13 @@ def all_frequencies(sizes: Sequence[int]) -> Heads:
 def find(lab: Lab) -> Findings:
     """Reconstruct points from each encoding, at the start and where a run of the same lab is trained."""
     rotary = [name for name in lab.encodings if issubclass(choose(name).parts[-1], Encoding)]
-    if not rotary:
-        raise ValueError(f"fourier is of rotary encodings, got {', '.join(lab.encodings)}")
-    notes = []
+    checkpoints = read_checkpoints(lab.checkpoints, lab.encodings)
+    rotating = [each for each in checkpoints if each.sites]
+    if not rotary and not rotating:
+        names = [*lab.encodings, *(each.name for each in checkpoints)]
+        raise ValueError(f"fourier is of rotary encodings, got {', '.join(names)}")
+    notes = warned(checkpoints)
+    notes += [f"{each.name} left out: it has no rotary encoding." for each in checkpoints if not each.sites]
     if left_out := [name for name in lab.encodings if name not in rotary]:
         notes.append(f"{join_names(left_out)} left out: no rotary encoding.")
     measured = []
@@ -188,13 +197,14 @@ def find(lab: Lab) -> Findings:
         measured.append(heads_of(encodings, LATTICE, name, "ViT-B, initialisation"))
     for name in rotary:
         measured += _trained(lab, name)
+    measured += [_of_checkpoint(each) for each in rotating]
     rows = [_row(heads) for heads in measured]
     return Findings(
         answer=_answer(rows),
         tables=[_table(rows)],
         figures=[_maps(measured), _bars(rows)],
         checks=_checks(measured),
-        notes=[*notes, *_notes(any("trained" in heads.state for heads in measured))],
+        notes=[*notes, *_notes(measured)],
     )
 
 
@@ -222,11 +232,26 @@ def _trained(lab: Lab, name: str) -> list[Heads]:
     if not ends:
         return []
     sizes = ends[0].embed.lattice(data.input_size)
-    at = dict(spacing=ends[0].spacing, origin=ends[0].origin)
+    at: dict[str, Any] = dict(spacing=ends[0].spacing, origin=ends[0].origin)
     return [
         heads_of([_first(model) for model in models], sizes, name, f"{data.name}, {state}", **at)
         for models, state in ((starts, "initialisation"), (ends, "trained"))
     ]
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> Heads:
+    """The first layer of a checkpoint, on the lattice that it was trained on."""
+    first = checkpoint.sites[0]
+    state = f"checkpoint, {'x'.join(map(str, first.sizes))} tokens"
+    return heads_of(
+        [first.encoding],
+        first.sizes,
+        checkpoint.name,
+        state,
+        spacing=first.spacing,
+        origin=first.origin,
+        title=f"{checkpoint.name} ({checkpoint.title})",
+    )
 
 
 def _first(model: ViT) -> Encoding:
@@ -241,7 +266,7 @@ def _row(heads: Heads) -> dict[str, Any]:
     back = [sharpness(transform(each, heads.head_dim), heads.sizes) for each in heads.blocks]
     together = heads.functions[: heads.per_seed].transpose(0, 1).flatten(1)
     row: dict[str, Any] = {
-        "name": f"{heads.encoding}, {heads.state}",
+        "name": f"{heads.title or heads.encoding}, {heads.state}",
         "encoding": heads.encoding,
         "state": heads.state,
         "tokens": math.prod(heads.sizes),
@@ -337,11 +362,21 @@ def _bend(reconstructions: Tensor, sizes: Sequence[int]) -> float:
     return float(lattice.diff(dim=-1).diff(dim=-2).abs().max())
 
 
-def _notes(trained: bool) -> list[str]:
+def _notes(measured: Sequence[Heads]) -> list[str]:
+    states = [heads.state for heads in measured]
+    trained = any("trained" in state for state in states)
     source = "those of runs in the same folder, of their first layer" if trained else "shown where the folder has runs"
+    about_runs = (
+        f"ViT-B here is at initialisation, 14x14 tokens, 12 heads of 64 channels; trained encodings are {source}."
+    )
+    about_checkpoints = (
+        "Checkpoints are shown as they are, of their first layer, on the lattice or window that they were trained "
+        "with; shares of energy on lattices of different sizes cannot be compared."
+    )
     return [
-        "RoPE-ViT's figure prints no numbers; it shows axial frequencies, and those of RoPE-Mixed trained on ImageNet. "
-        f"ViT-B here is at initialisation, 14x14 tokens, 12 heads of 64 channels; trained encodings are {source}.",
+        "RoPE-ViT's figure prints no numbers; it shows axial frequencies, and those of RoPE-Mixed trained on ImageNet.",
+        *([about_runs] if any("initialisation" in state for state in states) else []),
+        *([about_checkpoints] if any(state.startswith("checkpoint") for state in states) else []),
         "For blocks larger than 2 the span of their coefficients is more than one query and one key can reach, which "
         "weight the b² coefficients by a product of their channels.",
     ]
@@ -358,7 +393,7 @@ def _maps(measured: Sequence[Heads]) -> Figure:
         for way, values in ((FIT, fit[point]), (TRANSFORM, back[point])):
             lattice = values.view(heads.sizes)[middle[:-2]]
             lattice = lattice.unsqueeze(0) if lattice.ndim == 1 else lattice
-            panel = f"{label(heads.encoding)}, {heads.state}, {way}"
+            panel = f"{heads.title or label(heads.encoding)}, {heads.state}, {way}"
             rows += [
                 {"panel": panel, "x": x, "y": y, "value": round(float(lattice[y, x]), 6)}
                 for y in range(lattice.shape[0])
@@ -412,4 +447,5 @@ STUDY = Study(
     find=find,
     encodings=("axial", "mixed", "golden", "liere:8", "liere", "comrope-ap", "comrope-ld", "string"),
     needs_data=False,
+    takes=("checkpoint",),
 )

@@ -16,6 +16,7 @@ from torchrope.lab.conclusion import Interval
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.statistics import Drawn, draw
+from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
 from torchrope.lab.studies.engine.estimates import (
     NAMES,
     RESAMPLES,
@@ -28,6 +29,7 @@ from torchrope.lab.studies.engine.estimates import (
     verdict_of,
     weighted_mean,
     with_interval,
+    written,
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, published
@@ -74,26 +76,34 @@ PUBLISHED = (
 
 
 def find(lab: Lab) -> Findings:
-    """Read the generators of the runs of the accuracy study, and of other block sizes."""
+    """Read the generators of the runs of the accuracy study, of other block sizes, and of checkpoints."""
+    checkpoints = read_checkpoints(lab.checkpoints, lab.encodings)
     possible, notes = feasible(lab, lab.runs(lab.encodings))
     runs = [run for run in possible if any(_learn(lab.blueprint(run)))]
     fixed = dict.fromkeys(run.encoding for run in possible if run not in runs)
     notes += [f"{name} is left out: it has no generators that learn." for name in fixed]
-    if not runs:
+    learned = [each for each in checkpoints if any(_learns(site.encoding) for site in each.sites)]
+    none = [each.name for each in checkpoints if each not in learned]
+    notes += [f"{name} is left out: it has no generators that learn." for name in none]
+    notes += warned(checkpoints)
+    if not runs and not learned:
         return Findings("No encoding named has generators that learn.", notes=notes)
-    trained = lab.train(runs)
+    trained = lab.train(runs) if runs else []
     found = {each.run.key: each.measure("generators-moved", _measure(each.run)) for each in trained}
     groups = {name: [found[each.run.key] for each in of_one] for name, of_one in by_encoding(trained).items()}
     relative = {each.encoding: found[each.run.key]["relative"] for each in trained}
     moved = _moved({name: results for name, results in groups.items() if not relative[name]})
     rows = [_row(name, results, moved.get(name)) for name, results in groups.items()]
+    groups |= {each.name: [_of_checkpoint(each)] for each in learned}
+    relative |= {each.name: all(site.encoding.relative for site in each.sites) for each in learned}
+    rows += [_row_of_checkpoint(each, groups[each.name], relative[each.name]) for each in learned]
     return Findings(
-        answer=_answer(moved, len(lab.seeds)),
+        answer=_answer(moved, len(lab.seeds)) if moved or not learned else _answer_of_checkpoints(rows),
         tables=[Table("Generators at the start and trained", COLUMNS, rows, note=_NOTE)],
         figures=[_by_layer(groups), *_densities(groups)],
         published=PUBLISHED,
         checks=_checks(groups, relative),
-        notes=[*notes, *_UNITS],
+        notes=[*notes, *_UNITS, *([_ENDS_ALONE] if learned else [])],
     )
 
 
@@ -169,12 +179,17 @@ def encodings_of(model: ViT | Swin) -> list[tuple[Encoding, PerAxis]]:
     return [(copy.deepcopy(each).cpu(), part.spacing) for part in parts for each in part.encodings]
 
 
+def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is known of a model without its start."""
+    return {END: summarised([(site.encoding, site.spacing) for site in checkpoint.sites])}
+
+
 def _learn(model: ViT | Swin) -> list[bool]:
-    return [
-        any(parameter.requires_grad for parameter in each.parameters())
-        for each in model.modules()
-        if isinstance(each, Encoding)
-    ]
+    return [_learns(each) for each in model.modules() if isinstance(each, Encoding)]
+
+
+def _learns(encoding: Encoding) -> bool:
+    return any(parameter.requires_grad for parameter in encoding.parameters())
 
 
 def travelled(before: Sequence[tuple[Encoding, PerAxis]], after: Sequence[tuple[Encoding, PerAxis]]) -> list[float]:
@@ -229,19 +244,40 @@ def _moved(groups: dict[str, list[dict[str, Any]]]) -> dict[str, Interval]:
 
 
 def _row(name: str, results: list[dict[str, Any]], moved: Interval | None) -> dict[str, Any]:
-    apart = {when: _pooled(results, when, "apart") for when in WHEN}
-    change = apart[END] - apart[START]
+    before = _pooled(results, START, "apart")
+    change = _pooled(results, END, "apart") - before
     return {
         **named(name),
-        "block": results[0][END]["block"],
+        **_end(results),
         "start": deviation(_pooled(results, START, "moments")).mean,
-        **_cells("end", deviation(_pooled(results, END, "moments"))),
-        **_cells("patch", deviation(_pooled(results, END, "patch_moments"))),
-        "apart_start": mean(apart[START]).mean,
-        **_cells("apart", mean(apart[END])),
+        "apart_start": mean(before).mean,
         **(_cells("moved", mean(change)) if moved is None else cells("moved", moved)),
         "verdict": "commutes" if moved is None else verdict_of(moved, "further", "nearer", "not measurable"),
         **_cells("path", mean(100 * np.array([share for each in results for share in each["path"]]))),
+    }
+
+
+def _row_of_checkpoint(checkpoint: Checkpoint, results: Sequence[dict[str, Any]], relative: bool) -> dict[str, Any]:
+    """The end alone: of the start nothing is known."""
+    return {
+        "encoding": checkpoint.title,
+        "name": checkpoint.name,
+        **_end(results),
+        "start": None,
+        "apart_start": None,
+        **cells("moved", None),
+        "verdict": "commutes" if relative else "start not known",
+        **cells("path", None),
+    }
+
+
+def _end(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Cells of trained generators."""
+    return {
+        "block": results[0][END]["block"],
+        **_cells("end", deviation(_pooled(results, END, "moments"))),
+        **_cells("patch", deviation(_pooled(results, END, "patch_moments"))),
+        **_cells("apart", mean(_pooled(results, END, "apart"))),
     }
 
 
@@ -256,6 +292,7 @@ _UNITS = (
     "ComRoPE, as in their papers; rad per patch can be compared among all.",
     "Blocks that an axis has no part in, as in ComRoPE-AP, are not counted among its elements.",
 )
+_ENDS_ALONE = "Checkpoints hold no start: columns that need it are empty for them."
 
 
 def _answer(moved: dict[str, Interval], seeds: int) -> str:
@@ -264,11 +301,21 @@ def _answer(moved: dict[str, Interval], seeds: int) -> str:
     return change_sentence("training", "the distance from commuting", moved, seeds, "", 3)
 
 
+def _answer_of_checkpoints(rows: Sequence[dict[str, Any]]) -> str:
+    free = [row for row in rows if row["verdict"] != "commutes"]
+    if not free:
+        return "All generators commute by construction."
+    furthest = max(free, key=lambda row: row["apart"])
+    low, high = furthest["apart_low"], furthest["apart_high"]
+    value = f"{furthest['apart']:.3f}" if low is None else written([furthest["apart"], low, high], digits=3)
+    return f"The generators of {furthest['name']} are furthest from commuting, {value} where 1 is the most possible."
+
+
 def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
     rows = []
     for name, results in groups.items():
         layers = _pooled(results, END, "layer")
-        for when, title in WHEN.items():
+        for when, title in _known(results).items():
             values = _pooled(results, when, "apart")
             for layer in np.unique(layers):
                 ends = _cells("apart", mean(values[layers == layer]))
@@ -287,6 +334,11 @@ def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
         high="apart_high",
         caption="0 commutes. Bands are 95 % intervals over heads.",
     )
+
+
+def _known(results: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """When generators are known: of a checkpoint at the end alone."""
+    return {when: title for when, title in WHEN.items() if when in results[0]}
 
 
 def _densities(groups: dict[str, list[dict[str, Any]]]) -> list[Figure]:
@@ -330,7 +382,8 @@ def _density(elements: np.ndarray) -> list[tuple[float, float]]:
 
 def _checks(groups: dict[str, list[dict[str, Any]]], relative: dict[str, bool]) -> list[Check]:
     largest = {
-        name: max(float(_pooled(results, when, "apart").max()) for when in WHEN) for name, results in groups.items()
+        name: max(float(_pooled(results, when, "apart").max()) for when in _known(results))
+        for name, results in groups.items()
     }
     checks = [
         Check(
@@ -364,4 +417,5 @@ STUDY = Study(
         "comrope-ld",
         "liere",
     ),
+    takes=("checkpoint",),
 )

@@ -12,6 +12,7 @@ from torchrope.lab.studies.engine.grid import (
     contrast_table,
     lead_figure,
     leads,
+    mixed_tables,
     rights_at,
     top1_figure,
     top1_table,
@@ -20,10 +21,10 @@ from torchrope.lab.studies.engine.grid import (
     trends,
 )
 from torchrope.lab.studies.engine.published import LIERE_2, published
+from torchrope.lab.studies.engine.reference import all_but, described, reference_of
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.models import SIZES, SWIN_SIZES
 
-REFERENCE = "learned"
 FACTOR = Factor("width", "Width of the model", "channels", "log")
 BY_NAME = ("tiny", "base", "large")
 
@@ -48,25 +49,28 @@ PUBLISHED = (
 
 def find(lab: Lab) -> Findings:
     """Train every encoding in models of three sizes."""
-    names = list(dict.fromkeys([REFERENCE, *lab.encodings]))
+    reference = reference_of(lab)
+    names = list(dict.fromkeys([reference, *lab.encodings]))
     sizes = _sizes(lab)
     plan: Plan = {name: {width: lab.runs([name], model=model) for width, model in sizes.items()} for name in names}
     grid, notes = train_grid(lab, plan)
-    ahead = leads(grid, REFERENCE)
-    slopes = trends(grid, reference=REFERENCE)
+    ahead = leads(grid, all_but(reference, grid))
+    beside_mixed, about_mixed = mixed_tables(grid, FACTOR, reference)
+    slopes = trends(grid, reference=reference)
     seeds = len(lab.seeds)
     return Findings(
-        answer=change_sentence("doubling the width", "the lead over a learned absolute encoding", slopes, seeds),
+        answer=change_sentence("doubling the width", f"the lead over {described(reference)}", slopes, seeds),
         tables=[
             top1_table("Top-1 by width of the model", grid, FACTOR, about_intervals(seeds)),
-            contrast_table("Ahead of a learned absolute encoding", ahead, FACTOR, "Ahead"),
+            contrast_table(f"Ahead of {described(reference)}", ahead, FACTOR, "Ahead"),
+            *beside_mixed,
             trend_table("How that lead depends on the width", slopes, "Lead gained per doubling of the width"),
-            _size_table(lab, grid),
+            _size_table(lab, grid, reference),
         ],
-        figures=[top1_figure(grid, FACTOR, _alt(grid)), lead_figure(FACTOR, ahead, "the same model")],
+        figures=[top1_figure(grid, FACTOR, _alt(grid)), lead_figure(FACTOR, ahead, reference, "the same model")],
         published=PUBLISHED,
-        notes=[_how(lab), *notes],
-        advice=_advice(grid, lab),
+        notes=[_how(lab), *about_mixed, *notes],
+        advice=_advice(grid, lab, reference),
     )
 
 
@@ -106,7 +110,7 @@ def _scaled(built: dict[str, Any], heads: int) -> dict[str, Any]:
     return {"dim": dim, "num_heads": heads, "mlp_dim": mlp_dim * heads // whole}
 
 
-def _size_table(lab: Lab, grid: Grid) -> Table:
+def _size_table(lab: Lab, grid: Grid, reference: str) -> Table:
     columns = (
         FACTOR.column,
         Column("heads", "Heads"),
@@ -114,7 +118,7 @@ def _size_table(lab: Lab, grid: Grid) -> Table:
         Column("parameters", "Parameters", digits=0),
     )
     rows = []
-    for width, runs in grid[REFERENCE].items():
+    for width, runs in grid[reference].items():
         model = lab.blueprint(runs[0].run)
         heads, depth = model.arguments["num_heads"], model.arguments.get("depth", model.arguments.get("depths"))
         rows.append(
@@ -125,7 +129,7 @@ def _size_table(lab: Lab, grid: Grid) -> Table:
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
             }
         )
-    return Table("The models, with a learned absolute encoding", columns, rows)
+    return Table(f"The models, with {described(reference)}", columns, rows)
 
 
 def _written(value: Any) -> str:
@@ -142,9 +146,9 @@ def _how(lab: Lab) -> str:
     return "Sizes differ in width, with heads as wide as configured and an MLP in proportion; not in depth."
 
 
-def _advice(grid: Grid, lab: Lab) -> list[Advice]:
+def _advice(grid: Grid, lab: Lab, reference: str) -> list[Advice]:
     found = []
-    for width, size in ((min(grid[REFERENCE], key=float), "small"), (max(grid[REFERENCE], key=float), "large")):
+    for width, size in ((min(grid[reference], key=float), "small"), (max(grid[reference], key=float), "large")):
         equals, value = at_best(rights_at(grid, width))
         case = f"A {size} model ({width:,} channels) on {lab.data.title}"
         found.append(Advice(case, equals, f"{equals[0]} reaches {value}"))
@@ -157,4 +161,5 @@ STUDY = Study(
     sources=(f"{LIERE_2}, table 4 and figure 3a",),
     find=find,
     encodings=("learned", "axial", "mixed", "liere:8", "liere"),
+    takes=("reference",),
 )

@@ -115,8 +115,8 @@ PUBLISHED = (
         ("Encoding", "112", "128", "192", "224", "256", "320", "384", "448", "512"),
         digits=2,
         note="Without intervals. At 320 the paper marks 74.22 as the best though 74.58 is higher. Accuracy rises again "
-        "from 320 to 384 in every row. In the published code the absolute encoding cannot tell columns apart, and is "
-        "part of every variant by default.",
+        "from 320 to 384 in every row. In the published code the absolute encoding is part of every variant by "
+        "default; over images it cannot tell columns apart, over these clips it can.",
     ),
     published(
         "Top-1 by inference size, ImageNet-1k, ViT-S trained at 224",
@@ -212,7 +212,7 @@ def find(lab: Lab) -> Findings:
         return Findings(NONE_POSSIBLE, notes=notes)
     names = list(dict.fromkeys(run.encoding for run in plain))
     patch_size = lab.blueprint(plain[0]).embed.patch_size
-    sizes = Sizes.of(lab.data, patch_size, lab.config.sizes)
+    sizes = Sizes.of(lab.data, patch_size, lab.sizes)
     staged, more = second_stages(lab, names)
     mixed, and_more = mixed_sizes(lab, names, patch_size)
     jittered, still_more = perturbed(lab, names)
@@ -697,6 +697,7 @@ STUDY = Study(
         "Tian et al., ResFormer (CVPR 2023), for training across mixed sizes",
     ),
     find=find,
+    takes=("sizes",),
     encodings=(
         "none",
         "learned",

@@ -1,4 +1,4 @@
-"""How soon each encoding is as good as a learned absolute one ends (LieRE figure 3; second version, figure 4b)."""
+"""How soon each encoding reaches the final top-1 of a reference (LieRE figure 3; second version, figure 4b)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrope.lab.conclusion import Interval, one_seed
+from torchrope.lab.conclusion import Interval, join_names, one_seed
 from torchrope.lab.results import Advice, Axis, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.estimates import (
     NAMES,
@@ -25,20 +25,17 @@ from torchrope.lab.studies.engine.estimates import (
     written,
 )
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope.lab.studies.engine.reference import (
+    WITH_SAME,
+    all_but,
+    described,
+    mixed_counterparts,
+    mixed_notes,
+    reference_of,
+)
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 
-REFERENCE = "learned"
-COLUMNS = (
-    *NAMES,
-    with_interval("epochs", "Epochs", digits=1),
-    with_interval("steps", "Steps", digits=0),
-    with_interval("seconds", "Time", "s", 1),
-    with_interval("factor", "Fewer epochs than the whole training", "×", 1),
-    with_interval("time_factor", "Less time than the whole training", "×", 1),
-    with_interval("sooner", "Sooner than learned reaches it", "×", 1),
-    VERDICT,
-)
 MEASURES = ("epochs", "steps", "seconds", "factor", "time_factor", "sooner")
 
 PUBLISHED = (
@@ -59,23 +56,30 @@ PUBLISHED = (
 
 def find(lab: Lab) -> Findings:
     """Read the learning curves of the runs that accuracy trains too."""
-    names = list(dict.fromkeys([REFERENCE, *lab.encodings]))
+    reference = reference_of(lab)
+    names = list(dict.fromkeys([reference, *lab.encodings]))
     groups = by_encoding(lab.train(lab.runs(names)))
-    reached = {name: _Reached(runs, groups[REFERENCE]) for name, runs in groups.items()}
+    reached = {name: _Reached(runs, groups[reference]) for name, runs in groups.items()}
     steps = _steps_per_epoch(lab)
-    sooner = _sooner(reached)
-    rows = [_row(name, each, reached[REFERENCE], steps, sooner.get(name)) for name, each in reached.items()]
+    sooner = _sooner(reached, all_but(reference, reached))
+    rows = [_row(name, each, reached[reference], steps, sooner.get(name)) for name, each in reached.items()]
+    counterparts = {name: other for name, other in mixed_counterparts(reached).items() if other != reference}
+    beside_mixed = _sooner(reached, counterparts)
     epochs = lab.config.optim.epochs
     return Findings(
-        answer=_answer(rows, len(lab.seeds)),
-        tables=[Table("When the final top-1 of a learned absolute encoding is reached", COLUMNS, rows, note=NOTE)],
-        figures=[_curves(groups, reached[REFERENCE]), _factors(rows)],
+        answer=_answer(rows, reference, len(lab.seeds)),
+        tables=[
+            _table(rows, reference),
+            *([_mixed_table(reached, counterparts, beside_mixed, reference)] if counterparts else []),
+        ],
+        figures=[_curves(groups, reached[reference], reference), _factors(rows, reference)],
         published=PUBLISHED,
         notes=[
             f"All learning rates decay over the same {epochs} epochs; shorter schedules may give other results.",
             "Times depend on the machine that trained and its load; epochs and steps do not.",
+            *mixed_notes(beside_mixed.values()),
         ],
-        advice=_advice(rows, lab),
+        advice=_advice(rows, reference, lab),
     )
 
 
@@ -136,17 +140,29 @@ def _steps_per_epoch(lab: Lab) -> int:
     return ceil(lab.data.counts[0] / batch)
 
 
-def _sooner(reached: Mapping[str, _Reached]) -> dict[str, Interval]:
-    """Logarithm of how many times sooner than the reference itself encodings reach it, of those that do."""
-    own = reached[REFERENCE]
+def _sooner(reached: Mapping[str, _Reached], others: Mapping[str, str]) -> dict[str, Interval]:
+    """Logarithm of how many times sooner than others encodings reach the reference's end, where both do.
 
-    def interval(each: _Reached, level: float) -> Interval:
+    Args:
+        reached: By encoding.
+        others: By encoding, the one to compare with.
+    """
+
+    def interval(name: str, other: str, level: float) -> Interval:
+        own, theirs = reached[name], reached[other]
+        neither = np.isinf(own.draws) & np.isinf(theirs.draws)
+        ratios = np.divide(theirs.draws, own.draws, out=np.ones_like(own.draws), where=~neither)
         with np.errstate(divide="ignore"):
-            low, high = ends(np.log(own.draws / each.draws), level)
-        return Interval(float(np.log(own.measured / each.measured)), low, high)
+            low, high = ends(np.log(ratios), level)
+        return Interval(float(np.log(theirs.measured / own.measured)), low, high)
 
-    others = {name: each for name, each in reached.items() if name != REFERENCE and not isinf(each.measured)}
-    return together({name: partial(interval, each) for name, each in others.items()})
+    both = {name: other for name, other in others.items() if not _missed(reached, name, other)}
+    return together({name: partial(interval, name, other) for name, other in both.items()})
+
+
+def _missed(reached: Mapping[str, _Reached], *names: str) -> list[str]:
+    """Those of some encodings that do not reach the reference's end."""
+    return [name for name in names if isinf(reached[name].measured)]
 
 
 def _row(name: str, reached: _Reached, reference: _Reached, steps: int, sooner: Interval | None) -> dict[str, Any]:
@@ -176,13 +192,54 @@ def _cells(
     return cells(key, (float(measured[0]), low, high))
 
 
-def _answer(rows: Sequence[dict[str, Any]], seeds: int) -> str:
+def _table(rows: Sequence[dict[str, Any]], reference: str) -> Table:
+    columns = (
+        *NAMES,
+        with_interval("epochs", "Epochs", digits=1),
+        with_interval("steps", "Steps", digits=0),
+        with_interval("seconds", "Time", "s", 1),
+        with_interval("factor", "Fewer epochs than the whole training", "×", 1),
+        with_interval("time_factor", "Less time than the whole training", "×", 1),
+        with_interval("sooner", f"Sooner than {reference} reaches it", "×", 1),
+        VERDICT,
+    )
+    note = (
+        f"Where validation top-1 first reaches the last value of {described(reference, 'the')}, interpolated between "
+        "epochs. The papers' factors divide the whole training by that; but a curve that varies between epochs reaches "
+        "its own last value before the end, so the last factor decides, at 5 % over all rows (Holm). Intervals are of "
+        "draws of validation examples and seeds; a draw that never reaches it counts as the whole training."
+    )
+    return Table(f"When the final top-1 of {described(reference)} is reached", columns, rows, note=note)
+
+
+def _mixed_table(
+    reached: Mapping[str, _Reached], others: Mapping[str, str], sooner: Mapping[str, Interval], reference: str
+) -> Table:
+    """How many times sooner than RoPE-Mixed encodings reach the reference's end."""
+    rows: list[Row] = []
+    for name, other in others.items():
+        found, missed = sooner.get(name), _missed(reached, name, other)
+        rows.append(
+            {
+                **named(name),
+                **cells("sooner", None if found is None else np.exp(found).tolist()),
+                "verdict": f"not reached by {join_names(missed)}"
+                if found is None
+                else verdict_of(found, "sooner", "later", "not measurable"),
+            }
+        )
+    title = f"Sooner than RoPE-Mixed at the final top-1 of {described(reference)}"
+    columns = (*NAMES, with_interval("sooner", "Sooner than RoPE-Mixed", "×", 1), VERDICT)
+    return Table(title, columns, rows, note=f"At 5 % over all rows (Holm). {WITH_SAME}")
+
+
+def _answer(rows: Sequence[dict[str, Any]], reference: str, seeds: int) -> str:
     sooner, others = _by_verdict(rows, "sooner"), len(rows) - 1
     if not sooner:
-        claim = "This run cannot tell whether any encoding reaches the final accuracy of a learned absolute one sooner"
+        claim = f"This run cannot tell whether any encoding reaches the final accuracy of {described(reference)} sooner"
         return f"{claim} than that one itself.{one_seed(seeds)}"
     first = sooner[0]
-    claim = f"{len(sooner)} of {others} encodings reach the final accuracy of a learned absolute one measurably sooner"
+    claim = f"{len(sooner)} of {others} encodings reach the final accuracy of {described(reference)} measurably sooner"
     return f"{claim} than it does, {first['name']} {_written(first, 'sooner')} times.{one_seed(seeds)}"
 
 
@@ -195,15 +252,7 @@ def _written(row: dict[str, Any], key: str) -> str:
     return written([row[key], row[f"{key}_low"], row[f"{key}_high"]])
 
 
-NOTE = (
-    "Where validation top-1 first reaches the last value of the learned absolute encoding, interpolated between "
-    "epochs. The papers' factors divide the whole training by that; but a curve that varies between epochs reaches its "
-    "own last value before the end, so the last factor decides, at 5 % over all rows (Holm). Intervals are of draws of "
-    "validation examples and seeds; a draw that never reaches it counts as the whole training."
-)
-
-
-def _curves(groups: dict[str, list[Trained]], reference: _Reached) -> Figure:
+def _curves(groups: dict[str, list[Trained]], end: _Reached, reference: str) -> Figure:
     means = {name: _top1_curves(runs).mean(axis=0) for name, runs in groups.items()}
     rows: list[Row] = [
         {"name": name, "epoch": epoch, "top1": 100 * float(value)}
@@ -211,15 +260,14 @@ def _curves(groups: dict[str, list[Trained]], reference: _Reached) -> Figure:
         for epoch, value in enumerate(values, start=1)
     ]
     mark: list[Row] = [
-        {"name": "end of learned", "epoch": epoch, "top1": 100 * reference.target}
-        for epoch in (1, len(reference.epochs))
+        {"name": f"end of {reference}", "epoch": epoch, "top1": 100 * end.target} for epoch in (1, len(end.epochs))
     ]
     return Figure(
         name="top1-by-epoch",
         kind="lines",
-        title="Top-1 while training, and the final value of a learned absolute encoding",
+        title=f"Top-1 while training, and the final value of {described(reference)}",
         alt=f"Validation top-1 after every epoch of {len(groups)} encodings, and a level line at "
-        f"{100 * reference.target:.1f} %, where the learned absolute encoding ends.",
+        f"{100 * end.target:.1f} %, where {described(reference, 'the')} ends.",
         x=Axis("epoch", "Epoch"),
         y=Axis("top1", "Top-1", "%"),
         rows=rows + mark,
@@ -228,7 +276,7 @@ def _curves(groups: dict[str, list[Trained]], reference: _Reached) -> Figure:
     )
 
 
-def _factors(rows: Sequence[dict[str, Any]]) -> Figure:
+def _factors(rows: Sequence[dict[str, Any]], reference: str) -> Figure:
     shown = [row for row in rows if row["factor"] is not None]
     bars: list[Row] = [
         {"name": row["name"], "factor": row["factor"], "low": row["factor_low"], "high": row["factor_high"]}
@@ -238,31 +286,32 @@ def _factors(rows: Sequence[dict[str, Any]]) -> Figure:
         name="factor",
         kind="bars",
         title="How many times fewer epochs than the whole training",
-        alt=f"A bar for each of {len(shown)} encodings that reach the final accuracy of the learned absolute one, the "
-        "learned one among them.",
+        alt=f"A bar for each of {len(shown)} encodings that reach the final accuracy of {described(reference, 'the')}, "
+        "which is among them.",
         x=Axis("name", "Encoding", scale="category"),
         y=Axis("factor", "Fewer epochs", "×"),
         rows=bars,
         series="name",
         low="low",
         high="high",
-        caption="The bar of the learned encoding shows what variation between epochs alone gives.",
+        caption=f"The bar of {described(reference, 'the')} shows what variation between epochs alone gives.",
     )
 
 
-def _advice(rows: Sequence[dict[str, Any]], lab: Lab) -> list[Advice]:
+def _advice(rows: Sequence[dict[str, Any]], reference: str, lab: Lab) -> list[Advice]:
     sooner = _by_verdict(rows, "sooner")
     if not sooner:
         return []
     best = sooner[0]
-    because = f"{best['name']} is as good as a learned absolute encoding {_written(best, 'sooner')} times sooner"
+    because = f"{best['name']} is as good as {described(reference)} {_written(best, 'sooner')} times sooner"
     names = [row["name"] for row in sooner if row["epochs"] <= best["epochs_high"]]
     return [Advice("Little time to train", names, f"{because} than that one itself, on {lab.data.title}")]
 
 
 STUDY = Study(
     title="Training efficiency",
-    question="How much training does each encoding need for what a learned absolute one reaches?",
+    question="How much training does each encoding need for what a reference reaches?",
     sources=(f"{LIERE_1}, figure 3", f"{LIERE_2}, figure 4b"),
     find=find,
+    takes=("reference",),
 )

@@ -8,8 +8,8 @@ from torchrope.lab.training.config import ModelConfig, OptimConfig, ScaleConfig
 
 
 @dataclass
-class StudyConfig:
-    """A study on data of your choice.
+class LabConfig:
+    """What is trained, and where its runs are kept.
 
     Attributes:
         data: Which data.
@@ -21,9 +21,7 @@ class StudyConfig:
         parallel: Runs that train at the same time, each on a device or on its share of the processor's cores.
         slurm: Train on a Slurm cluster in place of here: "partition=gpu,time=240", options of sbatch;
             "cluster=local" takes processes of this machine.
-        out: Folder of studies; their runs are shared in it.
-        sizes: Input sizes that the study resolution evaluates at, in pixels per side, beside that of the training; by
-            default 0.5 to 2 times as large.
+        out: Folder of results; runs are shared in it.
     """
 
     data: DataConfig = field(default_factory=DigitsConfig)
@@ -35,7 +33,6 @@ class StudyConfig:
     parallel: int = 1
     slurm: str | None = None
     out: str = "torchrope-studies"
-    sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("seeds", "parallel"):
@@ -43,7 +40,30 @@ class StudyConfig:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if len(set(self.encodings)) < len(self.encodings):
             raise ValueError(f"encodings must be named once each, got {','.join(self.encodings)}")
-        if any(size < 1 for size in self.sizes) or len(set(self.sizes)) < len(self.sizes):
-            raise ValueError(f"sizes must be 1 or more, each named once, got {', '.join(map(str, self.sizes))}")
         if self.slurm is not None:
             parse_slurm(self.slurm)
+
+
+@dataclass
+class StudyConfig(LabConfig):
+    """A study on data of your choice.
+
+    Attributes:
+        reference: Encoding that the others are compared with, trained too where it is not among them; by default
+            learned, in studies that need one.
+        checkpoint: Trained models that "fourier", "generators" and "attention" read, beside the runs of the encodings
+            named, or in their place: files of published checkpoints or of torchrope.save, folders of runs.
+        sizes: Input sizes that "resolution" evaluates at, in pixels per side, beside that of the training; by default
+            0.5 to 2 times as large.
+    """
+
+    reference: str | None = None
+    checkpoint: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.checkpoint)) < len(self.checkpoint):
+            raise ValueError(f"checkpoint must name each once, got {','.join(self.checkpoint)}")
+        if any(size < 1 for size in self.sizes) or len(set(self.sizes)) < len(self.sizes):
+            raise ValueError(f"sizes must be 1 or more, each named once, got {', '.join(map(str, self.sizes))}")

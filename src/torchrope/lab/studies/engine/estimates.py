@@ -21,6 +21,10 @@ OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
 VERDICT = Column("verdict", "Verdict")
 RESAMPLES = 2000
 HOLM = "An interval excludes 0 where the difference is measurable, at 5 % over all rows (Holm)."
+ABOUT_TRAIN_LOSS = (
+    "Training loss is the mean over the last epoch's examples as they were trained on: augmented, with dropout and "
+    "smoothed or mixed labels where the run has them, before each step; so that it may lie above the validation loss."
+)
 NONE_POSSIBLE = "No encoding named can be trained with this model."
 
 
@@ -84,6 +88,18 @@ def spread(values: Sequence[float]) -> float | None:
 def loss(runs: Sequence[Trained]) -> float:
     """Mean validation loss over seeds; NaN where one is not finite."""
     return fmean(each.val_loss if each.val_loss is not None else float("nan") for each in runs)
+
+
+def last_train_loss(runs: Sequence[Trained]) -> dict[str, float | None]:
+    """Mean training loss of the last epoch, over seeds, with its deviation; None where a run has none that is finite.
+
+    Returns:
+        train_loss, train_spread: the latter is None where there is one seed.
+    """
+    losses = [each.curve[-1].get("train_loss", float("nan")) for each in runs]
+    if not np.isfinite(losses).all():
+        return {"train_loss": None, "train_spread": None}
+    return {"train_loss": fmean(losses), "train_spread": spread(losses)}
 
 
 # ---- differences

@@ -29,6 +29,13 @@ from torchrope.lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope.lab.studies.engine.feasible import feasible
+from torchrope.lab.studies.engine.reference import (
+    AHEAD_OF_MIXED,
+    WITH_SAME,
+    described,
+    mixed_counterparts,
+    mixed_notes,
+)
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab
 from torchrope.lab.training.cost import count_encoding_parameters
@@ -141,11 +148,16 @@ Changes = dict[tuple[str, Level], Interval]
 """Differences in points by encoding and level, at 5 % over all of them."""
 
 
-def leads(grid: Grid, reference: str) -> Changes:
-    """How far every encoding is ahead of one of them at the same level, in points, on the same examples."""
+def leads(grid: Grid, others: Mapping[str, str]) -> Changes:
+    """How far encodings are ahead of others at the same level, in points, on the same examples.
+
+    Args:
+        grid: The runs.
+        others: By encoding, the one to compare with.
+    """
     right = {(name, level): correct(runs) for name, level, runs in _each(grid)}
-    keys = [(name, level) for name, level in right if name != reference and (reference, level) in right]
-    return dict(zip(keys, contrasts([(right[key], right[reference, key[1]]) for key in keys]), strict=True))
+    keys = [(name, level) for name, level in right if (others.get(name), level) in right]
+    return dict(zip(keys, contrasts([(right[key], right[others[key[0]], key[1]]) for key in keys]), strict=True))
 
 
 def changes(grid: Grid, base: Callable[[str], Level]) -> Changes:
@@ -190,14 +202,31 @@ def trend_table(title: str, slopes: Mapping[str, Interval], heading: str) -> Tab
     return Table(title, (*NAMES, with_interval("trend", heading, "points", 2), VERDICT), rows, note=HOLM)
 
 
-def contrast_table(title: str, moved: Changes, factor: Factor, heading: str) -> Table:
+def contrast_table(title: str, moved: Changes, factor: Factor, heading: str, note: str = "") -> Table:
     """Differences as a table."""
     rows = [
         {**named(name), factor.key: level, **cells("change", found), "verdict": verdict_of(found)}
         for (name, level), found in moved.items()
     ]
     columns = (*NAMES, factor.column, with_interval("change", heading, "points", 1), VERDICT)
-    return Table(title, columns, rows, note=HOLM)
+    return Table(title, columns, rows, note=f"{HOLM} {note}".strip())
+
+
+def mixed_tables(grid: Grid, factor: Factor, reference: str) -> tuple[list[Table], list[str]]:
+    """What learning more than the frequencies of RoPE-Mixed adds at each level.
+
+    Args:
+        grid: The runs.
+        factor: Of the levels.
+        reference: Pairs with this one are left out: another table holds them.
+
+    Returns:
+        A table of the differences and a note that counts them; nothing where the grid has no such pair.
+    """
+    others = {name: other for name, other in mixed_counterparts(grid).items() if other != reference}
+    ahead = leads(grid, others)
+    tables = [contrast_table(AHEAD_OF_MIXED, ahead, factor, "Ahead", WITH_SAME)] if ahead else []
+    return tables, mixed_notes(ahead.values())
 
 
 def parameter_table(lab: Lab, grid: Grid, factor: Factor) -> Table:
@@ -217,24 +246,25 @@ def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level,
             yield name, level, cell
 
 
-def lead_figure(factor: Factor, ahead: Changes, same: str) -> Figure:
-    """Points ahead of a learned absolute encoding over a factor.
+def lead_figure(factor: Factor, ahead: Changes, reference: str, same: str) -> Figure:
+    """Points ahead of a reference over a factor.
 
     Args:
         factor: What varies.
         ahead: From `leads`.
+        reference: Its name.
         same: What the two have in common: "the same model".
     """
     return Figure(
         name=f"lead-by-{factor.key}",
         kind="lines",
-        title="Ahead of a learned absolute encoding",
-        alt=f"Points of top-1 ahead of a learned absolute encoding with {same}, one line per encoding.",
+        title=f"Ahead of {described(reference)}",
+        alt=f"Points of top-1 ahead of {described(reference)} with {same}, one line per encoding.",
         x=factor.axis,
         y=Axis("lead", "Ahead", "points"),
         rows=[{"name": name, factor.key: level, **cells("lead", found)} for (name, level), found in ahead.items()],
         series="name",
         low="lead_low",
         high="lead_high",
-        caption=f"Zero is the learned absolute encoding with {same}. {HOLM}",
+        caption=f"Zero is {described(reference, 'the')} with {same}. {HOLM}",
     )

@@ -16,7 +16,7 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.provenance import provenance
 from torchrope.lab.results import DataFacts, Findings, RunFacts, StudyResult
 from torchrope.lab.studies.describe import describe_data, describe_skipped
-from torchrope.lab.studies.engine.config import StudyConfig
+from torchrope.lab.studies.engine.config import LabConfig, StudyConfig
 from torchrope.lab.studies.engine.names import NAMES, file_of
 from torchrope.lab.studies.engine.runs import Run, Store, Trained, in_order
 from torchrope.lab.studies.engine.workers import train_runs
@@ -37,14 +37,20 @@ class Lab:
 
     Attributes:
         encodings: Those asked for, or the study's own.
+        reference: What the user wants the others compared with; None where that is the study's own choice.
+        checkpoints: Files and folders of trained models that the user wants read.
+        sizes: Input sizes, in pixels per side, that the user wants evaluated.
         seeds: 0, 1, ...
         skipped: Files that the runs asked for could not read, with the reason.
         seconds_left: Estimate for what follows the training; None where nothing was trained.
     """
 
-    def __init__(self, config: StudyConfig, encodings: Sequence[str], console: Console) -> None:
+    def __init__(self, config: LabConfig, encodings: Sequence[str], console: Console) -> None:
         self.config = config
         self.encodings = config.encodings or list(encodings)
+        self.reference = config.reference if isinstance(config, StudyConfig) else None
+        self.checkpoints = config.checkpoint if isinstance(config, StudyConfig) else []
+        self.sizes = config.sizes if isinstance(config, StudyConfig) else []
         self.seeds = range(config.seeds)
         self.console = console
         self.store = Store(Path(config.out) / "runs")
@@ -181,6 +187,7 @@ class Study:
         encodings: Compared where the user names none.
         tasks: What its data must be for, one of them at least; see `DataModule.tasks`.
         needs_data: False where it is computed from formulas.
+        takes: Settings that not all studies have a use for: "reference", "checkpoint", "sizes".
     """
 
     title: str
@@ -190,6 +197,7 @@ class Study:
     encodings: Sequence[str] = field(default=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"))
     tasks: Sequence[str] = ("classify",)
     needs_data: bool = True
+    takes: Sequence[str] = ()
 
     def check(self, lab: Lab) -> None:
         """Raise ValueError where the data is for other tasks."""
@@ -207,6 +215,19 @@ def find_study(name: str) -> Study:
     if name not in NAMES:
         raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}")
     return import_module(f"torchrope.lab.studies.{file_of(name).stem}").STUDY
+
+
+def check_taken(names: Sequence[str], setting: str, option: str | None = None) -> None:
+    """Raise ValueError where no study of those named takes a setting that not all take.
+
+    Args:
+        names: Of studies.
+        setting: "reference", "checkpoint" or "sizes".
+        option: The setting as the user wrote it.
+    """
+    if not any(setting in find_study(name).takes for name in names):
+        takers = [name for name in NAMES if setting in find_study(name).takes]
+        raise ValueError(f"{option or setting} is for the studies {', '.join(takers)}, got {', '.join(names)}")
 
 
 def run_study(name: str, config: StudyConfig, *, command: str, console: Console) -> Path:
@@ -227,7 +248,8 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         KeyboardInterrupt: stopped; the same call resumes.
     """
     study = find_study(name)
-    lab = Lab(config, study.encodings, console)
+    instead = config.checkpoint and "checkpoint" in study.takes  # of runs, where no encoding is named
+    lab = Lab(config, () if instead else study.encodings, console)
     study.check(lab)
     findings = study.find(lab)
     result = StudyResult(
@@ -257,4 +279,4 @@ def facts_of(command: str, settings: dict[str, Any], seconds: float | None = Non
 
 def _settings(lab: Lab, study: Study) -> dict[str, Any]:
     settings = {**plain(lab.config), "encodings": list(lab.encodings)}
-    return settings if study.needs_data else {"encodings": settings["encodings"]}
+    return settings if study.needs_data else {name: settings[name] for name in ("encodings", *study.takes)}

@@ -15,7 +15,7 @@ import torch
 
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import load_modules
-from torchrope.lab.studies.engine.config import StudyConfig
+from torchrope.lab.studies.engine.config import LabConfig
 from torchrope.lab.studies.engine.runs import Run, Store
 from torchrope.lab.studies.progress import StudyProgress
 from torchrope.lab.studies.slurm import local_executor, parse_slurm, slurm_executor
@@ -29,7 +29,7 @@ def train_runs(
     runs: Sequence[Run],
     store: Store,
     data: DataModule,
-    config: StudyConfig,
+    config: LabConfig,
     progress: StudyProgress,
     on_finished: Callable[[Run], None],
 ) -> None:
