@@ -60,7 +60,7 @@ class Rotary(nn.Module):
         self.keep_rotation = keep_rotation
         chosen = {"spacing": spacing, "origin": origin}
         self.lattices = [_lattice(encoding, site, chosen) for encoding, site in zip(encodings, sites, strict=False)]
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle | Replaced] = []
         self.put_aside = nn.ModuleDict()  # what stood in the tower before, by name
         self.learned: dict[str, bool] = {}  # whether what is silent now took gradients
 
@@ -125,6 +125,21 @@ class Adapter(ABC):
         for handle in rotary.handles:
             handle.remove()
         rotary.handles.clear()
+
+
+class Replaced:
+    """Something of an object in another's place, until it is removed."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self.owner = owner
+        self.name = name
+        self.before = {name: vars(owner)[name]} if name in vars(owner) else {}  # otherwise its class's
+        vars(owner)[name] = value
+
+    def remove(self) -> None:
+        """Restore the previous value."""
+        del vars(self.owner)[self.name]
+        vars(self.owner).update(self.before)
 
 
 def _lattice(encoding: Encoding, site: Site, chosen: dict[str, PerAxis | None]) -> dict[str, Any]:

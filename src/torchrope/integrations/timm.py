@@ -1,5 +1,6 @@
 """`swap` for timm's models, and timm models that are built with an encoding."""
 
+from functools import partial
 from typing import Any
 
 import timm
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchrope.integrations import timm_models as timm_models
-from torchrope.integrations.rotary import Adapter, Rotary, Site
+from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site
 from torchrope.integrations.settings import (
     DEPTHS,
     ENCODING,
@@ -37,6 +38,7 @@ from torchrope.integrations.settings import (
     one_of,
     shown,
 )
+from torchrope.models.parts import encoding_parameters
 from torchrope.ops import rotate, rotate_one
 from torchrope.positions import grid
 from torchrope.rotations import Rotation
@@ -177,7 +179,14 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     return model
 
 
-class OfTokens(Adapter):
+class OfTimm(Adapter):
+    """A model of timm, whose optimisers ask it which parameters do not decay."""
+
+    def attach(self, rotary: Rotary) -> None:
+        rotary.handles.append(Replaced(self.tower, "no_weight_decay", partial(no_weight_decay, self.tower)))
+
+
+class OfTokens(OfTimm):
     """VisionTransformer and Eva: every token attends to every other, rotated behind the norms of q and k."""
 
     def sites(self) -> list[Site]:
@@ -190,6 +199,7 @@ class OfTokens(Adapter):
         return [] if self.tower.pos_embed is None else [self.tower.pos_embed]
 
     def attach(self, rotary: Rotary) -> None:
+        super().attach(rotary)
         if getattr(self.tower, "rope", None) is not None and not rotary.keep_rotation:
             self._put_aside(rotary, "rope", None)
         dropout = self.tower.patch_drop
@@ -230,7 +240,7 @@ class OfTokens(Adapter):
         return layers
 
 
-class OfWindows(Adapter):
+class OfWindows(OfTimm):
     """SwinTransformer: tokens attend within windows, rotated behind their projection by their place in the window."""
 
     def sites(self) -> list[Site]:
@@ -240,12 +250,18 @@ class OfWindows(Adapter):
         return [layer.relative_position_bias_table for layer in self._layers()]
 
     def attach(self, rotary: Rotary) -> None:
+        super().attach(rotary)
         for index, layer in enumerate(self._layers()):
             turn = TurnInWindow(layer, rotary, rotary.of_layer(index))
             rotary.handles.append(layer.qkv.register_forward_hook(turn))
 
     def _layers(self) -> list[Any]:
         return [module for module in self.tower.modules() if isinstance(module, WindowAttention)]
+
+
+def no_weight_decay(tower: Any) -> set[str]:
+    """In place of a swapped tower's own: the names that it gives, and those of its encodings' parameters."""
+    return {*type(tower).no_weight_decay(tower), *encoding_parameters(tower)}
 
 
 class Places:

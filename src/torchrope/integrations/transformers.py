@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from torchrope.files import write_whole
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Replaced, Rotary, Site
 from torchrope.integrations.saving import FILE, save
 from torchrope.integrations.settings import (
     EXTENTS,
@@ -291,21 +291,6 @@ class OfTower(Adapter):
     def _layers(self) -> list[Any]:
         kind = _kind(self.tower)
         return [module for module in self.tower.modules() if type(module).__name__ == kind]
-
-
-class Replaced:
-    """Something of an object in another's place, until it is removed."""
-
-    def __init__(self, owner: Any, name: str, value: Any) -> None:
-        self.owner = owner
-        self.name = name
-        self.before = {name: vars(owner)[name]} if name in vars(owner) else {}  # otherwise its class's
-        vars(owner)[name] = value
-
-    def remove(self) -> None:
-        """Restore the previous value."""
-        del vars(self.owner)[self.name]
-        vars(self.owner).update(self.before)
 
 
 class Rotated:
