@@ -12,6 +12,7 @@ from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePosi
 from torchrope.models.parts import (
     DropPath,
     PatchEmbed,
+    Shareable,
     encoding_parameters,
     extents,
     mlp,
@@ -31,7 +32,7 @@ SWIN_SIZES: dict[str, dict[str, Any]] = {
 """The paper's sizes, section 3.3."""
 
 
-class Swin(nn.Module):
+class Swin(Shareable, nn.Module):
     """Classify data with any number of axes, attending within windows.
 
         patches -> tokens (+ APE) -> stages of [merge 2^N neighbours, layers in windows (+ bias, R(p))]

@@ -14,6 +14,7 @@ from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
 from torchrope.models.parts import (
     DropPath,
     PatchEmbed,
+    Shareable,
     encoding_parameters,
     extents,
     mlp,
@@ -36,7 +37,7 @@ SIZES: dict[str, dict[str, int]] = {
 _EPS = 1e-6
 
 
-class ViT(nn.Module):
+class ViT(Shareable, nn.Module):
     """Classify data with any number of axes.
 
         patches -> tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> pool -> class
