@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torchrope.encodings.base import Encoding, Init, check_init, planar, rounding, skew, upper_triangle, widened
 from torchrope.encodings.mixed import turned_ladder
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
+from torchrope.ops.backends import check_not_onnx
 from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
 from torchrope.tensors import wide_dtype, without_autocast
 
@@ -106,6 +107,7 @@ class STRING(Encoding):
 
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         self._check_positions(positions)
+        check_not_onnx(self)
         positions, frequencies, basis = widened(positions, self.frequencies, self.basis(), copy=True)
         return PlanarInBasis(
             positions=positions,
