@@ -44,12 +44,14 @@ def test_the_error_says_that_freeze_comes_first(encoding: str, tmp_path: Path) -
     refuses(ours(encoding), tmp_path / "m.onnx", dynamo=False)
 
 
-@pytest.mark.parametrize("encoding", ["liere:4", pytest.param("string:4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["liere:4", "string:4"])
 def test_the_error_of_the_exporter_of_graphs_too(encoding: str, tmp_path: Path) -> None:
     refuses(ours(encoding), tmp_path / "m.onnx", dynamo=True)
 
 
-@pytest.mark.parametrize("encoding", ["liere:4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["liere:4", "string:4"])
 def test_other_exports_and_graphs_are_not_concerned(encoding: str) -> None:
     model, x = ours(encoding), torch.randn(1, 3, 16, 8)
     program = torch.export.export(model, (x,))
