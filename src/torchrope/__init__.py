@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torchrope.encodings import yarn_temperature as yarn_temperature
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
+    from torchrope.integrations.inflate import inflate as inflate
     from torchrope.integrations.pretrained import load_backbone as load_backbone
     from torchrope.integrations.published import load_published as load_published
     from torchrope.integrations.saving import load as load
@@ -128,6 +129,7 @@ _NAMES = {
     "torchrope.attention": ("Attention",),
     "torchrope.models": ("Features", "Swin", "ViT", "pad"),
     "torchrope.inference": ("absorb", "freeze"),
+    "torchrope.integrations.inflate": ("inflate",),
     "torchrope.integrations.pretrained": ("load_backbone",),
     "torchrope.integrations.published": ("load_published",),
     "torchrope.integrations.saving": ("load", "save"),

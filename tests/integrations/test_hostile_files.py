@@ -43,7 +43,7 @@ def _clip() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "timm": lambda: tr.swap(made("vit"), "liere:4", keep_ape=False),
+    "timm": lambda: tr.swap(made("vit"), "liere:4", keep_ape=False, init="paper"),
     "swin": lambda: tr.swap(made("swin"), "mixed"),
     "eva": lambda: tr.swap(made("rope_axial"), "golden", keep_rotation=True),
     "clip": lambda: tr.swap(_clip(), "axial"),

@@ -21,7 +21,7 @@ def test_a_swapped_model_comes_back(name: str, keep: bool, tmp_path: Path) -> No
     model = made(name).eval()
     x = images(model)
     expected = model(x)
-    awake(tr.swap(model, "liere:4", keep_ape=keep))
+    awake(tr.swap(model, "liere:4", keep_ape=keep, init="paper"))
     tr.save(model, tmp_path / "model.safetensors")
     again: Any = tr.load(tmp_path / "model.safetensors")
     assert type(again) is type(model)
@@ -45,7 +45,7 @@ def test_what_was_chosen_at_the_swap_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_table_put_aside_at_another_size(tmp_path: Path) -> None:
-    model = tr.swap(made("vit"), "mixed", keep_ape=False).eval()
+    model = tr.swap(made("vit"), "mixed", keep_ape=False, init="paper").eval()
     model.set_input_size((32, 64))
     tr.save(model, tmp_path)
     x = torch.randn(1, 3, 32, 64)

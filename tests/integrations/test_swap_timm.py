@@ -84,7 +84,7 @@ def test_unswap_gives_the_model_back(name: str) -> None:
     learns = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
     x = images(model)
     expected = model(x)
-    awake(tr.swap(model, "liere", keep_ape=False))
+    awake(tr.swap(model, "liere", keep_ape=False, init="paper"))
     assert not torch.equal(model(x), expected)
     tr.unswap(model)
     assert torch.equal(model(x), expected)
@@ -185,7 +185,7 @@ def test_other_input_sizes(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:timm")
 def test_swin_at_another_input_and_window() -> None:
-    model = awake(tr.swap(made("swin"), "mixed", keep_ape=False)).eval()
+    model = awake(tr.swap(made("swin"), "mixed", keep_ape=False, init="paper")).eval()
     lattice = model.rotary.lattices[0]
     model.set_input_size((112, 84), window_size=(8, 7))
     assert model(torch.randn(1, 3, 112, 84)).shape == (1, 5)
@@ -374,7 +374,7 @@ def test_a_layer_that_swap_does_not_know_is_named() -> None:
 def test_unswap_needs_a_swapped_model_of_the_same_size() -> None:
     with pytest.raises(ValueError, match="unswap needs a swapped model, got VisionTransformer"):
         tr.unswap(made("vit"))
-    model = tr.swap(made("vit"), "mixed", keep_ape=False)
+    model = tr.swap(made("vit"), "mixed", keep_ape=False, init="paper")
     model.set_input_size((32, 64))
     with pytest.raises(ValueError, match="got a position table of"):
         tr.unswap(model)

@@ -208,7 +208,7 @@ def test_without_its_table_a_model_is_one_whose_table_is_zero(name: str) -> None
     zeroed = copy.deepcopy(model)
     [table] = [value for key, value in zeroed.named_parameters() if "position_embedding" in key]
     table.data.zero_()
-    swap(model, "mixed", keep_ape=False)
+    swap(model, "none", keep_ape=False)
     assert same(run(model, pixels), run(zeroed, pixels))
     [table] = [value for key, value in model.named_parameters() if "position_embedding" in key]
     assert not table.requires_grad
@@ -366,7 +366,7 @@ def test_layers_called_alone_have_no_place(name: str) -> None:
 @pytest.mark.parametrize("encoding", ["axial", "comrope-ld:4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_saving_loses_nothing(name: str, encoding: str, tmp_path: Path) -> None:
-    model, pixels = swap(MODELS[name](), encoding, keep_ape=False), images()
+    model, pixels = swap(MODELS[name](), encoding, keep_ape=False, init="paper"), images()
     turn(model)
     model.save_pretrained(tmp_path)
     again = load(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from torchrope.ops.backends import takes_kernels
+from torchrope.ops.backends import check_not_onnx, takes_kernels
 from torchrope.ops.skew_exp import exp_generators, fits_kernels, skew_eig, skew_exp
 from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal, combine
 from torchrope.tensors import can_read, wide_dtype
@@ -119,9 +119,10 @@ class Encoding(nn.Module, ABC):
             Angles are float32, or float64 where the positions or the parameters are; autocast never touches them.
 
         Raises:
-            ValueError: wrong shape or number of axes; NaN or infinity; a backend that cannot serve. On a GPU, which
-                would have to be waited for, and inside torch.compile, torch.export and torch.func, NaN and infinity
-                are not looked for: the rotation of such a token is NaN, and of no other.
+            ValueError: wrong shape or number of axes; NaN or infinity; a backend that cannot serve; a rotation that an
+                export to ONNX has no operators for, where `torchrope.freeze` must come first. On a GPU, which would
+                have to be waited for, and inside torch.compile, torch.export and torch.func, NaN and infinity are not
+                looked for: the rotation of such a token is NaN, and of no other.
         """
         positions = self._check_positions(positions)
         made_for: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
@@ -130,6 +131,7 @@ class Encoding(nn.Module, ABC):
             # parameters are freed where they are sharded.
             positions, frequencies = widened(positions, self.frequencies_per_axis(), copy=True)
             return Planar(positions=positions, frequencies=frequencies, **made_for)
+        check_not_onnx(self)
         factored = self.factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
             wide_positions, factors, base = widened(positions, *factored)

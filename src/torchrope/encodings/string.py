@@ -17,6 +17,7 @@ from torchrope.encodings.base import (
 )
 from torchrope.encodings.mixed import turned_ladder
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
+from torchrope.ops.backends import check_not_onnx
 from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
 from torchrope.tensors import wide_dtype, without_autocast
 
@@ -120,6 +121,7 @@ class STRING(Encoding):
 
     def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
         positions = self._check_positions(positions)
+        check_not_onnx(self)
         positions, frequencies, basis = widened(positions, self.frequencies, self.basis(), copy=True)
         return PlanarInBasis(
             positions=positions,

@@ -15,15 +15,8 @@ from transformers.modeling_utils import PreTrainedModel
 from torchrope.integrations import own
 from torchrope.integrations.header import tuples
 from torchrope.integrations.settings import (
-    EXTENTS,
-    FLAG,
-    LAYER,
-    NOTHING,
-    WIDTH,
-    Kind,
     Limits,
     check,
-    each,
     told_in_one_line,
 )
 from torchrope.models.features import Features
@@ -31,13 +24,6 @@ from torchrope.models.swin import Swin
 from torchrope.models.vit import ViT
 
 _DEFAULT = {"class": "ViT", "arguments": {"input_size": [224, 224], "patch_size": 16, "num_classes": 0}}
-_FEATURES: dict[str, Kind] = {
-    "indices": each(LAYER, most=64) | NOTHING,
-    "pyramid": FLAG,
-    "out_channels": WIDTH,
-    "window_size": EXTENTS | NOTHING,
-    "global_layers": each(LAYER, most=64) | NOTHING,
-}
 
 
 @strict
@@ -105,7 +91,7 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
         if self.features is None and self.model["class"] == "Swin":
             self.features = {}
         if self.features is not None:
-            check("the arguments of Features", self.features, _FEATURES, Limits(), partly=True)
+            check("the arguments of Features", self.features, own.FEATURES, Limits(), partly=True)
         with told_in_one_line("the backbone refuses its settings"):
             built = self.build("meta")
         chosen: dict[str, Any] = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}

@@ -31,7 +31,7 @@ REBUILDERS = {**LIBRARIES, "torchrope": "torchrope.integrations.own"}
 
 _LONGEST = 2**24
 _ANY = Kind("", lambda value, _: True)  # looked at on its own
-_HEADER = {"format": _ANY, "torchrope": LABEL, "library": one_of(*REBUILDERS), "recipe": _ANY, "swap": _ANY}
+_HEADER = {"format": _ANY, "torchrope": LABEL, "library": one_of(*REBUILDERS) | NOTHING, "recipe": _ANY, "swap": _ANY}
 _SWAP = {"encodings": _ANY, "keep_ape": FLAG, "keep_rotation": FLAG, "lattices": _ANY, "channels": _ANY}
 _ENCODING = {"class": matching(r"\w{1,200}", "a name"), "arguments": MAPPING}
 _LATTICE: dict[str, Kind] = {
@@ -51,14 +51,16 @@ class Header:
     """What rebuilds a model around its tensors.
 
     Attributes:
-        library: Which one builds it.
-        recipe: What that library builds it from.
+        library: Which one builds it, or None where the reader must.
+        recipe: What that library builds it from, None without one.
         swap: The encodings that are put into it, and how; or None.
+        towers: The same for each swapped part of a model that no library builds, by its name in the model.
     """
 
-    library: str
-    recipe: dict[str, Any]
+    library: str | None
+    recipe: dict[str, Any] | None
     swap: dict[str, Any] | None
+    towers: dict[str, dict[str, Any]]
 
 
 def read_header(text: str, limits: Limits) -> Header:
@@ -71,13 +73,16 @@ def read_header(text: str, limits: Limits) -> Header:
     if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != FORMAT):
         raise ValueError(f"its settings must be of format {FORMAT}, got format {shown(given.get('format'))}")
     check("its settings", given, _HEADER, limits)
+    if given["library"] is None:
+        _check_towers(given["recipe"], given["swap"], limits)
+        return Header(None, None, None, given["swap"])
     import_module(REBUILDERS[given["library"]]).check_recipe(given["recipe"], limits)
     swap = given["swap"]
     if isinstance(swap, dict) and isinstance(swap.get("encodings"), list):  # files of before have all in order
         swap = {"channels": [None for _ in swap["encodings"]], **swap}
     if swap is not None:
         _check_swap(swap, limits)
-    return Header(given["library"], tuples(given["recipe"]), swap)
+    return Header(given["library"], tuples(given["recipe"]), swap, {})
 
 
 def _parsed(text: str) -> Any:
@@ -114,6 +119,15 @@ def _finite(digits: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"its settings must hold finite numbers, got {shown(digits)}")
     return number
+
+
+def _check_towers(recipe: Any, swaps: Any, limits: Limits) -> None:
+    if recipe is not None:
+        raise ValueError(f"its recipe must be null where no library builds it, got {shown(recipe)}")
+    if not isinstance(swaps, dict) or len(swaps) > limits.layers:
+        raise ValueError(f"its swap must be up to {limits.layers} by the names of parts, got {shown(swaps)}")
+    for swap in swaps.values():
+        _check_swap(swap, limits)
 
 
 def _check_swap(swap: Any, limits: Limits) -> None:

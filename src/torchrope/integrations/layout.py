@@ -125,7 +125,7 @@ def check_fits(model: nn.Module, layout: Layout) -> None:
     told = [line for line in wrong if line]
     if told:
         more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
-        raise ValueError(f"its tensors must be those of the model it names, got {'; '.join(told[:3])}{more}")
+        raise ValueError(f"its tensors must be those of its model, got {'; '.join(told[:3])}{more}")
 
 
 def _misfit(name: str, wanted: Stored | None, found: Stored | None) -> str | None:

@@ -12,6 +12,7 @@ from torchrope.integrations.settings import (
     EXTENT,
     EXTENTS,
     FLAG,
+    LAYER,
     LAYERS,
     MAPPING,
     NOTHING,
@@ -26,9 +27,9 @@ from torchrope.integrations.settings import (
     each,
     one_of,
 )
-from torchrope.models import Swin, ViT
+from torchrope.models import Features, Swin, ViT
 
-_MODELS = {model.__name__: model for model in (ViT, Swin)}
+_MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
 
 # What a file may say to each; functions and classes it cannot name.
 _SHARED: dict[str, Kind] = {
@@ -63,13 +64,23 @@ _ARGUMENTS: dict[str, dict[str, Kind]] = {
     },
     "Swin": _SHARED | {"depths": DEPTHS, "num_heads": each(WIDTH), "window_size": EXTENTS, "mlp_ratio": NUMBER},
 }
+FEATURES: dict[str, Kind] = {
+    "indices": each(LAYER, most=64) | NOTHING,
+    "pyramid": FLAG,
+    "out_channels": WIDTH,
+    "window_size": EXTENTS | NOTHING,
+    "global_layers": each(LAYER, most=64) | NOTHING,
+}
+"""What a file may say to `Features`, beside the model."""
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """The class of a model and the arguments that differ from its defaults."""
+    """The class of a model and the arguments that differ from its defaults; of `Features` also those of its model."""
+    if type(model) is Features:
+        return {**recipe(model.model), "features": model.arguments}
     name = type(model).__name__
     if _MODELS.get(name) is not type(model):
-        raise ValueError(f"save knows torchrope's {' and '.join(_MODELS)}, got {name}")
+        raise ValueError(f"save knows torchrope's {', '.join(_MODELS)} and Features, got {name}")
     defaults = {name: one.default for name, one in inspect.signature(type(model)).parameters.items()}
     given = {name: value for name, value in model.arguments.items() if value is not defaults[name]}
     return {"class": name, "arguments": given}
@@ -81,12 +92,16 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
     Raises:
         ValueError: the first setting that is wrong.
     """
-    check("its recipe", recipe, {"class": one_of(*_MODELS), "arguments": MAPPING}, limits)
+    features = {"features": MAPPING} if isinstance(recipe, dict) and "features" in recipe else {}
+    check("its recipe", recipe, {"class": one_of(*_MODELS), "arguments": MAPPING, **features}, limits)
     name = recipe["class"]
     check(f"the arguments of {name}", recipe["arguments"], _ARGUMENTS[name], limits, partly=True)
+    if features:
+        check("the arguments of Features", recipe["features"], FEATURES, limits, partly=True)
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     """The model of a recipe, its weights initialised at random."""
     with torch.device(device):
-        return _MODELS[recipe["class"]](**recipe["arguments"])
+        model = _MODELS[recipe["class"]](**recipe["arguments"])
+        return Features(model, **recipe["features"]) if "features" in recipe else model

@@ -10,11 +10,13 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from torchrope.encodings import Encoding, choose
+from torchrope.encodings import Encoding, NoEncoding, choose
 from torchrope.encodings.base import Init
+from torchrope.integrations.describing import describe, written
 from torchrope.integrations.own_rotation import Lattice, OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
 from torchrope.positions import PerAxis
+from torchrope.tensors import can_read
 
 Model = TypeVar("Model", bound=nn.Module)
 Start = Literal["own", "zeros", "paper"]
@@ -68,6 +70,10 @@ def swap(
         ValueError: a model that is not known, or swapped already; an encoding that does not fit its heads, or cannot
             represent the model's own rotation.
 
+    Warns:
+        UserWarning: the model knows no positions, for keep_ape=False silences its table and generators start at zero;
+            an encoding that `save` cannot describe.
+
     References:
         ComRoPE, supplement B.2: with zero generators rotary attention is plain attention.
 
@@ -96,6 +102,11 @@ def swap(
             rule = "outputs change, for the encoding replaces the model's rotation; init='own' continues it"
             warnings.warn(f"{rule}, got {_name(model)}", stacklevel=2)
     install(adapter, encodings, lattices, channels, keep_ape=keep_ape, keep_rotation=keep_rotation)
+    if not keep_ape and not keep_rotation and all(map(_rests, encodings)):
+        told = "the table is silent and all generators are zero; init='paper' starts with a rotation"
+        warnings.warn(f"{_name(model)} knows no positions for now: {told}", stacklevel=2)
+    for error in filter(None, map(_not_saved, {type(encoding): encoding for encoding in encodings}.values())):
+        warnings.warn(f"torchrope.save will refuse this {_name(model)}: {error}", stacklevel=2)
     return model
 
 
@@ -153,17 +164,22 @@ def adapt(model: nn.Module) -> Adapter:
     Raises:
         ValueError: none, or several.
     """
-    known = [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
-    adapters = [adapter for library in known for adapter in library.adapters(model)]
-    if len(adapters) == 1:
-        return adapters[0]
+    found = adapters(model)
+    if len(found) == 1:
+        return found[0]
     rule = (
         "swap knows timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, "
         "the vision encoders of Qwen3, DeepSeek and Gemma 4, and transformers' CLIP, ViT, DINOv2, DINOv3 and SigLIP "
         "vision models"
     )
-    found = f", with {len(adapters)} of them" if adapters else ""
-    raise ValueError(f"{rule}, one in a model, got {_name(model)}{found}")
+    held = f", with {len(found)} of them" if found else ""
+    raise ValueError(f"{rule}, one in a model, got {_name(model)}{held}")
+
+
+def adapters(model: nn.Module) -> list[Adapter]:
+    """Find all parts of a model that `swap` knows."""
+    known = [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
+    return [adapter for library in known for adapter in library.adapters(model)]
 
 
 def origins(*classes: type) -> list[str]:
@@ -240,6 +256,21 @@ def _encodings(
     for made, site in zip(built, sites, strict=True):
         check_fit(made, site)
     return built
+
+
+def _rests(encoding: Encoding) -> bool:
+    """Whether an encoding that can turn does not, as far as its values can be read."""
+    generators = encoding.generators().detach()
+    return not isinstance(encoding, NoEncoding) and can_read(generators) and not generators.any()
+
+
+def _not_saved(encoding: Encoding) -> ValueError | None:
+    """Why `save` would refuse an encoding."""
+    try:
+        written(describe(encoding))
+    except ValueError as error:
+        return error
+    return None
 
 
 def _named(name: str) -> Callable[..., Encoding]:

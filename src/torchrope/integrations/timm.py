@@ -52,6 +52,7 @@ from torchrope.integrations.settings import (
 from torchrope.integrations.timm_attention import beit_attention, sam_attention, swin_v2_attention
 from torchrope.integrations.timm_hooks import NoAngle, NoTable, OfLayer, Places, Turn, TurnInWindow, TurnOnLattice
 from torchrope.integrations.timm_rotation import gemma_rotation, own_rotation
+from torchrope.models.parts import encoding_parameters
 
 # Attention layers that pass q and k through q_norm and k_norm, one after the other: (batch, heads, tokens, head_dim),
 # or with tokens before heads.
@@ -250,7 +251,14 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     return model
 
 
-class OfTokens(Adapter):
+class OfTimm(Adapter):
+    """A model of timm, whose optimisers ask it which parameters do not decay."""
+
+    def attach(self, rotary: Rotary) -> None:
+        rotary.handles.append(Replaced(self.tower, "no_weight_decay", partial(no_weight_decay, self.tower)))
+
+
+class OfTokens(OfTimm):
     """VisionTransformer, Eva and Beit: every token attends to every other, rotated by its place in the image."""
 
     rope = "rope"
@@ -276,6 +284,7 @@ class OfTokens(Adapter):
         return [own_rotation(rope, layer, index, num_prefix) for index, layer in enumerate(self._layers())]
 
     def attach(self, rotary: Rotary) -> None:
+        super().attach(rotary)
         if self.rotates() and not rotary.keep_rotation:
             self._put_aside(rotary, self.rope, self._without_rope())
         dropout = getattr(self.tower, "patch_drop", None)
@@ -377,7 +386,7 @@ class OfPatches(OfTokens):
         return self.tower.embeds.register_forward_hook(places.enter_patches, with_kwargs=True)
 
 
-class OfWindows(Adapter):
+class OfWindows(OfTimm):
     """SwinTransformer and its V2: tokens attend within windows, rotated by their place in the window."""
 
     def sites(self) -> list[Site]:
@@ -387,6 +396,7 @@ class OfWindows(Adapter):
         return [_bias_of_window(layer) for layer in self._layers()]
 
     def attach(self, rotary: Rotary) -> None:
+        super().attach(rotary)
         for index, layer in enumerate(self._layers()):
             turn = TurnOnLattice(rotary, rotary.of_layer(index))
             handle: Any
@@ -400,7 +410,7 @@ class OfWindows(Adapter):
         return [module for module in self.tower.modules() if isinstance(module, (WindowAttention, WindowAttentionV2))]
 
 
-class OfMaps(Adapter):
+class OfMaps(OfTimm):
     """VisionTransformerSAM: tokens of windows, and of the image in some layers, rotated by their place in it."""
 
     def sites(self) -> list[Site]:
@@ -421,6 +431,7 @@ class OfMaps(Adapter):
         return [own_rotation(layer.rope, layer, index, 0) for index, layer in enumerate(self._layers())]
 
     def attach(self, rotary: Rotary) -> None:
+        super().attach(rotary)
         for index, layer in enumerate(self._layers()):
             turn = TurnOnLattice(rotary, rotary.of_layer(index))
             attention = partial(sam_attention, keep_rotation=rotary.keep_rotation)
@@ -428,6 +439,12 @@ class OfMaps(Adapter):
 
     def _layers(self) -> list[Any]:
         return [block.attn for block in self.tower.blocks]
+
+
+def no_weight_decay(tower: Any) -> set[str]:
+    """In place of a swapped tower's own: the names that it gives, if any, and those of its encodings' parameters."""
+    own = getattr(type(tower), "no_weight_decay", None)
+    return {*(own(tower) if own is not None else ()), *encoding_parameters(tower)}
 
 
 def _of_features(model: Any) -> dict[str, Any]:

@@ -47,10 +47,6 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         super().__init__(pos_embed=pos_embed, **settings)
         swap(self, encoding, block_size=block_size, init=init)
 
-    def no_weight_decay(self) -> set[str]:
-        """Parameters without weight decay: timm's and the encoding's, as in RoPE-ViT."""
-        return super().no_weight_decay() | _of_encodings(self)
-
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Parameters by layer; an encoding belongs to its own."""
         blocks = [(r"^(?:blocks|rotary\.encodings)\.(\d+)", None), (r"^norm", (99999,))]
@@ -59,9 +55,7 @@ class VisionTransformer(vision_transformer.VisionTransformer):
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
         """Drop layers that features do not need, with their encodings."""
         kept = super().prune_intermediate_layers(*args, **kwargs)
-        rotary: Any = self.rotary
-        if len(rotary.encodings) > 1:
-            rotary.keep_layers(len(self.blocks))
+        _keep_encodings(self, len(self.blocks))
         return kept
 
 
@@ -88,13 +82,23 @@ class SwinTransformer(swin_transformer.SwinTransformer):
         super().__init__(**settings)
         swap(self, encoding, block_size=block_size, init=init, keep_ape=keep_bias)
 
-    def no_weight_decay(self) -> set[str]:
-        """Parameters without weight decay: timm's and the encoding's, as in RoPE-ViT."""
-        return super().no_weight_decay() | _of_encodings(self)
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Drop stages that features do not need, with their encodings."""
+        kept = super().prune_intermediate_layers(*args, **kwargs)
+        stages: Any = self.layers
+        _keep_encodings(self, sum(len(stage.blocks) for stage in stages))
+        return kept
 
 
-def _of_encodings(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters() if name.startswith("rotary.")}
+def _keep_encodings(model: Any, count: int) -> None:
+    """Leave the encodings of the first layers, and the tables that are kept for `unswap`."""
+    rotary = model.rotary
+    if len(rotary.encodings) > 1:
+        rotary.keep_layers(count)
+    tables = [name for name in rotary._buffers if name.startswith("table")]
+    for name in tables:
+        if int(name.removeprefix("table")) >= count:
+            delattr(rotary, name)
 
 
 def _build(

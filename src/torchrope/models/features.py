@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import fitting, per_axis_window
+from torchrope.models.parts import Shareable
 from torchrope.models.swin import Stage, Swin
 from torchrope.models.vit import ViT
 from torchrope.positions import per_axis
@@ -17,7 +18,7 @@ _SCALES = (4, 2, 1, 1 / 2)  # cells of each level of the pyramid along a patch
 _EPS = 1e-6  # of ViTDet's norms
 
 
-class Features(nn.Module):
+class Features(Shareable, nn.Module):
     """Give the maps of a ViT or a Swin for images of any size, with padding that nothing of an image sees.
 
         ViT           the layers chosen, all at the patch's stride

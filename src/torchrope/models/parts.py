@@ -1,7 +1,9 @@
 """Layers that the backbones share: patch embedding, MLP, stochastic depth, and encodings by name."""
 
+import os
 from collections.abc import Callable, Sequence
-from typing import Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,62 @@ from torch.utils.checkpoint import checkpoint
 from torchrope.attention import pad_ends
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias, choose
 
+if TYPE_CHECKING:
+    from typing import Self  # of Python 3.11
+
 DropPathSchedule = Literal["linear", "constant"]
+
+
+class Shareable:
+    """`save_pretrained`, `push_to_hub` and `from_pretrained` for a model, where huggingface_hub is installed."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
+        """Write `torchrope.safetensors`, as `torchrope.save` does, and a card into a folder.
+
+        Args:
+            save_directory: The folder, made if missing.
+            options: As `huggingface_hub.ModelHubMixin.save_pretrained` takes them.
+
+        Raises:
+            ImportError: huggingface_hub or safetensors is not installed.
+            ValueError: what `torchrope.save` refuses.
+        """
+        return _hub()(self).save_pretrained(save_directory, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload the same to a repository of the Hugging Face Hub, and return its address.
+
+        Args:
+            repo_id: Such as "name/model".
+            options: As `huggingface_hub.ModelHubMixin.push_to_hub` takes them.
+
+        Raises:
+            ImportError: huggingface_hub or safetensors is not installed.
+            ValueError: what `torchrope.save` refuses.
+        """
+        return _hub()(self).push_to_hub(repo_id, **options)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> "Self":
+        """Read a model of this class from such a folder or repository, on the CPU, in evaluation mode.
+
+        Args:
+            pretrained_model_name_or_path: The folder or the repository.
+            options: As `huggingface_hub.ModelHubMixin.from_pretrained` takes them, and as `torchrope.load` does.
+
+        Raises:
+            ImportError: huggingface_hub or safetensors is not installed.
+            ValueError: what `torchrope.load` refuses, or a model of another class.
+        """
+        return _hub().from_pretrained(pretrained_model_name_or_path, kind=cls, **options)
+
+
+def _hub() -> Any:
+    """The class that keeps models on the Hub; it stands above this module, which works without it."""
+    try:
+        return import_module("torchrope.integrations.hub").Hub
+    except ModuleNotFoundError as error:
+        raise ImportError(f"models are shared by huggingface_hub and safetensors, got no {error.name}") from None
 
 
 class PatchEmbed(nn.Module):

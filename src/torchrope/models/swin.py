@@ -13,6 +13,7 @@ from torchrope.models.parts import (
     DropPath,
     DropPathSchedule,
     PatchEmbed,
+    Shareable,
     drop_path_rates,
     encoding_parameters,
     extents,
@@ -33,7 +34,7 @@ SWIN_SIZES: dict[str, dict[str, Any]] = {
 """The paper's sizes, section 3.3."""
 
 
-class Swin(nn.Module):
+class Swin(Shareable, nn.Module):
     """Classify data with any number of axes, attending within windows.
 
         patches -> tokens (+ APE) -> stages of [merge 2^N neighbours, layers in windows (+ bias, R(p))]

@@ -15,6 +15,7 @@ from torchrope.models.parts import (
     DropPath,
     DropPathSchedule,
     PatchEmbed,
+    Shareable,
     drop_path_rates,
     encoding_parameters,
     extents,
@@ -45,7 +46,7 @@ _DRAW_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
 _EPS = 1e-6
 
 
-class ViT(nn.Module):
+class ViT(Shareable, nn.Module):
     """Classify data with any number of axes.
 
         patches -> tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> pool -> class

@@ -39,6 +39,17 @@ def takes_kernels(backend: str, *tensors: Tensor) -> bool:
     return hindrance is None and not (backend == "auto" and (_is_exporting() or _is_transformed()))
 
 
+def check_not_onnx(what: object) -> None:
+    """Refuse, while a model is exported to ONNX, a rotation whose making ONNX has no operators for.
+
+    Raises:
+        ValueError: it is being exported.
+    """
+    if _is_exporting_to_onnx():
+        rule = "ONNX has neither matrix exponential nor linear solver: export torchrope.freeze(model, input_size)"
+        raise ValueError(f"{rule}, got {what} that is not frozen")
+
+
 def _hindrance(backend: str, tensors: tuple[Tensor, ...]) -> str | None:
     """Why kernels cannot serve, or None."""
     kind = tensors[0].device.type
@@ -70,6 +81,11 @@ def _tell_not_built() -> None:
 def _is_exporting() -> bool:
     asked = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
     return torch.onnx.is_in_onnx_export() if asked is None else asked() or torch.onnx.is_in_onnx_export()
+
+
+@torch.compiler.assume_constant_result  # a graph would be told that nothing is exported
+def _is_exporting_to_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
 
 
 def _is_transformed() -> bool:

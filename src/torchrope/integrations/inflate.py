@@ -1,0 +1,496 @@
+"""`inflate`: a vision transformer of images as one of volumes or clips, its features of repeated slices kept."""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings import (
+    STRING,
+    ComRoPEAP,
+    ComRoPELD,
+    Encoding,
+    LearnedAPE,
+    LieRE,
+    MixedRoPE,
+    NoEncoding,
+    RelativePositionBias,
+    SinusoidalAPE,
+    choose,
+)
+from torchrope.integrations.describing import describe
+from torchrope.integrations.pretrained import as_own
+from torchrope.integrations.published import convert
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
+from torchrope.integrations.settings import told_in_one_line
+from torchrope.integrations.swap import adapters, unswap
+from torchrope.models import ViT
+from torchrope.models.parts import PatchEmbed
+from torchrope.positions import PerAxis, VoxelLattice, grid, per_axis
+
+# What a family stores for each axis: zeros there are zero generators, and all else stays as it is.
+_OF_AXES: dict[type[Encoding], str] = {
+    MixedRoPE: "frequencies",
+    STRING: "frequencies",
+    LieRE: "upper",
+    ComRoPELD: "factors",
+}
+_NAMES = {MixedRoPE: "mixed", STRING: "string", LieRE: "liere", ComRoPELD: "comrope-ld", NoEncoding: "none"}
+
+# The vision models of transformers whose layers are a ViT's, and their names for timm's.
+_CLASSIFIER = "ViTForImageClassification"
+_TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")
+_RENAMED = (
+    (r"^embeddings\.cls_token$", "cls_token"),
+    (r"^embeddings\.register_tokens$", "reg_token"),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^(?:encoder\.)?layers?\.(\d+)\.", r"blocks.\1."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.attention\.o_proj\.", ".attn.proj."),
+    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
+    (r"^layernorm\.", "norm."),
+)
+_UNUSED = re.compile(r"^(?:pooler\.|embeddings\.mask_token$)")
+
+
+def inflate(
+    model: nn.Module,
+    *,
+    axes: int = 3,
+    patch_size: int | Sequence[int] = 1,
+    size: int | Sequence[int] | None = None,
+    spacing: float | Sequence[float] = 1.0,
+    weights: Literal["average", "center"] = "average",
+    encoding: str | Callable[..., Encoding] | None = None,
+) -> ViT:
+    """Copy a vision transformer of images as one of volumes or clips, whose new axes come first.
+
+        patches    W' = W / t on each of the t slices of a patch, or W on its middle slice alone
+        rotation   A' = 0 for a new axis, so that R'(z, y, x) = R(y, x) until it is trained
+        table      e'(z, y, x) = e(y, x), and likewise a relative position bias
+
+    A volume of one patch along each new axis whose slices are all the same image gives the features of the image.
+
+    Args:
+        model: A `ViT`; of timm a VisionTransformer, or a rope ViT (`vit_*_patch16_rope_*`); of transformers a ViT,
+            DINOv2 or DINOv2 with registers, with the classifier of ViTForImageClassification. Those of timm and
+            transformers may be swapped.
+        axes: Axes of the data that the copy takes.
+        patch_size: Slices of a patch, one number or one per new axis.
+        size: Slices of the training data, likewise; one patch by default. A table, which is then learned for each of
+            its sizes, and a bias get as many entries.
+        spacing: Distance between neighbouring slices in pixels of the images; or the size of a voxel along every axis
+            of the data, new ones first, in mm or another unit:  (5.0, 0.8, 0.8) is 6.25 pixels. Patches that are as far
+            apart along a new axis as along an old one stand as far apart in position.
+        weights: "average" gives each slice of a patch its share, "center" the middle one all.
+        encoding: What builds a rotary encoding for the copy, as `ViT` takes it, where it should be another family; the
+            generators go over to it. By default the model's own; families that fix which axis a pair turns with
+            become learned ones that hold their rotation exactly: blocks of 2 `MixedRoPE`, `ComRoPEAP` `ComRoPELD`.
+
+    Returns:
+        A `ViT`, with the dtypes, device, mode and head of a `ViT`; of other libraries' models float32 on the CPU, in
+        evaluation mode, without dropout.
+
+    Raises:
+        ValueError: a model that is no such ViT, or has parts that `ViT` has not; axes that are not more than its own;
+            a family that cannot represent its rotation without a turn along the new axes.
+
+    References:
+        Carreira and Zisserman, Quo Vadis, Action Recognition?, section 2.4, for weights repeated and divided. Arnab et
+        al., ViViT, section 3.4, for those of the middle frame and the repeated table.
+
+    Example:
+        >>> from torchrope import ViT, inflate
+        >>> images = ViT((8, 8), patch_size=4, dim=32, depth=2, num_heads=2, encoding="learned+mixed").eval()
+        >>> volumes = inflate(images, patch_size=2, size=16, spacing=(5.0, 0.8, 0.8))
+        >>> image = torch.randn(1, 3, 8, 8)
+        >>> slices = image.unsqueeze(2).expand(-1, -1, 2, -1, -1)
+        >>> torch.allclose(volumes.features(slices), images.features(image), atol=1e-5)
+        True
+    """
+    source = _as_vit(model)
+    old = len(source.embed.patch_size)
+    new = axes - old
+    if new < 1:
+        raise ValueError(f"axes must be more than the {old} of the model, got {axes}")
+    if weights not in ("average", "center"):
+        raise ValueError(f"weights must be 'average' or 'center', got {weights!r}")
+    depths = _whole("patch_size", patch_size, new)
+    extents = depths if size is None else _whole("size", size, new)
+    inflated = copy.deepcopy(source)
+    inflated.embed = _patches(source.embed, depths, centred=weights == "center")
+    ahead = inflated.embed.lattice((*extents, *source.embed.patch_size))[:new]
+    own: Any = source.encodings
+    inflated.encodings = nn.ModuleList(_with_axes(one, new, encoding) for one in own)
+    if source.absolute is not None:
+        inflated.absolute = _table(source.absolute, ahead)
+    inflated.biases = nn.ModuleList(_bias(one, ahead) for one in source.biases)
+    steps = _steps(source, depths, spacing)
+    inflated.spacing = (*steps, *per_axis("spacing", source.spacing, old))
+    inflated.origin = (*(0.0,) * new, *per_axis("origin", source.origin, old))
+    inflated.place = _places(source, depths, steps)
+    inflated.arguments = {
+        **source.arguments,
+        "input_size": (*extents, *source.arguments["input_size"]),
+        "patch_size": inflated.embed.patch_size,
+        "spacing": inflated.spacing,
+        "origin": inflated.origin,
+        "positions": inflated.place,
+        **_choice(inflated),
+    }
+    return inflated
+
+
+class Stacked(nn.Module):
+    """Place the patches of a volume as a function on sizes places those of its slices, with steps between slices.
+
+    Args:
+        place: What places the patches of a slice, from its sizes and `device=`.
+        steps: Positions between neighbouring patches along each new axis.
+    """
+
+    def __init__(self, place: Callable[..., Tensor], steps: Sequence[float]) -> None:
+        super().__init__()
+        self.place = place
+        self.steps = tuple(steps)
+
+    def forward(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
+        """Positions `(patches, axes)` of a lattice of these sizes."""
+        new = len(self.steps)
+        within = self.place(*sizes[new:], device=device)  # ([batch,] patches of a slice, axes of a slice)
+        along = grid(*sizes[:new], spacing=self.steps, device=device).to(within)  # (slices, new axes)
+        slices, patches = len(along), within.shape[-2]
+        parts = [
+            along.repeat_interleave(patches, dim=0).expand(*within.shape[:-2], -1, -1),
+            within.repeat(*(1,) * (within.ndim - 2), slices, 1),
+        ]
+        return torch.cat(parts, dim=-1)
+
+
+def _as_vit(model: nn.Module) -> ViT:
+    """A model of images as one of ours, itself if it is one."""
+    if type(model) is ViT:
+        _check_encodings(model)
+        return model
+    found = [
+        one for one in adapters(model) if one.tower is model or type(model).__name__ == "ViTForImageClassification"
+    ]
+    if not found:
+        rule = "inflate knows a ViT, timm's VisionTransformer and rope ViTs, and transformers' ViT and DINOv2"
+        raise ValueError(f"{rule}, got {type(model).__name__}")
+    rotary = getattr(found[0].tower, ATTRIBUTE, None)
+    plain = model if rotary is None else _without_encodings(model, rotary)
+    tower = _adapter(plain, found[0].tower).tower
+    with told_in_one_line(f"inflate needs a model with the parts of a ViT, got {type(model).__name__}"):
+        own = _of_transformers(plain, tower) if _is_of_transformers(tower) else as_own(tower)
+    if not isinstance(own, ViT):
+        raise ValueError(f"inflate knows ViTs, got {type(model).__name__}, which attends within windows")
+    _set_eps(own, tower)
+    _check_same(tower, own)
+    return own if rotary is None else _with_encodings(own, rotary)
+
+
+def _adapter(model: nn.Module, like: nn.Module) -> Adapter:
+    return next(one for one in adapters(model) if type(one.tower) is type(like))
+
+
+def _is_of_transformers(tower: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(tower).__mro__)
+
+
+def _without_encodings(model: nn.Module, rotary: Rotary) -> nn.Module:
+    """A copy as it was before the swap, but that what the swap silenced is silent."""
+    if rotary.keep_rotation:
+        raise ValueError("inflate takes one rotation over, got a model swapped with keep_rotation=True")
+    plain = unswap(copy.deepcopy(model))
+    adapter = adapters(plain)[0]
+    if not rotary.keep_ape:
+        for table in adapter.tables():
+            nn.init.zeros_(table)
+    if getattr(adapter.tower, "rope", None) is not None:
+        adapter.tower.rope = None
+    return plain
+
+
+def _with_encodings(model: ViT, rotary: Rotary) -> ViT:
+    """Put the encodings of a swapped model into a ViT that has none."""
+    first, *others = rotary.lattices
+    if any(other != first for other in others):
+        raise ValueError("inflate needs layers whose tokens stand alike, got a swapped model whose lattices differ")
+    model.encodings = nn.ModuleList(copy.deepcopy(one) for one in rotary.encodings)
+    if first.per == "one":
+        placed = first.spaced(*model.embed.lattice(model.arguments["input_size"]))
+        model.spacing, model.origin = placed["spacing"], placed["origin"]
+    else:
+        model.place = first  # its spacing depends on the size of the input
+    model.arguments["share_layers"] = len(rotary.encodings) == 1
+    for index, layer in enumerate(model.layers):
+        _reorder(layer, rotary.channels[index % len(rotary.channels)])
+    return model.eval()
+
+
+@torch.no_grad()
+def _reorder(layer: Any, order: Sequence[int] | None) -> None:
+    """Give queries and keys of a layer their channels in another order, in which pairs are neighbours."""
+    if order is None:
+        return
+    for parameter in (layer.attention.qkv.weight, layer.attention.qkv.bias):
+        if parameter is not None:
+            of_qk = parameter.unflatten(0, (3, layer.attention.num_heads, -1))[:2]
+            of_qk.copy_(of_qk[:, :, list(order)])
+
+
+def _of_transformers(model: nn.Module, tower: Any) -> ViT:
+    """A ViT or DINOv2 of transformers, by timm's names for its weights."""
+    kind = next((base.__name__ for base in type(tower).__mro__ if base.__name__ in _TOWERS), None)
+    if kind is None:
+        raise ValueError(f"of transformers it takes {', '.join(_TOWERS)}, got {type(tower).__name__}")
+    state = {}
+    for theirs, tensor in tower.state_dict().items():
+        name = theirs
+        for pattern, replacement in _RENAMED:
+            name = re.sub(pattern, replacement, name)
+        if not _UNUSED.match(name):
+            state[name] = tensor.detach().cpu()
+    if "pos_embed" in state and "cls_token" in state:  # registers, which come later, have no entry in the table
+        first, state["pos_embed"] = state["pos_embed"].split([1, state["pos_embed"].shape[1] - 1], dim=1)
+        state["cls_token"] = state["cls_token"] + first
+    for name in [name for name in state if ".q_proj." in name]:
+        parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        state[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+    if type(model).__name__ == _CLASSIFIER and isinstance(model.classifier, nn.Linear):
+        state |= {f"head.{name}": tensor.detach().cpu() for name, tensor in model.classifier.state_dict().items()}
+    size = tower.config.image_size
+    own = convert(state, num_heads=tower.config.num_attention_heads, input_size=size)
+    assert isinstance(own, ViT)
+    return own
+
+
+def _set_eps(own: ViT, tower: Any) -> None:
+    eps = (tower.layernorm if _is_of_transformers(tower) else tower.norm).eps
+    own.arguments["norm_eps"] = eps
+    for norm in own.modules():
+        if isinstance(norm, nn.LayerNorm):
+            norm.eps = eps
+
+
+def _check_same(tower: Any, own: ViT) -> None:
+    """Refuse a model whose features are not those of its weights in a ViT: it computes something else."""
+    like = next(tower.parameters())
+    x = torch.rand(1, own.embed.in_channels, *own.arguments["input_size"], generator=torch.Generator().manual_seed(0))
+    modes = [(part, part.training) for part in tower.modules()]
+    tower.eval()
+    try:
+        with torch.no_grad():
+            features, expected = own.features(x), _features(tower, x.to(like)).to(x)
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    if features.shape != expected.shape:
+        came = f"{tuple(expected.shape)} instead of {tuple(features.shape)}"
+        raise ValueError(f"inflate needs a model whose features are those of its class token, got {came}")
+    error = (features - expected).norm() / expected.norm()
+    if not error < (1e-4 if like.dtype in (torch.float32, torch.float64) else 0.1):
+        rule = "inflate needs a model that computes what a ViT with exact GELU does"
+        raise ValueError(f"{rule}, got features of {type(tower).__name__} that differ by {error:.1%}")
+
+
+def _features(tower: Any, x: Tensor) -> Tensor:
+    if _is_of_transformers(tower):
+        return tower(pixel_values=x).last_hidden_state[:, 0]
+    return tower.forward_head(tower.forward_features(x), pre_logits=True)
+
+
+def _check_encodings(model: ViT) -> None:
+    foreign = [one for one in model.encodings if not isinstance(one, Encoding)]
+    if foreign:
+        raise ValueError(
+            f"inflate needs encodings with generators, got {type(foreign[0]).__name__}: inflate first, then freeze"
+        )
+
+
+def _whole(name: str, value: int | Sequence[int], count: int) -> tuple[int, ...]:
+    numbers = (value,) * count if isinstance(value, int) else tuple(value)
+    if len(numbers) != count or min(numbers) < 1:
+        raise ValueError(f"{name} must be 1 or more, one number or one per new axis = {count}, got {value}")
+    return numbers
+
+
+def _patches(embed: PatchEmbed, depths: tuple[int, ...], *, centred: bool) -> PatchEmbed:
+    """The embedding of patches of several slices."""
+    channels, dim, patch = embed.in_channels, embed.proj.out_features, embed.patch_size
+    made = PatchEmbed((*depths, *patch), channels, dim, num_axes=len(depths) + len(patch))
+    made.to(embed.proj.weight).train(embed.training)
+    flat = embed.proj.weight.detach().unflatten(1, (channels, *patch))  # (dim, channels, *patch)
+    flat = flat.reshape(dim, channels, *(1,) * len(depths), *patch)
+    if centred:
+        full = flat.new_zeros(dim, channels, *depths, *patch)
+        full[(slice(None), slice(None), *(slice(depth // 2, depth // 2 + 1) for depth in depths))] = flat
+    else:
+        full = (flat / math.prod(depths)).expand(dim, channels, *depths, *patch)
+    with torch.no_grad():
+        made.proj.weight.copy_(full.flatten(1))
+        if embed.proj.bias is None:
+            made.proj.register_parameter("bias", None)
+        else:
+            made.proj.bias.copy_(embed.proj.bias)
+    return _learning_as(made, embed)
+
+
+def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding] | None) -> Encoding:
+    """An encoding with further axes ahead, none of which turns."""
+    axes = encoding.num_axes + new
+    name = _OF_AXES.get(type(encoding))
+    if build is None and (name is not None or type(encoding) is NoEncoding):
+        with torch.device("meta"):  # no draw from the random state
+            made = type(encoding)(**{**describe(encoding)["arguments"], "num_axes": axes})
+        like = next(iter([*encoding.parameters(), *encoding.buffers()]))
+        made.to_empty(device=like.device).to(like.dtype)
+        state = {key: value.clone() for key, value in encoding.state_dict().items()}
+        if name is not None:
+            state[name] = torch.cat([state[name].new_zeros(new, *state[name].shape[1:]), state[name]])
+        made.load_state_dict(state)
+        return _learning_as(made.train(encoding.training), encoding)
+    generators = encoding.generators().detach()
+    made = _family(encoding, build)(
+        num_axes=axes, num_heads=encoding.num_heads, head_dim=encoding.head_dim, **_further(encoding, build)
+    ).to(generators.device)
+    made.set_generators(torch.cat([generators.new_zeros(new, *generators.shape[1:]), generators]))
+    return made.train(encoding.training)
+
+
+def _family(encoding: Encoding, build: str | Callable[..., Encoding] | None) -> Callable[..., Encoding]:
+    if isinstance(build, str):
+        choice = choose(build)
+        if choice.absolute is not None or choice.bias is not None:
+            raise ValueError(f"encoding must name a rotary one, the rest is the model's own, got {build!r}")
+        return choice.rotary
+    if build is not None:
+        return build
+    if encoding.block_size == 2:
+        return MixedRoPE
+    if isinstance(encoding, ComRoPEAP):
+        return partial(ComRoPELD, block_size=encoding.block_size)
+    return type(encoding)
+
+
+def _further(encoding: Encoding, build: str | Callable[..., Encoding] | None) -> dict[str, Any]:
+    """What the encoding was built with beside its axes, heads and channels, for a family that was not asked for."""
+    if build is not None:
+        return {}
+    known = describe(encoding)["arguments"]
+    if type(encoding) is not _family(encoding, None):
+        known = {name: known[name] for name in ("rotary_dim", "shared_heads") if name in known}
+        known["init"] = "zeros"
+    return {name: value for name, value in known.items() if name not in ("num_axes", "num_heads", "head_dim")}
+
+
+def _table(absolute: nn.Module, ahead: tuple[int, ...]) -> LearnedAPE:
+    """A table of vectors, the same for all slices."""
+    if not isinstance(absolute, LearnedAPE | SinusoidalAPE):
+        raise ValueError(f"inflate knows LearnedAPE and SinusoidalAPE, got {type(absolute).__name__}")
+    sizes, dim = absolute.sizes, absolute.dim
+    with torch.no_grad():
+        flat = absolute(*sizes).reshape(*(1,) * len(ahead), *sizes, dim)
+    with torch.device("meta"):
+        made = LearnedAPE(sizes=(*ahead, *sizes), dim=dim)
+    made.table = nn.Parameter(flat.expand(*ahead, *sizes, dim).clone())
+    return _learning_as(made.train(absolute.training), absolute)
+
+
+def _bias(bias: nn.Module, ahead: tuple[int, ...]) -> RelativePositionBias:
+    """A bias of the scores, the same for all pairs of slices."""
+    assert isinstance(bias, RelativePositionBias)
+    with torch.device("meta"):
+        made = RelativePositionBias(sizes=(*ahead, *bias.sizes), num_heads=bias.num_heads)
+    pairs = math.prod(2 * size - 1 for size in ahead)
+    made.table = nn.Parameter(bias.table.detach().repeat(pairs, 1))
+    return _learning_as(made.train(bias.training), bias)
+
+
+def _learning_as(made: Any, source: nn.Module) -> Any:
+    """Take gradients where the source does."""
+    learned = {name: parameter.requires_grad for name, parameter in source.named_parameters()}
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(learned.get(name, True))
+    return made
+
+
+def _steps(source: ViT, depths: tuple[int, ...], spacing: float | Sequence[float]) -> tuple[float, ...]:
+    """Positions between neighbouring patches along each new axis."""
+    patch, new = source.embed.patch_size, len(depths)
+    given = [spacing] * new if isinstance(spacing, int | float) else list(spacing)
+    voxels = given if len(given) == new + len(patch) else [*given, *(1.0,) * len(patch)]
+    if len(voxels) != new + len(patch) or not all(0 < one < math.inf for one in voxels):
+        rule = f"spacing must be above 0, one number, or the size of a voxel along each of {new + len(patch)} axes"
+        raise ValueError(f"{rule}, got {spacing}")
+    own = per_axis("spacing", _own_spacing(source), len(patch))
+    # Positions in a unit of length; where the old axes disagree, their mean.
+    density = sum(step / (extent * voxel) for step, extent, voxel in zip(own, patch, voxels[new:], strict=True))
+    return tuple(density / len(patch) * depth * voxel for depth, voxel in zip(depths, voxels[:new], strict=True))
+
+
+def _own_spacing(source: ViT) -> PerAxis:
+    """Positions between neighbouring patches of an image of the training size."""
+    if source.place is None:
+        return source.spacing
+    if hasattr(source.place, "spacing"):
+        return source.place.spacing
+    sizes = source.embed.lattice(source.arguments["input_size"])
+    lattice = source.place(*sizes).unflatten(-2, sizes)  # ([batch,] *sizes, axes)
+    gaps = [lattice[..., axis].diff(dim=axis - len(sizes)).abs() for axis in range(len(sizes))]
+    return tuple(gap.mean().item() if gap.numel() else 1.0 for gap in gaps)
+
+
+def _places(source: ViT, depths: tuple[int, ...], steps: tuple[float, ...]) -> Any:
+    """What places the patches in spite of spacing and origin."""
+    place: Any = source.place
+    if place is None:
+        return None
+    if not isinstance(place, VoxelLattice):
+        return Stacked(place, steps)
+    mean = sum(place.spacing) / len(place.spacing)
+    return VoxelLattice(
+        (*depths, *place.patch_size),
+        place.unit,
+        (*(mean,) * len(depths), *place.spacing),
+        (*(0.0,) * len(depths), *place.origin),
+    )
+
+
+def _choice(model: ViT) -> dict[str, Any]:
+    """What builds the encodings of an inflated model again: a name where one says it all."""
+    encodings: list[Any] = list(model.encodings)
+    parts = ["learned"] * (model.absolute is not None) + ["bias"] * bool(len(model.biases))
+    name = _named(encodings[0])
+    if name is not None and all(_named(one) == name for one in encodings):
+        return {"encoding": "+".join([*parts, name]), "absolute": None, "bias": None}
+    known = describe(encodings[0])["arguments"]
+    wanted = {key: value for key, value in known.items() if key not in ("num_axes", "num_heads", "head_dim")}
+    family: Callable[..., Encoding] = type(encodings[0])
+    return {
+        "encoding": partial(family, **wanted),
+        "absolute": None if model.absolute is None else LearnedAPE,
+        "bias": RelativePositionBias if len(model.biases) else None,
+    }
+
+
+def _named(encoding: Encoding) -> str | None:
+    """The name of an encoding, if it builds one like this."""
+    name = _NAMES.get(type(encoding))
+    if name is None or encoding.shared_heads:
+        return None
+    if "block_size" in describe(encoding)["arguments"]:
+        name = f"{name}:{encoding.block_size}"
+    with torch.device("meta"):
+        again = choose(name).rotary(
+            num_axes=encoding.num_axes, num_heads=encoding.num_heads, head_dim=encoding.head_dim
+        )
+    return name if repr(again) == repr(encoding) else None

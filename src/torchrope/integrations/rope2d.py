@@ -1,0 +1,89 @@
+"""`RoPE2D`: the rotation of images that CroCo, DUSt3R and models built on them call, in plain PyTorch."""
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.tensors import wide_dtype
+
+
+class RoPE2D(nn.Module):
+    """Rotate queries or keys by the rows and columns of their patches.
+
+    The first half of the channels of a head turns with the row y, the second half with the column x. Within a half of
+    m = head_dim / 2 channels, channels i and i + m / 2 are a pair and turn by the angle a_i, counter-clockwise:
+
+        z_i         = cos(a_i) x_i - sin(a_i) x_{i+m/2}
+        z_{i+m/2}   = sin(a_i) x_i + cos(a_i) x_{i+m/2},     a_i = p F0 / freq^(2i/m),   i = 0 ... m/2 - 1
+
+    The input is left as it is and may need a gradient. Angles, cosines and products are float32, or float64 for
+    float64, in a model of any dtype and under autocast, and rounded once at the end. The error of bfloat16 tokens is
+    that of rounding the result, 2^-9 of it at most: 0.16 % of the length of random tokens, where a table of cos and sin
+    in bfloat16 errs by 0.27 %. The module has neither parameters nor buffers, so that checkpoints of models that had
+    another RoPE2D load; it never looks at the values of positions, and so never waits for a device.
+
+    Args:
+        freq: Ratio of the fastest frequency to one step below the slowest.
+        F0: The fastest frequency, radians per patch.
+
+    Raises:
+        ValueError: freq or F0 of 0 or less.
+
+    References:
+        Weinzaepfel et al., CroCo v2, section 3.2, for RoPE of two axes; Wang et al., DUSt3R, where freq is 100. Su et
+        al., RoFormer, equation 15, for the frequencies.
+
+    Example:
+        >>> import torchrope as tr
+        >>> rope, q = RoPE2D(freq=100.0), torch.randn(2, 4, 12, 64)
+        >>> rope(q, tr.grid(3, 4).long().expand(2, -1, -1)).shape
+        torch.Size([2, 4, 12, 64])
+    """
+
+    def __init__(self, freq: float = 100.0, F0: float = 1.0) -> None:
+        super().__init__()
+        if not (freq > 0 and F0 > 0):
+            raise ValueError(f"freq and F0 must be above 0, got {freq} and {F0}")
+        self.base = freq
+        self.F0 = F0
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Rotate tokens.
+
+        Args:
+            tokens: `(batch, heads, n, head_dim)`, head_dim divisible by 4, any strides.
+            positions: y and x of every token in patches, `(batch, n, 2)`, or `(1, n, 2)` for all samples; integers, or
+                floating point numbers between patches.
+
+        Returns:
+            New tokens of the same shape and dtype.
+
+        Raises:
+            ValueError: head_dim is not divisible by 4; other shapes; positions that are no real numbers.
+        """
+        _check(tokens, positions)
+        wide = wide_dtype(tokens)
+        pairs = tokens.shape[-1] // 4
+        step = torch.arange(pairs, device=tokens.device, dtype=wide) / max(pairs, 1)
+        frequencies = self.F0 / self.base**step  # (pairs,)
+        angles = positions.to(wide).unsqueeze(1).unsqueeze(-1) * frequencies  # (batch, 1, n, 2, pairs)
+        cos, sin = angles.cos(), angles.sin()
+        first, second = tokens.to(wide).unflatten(-1, (2, 2, pairs)).unbind(-2)  # (batch, heads, n, 2, pairs)
+        turned = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-2)
+        return turned.flatten(-3).to(tokens.dtype)
+
+    def extra_repr(self) -> str:
+        """Show what the module was built with."""
+        return f"freq={self.base}, F0={self.F0}"
+
+
+def _check(tokens: Tensor, positions: Tensor) -> None:
+    if tokens.ndim != 4 or not tokens.is_floating_point():
+        rule = "tokens must be floating point (batch, heads, n, head_dim)"
+        raise ValueError(f"{rule}, got {tokens.dtype} {tuple(tokens.shape)}")
+    if tokens.shape[-1] % 4:
+        raise ValueError(f"head_dim must be divisible by 4, a pair for y and one for x, got {tokens.shape[-1]}")
+    batch, _, n, _ = tokens.shape
+    if tuple(positions.shape) not in ((batch, n, 2), (1, n, 2)):
+        raise ValueError(f"positions must be y and x, {(batch, n, 2)} or {(1, n, 2)}, got {tuple(positions.shape)}")
+    if positions.is_complex() or positions.dtype == torch.bool:
+        raise ValueError(f"positions must be real numbers, got {positions.dtype}")

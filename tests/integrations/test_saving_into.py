@@ -1,0 +1,364 @@
+"""Models that no library rebuilds: their weights and swaps in a file, loaded into a model built the same way."""
+
+import copy
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from swapped import awake, images, made
+from torch import Tensor, nn
+from transformers import CLIPVisionConfig, CLIPVisionModel
+
+import torchrope as tr
+
+
+class Detector(nn.Module):
+    """A tower with layers of one's own around it."""
+
+    def __init__(self, name: str = "vit") -> None:
+        super().__init__()
+        self.backbone = made(name)
+        self.boxes = nn.Linear(self.backbone.num_features, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.boxes(self.backbone.forward_features(x)[:, 0])
+
+
+class TwoTowers(nn.Module):
+    """Two towers of two libraries; each is swapped by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=64,
+            patch_size=16,
+        )
+        self.left, self.right = made("vit"), CLIPVisionModel(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.left(x), self.right(x).pooler_output], dim=-1)
+
+
+class OfOwn(tr.MixedRoPE):
+    pass
+
+
+def detector(*, seed: int = 0, **settings: Any) -> Detector:
+    torch.manual_seed(seed)
+    return awaken(tr.swap(Detector(), "liere:4", **settings)).eval()
+
+
+def awaken(model: Any) -> Any:
+    awake(next(part for part in model.modules() if hasattr(part, "rotary")))
+    return model
+
+
+def changed(path: Path, change: Callable[[dict], None], to: Path) -> Path:
+    with safe_open(path, framework="pt") as opened:
+        head = json.loads(opened.metadata()["torchrope"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    change(head)
+    save_file(tensors, to, metadata={"torchrope": json.dumps(head)})
+    return to
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep_ape": False, "init": "paper"}, {"spacing": 0.25, "origin": (1.0, 2)}])
+def test_a_composite_comes_back_into_one_built_the_same_way(settings: dict, tmp_path: Path) -> None:
+    model = detector(**settings)
+    tr.save(model, tmp_path)
+    torch.manual_seed(1)
+    empty = Detector()
+    before = next(empty.parameters())
+    again = tr.load(tmp_path, into=empty)
+    assert again is empty
+    assert again.training
+    assert next(again.parameters()) is before  # optimisers go on
+    x = images(model.backbone)
+    assert torch.equal(again.eval()(x), model(x))
+    assert again.backbone.rotary.lattices == model.backbone.rotary.lattices
+    untouched = copy.deepcopy(model)
+    expected, came = tr.unswap(untouched)(x), tr.unswap(again)(x)
+    assert torch.equal(came, expected)
+
+
+def test_one_that_is_swapped_the_same_way_already(tmp_path: Path) -> None:
+    model, other = detector(), detector(seed=1)
+    tr.save(model, tmp_path)
+    x = images(model.backbone)
+    assert not torch.equal(other(x), model(x))
+    assert torch.equal(tr.load(tmp_path, into=other)(x), model(x))
+
+
+def test_several_towers_of_several_libraries(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TwoTowers().eval()
+    awaken(tr.swap(model.left, "mixed"))
+    awaken(tr.swap(model.right, tr.ComRoPELD(num_axes=2, num_heads=2, head_dim=16, block_size=4)))
+    tr.save(model, tmp_path)
+    again = tr.load(tmp_path, into=TwoTowers().eval())
+    x = images(model.left)
+    assert torch.equal(again(x), model(x))
+
+
+def test_a_model_of_a_library_changed_by_hand(tmp_path: Path) -> None:
+    def build() -> Any:
+        model = made("vit")
+        model.head = nn.Sequential(nn.Linear(32, 7), nn.Tanh())
+        return model.eval()
+
+    model = awaken(tr.swap(build(), "mixed"))
+    tr.save(model, tmp_path)
+    x = images(model)
+    assert torch.equal(tr.load(tmp_path, into=build())(x), model(x))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_file_that_names_its_model_fills_one_too(swapped: bool, tmp_path: Path) -> None:
+    model = made("vit").eval()
+    if swapped:
+        awaken(tr.swap(model, "liere:4"))
+    tr.save(model, tmp_path)
+    x = images(model)
+    assert torch.equal(tr.load(tmp_path)(x), model(x))
+    assert torch.equal(tr.load(tmp_path, into=made("vit").eval())(x), model(x))
+
+
+def test_half_precision_keeps_its_dtypes(tmp_path: Path) -> None:
+    model = detector().bfloat16()
+    tr.save(model, tmp_path)
+    again = tr.load(tmp_path, into=Detector().bfloat16().eval())
+    assert {name: p.dtype for name, p in again.named_parameters() if "rotary" not in name} == {
+        name: p.dtype for name, p in model.named_parameters() if "rotary" not in name
+    }
+    assert again.backbone.rotary.encodings[0].upper.dtype == torch.float32  # as `swap` puts them in
+
+
+def test_encodings_of_ones_own_are_given_by_hand(tmp_path: Path) -> None:
+    model = tr.swap(Detector(), OfOwn, init="paper").eval()
+    tr.save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"given as classes=\[\.\.\.\], got a model with OfOwn"):
+        tr.load(tmp_path, into=Detector())
+    x = images(model.backbone)
+    assert torch.equal(tr.load(tmp_path, into=Detector().eval(), classes=[OfOwn])(x), model(x))
+
+
+def test_the_file_is_plain_data(tmp_path: Path) -> None:
+    tr.save(detector(), tmp_path / "m")
+    with safe_open(tmp_path / "m", framework="pt") as opened:
+        head = json.loads(opened.metadata()["torchrope"])
+    assert (head["library"], head["recipe"], list(head["swap"])) == (None, None, ["backbone"])
+
+
+def test_load_alone_says_what_is_needed(tmp_path: Path) -> None:
+    tr.save(detector(), tmp_path)
+    with pytest.raises(ValueError, match=r"weights and swaps alone: .* load\(path, into=model\)"):
+        tr.load(tmp_path)
+
+
+def refused(path: Path, model: Any, message: str) -> None:
+    """A file is refused and leaves the model as it was: parts, numbers, what learns, outputs."""
+    x = images(model.backbone)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    learned = {name: p.requires_grad for name, p in model.named_parameters()}
+    expected = model(x)
+    with pytest.raises(ValueError, match=message) as caught:
+        tr.load(path, into=model)
+    assert "\n" not in str(caught.value)
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == learned
+    assert torch.equal(model(x), expected)
+
+
+def wider() -> Any:
+    model = Detector()
+    model.boxes = nn.Linear(32, 5)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (wider, r"boxes.weight of \(4, 32\) instead of \(5, 32\)"),
+        (partial(Detector, "vit_avg"), "pos_embed of"),
+        (lambda: tr.swap(Detector(), "mixed"), "its swap must be that of the model, got another for backbone"),
+        (lambda: tr.swap(Detector(), "liere:4", spacing=2.0), "its swap must be that of the model"),
+    ],
+)
+@pytest.mark.parametrize("keep_ape", [True, False])
+def test_what_does_not_fit_leaves_the_model_as_it_was(build: Any, message: str, keep_ape: bool, tmp_path: Path) -> None:
+    tr.save(detector(keep_ape=keep_ape, init="paper"), tmp_path)
+    refused(tmp_path, build().eval(), message)
+
+
+def rename(head: dict) -> None:
+    head["swap"] = {"forward": head["swap"]["backbone"]}
+
+
+def enlarge(head: dict) -> None:
+    for one in head["swap"]["backbone"]["encodings"]:
+        one["arguments"]["block_size"] = 10**12
+
+
+def shorten(head: dict) -> None:
+    head["swap"]["backbone"]["encodings"].pop()
+    head["swap"]["backbone"]["lattices"].pop()
+    head["swap"]["backbone"]["encodings"] *= 3
+    head["swap"]["backbone"]["lattices"] *= 3
+
+
+def name_code(head: dict) -> None:
+    head["swap"]["backbone"]["encodings"][0]["class"] = "Encoding"
+
+
+def many(head: dict) -> None:
+    head["swap"] = {f"part{index}": head["swap"]["backbone"] for index in range(1000)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (rename, "of a part that swap knows, got 'forward'"),
+        (lambda head: head.update(swap={"boxes": head["swap"]["backbone"]}), "got 'boxes'"),
+        (enlarge, "block_size .* must be a whole number"),
+        (shorten, "must be one, or 2 for the layers, got 3"),
+        (name_code, "Encoding"),
+        (many, "its swap must be up to"),
+        (lambda head: head.update(swap=None), "its swap must be up to"),
+        (lambda head: head.update(swap=[]), "its swap must be up to"),
+        (lambda head: head.update(swap={}), "rotary.encodings.0.upper, which it has not"),
+        (lambda head: head.update(recipe={"class": "ViT"}), "recipe must be null"),
+        (lambda head: head.update(library="os"), "library"),
+        (lambda head: head["swap"]["backbone"].update(keep_ape=False), "table0"),
+        (lambda head: head["swap"]["backbone"].update(keep_ape="yes"), "keep_ape"),
+        (lambda head: head["swap"]["backbone"].update(extra=1), "its swap must be"),
+        (lambda head: head["swap"]["backbone"]["lattices"][0].update(spacing=[1, 2, 3]), "one number or 2"),
+    ],
+)
+def test_files_that_were_tampered_with(change: Any, message: str, tmp_path: Path) -> None:
+    tr.save(detector(), tmp_path / "whole")
+    refused(changed(tmp_path / "whole", change, tmp_path / "other"), Detector().eval(), message)
+
+
+def test_tensors_missing_or_cut_off(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    tr.save(detector(), whole)
+    (tmp_path / "cut").write_bytes(whole.read_bytes()[:-100])
+    refused(tmp_path / "cut", Detector().eval(), "load needs a file that torchrope.save wrote of a model built like")
+    refused(tmp_path / "missing", Detector().eval(), "got .*missing")
+
+
+class Lambda(tr.MixedRoPE):
+    def __init__(self, *, scale: Any = None, **head: Any) -> None:
+        super().__init__(**head)
+        self.scale = scale
+
+
+class Forgetful(tr.MixedRoPE):
+    def __init__(self, *, scale: float = 1.0, **head: Any) -> None:
+        super().__init__(**head)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "message"),
+    [
+        (partial(Lambda, scale=torch.sin), "will refuse this Detector: save writes settings as JSON"),
+        (Forgetful, "will refuse this Detector: .* got Forgetful without scale"),
+    ],
+)
+def test_the_swap_tells_what_cannot_be_saved(encoding: Any, message: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=message):
+        model = tr.swap(Detector(), encoding)
+    with pytest.raises(ValueError, match=r"JSON|without scale"):
+        tr.save(model, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_encodings_changed_by_hand_are_refused(tmp_path: Path) -> None:
+    model = detector()
+    model.backbone.rotary.encodings[1].upper = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"got upper of \(1,\) instead of"):
+        tr.save(model, tmp_path / "m")
+
+
+def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Noted(Detector):
+        def get_extra_state(self) -> dict:
+            return {"steps": 3}
+
+    with pytest.raises(ValueError, match="save writes tensors, got _extra_state of dict"):
+        tr.save(tr.swap(Noted(), "mixed"), tmp_path / "m")
+
+
+def test_without_swapped_parts_a_model_is_refused_as_ever(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save rebuilds models of timm, transformers, torchrope, got Detector"):
+        tr.save(Detector(), tmp_path / "m")
+
+
+# what timm's optimisers and features ask of a swapped model
+
+
+@pytest.mark.parametrize("name", ["vit", "rope_axial", "swin"])
+def test_generators_do_not_decay(name: str) -> None:
+    from timm.optim import param_groups_weight_decay
+
+    model = made(name)
+    own = set(model.no_weight_decay())
+    tr.swap(model, "liere:4")
+    generators = {key for key, _ in model.named_parameters() if key.startswith("rotary.encodings.")}
+    assert model.no_weight_decay() == own | generators
+    again = copy.deepcopy(model)
+    for one in (model, again):
+        groups = param_groups_weight_decay(one, 0.1, no_weight_decay_list=one.no_weight_decay())
+        decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+        assert not decayed & {id(p) for p in one.rotary.parameters()}
+        assert decayed
+    assert set(tr.unswap(model).no_weight_decay()) == own
+
+
+@pytest.mark.parametrize("keep_bias", [True, False])
+@pytest.mark.parametrize("indices", [(0, 1), (0,)])
+def test_feature_maps_of_a_swin(indices: tuple, keep_bias: bool, tmp_path: Path) -> None:
+    import torchrope.integrations.timm  # noqa: F401, it registers
+
+    small = dict(img_size=56, embed_dim=32, depths=(2, 2), num_heads=(1, 2), encoding="liere:4", keep_bias=keep_bias)
+    whole = timm.create_model("torchrope_swin_tiny_patch4_window7_224", **small).eval()
+    model = timm.create_model(
+        "torchrope_swin_tiny_patch4_window7_224", features_only=True, out_indices=indices, **small
+    ).eval()
+    kept = model.model.state_dict()
+    model.model.load_state_dict({name: value for name, value in whole.state_dict().items() if name in kept})
+    x = torch.randn(2, 3, 56, 56)
+    maps = model(x)
+    expected = whole.forward_intermediates(x, indices=list(indices), intermediates_only=True)
+    assert all(torch.equal(one, other) for one, other in zip(maps, expected, strict=True))
+    assert model.feature_info.channels() == [one.shape[1] for one in maps]
+    assert len(model.model.rotary.encodings) == 2 * len(indices)
+    model.train()
+    sum(one.sum() for one in model(x)).backward()
+    idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert all(name.startswith("model.norm") for name in idle)  # timm's last norm, of no map
+    tr.save(model.eval(), tmp_path)
+    again = tr.load(tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(again(x), model(x), strict=True))
+
+
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_without_table_and_rotation_the_model_says_that_it_knows_no_positions(name: str) -> None:
+    with pytest.warns(UserWarning, match="knows no positions for now"):
+        tr.swap(made(name), "mixed", keep_ape=False)
+    tr.swap(made(name), "mixed", keep_ape=False, init="paper")
+    tr.swap(made(name), "axial", keep_ape=False)
+    tr.swap(made(name), "none", keep_ape=False)  # as it was asked for
+    tr.swap(made(name), "mixed")
