@@ -257,7 +257,11 @@ def test_models_of_transformers(name: str) -> None:
 def test_swapped_models(name: str, settings: dict) -> None:
     torch.manual_seed(0)
     source = shaken(OF_TRANSFORMERS[name]()) if name in OF_TRANSFORMERS else made(name).eval()
-    tr.swap(source, "liere:4", **settings)
+    if name == "rope_axial" and settings:  # which goes on from its own rotation by default
+        with pytest.warns(UserWarning, match="outputs change"):
+            tr.swap(source, "liere:4", **{"init": "zeros", **settings})
+    else:
+        tr.swap(source, "liere:4", **settings)
     awake(getattr(source, "vit", source))
     side = 32 if name in OF_TRANSFORMERS else 64
     image = torch.randn(2, 3, side, side)
@@ -324,3 +328,22 @@ def test_what_is_refused_in_one_line(model: Any, message: str) -> None:
 def test_bad_arguments_get_one_line(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tr.inflate(ours("liere:4"), **arguments)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch16_rope_224.naver_in1k", "vit_small_patch16_rope_mixed_224.naver_in1k"]
+)
+def test_a_model_that_goes_on_from_its_own_rotation(name: str) -> None:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model(name, depth=2, embed_dim=48, num_heads=2, img_size=64, num_classes=5).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    image = torch.rand(1, 3, 64, 64)
+    expected = model.forward_features(image)[:, 0]
+    swapped = tr.swap(model, "mixed", init="own")
+    volume = tr.inflate(swapped)
+    assert isinstance(volume, tr.ViT)
+    error = (volume.features(image.unsqueeze(2)) - expected).norm() / expected.norm()
+    assert error < 1e-4

@@ -212,10 +212,9 @@ def enlarge(head: dict) -> None:
 
 
 def shorten(head: dict) -> None:
-    head["swap"]["backbone"]["encodings"].pop()
-    head["swap"]["backbone"]["lattices"].pop()
-    head["swap"]["backbone"]["encodings"] *= 3
-    head["swap"]["backbone"]["lattices"] *= 3
+    for name in ("encodings", "lattices", "channels"):
+        head["swap"]["backbone"][name].pop()
+        head["swap"]["backbone"][name] *= 3
 
 
 def name_code(head: dict) -> None:

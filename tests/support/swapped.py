@@ -83,8 +83,8 @@ def strong(name: str, **settings: Any) -> Any:
 
 
 def tower(model: Any) -> Any:
-    """The part of a model that holds the attention layers."""
-    return getattr(model, "encoder", model)
+    """The part of a model that holds the attention layers, and once it is swapped its encodings."""
+    return model if hasattr(model, "rotary") else getattr(model, "encoder", model)
 
 
 def images(model: Any, batch: int = 2, *, by: tuple[float, float] = (1, 1)) -> Tensor:
