@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torchrope.models import pad as pad
     from torchrope.ops import rotate as rotate
     from torchrope.ops import skew_exp as skew_exp
+    from torchrope.positions import FixedRangeLattice as FixedRangeLattice
     from torchrope.positions import JitteredLattice as JitteredLattice
     from torchrope.positions import Packed as Packed
     from torchrope.positions import VoxelLattice as VoxelLattice
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "torchrope.positions": (
+        "FixedRangeLattice",
         "JitteredLattice",
         "Packed",
         "VoxelLattice",

@@ -38,7 +38,7 @@ from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.evaluate import predict_at, scaled_sizes
+from torchrope.lab.training.evaluate import of_other_sizes, predict_at, scaled_sizes
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis
 
@@ -245,7 +245,7 @@ def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 def measured(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
     """Which validation examples are right at every size, by encoding."""
-    name = "-".join(["top1-at", *(_key(size) for size in sizes.all)])
+    name = "-".join(["top1-at", *(_key(size) for size in sizes.all)]) + of_other_sizes(lab.data)
     found: dict[str, list[dict[str, Any]]] = {}
     for each in trained:
         predicted = each.measure(name, lambda model, _: predictions(model, lab.data, sizes.all))
@@ -270,7 +270,7 @@ def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict
     refused: dict[tuple[str, str], str] = {}
     for each in trained:
         for method in methods_for(lab.blueprint(each.run), each.encoding):
-            name = "-".join([method, *(_key(size) for size in sizes.larger)])
+            name = "-".join([method, *(_key(size) for size in sizes.larger)]) + of_other_sizes(lab.data)
             result = each.measure(name, partial(_extended_predictions, data=lab.data, sizes=sizes, method=method))
             if "refused" in result:
                 refused[each.encoding, method] = result["refused"]
@@ -544,7 +544,9 @@ def _notes(lab: Lab, sizes: Sizes) -> list[str]:
     resampled = (
         "Inputs are resampled from the size trained on, so that a larger one has no more detail, unlike in papers."
     )
-    notes = ["Inputs are drawn at every size." if lab.data.draws_sizes else resampled]
+    drawn = "Inputs are drawn at every size."
+    read = "Inputs are read from their files at every size; a picture with fewer pixels is enlarged."
+    notes = [{"drawn": drawn, "read": read, "resampled": resampled}[lab.data.other_sizes]]
     if "time" in lab.data.axes:
         notes.append("The number of frames is unchanged.")
     if lab.data.views > 1:

@@ -315,6 +315,17 @@ class RunConfig:
         check_spacing(self.model, self.data)
 
 
+@dataclass
+class EvaluationConfig:
+    """What a published checkpoint is evaluated on.
+
+    Attributes:
+        data: Which data.
+    """
+
+    data: DataConfig = field(default_factory=DigitsConfig)
+
+
 def check_spacing(model: ModelConfig, data: DataConfig) -> None:
     """Refuse positions in mm where samples have no spacing, or would have two."""
     if model.unit_mm is None:
