@@ -10,6 +10,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 from video_files import encode
 
+from torchrope.lab.data import kanjivg
 from torchrope.lab.data import shards as shards_module
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.clips import predict_views
@@ -222,3 +223,31 @@ def test_the_published_transform_of_comrope_can_be_said(root):
 def test_a_bad_setting_is_refused(values, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         data_config(**{"name": "images", **values})
+
+
+@pytest.fixture
+def strokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as KanjiVG's: 120 characters of one or two lines each."""
+    monkeypatch.setattr(kanjivg, "cache_folder", lambda: tmp_path / "cache")
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:kvg="http://kanjivg.tagaini.net"'
+    for number in range(120):
+        lines = [f"M{5 + number % 60},{5 + 40 * line}h40" for line in range(1 + number % 2)]
+        paths = "".join(f'<path d="{line}"/>' for line in lines)
+        group = f'<g id="kvg:StrokePaths_{number}"><g kvg:element="x">{paths}</g></g>'
+        (tmp_path / f"{0x4E00 + number:05x}.svg").write_text(f"<svg {names}>{group}</svg>")
+    return tmp_path
+
+
+def test_kanji_are_drawn_at_another_size_and_cropped_out_of_finer_drawings(strokes):
+    data = load("kanji", strokes, task="strokes", size=16)
+    larger = data.at_size(32)
+    val, drawn = data._made_datasets()[1], larger._made_datasets()[1]
+    first = data.characters[data._split[1][0]].strokes
+    assert (data.other_sizes, larger.input_size, larger.enlarged) == ("drawn", (32, 32), 0)
+    assert torch.equal(drawn.raw[0][0][0], kanjivg.draw(first, 32, 4.0))
+    assert (drawn.labels.tolist(), drawn.normalise) == (val.labels.tolist(), val.normalise)
+    cropped = load("kanji", strokes, task="strokes", size=16, augment={"resize_crop": 1.25})
+    train = cropped._made_datasets()[0]
+    finer = kanjivg.draw(cropped.characters[cropped._split[0][0]].strokes, 32, 4.0)[None]
+    windows = v2.functional.resize(finer, [20]).unfold(1, 16, 1).unfold(2, 16, 1)[0].flatten(0, 1)
+    assert (windows == train.raw[0][0]).flatten(1).all(1).any()

@@ -976,4 +976,4 @@ def test_two_steps_of_training(tmp_path, name, make, workers):
     config = RunConfig("comrope-ld", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))
     classifier, history = train(config, data, tmp_path / "run", max_steps=2)
     assert np.isfinite(history.rows[0]["train_loss"])
-    assert len(evaluate(classifier.model, data, [1.0]).predicted) == 2
+    assert len(evaluate(classifier.model, data).predicted) == 2

@@ -81,7 +81,7 @@ def test_a_finished_run_is_not_trained_again_and_reads_back(tmp_path: Path) -> N
     assert len(curve.rows) == 1
     for model in (again, loaded):
         assert torch.equal(model.model.head.weight, trained.model.head.weight)
-    assert evaluate(loaded.model, data, []).top1 == evaluate(trained.model, data, []).top1
+    assert evaluate(loaded.model, data).top1 == evaluate(trained.model, data).top1
 
 
 def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_shuffling_is_measured_on_patches_that_have_changed_places() -> None:
     torch.manual_seed(0)
     model = build_vit("learned", SMALL, data)
     torch.nn.init.normal_(model.absolute.table)
-    measured = evaluate(model, data, [])
+    measured = evaluate(model, data)
     generator, right = torch.Generator().manual_seed(0), 0
     for inputs, labels in data.val_dataloader():
         right += int((model.eval()(shuffle_patches(inputs, 2, generator)).argmax(-1) == labels).sum())

@@ -96,7 +96,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: ViT | Swin, data: DataModule, sizes: Iterable[tuple[int, ...]], window_size: WindowSize | None = None
+    model: ViT | Swin, data: DataModule, sizes: Iterable[tuple[int, ...]] = (), window_size: WindowSize | None = None
 ) -> Evaluation:
     """Measure a trained model on the validation set of its data.
 
