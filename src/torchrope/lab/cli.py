@@ -321,12 +321,12 @@ def _evaluate(arguments: list[str]) -> int:
     rest, allow = take_allowed(arguments)
     rest, of_data = _apart(rest, ("--data", "--recipe", "--config"))
     options = _evaluate_parser().parse_args(rest)
-    if options.source.is_file():
+    if options.folder.is_file():
         data, measures = _evaluate_checkpoint(options, of_data)
     else:
         data, measures = _evaluate_run(options, of_data, allow)
     text = json.dumps(measures, indent=1)
-    out = options.out or (None if options.source.is_file() else options.source / "evaluation.json")
+    out = options.out or (None if options.folder.is_file() else options.folder / "evaluation.json")
     if out is not None:
         write_whole(out, text + "\n")
     if options.json:
@@ -341,11 +341,11 @@ def _evaluate(arguments: list[str]) -> int:
 
 
 def _evaluate_parser() -> OneLineParser:
-    parser = OneLineParser(prog="torchrope evaluate", description=EVALUATE)
+    usage = "torchrope evaluate folder [options]"
+    parser = OneLineParser(prog="torchrope evaluate", usage=usage, description=EVALUATE)
     parser.add_argument(
-        "source",
+        "folder",
         type=Path,
-        metavar="FOLDER",
         help="what `torchrope train --out` wrote, a run's folder in OUT/runs, or the file of a published checkpoint",
     )
     parser.add_argument(
@@ -411,8 +411,8 @@ def _evaluate_run(
 
     for typed, option in ((of_data, "--data"), (options.load, "--load")):
         if typed:
-            raise ValueError(f"{option} is for the file of a checkpoint, got {options.source}, which is none")
-    config, data, module = load(options.source, allow=allow, crop_ratio=options.crop_ratio)
+            raise ValueError(f"{option} is for the file of a checkpoint, got {options.folder}, which is none")
+    config, data, module = load(options.folder, allow=allow, crop_ratio=options.crop_ratio)
     model, task = module.model, config.model.task
     of_segments = {name: value for name in ("crop", "scales", "flip") if (value := getattr(options, name))}
     if of_segments and task != "segment":
@@ -440,7 +440,7 @@ def _evaluate_checkpoint(options: argparse.Namespace, of_data: Sequence[str]) ->
     if wrong:
         raise ValueError(f"--{wrong[0]} is for semantic segmentation, got the file of a checkpoint that classifies")
     if not any(option.startswith("--data") for option in of_data):
-        raise ValueError(f"a checkpoint is evaluated on --data NAME, got none for {options.source}")
+        raise ValueError(f"a checkpoint is evaluated on --data NAME, got none for {options.folder}")
     parsed = parse("evaluate", EVALUATE, EvaluationConfig, of_data)
     config = parsed.config.data
     if options.crop_ratio is not None:
@@ -448,7 +448,7 @@ def _evaluate_checkpoint(options: argparse.Namespace, of_data: Sequence[str]) ->
     given = [name.removeprefix("data.") for name in parsed.given]
     told = dict(map(_told, options.load))
     model, data = load_checkpoint(
-        options.source, config, given=given, options=told, ranged=options.positions == "range"
+        options.folder, config, given=given, options=told, ranged=options.positions == "range"
     )
     normalised = getattr(data.config, "normalise", None)
     return data, {**_measured(options, model, data), **({"normalise": normalised} if normalised else {})}

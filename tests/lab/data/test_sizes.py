@@ -13,7 +13,6 @@ from video_files import encode
 from torchrope.lab.data import kanjivg
 from torchrope.lab.data import shards as shards_module
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.clips import predict_views
 from torchrope.lab.data.config import data_config
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize
@@ -173,7 +172,6 @@ def test_videos_are_read_at_another_size_with_their_frames(tmp_path, ratio):
     assert larger.enlarged == (1 if ratio == 0.5 else 0)
     views = next(iter(larger.test_dataloader()))[0]
     assert views.shape == (2, 2, 3, 2, 16, 16)
-    assert len(predict_views(torch.nn.Flatten(), larger.test_dataloader())[0]) == 2
 
 
 @pytest.mark.parametrize("name", ["images", "imagenet", "tiny-imagenet", "cifar10"])
