@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from torchrope.ops import rotate as rotate
     from torchrope.ops import rotate_one as rotate_one
     from torchrope.ops import skew_exp as skew_exp
+    from torchrope.positions import FixedRangeLattice as FixedRangeLattice
     from torchrope.positions import JitteredLattice as JitteredLattice
     from torchrope.positions import Packed as Packed
     from torchrope.positions import VoxelLattice as VoxelLattice
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "torchrope.positions": (
+        "FixedRangeLattice",
         "JitteredLattice",
         "Packed",
         "VoxelLattice",

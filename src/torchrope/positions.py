@@ -291,6 +291,46 @@ class JitteredLattice(torch.nn.Module):
         return jitter(positions, self.cell, intensity=self.intensity) if self.training else positions
 
 
+class FixedRangeLattice(torch.nn.Module):
+    """Place the patches of a lattice of any size in the range of the training one:  p = o + s ((n/m - 1)/2 + i n/m).
+
+    Index i, m patches where n were trained, spacing s and origin o of the training: cells of n/m times the width fill
+    the interval [o - s/2, o + (n - 1/2) s]. At the training size positions are those of `grid`, bit for bit.
+
+    Args:
+        sizes: Patches of the training along each axis.
+        spacing: Distance between patches at the training size, one number or one per axis.
+        origin: Position of the first patch at the training size, likewise.
+        unit: The axis whose n/m is that of all axes; by default each has its own.
+
+    References:
+        ComRoPE, `get_positions` of its code: (i + 1/2) / m on every axis, with the m of the image's sides.
+
+    Example:
+        >>> place = FixedRangeLattice((2,), spacing=0.5, origin=0.25)
+        >>> place(2).flatten().tolist(), place(4).flatten().tolist()
+        ([0.25, 0.75], [0.125, 0.375, 0.625, 0.875])
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], spacing: PerAxis = 1.0, origin: PerAxis = 0.0, unit: int | None = None
+    ) -> None:
+        super().__init__()
+        self.sizes = tuple(sizes)
+        self.spacing = per_axis("spacing", spacing, len(self.sizes))
+        self.origin = per_axis("origin", origin, len(self.sizes))
+        self.unit = unit
+
+    def forward(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
+        """Positions `(patches, axes)` of a lattice of these sizes."""
+        ratios = [trained / size for trained, size in zip(self.sizes, sizes, strict=True)]
+        ratios = ratios if self.unit is None else [ratios[self.unit]] * len(sizes)
+        spacing = [step * ratio for step, ratio in zip(self.spacing, ratios, strict=True)]
+        starts = zip(self.origin, self.spacing, ratios, strict=True)
+        origin = [start + step * (ratio - 1) / 2 for start, step, ratio in starts]
+        return grid(*sizes, spacing=spacing, origin=origin, device=device)
+
+
 class VoxelLattice(torch.nn.Module):
     """Place the patches of every sample by its own voxels:  p = origin + spacing · index · patch · voxel / unit.
 

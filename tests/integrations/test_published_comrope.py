@@ -158,6 +158,23 @@ def test_comrope_on_videos(kind: str, tmp_path: Path) -> None:
     agree(load_within_lightning(state, tmp_path, input_size=(5, 24, 24)), x, _comrope_forward(state, x, (5, 3, 3)))
 
 
+@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("kind", ["ap", "ld"])
+def test_by_comropes_own_rule_other_sizes_have_the_published_logits(kind: str, frames: int, tmp_path: Path) -> None:
+    axes = 2 if frames == 1 else 3
+    state = _comrope_state(kind, axes=axes, with_table=False)
+    before = (frames,) if axes == 3 else ()
+    options = dict(input_size=(*before, 32, 32), positions="range")
+    model = load_within_lightning(state, tmp_path, **options)
+    for side in (SIDE, 2 * SIDE, SIDE - 1):
+        x = torch.randn(2, 3, *before, PATCH * side, PATCH * side)
+        agree(model, x, _comrope_forward(state, x, (*before, side, side)))
+    trained = load_within_lightning(state, tmp_path, input_size=(*before, 32, 32))
+    assert torch.equal(trained.positions((*before, SIDE, SIDE)), model.positions((*before, SIDE, SIDE)))
+    moved = model.positions((*before, 2 * SIDE, 2 * SIDE))[1:] + 0.5
+    assert 0 <= moved.min() <= moved.max() < 1
+
+
 def test_a_backbone_starts_with_comrope_and_runs_past_its_lattice(tmp_path: Path) -> None:
     shape = dict(patch_size=PATCH, dim=WIDE, depth=DEPTH, num_heads=HEADS, norm_eps=1e-5, embedding_norm=True)
     vit = tr.ViT((64, 64), encoding="comrope-ld:4", mlp_dim=64, activation=QuickGELU, **shape)
@@ -186,6 +203,7 @@ FREQS = "vision_model.encoder.layers.0.self_attn.freqs"
         ({"classification_head.weight": None}, {}, "nothing here uses classification_head.bias$"),
         ({"vision_model.encoder.layers.2.self_attn.q_proj.bias": None}, {}, r"2.self_attn.q_proj.bias is missing$"),
         ({}, dict(activation="relu"), "activation must be quick_gelu or gelu, got 'relu'$"),
+        ({}, dict(positions="unit"), "positions must be spacing or range, got 'unit'$"),
         ({}, dict(num_axes=4), "num_axes must be 2 or 3, got 4$"),
         ({}, dict(input_size=32), "input_size is read off vision_model.embeddings.position_embedding, got i"),
         ({"vision_model.embeddings.position_embedding": None}, dict(input_size=(32, 40)), r"got \(32, 40\)$"),

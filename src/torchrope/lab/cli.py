@@ -12,6 +12,7 @@ from typing import Any
 from torchrope._version import __version__
 from torchrope.files import write_whole
 from torchrope.lab import recipes
+from torchrope.lab.data.config import with_crop_ratio
 from torchrope.lab.options import (
     OneLineParser,
     Parsed,
@@ -23,7 +24,10 @@ from torchrope.lab.options import (
     nearest,
     one_of,
     parse,
+    share_of_a_side,
     take_allowed,
+    whole_numbers,
+    window_size,
 )
 
 HELP = """\
@@ -107,7 +111,17 @@ checkpoint and is queued again.
 EVALUATE = """\
 Measure a trained model on its validation data, print a table and write FOLDER/evaluation.json: accuracy, also at other
 input sizes and with shuffled patches; mIoU for semantic segmentation; AP for object detection. --crop, --scales and
---flip are for semantic segmentation.
+--flip are for semantic segmentation, --sizes to --positions for classification.
+
+At another size pictures and videos in files are read again, kanji are drawn again, and other data are resampled from
+the size trained at; the table says which.
+
+A published checkpoint, of those that torchrope.load_published reads, is measured on data that are named:
+
+  torchrope evaluate deit_small.pth --data imagenet --data.root DIR --sizes 160,224,288 --crop-ratio 1.0
+
+All options of --data are taken (docs/data.md). Inputs are normalised as the checkpoint's family is, or as
+--data.normalise says. --load tells what the file does not, as in --load input_size=224.
 """
 
 REPORT = """\
@@ -325,8 +339,57 @@ def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()
 
 
 def _evaluate(arguments: list[str]) -> int:
-    parser = OneLineParser(prog="torchrope evaluate", description=EVALUATE)
-    parser.add_argument("folder", type=Path, help="what `torchrope train --out` wrote, or a run's folder in OUT/runs")
+    rest, allow = take_allowed(arguments)
+    rest, of_data = _apart(rest, ("--data", "--recipe", "--config"))
+    options = _evaluate_parser().parse_args(rest)
+    if options.folder.is_file():
+        data, measures = _evaluate_checkpoint(options, of_data)
+    else:
+        data, measures = _evaluate_run(options, of_data, allow)
+    text = json.dumps(measures, indent=1)
+    out = options.out or (None if options.folder.is_file() else options.folder / "evaluation.json")
+    if out is not None:
+        write_whole(out, text + "\n")
+    if options.json:
+        print(text)
+        return 0
+    from torchrope.lab.report.evaluation import evaluation_table
+
+    print(evaluation_table(measures, data.input_size))
+    if out is not None:
+        print(f"\nnumbers: {out.resolve()}")
+    return 0
+
+
+def _evaluate_parser() -> OneLineParser:
+    usage = "torchrope evaluate folder [options]"
+    parser = OneLineParser(prog="torchrope evaluate", usage=usage, description=EVALUATE)
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="what `torchrope train --out` wrote, a run's folder in OUT/runs, or the file of a published checkpoint",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=whole_numbers,
+        metavar="A,B",
+        help="input sizes in pixels per side (default: about half to twice)",
+    )
+    parser.add_argument(
+        "--crop-ratio", type=share_of_a_side, metavar="R", help="share of the shorter side that is shown, such as 0.875"
+    )
+    parser.add_argument(
+        "--window-size",
+        type=window_size,
+        metavar="N",
+        help="tokens of a Swin's window at other sizes; grow: in proportion to the input (default: as trained)",
+    )
+    parser.add_argument(
+        "--positions",
+        type=one_of(("spacing", "range")),
+        default="spacing",
+        help="what other sizes keep: the spacing of patches, or the range of positions, as ComRoPE's code does",
+    )
     parser.add_argument(
         "--crop", type=at_least_one, metavar="N", help="sliding-window inference in windows of N pixels"
     )
@@ -334,38 +397,108 @@ def _evaluate(arguments: list[str]) -> int:
         "--scales", type=factors, metavar="A,B", help="multi-scale test-time augmentation: input scales"
     )
     parser.add_argument("--flip", action="store_true", help="horizontal-flip test-time augmentation")
+    parser.add_argument("--load", action="append", default=[], metavar="NAME=VALUE", help="an option of load_published")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the JSON here (default: FOLDER/evaluation.json)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
     parser.add_argument(
         "--allow", action="append", metavar="A,B", help="modules that the run's encoding may be imported from"
     )
-    rest, allow = take_allowed(arguments)
-    options = parser.parse_args(rest)
+    return parser
+
+
+def _apart(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments without some options, and these with their values."""
+    rest: list[str] = []
+    taken: list[str] = []
+    into = rest
+    for word in arguments:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+            into = taken if any(option == name or option.startswith(f"{name}.") for name in names) else rest
+        elif into is taken and not (taken[-1].startswith("--") and "=" not in taken[-1]):
+            into = rest  # the option has its value
+        into.append(word)
+    return rest, taken
+
+
+def _evaluate_run(
+    options: argparse.Namespace, of_data: Sequence[str], allow: Sequence[str]
+) -> tuple[Any, dict[str, Any]]:
+    """Measure a run: its data and the measures."""
+    from torchrope.lab.training.evaluate import keep_range
     from torchrope.lab.training.run import load
 
-    config, data, module = load(options.folder, allow=allow)
-    asked = {name: value for name in ("crop", "scales", "flip") if (value := getattr(options, name))}
-    if asked and config.model.task != "segment":
-        raise ValueError(f"--{min(asked)} is for semantic segmentation, got a run with head {config.model.head}")
-    if config.model.task == "classify":
-        from torchrope.lab.statistics import accuracy_interval
-        from torchrope.lab.studies.config import SCALES
-        from torchrope.lab.training.evaluate import evaluate
+    for typed, option in ((of_data, "--data"), (options.load, "--load")):
+        if typed:
+            raise ValueError(f"{option} is for the file of a checkpoint, got {options.folder}, which is none")
+    config, data, module = load(options.folder, allow=allow, crop_ratio=options.crop_ratio)
+    model, task = module.model, config.model.task
+    of_segments = {name: value for name in ("crop", "scales", "flip") if (value := getattr(options, name))}
+    if of_segments and task != "segment":
+        raise ValueError(f"--{min(of_segments)} is for semantic segmentation, got a run with head {config.model.head}")
+    if task == "classify":
+        if options.positions == "range":
+            keep_range(model)
+        return data, _measured(options, model, data)
+    wrong = [name for name in ("sizes", "window_size") if getattr(options, name)]
+    wrong += ["positions"] if options.positions != "spacing" else []
+    if wrong:
+        option = wrong[0].replace("_", "-")
+        raise ValueError(f"--{option} is for classification, got a run with head {config.model.head}")
+    from torchrope.lab.studies.engine.dense_tasks import evaluate_dense
 
-        evaluation = evaluate(module.model, data, SCALES)
-        measures = {**evaluation.measures(), "interval": list(accuracy_interval(evaluation.correct)[1:])}
-    else:
-        from torchrope.lab.studies.engine.dense_tasks import evaluate_dense
+    return data, {**evaluate_dense(model.eval(), task, data, **of_segments), **of_segments}
 
-        measures = {**evaluate_dense(module.model.eval(), config.model.task, data, **asked), **asked}
-    text = json.dumps(measures, indent=1)
-    write_whole(options.folder / "evaluation.json", text + "\n")
-    if options.json:
-        print(text)
-        return 0
-    from torchrope.lab.report.evaluation import evaluation_table
 
-    print(f"{evaluation_table(measures, data.input_size)}\n\nnumbers: {(options.folder / 'evaluation.json').resolve()}")
-    return 0
+def _evaluate_checkpoint(options: argparse.Namespace, of_data: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Measure a published checkpoint: its data and the measures."""
+    from torchrope.lab.training.config import EvaluationConfig
+    from torchrope.lab.training.published import load_checkpoint
+
+    wrong = [name for name in ("crop", "scales", "flip") if getattr(options, name)]
+    if wrong:
+        raise ValueError(f"--{wrong[0]} is for semantic segmentation, got the file of a checkpoint that classifies")
+    if not any(option.startswith("--data") for option in of_data):
+        raise ValueError(f"a checkpoint is evaluated on --data NAME, got none for {options.folder}")
+    parsed = parse("evaluate", EVALUATE, EvaluationConfig, of_data)
+    config = parsed.config.data
+    if options.crop_ratio is not None:
+        config = with_crop_ratio(config, options.crop_ratio)
+    given = [name.removeprefix("data.") for name in parsed.given]
+    told = dict(map(_told, options.load))
+    model, data = load_checkpoint(
+        options.folder, config, given=given, options=told, ranged=options.positions == "range"
+    )
+    normalised = getattr(data.config, "normalise", None)
+    return data, {**_measured(options, model, data), **({"normalise": normalised} if normalised else {})}
+
+
+def _told(text: str) -> tuple[str, Any]:
+    """An option of load_published and its value: numbers and lists as JSON has them, or a word."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--load must be NAME=VALUE as in input_size=224, got {text!r}")
+    values = as_list(value)
+    return name, values[0] if len(values) == 1 else tuple(values)
+
+
+def _measured(options: argparse.Namespace, model: Any, data: Any) -> dict[str, Any]:
+    """The measures of a classifier, with what was asked for."""
+    from torchrope.lab.studies.config import SCALES
+    from torchrope.lab.training.evaluate import evaluate, scaled_sizes, square_sizes, windows_at
+
+    patch = model.embed.patch_size
+    try:
+        windows_at(model, data.input_size, options.window_size)
+        sizes = square_sizes(data, patch, options.sizes) if options.sizes else scaled_sizes(data, patch, SCALES)
+    except ValueError as error:
+        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from None
+    asked = {"crop_ratio": options.crop_ratio, "window_size": options.window_size}
+    asked |= {"positions": "range"} if options.positions == "range" else {}
+    measures = evaluate(model, data, sizes, options.window_size).measures()
+    return {**measures, **{name: value for name, value in asked.items() if value is not None}}
 
 
 def _report(arguments: list[str]) -> int:

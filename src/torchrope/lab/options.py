@@ -224,6 +224,37 @@ def factors(text: str) -> list[float]:
     return values
 
 
+@checked
+def whole_numbers(text: str) -> list[int]:
+    """For argparse: whole numbers of 1 or more as 144,192,224."""
+    values = [part.strip() for part in text.split(",")]
+    if not all(value.isdecimal() and int(value) > 0 for value in values):
+        raise ValueError(f"must be whole numbers of 1 or more as in 144,192,224, got {text!r}")
+    return [int(value) for value in values]
+
+
+@checked
+def share_of_a_side(text: str) -> float:
+    """For argparse: a number above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise ValueError(f"must be above 0 and at most 1, got {text!r}")
+    return value
+
+
+@checked
+def window_size(text: str) -> int | Literal["grow"]:
+    """For argparse: a whole number of 1 or more, or "grow"."""
+    if text == "grow":
+        return "grow"
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"must be a whole number of 1 or more, or grow, got {text!r}")
+    return int(text)
+
+
 def _split(arguments: Sequence[str]) -> list[tuple[str, str | None]]:
     """Options and their values, in order."""
     pairs: list[tuple[str, str | None]] = []

@@ -13,7 +13,7 @@ from training_path import train_two_steps
 from torchrope.lab.data import augment
 from torchrope.lab.data.augment import OPERATIONS, OPERATIONS_OF_VOLUMES, EpochSet, randaugment_changes, volume_changes
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, MixAugment, data_config
+from torchrope.lab.data.config import NAMES_TO_CLASSIFY, AugmentConfig, CropAugment, data_config
 from torchrope.lab.data.draws import Draws, seeded
 from torchrope.lab.data.tensors import TensorSet, byte_sets
 from torchrope.lab.training.classifier import Classifier
@@ -238,6 +238,72 @@ def test_randaugment_draws_operations_alike_and_one_by_one(monkeypatch):
     assert (kinds[0] == kinds[1]).float().mean() < 0.1
 
 
+def located(side: int = 32) -> torch.Tensor:
+    """A picture whose values are its places, `(2, side, side)`: rows in the first channel, columns in the second."""
+    line = torch.arange(side, dtype=torch.float32)
+    return torch.stack([line[:, None].expand(side, side), line.expand(side, side)])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8])
+def test_a_random_crop_shows_its_share_of_the_area_enlarged_to_the_same_size(share):
+    shown = augment.crop(located().expand(300, -1, -1, -1), AugmentConfig(crop_scale=(share, share)), draws(300))
+    assert shown.shape == (300, 2, 32, 32)
+    steps = shown.diff(dim=-2)[:, 0, 8:-8].mean((1, 2)) * shown.diff(dim=-1)[:, 1, :, 8:-8].mean((1, 2))
+    assert (steps - share).abs().max() < 0.08  # whole pixels, and where the picture ends a narrower one
+    corners = shown[:, :, 0, 0]
+    assert (corners.min(0).values < 1).all()
+    assert len(corners.unique(dim=0)) > 20
+
+
+def test_a_resized_crop_is_torchvisions_resize_and_random_crop():
+    pixels = pictures_of(4, 30)
+    shown = augment.crop(pixels, AugmentConfig(resize_crop=1.1), draws(4))
+    resized = v2.functional.resize(pixels, [33])
+    for crop, whole in zip(shown, resized, strict=True):
+        places = [(y, x) for y in range(4) for x in range(4) if torch.equal(whole[:, y : y + 30, x : x + 30], crop)]
+        assert len(places) == 1
+    assert torch.equal(augment.crop(pixels, AugmentConfig(resize_crop=1), draws(4)), pixels)
+
+
+def test_all_frames_of_a_clip_show_the_same_part():
+    clips = located().unsqueeze(1).expand(8, -1, 3, -1, -1)
+    for settings in ({"crop_scale": (0.2, 0.5)}, {"resize_crop": 1.5}):
+        shown = augment.crop(clips, AugmentConfig(**settings), draws(8))
+        assert shown.shape == clips.shape
+        assert torch.equal(shown, shown[:, :, :1].expand_as(shown))
+        assert len({clip.numpy().tobytes() for clip in shown}) == 8
+
+
+PICTURES_AND_VIDEOS = [
+    pytest.param(name, marks=pytest.mark.slow if name == "ucf101" else [])
+    for name in NAMES_TO_CLASSIFY
+    if name not in ("volumes", "rsna")
+]
+
+
+@pytest.mark.parametrize("name", PICTURES_AND_VIDEOS)
+def test_every_set_of_pictures_and_videos_is_cropped_once_and_alike_again(tmp_path, name):
+    if name == "kanji":
+        pytest.importorskip("kanjivg")
+    root = {"root": str(MINIATURES[name](tmp_path))} if name in MINIATURES else {}
+    least = 28 if name == "kanji" else 10  # of each class one
+    options = {**OPTIONS.get(name, {}), **root, "train_size": least, "val_size": least, "batch_size": 4}
+
+    def first_batches(**augment) -> tuple[torch.Tensor, torch.Tensor]:
+        data = make_data(data_config(name, **options, augment=augment))
+        data.run_seed = 3
+        data.setup()
+        return next(iter(data.train_dataloader()))[0], next(iter(data.val_dataloader()))[0]
+
+    plain, validated = first_batches()
+    for settings in ({"crop_scale": (0.3, 0.6)}, {"resize_crop": 1.4}):
+        cropped, also_validated = first_batches(**settings)
+        assert plain.shape == cropped.shape
+        assert not torch.equal(plain, cropped)
+        assert torch.equal(cropped, first_batches(**settings)[0])
+        assert torch.equal(validated, also_validated), "validation is not cropped"
+
+
 def test_all_frames_of_a_clip_have_its_operations():
     clips = clips_of(60)
     changed = augment.randaugment(clips, 2, 14, draws(60))
@@ -407,6 +473,11 @@ def test_the_loss_of_mixed_labels_is_the_mixed_loss():
         ),
         ({"randaugment": (2,)}, "--data.augment.randaugment must be two numbers, got"),
         ({"crop_scale": (0.5, 0.2)}, "--data.augment.crop_scale must rise within 0 and 1, got"),
+        ({"resize_crop": 0.9}, "--data.augment.resize_crop must be at least 1, got 0.9"),
+        (
+            {"resize_crop": 1.1, "crop_scale": [0.5, 1]},
+            r"--data.augment.resize_crop takes the place of crop_scale, got 1.1 with \(0.5, 1\)$",
+        ),
         ({"erasing": 1.5}, "--data.augment.erasing must lie between 0 and 1, got 1.5"),
         ({"mixup": -1.0}, "--data.augment.mixup must be at least 0, got -1.0"),
     ],
@@ -426,7 +497,7 @@ def test_changes_of_pixels_are_refused_where_there_are_none():
     with pytest.raises(ValueError, match=r"^--data\.augment\.color_jitter is for images, .* got --data videos$"):
         data_config("videos", augment={"randaugment": [2, 9], "color_jitter": 0.1})
     with pytest.raises(
-        ValueError, match=r"^--data\.augment\.crop_scale is for images, imagenet, kanji, got --data cifar10$"
+        ValueError, match=r"^--data\.augment\.crop_scale is for digits, .*, ucf101, kanji, got --data volumes$"
     ):
-        data_config("cifar10", augment={"crop_scale": (0.5, 1.0)})
-    assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment == MixAugment(mixup=0.8)
+        data_config("volumes", augment={"crop_scale": (0.5, 1.0)})
+    assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment == CropAugment(mixup=0.8)

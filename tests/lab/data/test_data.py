@@ -564,7 +564,7 @@ def test_images_are_normalised_with_what_training_images_measure(tmp_path):
     for name in COLOURS:
         draw(tmp_path / "val" / name / "0.png", (255, 255, 255))
     train, val = load_images(tmp_path, size=24).datasets()
-    train.transform = val.transform
+    train.view = val.view
     inputs = torch.stack([train[index][0] for index in range(len(train))])
     torch.testing.assert_close(inputs.mean((0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
     torch.testing.assert_close(inputs.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-4, rtol=0)

@@ -114,8 +114,8 @@ def test_inputs_are_normalised_by_the_training_examples(kanji):
 
 def test_other_sizes_are_drawn_and_not_resampled(kanji):
     _, val = kanji._made_datasets()
-    _, larger = kanji.drawn_at((64, 64))._made_datasets()
-    assert kanji.draws_sizes
+    _, larger = kanji.at_size(64)._made_datasets()
+    assert kanji.other_sizes == "drawn"
     assert torch.equal(larger.labels, val.labels)
     strokes = kanji.characters[kanji._split[1][3]].strokes
     assert torch.equal(larger.raw[3][0][0], draw(strokes, 64, 4.0))
@@ -124,7 +124,7 @@ def test_other_sizes_are_drawn_and_not_resampled(kanji):
 def test_an_evaluation_at_another_size_sees_what_is_drawn_there(kanji):
     torch.manual_seed(0)
     model = ViT((32, 32), patch_size=4, in_channels=1, num_classes=len(kanji.classes), dim=16, depth=1, num_heads=1)
-    labels, logits = predict(model, kanji.drawn_at((64, 64)))
+    labels, logits = predict(model, kanji.at_size(64))
     assert correct_at(model, kanji, (2.0,)) == {(64, 64): (logits.argmax(-1) == labels).tolist()}
 
 

@@ -484,7 +484,7 @@ def test_two_steps_of_training_and_an_evaluation_over_views(tmp_path, name, make
     config = RunConfig("axial", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))
     classifier, history = train(config, data, tmp_path / "run", max_steps=2)
     assert np.isfinite(history.rows[0]["train_loss"])
-    averaged = evaluate(classifier.model, data, [1.0])
+    averaged = evaluate(classifier.model, data)
     labels, logits = predict_views(classifier.model, data.test_dataloader())
     assert averaged.predicted == logits.argmax(-1).tolist()
     assert averaged.labels == labels.tolist()

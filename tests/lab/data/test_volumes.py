@@ -512,9 +512,12 @@ def test_validation_and_evaluation_know_the_voxels_at_every_size(tmp_path):
     data = load("volumes", root)
     config = RunConfig("mixed", data=data.config, model=BY_VOXELS, optim=OptimConfig(epochs=1))
     classifier, history = train(config, data, tmp_path / "run")
-    evaluation = evaluate(classifier.model, data, [1.0, 2.0])
+    evaluation = evaluate(classifier.model, data, [(4, 8, 8), (8, 16, 16)])
     assert evaluation.val_loss == pytest.approx(history.rows[-1]["val_loss"], rel=1e-5)
-    assert [size for size, _ in evaluation.resolutions] == [(4, 8, 8), (8, 16, 16)]
+    assert [(at.size, at.inputs) for at in evaluation.resolutions] == [
+        ((4, 8, 8), "trained"),
+        ((8, 16, 16), "resampled"),
+    ]
 
     _, val = data.datasets()
     inputs = torch.stack([val[index][0] for index in range(len(val))])
@@ -973,4 +976,4 @@ def test_two_steps_of_training(tmp_path, name, make, workers):
     config = RunConfig("comrope-ld", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))
     classifier, history = train(config, data, tmp_path / "run", max_steps=2)
     assert np.isfinite(history.rows[0]["train_loss"])
-    assert len(evaluate(classifier.model, data, [1.0]).predicted) == 2
+    assert len(evaluate(classifier.model, data).predicted) == 2

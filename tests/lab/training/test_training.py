@@ -20,6 +20,7 @@ from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import data_config
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import shuffle_patches
+from torchrope.lab.statistics import accuracy_interval
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.lab.training.cost import count_encoding_parameters, count_flops, measure_costs
 from torchrope.lab.training.evaluate import evaluate, predict, scaled_sizes
@@ -80,7 +81,7 @@ def test_a_finished_run_is_not_trained_again_and_reads_back(tmp_path: Path) -> N
     assert len(curve.rows) == 1
     for model in (again, loaded):
         assert torch.equal(model.model.head.weight, trained.model.head.weight)
-    assert evaluate(loaded.model, data, [1.0]).top1 == evaluate(trained.model, data, [1.0]).top1
+    assert evaluate(loaded.model, data).top1 == evaluate(trained.model, data).top1
 
 
 def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path: Path) -> None:
@@ -220,13 +221,18 @@ def test_evaluation_agrees_with_a_count_by_hand_and_shuffling_needs_position() -
     config = small_run()
     data = data_of(config)
     bag = build_vit("none", SMALL, data)
-    measured = evaluate(bag, data, [1.0, 2.0])
+    measured = evaluate(bag, data, [(8, 8), (16, 16)])
     labels, logits = predict(bag, data)
     assert measured.top1 == pytest.approx(sum(int(p == t) for p, t in zip(logits.argmax(-1), labels, strict=True)) / 60)
     assert measured.shuffled_top1 == pytest.approx(measured.top1)  # a bag of patches has no order to lose
     assert measured.val_loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
-    assert [size for size, _ in measured.resolutions] == [(8, 8), (16, 16)]
-    assert measured.measures()["resolutions"][0] == {"size": [8, 8], "top1": pytest.approx(measured.top1)}
+    assert [(at.size, at.inputs) for at in measured.resolutions] == [((8, 8), "trained"), ((16, 16), "resampled")]
+    written = measured.measures()
+    top1, low, high = accuracy_interval(measured.correct)
+    trained = {"size": [8, 8], "inputs": "trained", "enlarged": 0, "top1": top1, "interval": [low, high]}
+    assert written["resolutions"][0] == trained
+    assert (written["top1"], written["interval"]) == (top1, [low, high])
+    assert 0 <= written["resolutions"][1]["interval"][0] <= measured.resolutions[1].top1
 
 
 def test_shuffling_is_measured_on_patches_that_have_changed_places() -> None:
@@ -234,7 +240,7 @@ def test_shuffling_is_measured_on_patches_that_have_changed_places() -> None:
     torch.manual_seed(0)
     model = build_vit("learned", SMALL, data)
     torch.nn.init.normal_(model.absolute.table)
-    measured = evaluate(model, data, [1.0])
+    measured = evaluate(model, data)
     generator, right = torch.Generator().manual_seed(0), 0
     for inputs, labels in data.val_dataloader():
         right += int((model.eval()(shuffle_patches(inputs, 2, generator)).argmax(-1) == labels).sum())
@@ -250,10 +256,9 @@ def test_the_trained_size_is_measured_on_all_views(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(data, "test_dataloader", data.val_dataloader)
     right = torch.nn.functional.one_hot(labels, 10).float()
     monkeypatch.setattr("torchrope.lab.training.evaluate.predict_views", lambda *_: (labels, right))
-    measured = evaluate(model, data, [1.0, 2.0])
+    measured = evaluate(model, data, [(16, 16)])
     assert measured.top1 == 1
-    assert dict(measured.resolutions)[8, 8] == 1
-    assert dict(measured.resolutions)[16, 16] < 1
+    assert [at.top1 == 1 for at in measured.resolutions] == [True, False]
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -30,7 +30,8 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
             - Swin, Microsoft's, timm's and rope-vit's: `window_size`, `input_size`.
             - LieRE: `input_size`, `patch_size`, `spacing`, and `layers`. Its forward rotates every layer by layer 0's
               generators, though its files may hold some for each: "as published" does so, "per layer" uses them all.
-            - ComRoPE: `input_size`, `num_axes`, `activation`: "quick_gelu" or "gelu".
+            - ComRoPE: `input_size`, `num_axes`, `activation`: "quick_gelu" or "gelu", and `positions`: what other input
+              sizes keep, "spacing", or "range" as in its code.
 
     Returns:
         A `ViT` or a `Swin` in float32 on the CPU.

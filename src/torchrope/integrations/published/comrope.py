@@ -11,7 +11,7 @@ from torch.nn import functional
 from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
 from torchrope.integrations.published.tensors import Tensors, assembled
 from torchrope.models import ViT
-from torchrope.positions import grid, prefix
+from torchrope.positions import FixedRangeLattice, grid, prefix
 
 FAMILY = "ComRoPE"
 _TOWER = "vision_model."
@@ -27,6 +27,7 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
+POSITIONS = ("spacing", "range")
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"quick_gelu": QuickGELU, "gelu": nn.GELU}
 
 _LAYER = {"layer_norm1": "norm1", "layer_norm2": "norm2", "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3"}
@@ -69,6 +70,7 @@ def convert(
     num_axes: int | None = None,
     input_size: int | Sequence[int] | None = None,
     activation: str = "quick_gelu",
+    positions: str = "spacing",
 ) -> ViT:
     """Make a `ViT` with `ComRoPEAP`, or with `ComRoPELD` where the file has multipliers.
 
@@ -80,6 +82,8 @@ def convert(
         num_axes: 2 or 3, for ComRoPE-AP, whose shapes are alike; 3 where the position table has frames, else 2.
         input_size: Training size, where there is no position table: pixels, after frames if there are.
         activation: "quick_gelu", the default of CLIP's configuration, or "gelu".
+        positions: What stays as trained at other input sizes: the "spacing" of patches, so that a larger image runs
+            past 1, or their "range", as in ComRoPE's code, which divides by the patches along a side of the image.
 
     Raises:
         ValueError: what is missing, misshapen or left over; an encoding whose numbers are not in the file.
@@ -87,6 +91,8 @@ def convert(
     tensors = Tensors(FAMILY, state)
     if activation not in ACTIVATIONS:
         raise tensors.refusal(f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
+    if positions not in POSITIONS:
+        raise tensors.refusal(f"positions must be {' or '.join(POSITIONS)}, got {positions!r}")
     plan = _plan(tensors, num_axes, input_size)
     encoding, generators = _take_generators(tensors, plan)
     weights = _take_weights(tensors, plan)
@@ -94,6 +100,7 @@ def convert(
     if has_table:
         weights |= _take_table(tensors, plan, weights["prefix_tokens"])
     tensors.finish()
+    spacing, origin = 1 / plan.side, 0.5 / plan.side - _CENTRE
     build = partial(
         ViT,
         plan.input_size,
@@ -106,8 +113,9 @@ def convert(
         mlp_dim=plan.mlp_dim,
         encoding=encoding,
         absolute=LearnedAPE if has_table else None,
-        spacing=1 / plan.side,
-        origin=0.5 / plan.side - _CENTRE,
+        spacing=spacing,
+        origin=origin,
+        positions=FixedRangeLattice(plan.lattice, spacing, origin, unit=-1) if positions == "range" else None,
         activation=ACTIVATIONS[activation],
         norm_eps=1e-5,
         embedding_norm=True,

@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as pictures
 
 from torchrope.lab.data.config import LARGEST_MAGNITUDE, AugmentConfig
+from torchrope.lab.data.crops import random_crop
 from torchrope.lab.data.draws import Draws, seeded
 
 SOLARISE_FROM = 128
@@ -81,6 +82,7 @@ class EpochSet(Dataset):
         normalise = getattr(self.dataset, "normalise", None)
         raw = self.dataset if normalise is None else self.dataset.raw  # type: ignore[attr-defined]
         inputs, labels, *others = read_batch(raw, draws)
+        inputs = crop(inputs, self.config, draws)
         if normalise is not None:
             change = change_pixels if inputs.dtype == torch.uint8 else change_voxels
             inputs = erase(normalise(change(inputs, self.config, draws)), self.config.erasing, draws)
@@ -102,8 +104,15 @@ def read_batch(dataset: Dataset, draws: Draws) -> Sequence[Tensor]:
     return default_collate(samples)
 
 
+def crop(inputs: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
+    """Show a part of square pictures or clips `(batch, channels, [time,] size, size)`, enlarged to `size`, if asked."""
+    if not config.crops:
+        return inputs
+    return one_by_one(inputs, random_crop(config, inputs.shape[-1]).change, draws.seeds("random crop"))
+
+
 def change_pixels(images: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
-    """Crop, flip and recolour uint8 pictures `(batch, 3, height, width)`, in the order of `AugmentConfig`.
+    """Pad and crop, flip and recolour uint8 pictures `(batch, 3, height, width)`, in the order of `AugmentConfig`.
 
     Clips `(batch, 3, time, height, width)` are flipped and take RandAugment, all frames alike.
     """

@@ -35,6 +35,8 @@ willow_tree wolf woman worm
 class Cifar(DataModule):
     """Pictures of 32x32 colour pixels, kept in memory as bytes: 50,000 to train on, 10,000 to validate.
 
+    Those of another size are read from the files where fewer pixels than theirs are trained on.
+
     Archives, and the files of the version for Python, which are pickles, are read only if their MD5 sums are the
     published ones.
 
@@ -62,20 +64,36 @@ class Cifar(DataModule):
         super().__init__(config)
         side = config.size
         self.input_size = (side, side)
+        self.other_sizes = "read" if side < IMAGE_SIZE else "resampled"
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:
         """Find the files, read `train_size` and `val_size` of them, resample to `input_size`; bytes all the way."""
-        config = self.config
+        side = self.input_size[0]
         with self._unpacked() as folder:
-            read = self._read_binary if folder.name == self.binary_folder else self._read_python
-            train, val = (read(folder, train=part) for part in (True, False))
-        return byte_sets(
-            *self._part(*train, config.train_size, "train_size"), *self._part(*val, config.val_size, "val_size")
-        )
+            train, val = (self._part(folder, part, side) for part in ("train", "val"))
+        return byte_sets(*train, *val, self.config.normalise)
 
-    def _part(self, images: Tensor, labels: Tensor, size: int | None, name: str) -> tuple[Tensor, Tensor]:
-        chosen = balanced_subset(labels, size, self.config.split_seed, name)
-        return resize_bytes(images[chosen], self.input_size), labels[chosen]
+    def at_size(self, size: int) -> "Cifar | None":
+        """The pictures to validate, read again at another size, where fewer pixels than theirs are trained on."""
+        if self.other_sizes == "resampled":
+            return None
+        _, val = self._made_datasets()
+        assert isinstance(val, TensorSet)
+        with self._unpacked() as folder:
+            return self._with_validation(size, TensorSet(*self._part(folder, "val", size), val.normalise))
+
+    @property
+    def enlarged(self) -> int:
+        """All where more pixels are shown than there are."""
+        return self.counts[1] if self.input_size[0] > IMAGE_SIZE else 0
+
+    def _part(self, folder: Path, part: str, side: int) -> tuple[Tensor, Tensor]:
+        """Bytes `(examples, 3, side, side)` and labels of "train" or "val"."""
+        read = self._read_binary if folder.name == self.binary_folder else self._read_python
+        images, labels = read(folder, train=part == "train")
+        name = f"{part}_size"
+        chosen = balanced_subset(labels, getattr(self.config, name), self.config.split_seed, name)
+        return resize_bytes(images[chosen], (side, side)), labels[chosen]
 
     @contextmanager
     def _unpacked(self) -> Iterator[Path]:

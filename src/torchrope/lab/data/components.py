@@ -42,6 +42,7 @@ class KanjiComponents(DenseModule):
     title = "Components of kanji"
     in_channels = 1
     tasks = ("segment", "detect")
+    other_sizes = "drawn"
 
     config: KanjiComponentsConfig
 

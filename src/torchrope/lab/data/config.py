@@ -3,8 +3,8 @@
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args
 
 from torchrope.lab.spelling import closest, suggestion
 
@@ -12,12 +12,13 @@ DataName = Literal[
     "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
     "ucf101", "volumes", "rsna", "kanji", "scenes", "kanji-components", "coco", "ade20k", "segments",
 ]  # fmt: skip
+Normalisation = Literal["measured", "imagenet", "half"]
 LARGEST_MAGNITUDE = 30  # of RandAugment
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("size", "train_size", "val_size", "batch_size", "frames", "frame_stride"), (1, math.inf)),
     **dict.fromkeys(("split_seed", "workers", "max_skipped", "crop_padding", "mixup", "cutmix"), (0, math.inf)),
     **dict.fromkeys(("color_jitter", "erasing", "mix_probability"), (0, 1)),
-    "repeats": (1, math.inf),
+    **dict.fromkeys(("repeats", "resize_crop"), (1, math.inf)),
     "split": (1, 3),
 }
 """Least and largest value of numbers, by setting."""
@@ -95,6 +96,36 @@ class MixAugment(Augment):
 
 
 @dataclass
+class CropAugment(MixAugment):
+    """Of pictures and videos that are classified.
+
+    Attributes:
+        crop_scale: Least and largest share of a picture that is cropped at random and resized, the same for all frames
+            of a clip; None is the data set's own (0.6 to 1 of "images", 0.08 to 1 of "imagenet", "videos" and "ucf101",
+            no crop of others).
+        resize_crop: Factor on `size` to which the shorter side is resized before a crop of `size` at a random place, in
+            place of crop_scale (ComRoPE's code: 1.1).
+
+    Raises:
+        ValueError: both are given.
+    """
+
+    crop_scale: tuple[float, float] | None = None
+    resize_crop: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.crop_scale is not None and self.resize_crop is not None:
+            rule = "--data.augment.resize_crop takes the place of crop_scale"
+            raise ValueError(f"{rule}, got {self.resize_crop} with {self.crop_scale}")
+
+    @property
+    def crops(self) -> bool:
+        """Whether either is given."""
+        return self.crop_scale is not None or self.resize_crop is not None
+
+
+@dataclass
 class StreamAugment(MixAugment):
     """Of videos and volumes.
 
@@ -121,7 +152,12 @@ class ColourAugment(Augment):
 
 
 @dataclass
-class PictureAugment(StreamAugment, ColourAugment):
+class VideoAugment(StreamAugment, CropAugment):
+    """Of videos."""
+
+
+@dataclass
+class PictureAugment(VideoAugment, ColourAugment):
     """Of pictures that are classified, in this order: crop, flip, RandAugment, 3-Augment, colours, erasing, mixing.
 
     Attributes:
@@ -131,23 +167,6 @@ class PictureAugment(StreamAugment, ColourAugment):
 
     crop_padding: int = 0
     three_augment: bool = False
-
-
-@dataclass
-class CropAugment(MixAugment):
-    """Of pictures that are cropped when they are read.
-
-    Attributes:
-        crop_scale: Least and largest share of a picture that is cropped and resized; None is the data set's own
-            (0.6 to 1 of "images", 0.08 to 1 of "imagenet", no crop of "kanji").
-    """
-
-    crop_scale: tuple[float, float] | None = None
-
-
-@dataclass
-class FileAugment(PictureAugment, CropAugment):
-    """Of pictures in files."""
 
 
 @dataclass
@@ -170,7 +189,7 @@ class PhotographAugment(SceneAugment, ColourAugment):
 
 
 @dataclass
-class AugmentConfig(FileAugment, PhotographAugment):
+class AugmentConfig(PictureAugment, PhotographAugment):
     """Of all data sets, each of which takes a part of them."""
 
 
@@ -260,6 +279,41 @@ class FilesConfig(RootConfig):
     max_skipped: int = 100
 
 
+@dataclass
+class ColourConfig(DataConfig):
+    """Pictures or videos in colour that are classified.
+
+    Attributes:
+        normalise: Mean and standard deviation of the channels: "measured" on the training examples, those of
+            "imagenet", or "half", 0.5 of both (ComRoPE's).
+    """
+
+    normalise: Normalisation = "measured"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = get_args(Normalisation)
+        if self.normalise not in known:
+            raise ValueError(f"--data.normalise must be one of {', '.join(known)}, got {self.normalise!r}")
+
+
+@dataclass
+class CentredConfig(ColourConfig):
+    """Likewise, of which validation shows the centre.
+
+    Attributes:
+        crop_ratio: Share of the shorter side that validation shows: it is resized to size / crop_ratio, and a square of
+            `size` is cut out of the centre.
+    """
+
+    crop_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.crop_ratio <= 1:
+            raise ValueError(f"--data.crop_ratio must be above 0 and at most 1, got {self.crop_ratio}")
+
+
 SETTINGS: dict[str, type[DataConfig]] = {}
 
 
@@ -287,7 +341,7 @@ def data_set(name: DataName, module: str, size: int | None = None) -> Callable[[
 class DigitsConfig(HeldConfig):
     """Real 8x8 digits."""
 
-    augment: MixAugment = field(default_factory=MixAugment)
+    augment: CropAugment = field(default_factory=CropAugment)
 
 
 @data_set("motion", "motion:Motion", size=20)
@@ -299,18 +353,18 @@ class MotionConfig(DigitsConfig):
 class FashionConfig(RootConfig, HeldConfig):
     """Fashion-MNIST."""
 
-    augment: MixAugment = field(default_factory=MixAugment)
+    augment: CropAugment = field(default_factory=CropAugment)
 
 
 @data_set("images", "images:Images", size=64)
-class ImagesConfig(FilesConfig):
+class ImagesConfig(FilesConfig, CentredConfig):
     """Pictures of your own."""
 
-    augment: FileAugment = field(default_factory=FileAugment)
+    augment: PictureAugment = field(default_factory=PictureAugment)
 
 
 @data_set("cifar10", "cifar:Cifar10", size=32)
-class Cifar10Config(RootConfig, HeldConfig):
+class Cifar10Config(RootConfig, HeldConfig, ColourConfig):
     """CIFAR-10."""
 
     augment: PictureAugment = field(default_factory=PictureAugment)
@@ -322,7 +376,7 @@ class Cifar100Config(Cifar10Config):
 
 
 @data_set("tiny-imagenet", "imagenet:TinyImageNet", size=64)
-class TinyImageNetConfig(FilesConfig, HeldConfig):
+class TinyImageNetConfig(FilesConfig, HeldConfig, CentredConfig):
     """Tiny-ImageNet."""
 
     augment: PictureAugment = field(default_factory=PictureAugment)
@@ -332,9 +386,12 @@ class TinyImageNetConfig(FilesConfig, HeldConfig):
 class ImageNetConfig(ImagesConfig):
     """ImageNet-1k."""
 
+    normalise: Normalisation = "imagenet"
+    crop_ratio: float = 0.875
+
 
 @data_set("videos", "videos:Videos", size=224)
-class VideosConfig(FilesConfig):
+class VideosConfig(FilesConfig, CentredConfig):
     """Videos of your own.
 
     Attributes:
@@ -343,7 +400,7 @@ class VideosConfig(FilesConfig):
         test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits.
     """
 
-    augment: StreamAugment = field(default_factory=StreamAugment)
+    augment: VideoAugment = field(default_factory=VideoAugment)
     frames: int = 8
     frame_stride: int = 4
     test_views: list[int] = field(default_factory=lambda: [1, 1])
@@ -481,6 +538,17 @@ def data_config(name: str = "digits", **settings: Any) -> DataConfig:
         if setting not in options(kind):
             raise refusal(setting, name)
     return kind(**settings)
+
+
+def with_crop_ratio(config: DataConfig, crop_ratio: float) -> DataConfig:
+    """The same settings, of which validation shows another share.
+
+    Raises:
+        ValueError: the data set has no `crop_ratio`, or it is out of range.
+    """
+    if not isinstance(config, CentredConfig):
+        raise refusal("crop_ratio", config.name)
+    return replace(config, crop_ratio=crop_ratio)
 
 
 def settings_of(name: str) -> type[DataConfig]:

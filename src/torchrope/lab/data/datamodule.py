@@ -5,9 +5,11 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import pytorch_lightning as pl
 import torch
@@ -22,6 +24,8 @@ from torchrope.lab.data.repeated import Repeated
 from torchrope.lab.data.tensors import HeldSet, TensorSet
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
+
+Made = TypeVar("Made", bound="DataModule")
 
 
 class DataModule(pl.LightningDataModule, ABC):
@@ -42,7 +46,8 @@ class DataModule(pl.LightningDataModule, ABC):
             `torchrope.lab.data.dense` says of what.
         map_classes: What the indices in a semantic map mean, for "segment".
         val_batch_factor: Examples in a batch of validation for each in one of training.
-        draws_sizes: Whether `drawn_at` and `train_at` make examples of other sizes.
+        other_sizes: What validation examples of another size are: "drawn" at it or "read" at it from their files, both
+            by `at_size`, or "resampled" from what was cut out at the training size.
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
@@ -63,7 +68,7 @@ class DataModule(pl.LightningDataModule, ABC):
     tasks: tuple[str, ...] = ("classify",)
     map_classes: tuple[str, ...] = ()
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
-    draws_sizes: bool = False
+    other_sizes: Literal["drawn", "read", "resampled"] = "resampled"
     views: int = 1
     run_seed: int = 0
     tells_spacing: bool = False
@@ -93,8 +98,11 @@ class DataModule(pl.LightningDataModule, ABC):
             ValueError: the data is missing or cannot be used; the message is one line.
         """
 
-    def drawn_at(self, size: tuple[int, ...]) -> "DataModule | None":
-        """The same validation examples drawn at another size; None where they can only be resampled."""
+    def at_size(self, size: int) -> "DataModule | None":
+        """The same validation examples, normalised alike, at another number of pixels per side.
+
+        Nothing is enlarged that was cropped: they are drawn or read again; None where they can only be resampled.
+        """
         return None
 
     def train_at(self, size: tuple[int, ...]) -> Dataset | None:
@@ -105,6 +113,19 @@ class DataModule(pl.LightningDataModule, ABC):
     def slug(self) -> str:
         """The name in files of results: `name`, and the task where a data set has several."""
         return self.name
+
+    @property
+    def enlarged(self) -> int:
+        """Validation examples that were read so far of originals with fewer pixels than are shown."""
+        return getattr(self._made_datasets()[1], "enlarged", 0)
+
+    def _with_validation(self: Made, size: int, val: Dataset) -> Made:
+        """Itself with other validation examples, of another size."""
+        other = copy(self)
+        other.config = replace(self.config, size=size)
+        other.input_size = (*self.input_size[:-2], size, size)
+        other._datasets = (self._made_datasets()[0], val)
+        return other
 
     @property
     def skipped(self) -> list[Fault]:
@@ -209,7 +230,10 @@ class DataModule(pl.LightningDataModule, ABC):
             return train
         from torchrope.lab.data.augment import EpochSet
 
-        return EpochSet(train, AugmentConfig(**vars(self.config.augment)), self.num_classes, seed)
+        augment = AugmentConfig(**vars(self.config.augment))
+        if not isinstance(train, TensorSet):  # others are cropped when they are read
+            augment = replace(augment, crop_scale=None, resize_crop=None)
+        return EpochSet(train, augment, self.num_classes, seed)
 
     def _on_device(self, train: Dataset, size: Size, device: torch.device) -> Dataset:
         """Keep a set that is held in memory on the device that trains on it, where there is room."""

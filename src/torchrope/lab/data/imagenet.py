@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms import v2
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as pictures
 
 from torchrope.lab.data.config import ImageNetConfig, TinyImageNetConfig
+from torchrope.lab.data.crops import View, centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import find_faults, name_some, tell_skipped
 from torchrope.lab.data.folders import files_below, matching, subfolders
@@ -23,21 +25,20 @@ from torchrope.lab.data.images import (
     explain_fault,
     list_samples,
     load_image,
-    random_crop,
+    measure_statistics,
 )
 from torchrope.lab.data.shards import ShardOrder, ShardSet, index_shards
-from torchrope.lab.data.tensors import Normalise, TensorSet, balanced_subset, byte_sets
+from torchrope.lab.data.tensors import TensorSet, balanced_subset, byte_sets, normalisation
 
 CROP_SCALE = (0.08, 1.0)
-SHOWN = 224 / 256  # share of the shorter side that validation takes
-MEAN = (0.485, 0.456, 0.406)  # of ImageNet's pixels, as all published models use them
-STD = (0.229, 0.224, 0.225)
+BICUBIC = InterpolationMode.BICUBIC
 
 LAYOUT = (
     "train/<class>/* with val/<class>/*, with LOC_val_solution.csv or with the devkit's "
     "ILSVRC2012_validation_ground_truth.txt and meta.mat; or *train*.tar with *val*.tar, of jpg and cls"
 )
 SOURCE = "image-net.org or kaggle.com/c/imagenet-object-localization-challenge"
+TINY_SIZE = 64
 TINY_LAYOUT = "train/<class>/images/*, val/images/* and val/val_annotations.txt"
 TINY_SOURCE = "cs231n.stanford.edu/tiny-imagenet-200.zip"
 KAGGLE_FOLDER = Path("ILSVRC/Data/CLS-LOC")
@@ -49,8 +50,8 @@ class ImageNet(DataModule):
     """ImageNet-1k, 1,281,167 pictures to train on and 50,000 to validate, or any data laid out alike.
 
     Pictures are read while training; one that cannot be read is skipped then. Training crops 8 to 100 % of a
-    picture, validation shows the centre, 7/8 of the shorter side. Of shards only headers and labels are read
-    before, once.
+    picture, validation shows the centre, 7/8 of the shorter side, at any size from the files. Of shards only
+    headers and labels are read before, once.
 
     Source: O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, arXiv:1409.0575, 2015.
 
@@ -62,6 +63,7 @@ class ImageNet(DataModule):
     title = "ImageNet"
     axes = ("height", "width")
     in_channels = 3
+    other_sizes = "read"
 
     config: ImageNetConfig
 
@@ -77,7 +79,7 @@ class ImageNet(DataModule):
         """List pictures or shards, and choose `train_size` and `val_size` of them."""
         train_shards, val_shards = find_shards(self.root)
         if train_shards and val_shards:
-            return self._sharded(train_shards, True), self._sharded(val_shards, False)
+            return self._normalised(self._sharded(train_shards, True), self._sharded(val_shards, False))
         base = next((place for place in (self.root, self.root / KAGGLE_FOLDER) if (place / "train").is_dir()), None)
         if base is None or not (base / "val").is_dir():
             raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {str(self.root)!r}")
@@ -87,7 +89,13 @@ class ImageNet(DataModule):
         for part, samples in (("train", train), ("val", val)):
             if not samples:
                 raise ValueError(f"{part} must hold images, got none in {str(base / part)!r}")
-        return self._folder(train, True), self._folder(val, False)
+        return self._normalised(self._folder(train, True), self._folder(val, False))
+
+    def at_size(self, size: int) -> "ImageNet":
+        """The pictures to validate, read again, resized and cropped to another size."""
+        _, val = self._made_datasets()
+        assert isinstance(val, ImageSet)
+        return self._with_validation(size, val.viewed(self._shown(size)))
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
         """Read few shards at a time; shuffle single files freely."""
@@ -98,9 +106,7 @@ class ImageNet(DataModule):
     def _folder(self, samples: list[Sample], train: bool) -> ImageSet:
         size, name = self._size(train)
         chosen = choose(samples, size, self.config.split_seed, name)
-        return ImageSet(
-            self.root, chosen, self.input_size[0], self._transform(train), normalise(), self.config.max_skipped
-        )
+        return ImageSet(self.root, chosen, self._view(train), None, self.config.max_skipped)
 
     def _sharded(self, shards: list[Path], train: bool) -> ShardSet:
         samples, places, faults = index_shards(shards)
@@ -116,28 +122,28 @@ class ImageNet(DataModule):
         size, name = self._size(train)
         chosen = balanced_subset(labels, size, self.config.split_seed, name)
         kept = [samples[index] for index in chosen.tolist()]
-        return ShardSet(
-            shards,
-            kept,
-            places[chosen],
-            self.input_size[0],
-            self._transform(train),
-            normalise(),
-            self.config.max_skipped,
-        )
+        return ShardSet(shards, kept, places[chosen], self._view(train), None, self.config.max_skipped)
+
+    def _normalised(self, train: ImageSet, val: ImageSet) -> tuple[ImageSet, ImageSet]:
+        shown = train.viewed(self._shown(self.input_size[0]))
+        train.normalise = val.normalise = normalisation(self.config.normalise, lambda: measure_statistics(shown))
+        return train, val
 
     def _size(self, train: bool) -> tuple[int | None, str]:
         return (self.config.train_size, "train_size") if train else (self.config.val_size, "val_size")
 
-    def _transform(self, train: bool) -> v2.Transform:
-        side, cubic = self.input_size[0], v2.InterpolationMode.BICUBIC
-        if train:
-            return random_crop(side, self.config.augment.crop_scale or CROP_SCALE, cubic)
-        return v2.Compose([v2.Resize(round(side / SHOWN), cubic), v2.CenterCrop(side), v2.PILToTensor()])
+    def _view(self, train: bool) -> View:
+        side = self.input_size[0]
+        return random_crop(self.config.augment, side, CROP_SCALE, BICUBIC) if train else self._shown(side)
+
+    def _shown(self, size: int) -> View:
+        return centre(size, self.config.crop_ratio, BICUBIC)
 
 
 class TinyImageNet(DataModule):
     """Tiny-ImageNet, kept in memory as bytes: 64x64 colour pixels, 200 classes of 500 to train on and 50 to validate.
+
+    Pictures of another size are read from their files where fewer pixels than theirs are trained on.
 
     Source: Y. Le and X. Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS 231N, 2015.
 
@@ -156,6 +162,7 @@ class TinyImageNet(DataModule):
         super().__init__(config)
         side = config.size
         self.input_size = (side, side)
+        self.other_sizes = "read" if side < TINY_SIZE else "resampled"
         root = existing_folder(config.root, "tiny-imagenet", f"{TINY_LAYOUT}; from {TINY_SOURCE}")
         self.root = next((place for place in (root, root / "tiny-imagenet-200") if (place / "train").is_dir()), root)
         if not (self.root / "train").is_dir() or not (self.root / "val").is_dir():
@@ -167,28 +174,37 @@ class TinyImageNet(DataModule):
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:
         """Decode `train_size` and `val_size` pictures into memory."""
-        config = self.config
-        train = list_samples(self.root, self.root / "train", self.classes)
-        val = list_validation(self.root, self.root / "val", self.classes)
-        for part, samples in (("train", train), ("val", val)):
-            if not samples:
-                raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
-        return byte_sets(
-            *self._decode(choose(train, config.train_size, config.split_seed, "train_size")),
-            *self._decode(choose(val, config.val_size, config.split_seed, "val_size")),
-        )
-
-    def _decode(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         side = self.input_size[0]
-        fit = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
+        train, val = self._chosen("train"), self._chosen("val")
+        return byte_sets(*self._decode(train, side), *self._decode(val, side), self.config.normalise)
+
+    def at_size(self, size: int) -> "TinyImageNet | None":
+        """The pictures to validate, decoded again at another size, where fewer pixels than theirs are trained on."""
+        if self.other_sizes == "resampled":
+            return None
+        _, val = self._made_datasets()
+        assert isinstance(val, TensorSet)
+        return self._with_validation(size, TensorSet(*self._decode(self._chosen("val"), size), val.normalise))
+
+    @property
+    def enlarged(self) -> int:
+        """All where more pixels are shown than there are."""
+        return self.counts[1] if self._shown(self.input_size[0]).resized > TINY_SIZE else 0
+
+    def _shown(self, size: int) -> View:
+        return centre(size, self.config.crop_ratio)
+
+    def _decode(self, samples: Sequence[Sample], side: int) -> tuple[Tensor, Tensor]:
+        """Bytes `(examples, 3, side, side)` and labels of those that can be read."""
+        view = self._shown(side)
         pixels = torch.empty(len(samples), 3, side, side, dtype=torch.uint8)
         row = {path: index for index, (path, _) in enumerate(samples)}
 
         def read(path: str) -> None:
-            pixels[row[path]] = fit(load_image(self.root / path, side))
+            pixels[row[path]] = pictures.pil_to_tensor(view.change(load_image(self.root / path, view.decoded)))
 
         faults = find_faults(list(row), read, explain_fault)
-        self.skipped = [*self._skipped, *faults]
+        self.skipped = [*(fault for fault in self._skipped if fault not in faults), *faults]
         if len(faults) == len(samples):
             raise ValueError(f"images must be readable, got none: {name_some(faults)}")
         tell_skipped(faults, len(samples), self.config.max_skipped, "images")
@@ -196,10 +212,12 @@ class TinyImageNet(DataModule):
         good = torch.tensor([index for index in range(len(samples)) if index not in broken])
         return pixels[good], torch.tensor([label for _, label in samples])[good]
 
-
-def normalise() -> Normalise:
-    """Subtract ImageNet's mean and divide by its standard deviation."""
-    return Normalise(torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1))
+    def _chosen(self, part: str) -> list[Sample]:
+        config, size = self.config, f"{part}_size"
+        found = (list_samples if part == "train" else list_validation)(self.root, self.root / part, self.classes)
+        if not found:
+            raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
+        return choose(found, getattr(config, size), config.split_seed, size)
 
 
 def find_shards(root: Path) -> tuple[list[Path], list[Path]]:

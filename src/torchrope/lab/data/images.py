@@ -1,10 +1,10 @@
 """Anybody's own pictures: one sub-folder per class."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -12,13 +12,14 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as pictures
 
 from torchrope.lab.data.config import ImagesConfig
+from torchrope.lab.data.crops import View, centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import Skipping, find_faults, name_some, reason, tell_skipped
 from torchrope.lab.data.folders import files_below, subfolders, tell_others
-from torchrope.lab.data.tensors import Normalise, balanced_subset, byte_statistics
+from torchrope.lab.data.tensors import Normalise, balanced_subset, byte_statistics, normalisation
 
 VAL_FRACTION = 0.2
 CROP_SCALE = (0.6, 1.0)
@@ -30,6 +31,7 @@ PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # of TIFF
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
 
 Sample = tuple[str, int]  # path below root, label
+Made = TypeVar("Made", bound="ImageSet")
 
 
 class ImageSet(Dataset):
@@ -38,9 +40,8 @@ class ImageSet(Dataset):
     Args:
         root: Folder that the paths start from.
         samples: (path below root, label) of every picture.
-        size: Pixels per side that `transform` makes.
-        transform: From a PIL picture to uint8 `(3, size, size)`.
-        normalise: From there to float32; None leaves bytes.
+        view: What is shown of a picture.
+        normalise: From bytes `(3, size, size)` to float32; None leaves them.
         max_skipped: How many may be left out.
     """
 
@@ -48,16 +49,15 @@ class ImageSet(Dataset):
         self,
         root: Path,
         samples: Sequence[Sample],
-        size: int,
-        transform: Callable[[Image.Image], Tensor],
+        view: View,
         normalise: Normalise | None = None,
         max_skipped: int = 0,
     ) -> None:
         self.root = root
         self.samples = samples
-        self.size = size
-        self.transform = transform
+        self.view = view
         self.normalise = normalise
+        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # by any loading process
         self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
 
     def __len__(self) -> int:
@@ -74,9 +74,25 @@ class ImageSet(Dataset):
         same.normalise = None
         return same
 
+    @property
+    def enlarged(self) -> int:
+        """Pictures read so far whose shorter side had fewer pixels than it was resized to."""
+        return int(self._enlarged.sum())
+
+    def viewed(self: Made, view: View) -> Made:
+        """The same pictures, of which something else is shown; what is found damaged is counted together."""
+        same = copy(self)
+        same.view = view
+        same._enlarged = torch.zeros_like(self._enlarged).share_memory_()
+        same.reading = copy(self.reading)
+        same.reading.load = same.load
+        return same
+
     def load(self, index: int) -> tuple[Tensor, int]:
         """Read a picture, as bytes, and its label."""
-        return self.transform(load_image(self.open(index), self.size)), self.samples[index][1]
+        picture = load_image(self.open(index), self.view.decoded)
+        self._enlarged[index] = min(picture.size) < self.view.resized
+        return pictures.pil_to_tensor(self.view.change(picture)), self.samples[index][1]
 
     def open(self, index: int) -> Path | BinaryIO:
         """Find the file of a picture."""
@@ -89,8 +105,8 @@ class Images(DataModule):
     The second kind is split within each class by a hash of path and `split_seed`: the same on every machine,
     and a picture added later leaves nearly all others where they were. Training crops 60 to 100 % of a
     picture at random, and flips none unless `augment.flip` is set, since left and right may be classes;
-    validation takes the centre. Every file is decoded once in `setup`; those that cannot be are left out,
-    named in one warning and listed in `skipped`.
+    validation takes the centre, at any size from the files. Every file is decoded once in `setup`; those that
+    cannot be are left out, named in one warning and listed in `skipped`.
 
     Raises:
         ValueError: root is missing, is no readable folder, or is not laid out as above.
@@ -99,6 +115,7 @@ class Images(DataModule):
     name = "images"
     axes = ("height", "width")
     in_channels = 3
+    other_sizes = "read"
 
     config: ImagesConfig
 
@@ -121,13 +138,21 @@ class Images(DataModule):
             f"{len(train) + len(val):,} pictures from a folder of one's own, {self.root.name}, "
             f"cropped to {side}×{side} colour pixels; the class is the sub-folder."
         )
-        centre = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
-        normalise = Normalise(*measure_statistics(ImageSet(self.root, train, side, centre)))
-        crop = random_crop(side, config.augment.crop_scale or CROP_SCALE)
+        shown = self._shown(side)
+        normalise = normalisation(config.normalise, lambda: measure_statistics(ImageSet(self.root, train, shown)))
         return (
-            ImageSet(self.root, train, side, crop, normalise, config.max_skipped),
-            ImageSet(self.root, val, side, centre, normalise, config.max_skipped),
+            ImageSet(self.root, train, random_crop(config.augment, side, CROP_SCALE), normalise, config.max_skipped),
+            ImageSet(self.root, val, shown, normalise, config.max_skipped),
         )
+
+    def at_size(self, size: int) -> "Images":
+        """The pictures held out, read again, resized and cropped to another size."""
+        _, val = self._made_datasets()
+        assert isinstance(val, ImageSet)
+        return self._with_validation(size, val.viewed(self._shown(size)))
+
+    def _shown(self, size: int) -> View:
+        return centre(size, self.config.crop_ratio)
 
     def _readable_samples(self) -> dict[str, list[Sample]]:
         """List the pictures of each part that can be decoded; name the others in `skipped`."""
@@ -286,13 +311,6 @@ def choose(samples: Sequence[Sample], size: int | None, seed: int, name: str) ->
     """Choose `size` samples, as equal in number among the classes as they can be."""
     labels = torch.tensor([label for _, label in samples])
     return [samples[index] for index in balanced_subset(labels, size, seed, name).tolist()]
-
-
-def random_crop(
-    side: int, scale: tuple[float, float], interpolation: v2.InterpolationMode = v2.InterpolationMode.BILINEAR
-) -> Callable[[Image.Image], Tensor]:
-    """Crop a share within `scale` of a picture at random, and resize it to bytes `(3, side, side)`."""
-    return v2.Compose([v2.RandomResizedCrop(side, scale=scale, interpolation=interpolation), v2.PILToTensor()])
 
 
 def measure_statistics(images: ImageSet) -> tuple[Tensor, Tensor]:

@@ -2,16 +2,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
 from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
-from torchvision.transforms import v2
 
 from torchrope.lab.data.config import KanjiConfig
+from torchrope.lab.data.crops import View, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
 from torchrope.lab.data.tensors import HeldSet, Normalise, TensorSet, balanced_subset, byte_statistics
@@ -52,7 +51,7 @@ class Kanji(DataModule):
     name = "kanji"
     axes = ("height", "width")
     in_channels = 1
-    draws_sizes = True
+    other_sizes = "drawn"
 
     config: KanjiConfig
 
@@ -79,29 +78,29 @@ class Kanji(DataModule):
         pictures = self._draw(train, config.size)
         normalise = Normalise(*byte_statistics(pictures))
         held_out = TensorSet(self._draw(val, config.size), self.labels[val], normalise)
-        if config.augment.crop_scale is None:
-            return TensorSet(pictures, self.labels[train], normalise), held_out
-        finer = self._draw(train, FINER * config.size)
-        return CroppedSet(finer, self.labels[train], config.size, config.augment.crop_scale, normalise), held_out
+        return self._training_set(config.size, normalise), held_out
 
-    def drawn_at(self, size: tuple[int, ...]) -> "Kanji":
+    def at_size(self, size: int) -> "Kanji":
         """The same characters held out, drawn at another size; they are normalised as those of this size are."""
-        (side,) = set(size)
-        other = Kanji(replace(self.config, size=side))
-        train, val = self._made_datasets()
+        _, val = self._made_datasets()
         assert isinstance(val, TensorSet)
-        other._datasets = (train, TensorSet(self._draw(self._split[1], side), val.labels, val.normalise))
-        return other
+        drawn = TensorSet(self._draw(self._split[1], size), val.labels, val.normalise)
+        return self._with_validation(size, drawn)
 
     def train_at(self, size: tuple[int, ...]) -> HeldSet:
         """The same training characters, drawn at another size and normalised as those of this size are."""
         (side,) = set(size)
-        train, crop_scale = self._made_datasets()[0], self.config.augment.crop_scale
+        train, _ = self._made_datasets()
         assert isinstance(train, TensorSet | CroppedSet)
-        if crop_scale is None:
-            return TensorSet(self._draw(self._split[0], side), train.labels, train.normalise)
-        finer = self._draw(self._split[0], FINER * side)
-        return CroppedSet(finer, train.labels, side, crop_scale, train.normalise)
+        return self._training_set(side, train.normalise)
+
+    def _training_set(self, size: int, normalise: Normalise | None) -> HeldSet:
+        """The training characters at a size; where crops are taken of them, drawn finer."""
+        train, augment = self._split[0], self.config.augment
+        if not augment.crops:
+            return TensorSet(self._draw(train, size), self.labels[train], normalise)
+        finer = self._draw(train, FINER * size)
+        return CroppedSet(finer, self.labels[train], random_crop(augment, size), normalise)
 
     @cached_property
     def _split(self) -> tuple[Tensor, Tensor]:
@@ -124,31 +123,27 @@ class CroppedSet(HeldSet):
     Args:
         inputs: uint8 `(examples, 1, height, width)`.
         labels: int64 `(examples,)`.
-        size: Pixels per side of what comes out.
-        scale: Least and largest share of a picture's area that is cropped.
+        view: What is shown of a picture.
         normalise: Makes float32 of bytes; None leaves them.
     """
 
-    def __init__(
-        self, inputs: Tensor, labels: Tensor, size: int, scale: tuple[float, float], normalise: Normalise | None
-    ) -> None:
+    def __init__(self, inputs: Tensor, labels: Tensor, view: View, normalise: Normalise | None) -> None:
         self.inputs = inputs
         self.labels = labels
-        self.size, self.scale = size, scale
+        self.view = view
         self.normalise = normalise
-        self.crop = v2.RandomResizedCrop(size, scale, antialias=True)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        picture = self.crop(self.inputs[index])
+        picture = self.view.change(self.inputs[index])
         return picture if self.normalise is None else self.normalise(picture), int(self.labels[index])
 
     @property
     def raw(self) -> "CroppedSet":
         """The same examples as bytes."""
-        return CroppedSet(self.inputs, self.labels, self.size, self.scale, None)
+        return CroppedSet(self.inputs, self.labels, self.view, None)
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +152,7 @@ class CroppedSet(HeldSet):
 
     def to(self, device: torch.device) -> "CroppedSet":
         """Copy it to a device, whole."""
-        return CroppedSet(self.inputs.to(device), self.labels.to(device), self.size, self.scale, self.normalise)
+        return CroppedSet(self.inputs.to(device), self.labels.to(device), self.view, self.normalise)
 
 
 def characters_of(root: str | None, variants: bool, task: str) -> tuple[list[Character], list[int], tuple[str, ...]]:

@@ -60,6 +60,7 @@ class Scenes(DenseModule):
     tasks = ("segment", "detect")
     classes = tuple("0123456789")
     map_classes = ("background", *classes)
+    other_sizes = "drawn"
 
     config: ScenesConfig
 

@@ -4,18 +4,18 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from torchrope.files import read_mapping, write_whole
 from torchrope.lab.data.cache import cache_folder
+from torchrope.lab.data.crops import View
 from torchrope.lab.data.faults import Fault
 from torchrope.lab.data.images import ImageSet, Sample
 from torchrope.lab.data.tensors import Normalise
@@ -33,7 +33,7 @@ class ShardSet(ImageSet):
         shards: The files.
         samples: (shard/name, label) of every picture.
         places: (shard, offset, size) of every picture, int64 `(pictures, 3)`.
-        size: As in `ImageSet`, and so are the others.
+        view: As in `ImageSet`, and so are the others.
     """
 
     def __init__(
@@ -41,12 +41,11 @@ class ShardSet(ImageSet):
         shards: Sequence[Path],
         samples: Sequence[Sample],
         places: Tensor,
-        size: int,
-        transform: Callable[[Image.Image], Tensor],
+        view: View,
         normalise: Normalise | None,
         max_skipped: int,
     ) -> None:
-        super().__init__(shards[0].parent, samples, size, transform, normalise, max_skipped)
+        super().__init__(shards[0].parent, samples, view, normalise, max_skipped)
         self.shards = shards
         self.places = places
 

@@ -1,11 +1,17 @@
 """Data sets held in memory, and the choice of some of their examples."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+STATISTICS = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # as published models use them
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+"""Mean and standard deviation of red, green and blue, by name."""
 
 
 class Normalise:
@@ -86,12 +92,20 @@ class TensorSet(HeldSet):
         return TensorSet(self.inputs.to(device), self.labels.to(device), self.normalise)
 
 
+def normalisation(name: str, measure: Callable[[], tuple[Tensor, Tensor]]) -> Normalise:
+    """Make what `ColourConfig.normalise` names: of ImageNet's statistics, of 0.5, or of those that are measured."""
+    if name == "measured":
+        return Normalise(*measure())
+    mean, std = STATISTICS[name]
+    return Normalise(torch.tensor(mean).view(3, 1, 1), torch.tensor(std).view(3, 1, 1))
+
+
 def byte_sets(
-    train_inputs: Tensor, train_labels: Tensor, val_inputs: Tensor, val_labels: Tensor
+    train_inputs: Tensor, train_labels: Tensor, val_inputs: Tensor, val_labels: Tensor, normalise: str = "measured"
 ) -> tuple[TensorSet, TensorSet]:
-    """Make both sets of uint8 inputs, kept as bytes, normalised with mean and std of the training inputs."""
-    normalise = Normalise(*byte_statistics(train_inputs))
-    return TensorSet(train_inputs, train_labels, normalise), TensorSet(val_inputs, val_labels, normalise)
+    """Make both sets of uint8 inputs, kept as bytes, with the `normalisation` named, measured on training inputs."""
+    normalised = normalisation(normalise, lambda: byte_statistics(train_inputs))
+    return TensorSet(train_inputs, train_labels, normalised), TensorSet(val_inputs, val_labels, normalised)
 
 
 def normalised_sets(

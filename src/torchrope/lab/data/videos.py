@@ -4,7 +4,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain
@@ -15,19 +15,19 @@ import av
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from torchrope.lab.data.clips import crop_corners, test_frames, training_frames
-from torchrope.lab.data.config import VideosConfig
+from torchrope.lab.data.config import CropAugment, VideosConfig
+from torchrope.lab.data.crops import centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import find_faults, tell_skipped
 from torchrope.lab.data.folders import tell_others
 from torchrope.lab.data.images import Sample, choose, existing_folder, find_classes, hold_out, list_samples
 from torchrope.lab.data.streamed import StreamedSet
+from torchrope.lab.data.tensors import normalisation
 
 CROP_SCALE = (0.08, 1.0)
-CROP_RATIO = (3 / 4, 4 / 3)
 VIDEO_EXTENSIONS = (".avi", ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".gif")
 SEEK_MARGINS = (4, 64)  # frames; where B-frames are reordered, an AVI seeks a little too far
 MISSING_FRAMES = 0.05  # of those that the header counts; some writers count too many
@@ -59,14 +59,17 @@ class TrainingClips(StreamedSet):
         root: Folder that the paths start from.
         samples: (path below root, label) of every video.
         shape: Frames, stride and size.
+        augment: Says what is cropped.
         max_skipped: So many videos may be damaged.
     """
 
-    def __init__(self, root: Path, samples: Sequence[Sample], shape: ClipShape, max_skipped: int) -> None:
+    def __init__(
+        self, root: Path, samples: Sequence[Sample], shape: ClipShape, augment: CropAugment, max_skipped: int
+    ) -> None:
         super().__init__(samples, max_skipped, "videos")
         self.root = root
         self.shape = shape
-        self.crop = v2.RandomResizedCrop(shape.size, scale=CROP_SCALE, ratio=CROP_RATIO, antialias=True)
+        self.crop = random_crop(augment, shape.size, CROP_SCALE).change
 
     def load(self, index: int) -> Tensor:
         """A clip in bytes `(3, frames, size, size)`."""
@@ -79,7 +82,7 @@ class TrainingClips(StreamedSet):
 
 
 class TestClips(StreamedSet):
-    """The same clips of every video each time: temporal segments by crops, its shorter side made `size`.
+    """The same clips of every video each time: temporal segments by crops, its shorter side made size / crop_ratio.
 
     Args:
         root: Folder that the paths start from.
@@ -87,25 +90,41 @@ class TestClips(StreamedSet):
         shape: Frames, stride and size.
         views: (segments, crops); one of each is the centre alone.
         max_skipped: So many videos may be damaged.
+        crop_ratio: Share of the shorter side that is shown.
     """
 
     __test__ = False  # pytest takes the name for a test's
 
     def __init__(
-        self, root: Path, samples: Sequence[Sample], shape: ClipShape, views: tuple[int, int], max_skipped: int
+        self,
+        root: Path,
+        samples: Sequence[Sample],
+        shape: ClipShape,
+        views: tuple[int, int],
+        max_skipped: int,
+        crop_ratio: float = 1.0,
     ) -> None:
         super().__init__(samples, max_skipped, "videos")
         self.root = root
         self.shape = shape
         self.views = views
+        self.crop_ratio = crop_ratio
+        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # by any loading process
+
+    @property
+    def enlarged(self) -> int:
+        """Videos read so far whose shorter side had fewer pixels than it was resized to."""
+        return int(self._enlarged.sum())
 
     def load(self, index: int) -> Tensor:
         """One clip in bytes `(3, frames, size, size)`, or several `(segments · crops, 3, frames, size, size)`."""
         shape, (segments, crops) = self.shape, self.views
+        resized = centre(shape.size, self.crop_ratio).resized
         choose_frames = partial(_test_frames, shape=shape, segments=segments)
         clips = []
         for clip in read_clips(self.root / self.samples[index][0], choose_frames):
-            small = F.resize(clip, [shape.size], antialias=True)  # the shorter side
+            self._enlarged[index] = min(clip.shape[-2:]) < resized
+            small = F.resize(clip, [resized], antialias=True)  # the shorter side
             corners = crop_corners(small.shape[-2], small.shape[-1], shape.size, crops)
             clips += [F.crop(small, *corner, shape.size, shape.size).movedim(0, 1) for corner in corners]
         return clips[0] if segments * crops == 1 else torch.stack(clips)
@@ -120,6 +139,7 @@ class VideoModule(DataModule):
 
     axes = ("time", "height", "width")
     in_channels = 3
+    other_sizes = "read"
 
     config: VideosConfig
 
@@ -143,11 +163,24 @@ class VideoModule(DataModule):
         val = choose(val, config.val_size, config.split_seed, "val_size")
         self.describe(len(train) + len(val))
         limit = config.max_skipped
-        mean, std = TestClips(root, train, self.shape, (1, 1), limit).statistics()
+        normalise = normalisation(config.normalise, self._clips(root, train, self.shape).statistics)
+        mean, std = (value.view(3, 1, 1, 1) for value in (normalise.mean, normalise.std))
         return (
-            TrainingClips(root, train, self.shape, limit).normalised(mean, std),
-            TestClips(root, val, self.shape, (1, 1), limit).normalised(mean, std),
+            TrainingClips(root, train, self.shape, config.augment, limit).normalised(mean, std),
+            self._clips(root, val, self.shape).normalised(mean, std),
         )
+
+    def at_size(self, size: int) -> "VideoModule":
+        """The middles of the videos held out, read again, resized and cropped to another size."""
+        _, val = self._made_datasets()
+        assert isinstance(val, TestClips)
+        other = self._clips(val.root, val.samples, replace(self.shape, size=size))
+        return self._with_validation(size, _normalised_as(val, other))
+
+    def _clips(
+        self, root: Path, samples: Sequence[Sample], shape: ClipShape, views: tuple[int, int] = (1, 1)
+    ) -> TestClips:
+        return TestClips(root, samples, shape, views, self.config.max_skipped, self.config.crop_ratio)
 
     @abstractmethod
     def describe(self, count: int) -> None:
@@ -157,11 +190,8 @@ class VideoModule(DataModule):
         """Draw batches of `test_views` of the validation videos: (batch, views, channels, time, height, width)."""
         _, val = self._made_datasets()
         assert isinstance(val, TestClips)
-        several = TestClips(val.root, val.samples, val.shape, self.test_views, self.config.max_skipped)
-        mean, std = val.mean, val.std
-        assert isinstance(mean, Tensor)
-        assert isinstance(std, Tensor)
-        return self._loader(several.normalised(mean, std), self.config.batch_size)
+        several = self._clips(val.root, val.samples, val.shape, self.test_views)
+        return self._loader(_normalised_as(val, several), self.config.batch_size)
 
     def openable(self, root: Path, samples: list[Sample]) -> list[Sample]:
         """Leave out the videos that cannot be opened, named in `skipped`."""
@@ -335,6 +365,12 @@ def _decode_from(container: Any, stream: Any, index: int, first: int) -> Iterato
     for number, frame in enumerate(container.decode(stream)):
         timeless = number if index == 0 else sys.maxsize  # frames without times can be counted from the start alone
         yield (timeless if frame.pts is None else round((frame.pts - first) / per_frame)), frame
+
+
+def _normalised_as(clips: TestClips, others: TestClips) -> TestClips:
+    assert isinstance(clips.mean, Tensor)
+    assert isinstance(clips.std, Tensor)
+    return others.normalised(clips.mean, clips.std)
 
 
 def _test_frames(count: int, shape: ClipShape, segments: int) -> list[list[int]]:

@@ -6,14 +6,22 @@ from typing import Any
 from torchrope.lab.report.tables import MISSING, aligned_table, percent, size
 
 _TITLES = {"miou": "mIoU", "ap": "AP", "ap50": "AP50"}
+_ASKED = {
+    "crop_ratio": "{} of the shorter side",
+    "window_size": "window size at other sizes: {}",
+    "positions": "{} of positions as trained",
+    "normalise": "normalised: {}",
+}
+"""What was asked for of a classifier, in words."""
 
 
 def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> str:
     """Lay out what `torchrope evaluate` measured, without a final newline.
 
     Args:
-        measures: Of a classifier: top1, interval, val_loss, shuffled_top1, resolutions. Of others: miou, or ap and
-            ap50, the interval of the first, and images, their number.
+        measures: Of a classifier: top1, interval, val_loss, shuffled_top1, resolutions, and what was asked for
+            (crop_ratio, window_size, positions, normalise). Of others: miou, or ap and ap50, the interval of the first,
+            and images, their number.
         trained_at: The input size of training.
     """
     return _of_classifier(measures, list(trained_at)) if "top1" in measures else _of_images(measures)
@@ -21,12 +29,24 @@ def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> 
 
 def _of_classifier(measures: Mapping[str, Any], trained_at: list[int]) -> str:
     rows = [
-        [f"{size(trained_at)} (trained)", _with_interval(measures["top1"], measures), _told(measures["val_loss"])],
-        [f"{size(trained_at)}, patches shuffled", percent(measures["shuffled_top1"]), MISSING],
+        [
+            f"{size(trained_at)} (trained)",
+            MISSING,
+            _with_interval(measures["top1"], measures),
+            _told(measures["val_loss"]),
+        ],
+        [f"{size(trained_at)}, patches shuffled", MISSING, percent(measures["shuffled_top1"]), MISSING],
     ]
     others = [at for at in measures["resolutions"] if at["size"] != trained_at]
-    rows += [[size(at["size"]), percent(at["top1"]), MISSING] for at in others]
-    return aligned_table(["input size", "top-1 % [95 %]", "loss"], rows, [False, False, True])
+    rows += [[size(at["size"]), _inputs(at), _with_interval(at["top1"], at), MISSING] for at in others]
+    table = aligned_table(["input size", "inputs", "top-1 % [95 %]", "loss"], rows, [False, False, False, True])
+    how = [words.format(measures[name]) for name, words in _ASKED.items() if name in measures]
+    return f"{table}\n\n" + ", ".join(how) if how else table
+
+
+def _inputs(at: Mapping[str, Any]) -> str:
+    """Whether inputs were drawn, read or resampled, and how many of smaller originals."""
+    return f"{at['inputs']}, {at['enlarged']} enlarged" if at["enlarged"] else str(at["inputs"])
 
 
 def _of_images(measures: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, describe, facts_of
 from torchrope.lab.training.config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
 from torchrope.lab.training.cost import STEPS, measure_costs
-from torchrope.lab.training.evaluate import correct_at, correct_shuffled, scaled_sizes
+from torchrope.lab.training.evaluate import correct_at, correct_shuffled, of_other_sizes, scaled_sizes
 from torchrope.lab.training.models import build_for_costs
 from torchrope.lab.training.progress import as_clock
 from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
@@ -110,7 +110,7 @@ def _over(defaults: Any, stored: Any) -> Any:
 
 def _measure(trained: Trained, data: DataModule, scales: Sequence[float]) -> Measured:
     """What shuffled patches and other sizes leave of a run's accuracy, kept in its folder."""
-    name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}"
+    name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{of_other_sizes(data)}"
     stored = trained.measure(name, partial(_evaluate, scales=scales), data)
     try:
         sizes = {tuple(size): _bits(right, len(trained.labels)) for size, right in stored["sizes"]}

@@ -202,7 +202,7 @@ def _sizes(of: Comparison) -> Table | None:
 
 
 def _made_at(of: Comparison) -> str:
-    return "drawn at" if of.data.draws_sizes else "resampled to"
+    return {"drawn": "drawn at", "read": "read from their files at", "resampled": "resampled to"}[of.data.other_sizes]
 
 
 def _at_sizes(of: Comparison) -> list[dict[str, Any]]:

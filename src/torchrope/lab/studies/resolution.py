@@ -46,7 +46,7 @@ from torchrope.lab.studies.other_sizes import (
     rescaled_for,
     window_at,
 )
-from torchrope.lab.training.evaluate import predict_at, scaled_sizes
+from torchrope.lab.training.evaluate import of_other_sizes, predict_at, scaled_sizes
 from torchrope.lab.training.sizes import size_of
 from torchrope.models import Swin, ViT
 
@@ -405,7 +405,7 @@ def _right(
     """
     found = {}
     for size in sizes:
-        name = f"{key}-at-{_key(size)}"
+        name = f"{key}-at-{_key(size)}{of_other_sizes(lab.data)}"
         at = [run.measure(name, partial(_predictions, size=size, adapt=adapt), lab.data) for run in runs]
         if refused := next((each["refused"] for each in at if "refused" in each), None):
             raise ValueError(refused)
@@ -625,7 +625,7 @@ def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
 
 def how_sized(data: DataModule, sizes: Sizes) -> str:
     """Where inputs of other sizes than that of the training come from, in a sentence."""
-    return f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED['drawn' if data.draws_sizes else 'resampled']}."
+    return f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED[data.other_sizes]}."
 
 
 def contradictions(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[str]:

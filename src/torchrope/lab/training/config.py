@@ -361,6 +361,17 @@ class RunConfig:
             raise ValueError(f"{rule}, got {', '.join(map(str, self.optim.sizes))} with {self.model.head}")
 
 
+@dataclass
+class EvaluationConfig:
+    """What a published checkpoint is evaluated on.
+
+    Attributes:
+        data: Which data.
+    """
+
+    data: DataConfig = field(default_factory=DigitsConfig)
+
+
 def check_spacing(model: ModelConfig, data: DataConfig) -> None:
     """Refuse positions in mm where samples have no spacing, or would have two."""
     if model.unit_mm is None:

@@ -1,22 +1,59 @@
 """What a trained classifier can do: accuracy, loss, and what shuffled patches and other resolutions leave of it."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchrope.attention import per_axis_window
 from torchrope.lab.data.clips import predict_views
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize, shuffle_patches
+from torchrope.lab.statistics import accuracy_interval
 from torchrope.models import Swin, ViT
+from torchrope.positions import FixedRangeLattice, JitteredLattice
 
 Change = Callable[[Tensor], Tensor]
+WindowSize = int | Literal["grow"]
 SHUFFLE_SEED = 0
+
+
+@dataclass(frozen=True)
+class AtSize:
+    """What a model makes of the validation set at one input size.
+
+    Attributes:
+        size: Extent of every axis.
+        inputs: What its inputs are: as "trained", "drawn" or "read" at that size, or "resampled".
+        correct: 1.0 where the prediction is right, `(examples,)`.
+        enlarged: Examples of originals with fewer pixels than are shown.
+    """
+
+    size: tuple[int, ...]
+    inputs: Literal["trained", "drawn", "read", "resampled"]
+    correct: np.ndarray
+    enlarged: int = 0
+
+    @property
+    def top1(self) -> float:
+        """Share of right predictions."""
+        return float(self.correct.mean())
+
+    def measures(self) -> dict[str, Any]:
+        """Its measures, as JSON keeps them."""
+        return {
+            "size": list(self.size),
+            "inputs": self.inputs,
+            "enlarged": self.enlarged,
+            "top1": self.top1,
+            "interval": list(accuracy_interval(self.correct)[1:]),
+        }
 
 
 @dataclass(frozen=True)
@@ -28,14 +65,14 @@ class Evaluation:
         predicted: Predicted class of every example.
         val_loss: Mean cross-entropy.
         shuffled_top1: Top-1 after every example's patches have changed places at random.
-        resolutions: Top-1 by input size, the training size among them.
+        resolutions: What it can do at each input size, the training size among them.
     """
 
     labels: list[int]
     predicted: list[int]
     val_loss: float
     shuffled_top1: float
-    resolutions: list[tuple[tuple[int, ...], float]]
+    resolutions: list[AtSize]
 
     @property
     def top1(self) -> float:
@@ -46,9 +83,10 @@ class Evaluation:
         """The measures alone, as JSON keeps them."""
         return {
             "top1": self.top1,
+            "interval": list(accuracy_interval(self.correct)[1:]),
             "val_loss": self.val_loss,
             "shuffled_top1": self.shuffled_top1,
-            "resolutions": [{"size": list(size), "top1": top1} for size, top1 in self.resolutions],
+            "resolutions": [at.measures() for at in self.resolutions],
         }
 
     @property
@@ -57,29 +95,36 @@ class Evaluation:
         return np.equal(self.labels, self.predicted).astype(float)
 
 
-def evaluate(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> Evaluation:
+def evaluate(
+    model: ViT | Swin, data: DataModule, sizes: Iterable[tuple[int, ...]] = (), window_size: WindowSize | None = None
+) -> Evaluation:
     """Measure a trained model on the validation set of its data.
 
     Args:
         model: Evaluated on the device that it is on.
         data: Its data. Where it has several `views` of an example, accuracy and loss are of the logits averaged
             over them; shuffling and other sizes are measured on one.
-        scales: Sizes to evaluate at beside the training size, as multiples of it.
+        sizes: Input sizes to evaluate at beside the training size, as `scaled_sizes` or `square_sizes` have them.
+        window_size: Windows of a Swin at other sizes, see `windows_at`.
+
+    Raises:
+        ValueError: a window size for a model without windows.
     """
     labels, logits = predict_views_or_one(model, data)
-    at = {size: _share(right) for size, right in correct_at(model, data, scales).items()}
+    trained = AtSize(tuple(data.input_size), "trained", _correct(labels, logits), data.enlarged)
+    others = [_measured_at(model, data, size, window_size) for size in sizes if tuple(size) != trained.size]
     return Evaluation(
         labels=labels.tolist(),
         predicted=logits.argmax(dim=-1).tolist(),
         val_loss=functional.cross_entropy(logits, labels).item(),
-        shuffled_top1=_share(correct_shuffled(model, data)),
-        resolutions=sorted({**at, tuple(data.input_size): _share(_correct(labels, logits))}.items()),
+        shuffled_top1=float(np.mean(correct_shuffled(model, data))),
+        resolutions=sorted([trained, *others], key=lambda at: at.size),
     )
 
 
 def correct_shuffled(model: ViT | Swin, data: DataModule) -> list[bool]:
     """Whether each validation example is right after its patches have changed places at random."""
-    return _correct(*predict(model, data, _shuffler(model.embed.patch_size)))
+    return _right(*predict(model, data, _shuffler(model.embed.patch_size)))
 
 
 def correct_at(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> dict[tuple[int, ...], list[bool]]:
@@ -91,7 +136,48 @@ def correct_at(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> 
         scales: Sizes as multiples of the training size.
     """
     sizes = scaled_sizes(data, model.embed.patch_size, scales)
-    return {size: _correct(*predict_at(model, data, size)) for size in sizes if size != tuple(data.input_size)}
+    return {size: _right(*predict_at(model, data, size)) for size in sizes if size != tuple(data.input_size)}
+
+
+def keep_range(model: ViT | Swin) -> None:
+    """Place the patches of inputs of other sizes in the range of positions that was trained, as ComRoPE's code does.
+
+    Raises:
+        ValueError: positions are those of a window, or not those of a lattice.
+    """
+    if not isinstance(model, ViT):
+        raise ValueError(
+            "the range of positions is kept by a ViT alone, got a Swin, whose positions are in its windows"
+        )
+    lattice: Any = model if model.place is None else model.place
+    if not isinstance(lattice, ViT | JitteredLattice):
+        raise ValueError(f"the range of positions is kept on a lattice with a spacing, got {type(lattice).__name__}")
+    trained = model.embed.lattice(model.arguments["input_size"])
+    model.place = FixedRangeLattice(trained, lattice.spacing, lattice.origin)
+
+
+def windows_at(model: ViT | Swin, size: Sequence[int], window_size: WindowSize | None) -> list[int] | None:
+    """Tokens of a Swin's window along each axis at an input size; None for those of the training.
+
+    Args:
+        model: The model.
+        size: Of the input.
+        window_size: A number for all axes but time; "grow": as many times those of the training as the input is of the
+            training's, rounded (rope-vit's figures 5 and 6); None: those of the training.
+
+    Raises:
+        ValueError: a window size for a ViT.
+    """
+    if window_size is None:
+        return None
+    if not isinstance(model, Swin):
+        raise ValueError(f"window_size is for a Swin, got {window_size} for a ViT, which has no windows")
+    inputs = model.arguments["input_size"]
+    trained = per_axis_window(model.arguments["window_size"], len(inputs))
+    pairs = list(zip(trained, size, inputs, strict=True))
+    if window_size == "grow":
+        return [max(1, round(window * extent / before)) for window, extent, before in pairs]
+    return [window if axis < len(pairs) - 2 else window_size for axis, (window, _, _) in enumerate(pairs)]
 
 
 def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Tensor]:
@@ -100,13 +186,35 @@ def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Te
 
 
 def predict_at(model: nn.Module, data: DataModule, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Labels and logits as `predict`, of inputs of a size: drawn at it where the data can be, else resampled."""
-    return predict(model, data.drawn_at(size) or data, partial(resize, size=size))
+    """Labels and logits as `predict`, of inputs that are drawn or read at a size where they can be, else resampled."""
+    return predict(model, made_at(data, size) or data, partial(resize, size=size))
+
+
+def made_at(data: DataModule, size: tuple[int, ...]) -> DataModule | None:
+    """The data with validation examples drawn or read at a size; None where they can only be resampled."""
+    if tuple(size) == tuple(data.input_size):
+        return data
+    other = None if data.other_sizes == "resampled" else data.at_size(size[-1])
+    return other if other is not None and tuple(other.input_size) == tuple(size) else None
+
+
+def of_other_sizes(data: DataModule) -> str:
+    """What the name of a kept measure at other sizes ends with, so that one of resampled inputs is not taken for it."""
+    return "-read" if data.other_sizes == "read" else ""
 
 
 @torch.no_grad()
-def predict(model: nn.Module, data: DataModule, change: Change = lambda inputs: inputs) -> tuple[Tensor, Tensor]:
-    """Labels `(examples,)` and logits `(examples, classes)` of the validation set, its inputs changed."""
+def predict(
+    model: nn.Module, data: DataModule, change: Change = lambda inputs: inputs, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Labels `(examples,)` and logits `(examples, classes)` of the validation set, its inputs changed.
+
+    Args:
+        model: Evaluated on the device that it is on.
+        data: The data.
+        change: What is done to a batch of inputs.
+        options: Handed to the model with each batch.
+    """
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -115,7 +223,7 @@ def predict(model: nn.Module, data: DataModule, change: Change = lambda inputs: 
         changed = change(inputs)
         told = [_resampled(spacing, inputs, changed).to(device) for spacing in spacings]
         all_labels.append(labels)
-        all_logits.append(model(changed.to(device), *told).float().cpu())
+        all_logits.append(model(changed.to(device), *told, **options).float().cpu())
     model.train(was_training)
     return torch.cat(all_labels), torch.cat(all_logits)
 
@@ -132,6 +240,27 @@ def scaled_sizes(data: DataModule, patch_size: Sequence[int], scales: Iterable[f
     return sorted(sizes)
 
 
+def square_sizes(data: DataModule, patch_size: Sequence[int], sides: Iterable[int]) -> list[tuple[int, ...]]:
+    """Input sizes of so many pixels per side; time, or depth, stays as it is.
+
+    Raises:
+        ValueError: patches do not fill one.
+    """
+    chosen = sorted(set(sides))
+    patch = math.lcm(*patch_size[-2:])
+    for side in chosen:
+        if side % patch:
+            raise ValueError(f"sizes must be multiples of the patch, {patch} pixels, got {side}")
+    return [(*data.input_size[:-2], side, side) for side in chosen]
+
+
+def _measured_at(model: ViT | Swin, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> AtSize:
+    made, windows = made_at(data, size), windows_at(model, size, window_size)
+    options = {} if windows is None else {"window_size": windows}
+    right = _correct(*predict(model, made or data, partial(resize, size=size), **options))
+    return AtSize(size, "resampled" if made is None else made.other_sizes, right, 0 if made is None else made.enlarged)
+
+
 def _resampled(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:
     """Distances between voxels `(batch, axes)` after inputs became larger or smaller: what they show stays as long."""
     return spacing * torch.tensor(inputs.shape[2:]) / torch.tensor(changed.shape[2:])
@@ -142,9 +271,9 @@ def _shuffler(patch_size: Sequence[int]) -> Change:
     return lambda inputs: shuffle_patches(inputs, patch_size, generator)
 
 
-def _correct(labels: Tensor, logits: Tensor) -> list[bool]:
+def _correct(labels: Tensor, logits: Tensor) -> np.ndarray:
+    return np.array(_right(labels, logits), dtype=float)
+
+
+def _right(labels: Tensor, logits: Tensor) -> list[bool]:
     return (logits.argmax(dim=-1) == labels).tolist()
-
-
-def _share(right: Sequence[bool]) -> float:
-    return sum(right) / len(right)

@@ -6,6 +6,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrope.files import holds_files, read_mapping, write_whole
 from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import with_crop_ratio
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import load_modules
 from torchrope.lab.training.averaging import AveragedWeights
@@ -224,7 +226,7 @@ def _claim(folder: Path, config: RunConfig) -> None:
 
 
 def load(
-    folder: Path, data: DataModule | None = None, *, allow: Sequence[str] = ()
+    folder: Path, data: DataModule | None = None, *, allow: Sequence[str] = (), crop_ratio: float | None = None
 ) -> tuple[RunConfig, DataModule, Module]:
     """Read a run back: its configuration, its data, and the model of its last finished epoch.
 
@@ -232,6 +234,7 @@ def load(
         folder: Where it was trained.
         data: Its data, where that is set up already.
         allow: Modules and packages that may be imported for an encoding that is not torchrope's.
+        crop_ratio: Share of the shorter side that validation shows, in place of the run's.
 
     Raises:
         ValueError: the folder holds no run, or its files are damaged or of another run; its encoding is of a module
@@ -242,6 +245,8 @@ def load(
         raise ValueError(f"a run's folder holds {CONFIG} and {CHECKPOINT}, got {folder}")
     config = read_config(read_mapping(folder / CONFIG, CONFIG))
     load_modules([config.encoding], allow)
+    if crop_ratio is not None:
+        config = replace(config, data=with_crop_ratio(config.data, crop_ratio))
     if data is None:
         data = make_data(config.data)
         data.setup()
