@@ -206,7 +206,7 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 def test_drop_path_keeps_the_mean() -> None:
-    drop = tr.models.vit.DropPath(0.25)
+    drop = tr.models.parts.DropPath(0.25)
     kept = drop(torch.ones(20_000, 1, 1))
     assert sorted(kept.unique().tolist()) == pytest.approx([0, 1 / 0.75])
     assert kept.mean().item() == pytest.approx(1, abs=0.02)
