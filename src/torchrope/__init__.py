@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torchrope.integrations.saving import save as save
     from torchrope.integrations.swap import swap as swap
     from torchrope.integrations.swap import unswap as unswap
+    from torchrope.linear_attention import LinearAttention as LinearAttention
     from torchrope.models import Features as Features
     from torchrope.models import Swin as Swin
     from torchrope.models import ViT as ViT
@@ -117,6 +118,7 @@ _NAMES = {
         "yarn_temperature",
     ),
     "torchrope.attention": ("Attention",),
+    "torchrope.linear_attention": ("LinearAttention",),
     "torchrope.models": ("Features", "Swin", "ViT", "pad"),
     "torchrope.inference": ("absorb", "freeze"),
     "torchrope.integrations.pretrained": ("load_backbone",),

@@ -94,11 +94,11 @@ class Attention(nn.Module):
             biases = _of_each(bias, lengths)
             # One call a sample costs the sum of their squares, one call with a mask the square of their sum; a jagged
             # torch.nested tensor was slower than the loop on a CPU, forward and backward.
-            qs, ks, vs = split_samples(q, k, v, lengths, key_lengths)
+            samples = split_samples([q], [k, v], lengths, key_lengths)
             mixed = torch.cat(
                 [
                     functional.scaled_dot_product_attention(*qkv, attn_mask=own, dropout_p=dropout)
-                    for qkv, own in zip(zip(qs, ks, vs, strict=True), biases, strict=True)
+                    for qkv, own in zip(samples, biases, strict=True)
                 ],
                 dim=-2,
             )
@@ -183,16 +183,25 @@ def check_context(
 
 
 def split_samples(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], key_lengths: Sequence[int] | None
-) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """Queries, keys and values of each sample, of samples that lie end to end."""
-    of_keys = lengths if key_lengths is None else key_lengths
-    if len(of_keys) != len(lengths):
-        raise ValueError(f"tokens and their context must have as many samples, got {len(lengths)} and {len(of_keys)}")
-    for each, tokens in ((lengths, q.shape[-2]), (of_keys, k.shape[-2])):
+    of_queries: Sequence[Tensor],
+    of_keys: Sequence[Tensor],
+    lengths: Sequence[int],
+    key_lengths: Sequence[int] | None = None,
+) -> list[tuple[Tensor, ...]]:
+    """Cut tensors `(..., tokens, channels)` of samples that lie end to end.
+
+    Returns:
+        For each sample its part of all tensors of queries, then of keys, which have the queries' lengths by default.
+    """
+    key_lengths = lengths if key_lengths is None else key_lengths
+    if len(key_lengths) != len(lengths):
+        rule = "tokens and their context must have as many samples"
+        raise ValueError(f"{rule}, got {len(lengths)} and {len(key_lengths)}")
+    for each, tokens in ((lengths, of_queries[0].shape[-2]), (key_lengths, of_keys[0].shape[-2])):
         if sum(each) != tokens:
             raise ValueError(f"lengths must add up to the {tokens} tokens, got {sum(each)} of {len(each)} samples")
-    return q.split(list(lengths), dim=-2), k.split(list(of_keys), dim=-2), v.split(list(of_keys), dim=-2)
+    parts = [x.split(list(lengths), dim=-2) for x in of_queries] + [x.split(list(key_lengths), dim=-2) for x in of_keys]
+    return list(zip(*parts, strict=True))
 
 
 def _of_each(bias: Tensor | Sequence[Tensor | None] | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
