@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchrope.encodings import MixedRoPE as MixedRoPE
     from torchrope.encodings import MRoPE as MRoPE
     from torchrope.encodings import NoEncoding as NoEncoding
+    from torchrope.encodings import Periodic as Periodic
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
     from torchrope.encodings import choose as choose
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from torchrope.linear_attention import LinearAttention as LinearAttention
     from torchrope.models import Features as Features
     from torchrope.models import Swin as Swin
+    from torchrope.models import Transformer as Transformer
     from torchrope.models import ViT as ViT
     from torchrope.models import pad as pad
     from torchrope.ops import rotate as rotate
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from torchrope.positions import anchor as anchor
     from torchrope.positions import grid as grid
     from torchrope.positions import jitter as jitter
+    from torchrope.positions import on_circles as on_circles
     from torchrope.positions import pack as pack
     from torchrope.positions import patch_centers as patch_centers
     from torchrope.positions import prefix as prefix
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     from torchrope.positions import rescale as rescale
     from torchrope.positions import shift as shift
     from torchrope.positions import windows as windows
+    from torchrope.positions import wrap as wrap
     from torchrope.rotations import Block as Block
     from torchrope.rotations import Commuting as Commuting
     from torchrope.rotations import Planar as Planar
@@ -81,6 +85,7 @@ _NAMES = {
         "anchor",
         "grid",
         "jitter",
+        "on_circles",
         "pack",
         "patch_centers",
         "prefix",
@@ -90,6 +95,7 @@ _NAMES = {
         "rescale",
         "shift",
         "windows",
+        "wrap",
     ),
     "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
     "torchrope.ops": ("rotate", "skew_exp"),
@@ -107,6 +113,7 @@ _NAMES = {
         "MRoPE",
         "MixedRoPE",
         "NoEncoding",
+        "Periodic",
         "RelativePositionBias",
         "STRING",
         "SinusoidalAPE",
@@ -119,7 +126,7 @@ _NAMES = {
     ),
     "torchrope.attention": ("Attention",),
     "torchrope.linear_attention": ("LinearAttention",),
-    "torchrope.models": ("Features", "Swin", "ViT", "pad"),
+    "torchrope.models": ("Features", "Swin", "Transformer", "ViT", "pad"),
     "torchrope.inference": ("absorb", "freeze"),
     "torchrope.integrations.pretrained": ("load_backbone",),
     "torchrope.integrations.published": ("load_published",),

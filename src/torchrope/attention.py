@@ -16,7 +16,7 @@ from torchrope.rotations import Rotation
 class Attention(nn.Module):
     """Attend among tokens whose queries and keys are rotated:  softmax(q^T R(p)^T R(p') k / √d) v.
 
-    Or from tokens to those of another set, by the same projections: queries from the one, keys and values from the other.
+    Or from tokens to those of another set, by the same projections: queries of the one, keys and values of the other.
 
     Args:
         dim: Channels of a token, divisible by num_heads.
@@ -97,8 +97,8 @@ class Attention(nn.Module):
             samples = split_samples([q], [k, v], lengths, key_lengths)
             mixed = torch.cat(
                 [
-                    functional.scaled_dot_product_attention(*qkv, attn_mask=own, dropout_p=dropout)
-                    for qkv, own in zip(samples, biases, strict=True)
+                    functional.scaled_dot_product_attention(of_q, of_k, of_v, attn_mask=own, dropout_p=dropout)
+                    for (of_q, of_k, of_v), own in zip(samples, biases, strict=True)
                 ],
                 dim=-2,
             )

@@ -46,8 +46,8 @@ def linear_attention(
 
         y_m = sum_n (R(p_m) φ(q_m))^T (R(p_n) φ(k_n)) v_n / sum_n φ(q_m)^T φ(k_n)
 
-    The sum over n is one matrix of head_dim x head_dim for all queries, so that time and memory are O(n). Rotated weights
-    may be negative and need not add up to 1; the denominator, which does not rotate, is positive where φ is.
+    The sum over n is one matrix of head_dim x head_dim for all queries, so that time and memory are O(n). Rotated
+    weights may be negative and need not add up to 1; the denominator, which does not rotate, is positive where φ is.
 
     Args:
         q: Queries `(batch, heads, tokens, head_dim)`.
@@ -60,7 +60,8 @@ def linear_attention(
         lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
         key_lengths: Keys of each sample, those of the queries by default.
         causal: Whether a token sees itself and those before it alone.
-        chunk_size: Tokens that causal attention takes at a time: memory is tokens x (chunk_size + head_dim² / chunk_size).
+        chunk_size: Tokens that causal attention takes at a time, C: its memory is tokens x (C + head_dim² / C) numbers
+            a head.
         feature_map: φ, from channels to as many features.
 
     Returns:
@@ -97,7 +98,11 @@ def linear_attention(
         if lengths is None:
             return _weighted_mean(*queries, *keys, causal, chunk_size).to(v.dtype)
         samples = split_samples(queries, keys, lengths, key_lengths)
-        return torch.cat([_weighted_mean(*each, causal, chunk_size) for each in samples], dim=-2).to(v.dtype)
+        means = [
+            _weighted_mean(own_q, own_turned_q, own_k, own_turned_k, own_values, causal, chunk_size)
+            for own_q, own_turned_q, own_k, own_turned_k, own_values in samples
+        ]
+        return torch.cat(means, dim=-2).to(v.dtype)
 
 
 def _weighted_mean(

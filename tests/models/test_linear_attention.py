@@ -65,7 +65,9 @@ def test_without_a_rotation_it_is_that_of_katharopoulos() -> None:
 def test_chunks_change_nothing(chunk_size: int) -> None:
     q, k, v = torch.randn(3, 1, 2, 13, 8, **WIDE)
     rotation = encoding_of("mixed")(torch.randn(13, 2, **WIDE))
-    expected = quadratic(q, k, v, rotation.matrix().double(), rotation.matrix().double(), torch.ones(13, 13, **WIDE).tril())
+    expected = quadratic(
+        q, k, v, rotation.matrix().double(), rotation.matrix().double(), torch.ones(13, 13, **WIDE).tril()
+    )
     mixed = linear_attention(q, k, v, rotation, causal=True, chunk_size=chunk_size)
     assert (mixed - expected).abs().max() < 1e-12
 
@@ -124,9 +126,7 @@ def test_it_is_relative_where_the_encoding_is(name: str, causal: bool) -> None:
     encoding = CASES[name]().double()
     q, k, v = torch.randn(3, 1, encoding.num_heads, 6, encoding.head_dim, **WIDE)
     positions = torch.randn(6, 2, **WIDE)
-    here, there = (
-        linear_attention(q, k, v, encoding(moved), causal=causal) for moved in (positions, positions + 0.7)
-    )
+    here, there = (linear_attention(q, k, v, encoding(moved), causal=causal) for moved in (positions, positions + 0.7))
     moved = (here - there).abs().max()
     if encoding.relative:
         assert moved < 1e-10
@@ -182,7 +182,11 @@ def test_samples_end_to_end_read_their_own_context(kind: type) -> None:
     alone = [
         attention(own, encoding(place), context=other, key_rotation=encoding(elsewhere))
         for own, place, other, elsewhere in zip(
-            x.split(lengths, 1), here.split(lengths), context.split(key_lengths, 1), there.split(key_lengths), strict=True
+            x.split(lengths, 1),
+            here.split(lengths),
+            context.split(key_lengths, 1),
+            there.split(key_lengths),
+            strict=True,
         )
     ]
     assert (packed - torch.cat(alone, dim=1)).abs().max() < 1e-12
