@@ -214,18 +214,6 @@ def test_half_precision_sums_in_float32(dtype: torch.dtype) -> None:
         assert torch.equal(linear_attention(q, k, v, rotation), linear_attention(q, k, v, rotation))
 
 
-def test_it_compiles_into_one_graph() -> None:
-    attention = tr.LinearAttention(16, 2, causal=True)
-    encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)
-    x, positions = torch.randn(2, 9, 16), torch.randn(9, 2)
-
-    def attend(x: Tensor, positions: Tensor) -> Tensor:
-        return attention(x, encoding(positions))
-
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    assert (compiled(x, positions) - attend(x, positions)).abs().max() < 1e-5
-
-
 HEADS = torch.zeros(1, 2, 4, 8)
 
 

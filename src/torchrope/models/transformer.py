@@ -118,6 +118,9 @@ class Transformer(nn.Module):
             raise ValueError(f"attention must be 'softmax' or 'linear', got {attention!r}")
         if attention == "linear" and attention_dropout:
             raise ValueError(f"linear attention has no weights to drop, got attention_dropout = {attention_dropout}")
+        count = len(latents) if isinstance(latents, Tensor) else latents
+        if count < 0:
+            raise ValueError(f"latents must be 0 or more, got {count}")
         self.output = output
         self.checkpoint_layers = checkpoint_layers
 
@@ -126,7 +129,6 @@ class Transformer(nn.Module):
         units = None if periods is None else _in_units(periods, self.scale)
         sizes = None if extent is None else _sizes(_positive("extent", extent, num_axes), self.scale)
         head = dict(num_heads=num_heads, head_dim=dim // num_heads)
-        count = len(latents) if isinstance(latents, Tensor) else latents
         self.steps = _steps(depth, reads=count > 0, context=context_dim is not None, output=output)
         self.places, encodings = _encodings(
             choice, 1 if share_layers else len(self.steps), num_axes, head, units, sizes
