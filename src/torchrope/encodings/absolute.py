@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from torchrope.encodings.resample import resample_axis
 from torchrope.positions import grid
-from torchrope.tensors import wide_dtype
 
 
 class AbsoluteEncoding(nn.Module, ABC):
@@ -130,7 +129,7 @@ class SinusoidalAPE(AbsoluteEncoding):
 
     def at(self, positions: Tensor) -> Tensor:
         """Vectors `(..., tokens, dim)` of any positions `(..., tokens, axes)`, not those of a lattice alone."""
-        positions = positions.to(wide_dtype(positions))
+        positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
         n = self.dim // (2 * positions.shape[-1])
         omega = self.base ** (-torch.arange(n, device=positions.device) / n)
         phase = positions.unsqueeze(-1) * omega  # (..., tokens, axes, n)
