@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torchrope.encodings import MRoPE as MRoPE
     from torchrope.encodings import NoEncoding as NoEncoding
     from torchrope.encodings import NormalLieRE as NormalLieRE
+    from torchrope.encodings import Periodic as Periodic
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
     from torchrope.encodings import VanillaRoPE as VanillaRoPE
@@ -50,8 +51,10 @@ if TYPE_CHECKING:
     from torchrope.integrations.saving import save as save
     from torchrope.integrations.swap import swap as swap
     from torchrope.integrations.swap import unswap as unswap
+    from torchrope.linear_attention import LinearAttention as LinearAttention
     from torchrope.models import Features as Features
     from torchrope.models import Swin as Swin
+    from torchrope.models import Transformer as Transformer
     from torchrope.models import ViT as ViT
     from torchrope.models import pad as pad
     from torchrope.ops import rotate as rotate
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from torchrope.positions import anchor as anchor
     from torchrope.positions import grid as grid
     from torchrope.positions import jitter as jitter
+    from torchrope.positions import on_circles as on_circles
     from torchrope.positions import pack as pack
     from torchrope.positions import patch_centers as patch_centers
     from torchrope.positions import prefix as prefix
@@ -73,6 +77,7 @@ if TYPE_CHECKING:
     from torchrope.positions import rescale as rescale
     from torchrope.positions import shift as shift
     from torchrope.positions import windows as windows
+    from torchrope.positions import wrap as wrap
     from torchrope.rotations import Block as Block
     from torchrope.rotations import Commuting as Commuting
     from torchrope.rotations import Planar as Planar
@@ -88,6 +93,7 @@ _NAMES = {
         "anchor",
         "grid",
         "jitter",
+        "on_circles",
         "pack",
         "patch_centers",
         "prefix",
@@ -97,6 +103,7 @@ _NAMES = {
         "rescale",
         "shift",
         "windows",
+        "wrap",
     ),
     "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
     "torchrope.ops": ("rotate", "rotate_one", "skew_exp"),
@@ -116,6 +123,7 @@ _NAMES = {
         "MixedRoPE",
         "NoEncoding",
         "NormalLieRE",
+        "Periodic",
         "RelativePositionBias",
         "STRING",
         "SinusoidalAPE",
@@ -129,7 +137,8 @@ _NAMES = {
         "yarn_temperature",
     ),
     "torchrope.attention": ("Attention",),
-    "torchrope.models": ("Features", "Swin", "ViT", "pad"),
+    "torchrope.linear_attention": ("LinearAttention",),
+    "torchrope.models": ("Features", "Swin", "Transformer", "ViT", "pad"),
     "torchrope.inference": ("absorb", "freeze"),
     "torchrope.integrations.inflate": ("inflate",),
     "torchrope.integrations.pretrained": ("load_backbone",),

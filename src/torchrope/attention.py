@@ -16,6 +16,8 @@ from torchrope.rotations import Rotation
 class Attention(nn.Module):
     """Attend among tokens whose queries and keys are rotated:  softmax(q^T R(p)^T R(p') k / √d) v.
 
+    Or from tokens to those of another set, by the same projections: queries of the one, keys and values of the other.
+
     Args:
         dim: Channels of a token, divisible by num_heads.
         num_heads: Attention heads.
@@ -50,8 +52,11 @@ class Attention(nn.Module):
         x: Tensor,
         rotation: Rotation | None = None,
         *,
+        context: Tensor | None = None,
+        key_rotation: Rotation | None = None,
         bias: Tensor | Sequence[Tensor | None] | None = None,
         lengths: Sequence[int] | None = None,
+        key_lengths: Sequence[int] | None = None,
         within: "Windows | None" = None,
     ) -> Tensor:
         """Mix tokens.
@@ -59,9 +64,12 @@ class Attention(nn.Module):
         Args:
             x: Tokens `(batch, tokens, dim)`.
             rotation: The rotation of their positions; None rotates nothing.
-            bias: Added to the scores, broadcast to `(batch, heads, tokens, tokens)`; or a boolean mask. With lengths
+            context: Tokens `(batch, keys, dim)` of another set, which they attend to; by default to one another.
+            key_rotation: The rotation of the context's positions, of the same encoding.
+            bias: Added to the scores, broadcast to `(batch, heads, tokens, keys)`; or a boolean mask. With lengths
                 one for each sample, or None.
             lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
+            key_lengths: Tokens of the context's samples, likewise.
             within: Windows that the tokens, a lattice, are cut into behind their rotation, each seeing its own alone;
                 a bias is then that of `(batch · windows, heads, tokens, tokens)` of a window.
 
@@ -69,24 +77,28 @@ class Attention(nn.Module):
             Tokens `(batch, tokens, dim)`.
 
         Raises:
-            ValueError: lengths that do not add up to the tokens, or not one bias for each.
+            ValueError: lengths that do not add up to the tokens, or not one bias for each; tokens or context alone
+                rotated, or with lengths; windows of a context.
         """
-        q, k, v = self._rotated(x, rotation)
+        check_context(context, rotation, key_rotation, lengths, key_lengths)
+        q, k, v = self._rotated(x, rotation, context, key_rotation)
         if within is not None:
+            if context is not None:
+                raise ValueError("windows are for attention among the tokens of one lattice, got a context")
             q, k, v = (_cut_heads(each, within) for each in (q, k, v))
         dropout = self.attention_dropout if self.training else 0.0
         if lengths is None:
             assert bias is None or isinstance(bias, Tensor)
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
         else:
-            biases = _of_each(bias, lengths, x.shape[1])
+            biases = _of_each(bias, lengths)
             # One call a sample costs the sum of their squares, one call with a mask the square of their sum; a jagged
             # torch.nested tensor was slower than the loop on a CPU, forward and backward.
-            qs, ks, vs = (each.split(list(lengths), dim=-2) for each in (q, k, v))
+            samples = split_samples([q], [k, v], lengths, key_lengths)
             mixed = torch.cat(
                 [
-                    functional.scaled_dot_product_attention(*qkv, attn_mask=own, dropout_p=dropout)
-                    for qkv, own in zip(zip(qs, ks, vs, strict=True), biases, strict=True)
+                    functional.scaled_dot_product_attention(of_q, of_k, of_v, attn_mask=own, dropout_p=dropout)
+                    for (of_q, of_k, of_v), own in zip(samples, biases, strict=True)
                 ],
                 dim=-2,
             )
@@ -95,42 +107,105 @@ class Attention(nn.Module):
             tokens = within.join(tokens).flatten(1, -2)
         return self.dropout(self.proj(tokens))
 
-    def weights(self, x: Tensor, rotation: Rotation | None = None, *, bias: Tensor | None = None) -> Tensor:
+    def weights(
+        self,
+        x: Tensor,
+        rotation: Rotation | None = None,
+        *,
+        context: Tensor | None = None,
+        key_rotation: Rotation | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         """How much each token attends to each:  softmax(q^T R(p)^T R(p') k / √d + bias),  without dropout.
 
         Args:
             x: Tokens `(batch, tokens, dim)`.
             rotation: As in `forward`.
+            context: Likewise.
+            key_rotation: Likewise.
             bias: Likewise.
 
         Returns:
-            Weights `(batch, heads, tokens, tokens)`, queries before keys; those of a query add up to 1.
+            Weights `(batch, heads, tokens, keys)`, queries before keys; those of a query add up to 1.
 
         Example:
             >>> Attention(8, 2).weights(torch.randn(1, 5, 8)).sum(dim=-1).round().unique().tolist()
             [1.0]
         """
-        q, k, _ = self._rotated(x, rotation)
+        check_context(context, rotation, key_rotation)
+        q, k, _ = self._rotated(x, rotation, context, key_rotation)
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         if bias is not None:
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
         return scores.softmax(dim=-1)
 
-    def _rotated(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(
+        self, x: Tensor, rotation: Rotation | None, context: Tensor | None, key_rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, rotated, and values, each `(batch, heads, tokens, head_dim)`."""
-        heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = project_heads(self.qkv, self.num_heads, x, context)
         if rotation is not None:
-            q, k = rotate(q, k, rotation, scores_only=True)
+            q, k = rotate(q, k, rotation, key_rotation=key_rotation, scores_only=True)
         return q, k, v
 
 
-def _of_each(
-    bias: Tensor | Sequence[Tensor | None] | None, lengths: Sequence[int], tokens: int
-) -> Sequence[Tensor | None]:
+def project_heads(
+    qkv: nn.Linear, num_heads: int, x: Tensor, context: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of tokens, and keys and values of them or of a context, each `(batch, heads, tokens, head_dim)`."""
+    if context is None:
+        heads = qkv(x).unflatten(-1, (3, num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+    dim = x.shape[-1]
+    bias, key_bias = (None, None) if qkv.bias is None else (qkv.bias[:dim], qkv.bias[dim:])
+    q = functional.linear(x, qkv.weight[:dim], bias).unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    of_context = functional.linear(context, qkv.weight[dim:], key_bias).unflatten(-1, (2, num_heads, -1))
+    k, v = of_context.permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def check_context(
+    context: Tensor | None,
+    rotation: Rotation | None,
+    key_rotation: Rotation | None,
+    lengths: Sequence[int] | None = None,
+    key_lengths: Sequence[int] | None = None,
+) -> None:
+    """Refuse what belongs to a context without one, and a context without what its tokens' counterparts have."""
+    if context is None:
+        if key_rotation is not None or key_lengths is not None:
+            raise ValueError("key_rotation and key_lengths are those of a context, got none")
+        return
+    for what, own, of_keys in (("rotation", rotation, key_rotation), ("lengths", lengths, key_lengths)):
+        if (own is None) != (of_keys is None):
+            raise ValueError(f"tokens and their context must both have {what}, got {what} of one")
+
+
+def split_samples(
+    of_queries: Sequence[Tensor],
+    of_keys: Sequence[Tensor],
+    lengths: Sequence[int],
+    key_lengths: Sequence[int] | None = None,
+) -> list[tuple[Tensor, ...]]:
+    """Cut tensors `(..., tokens, channels)` of samples that lie end to end.
+
+    Returns:
+        For each sample its part of all tensors of queries, then of keys, which have the queries' lengths by default.
+    """
+    key_lengths = lengths if key_lengths is None else key_lengths
+    if len(key_lengths) != len(lengths):
+        rule = "tokens and their context must have as many samples"
+        raise ValueError(f"{rule}, got {len(lengths)} and {len(key_lengths)}")
+    for each, tokens in ((lengths, of_queries[0].shape[-2]), (key_lengths, of_keys[0].shape[-2])):
+        if sum(each) != tokens:
+            raise ValueError(f"lengths must add up to the {tokens} tokens, got {sum(each)} of {len(each)} samples")
+    parts = [x.split(list(lengths), dim=-2) for x in of_queries] + [x.split(list(key_lengths), dim=-2) for x in of_keys]
+    return list(zip(*parts, strict=True))
+
+
+def _of_each(bias: Tensor | Sequence[Tensor | None] | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
     """The bias of each sample, of samples that lie end to end."""
-    if sum(lengths) != tokens:
-        raise ValueError(f"lengths must add up to the {tokens} tokens, got {sum(lengths)} of {len(lengths)} samples")
     if bias is None:
         return [None] * len(lengths)
     if isinstance(bias, Tensor) or len(bias) != len(lengths):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 PerAxis = float | Sequence[float]
+Periods = Sequence[float | None]
+"""The period of each axis that closes, such as an angle or a time of day, and None for each that does not."""
 
 
 def grid(
@@ -178,6 +180,70 @@ def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
     axes = positions.shape[-1]
     pairs = zip(per_axis("sizes", sizes, axes), per_axis("train_sizes", train_sizes, axes), strict=True)
     return rescale(positions, [trained / size for size, trained in pairs])
+
+
+def wrap(positions: Tensor, periods: Periods) -> Tensor:
+    """Bring the axes that close into one period about the origin:  p - T round(p / T).
+
+    Args:
+        positions: `(..., tokens, axes)`.
+        periods: T of each axis, None where it does not close.
+
+    Returns:
+        Positions of the same shape, in [-T / 2, T / 2] along axes that close.
+
+    Raises:
+        ValueError: not one period per axis, or one that is not above 0.
+
+    Example:
+        >>> wrap(torch.tensor([[23.0, 23.0]]), (24, None)).tolist()
+        [[-1.0, 23.0]]
+    """
+    check_periods(periods, positions.shape[-1])
+    axes = [
+        p if period is None else p - period * (p / period).round()
+        for p, period in zip(_wide(positions).unbind(-1), periods, strict=True)
+    ]
+    return torch.stack(axes, dim=-1)
+
+
+def on_circles(positions: Tensor, periods: Periods) -> Tensor:
+    """Lay each axis that closes on a circle of its length, as two axes:  p -> T / 2π (cos 2πp / T, sin 2πp / T).
+
+    Neighbours are as far apart as before. So any encoding, of an axis more for each that closes, is the same at 0 and
+    at one period; its scores depend on two places of the circle, not on the angle between them alone. `Periodic` keeps
+    scores relative, for encodings that have frequencies.
+
+    Args:
+        positions: `(..., tokens, axes)`.
+        periods: T of each axis, None where it does not close.
+
+    Returns:
+        `(..., tokens, axes + axes that close)`, the two of a circle in the place of their axis.
+
+    Raises:
+        ValueError: as `wrap`.
+
+    Example:
+        >>> on_circles(torch.tensor([[5.0, 0.0], [5.0, 24.0]]), (None, 24)).round(decimals=2).tolist()
+        [[5.0, 3.819999933242798, 0.0], [5.0, 3.819999933242798, 0.0]]
+    """
+    axes: list[Tensor] = []
+    for p, period in zip(wrap(positions, periods).unbind(-1), periods, strict=True):
+        if period is None:
+            axes.append(p)
+        else:
+            radius = period / (2 * math.pi)
+            axes += [radius * (p / radius).cos(), radius * (p / radius).sin()]
+    return torch.stack(axes, dim=-1)
+
+
+def check_periods(periods: Periods, num_axes: int) -> None:
+    """Refuse what is not a positive number, or None, for each axis."""
+    if len(periods) != num_axes:
+        raise ValueError(f"periods must be one per axis ({num_axes}), None where it does not close, got {len(periods)}")
+    if any(period is not None and not 0 < period < math.inf for period in periods):
+        raise ValueError(f"periods must be above 0 and finite, or None, got {tuple(periods)}")
 
 
 def jitter(

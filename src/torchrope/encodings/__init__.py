@@ -25,6 +25,7 @@ from torchrope.encodings.names import ROTARY as ROTARY
 from torchrope.encodings.names import Choice as Choice
 from torchrope.encodings.names import choose as choose
 from torchrope.encodings.none import NoEncoding as NoEncoding
+from torchrope.encodings.periodic import Periodic as Periodic
 from torchrope.encodings.scaling import extend as extend
 from torchrope.encodings.scaling import interpolate as interpolate
 from torchrope.encodings.scaling import ntk as ntk

@@ -170,11 +170,15 @@ class SinusoidalAPE(AbsoluteEncoding):
 
     def forward(self, *sizes: int) -> Tensor:
         self._check_axes(sizes)
-        n = self.dim // (2 * len(sizes))
-        positions = grid(*sizes, device=self._anchor.device)  # (tokens, axes)
+        return self.at(grid(*sizes, device=self._anchor.device))
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Vectors `(..., tokens, dim)` of any positions `(..., tokens, axes)`, not those of a lattice alone."""
+        positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
+        n = self.dim // (2 * positions.shape[-1])
         omega = self.base ** (-torch.arange(n, device=positions.device) / n)
-        phase = positions.unsqueeze(-1) * omega  # (tokens, axes, n)
-        waves = torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(1)  # (tokens, 2 axes n)
+        phase = positions.unsqueeze(-1) * omega  # (..., tokens, axes, n)
+        waves = torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(-3)  # (..., tokens, 2 axes n)
         return functional.pad(waves, (0, self.dim - waves.shape[-1])).to(self._anchor.dtype)
 
     _anchor: Tensor

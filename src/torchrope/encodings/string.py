@@ -113,11 +113,7 @@ class STRING(Encoding):
             return cayley(skew(self.upper.to(wide_dtype(self.upper)), self.block_size))
 
     def generators(self) -> Tensor:
-        frequencies, basis = widened(self.frequencies, self.basis())
-        pairs = planar(frequencies).unflatten(2, (-1, self.block_size // 2))  # (axes, heads, blocks, b / 2, 2, 2)
-        with without_autocast(basis):
-            turned = basis @ block_diagonal(pairs, self.block_size) @ basis.mT
-        return (turned - turned.mT) / 2
+        return in_basis(self.frequencies, self.basis())
 
     def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
         positions = self._check_positions(positions)
@@ -150,3 +146,13 @@ class STRING(Encoding):
                 found, signs = inverse_cayley(basis)
                 self.upper[head, block] = upper_triangle(found)
                 self.frequencies.unflatten(-1, (-1, b // 2))[:, head, block] = frequencies * signs[::2] * signs[1::2]
+
+
+def in_basis(frequencies: Tensor, basis: Tensor) -> Tensor:
+    """Write frequencies `(axes, heads, pairs)` as generators in a basis P `(heads, blocks, b, b)`."""
+    frequencies, basis = widened(frequencies, basis)
+    b = basis.shape[-1]
+    pairs = planar(frequencies).unflatten(2, (-1, b // 2))  # (axes, heads, blocks, b / 2, 2, 2)
+    with without_autocast(basis):
+        turned = basis @ block_diagonal(pairs, b) @ basis.mT
+    return (turned - turned.mT) / 2

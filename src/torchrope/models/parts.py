@@ -1,4 +1,4 @@
-"""Layers that the backbones share: patch embedding, MLP, stochastic depth, and encodings by name."""
+"""Layers that the backbones share: patch embedding, one transformer layer and its parts, and encodings by name."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrope.attention import pad_ends
+from torchrope.attention import Attention, Windows, pad_ends
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias, choose
+from torchrope.rotations import Rotation
 
 if TYPE_CHECKING:
     from typing import Self  # of Python 3.11
@@ -218,3 +219,91 @@ def resolve(
     if bias is not None and choice.bias is not None:
         raise ValueError(f"give one bias, got {encoding!r} and bias={bias}")
     return Choice(encoding, choice.rotary, choice.absolute or absolute, choice.bias or bias)
+
+
+class Layer(nn.Module):
+    """One pre-norm layer:  x + attention(norm(x), R(p)),  then  x + mlp(norm(x)).
+
+    Args:
+        attention: What attends, `Attention` by default; another takes what is given to it here.
+        cross: Whether it attends to another set of tokens, which has a norm of its own:
+            x + attention(norm(x), norm(context)).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_dim: int,
+        *,
+        qkv_bias: bool,
+        dropout: float,
+        attention_dropout: float,
+        drop_path: float,
+        layer_scale: float | None,
+        activation: Callable[[], nn.Module] = nn.GELU,
+        norm_eps: float,
+        attention: nn.Module | None = None,
+        cross: bool = False,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.norm_context = nn.LayerNorm(dim, eps=norm_eps) if cross else None
+        self.attention = attention or Attention(
+            dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
+        )
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = mlp(dim, mlp_dim, dropout, activation)
+        self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        bias: Tensor | Sequence[Tensor | None] | None = None,
+        lengths: Sequence[int] | None = None,
+        within: Windows | None = None,
+        context: Tensor | None = None,
+        key_rotation: Rotation | None = None,
+        key_lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Tokens `(batch, tokens, dim)` to tokens of the same shape; the rest is what `Attention` takes."""
+        if self.norm_context is not None:
+            context = self.norm_context(context)
+        mixed = self.attention(
+            self.norm1(x),
+            rotation,
+            context=context,
+            key_rotation=key_rotation,
+            bias=bias,
+            lengths=lengths,
+            key_lengths=key_lengths,
+            within=within,
+        )
+        x = x + self.drop_path(self.scale1(mixed), lengths)
+        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel (Touvron et al., CaiT, equation 12)."""
+
+    def __init__(self, dim: int, initial: float) -> None:
+        super().__init__()
+        self.initial = initial
+        self.factor = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set all factors to the initial one."""
+        nn.init.constant_(self.factor, self.initial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale channels of `(..., dim)`."""
+        return x * self.factor
+
+
+def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:
+    if initial is None:
+        return nn.Identity(), nn.Identity()
+    return LayerScale(dim, initial), LayerScale(dim, initial)

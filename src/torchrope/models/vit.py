@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.attention import Attention, Windows, masked, per_axis_window
+from torchrope.attention import Windows, masked, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, RelativePositionBias
 from torchrope.models.parts import (
-    DropPath,
     DropPathSchedule,
+    Layer,
+    LayerScale,
     PatchEmbed,
     Shareable,
     drop_path_rates,
     encoding_parameters,
     extents,
-    mlp,
     on_lattice,
     resolve,
     run_layer,
@@ -418,65 +418,6 @@ class ViT(Shareable, nn.Module):
         self.prefix_tokens = nn.Parameter(self.prefix_tokens.detach()[:0].clone())
 
 
-class Layer(nn.Module):
-    """One pre-norm layer:  x + attention(norm(x), R(p)),  then  x + mlp(norm(x))."""
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_dim: int,
-        *,
-        qkv_bias: bool,
-        dropout: float,
-        attention_dropout: float,
-        drop_path: float,
-        layer_scale: float | None,
-        activation: Callable[[], nn.Module] = nn.GELU,
-        norm_eps: float = _EPS,
-    ) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.attention = Attention(
-            dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
-        )
-        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = mlp(dim, mlp_dim, dropout, activation)
-        self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
-        self.drop_path = DropPath(drop_path)
-
-    def forward(
-        self,
-        x: Tensor,
-        rotation: Rotation,
-        bias: Tensor | Sequence[Tensor | None] | None = None,
-        lengths: Sequence[int] | None = None,
-        within: Windows | None = None,
-    ) -> Tensor:
-        """Tokens `(batch, tokens, dim)` to tokens of the same shape; the rest is what `Attention` takes."""
-        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths, within=within)
-        x = x + self.drop_path(self.scale1(mixed), lengths)
-        return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
-
-
-class LayerScale(nn.Module):
-    """A learned factor per channel (Touvron et al., CaiT, equation 12)."""
-
-    def __init__(self, dim: int, initial: float) -> None:
-        super().__init__()
-        self.initial = initial
-        self.factor = nn.Parameter(torch.empty(dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set all factors to the initial one."""
-        nn.init.constant_(self.factor, self.initial)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale channels of `(..., dim)`."""
-        return x * self.factor
-
-
 def initialize(module: nn.Module, weight_init: WeightInit) -> None:
     """Initialise what one module of a ViT holds itself, its children left alone."""
     if isinstance(module, nn.Linear):
@@ -510,9 +451,3 @@ def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:
 
 def _end_to_end(parts: list[Tensor], dim: int = 1) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:
-    if initial is None:
-        return nn.Identity(), nn.Identity()
-    return LayerScale(dim, initial), LayerScale(dim, initial)

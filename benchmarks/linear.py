@@ -1,0 +1,134 @@
+"""Measure how time and memory of attention grow with the number of tokens, forward and backward on the CPU.
+
+    python benchmarks/linear.py --threads 2
+
+Softmax attention, linear attention (causal, too) and latents that read all tokens once, each with the rotation of its
+positions, of one sample. Peaks are those of PyTorch's allocator. At the end the exponents of growth: 1 where twice the
+tokens take twice as much, 2 where they take four times as much. Run it on a machine that does nothing else.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import torchrope as tr
+from torchrope.lab.timing import Quartiles, Work, interleaved_seconds, milliseconds, peak_bytes, slope, threads
+
+AXES = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        tokens: Numbers of tokens, growing.
+        most_softmax: Tokens beyond which softmax attention is left out, for its time.
+        dim: Channels of a token.
+        heads: Attention heads.
+        latents: Latents of the reader.
+        encoding: Name of the encoding.
+        rounds: Samples of each time.
+    """
+
+    tokens: tuple[int, ...]
+    most_softmax: int
+    dim: int
+    heads: int
+    latents: int
+    encoding: str
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of attention at one number of tokens."""
+
+    kind: str
+    tokens: int
+    time: Quartiles
+    peak: int
+
+
+def steps(plan: Plan, tokens: int) -> dict[str, Work]:
+    """Forward and backward pass of each kind, by name."""
+    encoding = tr.choose(plan.encoding).rotary(num_axes=AXES, num_heads=plan.heads, head_dim=plan.dim // plan.heads)
+    x, positions = torch.randn(1, tokens, plan.dim), torch.rand(tokens, AXES) * tokens ** (1 / AXES)
+    latents, places = torch.randn(1, plan.latents, plan.dim), torch.rand(plan.latents, AXES)
+    softmax = tr.Attention(plan.dim, plan.heads)
+
+    def trained(attend: Callable[[], torch.Tensor]) -> Work:
+        return lambda: attend().square().mean().backward()
+
+    def mixed(attention: torch.nn.Module) -> Work:
+        return trained(lambda: attention(x, encoding(positions)))
+
+    def read() -> torch.Tensor:
+        return softmax(latents, encoding(places), context=x, key_rotation=encoding(positions))
+
+    works = {
+        "softmax": mixed(softmax),
+        "linear": mixed(tr.LinearAttention(plan.dim, plan.heads)),
+        "linear, causal": mixed(tr.LinearAttention(plan.dim, plan.heads, causal=True)),
+        f"{plan.latents} latents": trained(read),
+    }
+    if tokens > plan.most_softmax:
+        del works["softmax"]
+    return works
+
+
+def measure(plan: Plan) -> list[Row]:
+    """All kinds at all numbers of tokens."""
+    rows = []
+    for tokens in plan.tokens:
+        works = steps(plan, tokens)
+        seconds = interleaved_seconds(works, rounds=plan.rounds, device="cpu")
+        for kind, work in works.items():
+            rows.append(Row(kind, tokens, milliseconds(seconds[kind]), peak_bytes(work, "cpu")))
+            print(told(rows[-1]), flush=True)
+    return rows
+
+
+def told(row: Row) -> str:
+    time = f"{row.time.median:10.1f} ms [{row.time.low:.1f}, {row.time.high:.1f}]"
+    return f"{row.kind:<16}{row.tokens:>9} tokens {time:<36}{row.peak / 2**20:10.1f} MiB"
+
+
+def growth(rows: list[Row]) -> dict[str, tuple[float, float]]:
+    """Exponents of time and memory over the number of tokens, of each kind that was measured at two or more."""
+    kinds = dict.fromkeys(row.kind for row in rows)
+    by_kind = {kind: [row for row in rows if row.kind == kind] for kind in kinds}
+    return {
+        kind: (
+            slope([row.tokens for row in own], [row.time.median for row in own]),
+            slope([row.tokens for row in own], [row.peak for row in own]),
+        )
+        for kind, own in by_kind.items()
+        if len(own) > 1
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16_384, 65_536])
+    parser.add_argument("--most-softmax", type=int, default=16_384)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--latents", type=int, default=64)
+    parser.add_argument("--encoding", default="mixed")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=None)
+    told_to = vars(parser.parse_args(arguments))
+    count = told_to.pop("threads")
+    plan = Plan(**{**told_to, "tokens": tuple(sorted(told_to["tokens"]))})
+    with threads(count):
+        print(f"{plan}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+        rows = measure(plan)
+    for kind, (time, memory) in growth(rows).items():
+        print(f"{kind:<16}time grows as tokens^{time:.2f}, memory as tokens^{memory:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Linear attention whose feature maps are rotated: time and memory grow with the number of tokens, not its square."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.attention import check_context, project_heads, split_samples
+from torchrope.ops import rotate
+from torchrope.rotations import Rotation
+from torchrope.tensors import wide_dtype, without_autocast
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """Map channels to positive features:  φ(x) = x + 1 where x > 0, e^x elsewhere  (= elu(x) + 1).
+
+    The exponential itself keeps features of x below -17 above 0 in float32, where elu(x) + 1 rounds to 0.
+
+    References:
+        Katharopoulos et al., Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention, equation 7.
+
+    Example:
+        >>> elu_plus_one(torch.tensor([-1.0, 0.0, 2.0])).tolist()
+        [0.3678794503211975, 1.0, 3.0]
+    """
+    above = x > 0
+    return torch.where(above, x + 1, x.masked_fill(above, 0).exp())  # clamped, an x of 0 would have no gradient
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: Rotation | None = None,
+    *,
+    key_rotation: Rotation | None = None,
+    key_mask: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    key_lengths: Sequence[int] | None = None,
+    causal: bool = False,
+    chunk_size: int = 64,
+    feature_map: Callable[[Tensor], Tensor] = elu_plus_one,
+) -> Tensor:
+    """Attend without scores of pairs, the rotation in the numerator alone.
+
+        y_m = sum_n (R(p_m) φ(q_m))^T (R(p_n) φ(k_n)) v_n / sum_n φ(q_m)^T φ(k_n)
+
+    The sum over n is one matrix of head_dim x head_dim for all queries, so that time and memory are O(n). Rotated
+    weights may be negative and need not add up to 1; the denominator, which does not rotate, is positive where φ is.
+
+    Args:
+        q: Queries `(batch, heads, tokens, head_dim)`.
+        k: Keys `(batch, heads, keys, head_dim)`.
+        v: Values `(batch, heads, keys, value_dim)`.
+        rotation: The rotation of the queries' positions, and of the keys' where key_rotation is not given; None rotates
+            nothing, which is the attention of Katharopoulos et al.
+        key_rotation: The rotation of the keys' positions, of the same encoding.
+        key_mask: Which keys are seen, boolean, `(batch, keys)`; the others may hold anything.
+        lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
+        key_lengths: Keys of each sample, those of the queries by default.
+        causal: Whether a token sees itself and those before it alone.
+        chunk_size: Tokens that causal attention takes at a time, C: its memory is tokens x (C + head_dim² / C) numbers
+            a head.
+        feature_map: φ, from channels to as many features.
+
+    Returns:
+        `(batch, heads, tokens, value_dim)`, in the dtype of v; 0 where no key is seen. Sums are float32, or float64 for
+        float64.
+
+    Raises:
+        ValueError: causal attention where keys are not as many as queries; lengths that do not add up; chunk_size below
+            1; what `rotate` refuses.
+
+    References:
+        Su et al., RoFormer, section 3.3, equation 19.
+
+    Example:
+        >>> import torchrope as tr
+        >>> q, k, v = torch.randn(3, 1, 2, 9, 8)
+        >>> rotation = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3))
+        >>> linear_attention(q, k, v, rotation).shape
+        torch.Size([1, 2, 9, 8])
+    """
+    if causal and q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be 1 or more, got {chunk_size}")
+    wide = wide_dtype(q, k, v)
+    with without_autocast(q):
+        unseen = None if key_mask is None else ~key_mask[:, None, :, None]
+        of_q, of_k = feature_map(q.to(wide)), feature_map(_cleared(k.to(wide), unseen))
+        of_k, values = _cleared(of_k, unseen), _cleared(v.to(wide), unseen)
+        turned_q, turned_k = of_q, of_k
+        if rotation is not None:
+            turned_q, turned_k = rotate(of_q, of_k, rotation, key_rotation=key_rotation, scores_only=True)
+        queries, keys = (of_q, turned_q), (of_k, turned_k, values)
+        if lengths is None:
+            return _weighted_mean(*queries, *keys, causal, chunk_size).to(v.dtype)
+        samples = split_samples(queries, keys, lengths, key_lengths)
+        means = [
+            _weighted_mean(own_q, own_turned_q, own_k, own_turned_k, own_values, causal, chunk_size)
+            for own_q, own_turned_q, own_k, own_turned_k, own_values in samples
+        ]
+        return torch.cat(means, dim=-2).to(v.dtype)
+
+
+def _weighted_mean(
+    of_q: Tensor, turned_q: Tensor, of_k: Tensor, turned_k: Tensor, values: Tensor, causal: bool, chunk_size: int
+) -> Tensor:
+    """Sums of values by rotated features over those of features, `(batch, heads, tokens, value_dim)`."""
+    if causal:
+        numerator = _sums_so_far(turned_q, turned_k, values, chunk_size)
+        denominator = (of_q * of_k.cumsum(dim=-2)).sum(dim=-1, keepdim=True)
+    else:
+        numerator = turned_q @ (turned_k.mT @ values)
+        denominator = of_q @ of_k.sum(dim=-2).unsqueeze(-1)
+    return numerator / denominator.masked_fill(denominator == 0, 1)
+
+
+def _sums_so_far(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Tensor:
+    """sum_{n <= m} (q_m^T k_n) v_n:  pairs within chunks, and the sums of k v^T over the chunks before."""
+    tokens = q.shape[-2]
+    size = max(min(chunk_size, tokens), 1)
+    fill = -tokens % size
+    q, k, v = (functional.pad(x, (0, 0, 0, fill)).unflatten(-2, (-1, size)) for x in (q, k, v))
+    until = (k.mT @ v).cumsum(dim=-3)  # (batch, heads, chunks, head_dim, value_dim)
+    before = functional.pad(until, (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
+    sums = q @ before + (q @ k.mT).tril() @ v
+    return sums.flatten(-3, -2)[..., :tokens, :]
+
+
+def _cleared(x: Tensor, unseen: Tensor | None) -> Tensor:
+    return x if unseen is None else x.masked_fill(unseen, 0)
+
+
+class LinearAttention(nn.Module):
+    """Attend among tokens, or to another set, by rotated features:  `linear_attention` in the place of the softmax.
+
+    Its parameters are those of `Attention`, under the same names.
+
+    Args:
+        dim: Channels of a token, divisible by num_heads.
+        num_heads: Attention heads.
+        qkv_bias: Whether queries, keys and values have a bias.
+        dropout: Probability of dropping an output channel.
+        causal: Whether a token sees itself and those before it alone.
+        chunk_size: Tokens that causal attention takes at a time.
+        feature_map: φ, from channels to as many features.
+
+    Raises:
+        ValueError: dim is not divisible by num_heads.
+
+    References:
+        Su et al., RoFormer, section 3.3, equation 19. Katharopoulos et al., Transformers are RNNs.
+
+    Example:
+        >>> import torchrope as tr
+        >>> rotation = tr.LieRE(num_axes=3, num_heads=2, head_dim=8, block_size=4)(torch.rand(1000, 3))
+        >>> LinearAttention(16, 2)(torch.randn(1, 1000, 16), rotation).shape
+        torch.Size([1, 1000, 16])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        dropout: float = 0.0,
+        causal: bool = False,
+        chunk_size: int = 64,
+        feature_map: Callable[[Tensor], Tensor] = elu_plus_one,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
+        self.num_heads = num_heads
+        self.causal = causal
+        self.chunk_size = chunk_size
+        self.feature_map = feature_map
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | None = None,
+        *,
+        context: Tensor | None = None,
+        key_rotation: Rotation | None = None,
+        bias: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        key_lengths: Sequence[int] | None = None,
+        within: None = None,
+    ) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            x: Tokens `(batch, tokens, dim)`.
+            rotation: The rotation of their positions; None rotates nothing.
+            context: Tokens `(batch, keys, dim)` of another set, which they attend to; by default to one another.
+            key_rotation: The rotation of the context's positions, of the same encoding.
+            bias: Which keys are seen, a boolean mask `(batch, 1, 1, keys)`: there are no scores to add to.
+            lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
+            key_lengths: Tokens of the context's samples, likewise.
+            within: There are no windows.
+
+        Returns:
+            Tokens `(batch, tokens, dim)`.
+
+        Raises:
+            ValueError: a bias that is not such a mask; windows; lengths that do not add up to the tokens; tokens or
+                context alone rotated, or with lengths; causal attention to a context.
+        """
+        check_context(context, rotation, key_rotation, lengths, key_lengths)
+        if within is not None:
+            raise ValueError(f"linear attention has no windows, got {within}")
+        if self.causal and context is not None:
+            raise ValueError("causal attention is that among tokens in order, got a context")
+        q, k, v = project_heads(self.qkv, self.num_heads, x, context)
+        mixed = linear_attention(
+            q,
+            k,
+            v,
+            rotation,
+            key_rotation=key_rotation,
+            key_mask=_key_mask(bias),
+            lengths=lengths,
+            key_lengths=key_lengths,
+            causal=self.causal,
+            chunk_size=self.chunk_size,
+            feature_map=self.feature_map,
+        )
+        return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
+
+    def extra_repr(self) -> str:
+        """Show what distinguishes it from softmax attention."""
+        return f"causal={self.causal}, feature_map={getattr(self.feature_map, '__name__', self.feature_map)}"
+
+
+def _key_mask(bias: Tensor | None) -> Tensor | None:
+    """A mask of keys `(batch, 1, 1, keys)` as `(batch, keys)`."""
+    if bias is None:
+        return None
+    if bias.dtype != torch.bool or bias.ndim != 4 or bias.shape[1:3] != (1, 1):
+        rule = "bias of linear attention must be a boolean mask of keys (batch, 1, 1, keys)"
+        raise ValueError(f"{rule}, got {bias.dtype} {tuple(bias.shape)}")
+    return bias[:, 0, 0]

@@ -1,0 +1,183 @@
+"""Axes that close: one period is no way at all, for encodings with frequencies and on circles for all others."""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchrope as tr
+from torchrope.encodings.periodic import whole_turns
+
+WIDE = dict(dtype=torch.float64)
+HEAD = dict(num_heads=2, head_dim=12)
+PERIODS = (24.0, None, 2 * math.pi)
+FAMILIES: dict[str, Callable[..., tr.Encoding]] = {
+    "axial": tr.AxialRoPE,
+    "mixed": tr.MixedRoPE,
+    "mixed-shared": partial(tr.MixedRoPE, shared_heads=True),
+    "golden": tr.GoldenGateRoPE,
+    "dinov3": tr.DINOv3RoPE,
+    "mrope": tr.MRoPE,
+    "liere2": partial(tr.LieRE, block_size=2),
+    "comrope-ap2": partial(tr.ComRoPEAP, block_size=2),
+    "string": tr.STRING,
+    "string4-rest": partial(tr.STRING, block_size=4, rotary_dim=8),
+    "none": tr.NoEncoding,
+}
+
+
+def closed(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.Periodic:
+    torch.manual_seed(1)
+    return tr.Periodic(FAMILIES[name](num_axes=len(periods), **HEAD), periods)
+
+
+def scores(encoding: tr.Encoding, positions: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 2, len(positions), 12, generator=generator, **WIDE).to(positions.dtype)
+    turned_q, turned_k = tr.rotate(q, k, encoding(positions))
+    return turned_q @ turned_k.mT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("turns", [1, -1, 5])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_period_is_no_way_at_all(name: str, turns: int, dtype: torch.dtype) -> None:
+    encoding = closed(name).to(dtype)
+    positions = torch.tensor([[0, 0, 0], [5, 2, 1], [23, 1, 3]], dtype=dtype)
+    moved = positions.clone()
+    moved[0] += turns * torch.tensor([24, 0, 2 * math.pi], dtype=dtype)
+    assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() < 1e-6
+    if name not in ("none", "axial", "mrope"):
+        moved[0] += torch.tensor([0, 24, 0], dtype=dtype)  # this axis does not close
+        assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_depend_on_the_way_around_alone(name: str) -> None:
+    """Across the place where positions are wrapped, too: there frequencies that are not whole would jump."""
+    encoding = closed(name).double()
+    positions = torch.tensor([[11.0, 0.0, 3.0], [13.0, 0.5, 3.3], [2.0, 4.0, -1.0]], **WIDE)
+    moved = positions + torch.tensor([7.3, -2.0, 1.9], **WIDE)
+    assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generators_turn_whole_times_along_axes_that_close_and_stay_along_others(name: str) -> None:
+    encoding = closed(name).double()
+    generators, inner = encoding.generators(), encoding.encoding.generators()
+    assert generators.shape == inner.shape
+    assert torch.allclose(generators[1], inner[1])
+    for axis in (0, 2):
+        whole = torch.linalg.matrix_exp((PERIODS[axis] * generators[axis]).double())
+        assert torch.allclose(whole, torch.eye(whole.shape[-1], **WIDE).expand_as(whole), atol=1e-9)
+
+
+def test_frequencies_are_the_nearest_whole_turns() -> None:
+    frequencies = torch.tensor([[[0.4, 0.6, -1.2]], [[0.4, 0.6, -1.2]], [[0.4, 0.6, -1.2]]])
+    rounded = whole_turns(frequencies, (2 * math.pi, None, math.pi))
+    assert torch.allclose(rounded, torch.tensor([[[0.0, 1.0, -1.0]], [[0.4, 0.6, -1.2]], [[0.0, 0.0, -2.0]]]))
+
+
+@pytest.mark.parametrize("name", ["axial", "golden"])
+def test_every_property_of_encodings_holds_with_fixed_frequencies(name: str) -> None:
+    tr.testing.check(partial(closed, name, (24.0, None)))
+
+
+@pytest.mark.parametrize("name", ["mixed", "string"])
+def test_every_property_but_that_of_exact_gradients_holds_with_learned_ones(name: str) -> None:
+    def make(period: float = 24.0) -> tr.Periodic:
+        return tr.Periodic(FAMILIES[name](num_axes=2, **HEAD), (period, None))
+
+    for what, holds in tr.testing.PROPERTIES.items():
+        if what == "gradients are exact":  # rounding has none; the gradient that passes it is tested below
+            continue
+        with suppress(tr.testing.DoesNotApply):
+            # By a long period, that a parameter moved by 0.1 turns more often.
+            holds(partial(make, 240.0) if what == "every parameter moves the generators" else make)
+
+
+@pytest.mark.parametrize("name", ["mixed", "string"])
+def test_gradients_pass_the_rounding_and_are_exact_elsewhere(name: str) -> None:
+    """To frequencies of both kinds of axes: those of an encoding that has the rounded ones itself."""
+    encoding = closed(name, (24.0, None)).double()
+    plain = FAMILIES[name](num_axes=2, **HEAD).double()
+    plain.load_state_dict(encoding.encoding.state_dict())
+    with torch.no_grad():
+        plain.frequencies.copy_(whole_turns(plain.frequencies, encoding.periods))
+    positions = 10 * torch.rand(5, 2, **WIDE)  # within one period: nothing is wrapped
+    for each in (encoding, plain):
+        scores(each, positions).sin().sum().backward()
+    mine = encoding.encoding.frequencies.grad
+    assert torch.allclose(mine, plain.frequencies.grad, atol=1e-10)
+    assert (mine.abs().amax(dim=(1, 2)) > 1e-3).all()
+
+
+def test_positions_have_their_gradient_on_every_axis() -> None:
+    encoding = closed("mixed").double()
+    positions = torch.tensor([[30.0, 1.0, 9.0], [3.0, 2.0, -4.0]], **WIDE).requires_grad_()
+    assert torch.autograd.gradcheck(partial(scores, encoding), (positions,))
+
+
+def test_periodic_takes_over_generators_of_whole_turns_and_refuses_others() -> None:
+    encoding, other = closed("mixed"), closed("mixed")
+    encoding.encoding.reset_parameters()
+    other.set_generators(encoding.generators())
+    assert torch.allclose(other.generators(), encoding.generators(), atol=1e-6)
+    before = other.encoding.frequencies.clone()
+    with pytest.raises(ValueError, match=r"Periodic needs whole turns per period, got generators that are off by 0\."):
+        other.set_generators(encoding.encoding.generators())
+    assert torch.equal(other.encoding.frequencies, before)
+
+
+def test_periodic_keeps_the_unit_of_its_encoding() -> None:
+    assert closed("golden", (2.0, None)).lattice(4, 8) == tr.GoldenGateRoPE.lattice(4, 8)
+
+
+def test_wrapping_goes_to_the_nearest_image_of_the_origin() -> None:
+    positions = torch.tensor([[25, 25], [-13, -13], [12, 0]])
+    assert tr.wrap(positions, (24, None)).tolist() == [[1, 25], [11, -13], [12, 0]]
+
+
+@pytest.mark.parametrize("name", ["liere:4", "comrope-ld:4", "comrope-ap:2", "string", "axial", "learned+liere"])
+def test_on_circles_any_encoding_closes(name: str) -> None:
+    encoding = tr.choose(name).rotary(num_axes=3, num_heads=2, head_dim=12)
+    positions = torch.tensor([[0.0, 1.0], [23.0, 2.0], [7.0, 3.0]])
+    moved = positions + torch.tensor([[24.0, 0.0], [-48.0, 0.0], [0.0, 0.0]])
+    here, there = (scores(encoding, tr.on_circles(each, (24.0, None))) for each in (positions, moved))
+    assert (here - there).abs().max() < 1e-6
+
+
+def test_circles_keep_the_distance_of_neighbours() -> None:
+    positions = torch.tensor([[0.0], [0.01], [12.0], [12.01]], **WIDE)
+    places = tr.on_circles(positions, (24.0,))
+    assert places.shape == (4, 2)
+    near = (places[1::2] - places[0::2]).norm(dim=-1)
+    assert torch.allclose(near, torch.full((2,), 0.01, **WIDE), rtol=1e-5)
+    assert (places[2] - places[0]).norm().item() == pytest.approx(24 / math.pi)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: tr.Periodic(tr.LieRE(num_axes=1, num_heads=1, head_dim=8, block_size=4), (1.0,)),
+            r"Periodic rounds frequencies.*others take positions of torchrope.on_circles, got LieRE",
+        ),
+        (lambda: tr.Periodic(closed("axial").encoding, (1.0,)), r"periods must be one per axis \(3\).*got 1"),
+        (lambda: closed("axial", (0.0, None)), r"periods must be above 0 and finite, or None, got \(0.0, None\)"),
+        (lambda: tr.wrap(torch.zeros(2, 2), (math.inf, None)), "periods must be above 0 and finite"),
+        (lambda: tr.on_circles(torch.zeros(2, 2), (1.0,)), r"periods must be one per axis \(2\).*got 1"),
+        (
+            lambda: closed("mixed")(torch.full((2, 3), torch.nan)),
+            "positions must be finite, got NaN or infinity in 2 of 2",
+        ),
+    ],
+)
+def test_what_cannot_close_is_told_in_one_line(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as told:
+        call()
+    assert "\n" not in str(told.value)

@@ -1,0 +1,305 @@
+"""Linear attention: the quadratic formula written plainly, gradients, masks, samples end to end, growth."""
+
+from functools import partial
+from typing import Any
+
+import linear
+import pytest
+import torch
+from cases import CASES
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchrope as tr
+from torchrope.lab.timing import peak_bytes, slope
+from torchrope.linear_attention import elu_plus_one, linear_attention
+
+WIDE = dict(dtype=torch.float64)
+NAMES = ["none", "axial", "mixed", "liere:4", "comrope-ld:4", "comrope-ap:2", "string", "golden", "dinov3", "mrope"]
+
+
+def quadratic(q: Tensor, k: Tensor, v: Tensor, turns: Tensor, key_turns: Tensor, seen: Tensor) -> Tensor:
+    """RoFormer, equation 19, pair by pair; `turns` are R `(heads, tokens, d, d)`, `seen` says who sees whom."""
+    of_q, of_k = functional.elu(q) + 1, functional.elu(k) + 1
+    turned_q = torch.einsum("...htij,...htj->...hti", turns, of_q)
+    turned_k = torch.einsum("...htij,...htj->...hti", key_turns, of_k)
+    rotated = torch.einsum("bhmi,bhni->bhmn", turned_q, turned_k) * seen
+    plain = torch.einsum("bhmi,bhni->bhmn", of_q, of_k) * seen
+    return torch.einsum("bhmn,bhnj->bhmj", rotated, v) / plain.sum(dim=-1, keepdim=True)
+
+
+def encoding_of(name: str, num_axes: int = 2) -> tr.Encoding:
+    return tr.choose(name).rotary(num_axes=num_axes, num_heads=2, head_dim=8).double()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_the_quadratic_formula(name: str, causal: bool) -> None:
+    tokens = 11
+    q, k, v = torch.randn(3, 2, 2, tokens, 8, **WIDE)
+    rotation = encoding_of(name)(3 * torch.randn(2, tokens, 2, **WIDE))
+    seen = torch.ones(tokens, tokens, **WIDE).tril() if causal else torch.ones(tokens, tokens, **WIDE)
+    expected = quadratic(q, k, v, rotation.matrix().double(), rotation.matrix().double(), seen)
+    mixed = linear_attention(q, k, v, rotation, causal=causal, chunk_size=4)
+    assert (mixed - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", ["axial", "liere:4", "string"])
+def test_queries_and_keys_of_two_sets(name: str) -> None:
+    encoding = encoding_of(name)
+    q, (k, v) = torch.randn(2, 2, 5, 8, **WIDE), torch.randn(2, 2, 2, 9, 8, **WIDE)
+    here, there = encoding(torch.randn(5, 2, **WIDE)), encoding(torch.randn(2, 9, 2, **WIDE))
+    expected = quadratic(q, k, v, here.matrix().double(), there.matrix().double(), torch.ones(5, 9, **WIDE))
+    assert (linear_attention(q, k, v, here, key_rotation=there) - expected).abs().max() < 1e-10
+
+
+def test_without_a_rotation_it_is_that_of_katharopoulos() -> None:
+    q, k, v = torch.randn(3, 2, 2, 7, 8, **WIDE)
+    identity = torch.eye(8, **WIDE).expand(2, 7, 8, 8)
+    expected = quadratic(q, k, v, identity, identity, torch.ones(7, 7, **WIDE))
+    assert (linear_attention(q, k, v) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 8, 13, 64])
+def test_chunks_change_nothing(chunk_size: int) -> None:
+    q, k, v = torch.randn(3, 1, 2, 13, 8, **WIDE)
+    rotation = encoding_of("mixed")(torch.randn(13, 2, **WIDE))
+    expected = quadratic(
+        q, k, v, rotation.matrix().double(), rotation.matrix().double(), torch.ones(13, 13, **WIDE).tril()
+    )
+    mixed = linear_attention(q, k, v, rotation, causal=True, chunk_size=chunk_size)
+    assert (mixed - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_are_not_seen_may_hold_anything(causal: bool) -> None:
+    q, k, v = torch.randn(3, 2, 2, 6, 8, **WIDE)
+    rotation = encoding_of("mixed")(torch.randn(6, 2, **WIDE))
+    mask = torch.rand(2, 6) > 0.4
+    mask[:, 0] = True
+    seen = mask[:, None, None].to(**WIDE) * (torch.ones(6, 6, **WIDE).tril() if causal else 1)
+    expected = quadratic(q, k, v, rotation.matrix().double(), rotation.matrix().double(), seen)
+    unseen = ~mask[:, None, :, None]
+    k = k.masked_fill(unseen, torch.nan).requires_grad_()
+    v = v.masked_fill(unseen, torch.inf).requires_grad_()
+    mixed = linear_attention(q, k, v, rotation, key_mask=mask, causal=causal, chunk_size=4)
+    assert (mixed - expected).abs().max() < 1e-10
+    mixed.sum().backward()
+    for gradient in (k.grad, v.grad):
+        assert not gradient[unseen.expand_as(gradient)].any()
+
+
+def test_nothing_seen_gives_zero() -> None:
+    q, k, v = torch.randn(3, 2, 2, 4, 8)
+    assert not linear_attention(q, k, v, key_mask=torch.zeros(2, 4, dtype=torch.bool)).any()
+    assert linear_attention(q, k[..., :0, :], v[..., :0, :]).eq(0).all()
+    assert linear_attention(*torch.randn(3, 2, 2, 0, 8), causal=True).shape == (2, 2, 0, 8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["axial", "mixed", "liere:4", "comrope-ld:4", "string"])
+def test_gradients_are_exact(name: str, causal: bool) -> None:
+    encoding = encoding_of(name)
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 5, 8, **WIDE).unbind())
+    positions = torch.randn(5, 2, **WIDE).requires_grad_()
+    learned = list(encoding.parameters())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *_: Tensor) -> Tensor:
+        return linear_attention(q, k, v, encoding(positions), causal=causal, chunk_size=2)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, positions, *learned), fast_mode=True)
+
+
+def test_features_are_those_of_elu_and_stay_above_zero() -> None:
+    x = torch.tensor([-30.0, -3.0, -1e-6, 0.0, 1e-6, 4.0], **WIDE).requires_grad_()
+    assert torch.allclose(elu_plus_one(x), functional.elu(x) + 1, rtol=0, atol=1e-15)
+    assert (elu_plus_one(x.float()) > 0).all()
+    assert torch.autograd.gradcheck(elu_plus_one, (torch.tensor([-3.0, -0.1, 0.1, 4.0], **WIDE).requires_grad_(),))
+    (at_zero,) = torch.autograd.grad(elu_plus_one(x)[3], x)
+    assert at_zero[3] == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [name for name in CASES if "N2" in name])
+def test_it_is_relative_where_the_encoding_is(name: str, causal: bool) -> None:
+    encoding = CASES[name]().double()
+    q, k, v = torch.randn(3, 1, encoding.num_heads, 6, encoding.head_dim, **WIDE)
+    positions = torch.randn(6, 2, **WIDE)
+    here, there = (linear_attention(q, k, v, encoding(moved), causal=causal) for moved in (positions, positions + 0.7))
+    moved = (here - there).abs().max()
+    if encoding.relative:
+        assert moved < 1e-10
+    elif encoding.generators().any():
+        assert moved > 1e-3
+
+
+def test_the_module_is_the_function_between_its_projections() -> None:
+    module, x = tr.LinearAttention(16, 2).double(), torch.randn(3, 6, 16, **WIDE)
+    rotation = encoding_of("mixed")(torch.randn(6, 2, **WIDE))
+    q, k, v = module.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    expected = module.proj(linear_attention(q, k, v, rotation).transpose(1, 2).flatten(2))
+    assert torch.equal(module(x, rotation), expected)
+    softmax = tr.Attention(16, 2)
+    assert {name: p.shape for name, p in module.named_parameters()} == {
+        name: p.shape for name, p in softmax.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention])
+def test_a_context_that_is_the_tokens_themselves_changes_nothing(kind: type) -> None:
+    for bias in (True, False):
+        attention = kind(16, 2, qkv_bias=bias).double()
+        x = torch.randn(2, 6, 16, **WIDE)
+        rotation = encoding_of("liere:4")(torch.randn(6, 2, **WIDE))
+        across = attention(x, rotation, context=x, key_rotation=rotation)
+        assert (across - attention(x, rotation)).abs().max() < 1e-12
+        assert (attention(x, context=x) - attention(x)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention, partial(tr.LinearAttention, causal=True)])
+def test_samples_end_to_end_are_one_at_a_time(kind: type) -> None:
+    attention, encoding = kind(16, 2).double(), encoding_of("mixed")
+    lengths = (4, 1, 6)
+    x, positions = torch.randn(1, 11, 16, **WIDE), torch.randn(11, 2, **WIDE)
+    packed = attention(x, encoding(positions), lengths=lengths)
+    alone = [
+        attention(tokens, encoding(places))
+        for tokens, places in zip(x.split(lengths, dim=1), positions.split(lengths), strict=True)
+    ]
+    assert (packed - torch.cat(alone, dim=1)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention])
+def test_samples_end_to_end_read_their_own_context(kind: type) -> None:
+    attention, encoding = kind(16, 2).double(), encoding_of("string")
+    lengths, key_lengths = (2, 3), (4, 1)
+    x, context = torch.randn(1, 5, 16, **WIDE), torch.randn(1, 5, 16, **WIDE)
+    here, there = torch.randn(2, 5, 2, **WIDE)
+    packed = attention(
+        x, encoding(here), context=context, key_rotation=encoding(there), lengths=lengths, key_lengths=key_lengths
+    )
+    alone = [
+        attention(own, encoding(place), context=other, key_rotation=encoding(elsewhere))
+        for own, place, other, elsewhere in zip(
+            x.split(lengths, 1),
+            here.split(lengths),
+            context.split(key_lengths, 1),
+            there.split(key_lengths),
+            strict=True,
+        )
+    ]
+    assert (packed - torch.cat(alone, dim=1)).abs().max() < 1e-12
+
+
+def test_weights_to_a_context_are_those_that_attention_attends_with() -> None:
+    attention, encoding = tr.Attention(16, 2).double(), encoding_of("mixed")
+    x, context = torch.randn(2, 3, 16, **WIDE), torch.randn(2, 5, 16, **WIDE)
+    turns = dict(rotation=encoding(torch.randn(3, 2, **WIDE)), key_rotation=encoding(torch.randn(5, 2, **WIDE)))
+    weights = attention.weights(x, context=context, **turns)
+    values = attention.qkv(context).unflatten(-1, (3, 2, -1))[:, :, 2].transpose(1, 2)
+    expected = attention.proj((weights @ values).transpose(1, 2).flatten(2))
+    assert (attention(x, context=context, **turns) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_sums_in_float32(dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(3, 1, 2, 3000, 8)
+    rotation = tr.AxialRoPE(num_axes=1, num_heads=2, head_dim=8)(tr.grid(3000, spacing=0.01))
+    half = linear_attention(q.to(dtype), k.to(dtype), v.to(dtype), rotation)
+    exact = linear_attention(q.to(dtype).float(), k.to(dtype).float(), v.to(dtype).float(), rotation)
+    assert half.dtype == dtype
+    assert torch.equal(half, exact.to(dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(linear_attention(q, k, v, rotation), linear_attention(q, k, v, rotation))
+
+
+HEADS = torch.zeros(1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tr.LinearAttention(10, 4), "dim must be divisible by num_heads = 4, got 10"),
+        (
+            lambda: linear_attention(HEADS, HEADS[..., :3, :], HEADS[..., :3, :], causal=True),
+            "causal attention needs as many keys as queries, got 3 and 4",
+        ),
+        (lambda: linear_attention(HEADS, HEADS, HEADS, chunk_size=0), "chunk_size must be 1 or more, got 0"),
+        (
+            lambda: tr.LinearAttention(16, 2)(torch.zeros(1, 4, 16), bias=torch.zeros(4, 4)),
+            r"must be a boolean mask of keys \(batch, 1, 1, keys\), got torch.float32 \(4, 4\)",
+        ),
+        (
+            lambda: tr.LinearAttention(16, 2, causal=True)(torch.zeros(1, 4, 16), context=torch.zeros(1, 4, 16)),
+            "causal attention is that among tokens in order, got a context",
+        ),
+        (
+            lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), context=torch.zeros(1, 5, 16), lengths=[4]),
+            "tokens and their context must both have lengths, got lengths of one",
+        ),
+        (
+            lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), key_lengths=[4]),
+            "key_rotation and key_lengths are those of a context, got none",
+        ),
+        (
+            lambda: tr.Attention(16, 2)(
+                torch.zeros(1, 4, 16), context=torch.zeros(1, 5, 16), lengths=[4], key_lengths=[2, 3]
+            ),
+            "tokens and their context must have as many samples, got 1 and 2",
+        ),
+    ],
+)
+def test_what_cannot_be_attended_is_told_in_one_line(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+def step(attention: tr.LinearAttention, encoding: tr.Encoding, tokens: int) -> None:
+    x, positions = torch.randn(1, tokens, 2 * encoding.head_dim), torch.rand(tokens, encoding.num_axes)
+    attention(x, encoding(positions)).square().sum().backward()
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that any operation returns, forward and backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["mixed", "liere:4", "comrope-ld:4", "string"])
+def test_no_tensor_grows_faster_than_the_tokens(name: str, causal: bool) -> None:
+    attention, encoding = tr.LinearAttention(16, 2, causal=causal), encoding_of(name).float()
+    largest = []
+    for tokens in (512, 2048):
+        with Largest() as seen:
+            step(attention, encoding, tokens)
+        largest.append(seen.elements)
+    assert largest[1] == 4 * largest[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_65536_tokens_take_memory_that_grows_with_them(causal: bool) -> None:
+    attention = tr.LinearAttention(64, 2, causal=causal)
+    encoding = tr.MixedRoPE(num_axes=3, num_heads=2, head_dim=32)
+    sizes = (16_384, 65_536)
+    peaks = [peak_bytes(partial(step, attention, encoding, tokens), "cpu") for tokens in sizes]
+    assert peaks[1] < 0.6e9  # the scores of all pairs in two heads would be 34 GB
+    assert slope(sizes, peaks) < 1.05
+
+
+def test_the_benchmark_measures_every_kind_and_its_growth(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--tokens", "256", "64", "--most-softmax", "64", "--rounds", "1", "--dim", "16", "--heads", "2"]
+    linear.main([*settings, "--latents", "4", "--threads", "1"])
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert sum("tokens " in line for line in lines) == 4 + 3
+    grown = [line for line in lines if "grows" in line]
+    assert [line.split("  ")[0] for line in grown] == ["linear", "linear, causal", "4 latents"]
