@@ -83,9 +83,12 @@ def _is_exporting() -> bool:
     return torch.onnx.is_in_onnx_export() if asked is None else asked() or torch.onnx.is_in_onnx_export()
 
 
-@torch.compiler.assume_constant_result  # a graph would be told that nothing is exported
 def _is_exporting_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
+
+
+# A graph would be told that nothing is exported. torch.compiler.assume_constant_result does the same and imports a lot.
+_is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_transformed() -> bool:

@@ -349,7 +349,7 @@ def test_a_picture_smaller_than_the_crop_is_kept_whole():
         (
             "segments",
             {"crop_scale": (0.5, 1)},
-            "--data.augment.crop_scale is for images, imagenet, kanji, got --data segments",
+            "--data.augment.crop_scale is for .*, kanji, got --data segments",
         ),
         ("coco", {"scale_jitter": (2.0, 0.1)}, r"--data.augment.scale_jitter must rise from above 0, got \(2.0, 0.1\)"),
         ("coco", {"scale_jitter": (0.1, float("inf"))}, "--data.augment.scale_jitter must rise from above 0, got"),

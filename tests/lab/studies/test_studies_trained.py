@@ -328,7 +328,7 @@ def test_the_start_is_the_model_that_the_run_began_with(out: Path) -> None:
     model, data = trained.load()
     start = generators.untrained(run, data)
     torch.testing.assert_close(start.encodings[0].upper, model.encodings[0].upper.cpu(), atol=1e-6, rtol=0)
-    before, after = generators._of(start), generators._of(model)
+    before, after = generators.encodings_of(start), generators.encodings_of(model)
     assert generators.travelled(before, after) == pytest.approx([0, 0], abs=1e-6)
     with torch.no_grad():
         after[0][0].upper[:, 1] *= 1.5  # type: ignore[operator]

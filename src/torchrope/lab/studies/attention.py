@@ -171,7 +171,7 @@ def attended(model: ViT) -> Iterator[Any]:
     given: list[tuple[Attention, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(module: Attention, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        named = {key: value for key, value in named.items() if key not in ("lengths", "within")}
+        named = {key: value for key, value in named.items() if key not in ("lengths", "key_lengths", "within")}
         given.append((module, inputs, named))
 
     hooks = [

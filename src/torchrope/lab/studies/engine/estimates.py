@@ -96,7 +96,7 @@ def last_train_loss(runs: Sequence[Trained]) -> dict[str, float | None]:
     Returns:
         train_loss, train_spread: the latter is None where there is one seed.
     """
-    losses = [each.curve[-1].get("train_loss", float("nan")) for each in runs]
+    losses = [each.curve[-1].get("train_loss", float("nan")) if each.curve else float("nan") for each in runs]
     if not np.isfinite(losses).all():
         return {"train_loss": None, "train_spread": None}
     return {"train_loss": fmean(losses), "train_spread": spread(losses)}
