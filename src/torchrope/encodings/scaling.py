@@ -227,7 +227,7 @@ def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float 
     if not 0 <= timestep <= 1:
         raise ValueError(f"timestep must be between 0, the image, and 1, noise, got {timestep}")
     strength = scale * timestep**exponent
-    return ntk(frequencies, [s**strength for s in _checked("factor", factor, len(frequencies))])
+    return ntk(frequencies, [s**strength for s in positive("factor", factor, len(frequencies))])
 
 
 def extend(
@@ -343,10 +343,11 @@ def _factors(frequencies: Tensor, factor: PerAxis) -> Tensor:
 
 def _numbers(frequencies: Tensor, name: str, value: PerAxis) -> Tensor:
     """One positive number per axis, `(axes, 1, 1)`."""
-    return frequencies.new_tensor(_checked(name, value, len(frequencies))).reshape(-1, 1, 1)
+    return frequencies.new_tensor(positive(name, value, len(frequencies))).reshape(-1, 1, 1)
 
 
-def _checked(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
+def positive(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
+    """One number per axis, above 0 and finite; refuse others."""
     values = per_axis(name, value, num_axes)
     if not all(0 < each < math.inf for each in values):
         raise ValueError(f"{name} must be above 0 and finite, got {value}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchrope.encodings import Encoding, NoEncoding, yarn_temperature
 from torchrope.encodings import scaling as of_encodings
-from torchrope.encodings.scaling import Method, scale_frequencies, scaling_of
+from torchrope.encodings.scaling import Method, positive, scale_frequencies, scaling_of
 from torchrope.integrations.own_rotation import Lattice
 from torchrope.integrations.rotary import Adapter, Rotary
 from torchrope.integrations.swap import adapt, swap
@@ -79,7 +79,7 @@ def extend(
     larger = copy.deepcopy(model)
     if not _encodings(larger):
         _continue_own_rotation(larger)
-    factors = per_axis("factor", factor, _encodings(larger)[0].num_axes)
+    factors = positive("factor", factor, _encodings(larger)[0].num_axes)
     parts = {part.encoding: part for part in _parts(larger, factors)}
     for encoding, part in parts.items():
         size = part.extent if train_size is None else train_size
