@@ -37,13 +37,15 @@ if TYPE_CHECKING:
     from torchrope.encodings import VanillaRoPE as VanillaRoPE
     from torchrope.encodings import VisionLLaMARoPE as VisionLLaMARoPE
     from torchrope.encodings import choose as choose
-    from torchrope.encodings import extend as extend
+    from torchrope.encodings import dype as dype
     from torchrope.encodings import interpolate as interpolate
     from torchrope.encodings import ntk as ntk
+    from torchrope.encodings import riflex as riflex
     from torchrope.encodings import yarn as yarn
     from torchrope.encodings import yarn_temperature as yarn_temperature
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
+    from torchrope.integrations.extend import extend as extend
     from torchrope.integrations.inflate import inflate as inflate
     from torchrope.integrations.pretrained import load_backbone as load_backbone
     from torchrope.integrations.published import load_published as load_published
@@ -130,9 +132,10 @@ _NAMES = {
         "VanillaRoPE",
         "VisionLLaMARoPE",
         "choose",
-        "extend",
+        "dype",
         "interpolate",
         "ntk",
+        "riflex",
         "yarn",
         "yarn_temperature",
     ),
@@ -141,6 +144,7 @@ _NAMES = {
     "torchrope.models": ("Features", "Swin", "Transformer", "ViT", "pad"),
     "torchrope.inference": ("absorb", "freeze"),
     "torchrope.integrations.inflate": ("inflate",),
+    "torchrope.integrations.extend": ("extend",),
     "torchrope.integrations.pretrained": ("load_backbone",),
     "torchrope.integrations.published": ("load_published",),
     "torchrope.integrations.saving": ("load", "save"),

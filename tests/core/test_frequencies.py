@@ -322,16 +322,19 @@ def test_encodings_with_frequencies_extend_by_them(family: type, method: str) ->
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: tr.interpolate(torch.ones(2, 1, 3), (1.0, 0.0)), r"factor must be above 0, got \(1.0, 0.0\)"),
+        (
+            lambda: tr.interpolate(torch.ones(2, 1, 3), (1.0, 0.0)),
+            r"factor must be above 0 and finite, got \(1.0, 0.0\)",
+        ),
         (lambda: tr.ntk(torch.ones(2, 1, 3), (1.0,)), r"factor must be one number or one per axis \(2\), got 1"),
-        (lambda: tr.yarn(torch.ones(1, 1, 3), 2.0, train_size=-1), "train_size must be above 0, got -1"),
+        (lambda: tr.yarn(torch.ones(1, 1, 3), 2.0, train_size=-1), "train_size must be above 0 and finite, got -1"),
         (
             lambda: tr.yarn(torch.ones(1, 1, 3), 2.0, train_size=9, beta_fast=1.0),
             "yarn needs beta_fast > beta_slow > 0, got 1.0 and 1.0",
         ),
         (
             lambda: tr.extend(CASES["axial-N2"](), 2.0, method="pi"),
-            "method must be interpolate, ntk or yarn, got 'pi'",
+            "method must be interpolate, ntk, yarn, riflex, dype or a function, got 'pi'",
         ),
         (lambda: tr.extend(CASES["axial-N2"](), 2.0, method="yarn"), "yarn needs train_size"),
         (

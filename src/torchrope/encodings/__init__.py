@@ -26,9 +26,10 @@ from torchrope.encodings.names import Choice as Choice
 from torchrope.encodings.names import choose as choose
 from torchrope.encodings.none import NoEncoding as NoEncoding
 from torchrope.encodings.periodic import Periodic as Periodic
-from torchrope.encodings.scaling import extend as extend
+from torchrope.encodings.scaling import dype as dype
 from torchrope.encodings.scaling import interpolate as interpolate
 from torchrope.encodings.scaling import ntk as ntk
+from torchrope.encodings.scaling import riflex as riflex
 from torchrope.encodings.scaling import yarn as yarn
 from torchrope.encodings.scaling import yarn_temperature as yarn_temperature
 from torchrope.encodings.string import STRING as STRING

@@ -27,11 +27,13 @@ class Site:
         num_heads: Its key heads.
         head_dim: Channels of a head.
         lattice: Tokens along each axis at the size the model was built for; of one window where windows attend.
+        grows: Whether a larger input can have a larger lattice there.
     """
 
     num_heads: int
     head_dim: int
     lattice: tuple[int, ...]
+    grows: bool = True
 
 
 class Rotary(nn.Module):
@@ -165,6 +167,13 @@ class Adapter(ABC):
     @abstractmethod
     def sites(self) -> list[Site]:
         """Each attention layer, in order."""
+
+    def attention_layers(self) -> list[Any]:
+        """Each attention layer itself, in order."""
+        return self._layers()
+
+    def _layers(self) -> list[Any]:
+        raise NotImplementedError
 
     @abstractmethod
     def tables(self) -> list[nn.Parameter]:

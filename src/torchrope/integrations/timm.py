@@ -416,8 +416,11 @@ class OfMaps(OfTimm):
     def sites(self) -> list[Site]:
         image = tuple(self.tower.patch_embed.grid_size)
         lattices = [(block.window_size,) * 2 if block.window_size else image for block in self.tower.blocks]
-        layers = zip(self._layers(), lattices, strict=True)
-        return [Site(layer.num_heads, layer.head_dim, lattice) for layer, lattice in layers]
+        layers = zip(self._layers(), lattices, self.tower.blocks, strict=True)
+        return [
+            Site(layer.num_heads, layer.head_dim, lattice, grows=not block.window_size)
+            for layer, lattice, block in layers
+        ]
 
     def tables(self) -> list[nn.Parameter]:
         biases = [layer for layer in self._layers() if layer.use_rel_pos]

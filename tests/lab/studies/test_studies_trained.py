@@ -247,7 +247,9 @@ def test_yarn_sharpens_attention_and_leaves_the_trained_model_alone(out: Path) -
     before = {name: value.clone() for name, value in model.state_dict().items()}
     longer = resolution.extended_for(model, (16, 16), (8, 8), "yarn")
     qkv, old = longer.layers[0].attention.qkv.weight, before["layers.0.attention.qkv.weight"]
-    torch.testing.assert_close(qkv[:32], old[:32] * (0.1 * math.log(4) + 1))
+    keys = slice(16, 32)
+    torch.testing.assert_close(qkv[keys], old[keys] * (0.1 * math.log(4) + 1) ** 2)
+    assert torch.equal(qkv[:16], old[:16])
     assert torch.equal(qkv[32:], old[32:])
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

@@ -2,11 +2,10 @@
 
 import copy
 
-import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import STRING, Encoding, NoEncoding
-from torchrope.encodings.scaling import extend, yarn_temperature
+from torchrope.integrations.extend import extend
 from torchrope.models import Swin, ViT
 from torchrope.positions import JitteredLattice, per_axis
 
@@ -40,23 +39,7 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
     factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
     spacing = per_axis("spacing", model.spacing, len(lattice))
     extent = [count * step for count, step in zip(lattice, spacing, strict=True)]
-    longer = copy.deepcopy(model)
-    scaled = [extend(each, factor, method=method, train_size=extent) for each in model.encodings]  # type: ignore
-    longer.encodings = nn.ModuleList(scaled)
-    if method == "yarn":
-        _sharpen(longer, yarn_temperature(factor))
-    return longer
-
-
-@torch.no_grad()
-def _sharpen(model: ViT, temperature: float) -> None:
-    """Multiply all queries and keys."""
-    for layer in model.layers:
-        qkv = layer.attention.qkv  # type: ignore[union-attr]
-        width = 2 * qkv.out_features // 3  # type: ignore
-        for parameter in (qkv.weight, qkv.bias):  # type: ignore[union-attr]
-            if parameter is not None:
-                parameter[:width] *= temperature  # type: ignore
+    return extend(model, factor, method=method, train_size=extent)  # type: ignore[arg-type]
 
 
 def ends_of_lattice(model: ViT, trained: Size) -> str | None:

@@ -1,0 +1,277 @@
+"""Encodings and whole models for inputs that are larger than those trained on."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings import Encoding, NoEncoding, yarn_temperature
+from torchrope.encodings import scaling as of_encodings
+from torchrope.encodings.scaling import Method, positive, scale_frequencies, scaling_of
+from torchrope.integrations.own_rotation import Lattice
+from torchrope.integrations.rotary import Adapter, Rotary
+from torchrope.integrations.swap import adapt, swap
+from torchrope.models import Swin, ViT
+from torchrope.models.swin import Stage
+from torchrope.positions import PerAxis, VoxelLattice, per_axis
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def extend(
+    model: Model,
+    factor: PerAxis,
+    *,
+    method: Method = "ntk",
+    train_size: PerAxis | None = None,
+    timestep: float | None = None,
+) -> Model:
+    """Copy a model, or an encoding, for inputs larger than those trained on, its frequencies scaled axis by axis.
+
+    Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are left to the model, which
+    resamples them. A model of timm that rotates by itself is copied with "mixed" encodings that continue its rotation,
+    as `swap` puts them in. In a Swin, whose windows do not grow with the input, the factor is that of the windows: call
+    the copy with a larger `window_size`.
+
+    Frequencies are scaled in the units of the training size. Where a model squeezes positions into the same interval at
+    every size, as DINOv3 does, it interpolates already: "interpolate" then changes nothing, and the copies of other
+    methods are for inputs larger by just this factor.
+
+    Args:
+        model: An `Encoding`; a `ViT`, `Swin` or `Features`; a model that `swap` knows, swapped or rotating by itself;
+            any other that holds encodings, but for "yarn".
+        factor: How many times longer the input is than the one that the model was built for, one number or one per
+            axis.
+        method: "interpolate", "ntk", "yarn", "riflex" or "dype": the function on frequencies of this name. Or a
+            function that takes frequencies `(axes, heads or 1, pairs)` and factor, such as
+            `functools.partial(torchrope.riflex, train_size=13, period=20)`. Blocks larger than 2, but for `STRING`,
+            have no frequencies and are only interpolated. In a model "yarn" also multiplies keys by the square of
+            `yarn_temperature`, in the weights of their projection or norm, for an encoding knows no attention.
+        train_size: Extent of the training data in units of position, for "yarn" and "riflex"; in a model by default
+            that of the size it was built for.
+        timestep: Of a diffusion model, from 1, noise, to 0, the image: for "dype", whose copy is for this timestep.
+
+    Returns:
+        The copy; what was given is left as it is.
+
+    Raises:
+        ValueError: a model that does not rotate, or rotates beside its encodings; an unknown method, one without the
+            setting that it needs, an encoding without frequencies, attention whose keys cannot be scaled; a bad factor.
+
+    References:
+        Those of `interpolate`, `ntk`, `yarn`, `riflex` and `dype`.
+
+    Example:
+        >>> import torchrope as tr
+        >>> encoding = tr.AxialRoPE(num_axes=2, num_heads=4, head_dim=16)
+        >>> tr.extend(encoding, (1, 2)).frequencies[:, -2:].mul(1000).round().tolist()  # the slowest pairs
+        [[32.0, 0.0], [0.0, 16.0]]
+        >>> model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2,
+        ...                encoding="mixed")
+        >>> tr.extend(model, 2, method="yarn")(torch.randn(1, 1, 16, 16)).shape
+        torch.Size([1, 10])
+    """
+    if isinstance(model, Encoding):
+        return of_encodings.extend(model, factor, method=method, train_size=train_size, timestep=timestep)
+    larger = copy.deepcopy(model)
+    if not _encodings(larger):
+        _continue_own_rotation(larger)
+    factors = positive("factor", factor, _encodings(larger)[0].num_axes)
+    parts = {part.encoding: part for part in _parts(larger, factors)}
+    for encoding, part in parts.items():
+        size = part.extent if train_size is None else train_size
+        scaling = scaling_of(method, factors, train_size=size, timestep=timestep)
+        scale_frequencies(encoding, part.in_training_units(scaling), method)
+    if method == "yarn":
+        _scale_keys(_attention(parts.values(), larger), yarn_temperature(factors) ** 2)
+    return larger
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An encoding of a model, with what methods must know around it.
+
+    Attributes:
+        encoding: The encoding.
+        attention: The layers that it rotates; None where they are not known.
+        extent: Of the training data in units of position, one per axis; None where it is not known.
+        squeeze: How many times closer tokens stand along each axis where the input is as large as it is extended to.
+    """
+
+    encoding: Encoding
+    attention: Sequence[Any] | None
+    extent: tuple[float, ...] | None
+    squeeze: tuple[float, ...]
+
+    def in_training_units(self, scaling: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """A scaling per unit of position of the larger input; it is right per token of the training size."""
+        return lambda frequencies: scaling(frequencies) * frequencies.new_tensor(self.squeeze).reshape(-1, 1, 1)
+
+
+def _encodings(model: nn.Module) -> list[Encoding]:
+    """Those that rotate, once each."""
+    found = [module for module in model.modules() if isinstance(module, Encoding)]
+    return [encoding for encoding in found if not isinstance(encoding, NoEncoding)]
+
+
+def _continue_own_rotation(model: nn.Module) -> None:
+    try:
+        adapter = adapt(model)
+    except ValueError as error:
+        raise ValueError(f"extend needs a model that rotates; {error}") from None
+    if not adapter.rotates():
+        rule = "extend needs a model that rotates, by encodings of torchrope or as swap can continue it"
+        raise ValueError(f"{rule}, got {_kind(model)}")
+    swap(model, "mixed", init="own")
+
+
+def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
+    """Every encoding that rotates a lattice which can grow."""
+    known: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, (ViT, Swin, Rotary)):
+            known.update(module.modules())
+        if isinstance(module, ViT):
+            yield from _of_vit(module, factors)
+        elif isinstance(module, Swin):
+            yield from _of_swin(module)
+        elif isinstance(module, Rotary):
+            yield from _of_swapped(module, adapt(model), factors)
+    for encoding in _encodings(model):
+        if encoding not in known:
+            yield _Part(encoding, None, None, (1.0,) * encoding.num_axes)
+
+
+def _of_vit(vit: ViT, factors: Sequence[float]) -> Iterator[_Part]:
+    sizes = vit.embed.lattice(vit.arguments["input_size"])
+    if isinstance(vit.place, VoxelLattice):  # in mm, whatever the size
+        extent, squeeze = None, (1.0,) * len(sizes)
+    else:
+        steps = _steps(vit, sizes)
+        extent = _extent(sizes, steps)
+        larger = [max(1, round(size * times)) for size, times in zip(sizes, factors, strict=True)]
+        squeeze = _ratios(steps, _steps(vit, larger))
+    layers = [layer.get_submodule("attention") for layer in vit.layers]
+    for index, encoding in enumerate(vit.encodings):
+        yield _Part(cast(Encoding, encoding), layers[index :: len(vit.encodings)], extent, squeeze)
+
+
+def _steps(vit: ViT, sizes: Sequence[int]) -> tuple[float, ...]:
+    """The distance between neighbouring patches of a lattice along each axis, 0 where there is one patch alone."""
+    if vit.place is None:
+        return per_axis("spacing", vit.spacing, len(sizes))
+    place = copy.deepcopy(vit.place).eval() if isinstance(vit.place, nn.Module) else vit.place
+    positions = place(*sizes, device="cpu").unflatten(-2, tuple(sizes))  # (*sizes, axes)
+    corner = positions[(0,) * len(sizes)]
+    beside = [(0,) * axis + (min(1, size - 1),) + (0,) * (len(sizes) - axis - 1) for axis, size in enumerate(sizes)]
+    return tuple(float((positions[index] - corner)[axis]) for axis, index in enumerate(beside))
+
+
+def _of_swin(swin: Swin) -> Iterator[_Part]:
+    for stage in cast(Iterable[Stage], swin.stages):
+        num_axes = len(stage.window)
+        steps = per_axis("spacing", stage.spacing, num_axes)
+        extent = _extent(stage.window, steps)
+        for encoding, layer in zip(stage.encodings, stage.layers, strict=True):
+            yield _Part(cast(Encoding, encoding), [layer.attention], extent, (1.0,) * num_axes)
+
+
+def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> Iterator[_Part]:
+    if rotary.keep_rotation and adapter.rotates():
+        rule = "extend scales the encodings of a swapped model"
+        raise ValueError(f"{rule}, got one with keep_rotation=True, whose own rotation would stay")
+    sites, layers = adapter.sites(), adapter.attention_layers()
+    if len(rotary.encodings) == 1 and len({site.grows for site in sites}) > 1:
+        rule = "extend needs an encoding for each layer where some attend within windows"
+        raise ValueError(f"{rule}, got one for all of a {_kind(adapter.tower)}")
+    for index, (encoding, lattice) in enumerate(zip(rotary.encodings, rotary.lattices, strict=True)):
+        sizes = sites[index].lattice
+        if sites[index].grows:
+            larger = [size * times for size, times in zip(sizes, factors, strict=True)]
+            steps = _steps_of(lattice, sizes)
+            extent = _extent(sizes, steps)
+            squeeze = _ratios(steps, _steps_of(lattice, larger))
+            yield _Part(cast(Encoding, encoding), layers[index :: len(rotary.encodings)], extent, squeeze)
+
+
+def _steps_of(lattice: Lattice, sizes: Sequence[float]) -> tuple[float, ...]:
+    """The distance between neighbouring tokens along each axis, of a lattice of any sizes."""
+    indices = torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, len(sizes))
+    first, second = lattice.place(indices, [indices.new_tensor([size]) for size in sizes])
+    return tuple((second - first).tolist())
+
+
+def _extent(sizes: Sequence[int], steps: Sequence[float]) -> tuple[float, ...]:
+    return tuple(size * abs(step) for size, step in zip(sizes, steps, strict=True))
+
+
+def _ratios(steps: Sequence[float], larger: Sequence[float]) -> tuple[float, ...]:
+    return tuple(one / other if other else 1.0 for one, other in zip(steps, larger, strict=True))
+
+
+def _attention(parts: Iterable[_Part], model: nn.Module) -> list[Any]:
+    """The layers that encodings rotate, once each."""
+    layers: dict[Any, None] = {}
+    for part in parts:
+        if part.attention is None:
+            rule = "yarn multiplies keys too, in a ViT, a Swin or a model that swap knows"
+            way = "functools.partial(torchrope.yarn, train_size=...) scales frequencies alone"
+            raise ValueError(f"{rule}; {way}, got {_kind(model)}")
+        layers.update(dict.fromkeys(part.attention))
+    return list(layers)
+
+
+@torch.no_grad()
+def _scale_keys(layers: Iterable[Any], amount: float) -> None:
+    """Multiply the keys of attention layers, and scores with them; a bias that is computed from queries stays."""
+    scaled: set[Any] = set()  # layers may share their weights
+    for layer in layers:
+        if getattr(layer, "logit_scale", None) is not None:
+            raise ValueError(f"yarn multiplies keys, whose length cosine attention leaves out, got {_kind(layer)}")
+        norm = getattr(layer, "k_norm", None)
+        if norm is None or isinstance(norm, nn.Identity):
+            projection, rows = _projection_of_keys(layer)
+            parameters = [one for one in (projection.weight, projection.bias) if one is not None and one not in scaled]
+            for parameter in parameters:
+                parameter[rows] *= amount
+            scaled.update(parameters)
+        elif norm not in scaled:
+            _scale_norm(norm, amount, layer)
+            scaled.add(norm)
+
+
+def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
+    """Multiply what a norm gives, by its parameters; where that is possible twice of them give twice as much."""
+    parameters = list(norm.parameters())
+    if parameters:
+        probe = torch.linspace(-1, 2, layer.head_dim).to(parameters[0])
+        before = norm.forward(probe)  # without hooks, which rotate
+        for parameter in parameters:
+            parameter *= 2
+        if torch.allclose(norm.forward(probe), 2 * before, rtol=1e-2):
+            for parameter in parameters:
+                parameter *= amount / 2
+            return
+    rule = "yarn multiplies keys behind their norm, which needs weights to do so"
+    raise ValueError(f"{rule}, got {_kind(norm)} in {_kind(layer)}")
+
+
+def _projection_of_keys(layer: Any) -> tuple[Any, slice]:
+    """The linear layer that gives keys, and which of its outputs they are."""
+    own = next((one for name in ("k_proj", "key") if isinstance(one := getattr(layer, name, None), nn.Linear)), None)
+    if own is not None:
+        return own, slice(None)
+    if isinstance(getattr(layer, "qkv", None), nn.Linear):
+        third = layer.qkv.out_features // 3
+        return layer.qkv, slice(third, 2 * third)
+    if isinstance(getattr(layer, "in_proj", None), nn.Linear):  # an MLP, queries, keys and values
+        mlp, queries, keys, _ = layer.in_split
+        return layer.in_proj, slice(mlp + queries, mlp + queries + keys)
+    raise ValueError(f"yarn multiplies keys of a linear layer k_proj, qkv or in_proj, got {_kind(layer)} without")
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
