@@ -33,7 +33,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 readme: $(READY)
-	$(BIN)/torchrope report docs/results/digits --readme README.md
+	$(BIN)/torchrope report docs/results/kanji --readme README.md
 
 docs: $(READY)
 	$(BIN)/torchrope report docs/results/studies
