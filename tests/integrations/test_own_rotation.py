@@ -388,7 +388,7 @@ def with_another_rope(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (partial(strong, "vit"), dict(init="own"), "of a model of timm that rotates, got VisionTransformer$"),
+        (partial(strong, "vit"), dict(init="own"), "of a model that rotates, got VisionTransformer$"),
         (partial(strong, "dinov3"), dict(spacing=0.5), "keeps the model's positions; .* take spacing, got spacing=0.5"),
         (partial(strong, "dinov3"), dict(encoding="none"), "can represent .*: NoEncoding has zero generators alone"),
         (lambda: with_another_rope(strong("dinov3")), {}, "reads timm's RotaryEmbeddingCat.* got OtherRope"),

@@ -217,6 +217,17 @@ def halves(head_dim: int, parts: int = 1) -> tuple[int, ...]:
     return (*paired, *range(2 * parts * half, head_dim))
 
 
+def exact(frequencies: Tensor) -> Tensor:
+    """A model's frequencies in float64, on the CPU.
+
+    Raises:
+        ValueError: a model on the meta device.
+    """
+    if frequencies.is_meta:
+        raise ValueError("init='own' reads the model's frequencies, got a model on the meta device, which holds none")
+    return frequencies.detach().cpu().double()
+
+
 def _dealt(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:
     """Pairs in an order in which blocks belong to the axes in turn, or None where there is no such order."""
     num_axes, _, num_pairs = frequencies.shape

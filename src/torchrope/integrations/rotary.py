@@ -92,8 +92,13 @@ class Rotary(nn.Module):
 
     def in_pairs(self, x: Tensor, index: int) -> Tensor:
         """q or k with the channels of a head `(..., head_dim)` in the order that one of the encodings takes them."""
-        order = getattr(self, f"channels{index}")
+        order = self.order(index)
         return x if order is None else x.index_select(-1, order)
+
+    def order(self, index: int) -> Tensor | None:
+        """The order in which one of the encodings takes the channels of a head, or None where they are in order."""
+        channels: Tensor | None = getattr(self, f"channels{index}")
+        return channels
 
     def positions(
         self, sizes: Sequence[int], num_prefix: int = 0, *, device: torch.device | str | None = None

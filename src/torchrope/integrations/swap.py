@@ -56,7 +56,7 @@ def swap(
         keep_rotation: Whether a rotation that the model has already stays beside the new one.
         init: "own" continues the model's own rotation, in the model's units of position. "zeros" starts without a
             rotation, "paper" as the paper chose; a model that rotates changes its outputs by both, with a warning. By
-            default "own" for a model of timm that rotates, "zeros" otherwise. An encoding that is given, and what a
+            default "own" for a model that rotates, "zeros" otherwise. An encoding that is given, and what a
             function builds, keeps its generators unless "own" is asked for.
         spacing: Distance between neighbouring tokens, one number or one per axis; by default the convention of the
             encoding's paper at the size the model was built for. It never changes with the input size. With
@@ -204,7 +204,7 @@ def _is_class(encoding: Any) -> bool:
 
 def _check_own(adapter: Adapter, keep_rotation: bool, spacing: PerAxis | None, origin: PerAxis | None) -> None:
     if not adapter.rotates():
-        rule = "init='own' continues the rotation of a model of timm that rotates"
+        rule = "init='own' continues the rotation of a model that rotates"
         raise ValueError(f"{rule}, got {_name(adapter.tower)}")
     if keep_rotation:
         raise ValueError("init='own' puts the encoding in the place of the model's rotation, got keep_rotation=True")

@@ -1,6 +1,7 @@
 """`swap` for the vision models of transformers."""
 
 import json
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from torchrope.files import write_whole
+from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Replaced, Rotary, Site
 from torchrope.integrations.saving import FILE, save
 from torchrope.integrations.settings import (
@@ -270,6 +272,13 @@ class OfTower(Adapter):
         names = ("position_embeddings", "position_embedding.weight")
         return [table for name, table in self.tower.embeddings.named_parameters() if name in names]
 
+    def rotates(self) -> bool:
+        return hasattr(self.tower, "rope_embeddings")
+
+    def own_rotations(self) -> list[OwnRotation]:
+        rotation = dinov3_rotation(self.tower)
+        return [rotation for _ in self._layers()]
+
     def attach(self, rotary: Rotary) -> None:
         handles: list[Any] = rotary.handles
         handles.append(self.tower.register_forward_pre_hook(hand_down, with_kwargs=True))
@@ -277,7 +286,7 @@ class OfTower(Adapter):
             handles.append(Replaced(layer, "config", Rotated(layer, rotary.of_layer(index))))
             if _kind(self.tower) == "SiglipAttention":
                 handles.append(layer.register_forward_pre_hook(carry, with_kwargs=True))
-        if hasattr(self.tower, "rope_embeddings") and not rotary.keep_rotation:
+        if self.rotates() and not rotary.keep_rotation:
             handles.append(self.tower.rope_embeddings.register_forward_hook(stand_still))
         for owner in self._owners():
             handles.append(Replaced(owner, "save_pretrained", partial(save_pretrained, owner)))
@@ -330,7 +339,20 @@ class Carried(NamedTuple):
     """Rotations beside a mask, through a layer that hands on its mask and nothing else."""
 
     mask: Tensor | None
-    rotations: list[Rotation]
+    turns: list["Turn"]
+
+
+class Turn(NamedTuple):
+    """A rotation, and the channels of a head in the order that it takes them, or None where they are in order."""
+
+    rotation: Rotation
+    channels: Tensor | None
+
+    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q and k `(batch, heads, tokens, head_dim)`."""
+        if self.channels is not None:
+            query, key = query.index_select(-1, self.channels), key.index_select(-1, self.channels)
+        return rotate(query, key, self.rotation, scores_only=True)
 
 
 def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -341,15 +363,16 @@ def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     rotary: Rotary = getattr(tower, ATTRIBUTE)
     sizes = _lattice(tower, pixels.shape[-2:])
     rotations = rotary.rotations(sizes, _num_prefix(tower), device=pixels.device)
-    return args, {**kwargs, _ARGUMENT: rotations}
+    turns = [Turn(rotation, rotary.order(index)) for index, rotation in enumerate(rotations)]
+    return args, {**kwargs, _ARGUMENT: turns}
 
 
 def carry(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the attention of SigLIP, which keeps further arguments to itself."""
-    rotations = kwargs.pop(_ARGUMENT, None)
-    if rotations is None:
+    turns = kwargs.pop(_ARGUMENT, None)
+    if turns is None:
         return args, kwargs
-    return args, {**kwargs, "attention_mask": Carried(kwargs.get("attention_mask"), rotations)}
+    return args, {**kwargs, "attention_mask": Carried(kwargs.get("attention_mask"), turns)}
 
 
 def stand_still(rope: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -360,13 +383,13 @@ def stand_still(rope: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, T
 
 def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
     """Rotate q and k `(batch, heads, tokens, head_dim)` of a layer and hand on to the attention that it had."""
-    rotations = kwargs.pop(_ARGUMENT, None)
+    turns = kwargs.pop(_ARGUMENT, None)
     if isinstance(attention_mask, Carried):
-        attention_mask, rotations = attention_mask
-    if rotations is None:
+        attention_mask, turns = attention_mask
+    if turns is None:
         raise ValueError(f"rotations come with the call of a swapped tower, got a {type(layer).__name__} called alone")
     config: Rotated = layer.config
-    query, key = rotate(query, key, rotations[config.index], scores_only=True)
+    query, key = turns[config.index](query, key)
     plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(config.plain._attn_implementation, config.eager)
     return plain(Plain(layer), query, key, value, attention_mask, **kwargs)
 
@@ -425,6 +448,21 @@ def _kind(module: nn.Module) -> str | None:
     """The attention layers of a tower, or None where a module is no tower that is known."""
     names = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")]
     return next((_ATTENTION[name] for name in names if name in _ATTENTION), None)
+
+
+def dinov3_rotation(tower: Any) -> OwnRotation:
+    """What the layers of DINOv3 turn q and k by:  2 pi / theta^(4 j / head_dim)  at centres of patches in [-1, 1].
+
+    Raises:
+        ValueError: a tower on the meta device.
+    """
+    rope, config = tower.rope_embeddings, tower.config
+    bands = 2 * math.pi * exact(rope.inv_freq)
+    frequencies = torch.block_diag(bands, bands).unsqueeze(1)  # (axes, 1, pairs), height before width
+    moved = {"shift": config.pos_embed_shift, "stretch": config.pos_embed_jitter, "rescale": config.pos_embed_rescale}
+    at_random = {name: amount for name, amount in moved.items() if amount is not None}
+    lattice = Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size", **at_random)
+    return OwnRotation(frequencies, halves(2 * frequencies.shape[-1]), lattice, _num_prefix(tower))
 
 
 def _num_prefix(tower: Any) -> int:

@@ -1,0 +1,75 @@
+"""Models of transformers that rotate: the same outputs after a swap, gradients to their frequencies, and the way back."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import torchrope as tr
+
+DINOV3 = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
+)
+
+
+def strong(model: Any) -> Any:
+    """A model whose scores depend much on q and k, and whose outputs depend on its attention."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 1.0 if any(part in name for part in ("q_proj", "k_proj", "qkv")) else 0.6
+            if parameter.ndim > 1 and parameter.numel() > 0:
+                parameter.normal_(0, spread / parameter[0].numel() ** 0.5 * 2, generator=generator)
+            if "layer_scale" in name:
+                parameter.fill_(1.0)
+    return model.eval()
+
+
+def dinov3(name: str = "DINOv3ViTModel", **settings: Any) -> Any:
+    return strong(getattr(transformers, name)(transformers.DINOv3ViTConfig(**{**DINOV3, **settings})))
+
+
+def error(came: Tensor, expected: Tensor) -> float:
+    return float((came - expected).detach().abs().max() / expected.detach().abs().max())
+
+
+def learned(model: Any) -> list[Tensor]:
+    return [parameter for name, parameter in model.named_parameters() if ".encodings." in f".{name}"]
+
+
+@pytest.mark.parametrize("encoding", ["mixed", "liere:4", "string:8", "comrope-ap:4", "comrope-ld:2"])
+def test_dinov3_goes_on_from_its_own_rotation(encoding: str) -> None:
+    model, sizes = dinov3(num_register_tokens=2), ((32, 32), (48, 24))
+    images = [torch.randn(2, 3, *size) for size in sizes]
+    expected = [model(x).last_hidden_state for x in images]
+    with pytest.warns(UserWarning, match="outputs change"):
+        still = tr.swap(copy.deepcopy(model), encoding, init="zeros")
+    assert error(still(images[0]).last_hidden_state, expected[0]) > 0.05
+    tr.swap(model, encoding)
+    for x, before in zip(images, expected, strict=True):
+        assert error(model(x).last_hidden_state, before) < 1e-5
+    model(images[0]).last_hidden_state.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in learned(model))
+    assert torch.equal(tr.unswap(model)(images[0]).last_hidden_state, expected[0])
+
+
+def test_dinov3_moves_its_positions_in_training_and_is_saved(tmp_path: Path) -> None:
+    model, x = dinov3(pos_embed_rescale=2.0, pos_embed_shift=0.1), torch.randn(1, 3, 32, 32)
+    tr.swap(model, "mixed")
+    expected = model(x).last_hidden_state
+    assert not torch.equal(model.train()(x).last_hidden_state, model(x).last_hidden_state)
+    tr.save(model.eval(), tmp_path)
+    again = tr.load(tmp_path)
+    assert torch.equal(again(x).last_hidden_state, expected)
+    assert again.rotary.lattices == model.rotary.lattices
+
+
+def test_a_model_without_memory_has_no_frequencies_to_go_on_from() -> None:
+    with torch.device("meta"):
+        model = transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**DINOV3))
+    with pytest.raises(ValueError, match="^init='own' reads the model's frequencies, got a model on the meta device"):
+        tr.swap(model, "mixed")
