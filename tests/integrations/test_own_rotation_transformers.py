@@ -1,4 +1,4 @@
-"""Models of transformers that rotate: the same outputs after a swap, gradients to their frequencies, and the way back."""
+"""Models of transformers that rotate: the outputs after a swap, gradients to their frequencies, and the way back."""
 
 import copy
 from pathlib import Path
@@ -71,5 +71,5 @@ def test_dinov3_moves_its_positions_in_training_and_is_saved(tmp_path: Path) -> 
 def test_a_model_without_memory_has_no_frequencies_to_go_on_from() -> None:
     with torch.device("meta"):
         model = transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**DINOV3))
-    with pytest.raises(ValueError, match="^init='own' reads the model's frequencies, got a model on the meta device"):
+    with pytest.raises(ValueError, match=r"^init=.own. reads the model's frequencies, got a model on the meta device"):
         tr.swap(model, "mixed")
