@@ -165,7 +165,7 @@ def _nested(depth: int) -> Any:
 def _quickly_refused(path: Path, message: str, **options: Any) -> None:
     began, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused(path, message, **options)
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 10  # of what they claim, reading alone would take longer
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 200_000  # kilobytes
 
 

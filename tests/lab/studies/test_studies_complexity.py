@@ -159,10 +159,11 @@ def test_comropes_formula_for_ld_is_not_its_shapes(found: Findings) -> None:
 def test_sizes_that_an_encoding_refuses_are_left_out_with_a_note(found: Findings) -> None:
     named = {row["name"] for row in found.tables[0].rows}
     assert "motion, 5x20x20, axial" in named
-    assert "ViT-Base, 8x224x224, axial" not in named
+    assert "ViT-Base, 8x224x224, axial" in named  # the recipe of UCF101 rotates 60 of 64 channels
+    assert "ViT-Base, 32x224x224, axial" not in named
     note = next(note for note in found.notes if note.startswith("Left out, axial"))
     assert "2·num_axes = 6, got 64" in note
-    assert "ViT-Base, 8x224x224 and ViT-Base, 32x224x224" in note
+    assert "ViT-Base, 32x224x224" in note and "8x224x224" not in note.replace("32x224x224", "")
 
 
 @pytest.mark.slow
