@@ -94,6 +94,7 @@ def test_a_position_that_is_not_finite_spoils_its_token_alone(
         assert_near(found[1][mask], gradient[1][mask])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

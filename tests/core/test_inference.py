@@ -225,6 +225,7 @@ def test_frozen_models_save_copy_and_load(name: str) -> None:
     assert torch.equal(other(x), frozen(x))
 
 
+@pytest.mark.slow
 def test_frozen_models_compile_and_check_the_size_there_too() -> None:
     frozen = tr.freeze(image(encoding="learned+liere:8"), (8, 12))
     torch.compiler.reset()
@@ -460,6 +461,7 @@ def test_models_export(name: str) -> None:
         assert costly(calls) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", exported("frozen learned", "absorbed", "absorbed and frozen"))
 def test_exported_programs_outlive_the_library(name: str) -> None:
     model = EXPORTED[name]().eval()
@@ -470,6 +472,7 @@ def test_exported_programs_outlive_the_library(name: str) -> None:
     assert error(torch.export.load(file).module()(x), model(x)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", exported("frozen axial", "frozen liere:8", "frozen comrope-ap:3", "frozen sinusoidal+mixed", "absorbed")
 )

@@ -87,6 +87,7 @@ def test_every_property_of_encodings_holds_with_fixed_frequencies(name: str) -> 
     tr.testing.check(partial(closed, name, (24.0, None)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed", "string"])
 def test_every_property_but_that_of_exact_gradients_holds_with_learned_ones(name: str) -> None:
     def make(period: float = 24.0) -> tr.Periodic:

@@ -517,6 +517,7 @@ def test_all_failures_are_told_and_an_exception_fails_one_property() -> None:
     assert any(line.startswith("passed      rotations are orthogonal: error ") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", [Right, RightBlocks])
 def test_what_passed_is_returned_with_its_errors(right: type[tr.Encoding]) -> None:
     torch.manual_seed(5)
@@ -541,6 +542,7 @@ ALL_AT_ONCE = [  # each by itself is held by test_property
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ALL_AT_ONCE)
 def test_every_family_passes_all_properties_that_apply(case: str) -> None:
     result = testing.check(CASES[case])

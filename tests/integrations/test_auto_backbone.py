@@ -104,6 +104,7 @@ def test_the_final_norm_may_be_left_out() -> None:
         assert torch.equal(found, map)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FEATURES)
 def test_auto_backbone_gives_the_features_maps_and_survives_saving(kind: str, tmp_path: Path) -> None:
     features = FEATURES[kind]().eval()

@@ -219,6 +219,7 @@ def _reaching(url: str, path: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["timm", "clip", "torchrope"])
 def test_load_fetches_and_opens_nothing_that_a_file_names(
     library: str, cases: dict[str, Case], watched: Watched, tmp_path: Path

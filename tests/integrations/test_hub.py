@@ -171,6 +171,7 @@ def test_without_huggingface_hub_one_line_says_so(tmp_path: Path, monkeypatch: p
         tr.Swin.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_library_does_not_import_it() -> None:
     code = "import sys, torchrope; torchrope.ViT, torchrope.Features; print('huggingface_hub' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

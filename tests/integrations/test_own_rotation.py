@@ -196,6 +196,7 @@ def test_checkpointing_gives_the_same_gradients(name: str) -> None:
 COMPILED = ["dinov3", *(pytest.param(name, marks=pytest.mark.slow) for name in ROTATING if name != "dinov3")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_into_one_graph(name: str) -> None:
     model = strong(name)

@@ -357,6 +357,7 @@ def _spoiled(state: dict[str, torch.Tensor], draw: random.Random) -> dict[str, t
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of files that leave open which model they are
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=pytest.mark.slow if family == "swin" else ()) for family in FAMILIES]

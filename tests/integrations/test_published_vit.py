@@ -69,6 +69,7 @@ def test_plain_vits_compute_what_timms_compute(name: str, settings: dict[str, An
     _agree(tr.load_published(saved(theirs.state_dict(), tmp_path), num_heads=2), theirs, SIZES)
 
 
+@pytest.mark.slow
 def test_the_real_size_needs_no_option(tmp_path: Path) -> None:
     theirs = randomised(timm.create_model("vit_small_patch16_rope_mixed_224"), spread=0.05)
     path = saved(_in_rope_vits_names(theirs.state_dict()), tmp_path)

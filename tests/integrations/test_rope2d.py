@@ -105,6 +105,7 @@ def test_the_input_stays_and_gets_a_gradient() -> None:
     assert torch.autograd.gradcheck(lambda x: RoPE2D()(x, positions), tokens.requires_grad_())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_into_one_graph(dynamic: bool) -> None:
     rope = RoPE2D()

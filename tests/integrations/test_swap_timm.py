@@ -296,6 +296,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "encoding"), COMPILED)
 def test_compiles_into_one_graph(name: str, encoding: str) -> None:
     model = awake(tr.swap(made(name), encoding)).eval()

@@ -239,6 +239,7 @@ def test_checkpointed_layers_know_the_forward_they_belong_to(name: str, shared: 
 
 
 # torch.compile calls the hooks of the outermost module itself and looks for the gradients of what they made.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     "name",

@@ -123,6 +123,7 @@ def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path
     assert results.unfinished == []
 
 
+@pytest.mark.slow
 def test_compare_does_nothing_twice_and_grows_by_encodings_and_seeds(tmp_path: Path, run: Run) -> None:
     first = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
     again = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
@@ -138,6 +139,7 @@ def test_compare_does_nothing_twice_and_grows_by_encodings_and_seeds(tmp_path: P
     assert results.data.skipped == ["a.png (truncated)"]
 
 
+@pytest.mark.slow
 def test_runs_are_shared_with_studies_of_the_folder(tmp_path: Path, run: Run) -> None:
     small = [option for option in SMALL if not option.startswith("--scales")]
     run("compare", *SMALL, "--encodings", "none,mixed", "--out", tmp_path)
@@ -149,6 +151,7 @@ def test_runs_are_shared_with_studies_of_the_folder(tmp_path: Path, run: Run) ->
     assert compared.findings.answer == study.findings.answer
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_stopped_is_reported_as_far_as_it_came(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +192,7 @@ def test_a_folder_of_somebody_elses_files_is_refused(tmp_path: Path, run: Run) -
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.slow
 def test_a_configuration_file_and_the_command_line_say_the_same(tmp_path: Path, run: Run) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data: {name: motion, train_size: 24, val_size: 16}\noptim: {epochs: 1, warmup_epochs: 0}\n")
@@ -311,6 +315,7 @@ def test_compare_killed_in_any_write_before_the_first_training_goes_on(
     assert {name for name in written if ".locks" not in name} == {"config.yaml", f"{run_folder}/config.yaml"}
 
 
+@pytest.mark.slow
 def test_compare_and_its_report_remove_what_killed_writes_left_anywhere(compared: Path, run: Run) -> None:
     command = ["compare", *SMALL, "--encodings=none", "--out", compared]
     for name in ("runs/costs.json", "runs/*/result.json", "runs/*/measures/*.json"):
@@ -472,6 +477,7 @@ def test_one_epoch_is_enough_to_ask_for(tmp_path: Path, run: Run) -> None:
     assert run("train", *options, quiet, "--encoding=none", "--out", tmp_path)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_size_by_name_puts_the_recipes_size_aside(tmp_path: Path, run: Run) -> None:
     sizes = [
         "--model.size=small",
@@ -487,6 +493,7 @@ def test_a_size_by_name_puts_the_recipes_size_aside(tmp_path: Path, run: Run) ->
     assert cost["parameters"] > 384 * 3 * 384
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     ["learned,comrope-ap", pytest.param("none,sinusoidal,axial,mixed,liere,comrope-ld", marks=pytest.mark.slow)],
@@ -496,6 +503,7 @@ def test_a_model_whose_layers_and_heads_share_compares_every_encoding(names: str
     assert run("compare", *SMALL, *shared, "--encodings", names, "--out", tmp_path)[0] == 0
 
 
+@pytest.mark.slow
 def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_path: Path, run: Run) -> None:
     Image = pytest.importorskip("PIL.Image")
     for name in ("red", "blue"):

@@ -175,6 +175,7 @@ def test_heads_that_share_need_a_class_that_can(package: Path) -> None:
     assert _rotary(choose("own_package.turns:Blocks"), sharing)(num_axes=2, num_heads=2, head_dim=8).shared_heads
 
 
+@pytest.mark.slow
 def test_a_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--encoding=own_package.turns:Spiral", "--out=run"]) == 0
     (package / "imported").unlink()
@@ -210,6 +211,7 @@ def test_modules_that_are_loaded_are_no_way_to_other_code(package: Path) -> None
     assert not imported(package)
 
 
+@pytest.mark.slow
 def test_a_comparison_goes_on_and_its_report_needs_no_code(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, compare = "learned+own_package.turns:Spiral", ["compare", *SMALL, "--scales=[1.0]", "--out=out"]
     assert main([*compare, f"--encodings=none,{name}"]) == 0

@@ -466,6 +466,7 @@ def test_gaps_exclude_zero_exactly_where_an_encoding_is_behind() -> None:
             assert {name for name, gap in found.gaps.items() if gap.low > 0} == set(found.behind)
 
 
+@pytest.mark.slow
 def test_the_detectable_gap_is_detected_with_80_percent() -> None:
     cases = [conclude(noisy({"none": 0.7, "mixed": 0.7}, 1, 300, seed), chance=0.1).detectable for seed in range(40)]
     gap = float(np.median([case for case in cases if case is not None]))
@@ -767,6 +768,7 @@ def test_wrong_calls_are_one_line(call: Callable[[], Any], rule: str) -> None:
 # ---- calibration
 
 
+@pytest.mark.slow
 def test_equal_encodings_are_rarely_behind() -> None:
     runs = [conclude(noisy(dict.fromkeys("abcdef", 0.7), 1, 100, seed), chance=0.0) for seed in range(400)]
     assert np.mean([bool(found.behind) for found in runs]) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)

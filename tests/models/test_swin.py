@@ -327,6 +327,7 @@ def test_stochastic_depth_grows_as_timms_and_acts_in_training_alone() -> None:
     assert torch.equal(model(x), model(x))
 
 
+@pytest.mark.slow
 def test_it_compiles_whole() -> None:
     model = _drawn(tiny((32, 32), depths=(2,), num_heads=(2,), encoding="bias+liere:4"))
     x = torch.randn(2, 3, 40, 36)

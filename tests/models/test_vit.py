@@ -298,6 +298,7 @@ def test_drop_path_keeps_the_mean() -> None:
     assert kept.mean().item() == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.slow
 def test_it_compiles_and_checkpoints_and_builds_on_meta() -> None:
     model = tiny((8, 8), patch_size=2, encoding="learned+liere:8").eval()
     x = torch.randn(2, 1, 8, 8)

@@ -17,6 +17,7 @@ KERNELS = Path(__file__).with_name("gpu_kernels.py")
 FEW = ("test_planes_of_blocks_of_any_rank[2]", "test_skew_exp[b2-0.3]", "test_skew_exp_of_zero", "test_basis[b8-zero]")
 
 
+@pytest.mark.slow
 def test_kernels_of_planes_blocks_and_a_few_of_the_others_equal_float64() -> None:
     run_kernels(" or ".join((of("planar"), of("block"), *FEW)), "not slow")
 

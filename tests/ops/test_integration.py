@@ -76,6 +76,7 @@ def test_one_graph_serves_any_number_of_samples_and_tokens(encoding: str) -> Non
     assert graphs.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "encoding", [pytest.param(name, marks=() if name == "mixed" else pytest.mark.slow) for name in ENCODINGS]
 )

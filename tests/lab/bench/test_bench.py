@@ -73,6 +73,7 @@ def suite() -> Suite:
         return run_suite(plan, command="make bench", tell=lambda line: None)
 
 
+@pytest.mark.slow
 def test_bench_leaves_numbers_a_table_and_a_page(tmp_path: Path, run: Run) -> None:
     status, printed, _ = run("--shape=2,2,10,8", "--encodings=mixed", "--rounds=3", "--threads=1", "--out", tmp_path)
     assert status == 0
@@ -534,6 +535,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in printed
 
 
+@pytest.mark.slow
 def test_the_script_of_all_rows_starts() -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "cpu.py"), "--help"]
     assert "--training-batch" in subprocess.run(script, check=True, capture_output=True, text=True).stdout

@@ -140,6 +140,7 @@ def test_nothing_is_changed_by_default():
     assert labels.tolist() == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cifar10", "images", "videos", "volumes"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")

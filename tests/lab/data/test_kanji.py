@@ -83,6 +83,7 @@ def test_drawings_come_from_the_cache_unless_that_is_damaged(by_character, tmp_p
     assert torch.equal(draw_all(drawings, 16, 4.0), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task", ["strokes", *(pytest.param(task, marks=pytest.mark.slow) for task in ("radical", "layout"))]
 )
@@ -128,6 +129,7 @@ def test_an_evaluation_at_another_size_sees_what_is_drawn_there(kanji):
     assert correct_at(model, kanji, (2.0,)) == {(64, 64): (logits.argmax(-1) == labels).tolist()}
 
 
+@pytest.mark.slow
 def test_crops_are_functions_of_seed_and_epoch_and_show_a_part():
     cropped = make_data(data_config("kanji", train_size=56, val_size=28, augment={"crop_scale": [0.3, 0.5]}))
     cropped.setup()

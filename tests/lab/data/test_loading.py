@@ -37,6 +37,7 @@ def suite(benchmark: ModuleType) -> DataSuite:
     return benchmark.measure(plan, "a test")
 
 
+@pytest.mark.slow
 def test_every_kind_of_data_is_measured_plain_and_as_its_recipe_changes_it(suite: DataSuite) -> None:
     changes: dict[str, list[str]] = {}
     for row in suite.rows:

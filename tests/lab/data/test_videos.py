@@ -250,6 +250,7 @@ def test_time_and_space_lie_on_their_axes(tmp_path):
     assert (blue.mean((0, 1)).diff() > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flip", [False, True])
 def test_training_clips_are_mirrored_only_if_asked_for(tmp_path, flip):
     data = load("videos", video_folder(tmp_path, 2), augment=AugmentConfig(flip=flip))
@@ -260,6 +261,7 @@ def test_training_clips_are_mirrored_only_if_asked_for(tmp_path, flip):
     assert set(rises) == ({True, False} if flip else {True})
 
 
+@pytest.mark.slow
 def test_a_batch_depends_on_seed_epoch_and_video_alone(tmp_path):
     root = video_folder(tmp_path, 4)
     runs = []
@@ -289,6 +291,7 @@ def test_videos_that_cannot_be_opened_are_named_and_left_out(tmp_path, caplog):
     assert sum(data.counts) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_video_found_damaged_while_training_is_replaced_by_the_next(tmp_path, workers, caplog):
     root = video_folder(tmp_path, 4)
@@ -364,6 +367,7 @@ def test_without_a_decoder_one_line_says_what_to_install(tmp_path, monkeypatch):
 # UCF101
 
 
+@pytest.mark.slow
 def test_the_three_splits_are_the_lists(tmp_path):
     root = ucf101_folder(tmp_path)
     tests = []
@@ -478,6 +482,7 @@ def test_logits_are_averaged_over_views():
 # Training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("videos", lambda root: video_folder(root, 5)), ("ucf101", ucf101_folder)])
 def test_two_steps_of_training_and_an_evaluation_over_views(tmp_path, name, make):
     data = load(name, make(tmp_path / "data"), test_views=[2, 3])

@@ -487,6 +487,7 @@ class StopAfter(Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_by_voxels_goes_on_bit_for_bit_with_randaugment(tmp_path, workers):
     root = spaced_nifti_folder(tmp_path / "data")

@@ -54,6 +54,7 @@ def same_weights(one: Module, other: Module) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head", ["faster-rcnn", *(pytest.param(head, marks=pytest.mark.slow) for head in ("upernet", *DETRS))]
 )
@@ -68,6 +69,7 @@ def test_a_run_that_was_killed_within_an_epoch_ends_as_one_that_was_not(tmp_path
     assert same_weights(load(tmp_path / "killed")[2], whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head", [pytest.param(head, marks=pytest.mark.slow if head in QUERIES else ()) for head in HEADS]
 )
@@ -81,6 +83,7 @@ def test_every_head_trains_in_bf16_with_gradients_of_several_batches(tmp_path: P
     assert 0 <= row[module.curve[-1]] <= 1
 
 
+@pytest.mark.slow
 def test_a_pre_trained_backbone_stands_where_it_did_also_when_the_run_is_read_back(tmp_path: Path) -> None:
     below = replace(small_run("upernet"), encoding="liere:4")  # whose positions are shares of the training lattice
     classes = replace(below.model, head="classify", head_channels=None)

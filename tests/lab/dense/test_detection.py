@@ -86,6 +86,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
         assert all(weight.grad.abs().sum() > 0 for weight in part.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["mask", "dino", *(pytest.param(name, marks=pytest.mark.slow) for name in ("faster", "deformable"))],

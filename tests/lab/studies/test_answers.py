@@ -107,6 +107,7 @@ def check(found: Findings) -> None:
 ON_MOTION = ("shuffle", "kernel", "finetune")  # the others wait for `make slow` with three axes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "data", "seeds"),
     [

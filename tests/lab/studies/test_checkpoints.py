@@ -125,6 +125,7 @@ def test_titles_are_those_of_the_encodings(tmp_path: Path, run: Trained) -> None
     ]
 
 
+@pytest.mark.slow
 def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Path, run: Trained) -> None:
     published = rope_vit(tmp_path)
     swapped = tr.swap(timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2), "liere:8", init="paper")
@@ -207,6 +208,7 @@ def test_generators_of_a_published_file_are_those_that_it_holds(tmp_path: Path, 
     assert (row["encoding"], row["block"]) == ("LieRE, blocks of 8", 8)
 
 
+@pytest.mark.slow
 def test_attention_of_a_run_is_that_of_its_folder(tmp_path: Path, out: Path, run: Trained) -> None:
     deeper = vit(tmp_path, "deeper.safetensors", "learned", depth=3)
     found = kept(attention.find(lab(out, "liere:8", checkpoint=[str(run.folder), str(deeper)], reference="none")))
@@ -292,6 +294,7 @@ def test_files_stand_in_the_place_of_the_studys_own_runs(tmp_path: Path, run: Tr
     assert written["run"]["config"]["checkpoint"] == [str(run.folder)]
 
 
+@pytest.mark.slow
 def test_the_command_reads_several_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

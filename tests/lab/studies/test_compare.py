@@ -65,6 +65,7 @@ def busy(random: np.random.Generator, true: dict[str, float]) -> dict[str, list[
     return {name: (seconds * rounds * waits[name]).tolist() for name, seconds in true.items()}
 
 
+@pytest.mark.slow
 def test_a_busy_machine_makes_no_claim_that_a_quiet_one_contradicts() -> None:
     random = np.random.default_rng(0)
     wrong = 0
@@ -90,6 +91,7 @@ def test_costs_are_relative_to_none_where_it_is_there() -> None:
     assert _relative_costs({}) == {}
 
 
+@pytest.mark.slow
 def test_the_answer_follows_from_the_predictions_that_are_kept(compared: Path) -> None:
     found = run(small(compared, seeds=2))
     assert found.conclusion is not None
@@ -134,6 +136,7 @@ def test_results_name_classes_confusions_and_samples(trained: Path) -> None:
     assert {figure.name for figure in found.findings.figures} >= {"top1", "curves", "losses", "costs"}
 
 
+@pytest.mark.slow
 def test_seeds_that_not_all_have_yet_are_left_out_of_the_answer(compared: Path) -> None:
     grown = run(small(compared, encodings=["axial"], seeds=2))
     assert grown.conclusion is not None

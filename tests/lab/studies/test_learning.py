@@ -121,6 +121,7 @@ def test_the_best_start_is_not_measured_on_the_examples_that_chose_it() -> None:
     assert np.array_equal(best_start(better), better[1])
 
 
+@pytest.mark.slow
 def test_study_of_tiny_models(tmp_path: Path) -> None:
     lab = a_lab(tmp_path, encodings=["mixed", "axial"])
     findings = find_study("learning").find(lab)

@@ -224,6 +224,7 @@ def test_windows_that_were_the_whole_lattice_stay_it_in_every_stage() -> None:
     assert torch.equal(InWindows(whole, window_at(whole, (32, 32), (16, 16)))(x), everywhere)
 
 
+@pytest.mark.slow
 def test_a_swin_has_grown_windows_and_mixed_sizes_as_arms(tmp_path: Path) -> None:
     found = kept(resolution.find(lab(tmp_path, "bias", "mixed", model=SWIN, sizes=[16])))
     titles = {table["title"] for table in found["tables"]}
@@ -304,6 +305,7 @@ def kanji(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return kept(resolution.find(here))
 
 
+@pytest.mark.slow
 def test_kanji_are_drawn_at_up_to_four_times_the_size_and_the_page_says_so(
     kanji: dict[str, Any], found: dict[str, Any]
 ) -> None:

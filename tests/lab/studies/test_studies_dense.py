@@ -124,6 +124,7 @@ def test_differences_are_paired_over_images() -> None:
     assert list(rank({"b": other, "a": one}).items()) == [("a", "best"), ("b", "behind")]
 
 
+@pytest.mark.slow
 def test_of_equal_scores_hardly_any_is_called_behind() -> None:
     random = np.random.default_rng(0)
     wrong = 0
@@ -301,6 +302,7 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], e
     monkeypatch.setattr(dense, "feasible", lambda lab, runs: (list(runs), []))
 
 
+@pytest.mark.slow
 def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "learned", "mixed", "axial")
     faked(here, monkeypatch, {"learned": 0.4, "mixed": 1.0, "axial": 1.0})
@@ -338,6 +340,7 @@ def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypat
     assert all(box.score >= 0.5 for panel in boxes.rows[0].panels[1:] for box in panel.boxes)
 
 
+@pytest.mark.slow
 def test_leads_are_over_the_reference_named_and_over_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "mixed", "liere:8", "learned+mixed", "learned+liere:8", reference="axial")
     goods = {"mixed": 0.4, "liere:8": 1.0, "learned+mixed": 1.0, "learned+liere:8": 0.4, "axial": 0.4}
@@ -385,6 +388,7 @@ def test_a_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
     assert [(run.config.model.head, run.config.model.num_queries) for run in boxes] == [("faster-rcnn", None)] * 2
 
 
+@pytest.mark.slow
 def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "learned", "mixed", seeds=2)
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})

@@ -254,6 +254,7 @@ def test_yarn_sharpens_attention_and_leaves_the_trained_model_alone(out: Path) -
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_time_stays_and_motion_has_no_second_stage(out: Path) -> None:
     here = moving(out, "mixed")
     found = kept(resolution.find(here))

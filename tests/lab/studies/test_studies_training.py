@@ -431,6 +431,7 @@ class TestModelSize:
         assert all(each.dim == 16 * each.num_heads and each.mlp_dim == 24 * each.num_heads for each in models)
         assert shared_with_accuracy(lab) == ["learned", "mixed"]
 
+    @pytest.mark.slow
     def test_sizes_by_name_where_one_is_named(self) -> None:
         model = ModelConfig(size="base", patch_size=[4])
         findings, lab = found("model-size", lambda run: 0.5, ["mixed"], model=model)

@@ -78,6 +78,7 @@ def test_a_dry_run_prints_commands_that_can_be_run(tmp_path: Path, capsys: pytes
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_slurm_gets_one_array_that_is_warned_by_the_signal_we_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_run_killed_at_random_moments_ends_bit_for_bit_as_one_that_was_not(tmp
     assert {how.split()[0] for how in kills} == {"time", "write"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped_after", [3, 7, 8, 11])
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_the_next_batch(tmp_path: Path, stopped_after: int) -> None:
     config = small_run()

@@ -88,6 +88,7 @@ def test_what_the_data_cannot_draw_is_resampled_behind_everything_else(tmp_path:
         torch.testing.assert_close(one, resize(other, tuple(one.shape[2:])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["learned+liere:4", "comrope-ld:4"])
 def test_a_run_that_goes_on_within_an_epoch_ends_with_the_bits_of_an_uninterrupted_one(
     tmp_path: Path, encoding: str
@@ -156,6 +157,7 @@ def kanji_run(**augment: Any) -> RunConfig:
     return RunConfig(encoding="mixed", data=data, model=replace(SMALL, patch_size=[4]), optim=optim)
 
 
+@pytest.mark.slow
 def test_kanji_are_drawn_at_the_size_of_their_step(kanji: Kanji, tmp_path: Path) -> None:
     _, seen = trained(kanji_run(), tmp_path, kanji)
     assert {*seen.sides} == {12, 16, 20}
@@ -167,6 +169,7 @@ def test_kanji_are_drawn_at_the_size_of_their_step(kanji: Kanji, tmp_path: Path)
         assert all((wanted == each).all(dim=(1, 2, 3)).any() for each in inputs)
 
 
+@pytest.mark.slow
 def test_crops_of_kanji_are_taken_from_finer_pictures_at_every_size(tmp_path: Path) -> None:
     config = kanji_run(crop_scale=[0.5, 0.8])
     data = data_of(config)

@@ -299,6 +299,7 @@ def test_checkpointed_layers_have_the_same_gradients_bit_for_bit(make) -> None:
     assert kept[1] < kept[0] / 2
 
 
+@pytest.mark.slow
 def test_the_average_of_the_weights_is_what_is_evaluated_and_kept_and_resumes_exactly(tmp_path: Path) -> None:
     config = small_run(epochs=3, ema_decay=0.8)
     seen: list[torch.Tensor] = []
@@ -377,6 +378,7 @@ def test_older_configurations_read_as_they_were(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_run(epochs=1)
     plain, _ = train(config, data_of(config), tmp_path / "plain")
