@@ -352,7 +352,7 @@ class Turn(NamedTuple):
         """Rotate q and k `(batch, heads, tokens, head_dim)`."""
         if self.channels is not None:
             query, key = query.index_select(-1, self.channels), key.index_select(-1, self.channels)
-        return rotate(query, key, self.rotation, scores_only=True)
+        return rotate(query, key, self.rotation, layout="bhtd", scores_only=True)
 
 
 def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
