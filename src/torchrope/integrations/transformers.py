@@ -2,24 +2,18 @@
 
 import json
 import math
-import os
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from torchrope.files import write_whole
 from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Replaced, Rotary, Site
-from torchrope.integrations.saving import FILE, save
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Replaced, Rotary, Site, Turn
 from torchrope.integrations.settings import (
     EXTENTS,
     FLAG,
@@ -43,8 +37,8 @@ from torchrope.integrations.settings import (
     one_of,
     shown,
 )
-from torchrope.ops import rotate
-from torchrope.rotations import Rotation
+from torchrope.integrations.transformers_rotating import rotating
+from torchrope.integrations.transformers_saving import own_saving
 
 # Each vision tower and its attention layers, by the names of their classes: importing them all takes seconds.
 _ATTENTION = {
@@ -168,7 +162,8 @@ _ARGUMENT = "torchrope_rotations"
 
 def adapters(model: nn.Module) -> list[Adapter]:
     """What swap needs for each vision tower of transformers inside a model."""
-    return [OfTower(module, model) for module in model.modules() if _kind(module) is not None]
+    towers = [OfTower(module, model) for module in model.modules() if _kind(module) is not None]
+    return [*towers, *rotating(model)]
 
 
 def recipe(model: Any) -> dict[str, Any]:
@@ -288,14 +283,7 @@ class OfTower(Adapter):
                 handles.append(layer.register_forward_pre_hook(carry, with_kwargs=True))
         if self.rotates() and not rotary.keep_rotation:
             handles.append(self.tower.rope_embeddings.register_forward_hook(stand_still))
-        for owner in self._owners():
-            handles.append(Replaced(owner, "save_pretrained", partial(save_pretrained, owner)))
-            handles.append(Replaced(owner, "push_to_hub", refuse_hub))
-
-    def _owners(self) -> list[PreTrainedModel]:
-        """The models of transformers that hold the tower, and itself."""
-        models = [part for part in self.model.modules() if isinstance(part, PreTrainedModel)]
-        return [model for model in models if any(part is self.tower for part in model.modules())]
+        handles += own_saving(self.model, self.tower)
 
     def _layers(self) -> list[Any]:
         kind = _kind(self.tower)
@@ -339,20 +327,7 @@ class Carried(NamedTuple):
     """Rotations beside a mask, through a layer that hands on its mask and nothing else."""
 
     mask: Tensor | None
-    turns: list["Turn"]
-
-
-class Turn(NamedTuple):
-    """A rotation, and the channels of a head in the order that it takes them, or None where they are in order."""
-
-    rotation: Rotation
-    channels: Tensor | None
-
-    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q and k `(batch, heads, tokens, head_dim)`."""
-        if self.channels is not None:
-            query, key = query.index_select(-1, self.channels), key.index_select(-1, self.channels)
-        return rotate(query, key, self.rotation, scores_only=True)
+    turns: list[Turn]
 
 
 def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -362,9 +337,8 @@ def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         return args, kwargs
     rotary: Rotary = getattr(tower, ATTRIBUTE)
     sizes = _lattice(tower, pixels.shape[-2:])
-    rotations = rotary.rotations(sizes, _num_prefix(tower), device=pixels.device)
-    turns = [Turn(rotation, rotary.order(index)) for index, rotation in enumerate(rotations)]
-    return args, {**kwargs, _ARGUMENT: turns}
+    positions = rotary.positions(sizes, _num_prefix(tower), device=pixels.device)
+    return args, {**kwargs, _ARGUMENT: [rotary.turn(index, where) for index, where in enumerate(positions)]}
 
 
 def carry(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -392,56 +366,6 @@ def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     query, key = turns[config.index](query, key)
     plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(config.plain._attn_implementation, config.eager)
     return plain(Plain(layer), query, key, value, attention_mask, **kwargs)
-
-
-def save_pretrained(
-    model: PreTrainedModel,
-    save_directory: str | os.PathLike[str],
-    is_main_process: bool = True,
-    state_dict: dict[str, Tensor] | None = None,
-    push_to_hub: bool = False,
-    **kwargs: Any,
-) -> None:
-    """Write a swapped model as `torchrope.save` does: from_pretrained would drop its encodings and say little.
-
-    The folder gets no configuration and no file that from_pretrained reads, so that it fails there; and an index by
-    which a Trainer resumes.
-
-    Args:
-        model: The swapped model.
-        save_directory: The folder, made if missing.
-        is_main_process: Whether this process is the one that writes.
-        state_dict: Refused unless it holds the model's own tensors.
-        push_to_hub: Refused.
-        kwargs: Left aside: how transformers cuts its files.
-
-    Raises:
-        ValueError: a folder that from_pretrained would read, and what `torchrope.save` refuses.
-    """
-    folder = Path(save_directory)
-    if push_to_hub:
-        refuse_hub()
-    if (folder / CONFIG_NAME).exists():
-        rule = "a swapped model needs a folder of its own, which from_pretrained refuses"
-        raise ValueError(f"{rule}, got {folder} with a {CONFIG_NAME}")
-    own = model.state_dict()
-    if state_dict is not None and not _same_tensors(state_dict, own):
-        raise ValueError("save_pretrained of a swapped model writes its own tensors, got a state_dict of others")
-    if not is_main_process:
-        return
-    save(model, folder / FILE)
-    # A Trainer that resumes reads the map alone; from_pretrained needs "metadata" too, and fails.
-    index = {"torchrope": f"{FILE} is for torchrope.load", "weight_map": dict.fromkeys(own, FILE)}
-    write_whole(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=1))
-
-
-def refuse_hub(*args: Any, **kwargs: Any) -> None:
-    """In place of push_to_hub."""
-    raise ValueError("from_pretrained would drop the encodings of a swapped model: upload what torchrope.save writes")
-
-
-def _same_tensors(some: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
-    return some.keys() == own.keys() and all(some[name].data_ptr() == own[name].data_ptr() for name in own)
 
 
 def _kind(module: nn.Module) -> str | None:

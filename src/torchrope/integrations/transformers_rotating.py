@@ -1,0 +1,395 @@
+"""`swap` for models of transformers that rotate q and k by tables of cosines and sines: vision towers, text decoders.
+
+Such a model has a module that makes two tables from the positions of tokens, `(tokens, channels)` each, and attention
+layers that hand them to a function beside them, such as `apply_rotary_pos_emb(q, k, cos, sin)`. After a swap positions
+travel as further columns of the first table, through whatever a tower does to its tables (Qwen2.5-VL sorts them into
+windows), and each layer runs its own forward with another function in the place of theirs. What comes behind, such as
+packed sequences, a cache of keys or FlashAttention, is the model's own.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved
+from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site, Turn
+from torchrope.integrations.transformers_saving import own_saving
+from torchrope.ops import rotate
+from torchrope.positions import grid
+
+_TABLES = ("pos_embed", "position_embedding", "position_embeddings", "positional_embedding", "positional_embedding_vlm")
+_CHANGING = ("dynamic", "longrope")  # types of rope whose frequencies depend on the length of the sequence
+
+
+def rotating(model: nn.Module) -> list[Adapter]:
+    """The vision towers of a model that rotate; where it has none, its text decoders.
+
+    They are found by their parts, not by name: a tower is the smallest model of transformers that holds attention
+    layers which call a function of `FUNCTIONS`, and for each of them a module that makes tables from positions.
+
+    Raises:
+        ValueError: a model that has these parts and turns q and k by what is no rotation of positions.
+    """
+    towers = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    found = [(tower, pairs) for tower in towers if (pairs := _pairs(tower))]
+    vision = [OfVision(tower, model, pairs) for tower, pairs in found if _is_vision(pairs[0].rope)]
+    return list(vision or [OfDecoder(tower, model, pairs) for tower, pairs in found])
+
+
+class Pair(NamedTuple):
+    """An attention layer, and the module that makes the tables which it gets."""
+
+    layer: Any
+    rope: Any
+
+
+class OfTables(Adapter):
+    """A model whose layers get tables of cosines and sines made from positions.
+
+    Attributes:
+        num_axes: Coordinates of a token.
+    """
+
+    num_axes: int
+
+    def __init__(self, tower: nn.Module, model: nn.Module, pairs: list[Pair]) -> None:
+        super().__init__(tower)
+        self.model = model
+        self.pairs = pairs
+        self._check()
+
+    def tables(self) -> list[nn.Parameter]:
+        named = self.tower.named_parameters()
+        return [table for name, table in named if name.removesuffix(".weight").rpartition(".")[2] in _TABLES]
+
+    def rotates(self) -> bool:
+        return True
+
+    def own_rotations(self) -> list[OwnRotation]:
+        return [self._own_rotation(pair) for pair in self.pairs]
+
+    def attach(self, rotary: Rotary) -> None:
+        handles: list[Any] = rotary.handles
+        ropes = {id(pair.rope): pair.rope for pair in self.pairs}.values()
+        handles += [rope.register_forward_hook(Placed(rotary, self.num_axes), with_kwargs=True) for rope in ropes]
+        for index, pair in enumerate(self.pairs):
+            forward = Rotated(pair.layer, rotary, rotary.of_layer(index), self.num_axes)
+            handles.append(Replaced(pair.layer, "forward", forward))
+        handles += own_saving(self.model, self.tower)
+
+    def _check(self) -> None:
+        """Refuse what has these parts and cannot be swapped."""
+
+    def _own_rotation(self, pair: Pair) -> OwnRotation:
+        rope, head_dim = pair.rope, _head_dim(pair.layer)
+        scaling, kind = getattr(rope, "attention_scaling", 1.0), getattr(rope, "rope_type", "default")
+        if kind in _CHANGING:
+            rule = "init='own' continues frequencies that are the same at all lengths"
+            raise ValueError(f"{rule}, got {_name(self.tower)} with rope_type={kind!r}")
+        if scaling != 1:
+            rule = f"init='own' continues rotations, and rope_type={kind!r} stretches q and k besides"
+            raise ValueError(f"{rule}, got {_name(self.tower)} with attention_scaling={scaling:.6g}")
+        for rotation in self._readings(rope, head_dim):
+            if _explains(rotation, pair, self.num_axes):
+                return rotation
+        rule = "init='own' reads rotations of pairs of channels by positions times frequencies"
+        raise ValueError(f"{rule}, got another of {_name(self.tower)}; init='zeros' and init='paper' replace it")
+
+    def _readings(self, rope: Any, head_dim: int) -> Iterator[OwnRotation]:
+        """What the tables of a module may mean: each way in which channels may be paired."""
+        table = self._frequencies(rope)  # (axes, channels that turn)
+        turned = table.shape[-1]
+        if turned > head_dim:
+            return
+        for paired in (halves(turned), interleaved(turned)):
+            first, second = table[:, paired[0::2]], table[:, paired[1::2]]
+            if torch.equal(first, second):
+                yield OwnRotation(first.unsqueeze(1), (*paired, *range(turned, head_dim)))
+
+    def _frequencies(self, rope: Any) -> Tensor:
+        """Angles of each channel one unit along each axis, `(axes, channels)`."""
+        raise NotImplementedError
+
+
+class OfVision(OfTables):
+    """A vision tower whose tables are made from rows and columns: Qwen-VL's kin, Pixtral, SAM 3."""
+
+    def __init__(self, tower: nn.Module, model: nn.Module, pairs: list[Pair]) -> None:
+        self.num_axes = 3 if getattr(tower, "include_temporal", False) else 2
+        super().__init__(tower, model, pairs)
+
+    def sites(self) -> list[Site]:
+        lattice = (*[1] * (self.num_axes - 2), *_lattice(self.tower.config))
+        return [Site(_num_heads(layer), _head_dim(layer), lattice) for layer, _ in self.pairs]
+
+    def _check(self) -> None:
+        if hasattr(self.tower, "class_pos_emb"):
+            rule = "swap puts in rotations by positions, and this tower's class token turns by angles of its own"
+            raise ValueError(f"{rule}, got {_name(self.tower)}")
+
+    def _frequencies(self, rope: Any) -> Tensor:
+        units = torch.eye(self.num_axes, dtype=torch.float64)
+        table: Tensor = rope.recomposition_frequencies(units.unsqueeze(-1) * exact(rope.inv_freq))
+        return table.reshape(self.num_axes, -1)
+
+
+class OfDecoder(OfTables):
+    """A text model, one axis: tokens in order. Keys go into its cache rotated, as they did before."""
+
+    num_axes = 1
+
+    def sites(self) -> list[Site]:
+        length = (self.tower.config.max_position_embeddings,)
+        return [Site(_num_key_heads(layer), _head_dim(layer), length) for layer, _ in self.pairs]
+
+    def _check(self) -> None:
+        for _, rope in self.pairs:
+            if hasattr(rope, "mrope_section"):
+                rule = "swap knows text decoders whose tokens have one position"
+                raise ValueError(f"{rule}, got {_name(self.tower)} with three (mrope_section={rope.mrope_section})")
+
+    def _readings(self, rope: Any, head_dim: int) -> Iterator[OwnRotation]:
+        bands = exact(rope.inv_freq).reshape(1, 1, -1)
+        turned = 2 * bands.shape[-1]
+        if turned <= head_dim:
+            for paired in (halves(turned), interleaved(turned)):
+                yield OwnRotation(bands, (*paired, *range(turned, head_dim)))
+
+
+class Placed:
+    """Behind the module that makes tables: positions become further columns of the first one.
+
+    Each encoding that finds tokens elsewhere has columns of its own.
+    """
+
+    def __init__(self, rotary: Rotary, num_axes: int) -> None:
+        self.rotary = rotary
+        self.num_axes = num_axes
+
+    def __call__(
+        self, rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        return widened(tables, ids.reshape(*tables[0].shape[:-1], self.num_axes), self.rotary)
+
+
+class Rotated:
+    """The forward of an attention layer, in which q and k turn by an encoding."""
+
+    def __init__(self, layer: Any, rotary: Rotary, index: int, num_axes: int) -> None:
+        self.layer = layer
+        self.rotary = rotary
+        self.index = index
+        self.num_axes = num_axes
+        self.function = rotated_forward(layer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = argument_of(self.layer)
+        if name in kwargs:
+            kwargs = {**kwargs, name: self.turned(kwargs[name])}
+        else:
+            at = own_forward(self.layer).__code__.co_varnames.index(name) - 1  # without self
+            args = (*args[:at], self.turned(args[at]), *args[at + 1 :])
+        return self.function(self.layer, *args, **kwargs)
+
+    def turned(self, tables: tuple[Tensor, Tensor]) -> tuple["Turned", Tensor]:
+        """What the layer's tables become: how it turns, in the place of the first one."""
+        positions, own = narrowed(tables, self.rotary, self.index, self.num_axes)
+        turn = self.rotary.turn(self.index, positions)
+        return Turned(turn, own if self.rotary.keep_rotation else None), tables[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "function"}  # is not pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.function = rotated_forward(self.layer)
+
+
+class Turned(NamedTuple):
+    """How a layer turns q and k, and its own tables where its own rotation stays."""
+
+    turn: Turn
+    own: tuple[Tensor, Tensor] | None
+
+
+def widened(tables: tuple[Tensor, Tensor], ids: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Tables of cosines and sines `(..., channels)`, the first with the positions of each lattice behind it."""
+    placed = rotary.positions_at(ids.to(tables[0].device), [1] * ids.shape[-1])
+    return torch.cat([tables[0], *(placed[index] for index in _distinct(rotary))], dim=-1), tables[1]
+
+
+def narrowed(
+    tables: tuple[Tensor, Tensor], rotary: Rotary, index: int, num_axes: int
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The positions of an encoding among columns of the first table, and the tables as they were."""
+    distinct = _distinct(rotary)
+    cos, sin = tables
+    channels = cos.shape[-1] - len(distinct) * num_axes
+    start = channels + distinct.index(rotary.alike[index]) * num_axes
+    return cos[..., start : start + num_axes], (cos[..., :channels].to(sin.dtype), sin)
+
+
+def heads_first(own: Callable[..., Any], query: Tensor, key: Tensor, cos: Turned, sin: Any, **kwargs: Any) -> Any:
+    """In the place of a function of q and k `(batch, heads, tokens, head_dim)`."""
+    if cos.own is not None:
+        query, key = own(query, key, *cos.own, **kwargs)
+    return cos.turn(query, key)
+
+
+def tokens_first(own: Callable[..., Any], query: Tensor, key: Tensor, cos: Turned, sin: Any) -> Any:
+    """In the place of a function of q and k `(tokens, heads, head_dim)`, or of a batch of them."""
+    if cos.own is not None:
+        query, key = own(query, key, *cos.own)
+    query, key = cos.turn(_swapped(query), _swapped(key))
+    return _swapped(query), _swapped(key)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "apply_rotary_pos_emb": heads_first,
+    "apply_rotary_pos_emb_2d": heads_first,
+    "apply_rotary_pos_emb_vision": tokens_first,
+}
+"""By which layers rotate, and what stands in their place after a swap."""
+
+
+def own_forward(layer: Any) -> FunctionType:
+    """The forward of a layer's class, without its decorators."""
+    forward = inspect.unwrap(type(layer).forward)
+    assert isinstance(forward, FunctionType)
+    return forward
+
+
+def function_of(layer: Any) -> str | None:
+    """The one function of `FUNCTIONS` that a layer calls, or None."""
+    forward = inspect.unwrap(type(layer).forward)
+    if not isinstance(forward, FunctionType):
+        return None
+    called = [name for name in FUNCTIONS if name in forward.__code__.co_names and name in forward.__globals__]
+    return called[0] if len(called) == 1 else None
+
+
+def argument_of(layer: Any) -> str:
+    """The argument by which a layer gets its tables."""
+    return "position_embeddings"
+
+
+def rotated_forward(layer: Any) -> Callable[..., Any]:
+    """The forward of a layer's class, with another function under the name of the one that rotates."""
+    forward, name = own_forward(layer), function_of(layer)
+    assert name is not None
+    names = {**forward.__globals__, name: partial(FUNCTIONS[name], forward.__globals__[name])}
+    del names["__name__"]  # a compiler would look the names up in the module of that name
+    other = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    other.__kwdefaults__ = forward.__kwdefaults__
+    return other
+
+
+def _pairs(tower: PreTrainedModel) -> list[Pair]:
+    """The attention layers of a tower and the modules that make their tables; none where a layer has no such module."""
+    inner = [module for module in tower.modules() if isinstance(module, PreTrainedModel) and module is not tower]
+    taken = {id(part) for module in inner for part in module.modules()}
+    layers = [part for part in tower.modules() if id(part) not in taken and _is_attention(part)]
+    ropes = {id(layer): rope for layer, rope in _under(tower, None, taken) if _is_attention(layer)}
+    if not layers or any(ropes.get(id(layer)) is None for layer in layers):
+        return []
+    return [Pair(layer, ropes[id(layer)]) for layer in layers]
+
+
+def _under(module: nn.Module, rope: nn.Module | None, taken: set[int]) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Each part of a module with the nearest module beside or above it that makes tables."""
+    children = [child for child in module.children() if id(child) not in taken]
+    rope = next((child for child in children if _makes_tables(child)), rope)
+    for child in children:
+        yield child, rope
+        yield from _under(child, rope, taken)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return function_of(module) is not None and "position_embeddings" in inspect.signature(own_forward(module)).parameters
+
+
+def _makes_tables(module: nn.Module) -> bool:
+    names = list(inspect.signature(module.forward).parameters)
+    return hasattr(module, "inv_freq") and names == ["x", "position_ids"]
+
+
+def _is_vision(rope: nn.Module) -> bool:
+    return hasattr(rope, "recomposition_frequencies")
+
+
+def _explains(rotation: OwnRotation, pair: Pair, num_axes: int) -> bool:
+    """Whether a reading gives the scores that the layer's own function and tables give, of q and k drawn at random."""
+    layer, rope = pair
+    drawn = torch.Generator().manual_seed(0)
+    ids = grid(*[4] * num_axes).long() if num_axes > 1 else torch.arange(8).unsqueeze(-1)
+    query, key = torch.randn(2, 1, 1, len(ids), _head_dim(layer), generator=drawn)  # (batch, heads, tokens, head_dim)
+    device = rope.inv_freq.device
+    with torch.no_grad():
+        cos, sin = (table.float().cpu() for table in rope(query.to(device), _as_taken(ids, num_axes).to(device)))
+        name = function_of(layer)
+        assert name is not None
+        own = own_forward(layer).__globals__[name]
+        try:
+            if FUNCTIONS[name] is tokens_first:
+                theirs = [_swapped(x) for x in own(_swapped(query)[0], _swapped(key)[0], cos, sin)]
+            else:
+                theirs = own(query, key, *(table.reshape(1, len(ids), -1) for table in (cos, sin)))
+        except RuntimeError:  # shapes that do not fit: the function gets a part of the channels
+            return False
+        channels = torch.tensor(rotation.channels)
+        positions = rotation.lattice.place(ids.double(), [1] * num_axes)
+        value = rotation.at(positions)
+        ours = rotate(query[..., channels].double(), key[..., channels].double(), value)
+    scores, expected = (q.double().squeeze() @ k.double().squeeze().mT for q, k in (ours, theirs))
+    return bool((scores - expected).abs().max() < 1e-4 * expected.abs().max())
+
+
+def _as_taken(ids: Tensor, num_axes: int) -> Tensor:
+    """Positions as the modules that make tables take them: `(tokens, axes)`, of text `(batch, tokens)`."""
+    return ids if num_axes > 1 else ids.mT
+
+
+def _distinct(rotary: Rotary) -> list[int]:
+    """The encodings that find tokens where no one before them does."""
+    return sorted(set(rotary.alike))
+
+
+def _swapped(x: Tensor) -> Tensor:
+    return x.transpose(-2, -3)
+
+
+def _head_dim(layer: Any) -> int:
+    dim: int = layer.head_dim
+    return dim
+
+
+def _num_heads(layer: Any) -> int:
+    names = ("num_heads", "num_attention_heads")
+    own = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    heads: int = layer.config.num_attention_heads if own is None else own
+    return heads // getattr(layer, "num_key_value_groups", 1)
+
+
+def _num_key_heads(layer: Any) -> int:
+    heads: int = layer.config.num_attention_heads // getattr(layer, "num_key_value_groups", 1)
+    return heads
+
+
+def _lattice(config: Any) -> tuple[int, int]:
+    """Patches along each axis at the size a tower was built for; of towers for any size, 32."""
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if size is None or patch is None:
+        return (32, 32)
+    rows, columns = ((extent, extent) if isinstance(extent, int) else tuple(extent) for extent in (size, patch))
+    return (rows[0] // columns[0], rows[1] // columns[1])
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
