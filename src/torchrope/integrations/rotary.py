@@ -180,7 +180,10 @@ class Adapter(ABC):
 
     Attributes:
         tower: The module that holds the attention layers and the table, and gets `rotary`.
+        of_text: Whether it is of text; where a model has a vision tower too, `swap` takes that.
     """
+
+    of_text = False
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower: Any = tower

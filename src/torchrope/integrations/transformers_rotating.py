@@ -8,6 +8,7 @@ packed sequences, a cache of keys or FlashAttention, is the model's own.
 """
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
@@ -15,31 +16,42 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved
+from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, interleaved
 from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site, Turn
 from torchrope.integrations.transformers_saving import own_saving
 from torchrope.ops import rotate
 from torchrope.positions import grid
 
 _TABLES = ("pos_embed", "position_embedding", "position_embeddings", "positional_embedding", "positional_embedding_vlm")
+# Attention layers that turn q and k otherwise, and how.
+_REFUSED = {
+    "EdgeTamVideoRoPECrossAttention": "EdgeTAM's memory has keys that stand still among those that turn",
+    "EdgeTamVideoRoPESelfAttention": "EdgeTAM's memory has keys that stand still among those that turn",
+    "Gemma3Attention": "Gemma 3's layers are of two kinds that share one module of tables",
+    "Sam2VideoRoPEAttention": "SAM 2's memory has keys that stand still among those that turn",
+    "Sam3TrackerVideoRoPEAttention": "SAM 3's memory has keys that stand still among those that turn",
+    "VJEPA2RopeAttention": "V-JEPA 2 turns the two channels of a pair by two angles, which is no rotation",
+}
 _CHANGING = ("dynamic", "longrope")  # types of rope whose frequencies depend on the length of the sequence
 
 
 def rotating(model: nn.Module) -> list[Adapter]:
-    """The vision towers of a model that rotate; where it has none, its text decoders.
+    """The vision towers and text decoders of a model that rotate.
 
     They are found by their parts, not by name: a tower is the smallest model of transformers that holds attention
     layers which call a function of `FUNCTIONS`, and for each of them a module that makes tables from positions.
 
     Raises:
-        ValueError: a model that has these parts and turns q and k by what is no rotation of positions.
+        ValueError: a model that turns q and k by what is no rotation of positions.
     """
     towers = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    found = [(tower, pairs) for tower in towers if (pairs := _pairs(tower))]
-    vision = [OfVision(tower, model, pairs) for tower, pairs in found if _is_vision(pairs[0].rope)]
-    return list(vision or [OfDecoder(tower, model, pairs) for tower, pairs in found])
+    found: list[Adapter] = [_kind(pairs[0])(tower, model, pairs) for tower in towers if (pairs := _pairs(tower))]
+    if not found:
+        _refuse(model)
+    return found
 
 
 class Pair(NamedTuple):
@@ -77,7 +89,7 @@ class OfTables(Adapter):
     def attach(self, rotary: Rotary) -> None:
         handles: list[Any] = rotary.handles
         ropes = {id(pair.rope): pair.rope for pair in self.pairs}.values()
-        handles += [rope.register_forward_hook(Placed(rotary, self.num_axes), with_kwargs=True) for rope in ropes]
+        handles += [rope.register_forward_hook(self._placed(rotary), with_kwargs=True) for rope in ropes]
         for index, pair in enumerate(self.pairs):
             forward = Rotated(pair.layer, rotary, rotary.of_layer(index), self.num_axes)
             handles.append(Replaced(pair.layer, "forward", forward))
@@ -85,6 +97,14 @@ class OfTables(Adapter):
 
     def _check(self) -> None:
         """Refuse what has these parts and cannot be swapped."""
+
+    def _placed(self, rotary: Rotary) -> Callable[..., Any]:
+        """What stands behind the module that makes tables."""
+        return Placed(rotary, self.num_axes, axes_first=False)
+
+    def _as_taken(self, positions: Tensor) -> Tensor:
+        """Positions `(tokens, axes)` as the module that makes tables takes them."""
+        return positions
 
     def _own_rotation(self, pair: Pair) -> OwnRotation:
         rope, head_dim = pair.rope, _head_dim(pair.layer)
@@ -96,7 +116,7 @@ class OfTables(Adapter):
             rule = f"init='own' continues rotations, and rope_type={kind!r} stretches q and k besides"
             raise ValueError(f"{rule}, got {_name(self.tower)} with attention_scaling={scaling:.6g}")
         for rotation in self._readings(rope, head_dim):
-            if _explains(rotation, pair, self.num_axes):
+            if _explains(rotation, pair, self._as_taken):
                 return rotation
         rule = "init='own' reads rotations of pairs of channels by positions times frequencies"
         raise ValueError(f"{rule}, got another of {_name(self.tower)}; init='zeros' and init='paper' replace it")
@@ -112,9 +132,9 @@ class OfTables(Adapter):
             if torch.equal(first, second):
                 yield OwnRotation(first.unsqueeze(1), (*paired, *range(turned, head_dim)))
 
+    @abstractmethod
     def _frequencies(self, rope: Any) -> Tensor:
         """Angles of each channel one unit along each axis, `(axes, channels)`."""
-        raise NotImplementedError
 
 
 class OfVision(OfTables):
@@ -130,7 +150,7 @@ class OfVision(OfTables):
 
     def _check(self) -> None:
         if hasattr(self.tower, "class_pos_emb"):
-            rule = "swap puts in rotations by positions, and this tower's class token turns by angles of its own"
+            rule = "swap puts in rotations of q and k by positions, and MLCD's class token turns by learned angles"
             raise ValueError(f"{rule}, got {_name(self.tower)}")
 
     def _frequencies(self, rope: Any) -> Tensor:
@@ -139,44 +159,98 @@ class OfVision(OfTables):
         return table.reshape(self.num_axes, -1)
 
 
-class OfDecoder(OfTables):
-    """A text model, one axis: tokens in order. Keys go into its cache rotated, as they did before."""
+class OfLlama4(OfVision):
+    """Llama 4's vision tower: complex numbers for the patches of one size, counted from 1, and a class token behind."""
 
-    num_axes = 1
+    def _placed(self, rotary: Rotary) -> Callable[..., Any]:
+        return PlacedOnLattice(rotary, _lattice(self.tower.config))
+
+    def _own_rotation(self, pair: Pair) -> OwnRotation:
+        theta, head_dim = self.tower.config.rope_parameters["rope_theta"], _head_dim(pair.layer)
+        bands = 1.0 / theta ** (torch.arange(0, head_dim // 2, 2, dtype=torch.float64) / (head_dim // 2))
+        frequencies = torch.block_diag(bands, bands).flip(0).unsqueeze(1)  # width has the first pairs
+        rotation = OwnRotation(frequencies, interleaved(head_dim), Lattice(origin=1.0))
+        rows = pair.rope.freqs_ci[:-1].squeeze(1).cpu()
+        angles = rotation.lattice(*_lattice(self.tower.config), dtype=torch.float64) @ frequencies.squeeze(1)
+        if rows.is_meta or not torch.allclose(rows, torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
+            raise ValueError(f"init='own' reads the table that {_name(self.tower)} was built with, got another")
+        return rotation
+
+
+class OfDecoder(OfTables):
+    """A text model. Its tokens are in order, one axis, or have the three positions of Qwen-VL's kin: time, row, column.
+
+    Keys go into its cache rotated, as they did before.
+    """
+
+    of_text = True
+
+    def __init__(self, tower: nn.Module, model: nn.Module, pairs: list[Pair]) -> None:
+        self.num_axes = 3 if hasattr(pairs[0].rope, "mrope_section") else 1
+        super().__init__(tower, model, pairs)
 
     def sites(self) -> list[Site]:
-        length = (self.tower.config.max_position_embeddings,)
-        return [Site(_num_key_heads(layer), _head_dim(layer), length) for layer, _ in self.pairs]
+        lattice = (self.tower.config.max_position_embeddings,) * self.num_axes
+        return [Site(_num_heads(layer), _head_dim(layer), lattice) for layer, _ in self.pairs]
 
-    def _check(self) -> None:
-        for _, rope in self.pairs:
-            if hasattr(rope, "mrope_section"):
-                rule = "swap knows text decoders whose tokens have one position"
-                raise ValueError(f"{rule}, got {_name(self.tower)} with three (mrope_section={rope.mrope_section})")
+    def _placed(self, rotary: Rotary) -> Callable[..., Any]:
+        return Placed(rotary, self.num_axes, axes_first=self.num_axes == 3)
+
+    def _as_taken(self, positions: Tensor) -> Tensor:
+        return positions.mT if self.num_axes == 1 else positions.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
 
     def _readings(self, rope: Any, head_dim: int) -> Iterator[OwnRotation]:
+        if self.num_axes == 3:
+            yield from super()._readings(rope, head_dim)
+            return
         bands = exact(rope.inv_freq).reshape(1, 1, -1)
         turned = 2 * bands.shape[-1]
         if turned <= head_dim:
             for paired in (halves(turned), interleaved(turned)):
                 yield OwnRotation(bands, (*paired, *range(turned, head_dim)))
 
+    def _frequencies(self, rope: Any) -> Tensor:
+        bands = exact(rope.inv_freq)
+        units = torch.eye(3, dtype=torch.float64)[:, None, :, None] * bands  # (axes, 1, tokens, bands)
+        table: Tensor = rope.recomposition_frequencies(units)
+        return table.squeeze(0)
+
 
 class Placed:
     """Behind the module that makes tables: positions become further columns of the first one.
 
     Each encoding that finds tokens elsewhere has columns of its own.
+
+    Attributes:
+        num_axes: Coordinates of a token.
+        axes_first: Whether positions come as `(axes, batch, tokens)`, otherwise `(tokens, axes)` or `(batch, tokens)`.
     """
 
-    def __init__(self, rotary: Rotary, num_axes: int) -> None:
+    def __init__(self, rotary: Rotary, num_axes: int, *, axes_first: bool) -> None:
         self.rotary = rotary
         self.num_axes = num_axes
+        self.axes_first = axes_first
 
     def __call__(
         self, rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        return widened(tables, ids.reshape(*tables[0].shape[:-1], self.num_axes), self.rotary)
+        ids = ids.movedim(0, -1) if self.axes_first else ids
+        ids = ids.reshape(*tables[0].shape[:-1], self.num_axes).to(tables[0].device)
+        return widened(tables, self.rotary.positions_at(ids, [1] * self.num_axes), self.rotary)
+
+
+class PlacedOnLattice:
+    """Behind Llama 4's table of complex numbers: two real ones, with the positions of patches, then a class token."""
+
+    def __init__(self, rotary: Rotary, sizes: tuple[int, ...]) -> None:
+        self.rotary = rotary
+        self.sizes = sizes
+
+    def __call__(self, rope: nn.Module, args: Any, kwargs: dict[str, Any], table: Tensor) -> tuple[Tensor, Tensor]:
+        placed = [pad(where, (0, 0, 0, 1)) for where in self.rotary.positions(self.sizes, device=table.device)]
+        cos_sin: Any = torch.view_as_real(table.squeeze(1)).unbind(-1)
+        return widened(cos_sin, placed, self.rotary)
 
 
 class Rotated:
@@ -219,9 +293,8 @@ class Turned(NamedTuple):
     own: tuple[Tensor, Tensor] | None
 
 
-def widened(tables: tuple[Tensor, Tensor], ids: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+def widened(tables: tuple[Tensor, Tensor], placed: list[Tensor], rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Tables of cosines and sines `(..., channels)`, the first with the positions of each lattice behind it."""
-    placed = rotary.positions_at(ids.to(tables[0].device), [1] * ids.shape[-1])
     return torch.cat([tables[0], *(placed[index] for index in _distinct(rotary))], dim=-1), tables[1]
 
 
@@ -251,10 +324,19 @@ def tokens_first(own: Callable[..., Any], query: Tensor, key: Tensor, cos: Turne
     return _swapped(query), _swapped(key)
 
 
+def complex_numbers(own: Callable[..., Any], query: Tensor, key: Tensor, freqs_ci: tuple[Turned, Tensor]) -> Any:
+    """In the place of a function of q and k `(batch, tokens, heads, head_dim)` and of complex numbers."""
+    turned, sin = freqs_ci
+    if turned.own is not None:
+        query, key = own(query, key, torch.complex(*turned.own).unsqueeze(1))
+    return tokens_first(own, query, key, turned._replace(own=None), sin)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "apply_rotary_pos_emb": heads_first,
     "apply_rotary_pos_emb_2d": heads_first,
     "apply_rotary_pos_emb_vision": tokens_first,
+    "vision_apply_rotary_emb": complex_numbers,
 }
 """By which layers rotate, and what stands in their place after a swap."""
 
@@ -277,7 +359,7 @@ def function_of(layer: Any) -> str | None:
 
 def argument_of(layer: Any) -> str:
     """The argument by which a layer gets its tables."""
-    return "position_embeddings"
+    return "freqs_ci" if function_of(layer) == "vision_apply_rotary_emb" else "position_embeddings"
 
 
 def rotated_forward(layer: Any) -> Callable[..., Any]:
@@ -292,7 +374,7 @@ def rotated_forward(layer: Any) -> Callable[..., Any]:
 
 
 def _pairs(tower: PreTrainedModel) -> list[Pair]:
-    """The attention layers of a tower and the modules that make their tables; none where a layer has no such module."""
+    """The attention layers of a tower and what makes their tables; none where nothing does for one of them."""
     inner = [module for module in tower.modules() if isinstance(module, PreTrainedModel) and module is not tower]
     taken = {id(part) for module in inner for part in module.modules()}
     layers = [part for part in tower.modules() if id(part) not in taken and _is_attention(part)]
@@ -312,27 +394,41 @@ def _under(module: nn.Module, rope: nn.Module | None, taken: set[int]) -> Iterat
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return function_of(module) is not None and "position_embeddings" in inspect.signature(own_forward(module)).parameters
+    if function_of(module) is None or not hasattr(module, "head_dim"):
+        return False
+    return argument_of(module) in inspect.signature(own_forward(module)).parameters
 
 
 def _makes_tables(module: nn.Module) -> bool:
-    names = list(inspect.signature(module.forward).parameters)
-    return hasattr(module, "inv_freq") and names == ["x", "position_ids"]
+    if not hasattr(module, "inv_freq"):
+        return hasattr(module, "freqs_ci")
+    return list(inspect.signature(module.forward).parameters) == ["x", "position_ids"]
 
 
-def _is_vision(rope: nn.Module) -> bool:
-    return hasattr(rope, "recomposition_frequencies")
+def _kind(pair: Pair) -> type["OfTables"]:
+    if hasattr(pair.rope, "freqs_ci"):
+        return OfLlama4
+    vision = hasattr(pair.rope, "recomposition_frequencies") and not getattr(pair.layer, "is_causal", False)
+    return OfVision if vision else OfDecoder
 
 
-def _explains(rotation: OwnRotation, pair: Pair, num_axes: int) -> bool:
+def _refuse(model: nn.Module) -> None:
+    """Say why, where the attention of a model rotates and cannot be swapped."""
+    for module in model.modules():
+        reason = _REFUSED.get(_name(module))
+        if reason is not None:
+            raise ValueError(f"swap puts in rotations of q and k by positions, and {reason}, got {_name(model)}")
+
+
+def _explains(rotation: OwnRotation, pair: Pair, as_taken: Callable[[Tensor], Tensor]) -> bool:
     """Whether a reading gives the scores that the layer's own function and tables give, of q and k drawn at random."""
     layer, rope = pair
     drawn = torch.Generator().manual_seed(0)
-    ids = grid(*[4] * num_axes).long() if num_axes > 1 else torch.arange(8).unsqueeze(-1)
+    ids = grid(*[4] * rotation.frequencies.shape[0]).long()
     query, key = torch.randn(2, 1, 1, len(ids), _head_dim(layer), generator=drawn)  # (batch, heads, tokens, head_dim)
     device = rope.inv_freq.device
     with torch.no_grad():
-        cos, sin = (table.float().cpu() for table in rope(query.to(device), _as_taken(ids, num_axes).to(device)))
+        cos, sin = (table.float().cpu() for table in rope(query.to(device), as_taken(ids).to(device)))
         name = function_of(layer)
         assert name is not None
         own = own_forward(layer).__globals__[name]
@@ -344,16 +440,9 @@ def _explains(rotation: OwnRotation, pair: Pair, num_axes: int) -> bool:
         except RuntimeError:  # shapes that do not fit: the function gets a part of the channels
             return False
         channels = torch.tensor(rotation.channels)
-        positions = rotation.lattice.place(ids.double(), [1] * num_axes)
-        value = rotation.at(positions)
-        ours = rotate(query[..., channels].double(), key[..., channels].double(), value)
+        ours = rotate(query[..., channels].double(), key[..., channels].double(), rotation.at(ids.double()))
     scores, expected = (q.double().squeeze() @ k.double().squeeze().mT for q, k in (ours, theirs))
     return bool((scores - expected).abs().max() < 1e-4 * expected.abs().max())
-
-
-def _as_taken(ids: Tensor, num_axes: int) -> Tensor:
-    """Positions as the modules that make tables take them: `(tokens, axes)`, of text `(batch, tokens)`."""
-    return ids if num_axes > 1 else ids.mT
 
 
 def _distinct(rotary: Rotary) -> list[int]:
@@ -366,20 +455,17 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 def _head_dim(layer: Any) -> int:
-    dim: int = layer.head_dim
+    """Channels of a head that the rotation gets; Phi hands it those alone which turn."""
+    dim: int = getattr(layer, "rotary_ndims", layer.head_dim)
     return dim
 
 
 def _num_heads(layer: Any) -> int:
+    """Its key heads."""
     names = ("num_heads", "num_attention_heads")
     own = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
     heads: int = layer.config.num_attention_heads if own is None else own
     return heads // getattr(layer, "num_key_value_groups", 1)
-
-
-def _num_key_heads(layer: Any) -> int:
-    heads: int = layer.config.num_attention_heads // getattr(layer, "num_key_value_groups", 1)
-    return heads
 
 
 def _lattice(config: Any) -> tuple[int, int]:
