@@ -18,7 +18,6 @@ from torchrope.integrations.own_rotation import Lattice
 
 OFTEN = ("qwen2_5_vl", "kimi_k25", "inkling2", "minimax_m3_vl", *IMAGE_TOWERS)  # one of each kind of layout
 ALL = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in (*SHARED, *IMAGE_TOWERS)]
-TOWERS = [name for name in (*SHARED, *IMAGE_TOWERS) if name != "mlcd"]
 
 
 def outputs(model: Any, images: dict[str, Any]) -> Tensor:
@@ -72,7 +71,7 @@ def test_the_table_of_towers_is_that_of_the_package() -> None:
     assert set(re.findall(r"`(\w+)`", listed[1])) == set(SHARED)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llama4", "sam3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llama4", "pixtral"])
 def test_gradient_checkpointing_copies_and_pickles(name: str) -> None:
     model, images = tower(name)
     tr.swap(model, "mixed").train()
@@ -84,7 +83,7 @@ def test_gradient_checkpointing_copies_and_pickles(name: str) -> None:
 
     expected = gradients(model)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable()
     for one in (model, *copies):
         for came, before in zip(gradients(one), expected, strict=True):
             assert torch.allclose(came, before, rtol=1e-4, atol=1e-6 * float(before.abs().max()))
@@ -122,7 +121,8 @@ class Synchronisations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "pixtral"])
-def test_packed_sequences_are_not_waited_for(name: str) -> None:
+def test_packed_sequences_are_not_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrope.encodings.base.can_read", lambda _: False)  # as on a device
     model, images = tower(name)
     counts = []
     for one in (model, tr.swap(copy.deepcopy(model), "mixed")):
@@ -156,17 +156,18 @@ def test_images_of_a_pack_are_those_alone() -> None:
 def test_encodings_that_find_tokens_elsewhere_have_positions_of_their_own() -> None:
     model, images = tower("qwen2_5_vl")
     families = iter([tr.MixedRoPE, tr.LieRE])
-    kinds = [lambda **head: next(families)(**head, init="paper")]
     with pytest.warns(UserWarning, match="outputs change"):
-        tr.swap(model, kinds[0])
+        tr.swap(model, lambda **head: next(families)(**head, init="paper"))
     rotary = rotary_of(model)
     assert rotary.lattices[0] != rotary.lattices[1]
     shown: list[Tensor] = []
     for encoding in rotary.encodings:
         encoding.register_forward_pre_hook(lambda _, args: shown.append(args[0]))
     outputs(model, images)
+    scales = [[tr.positions.per_axis("", one, 2) for one in (where.origin, where.spacing)] for where in rotary.lattices]
     indices = [
-        (where - lattice.origin) / lattice.spacing for where, lattice in zip(shown, rotary.lattices, strict=True)
+        (where - torch.tensor(origin)) / torch.tensor(spacing)
+        for where, (origin, spacing) in zip(shown, scales, strict=True)
     ]
     assert torch.allclose(indices[0], indices[1], atol=1e-4)
     assert int(indices[0].max()) == 7
@@ -225,7 +226,7 @@ def test_a_swapped_tower_is_saved_as_a_state_dict_alone(tmp_path: Path) -> None:
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(outputs(fresh, images), expected)
     for write in (model.save_pretrained, lambda path: tr.save(model, path)):
-        with pytest.raises(ValueError, match="^save and load know transformers' models of clip.*got Qwen2_5_Vision"):
+        with pytest.raises(ValueError, match=r"^save and load know transformers' models of clip.*got Qwen2_5_Vision"):
             write(tmp_path / "model")
     assert not list(tmp_path.rglob("*.safetensors"))
 

@@ -53,8 +53,8 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "minimax_m3_vl": ("MiniMaxM3VLVisionModel", dict(IMAGES, temporal_patch_size=1)),
-    "muse_glimmer": ("MuseGlimmerVisionModel", dict(hidden_size=32, **WIDTHS, patch_size=4, temporal_patch_size=1)),
-    "muse_spark": ("MuseSparkVisionModel", dict(hidden_size=32, **WIDTHS, patch_size=4, temporal_patch_size=1)),
+    "muse_glimmer": ("MuseGlimmerVisionModel", dict(hidden_size=32, **WIDTHS, patch_size=4, patch_temporal=1)),
+    "muse_spark": ("MuseSparkVisionModel", dict(hidden_size=32, **WIDTHS, patch_size=4, patch_temporal=1)),
     "paddleocr_vl": ("PaddleOCRVisionModel", dict(IMAGES)),
     "qwen2_5_omni": ("Qwen2_5OmniVisionEncoder", dict(**DEPTHS, **OUT, **WINDOWS)),
     "qwen2_5_vl": ("Qwen2_5_VisionTransformerPretrainedModel", dict(**DEPTHS, **OUT, **WINDOWS)),
@@ -106,7 +106,7 @@ def shared(package: str) -> Any:
 
 def packed(package: str, *sizes: tuple[int, int, int]) -> dict[str, Any]:
     """Images `(frames, rows, columns)` of patches of a tower of `SHARED`, one behind the other."""
-    frames = 1 if package.startswith("glm4v") else 2  # its interpolation takes pictures alone
+    frames = 1 if package in ("glm4v", "glm4v_moe", "kimi_k25") else 2  # these take pictures alone, or all of a length
     grid = torch.tensor(sizes or ((1, 4, 4), (frames, 8, 4)))
     patches = torch.randn(int(grid.prod(-1).sum()), 3 * 4 * 4)
     if package == "step3p7":
