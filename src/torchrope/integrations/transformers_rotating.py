@@ -186,7 +186,7 @@ class OfDecoder(OfTables):
     of_text = True
 
     def __init__(self, tower: nn.Module, model: nn.Module, pairs: list[Pair]) -> None:
-        self.num_axes = 3 if hasattr(pairs[0].rope, "mrope_section") else 1
+        self.num_axes = 3 if hasattr(pairs[0].rope, "recomposition_frequencies") else 1
         super().__init__(tower, model, pairs)
 
     def sites(self) -> list[Site]:
@@ -422,27 +422,33 @@ def _refuse(model: nn.Module) -> None:
 
 def _explains(rotation: OwnRotation, pair: Pair, as_taken: Callable[[Tensor], Tensor]) -> bool:
     """Whether a reading gives the scores that the layer's own function and tables give, of q and k drawn at random."""
-    layer, rope = pair
+    positions = grid(*[4] * rotation.frequencies.shape[0])
     drawn = torch.Generator().manual_seed(0)
-    ids = grid(*[4] * rotation.frequencies.shape[0]).long()
-    query, key = torch.randn(2, 1, 1, len(ids), _head_dim(layer), generator=drawn)  # (batch, heads, tokens, head_dim)
-    device = rope.inv_freq.device
-    with torch.no_grad():
-        cos, sin = (table.float().cpu() for table in rope(query.to(device), as_taken(ids).to(device)))
-        name = function_of(layer)
-        assert name is not None
-        own = own_forward(layer).__globals__[name]
-        try:
-            if FUNCTIONS[name] is tokens_first:
-                theirs = [_swapped(x) for x in own(_swapped(query)[0], _swapped(key)[0], cos, sin)]
-            else:
-                theirs = own(query, key, *(table.reshape(1, len(ids), -1) for table in (cos, sin)))
-        except RuntimeError:  # shapes that do not fit: the function gets a part of the channels
-            return False
-        channels = torch.tensor(rotation.channels)
-        ours = rotate(query[..., channels].double(), key[..., channels].double(), rotation.at(ids.double()))
+    query, key = torch.randn(
+        2, 1, 1, len(positions), _head_dim(pair.layer), generator=drawn
+    )  # (1, 1, tokens, head_dim)
+    try:
+        theirs = _turned_by_own(pair, query, key, as_taken(positions.long()))
+    except (IndexError, RuntimeError):  # shapes that do not fit: another layout
+        return False
+    channels = list(rotation.channels)
+    ours = rotate(query[..., channels].double(), key[..., channels].double(), rotation.at(positions.double()))
     scores, expected = (q.double().squeeze() @ k.double().squeeze().mT for q, k in (ours, theirs))
     return bool((scores - expected).abs().max() < 1e-4 * expected.abs().max())
+
+
+@torch.no_grad()
+def _turned_by_own(pair: Pair, query: Tensor, key: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k `(1, 1, tokens, head_dim)` as the layer's own function turns them."""
+    name, device = function_of(pair.layer), pair.rope.inv_freq.device
+    assert name is not None
+    own = own_forward(pair.layer).__globals__[name]
+    cos, sin = (table.float().cpu() for table in pair.rope(query.to(device), ids.to(device)))
+    if FUNCTIONS[name] is tokens_first:
+        query, key = own(_swapped(query)[0], _swapped(key)[0], cos, sin)
+        return _swapped(query), _swapped(key)
+    query, key = own(query, key, *(table.reshape(1, query.shape[-2], -1) for table in (cos, sin)))
+    return query, key
 
 
 def _distinct(rotary: Rotary) -> list[int]:
