@@ -1,5 +1,6 @@
 """Modules that `swap` puts into a model of another library, and the description of that model that they need."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,10 @@ class Adapter(ABC):
 
     def _layers(self) -> list[Any]:
         raise NotImplementedError
+
+    def growth(self, factors: Sequence[float]) -> float:
+        """How many times more tokens there are where axes are longer by these factors."""
+        return math.prod(factors)
 
     @abstractmethod
     def tables(self) -> list[nn.Parameter]:

@@ -8,20 +8,30 @@ packed sequences, a cache of keys or FlashAttention, is the model's own.
 """
 
 import inspect
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from functools import partial
-from types import FunctionType
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, interleaved
-from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site, Turn
+from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site
 from torchrope.integrations.transformers_saving import own_saving
+from torchrope.integrations.transformers_tables import (
+    FUNCTIONS,
+    Placed,
+    PlacedOnLattice,
+    Rotated,
+    argument_of,
+    function_of,
+    own_forward,
+    swapped,
+    tokens_first,
+)
 from torchrope.ops import rotate
 from torchrope.positions import grid
 
@@ -42,7 +52,7 @@ def rotating(model: nn.Module) -> list[Adapter]:
     """The vision towers and text decoders of a model that rotate.
 
     They are found by their parts, not by name: a tower is the smallest model of transformers that holds attention
-    layers which call a function of `FUNCTIONS`, and for each of them a module that makes tables from positions.
+    layers which call one of `FUNCTIONS`, and for each of them a module that makes tables from positions.
 
     Raises:
         ValueError: a model that turns q and k by what is no rotation of positions.
@@ -85,6 +95,9 @@ class OfTables(Adapter):
 
     def own_rotations(self) -> list[OwnRotation]:
         return [self._own_rotation(pair) for pair in self.pairs]
+
+    def _layers(self) -> list[Any]:
+        return [pair.layer for pair in self.pairs]
 
     def attach(self, rotary: Rotary) -> None:
         handles: list[Any] = rotary.handles
@@ -138,7 +151,13 @@ class OfTables(Adapter):
 
 
 class OfVision(OfTables):
-    """A vision tower whose tables are made from rows and columns: Qwen-VL's kin, Pixtral, SAM 3."""
+    """A vision tower whose tables are made from rows and columns: Qwen-VL's kin, Pixtral.
+
+    Attributes:
+        grows: Whether it takes images larger than those it was built for.
+    """
+
+    grows = True
 
     def __init__(self, tower: nn.Module, model: nn.Module, pairs: list[Pair]) -> None:
         self.num_axes = 3 if getattr(tower, "include_temporal", False) else 2
@@ -146,7 +165,7 @@ class OfVision(OfTables):
 
     def sites(self) -> list[Site]:
         lattice = (*[1] * (self.num_axes - 2), *_lattice(self.tower.config))
-        return [Site(_num_heads(layer), _head_dim(layer), lattice) for layer, _ in self.pairs]
+        return [Site(_num_heads(layer), _head_dim(layer), lattice, self.grows) for layer, _ in self.pairs]
 
     def _check(self) -> None:
         if hasattr(self.tower, "class_pos_emb"):
@@ -162,6 +181,8 @@ class OfVision(OfTables):
 class OfLlama4(OfVision):
     """Llama 4's vision tower: complex numbers for the patches of one size, counted from 1, and a class token behind."""
 
+    grows = False
+
     def _placed(self, rotary: Rotary) -> Callable[..., Any]:
         return PlacedOnLattice(rotary, _lattice(self.tower.config))
 
@@ -175,6 +196,15 @@ class OfLlama4(OfVision):
         if rows.is_meta or not torch.allclose(rows, torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
             raise ValueError(f"init='own' reads the table that {_name(self.tower)} was built with, got another")
         return rotation
+
+
+class OfSam3(OfVision):
+    """SAM 3's image tower: positions are in units of a window in all layers, whatever the size it was built for."""
+
+    grows = False
+
+    def sites(self) -> list[Site]:
+        return [replace(site, lattice=(self.tower.config.window_size,) * 2) for site in super().sites()]
 
 
 class OfDecoder(OfTables):
@@ -192,6 +222,9 @@ class OfDecoder(OfTables):
     def sites(self) -> list[Site]:
         lattice = (self.tower.config.max_position_embeddings,) * self.num_axes
         return [Site(_num_heads(layer), _head_dim(layer), lattice) for layer, _ in self.pairs]
+
+    def growth(self, factors: Sequence[float]) -> float:
+        return max(factors)  # the three positions of a word grow together
 
     def _placed(self, rotary: Rotary) -> Callable[..., Any]:
         return Placed(rotary, self.num_axes, axes_first=self.num_axes == 3)
@@ -214,163 +247,6 @@ class OfDecoder(OfTables):
         units = torch.eye(3, dtype=torch.float64)[:, None, :, None] * bands  # (axes, 1, tokens, bands)
         table: Tensor = rope.recomposition_frequencies(units)
         return table.squeeze(0)
-
-
-class Placed:
-    """Behind the module that makes tables: positions become further columns of the first one.
-
-    Each encoding that finds tokens elsewhere has columns of its own.
-
-    Attributes:
-        num_axes: Coordinates of a token.
-        axes_first: Whether positions come as `(axes, batch, tokens)`, otherwise `(tokens, axes)` or `(batch, tokens)`.
-    """
-
-    def __init__(self, rotary: Rotary, num_axes: int, *, axes_first: bool) -> None:
-        self.rotary = rotary
-        self.num_axes = num_axes
-        self.axes_first = axes_first
-
-    def __call__(
-        self, rope: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        ids = ids.movedim(0, -1) if self.axes_first else ids
-        ids = ids.reshape(*tables[0].shape[:-1], self.num_axes).to(tables[0].device)
-        return widened(tables, self.rotary.positions_at(ids, [1] * self.num_axes), self.rotary)
-
-
-class PlacedOnLattice:
-    """Behind Llama 4's table of complex numbers: two real ones, with the positions of patches, then a class token."""
-
-    def __init__(self, rotary: Rotary, sizes: tuple[int, ...]) -> None:
-        self.rotary = rotary
-        self.sizes = sizes
-
-    def __call__(self, rope: nn.Module, args: Any, kwargs: dict[str, Any], table: Tensor) -> tuple[Tensor, Tensor]:
-        placed = [pad(where, (0, 0, 0, 1)) for where in self.rotary.positions(self.sizes, device=table.device)]
-        cos_sin: Any = torch.view_as_real(table.squeeze(1)).unbind(-1)
-        return widened(cos_sin, placed, self.rotary)
-
-
-class Rotated:
-    """The forward of an attention layer, in which q and k turn by an encoding."""
-
-    def __init__(self, layer: Any, rotary: Rotary, index: int, num_axes: int) -> None:
-        self.layer = layer
-        self.rotary = rotary
-        self.index = index
-        self.num_axes = num_axes
-        self.function = rotated_forward(layer)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = argument_of(self.layer)
-        if name in kwargs:
-            kwargs = {**kwargs, name: self.turned(kwargs[name])}
-        else:
-            at = own_forward(self.layer).__code__.co_varnames.index(name) - 1  # without self
-            args = (*args[:at], self.turned(args[at]), *args[at + 1 :])
-        return self.function(self.layer, *args, **kwargs)
-
-    def turned(self, tables: tuple[Tensor, Tensor]) -> tuple["Turned", Tensor]:
-        """What the layer's tables become: how it turns, in the place of the first one."""
-        positions, own = narrowed(tables, self.rotary, self.index, self.num_axes)
-        turn = self.rotary.turn(self.index, positions)
-        return Turned(turn, own if self.rotary.keep_rotation else None), tables[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "function"}  # is not pickled
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.function = rotated_forward(self.layer)
-
-
-class Turned(NamedTuple):
-    """How a layer turns q and k, and its own tables where its own rotation stays."""
-
-    turn: Turn
-    own: tuple[Tensor, Tensor] | None
-
-
-def widened(tables: tuple[Tensor, Tensor], placed: list[Tensor], rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Tables of cosines and sines `(..., channels)`, the first with the positions of each lattice behind it."""
-    return torch.cat([tables[0], *(placed[index] for index in _distinct(rotary))], dim=-1), tables[1]
-
-
-def narrowed(
-    tables: tuple[Tensor, Tensor], rotary: Rotary, index: int, num_axes: int
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The positions of an encoding among columns of the first table, and the tables as they were."""
-    distinct = _distinct(rotary)
-    cos, sin = tables
-    channels = cos.shape[-1] - len(distinct) * num_axes
-    start = channels + distinct.index(rotary.alike[index]) * num_axes
-    return cos[..., start : start + num_axes], (cos[..., :channels].to(sin.dtype), sin)
-
-
-def heads_first(own: Callable[..., Any], query: Tensor, key: Tensor, cos: Turned, sin: Any, **kwargs: Any) -> Any:
-    """In the place of a function of q and k `(batch, heads, tokens, head_dim)`."""
-    if cos.own is not None:
-        query, key = own(query, key, *cos.own, **kwargs)
-    return cos.turn(query, key)
-
-
-def tokens_first(own: Callable[..., Any], query: Tensor, key: Tensor, cos: Turned, sin: Any) -> Any:
-    """In the place of a function of q and k `(tokens, heads, head_dim)`, or of a batch of them."""
-    if cos.own is not None:
-        query, key = own(query, key, *cos.own)
-    query, key = cos.turn(_swapped(query), _swapped(key))
-    return _swapped(query), _swapped(key)
-
-
-def complex_numbers(own: Callable[..., Any], query: Tensor, key: Tensor, freqs_ci: tuple[Turned, Tensor]) -> Any:
-    """In the place of a function of q and k `(batch, tokens, heads, head_dim)` and of complex numbers."""
-    turned, sin = freqs_ci
-    if turned.own is not None:
-        query, key = own(query, key, torch.complex(*turned.own).unsqueeze(1))
-    return tokens_first(own, query, key, turned._replace(own=None), sin)
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "apply_rotary_pos_emb": heads_first,
-    "apply_rotary_pos_emb_2d": heads_first,
-    "apply_rotary_pos_emb_vision": tokens_first,
-    "vision_apply_rotary_emb": complex_numbers,
-}
-"""By which layers rotate, and what stands in their place after a swap."""
-
-
-def own_forward(layer: Any) -> FunctionType:
-    """The forward of a layer's class, without its decorators."""
-    forward = inspect.unwrap(type(layer).forward)
-    assert isinstance(forward, FunctionType)
-    return forward
-
-
-def function_of(layer: Any) -> str | None:
-    """The one function of `FUNCTIONS` that a layer calls, or None."""
-    forward = inspect.unwrap(type(layer).forward)
-    if not isinstance(forward, FunctionType):
-        return None
-    called = [name for name in FUNCTIONS if name in forward.__code__.co_names and name in forward.__globals__]
-    return called[0] if len(called) == 1 else None
-
-
-def argument_of(layer: Any) -> str:
-    """The argument by which a layer gets its tables."""
-    return "freqs_ci" if function_of(layer) == "vision_apply_rotary_emb" else "position_embeddings"
-
-
-def rotated_forward(layer: Any) -> Callable[..., Any]:
-    """The forward of a layer's class, with another function under the name of the one that rotates."""
-    forward, name = own_forward(layer), function_of(layer)
-    assert name is not None
-    names = {**forward.__globals__, name: partial(FUNCTIONS[name], forward.__globals__[name])}
-    del names["__name__"]  # a compiler would look the names up in the module of that name
-    other = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    other.__kwdefaults__ = forward.__kwdefaults__
-    return other
 
 
 def _pairs(tower: PreTrainedModel) -> list[Pair]:
@@ -396,6 +272,8 @@ def _under(module: nn.Module, rope: nn.Module | None, taken: set[int]) -> Iterat
 def _is_attention(module: nn.Module) -> bool:
     if function_of(module) is None or not hasattr(module, "head_dim"):
         return False
+    if not getattr(module, "use_rope", True):  # some layers of SmolLM3 do not rotate
+        return False
     return argument_of(module) in inspect.signature(own_forward(module)).parameters
 
 
@@ -408,6 +286,8 @@ def _makes_tables(module: nn.Module) -> bool:
 def _kind(pair: Pair) -> type["OfTables"]:
     if hasattr(pair.rope, "freqs_ci"):
         return OfLlama4
+    if function_of(pair.layer) == "apply_rotary_pos_emb_2d" and hasattr(pair.layer.config, "global_attn_indexes"):
+        return OfSam3
     vision = hasattr(pair.rope, "recomposition_frequencies") and not getattr(pair.layer, "is_causal", False)
     return OfVision if vision else OfDecoder
 
@@ -424,9 +304,8 @@ def _explains(rotation: OwnRotation, pair: Pair, as_taken: Callable[[Tensor], Te
     """Whether a reading gives the scores that the layer's own function and tables give, of q and k drawn at random."""
     positions = grid(*[4] * rotation.frequencies.shape[0])
     drawn = torch.Generator().manual_seed(0)
-    query, key = torch.randn(
-        2, 1, 1, len(positions), _head_dim(pair.layer), generator=drawn
-    )  # (1, 1, tokens, head_dim)
+    shape = (1, 1, len(positions), _head_dim(pair.layer))
+    query, key = torch.randn(2, *shape, generator=drawn)
     try:
         theirs = _turned_by_own(pair, query, key, as_taken(positions.long()))
     except (IndexError, RuntimeError):  # shapes that do not fit: another layout
@@ -445,19 +324,10 @@ def _turned_by_own(pair: Pair, query: Tensor, key: Tensor, ids: Tensor) -> tuple
     own = own_forward(pair.layer).__globals__[name]
     cos, sin = (table.float().cpu() for table in pair.rope(query.to(device), ids.to(device)))
     if FUNCTIONS[name] is tokens_first:
-        query, key = own(_swapped(query)[0], _swapped(key)[0], cos, sin)
-        return _swapped(query), _swapped(key)
+        query, key = own(swapped(query)[0], swapped(key)[0], cos, sin)
+        return swapped(query), swapped(key)
     query, key = own(query, key, *(table.reshape(1, query.shape[-2], -1) for table in (cos, sin)))
     return query, key
-
-
-def _distinct(rotary: Rotary) -> list[int]:
-    """The encodings that find tokens where no one before them does."""
-    return sorted(set(rotary.alike))
-
-
-def _swapped(x: Tensor) -> Tensor:
-    return x.transpose(-2, -3)
 
 
 def _head_dim(layer: Any) -> int:
@@ -475,8 +345,10 @@ def _num_heads(layer: Any) -> int:
 
 
 def _lattice(config: Any) -> tuple[int, int]:
-    """Patches along each axis at the size a tower was built for; of towers for any size, 32."""
+    """Patches along each axis at the size a tower was built for, or of its table; of towers for any size, 32."""
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if getattr(config, "num_position_embeddings", None):
+        return (math.isqrt(config.num_position_embeddings),) * 2
     if size is None or patch is None:
         return (32, 32)
     rows, columns = ((extent, extent) if isinstance(extent, int) else tuple(extent) for extent in (size, patch))
