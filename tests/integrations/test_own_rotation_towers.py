@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rotating import IMAGE_TOWERS, SHARED, error, learned, llava, packed, qwen2_5_vl, shared, tower
+from rotating import IMAGE_TOWERS, SHARED, error, learned, llava, outputs, packed, qwen2_5_vl, shared, tower
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,12 +18,6 @@ from torchrope.integrations.own_rotation import Lattice
 
 OFTEN = ("qwen2_5_vl", "kimi_k25", "inkling2", "minimax_m3_vl", *IMAGE_TOWERS)  # one of each kind of layout
 ALL = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in (*SHARED, *IMAGE_TOWERS)]
-
-
-def outputs(model: Any, images: dict[str, Any]) -> Tensor:
-    output = model(**images)
-    tensor: Tensor = output if isinstance(output, Tensor) else output[0]
-    return tensor
 
 
 def unrotated(model: Any) -> Any:

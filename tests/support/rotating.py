@@ -91,6 +91,13 @@ def error(came: Tensor, expected: Tensor) -> float:
     return float((came - expected).detach().abs().max() / expected.detach().abs().max())
 
 
+def outputs(model: Any, images: dict[str, Any]) -> Tensor:
+    """The first of what a model gives."""
+    output = model(**images)
+    tensor: Tensor = output if isinstance(output, Tensor) else output[0]
+    return tensor
+
+
 def learned(model: Any) -> list[Tensor]:
     """The parameters of its encodings."""
     return [parameter for name, parameter in model.named_parameters() if ".encodings." in f".{name}"]
