@@ -1,12 +1,13 @@
 """Text decoders of transformers as one axis: the same logits and the same words after a swap, with a cache of keys."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from rotating import TEXT, error, learned, qwen2_5_vl, text, tokens
+from rotating import TEXT, error, learned, qwen2_5_vl, strong, text, tokens
 from torch import Tensor
 
 import torchrope as tr
@@ -23,17 +24,21 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: (f"{name}ForCausalLM", settings)
         for name, settings in (
+            ("Falcon", {}),  # one head of keys for all
             ("Gemma", dict(head_dim=16)),
+            ("Gemma3", dict(head_dim=16, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])),
+            ("GPTNeoX", {}),  # hands all channels to its rotation, which turns a part
             ("Mistral", dict(head_dim=16)),
             ("Olmo2", {}),
+            ("Olmo3", dict(layer_types=["sliding_attention", "full_attention"])),
             ("Phi3", {}),
             ("Qwen2", {}),
-            ("SmolLM3", {}),
+            ("SmolLM3", dict(num_hidden_layers=4)),  # its last layer does not rotate
             ("StableLm", {}),
         )
     },
 }
-OFTEN = ("llama", "qwen3", "phi", "glm4", "llama3")
+OFTEN = ("llama", "qwen3", "phi", "glm4", "llama3", "Gemma3", "GPTNeoX", "SmolLM3")
 
 
 def decoder(name: str, **settings: Any) -> Any:
@@ -141,9 +146,9 @@ def test_text_of_qwen_vl_has_three_axes() -> None:
     [
         (
             dict(rope_type="yarn", factor=2.0),
-            "rope_type='yarn' stretches q and k besides, .*attention_scaling=1.06931$",
+            "rope_type='yarn' stretches q and k besides; .*attention_scaling=1.06931$",
         ),
-        (dict(rope_type="dynamic", factor=2.0), "same at all lengths, got LlamaModel with rope_type='dynamic'$"),
+        (dict(rope_type="dynamic", factor=2.0), "same at all lengths; .*, got LlamaModel with rope_type='dynamic'$"),
     ],
 )
 def test_a_rope_that_is_no_fixed_rotation_is_refused_and_may_be_replaced(rope: dict[str, Any], message: str) -> None:
@@ -157,9 +162,50 @@ def test_a_rope_that_is_no_fixed_rotation_is_refused_and_may_be_replaced(rope: d
     assert torch.equal(tr.unswap(model)(words).logits, expected)
 
 
-def test_gemma3_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"and Gemma 3's layers are of two kinds .*, got Gemma3ForCausalLM$"):
-        tr.swap(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**TEXT, head_dim=16)), "mixed")
+def test_layers_of_two_kinds_go_on_from_frequencies_of_their_own() -> None:
+    model = tr.swap(decoder("Gemma3"), "mixed").model
+    local, whole = (encoding.frequencies.flatten() for encoding in model.rotary.encodings)
+    assert torch.equal(local, model.rotary_emb.sliding_attention_inv_freq)
+    assert torch.equal(whole, model.rotary_emb.full_attention_inv_freq)
+    assert not torch.equal(local, whole)
+
+
+def test_layers_that_do_not_rotate_get_no_encoding() -> None:
+    model = tr.swap(decoder("SmolLM3"), "mixed").model
+    assert [bool(layer.self_attn.use_rope) for layer in model.layers] == [True, True, True, False]
+    assert len(model.rotary.encodings) == 3
+
+
+def test_an_encoder_of_text_goes_on_too() -> None:
+    config = transformers.ModernBertConfig(**{**TEXT, "num_hidden_layers": 3}, cls_token_id=1, sep_token_id=2)
+    model, words = strong(transformers.ModernBertModel(config)), tokens()
+    expected = model(words).last_hidden_state
+    assert error(tr.swap(model, "mixed")(words).last_hidden_state, expected) < 1e-5
+    assert torch.equal(tr.unswap(model)(words).last_hidden_state, expected)
+
+
+def test_decoders_are_saved_and_loaded_into_one_built_the_same_way(tmp_path: Path) -> None:
+    model, words = tr.swap(decoder("qwen3"), "string:8"), tokens()
+    with torch.no_grad():
+        for parameter in learned(model):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(tmp_path)
+    again = tr.load(tmp_path, into=decoder("qwen3"))
+    assert torch.equal(again(words).logits, model(words).logits)
+    assert torch.equal(words_of(copy.deepcopy(again), words), words_of(model, words))
+
+
+@pytest.mark.parametrize(("name", "layer"), [("DeepseekV3", "DeepseekV3Attention"), ("Llama4", "Llama4TextAttention")])
+def test_attention_that_turns_otherwise_is_refused_with_the_way_by_hand(name: str, layer: str) -> None:
+    experts = dict(num_local_experts=2, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1)
+    heads = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
+    message = (
+        rf"^swap puts in rotations of q and k by positions, and {layer} does not hand whole q and k with cosines and "
+        rf"sines to one function; torchrope\.rotate\(q, k, rotation, key_rotation=\.\.\.\) in a {layer} of your own "
+        rf"takes any positions, got {name}ForCausalLM$"
+    )
+    with pytest.raises(ValueError, match=message):
+        tr.swap(text(f"{name}ForCausalLM", **experts, **(heads if name == "DeepseekV3" else {})), "mixed")
 
 
 def test_a_model_with_a_vision_tower_that_does_not_rotate_has_that_one_swapped() -> None:

@@ -245,27 +245,10 @@ def small_mlcd() -> Any:
     return transformers.MLCDVisionModel(transformers.MLCDVisionConfig(**config, image_size=32, patch_size=8))
 
 
-def small_vjepa2() -> Any:
-    config = dict(hidden_size=48, num_hidden_layers=1, num_attention_heads=2, crop_size=32, frames_per_clip=4)
-    predictor = dict(pred_hidden_size=48, pred_num_attention_heads=2, pred_num_hidden_layers=1, num_pooler_layers=1)
-    return transformers.VJEPA2Model(transformers.VJEPA2Config(**config, **predictor, patch_size=8))
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (small_mlcd, "MLCD's class token turns by learned angles, got MLCDVisionModel$"),
-        (small_vjepa2, "V-JEPA 2 turns the two channels of a pair by two angles, .* got VJEPA2Model$"),
-    ],
-)
-def test_what_is_no_rotation_is_refused_by_name(build: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^swap puts in rotations of q and k by positions, and {message}"):
-        tr.swap(build(), "mixed")
-
-
-def test_vjepa2_does_not_keep_lengths() -> None:
-    """What is refused is no rotation: the length of a query depends on where it is."""
-    layer = next(part for part in small_vjepa2().modules() if type(part).__name__ == "VJEPA2RopeAttention")
-    query = torch.randn(1, 2, 16, 24)
-    turned = layer.apply_rotary_embeddings(query, layer.get_position_ids(torch.zeros(1, 16, 48)))
-    assert (turned.norm(dim=-1) - query.norm(dim=-1)).abs().max() > 0.1
+def test_mlcd_is_refused_with_the_way_by_hand() -> None:
+    message = (
+        r"^swap puts in rotations of q and k by positions, and MLCD's class token turns by learned angles; "
+        r"torchrope\.rotate\(q, k, .*\) in a MLCDAttention of your own takes any positions, got MLCDVisionModel$"
+    )
+    with pytest.raises(ValueError, match=message):
+        tr.swap(small_mlcd(), "mixed")

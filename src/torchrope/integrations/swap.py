@@ -170,6 +170,9 @@ def adapt(model: nn.Module) -> Adapter:
     chosen = [adapter for adapter in found if not adapter.of_text] or found
     if len(chosen) == 1:
         return chosen[0]
+    if not chosen:
+        for library in _libraries(model):
+            library.refuse(model)
     rule = (
         "swap knows timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, "
         "the vision encoders of Qwen3, DeepSeek and Gemma 4, and transformers' CLIP, ViT, DINOv2, DINOv3 and SigLIP "
@@ -181,8 +184,12 @@ def adapt(model: nn.Module) -> Adapter:
 
 def adapters(model: nn.Module) -> list[Adapter]:
     """Find all parts of a model that `swap` knows."""
-    known = [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
-    return [adapter for library in known for adapter in library.adapters(model)]
+    return [adapter for library in _libraries(model) for adapter in library.adapters(model)]
+
+
+def _libraries(model: nn.Module) -> list[Any]:
+    """Our modules that know the libraries which parts of a model come from."""
+    return [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
 
 
 def origins(*classes: type) -> list[str]:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, interleaved
 from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site
+from torchrope.integrations.transformers_refused import by_hand
 from torchrope.integrations.transformers_saving import own_saving
 from torchrope.integrations.transformers_tables import (
     FUNCTIONS,
@@ -36,15 +37,6 @@ from torchrope.ops import rotate
 from torchrope.positions import grid
 
 _TABLES = ("pos_embed", "position_embedding", "position_embeddings", "positional_embedding", "positional_embedding_vlm")
-# Attention layers that turn q and k otherwise, and how.
-_REFUSED = {
-    "EdgeTamVideoRoPECrossAttention": "EdgeTAM's memory has keys that stand still among those that turn",
-    "EdgeTamVideoRoPESelfAttention": "EdgeTAM's memory has keys that stand still among those that turn",
-    "Gemma3Attention": "Gemma 3's layers are of two kinds that share one module of tables",
-    "Sam2VideoRoPEAttention": "SAM 2's memory has keys that stand still among those that turn",
-    "Sam3TrackerVideoRoPEAttention": "SAM 3's memory has keys that stand still among those that turn",
-    "VJEPA2RopeAttention": "V-JEPA 2 turns the two channels of a pair by two angles, which is no rotation",
-}
 _CHANGING = ("dynamic", "longrope")  # types of rope whose frequencies depend on the length of the sequence
 
 
@@ -58,10 +50,7 @@ def rotating(model: nn.Module) -> list[Adapter]:
         ValueError: a model that turns q and k by what is no rotation of positions.
     """
     towers = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    found: list[Adapter] = [_kind(pairs[0])(tower, model, pairs) for tower in towers if (pairs := _pairs(tower))]
-    if not found:
-        _refuse(model)
-    return found
+    return [_kind(pairs[0])(tower, model, pairs) for tower in towers if (pairs := _pairs(tower))]
 
 
 class Pair(NamedTuple):
@@ -69,6 +58,39 @@ class Pair(NamedTuple):
 
     layer: Any
     rope: Any
+
+    @property
+    def kind(self) -> str | None:
+        """Which kind of layer it is, where one module makes tables for several kinds: Gemma 3, OLMo 3, ModernBERT."""
+        if hasattr(self.rope, "inv_freq"):
+            return None
+        kind: str = getattr(self.layer, "layer_type", None) or self.layer.config.layer_types[self.layer.layer_idx]
+        return kind
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """Frequencies of its pairs, radians per unit of position."""
+        frequencies: Tensor = self._of_kind("inv_freq")
+        return frequencies
+
+    @property
+    def scaling(self) -> float:
+        """What its tables are multiplied by."""
+        return float(self._of_kind("attention_scaling", 1.0))
+
+    @property
+    def rope_type(self) -> str:
+        """Where its frequencies come from, by their name in transformers."""
+        named = getattr(self.rope, "rope_type", "default")
+        return str(named if isinstance(named, str) else named[self.kind])
+
+    def tables(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of its channels at positions."""
+        cos, sin = self.rope(x, positions) if self.kind is None else self.rope(x, positions, self.kind)
+        return cos, sin
+
+    def _of_kind(self, name: str, *default: Any) -> Any:
+        return getattr(self.rope, name if self.kind is None else f"{self.kind}_{name}", *default)
 
 
 class OfTables(Adapter):
@@ -120,24 +142,23 @@ class OfTables(Adapter):
         return positions
 
     def _own_rotation(self, pair: Pair) -> OwnRotation:
-        rope, head_dim = pair.rope, _head_dim(pair.layer)
-        scaling, kind = getattr(rope, "attention_scaling", 1.0), getattr(rope, "rope_type", "default")
-        if kind in _CHANGING:
-            rule = "init='own' continues frequencies that are the same at all lengths"
-            raise ValueError(f"{rule}, got {_name(self.tower)} with rope_type={kind!r}")
-        if scaling != 1:
-            rule = f"init='own' continues rotations, and rope_type={kind!r} stretches q and k besides"
-            raise ValueError(f"{rule}, got {_name(self.tower)} with attention_scaling={scaling:.6g}")
-        for rotation in self._readings(rope, head_dim):
+        if pair.rope_type in _CHANGING:
+            rule = "init='own' continues frequencies that are the same at all lengths; init='zeros' replaces others"
+            raise ValueError(f"{rule}, got {_name(self.tower)} with rope_type={pair.rope_type!r}")
+        if pair.scaling != 1:
+            rule = f"init='own' continues rotations, and rope_type={pair.rope_type!r} stretches q and k besides"
+            ways = "extend gives a model without it YaRN; init='zeros' replaces it"
+            raise ValueError(f"{rule}; {ways}, got {_name(self.tower)} with attention_scaling={pair.scaling:.6g}")
+        for rotation in self._readings(pair):
             if _explains(rotation, pair, self._as_taken):
                 return rotation
         rule = "init='own' reads rotations of pairs of channels by positions times frequencies"
         raise ValueError(f"{rule}, got another of {_name(self.tower)}; init='zeros' and init='paper' replace it")
 
-    def _readings(self, rope: Any, head_dim: int) -> Iterator[OwnRotation]:
-        """What the tables of a module may mean: each way in which channels may be paired."""
-        table = self._frequencies(rope)  # (axes, channels that turn)
-        turned = table.shape[-1]
+    def _readings(self, pair: Pair) -> Iterator[OwnRotation]:
+        """What the tables of a layer may mean: each way in which channels may be paired."""
+        table, head_dim = self._frequencies(pair.rope), _head_dim(pair.layer)
+        turned = table.shape[-1]  # of (axes, channels that turn)
         if turned > head_dim:
             return
         for paired in (halves(turned), interleaved(turned)):
@@ -170,7 +191,7 @@ class OfVision(OfTables):
     def _check(self) -> None:
         if hasattr(self.tower, "class_pos_emb"):
             rule = "swap puts in rotations of q and k by positions, and MLCD's class token turns by learned angles"
-            raise ValueError(f"{rule}, got {_name(self.tower)}")
+            raise ValueError(f"{rule}; {by_hand(_name(self.pairs[0].layer))}, got {_name(self.tower)}")
 
     def _frequencies(self, rope: Any) -> Tensor:
         units = torch.eye(self.num_axes, dtype=torch.float64)
@@ -232,11 +253,11 @@ class OfDecoder(OfTables):
     def _as_taken(self, positions: Tensor) -> Tensor:
         return positions.mT if self.num_axes == 1 else positions.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
 
-    def _readings(self, rope: Any, head_dim: int) -> Iterator[OwnRotation]:
+    def _readings(self, pair: Pair) -> Iterator[OwnRotation]:
         if self.num_axes == 3:
-            yield from super()._readings(rope, head_dim)
+            yield from super()._readings(pair)
             return
-        bands = exact(rope.inv_freq).reshape(1, 1, -1)
+        bands, head_dim = exact(pair.inv_freq).reshape(1, 1, -1), _head_dim(pair.layer)
         turned = 2 * bands.shape[-1]
         if turned <= head_dim:
             for paired in (halves(turned), interleaved(turned)):
@@ -270,7 +291,7 @@ def _under(module: nn.Module, rope: nn.Module | None, taken: set[int]) -> Iterat
 
 
 def _is_attention(module: nn.Module) -> bool:
-    if function_of(module) is None or not hasattr(module, "head_dim"):
+    if function_of(module) is None or not (hasattr(module, "head_dim") or hasattr(module, "head_size")):
         return False
     if not getattr(module, "use_rope", True):  # some layers of SmolLM3 do not rotate
         return False
@@ -278,9 +299,10 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _makes_tables(module: nn.Module) -> bool:
-    if not hasattr(module, "inv_freq"):
+    if not any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
         return hasattr(module, "freqs_ci")
-    return list(inspect.signature(module.forward).parameters) == ["x", "position_ids"]
+    arguments = list(inspect.signature(module.forward).parameters)
+    return arguments in (["x", "position_ids"], ["x", "position_ids", "layer_type"])
 
 
 def _kind(pair: Pair) -> type["OfTables"]:
@@ -290,14 +312,6 @@ def _kind(pair: Pair) -> type["OfTables"]:
         return OfSam3
     vision = hasattr(pair.rope, "recomposition_frequencies") and not getattr(pair.layer, "is_causal", False)
     return OfVision if vision else OfDecoder
-
-
-def _refuse(model: nn.Module) -> None:
-    """Say why, where the attention of a model rotates and cannot be swapped."""
-    for module in model.modules():
-        reason = _REFUSED.get(_name(module))
-        if reason is not None:
-            raise ValueError(f"swap puts in rotations of q and k by positions, and {reason}, got {_name(model)}")
 
 
 def _explains(rotation: OwnRotation, pair: Pair, as_taken: Callable[[Tensor], Tensor]) -> bool:
@@ -319,10 +333,10 @@ def _explains(rotation: OwnRotation, pair: Pair, as_taken: Callable[[Tensor], Te
 @torch.no_grad()
 def _turned_by_own(pair: Pair, query: Tensor, key: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """q and k `(1, 1, tokens, head_dim)` as the layer's own function turns them."""
-    name, device = function_of(pair.layer), pair.rope.inv_freq.device
+    name, device = function_of(pair.layer), pair.inv_freq.device
     assert name is not None
     own = own_forward(pair.layer).__globals__[name]
-    cos, sin = (table.float().cpu() for table in pair.rope(query.to(device), ids.to(device)))
+    cos, sin = (table.float().cpu() for table in pair.tables(query.to(device), ids.to(device)))
     if FUNCTIONS[name] is tokens_first:
         query, key = own(swapped(query)[0], swapped(key)[0], cos, sin)
         return swapped(query), swapped(key)
@@ -332,12 +346,14 @@ def _turned_by_own(pair: Pair, query: Tensor, key: Tensor, ids: Tensor) -> tuple
 
 def _head_dim(layer: Any) -> int:
     """Channels of a head that the rotation gets; Phi hands it those alone which turn."""
-    dim: int = getattr(layer, "rotary_ndims", layer.head_dim)
+    dim: int = layer.head_size if hasattr(layer, "head_size") else getattr(layer, "rotary_ndims", layer.head_dim)
     return dim
 
 
 def _num_heads(layer: Any) -> int:
     """Its key heads."""
+    if hasattr(layer, "num_kv_heads"):  # Falcon, which repeats them in one of its forms
+        return int(layer.num_heads if layer.new_decoder_architecture else layer.num_kv_heads)
     names = ("num_heads", "num_attention_heads")
     own = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
     heads: int = layer.config.num_attention_heads if own is None else own
