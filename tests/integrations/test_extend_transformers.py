@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from plain_towers import TOWERS as PLAIN
 from rotating import SHARED, error, llava, outputs, qwen2_5_vl, text, tokens, tower
-from standing import TOWERS as TOWERS_THAT_STAND
 from torch import Tensor
 
 import torchrope as tr
@@ -61,9 +61,9 @@ def test_yarn_scales_scores_of_decoders_too(name: str) -> None:
     assert error(tr.extend(model, 4, method="yarn")(words).logits, scaled(words).logits) < 1e-5
 
 
-@pytest.mark.parametrize("name", sorted(set(TOWERS_THAT_STAND) - {"sam", "sam_hq", "vjepa2", "videomae-masked"}))
+@pytest.mark.parametrize("name", sorted(set(PLAIN) - {"sam", "sam_hq", "vjepa2", "videomae-masked"}))
 def test_yarn_scales_scores_of_swapped_towers_that_do_not_rotate(name: str) -> None:
-    given = TOWERS_THAT_STAND[name]()
+    given = PLAIN[name]()
     model = tr.swap(given.model, "mixed", init="paper")
     scaled = tr.extend(model, 2, method=partial(tr.yarn, train_size=8))
     scale_scores(scaled, tr.yarn_temperature((2,) * given.indices.shape[-1]) ** 2)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from plain_towers import TOWERS, Tower, blip2_whole, depth_of_dinov2, sam
 from rotating import error, learned, outputs
-from standing import TOWERS, Tower, blip2_whole, depth_of_dinov2, sam
 from torch import Tensor, nn
 
 import torchrope as tr

@@ -38,9 +38,9 @@ def extend(
     """Copy a model, or an encoding, for inputs larger than those trained on, its frequencies scaled axis by axis.
 
     Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are left to the model, which
-    resamples them. A model of timm that rotates by itself is copied with "mixed" encodings that continue its rotation,
-    as `swap` puts them in. In a Swin, whose windows do not grow with the input, the factor is that of the windows: call
-    the copy with a larger `window_size`.
+    resamples them. A model that rotates by itself is copied with "mixed" encodings that continue its rotation, as
+    `swap` puts them in; of a vision tower and a text model, the tower is extended. In a Swin, whose windows do not grow
+    with the input, the factor is that of the windows: call the copy with a larger `window_size`.
 
     Frequencies are scaled in the units of the training size. Where a model squeezes positions into the same interval at
     every size, as DINOv3 does, it interpolates already: "interpolate" then changes nothing, and the copies of other
@@ -64,8 +64,9 @@ def extend(
         The copy; what was given is left as it is.
 
     Raises:
-        ValueError: a model that does not rotate, or rotates beside its encodings; an unknown method, one without the
-            setting that it needs, an encoding without frequencies, attention whose keys cannot be scaled; a bad factor.
+        ValueError: a model that does not rotate, rotates beside its encodings, takes one size alone, or has encodings
+            of different numbers of axes; an unknown method, one without the setting that it needs, an encoding without
+            frequencies, attention whose keys cannot be scaled; a bad factor.
 
     References:
         Those of `interpolate`, `ntk`, `yarn`, `riflex` and `dype`.

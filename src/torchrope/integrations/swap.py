@@ -46,10 +46,10 @@ def swap(
     Args:
         model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,
             DINOv3), NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, and the vision encoders of
-            Qwen3, DeepSeek and Gemma 4. Of transformers: CLIP, ViT, DINOv2, DINOv3 and SigLIP vision models; vision
-            towers that rotate (Qwen-VL's kin, Pixtral, Llama 4, SAM 3) and text decoders (Llama, Qwen); and what is
-            built around them. Also a model of your own that holds one of these; of a vision tower and a decoder, the
-            tower is taken.
+            Qwen3, DeepSeek and Gemma 4. Of transformers: the vision models of ViT, DeiT, BEiT, DINOv2, DINOv3, I-JEPA,
+            ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2; vision towers that rotate (Qwen-VL, Pixtral,
+            Llama 4, SAM 3 and others) and text models (Llama, Qwen, Gemma and others); and what is built around them.
+            Also a model of your own that holds one of these; of a vision tower and a text model, the tower is taken.
         encoding: A name ("mixed", "liere:8"); an `Encoding`, which all layers share, its rotation computed once per
             forward; or what builds one for each layer from num_axes, num_heads and head_dim.
         block_size: b, for a name or a factory that takes one.
@@ -175,8 +175,9 @@ def adapt(model: nn.Module) -> Adapter:
             library.refuse(model)
     rule = (
         "swap knows timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, "
-        "the vision encoders of Qwen3, DeepSeek and Gemma 4, and transformers' CLIP, ViT, DINOv2, DINOv3 and SigLIP "
-        "vision models, towers and decoders that rotate by tables of positions"
+        "the vision encoders of Qwen3, DeepSeek and Gemma 4, and transformers' ViT, DeiT, BEiT, DINOv2, DINOv3, "
+        "I-JEPA, ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2, and its towers and text models that "
+        "rotate by tables of positions"
     )
     held = f", with {len(chosen)} of them" if chosen else ""
     raise ValueError(f"{rule}, one in a model, got {_name(model)}{held}")

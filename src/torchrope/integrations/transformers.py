@@ -37,7 +37,7 @@ from torchrope.integrations.transformers_clips import clips
 from torchrope.integrations.transformers_maps import maps
 from torchrope.integrations.transformers_refused import refuse as refuse
 from torchrope.integrations.transformers_rotating import rotating
-from torchrope.integrations.transformers_towers import standing
+from torchrope.integrations.transformers_towers import towers
 
 # Where their classes are, and those of the models around them: all that `rebuild` builds.
 _PACKAGES = ("clip", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", "vit")
@@ -143,7 +143,7 @@ _OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "
 
 def adapters(model: nn.Module) -> list[Adapter]:
     """What swap needs for each part of a model that it knows."""
-    return [*standing(model), *clips(model), *maps(model), *rotating(model)]
+    return [*towers(model), *clips(model), *maps(model), *rotating(model)]
 
 
 def recipe(model: Any) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from torch import nn
 
 # Attention layers by the names of their classes, and why `swap` refuses a model that has no others.
 _REASONS = {
-    "EdgeTamVideoRoPECrossAttention": "EdgeTAM's memory has keys that stand still among those that turn",
-    "EdgeTamVideoRoPESelfAttention": "EdgeTAM's memory has keys that stand still among those that turn",
+    "EdgeTamVideoRoPECrossAttention": "EdgeTAM's memory has keys that do not turn among those that do",
+    "EdgeTamVideoRoPESelfAttention": "EdgeTAM's memory has keys that do not turn among those that do",
     "HieraMaskUnitAttention": "Hiera's queries are the largest of several places",
     "Sam2MultiScaleAttention": "the queries of SAM 2's Hiera are the largest of several places",
-    "Sam2VideoRoPEAttention": "SAM 2's memory has keys that stand still among those that turn",
-    "Sam3TrackerVideoRoPEAttention": "SAM 3's memory has keys that stand still among those that turn",
+    "Sam2VideoRoPEAttention": "SAM 2's memory has keys that do not turn among those that do",
+    "Sam3TrackerVideoRoPEAttention": "SAM 3's memory has keys that do not turn among those that do",
 }
 
 

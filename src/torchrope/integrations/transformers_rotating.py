@@ -1,4 +1,4 @@
-"""`swap` for models of transformers that rotate q and k by tables of cosines and sines: vision towers, text decoders.
+"""`swap` for models of transformers that rotate q and k by tables of cosines and sines: vision towers, text models.
 
 Such a model has a module that makes two tables from the positions of tokens, `(tokens, channels)` each, and attention
 layers that hand them to a function beside them, such as `apply_rotary_pos_emb(q, k, cos, sin)`. After a swap positions
@@ -41,7 +41,7 @@ _CHANGING = ("dynamic", "longrope")  # types of rope whose frequencies depend on
 
 
 def rotating(model: nn.Module) -> list[Adapter]:
-    """The vision towers and text decoders of a model that rotate.
+    """The vision towers and text models inside a model that rotate.
 
     They are found by their parts, not by name: a tower is the smallest model of transformers that holds attention
     layers which call one of `FUNCTIONS`, and for each of them a module that makes tables from positions.
@@ -172,7 +172,7 @@ class OfTables(Adapter):
 
 
 class OfVision(OfTables):
-    """A vision tower whose tables are made from rows and columns: Qwen-VL's kin, Pixtral.
+    """A vision tower whose tables are made from rows and columns: the Qwen-VL family, Pixtral.
 
     Attributes:
         grows: Whether it takes images larger than those it was built for.
@@ -229,7 +229,7 @@ class OfSam3(OfVision):
 
 
 class OfDecoder(OfTables):
-    """A text model. Its tokens are in order, one axis, or have the three positions of Qwen-VL's kin: time, row, column.
+    """A text model. Its tokens have one position each, or the three of M-RoPE: time, row, column.
 
     Keys go into its cache rotated, as they did before.
     """

@@ -52,7 +52,7 @@ NAME = "torchrope"
 _ARGUMENT = "torchrope_rotations"
 
 
-def standing(model: nn.Module) -> list[Adapter]:
+def towers(model: nn.Module) -> list[Adapter]:
     """What swap needs for each tower of `_ATTENTION` inside a model."""
     return [OfTower(module, model) for module in model.modules() if _kind(module) is not None]
 
