@@ -124,6 +124,7 @@ def test_half_precision_errs_no_more_than_the_models_own() -> None:
     assert error(half(words).logits.float(), exact) < 2 * theirs
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break() -> None:
     model, words = tr.swap(decoder("llama"), "mixed"), tokens()
     torch.compiler.reset()

@@ -169,7 +169,8 @@ def test_encodings_that_find_tokens_elsewhere_have_positions_of_their_own() -> N
 
 # torch.compile calls the hooks of the outermost module itself and looks for the gradients of what they made.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", ["llama4", pytest.param("sam3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama4", "sam3"])
 def test_it_compiles_without_a_break(name: str) -> None:
     model, images = tower(name)
     expected = outputs(tr.swap(model, "mixed"), images)
