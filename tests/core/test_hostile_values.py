@@ -255,6 +255,7 @@ def without_memory(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("family", FAMILIES)
 def test_memory_that_is_not_to_be_had_is_an_error(

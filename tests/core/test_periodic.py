@@ -82,6 +82,7 @@ def test_frequencies_are_the_nearest_whole_turns() -> None:
     assert torch.allclose(rounded, torch.tensor([[[0.0, 1.0, -1.0]], [[0.4, 0.6, -1.2]], [[0.0, 0.0, -2.0]]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["axial", "golden"])
 def test_every_property_of_encodings_holds_with_fixed_frequencies(name: str) -> None:
     tr.testing.check(partial(closed, name, (24.0, None)))

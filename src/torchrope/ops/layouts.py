@@ -37,7 +37,7 @@ def heads_first(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Resto
 
 def warn_of_two_layouts(name: str, x: Tensor, layout: str | None) -> None:
     """Warn where x has as many heads as tokens, so that its shape fits both layouts and nobody has said which it is."""
-    if layout is None and x.ndim > 2 and x.shape[-3] == x.shape[-2] != 1 and not torch.compiler.is_compiling():
+    if layout is None and x.ndim > 2 and x.shape[-3] == x.shape[-2] > 1 and not torch.compiler.is_compiling():
         warnings.warn(
             f"{name} has as many heads as tokens, {x.shape[-3]}, so both layouts fit; taken as (batch, heads, tokens, "
             "head_dim). layout='bhtd' says so without this warning, layout='bthd' the other",
