@@ -38,7 +38,7 @@ def closed(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.Periodi
 def scores(encoding: tr.Encoding, positions: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, len(positions), 12, generator=generator, **WIDE).to(positions.dtype)
-    turned_q, turned_k = tr.rotate(q, k, encoding(positions))
+    turned_q, turned_k = tr.rotate(q, k, encoding(positions), layout="bhtd")
     return turned_q @ turned_k.mT
 
 

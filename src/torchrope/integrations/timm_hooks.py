@@ -131,7 +131,8 @@ class TurnOnLattice:
         """Turn `(windows, heads, tokens, head_dim)`."""
         rotation = self.rotary.rotation(self.index, sizes, device=q.device)
         q, k = self.rotary.in_pairs(q, self.index), self.rotary.in_pairs(k, self.index)
-        return rotate(q, k, rotation, layout="bhtd", scores_only=True)
+        # Contiguous, as SAM's bias takes them: products of other strides end in other last bits.
+        return rotate(q.contiguous(), k.contiguous(), rotation, layout="bhtd", scores_only=True)
 
 
 class TurnInWindow:

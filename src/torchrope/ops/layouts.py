@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ def warn_of_two_layouts(name: str, x: Tensor, layout: str | None) -> None:
 def _values_of(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restore]:
     if x.layout != torch.jagged or x.ndim != 4:
         raise ValueError(f"{name} must be jagged and of 4 dimensions where it is nested, got {x.ndim} of {x.layout}")
-    if x.lengths() is not None:
+    jagged: Any = x  # whose methods Tensor does not declare
+    if jagged.lengths() is not None:
         raise ValueError(f"{name} must be jagged without gaps, got lengths beside offsets; contiguous() closes them")
     tokens = next(dim for dim, size in enumerate(x.shape) if not isinstance(size, int))
     expected = {"bhtd": 2, "bthd": 1}.get(layout or "", tokens)
@@ -57,7 +59,7 @@ def _values_of(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restor
             f"{name} must be jagged in its tokens, dimension {expected}"
             f"{f' of layout {layout}' if layout else ' or 1'}, got {tokens}"
         )
-    offsets = x.offsets()
+    offsets = jagged.offsets()
 
     def restore(values: Tensor) -> Tensor:
         own = values.transpose(0, 1) if tokens == 1 else values
