@@ -359,6 +359,88 @@ def segments(folder: Path, parts: tuple[str, ...] = ("train", "val"), palette: b
     return folder
 
 
+def csv_text(columns: dict[str, np.ndarray]) -> str:
+    """Columns as a .csv file, NaN as an empty cell."""
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    lines = [",".join("" if value != value else repr(value) for value in row) for row in rows]
+    return "\n".join([",".join(columns), *lines]) + "\n"
+
+
+def ply_content(columns: dict[str, np.ndarray], order: str = "binary_little_endian") -> bytes:
+    """Columns as the vertices of a .ply file in float32, with a face behind them."""
+    names = "".join(f"property float {name}\n" for name in columns)
+    count = len(next(iter(columns.values())))
+    face = "element face 1\nproperty list uchar int vertex_indices\nend_header\n"
+    header = f"ply\nformat {order} 1.0\ncomment a miniature\nelement vertex {count}\n{names}{face}".encode()
+    table = np.stack([*columns.values()], axis=1)
+    if order == "ascii":
+        return header + "".join(" ".join(map(repr, row)) + "\n" for row in table.tolist()).encode() + b"3 0 1 2\n"
+    mark = "<" if order == "binary_little_endian" else ">"
+    return header + table.astype(f"{mark}f4").tobytes() + bytes([3]) + np.arange(3, dtype=f"{mark}i4").tobytes()
+
+
+def npz_content(**arrays: np.ndarray) -> bytes:
+    """Arrays as a .npz file."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def point_columns(seed: int, count: int = 12, tall: bool = False) -> dict[str, np.ndarray]:
+    """Points in a box, which is higher than wide or wider than high, with a colour."""
+    rng = np.random.default_rng(seed)
+    places = rng.random((count, 3)) * ((1, 1, 4) if tall else (4, 4, 1))
+    return {**dict(zip("xyz", places.T.round(3), strict=True)), "grey": rng.random(count).round(3)}
+
+
+def points(folder: Path) -> Path:
+    """<class>/* of two classes, in three formats, with 8 to 15 points each."""
+    for number in range(54):
+        columns = point_columns(number, 8 + number % 8, tall=number % 2 == 1)
+        place = folder / ("tall" if number % 2 else "wide") / f"{number:02}"
+        match number % 3:
+            case 0:
+                write(place.with_suffix(".csv"), csv_text(columns))
+            case 1:
+                write(place.with_suffix(".npz"), npz_content(**columns))
+            case 2:
+                write(place.with_suffix(".ply"), ply_content(columns))
+    return folder
+
+
+def ts_text(series: list[tuple[list[list[float]], str]], **header: str) -> str:
+    """Series, each of channels and a class, as a .ts file; NaN is ?."""
+
+    def told(values: list[float]) -> str:
+        return ",".join("?" if value != value else repr(value) for value in values)
+
+    classes = " ".join(sorted({label for _, label in series}))
+    lines = ["# a miniature", "@problemName Waves", *(f"@{name} {value}" for name, value in header.items())]
+    lines += [f"@classLabel true {classes}", "@data"]
+    lines += [":".join([*map(told, channels), label]) for channels, label in series]
+    return "\n".join(lines) + "\n"
+
+
+def waves(count: int, first: int = 0) -> list[tuple[list[list[float]], str]]:
+    """Sines of one or two turns in 8 to 13 steps, with a second channel of noise."""
+    made = []
+    for number in range(first, first + count):
+        rng, length = np.random.default_rng(number), 8 + number % 6
+        turns = 1 + number % 2
+        wave = np.sin(2 * np.pi * (turns * np.arange(length) / length + rng.random()))
+        made.append(
+            ([wave.round(4).tolist(), rng.random(length).round(4).tolist()], f"{turns} turns".replace(" ", "_"))
+        )
+    return made
+
+
+def series(folder: Path) -> Path:
+    """Waves_TRAIN.ts and Waves_TEST.ts, of two channels and unequal lengths."""
+    write(folder / "Waves_TRAIN.ts", ts_text(waves(20)))
+    write(folder / "Waves_TEST.ts", ts_text(waves(12, first=20)))
+    return folder
+
+
 MINIATURES: dict[str, Callable[[Path], Path]] = {
     "fashion-mnist": fashion,
     "images": images,
@@ -370,6 +452,8 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
     "ucf101": ucf101,
     "volumes": volumes,
     "rsna": rsna,
+    "points": points,
+    "series": series,
     "coco": coco,
     "ade20k": ade20k,
     "segments": segments,
@@ -377,4 +461,5 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")},
     "kanji": {"task": "layout", "size": 16},
+    "kanji-strokes": {"task": "layout"},
 }

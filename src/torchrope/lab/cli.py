@@ -54,12 +54,14 @@ first steps:
   torchrope compare --data images --data.root DIR      your own images, a folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
   torchrope compare --data kanji                       characters drawn from their strokes at any size
+  torchrope compare --data kanji-strokes               the same as points (t, x, y) along their strokes
+  torchrope compare --data points --data.root DIR      your own sets of points; series: time series (docs/data.md)
   torchrope study dense                                segmentation and detection, on scenes of handwritten digits
   torchrope compare --recipe liere-cifar100-vit-b      the settings of a paper; torchrope recipes lists them
 """
 
 COMPARE = """\
-Train the same vision transformer once per position encoding, on the same data, seeds and schedule, and write
+Train the same transformer once per position encoding, on the same data, seeds and schedule, and write
 OUT/report/index.html: which encoding suits the data, and what it costs.
 
 A comparison that was stopped or killed is resumed by the same command. Short forms: --data NAME for --data.name NAME,
@@ -489,10 +491,16 @@ def _measured(options: argparse.Namespace, model: Any, data: Any) -> dict[str, A
     from torchrope.lab.studies.config import SCALES
     from torchrope.lab.training.evaluate import evaluate, scaled_sizes, square_sizes, windows_at
 
-    patch = model.embed.patch_size
     try:
         windows_at(model, data.input_size, options.window_size)
-        sizes = square_sizes(data, patch, options.sizes) if options.sizes else scaled_sizes(data, patch, SCALES)
+        if not data.lattice:
+            sizes = []
+        elif options.sizes:
+            sizes = square_sizes(data, model.embed.patch_size, options.sizes)
+        else:
+            sizes = scaled_sizes(data, model.embed.patch_size, SCALES)
+        if options.sizes and not data.lattice:
+            raise ValueError(f"sizes is for data on a lattice, got {data.name}")
     except ValueError as error:
         raise ValueError(f"--{str(error).replace('_', '-', 1)}") from None
     asked = {"crop_ratio": options.crop_ratio, "window_size": options.window_size}

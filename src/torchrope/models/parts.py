@@ -202,15 +202,17 @@ def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.M
 
 
 def resolve(
-    encoding: str | Callable[..., Encoding],
+    encoding: str | Callable[..., Encoding] | Choice,
     absolute: Callable[..., AbsoluteEncoding] | None,
     bias: Callable[..., RelativePositionBias] | None,
 ) -> Choice:
-    """Turn a name into what builds the encodings; what a name brings excludes another of its kind.
+    """Turn a name into what builds the encodings, unless that is given; a name's excludes another of its kind.
 
     Raises:
         ValueError: an unknown name, or two absolute encodings or biases.
     """
+    if isinstance(encoding, Choice):
+        return encoding
     if not isinstance(encoding, str):
         return Choice("", encoding, absolute, bias)
     choice = choose(encoding)

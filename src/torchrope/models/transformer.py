@@ -38,8 +38,9 @@ class Transformer(nn.Module):
         depth: Layers.
         num_heads: Attention heads.
         mlp_dim: Channels inside the MLP; 4 dim by default.
-        encoding: A name ("mixed", "liere:8", "none", "sinusoidal+axial"), or what builds an encoding from num_axes,
-            num_heads and head_dim. Of what is not rotary it must be a function of real positions: `SinusoidalAPE`.
+        encoding: A name ("mixed", "liere:8", "none", "sinusoidal+axial"), what builds an encoding from num_axes,
+            num_heads and head_dim, or a `Choice` of such. Of what is not rotary it must be a function of real
+            positions: `SinusoidalAPE`.
         share_layers: One encoding for all layers, its rotations computed once per forward.
         scale: Length that counts as one unit of position, in the unit of the data, one number or one per axis:
             positions are divided by it. About the distance of neighbours; axes in metres and seconds need one each.
@@ -89,7 +90,7 @@ class Transformer(nn.Module):
         depth: int = 6,
         num_heads: int = 8,
         mlp_dim: int | None = None,
-        encoding: str | Callable[..., Encoding] = "mixed",
+        encoding: str | Callable[..., Encoding] | Choice = "mixed",
         share_layers: bool = False,
         scale: PerAxis = 1.0,
         extent: PerAxis | None = None,

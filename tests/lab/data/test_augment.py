@@ -13,7 +13,13 @@ from training_path import train_two_steps
 from torchrope.lab.data import augment
 from torchrope.lab.data.augment import OPERATIONS, OPERATIONS_OF_VOLUMES, EpochSet, randaugment_changes, volume_changes
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import NAMES_TO_CLASSIFY, AugmentConfig, CropAugment, data_config
+from torchrope.lab.data.config import (
+    NAMES_TO_CLASSIFY,
+    NAMES_WITHOUT_LATTICE,
+    AugmentConfig,
+    CropAugment,
+    data_config,
+)
 from torchrope.lab.data.draws import Draws, seeded
 from torchrope.lab.data.tensors import TensorSet, byte_sets
 from torchrope.lab.training.classifier import Classifier
@@ -278,7 +284,7 @@ def test_all_frames_of_a_clip_show_the_same_part():
 PICTURES_AND_VIDEOS = [
     pytest.param(name, marks=pytest.mark.slow if name == "ucf101" else [])
     for name in NAMES_TO_CLASSIFY
-    if name not in ("volumes", "rsna")
+    if name not in ("volumes", "rsna", *NAMES_WITHOUT_LATTICE)
 ]
 
 

@@ -21,7 +21,15 @@ from torchvision import datasets as torchvision_datasets
 
 from torchrope.lab.data import fashion, folders, images
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import DATA_NAMES, NAMES_DENSE, SETTINGS, data_config, options, takers
+from torchrope.lab.data.config import (
+    DATA_NAMES,
+    NAMES_DENSE,
+    NAMES_WITHOUT_LATTICE,
+    SETTINGS,
+    data_config,
+    options,
+    takers,
+)
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.digits import Digits, split_digits
 from torchrope.lab.data.images import Images
@@ -122,14 +130,15 @@ def test_settings_are_those_of_one_data_set(name):
     assert config.name == name
     assert data_config(**plain(config)) == config
     assert {*plain(config)} | {f"augment.{setting}" for setting in plain(config)["augment"]} == {*options(type(config))}
-    assert ("augment.mixup" in options(type(config))) == (name not in NAMES_DENSE)
+    assert ("augment.mixup" in options(type(config))) == (name not in (*NAMES_DENSE, *NAMES_WITHOUT_LATTICE))
     with pytest.raises(ValueError, match=f"there is no option --data.colour of {name}"):
         data_config(name, colour=1)
 
 
 @pytest.mark.parametrize("name", DATA_NAMES)
 def test_a_stored_configuration_comes_back(name):
-    changed = {"batch_size": 3, "augment": {"flip": True, "repeats": 2}, "size": 64}
+    change = {"jitter": 0.5} if name in NAMES_WITHOUT_LATTICE else {"flip": True}
+    changed = {"batch_size": 3, "augment": {**change, "repeats": 2}, "size": 64}
     if "root" in options(SETTINGS[name]):
         changed["root"] = "here"
     run = RunConfig(data=data_config(name, **changed))
@@ -155,10 +164,17 @@ def any_data(request, tmp_path) -> DataModule:
 def test_every_data_set_keeps_the_contract(any_data):
     train, val = any_data.train_dataloader().dataset, any_data.val_dataloader().dataset
     inputs, label = train[0]
-    assert inputs.shape == (any_data.in_channels, *any_data.input_size)
+    if any_data.lattice:
+        assert inputs.shape == any_data.example_shape == (any_data.in_channels, *any_data.input_size)
+        assert any_data.num_axes == len(any_data.input_size)
+    else:
+        assert 1 <= len(inputs) <= any_data.config.size
+        assert inputs.shape[1:] == any_data.example_shape[1:] == (any_data.in_channels + any_data.num_axes,)
+        assert any_data.num_axes == len(any_data.scale) == len(any_data.extent)
+        assert inputs.isfinite().all()
     assert inputs.dtype == torch.float32
     assert type(label) is int
-    assert any_data.num_axes == len(any_data.input_size) == len(any_data.axes)
+    assert any_data.num_axes == len(any_data.axes)
     assert any_data.num_classes == len(set(any_data.classes)) > 1
     assert any_data.counts == (len(train), len(val)) == (16, 10)
     assert {label for _, label in (train[i] for i in range(len(train)))} <= set(range(any_data.num_classes))
@@ -171,7 +187,8 @@ def test_batches_hold_every_example_once(any_data):
     for loader, count in zip((any_data.train_dataloader(), any_data.val_dataloader()), any_data.counts, strict=True):
         batches = list(loader)
         assert sum(len(labels) for _, labels in batches) == count
-        assert batches[0][0].shape[1:] == (any_data.in_channels, *any_data.input_size)
+        assert batches[0][0].ndim == 1 + len(any_data.example_shape)
+        assert not any_data.lattice or batches[0][0].shape[1:] == any_data.example_shape
         assert batches[0][1].dtype == torch.int64
     assert len(next(iter(any_data.train_dataloader()))[1]) == 4
 

@@ -27,10 +27,15 @@ from torchrope.models import Swin
 SMALL = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=16, patch_size=[2])
 SWIN = ModelConfig(backbone="swin", dim=16, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])
 PIXELS = SimpleNamespace(
-    input_size=(8, 12), in_channels=1, num_classes=10, axes=("height", "width"), tasks=("classify",)
+    input_size=(8, 12), in_channels=1, num_classes=10, axes=("height", "width"), tasks=("classify",), lattice=True
 )
 CLIPS = SimpleNamespace(
-    input_size=(4, 8, 8), in_channels=1, num_classes=10, axes=("time", "height", "width"), tasks=("classify",)
+    input_size=(4, 8, 8),
+    in_channels=1,
+    num_classes=10,
+    axes=("time", "height", "width"),
+    tasks=("classify",),
+    lattice=True,
 )
 
 
@@ -69,7 +74,7 @@ def test_a_configuration_names_a_swin() -> None:
     ],
 )
 def test_settings_of_the_other_backbone_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^\w+ is read by backbone (vit|swin) alone\b.*, got "):
+    with pytest.raises(ValueError, match=r"^\w+ is read by backbone (vit|swin)( and transformer)? alone\b.*, got "):
         ModelConfig(**settings)
 
 
@@ -247,7 +252,7 @@ def test_training_starts_from_a_run_and_resumes_without_it(digits: DataModule, t
 
 def test_other_classes_get_a_head_of_their_own(trained: Path) -> None:
     data = SimpleNamespace(
-        input_size=(8, 8), in_channels=1, num_classes=3, axes=("height", "width"), tasks=("classify",)
+        input_size=(8, 8), in_channels=1, num_classes=3, axes=("height", "width"), tasks=("classify",), lattice=True
     )
     model = build_model("learned", SMALL, data)
     head = model.head.weight.clone()

@@ -73,6 +73,7 @@ def shape(config: DataConfig) -> SimpleNamespace:
         map_classes=classes,
         axes=axes,
         tasks=("segment", "detect") if config.name in NAMES_DENSE else ("classify",),
+        lattice=True,
     )
 
 

@@ -10,14 +10,17 @@ from torchrope.lab.spelling import closest, suggestion
 
 DataName = Literal[
     "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
-    "ucf101", "volumes", "rsna", "kanji", "scenes", "kanji-components", "coco", "ade20k", "segments",
+    "ucf101", "volumes", "rsna", "kanji", "points", "series", "kanji-strokes", "scenes", "kanji-components", "coco",
+    "ade20k", "segments",
 ]  # fmt: skip
 Normalisation = Literal["measured", "imagenet", "half"]
 LARGEST_MAGNITUDE = 30  # of RandAugment
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("size", "train_size", "val_size", "batch_size", "frames", "frame_stride"), (1, math.inf)),
     **dict.fromkeys(("split_seed", "workers", "max_skipped", "crop_padding", "mixup", "cutmix"), (0, math.inf)),
-    **dict.fromkeys(("color_jitter", "erasing", "mix_probability"), (0, 1)),
+    **dict.fromkeys(("jitter", "shift"), (0, math.inf)),
+    **dict.fromkeys(("color_jitter", "erasing", "mix_probability", "drop_points"), (0, 1)),
+    "degrees": (0, 180),
     **dict.fromkeys(("repeats", "resize_crop"), (1, math.inf)),
     "split": (1, 3),
 }
@@ -51,7 +54,6 @@ class Augment:
     settings of all data sets; each data set has those that apply to it.
 
     Attributes:
-        flip: Exchange left and right in half of the examples.
         repeats: How often an example that is drawn comes within an epoch, changed otherwise each time; the epoch keeps
             its length, so that it sees so many times fewer of them (Hoffer et al., arXiv:1901.09335; DeiT: 3).
 
@@ -59,7 +61,6 @@ class Augment:
         ValueError: a number is out of range.
     """
 
-    flip: bool = False
     repeats: int = 1
 
     def __post_init__(self) -> None:
@@ -81,8 +82,49 @@ class Augment:
 
 
 @dataclass
-class MixAugment(Augment):
-    """Of data that are classified.
+class FlipAugment(Augment):
+    """Of data on a lattice.
+
+    Attributes:
+        flip: Exchange left and right in half of the examples.
+    """
+
+    flip: bool = False
+
+
+@dataclass
+class PointAugment(Augment):
+    """Of tokens at any positions, in this order: rotate, shift, jitter, drop_points.
+
+    Attributes:
+        rotate: Two axes, such as x,y: positions turn in their plane by a random angle about the mean of the example's
+            points, and so do vectors whose columns are named like the axes behind n or v (nx, ny; vx, vy).
+        degrees: Largest angle, in either direction.
+        shift: Largest move of all points together along each axis, in units of `scale`, in either direction.
+        jitter: Deviation of the noise that is added to each position, in units of `scale`.
+        drop_points: Largest share of an example's points that is left out; the share is drawn for each example, and one
+            point stays.
+
+    Raises:
+        ValueError: rotate does not name two different axes.
+    """
+
+    rotate: list[str] | None = None
+    degrees: float = 180.0
+    shift: float = 0.0
+    jitter: float = 0.0
+    drop_points: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotate is not None and len({*self.rotate}) != 2:
+            rule = "--data.augment.rotate must name two different axes as in x,y"
+            raise ValueError(f"{rule}, got {','.join(self.rotate)}")
+
+
+@dataclass
+class MixAugment(FlipAugment):
+    """Of data on a lattice that are classified.
 
     Attributes:
         mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
@@ -141,7 +183,7 @@ class StreamAugment(MixAugment):
 
 
 @dataclass
-class ColourAugment(Augment):
+class ColourAugment(FlipAugment):
     """Of pictures in colour.
 
     Attributes:
@@ -170,7 +212,7 @@ class PictureAugment(VideoAugment, ColourAugment):
 
 
 @dataclass
-class SceneAugment(Augment):
+class SceneAugment(FlipAugment):
     """Of pictures with boxes, masks or maps.
 
     Attributes:
@@ -189,7 +231,7 @@ class PhotographAugment(SceneAugment, ColourAugment):
 
 
 @dataclass
-class AugmentConfig(PictureAugment, PhotographAugment):
+class AugmentConfig(PictureAugment, PhotographAugment, PointAugment):
     """Of all data sets, each of which takes a part of them."""
 
 
@@ -200,7 +242,8 @@ class DataConfig:
     Attributes:
         name: The data set, see docs/data.md.
         size: Pixels per side; of "ade20k" and "segments" those of a training crop, of "coco" the shorter side of a
-            picture, where `scale_jitter` makes no crops.
+            picture, where `scale_jitter` makes no crops. Of "points", "series" and "kanji-strokes" the most points of
+            an example: of more so many are chosen at random, anew in each epoch, and always the same in validation.
         train_size: Train on that many examples, as equally many of each class as there can be; None is all.
         val_size: Validate on that many examples, chosen likewise.
         batch_size: Examples in one training step.
@@ -262,7 +305,7 @@ class RootConfig(DataConfig):
 
     Attributes:
         root: Folder that holds the files, laid out as docs/data.md says; "fashion-mnist", "cifar10" and "cifar100" are
-            downloaded where it is not given.
+            downloaded where it is not given, and kanji are those of the package kanjivg.
     """
 
     root: str | None = None
@@ -277,6 +320,25 @@ class FilesConfig(RootConfig):
     """
 
     max_skipped: int = 100
+
+
+@dataclass
+class TokensConfig(DataConfig):
+    """Tokens at any positions, without a lattice.
+
+    Attributes:
+        scale: Length that counts as one unit of position, in the unit of the data: one number, or one per axis. None
+            measures it, for each axis by itself: the mean extent of the training examples over n - 1 where there is one
+            axis, over √n where there are more, n their mean number of points.
+    """
+
+    augment: PointAugment = field(default_factory=PointAugment)
+    scale: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale is not None and (not self.scale or not all(0 < each < math.inf for each in self.scale)):
+            raise ValueError(f"--data.scale must be numbers above 0, one for each axis or for all, got {self.scale}")
 
 
 @dataclass
@@ -452,17 +514,96 @@ class RSNAConfig(VolumesConfig):
     windows: list[list[float]] | None = field(default_factory=lambda: [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]])
 
 
+@data_set("points", "points:Points", size=1024)
+class PointsConfig(TokensConfig, FilesConfig):
+    """Sets of points of your own.
+
+    Attributes:
+        axes: Names of the columns that are positions; None takes those of t, x, y, z that the first file has.
+        features: Names of the columns that tokens hold; None takes all others that the first file has.
+        label: Name of the column that is the class, of one value in each file; None takes the sub-folder as the class.
+        coordinates: Whether tokens hold their own coordinates too, from the mean of the example's points, in halves of
+            the extent; None adds them where there are no features. Tokens that are all alike tell an encoding nothing:
+            attention mixes them to the same.
+    """
+
+    axes: list[str] | None = None
+    features: list[str] | None = None
+    label: str | None = None
+    coordinates: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = [*(self.axes or ()), *(self.features or ()), *([self.label] if self.label else [])]
+        if self.axes == [] or len(set(named)) < len(named):
+            rule = "--data.axes must name one column or more, and no column twice with --data.features and --data.label"
+            raise ValueError(f"{rule}, got {','.join(named) or 'none'}")
+
+
+@data_set("series", "series:Series", size=2048)
+class SeriesConfig(TokensConfig, RootConfig):
+    """Time series in files of the UCR and UEA archives.
+
+    Attributes:
+        problem: Name of the set, as files begin before _TRAIN and _TEST, where root holds several.
+    """
+
+    problem: str | None = None
+
+
 @dataclass
-class StrokesConfig(RootConfig, HeldConfig):
+class CharactersConfig(RootConfig):
+    """Characters of KanjiVG.
+
+    Attributes:
+        variants: Take other ways to write a character too, on the same side of the split.
+    """
+
+    variants: bool = False
+
+
+@dataclass
+class AskedConfig(DataConfig):
+    """Characters to be classified.
+
+    Attributes:
+        task: What the class is: the radical, the layout of the components, or the number of strokes.
+    """
+
+    task: Literal["radical", "layout", "strokes"] = "radical"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task not in ("radical", "layout", "strokes"):
+            raise ValueError(f"--data.task must be radical, layout or strokes, got {self.task!r}")
+
+
+@data_set("kanji-strokes", "strokes:KanjiStrokes", size=256)
+class KanjiStrokesConfig(TokensConfig, CharactersConfig, AskedConfig):
+    """Points along the strokes of characters, to be classified.
+
+    Attributes:
+        spacing: Distance of points along a stroke, in units of which a character is 109 wide; each stroke has points at
+            both ends.
+    """
+
+    spacing: float = 16.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.1 <= self.spacing < math.inf:
+            raise ValueError(f"--data.spacing must be 0.1 or more, got {self.spacing}")
+
+
+@dataclass
+class StrokesConfig(CharactersConfig, HeldConfig):
     """Characters drawn from their strokes.
 
     Attributes:
         stroke_width: Width of a stroke, in units of which the picture has 109 per side, at every size.
-        variants: Draw other ways to write a character too, on the same side of the split.
     """
 
     stroke_width: float = 4.0
-    variants: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -471,20 +612,10 @@ class StrokesConfig(RootConfig, HeldConfig):
 
 
 @data_set("kanji", "kanji:Kanji", size=32)
-class KanjiConfig(StrokesConfig):
-    """Characters drawn from their strokes, to be classified.
-
-    Attributes:
-        task: What the class is: the radical, the layout of the components, or the number of strokes.
-    """
+class KanjiConfig(StrokesConfig, AskedConfig):
+    """Characters drawn from their strokes, to be classified."""
 
     augment: CropAugment = field(default_factory=CropAugment)
-    task: Literal["radical", "layout", "strokes"] = "radical"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.task not in ("radical", "layout", "strokes"):
-            raise ValueError(f"--data.task must be radical, layout or strokes, got {self.task!r}")
 
 
 @data_set("scenes", "scenes:Scenes", size=64)
@@ -520,6 +651,7 @@ class SegmentsConfig(ADE20kConfig):
 
 DATA_NAMES = tuple(SETTINGS)
 NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind.augmentation(), SceneAugment))
+NAMES_WITHOUT_LATTICE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind, TokensConfig))
 NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)
 
 

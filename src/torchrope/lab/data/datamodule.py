@@ -40,7 +40,11 @@ class DataModule(pl.LightningDataModule, ABC):
         description: One sentence: what the data is, how much, whether it is real, and what the class is.
         axes: Names of the axes that positions have, ("height", "width") or ("time", "height", "width").
         in_channels: Channels of an input.
-        input_size: Extent of every axis, in pixels (and frames).
+        lattice: Whether examples lie on a lattice. Others are tokens at any positions, and a batch of them is
+            `(batch, n, in_channels + axes)`: tokens, then their positions; rows of padding are NaN.
+        input_size: Extent of every axis, in pixels (and frames); () without a lattice.
+        scale: Without a lattice, the length that counts as one unit of position along each axis.
+        extent: Without a lattice, the length of the training data along each axis.
         classes: Names of the classes; a label is an index into them.
         tasks: What can be learned from it: "classify", "segment", "detect". Batches of the last two are lists,
             `torchrope.lab.data.dense` says of what.
@@ -65,6 +69,9 @@ class DataModule(pl.LightningDataModule, ABC):
     in_channels: int
     input_size: tuple[int, ...]
     classes: tuple[str, ...]
+    lattice: bool = True
+    scale: tuple[float, ...] = ()
+    extent: tuple[float, ...] = ()
     tasks: tuple[str, ...] = ("classify",)
     map_classes: tuple[str, ...] = ()
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
@@ -146,6 +153,13 @@ class DataModule(pl.LightningDataModule, ABC):
     def num_axes(self) -> int:
         """Number of axes that positions have."""
         return len(self.axes)
+
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """The shape of an input; without a lattice that of the largest one there may be."""
+        if self.lattice:
+            return (self.in_channels, *self.input_size)
+        return (self.config.size, self.in_channels + self.num_axes)
 
     @property
     def num_classes(self) -> int:

@@ -131,7 +131,7 @@ class Images(DataModule):
     def datasets(self) -> tuple[ImageSet, ImageSet]:
         """Decode every file once, split, choose `train_size` and `val_size` of them, measure mean and std."""
         config, side = self.config, self.input_size[0]
-        train, val = self._split(self._readable_samples())
+        train, val = split_parts(self._readable_samples(), self.classes, config.split_seed, "images")
         train = choose(train, config.train_size, config.split_seed, "train_size")
         val = choose(val, config.val_size, config.split_seed, "val_size")
         self.description = (
@@ -168,23 +168,6 @@ class Images(DataModule):
         tell_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
         broken = {path for path, _ in self.skipped}
         return {part: [s for s in samples if s[0] not in broken] for part, samples in listed.items()}
-
-    def _split(self, parts: dict[str, list[Sample]]) -> tuple[list[Sample], list[Sample]]:
-        if len(parts) == 2:
-            self._require_images(parts["train"], 1, " in train")
-            self._require_images(parts["val"], 1, " in val")
-            return parts["train"], parts["val"]
-        self._require_images(parts[""], 2, ", one to train on and one to hold out")
-        return hold_out(parts[""], self.config.split_seed)
-
-    def _require_images(self, samples: list[Sample], fewest: int, purpose: str) -> None:
-        labels = [label for _, label in samples]
-        for label, name in enumerate(self.classes):
-            if labels.count(label) < fewest:
-                raise ValueError(
-                    f"readable images of each class must number at least {fewest}{purpose}, "
-                    f"got {labels.count(label)} for {name!r}"
-                )
 
 
 def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
@@ -286,6 +269,38 @@ def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
 def explain_fault(error: Exception) -> str:
     """Say what is wrong with a picture that cannot be decoded."""
     return f"no image ({', '.join(FORMATS)})" if isinstance(error, UnidentifiedImageError) else reason(error)
+
+
+def split_parts(
+    parts: dict[str, list[Sample]], classes: Sequence[str], split_seed: int, kind: str
+) -> tuple[list[Sample], list[Sample]]:
+    """Take the parts of a folder as they are, or hold out some of the only one.
+
+    Args:
+        parts: Readable samples of `{"train": ..., "val": ...}` or `{"": ...}`.
+        classes: Names of the classes.
+        split_seed: Decides what is held out.
+        kind: What the samples are, for the error.
+
+    Raises:
+        ValueError: a class has too few.
+    """
+    if len(parts) == 2:
+        _require(parts["train"], classes, 1, kind, " in train")
+        _require(parts["val"], classes, 1, kind, " in val")
+        return parts["train"], parts["val"]
+    _require(parts[""], classes, 2, kind, ", one to train on and one to hold out")
+    return hold_out(parts[""], split_seed)
+
+
+def _require(samples: Sequence[Sample], classes: Sequence[str], fewest: int, kind: str, purpose: str) -> None:
+    labels = [label for _, label in samples]
+    for label, name in enumerate(classes):
+        if labels.count(label) < fewest:
+            raise ValueError(
+                f"readable {kind} of each class must number at least {fewest}{purpose}, "
+                f"got {labels.count(label)} for {name!r}"
+            )
 
 
 def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], list[Sample]]:

@@ -53,6 +53,34 @@ def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int], generator: 
     return shuffled.permute(0, 1 + axes, *together).reshape(inputs.shape)
 
 
+def shuffle_positions(inputs: Tensor, channels: int, generator: torch.Generator) -> Tensor:
+    """Exchange the positions of the tokens of every sample by a random permutation of its own; tokens stay.
+
+    Args:
+        inputs: Tokens and positions `(batch, n, channels + axes)`; rows of padding are NaN, and stay.
+        channels: Numbers of a token.
+        generator: Draws the permutations; on any device.
+
+    Returns:
+        Shuffled inputs, same shape.
+
+    Example:
+        >>> inputs = torch.tensor([[[1.0, 5.0], [2.0, 6.0], [float("nan")] * 2]])
+        >>> shuffle_positions(inputs, 1, torch.Generator().manual_seed(0))[0, :2].sum(dim=0)
+        tensor([ 3., 11.])
+    """
+    tokens, positions = inputs[..., :channels], inputs[..., channels:]
+    padding = positions.isnan().any(dim=-1)
+    keys = torch.rand(padding.shape, generator=generator, device=generator.device).to(inputs.device)
+    order = keys.masked_fill(padding, 2.0).argsort(dim=1)  # those with a position, shuffled, then padding
+    places = (~padding).long().cumsum(dim=1) - 1  # the how manieth token with a position each is
+    taken = torch.where(
+        padding, torch.arange(padding.shape[1], device=inputs.device), order.gather(1, places.clamp(min=0))
+    )
+    moved = positions.gather(1, taken.unsqueeze(-1).expand_as(positions))
+    return torch.cat([tokens, moved], dim=-1)
+
+
 def shuffle_along(inputs: Tensor, *, axis: int, extent: int, generator: torch.Generator) -> Tensor:
     """Permute slices of every sample along one axis with a random permutation of its own, such as frames along time.
 

@@ -22,7 +22,7 @@ def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> 
         measures: Of a classifier: top1, interval, val_loss, shuffled_top1, resolutions, and what was asked for
             (crop_ratio, window_size, positions, normalise). Of others: miou, or ap and ap50, the interval of the first,
             and images, their number.
-        trained_at: The input size of training.
+        trained_at: The input size of training; () of tokens at any positions.
     """
     return _of_classifier(measures, list(trained_at)) if "top1" in measures else _of_images(measures)
 
@@ -30,12 +30,17 @@ def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> 
 def _of_classifier(measures: Mapping[str, Any], trained_at: list[int]) -> str:
     rows = [
         [
-            f"{size(trained_at)} (trained)",
+            f"{size(trained_at)} (trained)" if trained_at else "as trained",
             MISSING,
             _with_interval(measures["top1"], measures),
             _told(measures["val_loss"]),
         ],
-        [f"{size(trained_at)}, patches shuffled", MISSING, percent(measures["shuffled_top1"]), MISSING],
+        [
+            f"{size(trained_at)}, patches shuffled" if trained_at else "positions shuffled",
+            MISSING,
+            percent(measures["shuffled_top1"]),
+            MISSING,
+        ],
     ]
     others = [at for at in measures["resolutions"] if at["size"] != trained_at]
     rows += [[size(at["size"]), _inputs(at), _with_interval(at["top1"], at), MISSING] for at in others]

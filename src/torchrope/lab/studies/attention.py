@@ -18,6 +18,7 @@ from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.statistics import Drawn
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
+from torchrope.lab.studies.engine.config import TABLE
 from torchrope.lab.studies.engine.estimates import (
     NAMES,
     NONE_POSSIBLE,
@@ -32,10 +33,11 @@ from torchrope.lab.studies.engine.estimates import (
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import ROPE_VIT
-from torchrope.lab.studies.engine.reference import REFERENCE, check_reference
+from torchrope.lab.studies.engine.reference import check_reference
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.evaluate import scaled_sizes
+from torchrope.lab.training.models import on_lattice
 from torchrope.models import Swin, ViT
 from torchrope.positions import grid
 
@@ -52,7 +54,7 @@ SLACK = 1e-3
 
 def find(lab: Lab) -> Findings:
     """Measure the attention of the runs of the accuracy study, and of checkpoints."""
-    reference = lab.reference or REFERENCE
+    reference = lab.reference or TABLE
     names = list(dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])]))
     if names and lab.config.model.backbone == "swin":
         return Findings("Not measured: a Swin attends within windows, whose size bounds distance and entropy.")
@@ -63,7 +65,7 @@ def find(lab: Lab) -> Findings:
     if not runs and not checkpoints:
         return Findings(NONE_POSSIBLE, notes=notes)
     models = [_fitting(each, lab.data) for each in checkpoints]
-    patch_size = lab.blueprint(runs[0]).embed.patch_size if runs else models[0].embed.patch_size
+    patch_size = on_lattice(lab.blueprint(runs[0])).embed.patch_size if runs else models[0].embed.patch_size
     for each, model in zip(checkpoints, models, strict=True):
         _check_patches(each, model, patch_size)
     trained = lab.train(runs) if runs else []
@@ -394,5 +396,6 @@ STUDY = Study(
     question="How far and how sharply do models with each encoding attend, layer by layer?",
     sources=(f"{ROPE_VIT}, figures 2 and 3",),
     find=find,
+    needs_lattice=True,
     takes=("reference", "checkpoint"),
 )

@@ -13,23 +13,22 @@ import yaml
 from rich.console import Console
 
 from torchrope.files import holds_files, read_mapping, write_whole
-from torchrope.lab.data.config import data_config
+from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, data_config
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose, load_modules
 from torchrope.lab.results import StudyResult, write_json
 from torchrope.lab.statistics import conclude
 from torchrope.lab.studies.compare_findings import Comparison, Measured, findings
-from torchrope.lab.studies.config import CompareConfig
+from torchrope.lab.studies.config import SCALES, CompareConfig
 from torchrope.lab.studies.engine.estimates import by_encoding
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, describe, facts_of
 from torchrope.lab.training.config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
 from torchrope.lab.training.cost import STEPS, measure_costs
 from torchrope.lab.training.evaluate import correct_at, correct_shuffled, of_other_sizes, scaled_sizes
-from torchrope.lab.training.models import build_for_costs
+from torchrope.lab.training.models import Model, TokenClassifier, build_for_costs
 from torchrope.lab.training.progress import as_clock
 from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
-from torchrope.models import Swin, ViT
 
 RESULTS = "results.json"
 COSTS = "runs/costs.json"
@@ -55,6 +54,7 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
         KeyboardInterrupt: stopped; the same call resumes with the epoch that was interrupted.
     """
     check_spacing(config.model, config.data)
+    check_scales(config)
     folder = Path(config.out)
     asked = _grown(folder, config)
     load_modules(asked.encodings, allow)
@@ -77,6 +77,12 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
     lab.train(runs, keep, passes=_passes(lab, runs[0], asked.scales), afterwards=_work_of_costs(folder, asked))
     costs = _costs(folder, asked, lab)
     return _write(folder, lab, asked, runs, measured, costs, command)
+
+
+def check_scales(config: CompareConfig) -> None:
+    """Refuse other input sizes of data that have none."""
+    if config.data.name in NAMES_WITHOUT_LATTICE and config.scales != SCALES:
+        raise ValueError(f"--scales is for data on a lattice, got {config.scales} with --data {config.data.name}")
 
 
 def _grown(folder: Path, config: CompareConfig) -> CompareConfig:
@@ -109,7 +115,7 @@ def _over(defaults: Any, stored: Any) -> Any:
 
 
 def _measure(trained: Trained, data: DataModule, scales: Sequence[float]) -> Measured:
-    """What shuffled patches and other sizes leave of a run's accuracy, kept in its folder."""
+    """What shuffled patches or positions, and other sizes, leave of a run's accuracy, kept in its folder."""
     name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{of_other_sizes(data)}"
     stored = trained.measure(name, partial(_evaluate, scales=scales), data)
     try:
@@ -120,7 +126,7 @@ def _measure(trained: Trained, data: DataModule, scales: Sequence[float]) -> Mea
         raise ValueError(f"{rule}, got {trained.folder / 'measures' / name}.json without; delete it") from None
 
 
-def _evaluate(model: ViT | Swin, data: DataModule, scales: Sequence[float]) -> dict[str, Any]:
+def _evaluate(model: Model, data: DataModule, scales: Sequence[float]) -> dict[str, Any]:
     sizes = correct_at(model, data, scales)
     return {
         "shuffled": _text(correct_shuffled(model, data)),
@@ -140,8 +146,11 @@ def _bits(text: str, examples: int) -> np.ndarray:
 
 def _passes(lab: Lab, run: Run, scales: Sequence[float]) -> float:
     """Passes over the validation set in `_evaluate`: one of shuffled patches, one at each other size."""
+    model = lab.blueprint(run)
+    if isinstance(model, TokenClassifier):
+        return 1
     trained = math.prod(lab.data.input_size)
-    sizes = scaled_sizes(lab.data, lab.blueprint(run).embed.patch_size, scales)
+    sizes = scaled_sizes(lab.data, model.embed.patch_size, scales)
     return 1 + sum(math.prod(size) / trained for size in sizes if size != tuple(lab.data.input_size))
 
 

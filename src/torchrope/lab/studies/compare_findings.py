@@ -35,7 +35,7 @@ from torchrope.lab.studies.engine.estimates import (
 from torchrope.lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
 from torchrope.lab.studies.engine.pictures import picture
 from torchrope.lab.studies.engine.runs import Trained
-from torchrope.models import Swin, ViT
+from torchrope.lab.training.models import Model
 
 CLASSES = 30
 """Most classes that tables and figures show one by one."""
@@ -78,7 +78,7 @@ class Comparison:
     rights: Mapping[str, np.ndarray]
     costs: Mapping[str, Any]
     relative: Mapping[str, np.ndarray]
-    blueprints: Mapping[str, ViT | Swin]
+    blueprints: Mapping[str, Model]
     data: DataModule
 
     @property
@@ -157,16 +157,17 @@ def _results(of: Comparison) -> Table:
     ]
     if of.costs:
         columns.append(with_interval("ratio", f"Step time, × {of.base}", digits=2))
-    return Table("Results", columns, rows, note=_results_note(of.conclusion))
+    return Table("Results", columns, rows, note=_results_note(of.conclusion, of.data.lattice))
 
 
-def _results_note(conclusion: Conclusion) -> str:
+def _results_note(conclusion: Conclusion, lattice: bool) -> str:
     runs = "one training each" if conclusion.seeds == 1 else f"{conclusion.seeds} trainings each"
+    shuffled = "patches in random order" if lattice else "the positions of an example exchanged among its tokens"
     over = "examples" if conclusion.seeds == 1 else "examples and trainings"
     return (
         f"Intervals are 95 % over {over}, from {conclusion.examples:,} examples and {runs}. Behind: the interval of "
-        "the paired difference excludes 0 at 5 % over all pairs of encodings (Holm). Shuffled: patches in random "
-        f"order. {ABOUT_TRAIN_LOSS}"
+        "the paired difference excludes 0 at 5 % over all pairs of encodings (Holm). Shuffled: "
+        f"{shuffled}. {ABOUT_TRAIN_LOSS}"
     )
 
 
@@ -206,6 +207,8 @@ def _made_at(of: Comparison) -> str:
 
 
 def _at_sizes(of: Comparison) -> list[dict[str, Any]]:
+    if not of.data.lattice:
+        return []
     trained_at = tuple(of.data.input_size)
     rows: list[dict[str, Any]] = []
     for name, group in of.groups.items():
@@ -316,7 +319,7 @@ def _encodings(of: Comparison) -> Table:
     return Table("What each encoding is", columns, rows)
 
 
-def _kind(parts: Sequence[Any], blueprint: ViT | Swin) -> str:
+def _kind(parts: Sequence[Any], blueprint: Model) -> str:
     if not any(issubclass(part, Encoding) and part is not NoEncoding for part in parts):
         return "not rotary"
     relative = next(module.relative for module in blueprint.modules() if isinstance(module, Encoding))

@@ -20,7 +20,7 @@ from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, RO
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.config import ModelConfig
 from torchrope.lab.training.cost import count_encoding_parameters, count_flops
-from torchrope.lab.training.models import build_model
+from torchrope.lab.training.models import build_model, on_lattice
 from torchrope.models import Swin, ViT
 from torchrope.rotations import Block, Commuting, PlanarInBasis, Rotation
 
@@ -55,7 +55,12 @@ class Size:
 def _size(recipe: str, title: str, input_size: tuple[int, ...], num_classes: int, in_channels: int = 3) -> Size:
     axes = ("time", "height", "width")[-len(input_size) :]
     data = SimpleNamespace(
-        input_size=input_size, in_channels=in_channels, num_classes=num_classes, axes=axes, tasks=("classify",)
+        input_size=input_size,
+        in_channels=in_channels,
+        num_classes=num_classes,
+        axes=axes,
+        tasks=("classify",),
+        lattice=True,
     )
     model = ModelConfig(**recipes.settings(recipe)["model"])
     return Size(recipe, title, replace(model, checkpoint_layers=False), data)
@@ -122,7 +127,7 @@ def costs(size: Size, encoding: str) -> Costs:
     """
     build = partial(build_model, encoding, size.model, size.data)
     with torch.device("meta"):
-        model = build().eval()
+        model = on_lattice(build()).eval()
         rotating, norms = _work(model, torch.empty(size.input_shape))
     return Costs(
         parameters=sum(p.numel() for p in model.parameters()),

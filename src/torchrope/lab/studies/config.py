@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torchrope.lab.studies.engine.config import LabConfig
+from torchrope.lab.studies.engine.config import LabConfig, fitting
 
 ENCODINGS = ["none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"]
 SCALES = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
@@ -13,7 +13,8 @@ class CompareConfig(LabConfig):
     """The same model trained once per encoding and seed, and what is measured beside accuracy.
 
     Attributes:
-        encodings: Names, see `torchrope.encodings.choose`.
+        encodings: Names, see `torchrope.encodings.choose`. By default data without a lattice have sinusoidal vectors
+            in the place of a learned table.
         scales: Sizes to evaluate at, as multiples of the training size.
         margin: Differences of accuracy within it do not matter, as a share of 1.
         out: Folder of everything that the comparison leaves; studies share its runs.
@@ -28,6 +29,8 @@ class CompareConfig(LabConfig):
         super().__post_init__()
         if self.model.task != "classify":
             raise ValueError(f"compare is for model.head classify (others: study dense), got {self.model.head!r}")
+        if self.encodings == ENCODINGS:
+            self.encodings = fitting(ENCODINGS, self.data)
         if not self.encodings:
             raise ValueError("encodings must name at least one, got none")
         if not all(scale > 0 for scale in self.scales):

@@ -24,6 +24,7 @@ from torchrope.lab.results import (
     Table,
 )
 from torchrope.lab.statistics import Drawn, draw
+from torchrope.lab.studies.engine.config import TABLE
 from torchrope.lab.studies.engine.dense_estimates import total
 from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, Task, examples, predictions
 from torchrope.lab.studies.engine.estimates import (
@@ -46,7 +47,6 @@ from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.pictures import picture
 from torchrope.lab.studies.engine.published import ROPE_VIT, published
 from torchrope.lab.studies.engine.reference import (
-    REFERENCE,
     WITH_SAME,
     all_but,
     check_reference,
@@ -179,7 +179,7 @@ class Outcome:
 def find(lab: Lab) -> Findings:
     """Train every encoding below a head for each task that the data has, and evaluate at several sizes."""
     tasks = [task for task in (Segment(), Detect()) if task.name in lab.data.tasks]
-    reference = lab.reference or REFERENCE
+    reference = lab.reference or TABLE
     if lab.reference:
         for task in tasks:
             check_reference(lab, reference, model=_below(lab, task))

@@ -244,5 +244,6 @@ STUDY = Study(
     question="What does a rotary encoding add to a model that was trained without one?",
     sources=(f"{COMROPE}, table 4",),
     find=find,
+    needs_lattice=True,
     encodings=("axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"),
 )

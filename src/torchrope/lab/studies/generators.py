@@ -35,7 +35,8 @@ from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, published
 from torchrope.lab.studies.engine.runs import Run, untrained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.models import Swin, ViT
+from torchrope.lab.training.models import Model
+from torchrope.models import Swin
 from torchrope.positions import PerAxis, per_axis
 
 START, END = "start", "end"
@@ -165,7 +166,7 @@ def strict_upper(generators: Tensor) -> Tensor:
 
 
 def _measure(run: Run) -> Any:
-    def measure(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
+    def measure(model: Model, data: DataModule) -> dict[str, Any]:
         before, after = encodings_of(untrained(run, data)), encodings_of(model)
         found = {START: summarised(before), END: summarised(after)}
         return {**found, "path": travelled(before, after), "relative": all(each.relative for each, _ in after)}
@@ -173,8 +174,8 @@ def _measure(run: Run) -> Any:
     return measure
 
 
-def encodings_of(model: ViT | Swin) -> list[tuple[Encoding, PerAxis]]:
-    """Encodings layer by layer on the CPU, with the spacing of patches or, in a Swin, of a stage's tokens."""
+def encodings_of(model: Model) -> list[tuple[Encoding, PerAxis]]:
+    """Encodings layer by layer on the CPU, with the spacing of patches, in a Swin of a stage's tokens, or of units."""
     parts: list[Any] = list(model.stages) if isinstance(model, Swin) else [model]
     return [(copy.deepcopy(each).cpu(), part.spacing) for part in parts for each in part.encodings]
 
@@ -184,7 +185,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     return {END: summarised([(site.encoding, site.spacing) for site in checkpoint.sites])}
 
 
-def _learn(model: ViT | Swin) -> list[bool]:
+def _learn(model: Model) -> list[bool]:
     return [_learns(each) for each in model.modules() if isinstance(each, Encoding)]
 
 

@@ -503,5 +503,6 @@ STUDY = Study(
     question="How do scores depend on the offset of two tokens, and how much on absolute position?",
     sources=("In none of the papers: what LieRE's generators add that do not commute",),
     find=find,
+    needs_lattice=True,
     encodings=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"),
 )

@@ -40,7 +40,8 @@ from torchrope.lab.studies.engine.runs import Run, Trained, untrained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.studies.finetune import BASELINE, angle_across, fine_tuned
 from torchrope.lab.studies.generators import encodings_of, travelled
-from torchrope.models import Swin, ViT
+from torchrope.lab.training.models import Model
+from torchrope.models import Swin
 
 FROZEN, AS_MODEL, WIDER = "frozen", "× 1", "frozen, wider MLP"
 RATES = (0.1, 1, 10, 50, 200)
@@ -125,7 +126,12 @@ def restarts(lab: Lab, names: Sequence[str]) -> Plan:
 
 
 def fine_tunings(lab: Lab, names: Sequence[str]) -> Grid:
-    """Runs that continue a model with a learned absolute encoding, a rotary one added at zero, at each rate."""
+    """Runs that continue a model with a learned absolute encoding, a rotary one added at zero, at each rate.
+
+    Without a lattice there is no such model, and no run.
+    """
+    if not lab.data.lattice:
+        return {}
     rotary = [name for name in names if choose(name).absolute is None and choose(name).bias is None]
     if not rotary:
         return {}
@@ -155,7 +161,7 @@ def num_generator_parameters(lab: Lab, name: str) -> int:
 def wider_mlp(lab: Lab, name: str) -> int | None:
     """The MLP width whose additional weights are as many as the generators' numbers, rounded up; None for a Swin."""
     model = lab.blueprint(lab.run(name))
-    if not isinstance(model, ViT):
+    if isinstance(model, Swin):
         return None
     first: Any = model.layers[0]
     hidden, dim = first.mlp[0].out_features, first.mlp[0].in_features
@@ -204,7 +210,7 @@ def best_start(right: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def moved(model: ViT | Swin, data: DataModule, *, run: Run) -> dict[str, Any]:
+def moved(model: Model, data: DataModule, *, run: Run) -> dict[str, Any]:
     """How far training moved the generators, a share of their length for each layer and head."""
     return {"shares": travelled(encodings_of(untrained(run, data)), encodings_of(model))}
 

@@ -69,4 +69,5 @@ STUDY = Study(
     question="Is a class token or the mean of all patches the better summary?",
     sources=(f"{LIERE_2}, appendix B",),
     find=find,
+    needs_lattice=True,
 )

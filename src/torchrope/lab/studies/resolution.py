@@ -47,6 +47,7 @@ from torchrope.lab.studies.other_sizes import (
     window_at,
 )
 from torchrope.lab.training.evaluate import of_other_sizes, predict_at, scaled_sizes
+from torchrope.lab.training.models import on_lattice
 from torchrope.lab.training.sizes import size_of
 from torchrope.models import Swin, ViT
 
@@ -211,7 +212,7 @@ def find(lab: Lab) -> Findings:
     if not plain:
         return Findings(NONE_POSSIBLE, notes=notes)
     names = list(dict.fromkeys(run.encoding for run in plain))
-    patch_size = lab.blueprint(plain[0]).embed.patch_size
+    patch_size = on_lattice(lab.blueprint(plain[0])).embed.patch_size
     sizes = Sizes.of(lab.data, patch_size, lab.sizes)
     staged, more = second_stages(lab, names)
     mixed, and_more = mixed_sizes(lab, names, patch_size)
@@ -263,7 +264,7 @@ def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]
     if data.name in ZOOMED_OTHERWISE:
         return [], [f"No second stage: larger inputs of {data.name} show a larger field, not the same one enlarged."]
     *_, height, width = data.input_size if len(data.input_size) > 1 else (0, 1)
-    patch = lab.blueprint(lab.run(names[0])).embed.patch_size[-1]
+    patch = on_lattice(lab.blueprint(lab.run(names[0]))).embed.patch_size[-1]
     if height != width:
         return [], [f"No second stage: it needs inputs as high as wide, got {_key(data.input_size)}."]
     side = patch * max(width // patch + 1, round(STAGE_SCALE * width / patch))
@@ -352,7 +353,7 @@ def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict
     found: dict[tuple[str, str], Right] = {}
     notes = []
     for name, runs in by_encoding(trained).items() if sizes.larger else ():
-        for method in methods_for(lab.blueprint(runs[0].run), name):
+        for method in methods_for(on_lattice(lab.blueprint(runs[0].run)), name):
             longer = partial(extended_for, trained=sizes.trained, method=method)
             try:
                 found[name, method] = _right(runs, lab, method, sizes.larger, longer)
@@ -697,6 +698,7 @@ STUDY = Study(
         "Tian et al., ResFormer (CVPR 2023), for training across mixed sizes",
     ),
     find=find,
+    needs_lattice=True,
     takes=("sizes",),
     encodings=(
         "none",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrope.lab.conclusion import Interval, one_seed
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.transforms import shuffle_along, shuffle_patches
+from torchrope.lab.data.transforms import shuffle_along
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.statistics import accuracy_interval, draw
 from torchrope.lab.studies.engine.estimates import (
@@ -33,11 +33,11 @@ from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.evaluate import predict
-from torchrope.models import Swin, ViT
+from torchrope.lab.training.evaluate import predict, shuffler
+from torchrope.lab.training.models import Model, TokenClassifier
 
-INTACT, PATCHES, FRAMES = "intact", "patches", "frames"
-TITLES = {INTACT: "As they are", PATCHES: "Patches shuffled", FRAMES: "Frames shuffled"}
+INTACT, PATCHES, FRAMES, POSITIONS = "intact", "patches", "frames", "positions"
+TITLES = {name: f"{name.capitalize()} shuffled" for name in (PATCHES, FRAMES, POSITIONS)} | {INTACT: "As they are"}
 VERDICTS = {"best": "largest", "tied": "not told apart", "behind": "smaller"}
 SEED = 0
 ROUNDING = 1e-4  # of the largest class score
@@ -108,7 +108,7 @@ def find(lab: Lab) -> Findings:
     if not runs:
         return Findings(NONE_POSSIBLE, notes=notes)
     trained = lab.train(runs)
-    kinds = [PATCHES, FRAMES] if "time" in lab.data.axes else [PATCHES]
+    kinds = _kinds(lab)
     measured = {each.run.key: each.measure(_measure_name(kinds), partial(shuffled, kinds=kinds)) for each in trained}
     groups = {name: [measured[each.run.key] for each in each_run] for name, each_run in by_encoding(trained).items()}
     rows = {kind: losses(groups, kind) for kind in kinds}
@@ -122,7 +122,14 @@ def find(lab: Lab) -> Findings:
     )
 
 
-def shuffled(model: ViT | Swin, data: DataModule, *, kinds: Sequence[str]) -> dict[str, Any]:
+def _kinds(lab: Lab) -> list[str]:
+    """What can be shuffled."""
+    if not lab.data.lattice:
+        return [POSITIONS]
+    return [PATCHES, FRAMES] if "time" in lab.data.axes else [PATCHES]
+
+
+def shuffled(model: Model, data: DataModule, *, kinds: Sequence[str]) -> dict[str, Any]:
     """Predict the validation set as it is and shuffled, on one view of each example.
 
     Args:
@@ -136,25 +143,26 @@ def shuffled(model: ViT | Swin, data: DataModule, *, kinds: Sequence[str]) -> di
     labels, intact = predict(model, data)
     found: dict[str, Any] = {"labels": labels.tolist(), INTACT: {"predicted": intact.argmax(dim=-1).tolist()}}
     for kind in kinds:
-        _, logits = predict(model, data, shuffler(kind, model.embed.patch_size, data.axes))
+        _, logits = predict(model, data, shuffler_of(kind, model, data.axes))
         apart = (logits - intact).abs().max() / intact.abs().max()
         found[kind] = {"predicted": logits.argmax(dim=-1).tolist(), "apart": apart.item()}
     return found
 
 
-def shuffler(kind: str, patch_size: Sequence[int], axes: Sequence[str]) -> Callable[[Tensor], Tensor]:
-    """A function that shuffles batches: "patches" over the whole lattice, "frames" along time, in whole patches.
+def shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """A function that shuffles batches: "patches" over the whole lattice, "frames" along time, in whole patches, or
+    the "positions" of tokens.
 
     Args:
         kind: Which.
-        patch_size: Extent of a patch along each axis.
+        model: That is evaluated.
         axes: Names of the axes.
     """
-    generator = torch.Generator().manual_seed(SEED)
-    if kind == PATCHES:
-        return partial(shuffle_patches, patch_size=patch_size, generator=generator)
+    if kind != FRAMES or isinstance(model, TokenClassifier):
+        return shuffler(model, SEED)
     time = list(axes).index("time")
-    return partial(shuffle_along, axis=time, extent=patch_size[time], generator=generator)
+    extent = model.embed.patch_size[time]
+    return partial(shuffle_along, axis=time, extent=extent, generator=torch.Generator().manual_seed(SEED))
 
 
 def losses(groups: dict[str, list[dict[str, Any]]], kind: str) -> list[dict[str, Any]]:
@@ -210,8 +218,8 @@ def _measure_name(kinds: Sequence[str]) -> str:
 
 
 def _checks(trained: list[Trained], measured: dict[str, Any], kinds: Sequence[str]) -> list[Check]:
-    """Tokens of a ViT without encoding have no order; rounding alone may change its predictions."""
-    unordered = [each for each in trained if each.encoding == "none" and each.run.config.model.backbone == "vit"]
+    """Tokens without encoding have no order, but in a Swin; rounding alone may change its predictions."""
+    unordered = [each for each in trained if each.encoding == "none" and each.run.config.model.backbone != "swin"]
     if not unordered:
         return []
     results = [measured[each.run.key] for each in unordered]
@@ -250,6 +258,7 @@ def _table(kind: str, rows: list[dict[str, Any]], lab: Lab) -> Table:
     what = {
         PATCHES: "Every example's patches are permuted at random over the whole lattice; pixels within them are not.",
         FRAMES: "Every example's frames are permuted along time, as many together as a patch is deep.",
+        POSITIONS: "The positions of every example are permuted at random among its tokens, which are as they were.",
     }[kind]
     return Table(
         f"Top-1 with {kind} shuffled",
@@ -309,7 +318,7 @@ def _notes(lab: Lab) -> list[str]:
 
 STUDY = Study(
     title="Shuffled patches",
-    question="How much does each encoding's model depend on the positions of its patches?",
+    question="How much does each encoding's model depend on the positions of its patches or tokens?",
     sources=(f"{LIERE_1}, tables 3 and 4", f"{LIERE_2}, table 3"),
     find=find,
 )

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from torchrope.lab.data.config import DataConfig, DigitsConfig, VolumesConfig, data_config
@@ -21,14 +21,18 @@ TASKS: dict[str, str] = {
 }
 """What each head does."""
 
-_READ_BY_ONE = {
-    **dict.fromkeys(("depth", "num_heads", "mlp_dim", "num_registers", "layer_scale", "share_layers", "jitter"), "vit"),
-    **dict.fromkeys(("unit_mm", "norm_eps", "weight_init"), "vit"),
-    **dict.fromkeys(("depths", "stage_heads"), "swin"),
+_READ_BY = {
+    **dict.fromkeys(("depth", "num_heads", "mlp_dim"), ("vit", "transformer")),
+    **dict.fromkeys(("layer_scale", "share_layers", "norm_eps"), ("vit", "transformer")),
+    **dict.fromkeys(("num_registers", "jitter", "unit_mm", "weight_init"), ("vit",)),
+    **dict.fromkeys(("depths", "stage_heads"), ("swin",)),
+    **dict.fromkeys(("patch_size", "spacing", "origin", "input_size", "drop_path_schedule"), ("vit", "swin")),
+    **dict.fromkeys(("latents", "attention"), ("transformer",)),
 }
-"""Settings of a model that one backbone alone has."""
+"""Settings of a model that not all backbones have."""
 
 _CHOICES = {
+    "attention": ("softmax", "linear"),
     "drop_path_schedule": ("linear", "constant"),
     "weight_init": ("xavier", "truncated-normal", "torch"),
 }
@@ -36,10 +40,10 @@ _CHOICES = {
 
 @dataclass
 class ModelConfig:
-    """The vision transformer around the encoding.
+    """The transformer around the encoding.
 
     Attributes:
-        backbone: "vit" or "swin".
+        backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points", "series", "kanji-strokes").
         head: What reads it: "classify"; "upernet" or "mask2former" for semantic segmentation; "faster-rcnn",
             "mask-rcnn", "deformable-detr" or "dino" for object detection.
         size: The papers' sizes by name; dim, depth, num_heads and mlp_dim below then override it one by one.
@@ -56,7 +60,7 @@ class ModelConfig:
             quarter.
         head_channels: Channels of a head for segmentation or detection; None is the head's own.
         num_queries: Objects that "mask2former", "deformable-detr" and "dino" look for; None is the head's own.
-        pool: "cls" reads a class token at the origin, "mean" averages the patches; a Swin always does.
+        pool: "cls" reads a class token at the origin, "mean" averages the patches; a Swin and a Transformer always do.
         num_registers: Extra tokens without a place.
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel.
@@ -83,12 +87,16 @@ class ModelConfig:
         unit_mm: Place the patches of every volume by the mm between its own voxels, in place of one lattice for all, at
             origin + spacing · index · patch · voxel / unit_mm: where patches are unit_mm apart, positions are those of
             a model without it, for every encoding.
+        latents: How many learned latents read the tokens of a Transformer, at a cost linear in their number; they then
+            attend to one another. 0: tokens attend to one another.
+        attention: Of a Transformer: "softmax", or "linear" (RoFormer, section 3.3), at a cost linear in the number of
+            tokens.
         encoding_seed: Draw the start of the rotary encodings from this seed in place of the run's, all else the same.
         checkpoint_layers: Keep the input of each layer alone and compute the layer again for its gradient: the same
             numbers with less memory, for about a third more time.
     """
 
-    backbone: Literal["vit", "swin"] = "vit"
+    backbone: Literal["vit", "swin", "transformer"] = "vit"
     head: HeadName = "classify"
     size: Literal["tiny", "small", "base", "large"] | None = None
     dim: int | None = None
@@ -121,6 +129,8 @@ class ModelConfig:
     input_size: list[int] | None = None
     jitter: float = 0.0
     unit_mm: float | None = None
+    latents: int = 0
+    attention: Literal["softmax", "linear"] = "softmax"
     encoding_seed: int | None = None
     checkpoint_layers: bool = False
 
@@ -131,8 +141,9 @@ class ModelConfig:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
         if not self.patch_size or min(self.patch_size) < 1:
             raise ValueError(f"patch_size must be 1 or more along each axis, got {self.patch_size}")
-        if self.num_registers < 0:
-            raise ValueError(f"num_registers must be 0 or more, got {self.num_registers}")
+        for name in ("num_registers", "latents"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for name in ("dropout", "attention_dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
@@ -152,13 +163,20 @@ class ModelConfig:
         if self.head not in TASKS:
             raise ValueError(f"head must be one of {', '.join(TASKS)}, got {self.head!r}")
         self._check_head()
-        defaults = {one.name: one.default for one in fields(self)}
-        for name, backbone in _READ_BY_ONE.items():
-            if getattr(self, name) != defaults[name] and self.backbone != backbone:
-                raise ValueError(f"{name} is read by backbone {backbone} alone, got {getattr(self, name)}")
+        for one in fields(self):
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            readers = _READ_BY.get(one.name, (self.backbone,))
+            if getattr(self, one.name) != default and self.backbone not in readers:
+                rule = f"{one.name} is read by backbone {' and '.join(readers)} alone"
+                raise ValueError(f"{rule}, got {getattr(self, one.name)}")
+        if self.attention == "linear" and self.attention_dropout:
+            rule = "attention_dropout is for softmax attention alone"
+            raise ValueError(f"{rule}, got {self.attention_dropout} with attention linear")
 
     def _check_head(self) -> None:
         """Refuse settings that no head, or another one, reads."""
+        if self.backbone == "transformer" and self.task != "classify":
+            raise ValueError(f"head must be classify above backbone transformer, got {self.head!r}")
         windowed = self.backbone == "swin" or self.task != "classify"
         if self.window_size is not None and not windowed:
             rule = "window_size is read by backbone swin alone, or by a vit below another head than classify"

@@ -6,7 +6,7 @@ from torch import nn
 
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.training.config import ModelConfig, RunConfig
-from torchrope.lab.training.models import build_model
+from torchrope.lab.training.models import build_model, on_lattice
 from torchrope.lab.training.module import Module
 from torchrope.models import Features, ViT
 
@@ -33,7 +33,7 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
     detrex. A detector's pyramid leaves out levels with a cell for every pixel, or more, where most of the time would
     go.
     """
-    model = build_model(encoding, config, data)
+    model = on_lattice(build_model(encoding, config, data))
     if not isinstance(model, ViT):
         first = 1 if config.head in ("deformable-detr", "dino") else 0
         return Features(model, indices=range(first, len(model.stages)))

@@ -1,4 +1,4 @@
-"""What a trained classifier can do: accuracy, loss, and what shuffled patches and other resolutions leave of it."""
+"""What a trained classifier can do: accuracy, loss, and what shuffled positions and other resolutions leave of it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +14,9 @@ from torch.nn import functional
 from torchrope.attention import per_axis_window
 from torchrope.lab.data.clips import predict_views
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.transforms import resize, shuffle_patches
+from torchrope.lab.data.transforms import resize, shuffle_patches, shuffle_positions
 from torchrope.lab.statistics import accuracy_interval
+from torchrope.lab.training.models import Model, TokenClassifier
 from torchrope.models import Swin, ViT
 from torchrope.positions import FixedRangeLattice, JitteredLattice
 
@@ -64,7 +65,7 @@ class Evaluation:
         labels: True class of every example.
         predicted: Predicted class of every example.
         val_loss: Mean cross-entropy.
-        shuffled_top1: Top-1 after every example's patches have changed places at random.
+        shuffled_top1: Top-1 after every example's patches, or positions of tokens, have changed places at random.
         resolutions: What it can do at each input size, the training size among them.
     """
 
@@ -96,7 +97,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: ViT | Swin, data: DataModule, sizes: Iterable[tuple[int, ...]] = (), window_size: WindowSize | None = None
+    model: Model, data: DataModule, sizes: Iterable[tuple[int, ...]] = (), window_size: WindowSize | None = None
 ) -> Evaluation:
     """Measure a trained model on the validation set of its data.
 
@@ -104,7 +105,8 @@ def evaluate(
         model: Evaluated on the device that it is on.
         data: Its data. Where it has several `views` of an example, accuracy and loss are of the logits averaged
             over them; shuffling and other sizes are measured on one.
-        sizes: Input sizes to evaluate at beside the training size, as `scaled_sizes` or `square_sizes` have them.
+        sizes: Input sizes to evaluate at beside the training size, as `scaled_sizes` or `square_sizes` have them; none
+            without a lattice.
         window_size: Windows of a Swin at other sizes, see `windows_at`.
 
     Raises:
@@ -122,33 +124,42 @@ def evaluate(
     )
 
 
-def correct_shuffled(model: ViT | Swin, data: DataModule) -> list[bool]:
-    """Whether each validation example is right after its patches have changed places at random."""
-    return _right(*predict(model, data, _shuffler(model.embed.patch_size)))
+def correct_shuffled(model: Model, data: DataModule) -> list[bool]:
+    """Whether each validation example is right after its patches, or positions, have changed places at random."""
+    return _right(*predict(model, data, shuffler(model, SHUFFLE_SEED)))
 
 
-def correct_at(model: ViT | Swin, data: DataModule, scales: Iterable[float]) -> dict[tuple[int, ...], list[bool]]:
+def shuffler(model: Model, seed: int) -> Change:
+    """What exchanges the patches of a batch at random, or the positions of its tokens, which stay where they are."""
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, TokenClassifier):
+        return partial(shuffle_positions, channels=model.channels, generator=generator)
+    return partial(shuffle_patches, patch_size=model.embed.patch_size, generator=generator)
+
+
+def correct_at(model: Model, data: DataModule, scales: Iterable[float]) -> dict[tuple[int, ...], list[bool]]:
     """Whether each validation example is right at other sizes than the one trained at.
 
     Args:
         model: Evaluated on the device that it is on.
         data: Its data.
-        scales: Sizes as multiples of the training size.
+        scales: Sizes as multiples of the training size. Without a lattice there are none.
     """
+    if isinstance(model, TokenClassifier):
+        return {}
     sizes = scaled_sizes(data, model.embed.patch_size, scales)
     return {size: _right(*predict_at(model, data, size)) for size in sizes if size != tuple(data.input_size)}
 
 
-def keep_range(model: ViT | Swin) -> None:
+def keep_range(model: Model) -> None:
     """Place the patches of inputs of other sizes in the range of positions that was trained, as ComRoPE's code does.
 
     Raises:
         ValueError: positions are those of a window, or not those of a lattice.
     """
     if not isinstance(model, ViT):
-        raise ValueError(
-            "the range of positions is kept by a ViT alone, got a Swin, whose positions are in its windows"
-        )
+        what = "a Swin, whose positions are in its windows" if isinstance(model, Swin) else "tokens at any positions"
+        raise ValueError(f"the range of positions is kept by a ViT alone, got {what}")
     lattice: Any = model if model.place is None else model.place
     if not isinstance(lattice, ViT | JitteredLattice):
         raise ValueError(f"the range of positions is kept on a lattice with a spacing, got {type(lattice).__name__}")
@@ -156,7 +167,7 @@ def keep_range(model: ViT | Swin) -> None:
     model.place = FixedRangeLattice(trained, lattice.spacing, lattice.origin)
 
 
-def windows_at(model: ViT | Swin, size: Sequence[int], window_size: WindowSize | None) -> list[int] | None:
+def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None) -> list[int] | None:
     """Tokens of a Swin's window along each axis at an input size; None for those of the training.
 
     Args:
@@ -171,7 +182,8 @@ def windows_at(model: ViT | Swin, size: Sequence[int], window_size: WindowSize |
     if window_size is None:
         return None
     if not isinstance(model, Swin):
-        raise ValueError(f"window_size is for a Swin, got {window_size} for a ViT, which has no windows")
+        kind = "ViT" if isinstance(model, ViT) else "Transformer"
+        raise ValueError(f"window_size is for a Swin, got {window_size} for a {kind}, which has no windows")
     inputs = model.arguments["input_size"]
     trained = per_axis_window(model.arguments["window_size"], len(inputs))
     pairs = list(zip(trained, size, inputs, strict=True))
@@ -254,7 +266,7 @@ def square_sizes(data: DataModule, patch_size: Sequence[int], sides: Iterable[in
     return [(*data.input_size[:-2], side, side) for side in chosen]
 
 
-def _measured_at(model: ViT | Swin, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> AtSize:
+def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> AtSize:
     made, windows = made_at(data, size), windows_at(model, size, window_size)
     options = {} if windows is None else {"window_size": windows}
     right = _correct(*predict(model, made or data, partial(resize, size=size), **options))
@@ -264,11 +276,6 @@ def _measured_at(model: ViT | Swin, data: DataModule, size: tuple[int, ...], win
 def _resampled(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:
     """Distances between voxels `(batch, axes)` after inputs became larger or smaller: what they show stays as long."""
     return spacing * torch.tensor(inputs.shape[2:]) / torch.tensor(changed.shape[2:])
-
-
-def _shuffler(patch_size: Sequence[int]) -> Change:
-    generator = torch.Generator().manual_seed(SHUFFLE_SEED)
-    return lambda inputs: shuffle_patches(inputs, patch_size, generator)
 
 
 def _correct(labels: Tensor, logits: Tensor) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""From a configuration to its model: a ViT or a Swin."""
+"""From a configuration to its model: a ViT, a Swin, or a Transformer for tokens at any positions."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,58 @@ from torchrope.encodings.names import takes
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose
 from torchrope.lab.training.config import TASKS, ModelConfig
-from torchrope.models import SIZES, SWIN_SIZES, Swin, ViT
-from torchrope.positions import JitteredLattice, VoxelLattice, per_axis
+from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
+from torchrope.positions import JitteredLattice, PerAxis, VoxelLattice, per_axis
+from torchrope.tensors import can_read
 
 
-def build_model(encoding: str, config: ModelConfig, data: DataModule) -> ViT | Swin:
+class TokenClassifier(Transformer):
+    """A Transformer that takes a batch of data without a lattice as one tensor.
+
+    Args:
+        channels: Numbers of a token, without its position.
+        settings: Those of `Transformer`.
+
+    Attributes:
+        arguments: What it was built with.
+        channels: As above.
+    """
+
+    def __init__(self, channels: int, **settings: Any) -> None:
+        super().__init__(channels, **settings)
+        self.arguments = {"mlp_dim": None, **settings}
+        self.channels = channels
+
+    @property
+    def spacing(self) -> PerAxis:
+        """What the encoding's positions advance by in a unit, along each axis."""
+        return self.places.spacing
+
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        """Logits `(batch, classes)` of tokens and positions `(batch, n, channels + axes)`; rows of padding are NaN."""
+        tokens, positions = inputs[..., : self.channels], inputs[..., self.channels :]
+        valid = ~positions.isnan().any(dim=-1)
+        whole = can_read(valid) and bool(valid.all())  # attention is faster without a mask
+        logits = super().forward(tokens, positions, mask=None if whole else valid)
+        assert isinstance(logits, Tensor)
+        return logits
+
+
+Model = ViT | Swin | TokenClassifier
+
+
+def on_lattice(model: Model) -> ViT | Swin:
+    """The model itself, of patches.
+
+    Raises:
+        ValueError: it is one of tokens at any positions.
+    """
+    if isinstance(model, TokenClassifier):
+        raise ValueError("a model must be one of patches on a lattice, got one of tokens at any positions")
+    return model
+
+
+def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
     """Build the model of a configuration for data of a kind.
 
     Args:
@@ -27,12 +75,14 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> ViT | S
 
     Raises:
         ValueError: what the encoding or the model refuses, a setting of the other backbone, and data that are for
-            another task than the head's.
+            another task than the head's or for another backbone.
     """
+    check_backbone(config, data)
     if config.task not in data.tasks:
         heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
         raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
-    model = build_swin(encoding, config, data) if config.backbone == "swin" else build_vit(encoding, config, data)
+    build: dict[str, Callable[..., Model]] = {"vit": build_vit, "swin": build_swin, "transformer": build_transformer}
+    model = build[config.backbone](encoding, config, data)
     if config.encoding_seed is not None:
         draw_encodings(model, config.encoding_seed)
     return model
@@ -47,12 +97,22 @@ def draw_encodings(model: nn.Module, seed: int) -> None:
                 module.reset_parameters()
 
 
+def check_backbone(config: ModelConfig, data: DataModule) -> None:
+    """Raise ValueError where a backbone for a lattice meets data without one, or the other way round."""
+    if data.lattice == (config.backbone == "transformer"):
+        fitting = "vit or swin" if data.lattice else "transformer"
+        raise ValueError(f"--model.backbone must be {fitting} for --data {data.name}, got {config.backbone}")
+
+
 def check_patches(config: ModelConfig, data: DataModule) -> None:
-    """Refuse patches that do not divide the inputs of a classifier, before any data are read.
+    """Refuse a backbone that is not for the data, and patches that do not divide the inputs, before any data are read.
 
     Raises:
-        ValueError: they do not.
+        ValueError: it is not, or they do not.
     """
+    check_backbone(config, data)
+    if not data.lattice:
+        return
     sizes = config.input_size or data.input_size
     patch = config.patch_size * len(sizes) if len(config.patch_size) == 1 else config.patch_size
     fits = len(patch) == len(sizes) and not any(size % side for size, side in zip(sizes, patch, strict=True))
@@ -116,6 +176,34 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
         drop_path_schedule=config.drop_path_schedule,
         checkpoint_layers=config.checkpoint_layers,
         **sizes,
+    )
+
+
+def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> TokenClassifier:
+    """Build the transformer of a configuration for tokens at any positions, as `build_model` does.
+
+    Every encoding starts as its paper has it for as many tokens along an axis as the data's extent has units.
+    """
+    choice = choose(encoding)
+    norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
+    return TokenClassifier(
+        data.in_channels,
+        num_axes=data.num_axes,
+        num_outputs=data.num_classes,
+        encoding=replace(choice, rotary=_rotary(choice, config)),
+        share_layers=config.share_layers,
+        scale=data.scale,
+        extent=data.extent,
+        attention=config.attention,
+        latents=config.latents,
+        qkv_bias=config.qkv_bias,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        drop_path=config.drop_path,
+        layer_scale=config.layer_scale,
+        checkpoint_layers=config.checkpoint_layers,
+        **norms,
+        **_given(config, SIZES, ("dim", "depth", "num_heads", "mlp_dim")),
     )
 
 

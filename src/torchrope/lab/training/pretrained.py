@@ -9,7 +9,7 @@ from torchrope.integrations.saving import FILE
 from torchrope.lab.data.build import make_data
 from torchrope.lab.training.checkpoints import read_weights
 from torchrope.lab.training.config import CONFIG, read_config
-from torchrope.lab.training.models import build_model
+from torchrope.lab.training.models import build_model, on_lattice
 from torchrope.models import Features, Swin, ViT
 
 
@@ -45,7 +45,7 @@ def of_run(folder: Path) -> ViT | Swin:
     weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
     data = make_data(config.data)
     data.classes = tuple(map(str, range(len(weights["head.weight"]))))
-    model = build_model(config.encoding, config.model, data)
+    model = on_lattice(build_model(config.encoding, config.model, data))
     try:
         model.load_state_dict(weights)
     except RuntimeError:

@@ -188,7 +188,7 @@ def _speed(config: RunConfig, data: DataModule) -> Speed:
     build = partial(build_model, config.encoding, config.model, data)
     if config.model.task != "classify":
         return Speed(None, None, None)  # what is computed depends on the sizes of the pictures, and on what is in them
-    shape = torch.Size([1, data.in_channels, *data.input_size])
+    shape = torch.Size([1, *data.example_shape])
     for_costs = partial(build_for_costs, config.encoding, config.model, data)
     flops = None if config.scale.peak_tflops is None else count_flops(for_costs, shape)
     with torch.device("meta"):
@@ -204,8 +204,8 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
     device = trainer.strategy.root_device
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    largest = max([tuple(data.input_size), *training_sizes(config.optim, config.model, data)], key=math.prod)
-    example = torch.zeros(1, data.in_channels, *largest, device=device)
+    sized = [(data.in_channels, *size) for size in training_sizes(config.optim, config.model, data)]
+    example = torch.zeros(1, *max([data.example_shape, *sized], key=math.prod), device=device)
     limit, devices = device_memory(device), trainer.world_size
     return out_of_memory(
         config, lambda: build_for_costs(config.encoding, config.model, data).to(device), example, limit, devices

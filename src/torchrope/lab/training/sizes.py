@@ -14,6 +14,11 @@ def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> 
     Raises:
         ValueError: the patch does not divide them, or the data have no axis but time.
     """
+    if not optim.sizes:
+        return ()
+    if not data.lattice:
+        rule = "--optim.sizes is for data on a lattice"
+        raise ValueError(f"{rule}, got {', '.join(map(str, optim.sizes))} with --data {data.name}")
     patch_size = model.patch_size * data.num_axes if len(model.patch_size) == 1 else model.patch_size
     return tuple(size_of(pixels, data, patch_size, "--optim.sizes") for pixels in optim.sizes)
 

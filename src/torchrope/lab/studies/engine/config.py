@@ -1,10 +1,25 @@
 """Settings of `torchrope study`, as plain values: imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchrope.lab.data.config import DataConfig, DigitsConfig
+from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, DataConfig, DigitsConfig
 from torchrope.lab.studies.slurm import parse_slurm
 from torchrope.lab.training.config import ModelConfig, OptimConfig, ScaleConfig
+
+TABLE, FUNCTION = "learned", "sinusoidal"
+"""The absolute encoding that things are compared with on a lattice, and where there is none to have a table for."""
+
+
+def reference_for(data: DataConfig) -> str:
+    """The absolute encoding that data can have: a learned table, or a function of real positions."""
+    return FUNCTION if data.name in NAMES_WITHOUT_LATTICE else TABLE
+
+
+def fitting(names: Sequence[str], data: DataConfig) -> list[str]:
+    """A list of encodings of ours, with the absolute one that data can have."""
+    own = ["+".join(reference_for(data) if part == TABLE else part for part in name.split("+")) for name in names]
+    return list(dict.fromkeys(own))
 
 
 @dataclass
@@ -50,7 +65,7 @@ class StudyConfig(LabConfig):
 
     Attributes:
         reference: Encoding that the others are compared with, trained too where it is not among them; by default
-            learned, in studies that need one.
+            learned, or sinusoidal without a lattice, in studies that need one.
         checkpoint: Trained models that "fourier", "generators" and "attention" read, beside the runs of the encodings
             named, or in their place: files of published checkpoints or of torchrope.save, folders of runs.
         sizes: Input sizes that "resolution" evaluates at, in pixels per side, beside that of the training; by default

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from torchrope.lab.data.config import NAMES_DENSE
+from torchrope.lab.data.config import NAMES_DENSE, NAMES_WITHOUT_LATTICE
 from torchrope.lab.results import STUDIES
 
 NAMES = STUDIES
@@ -12,9 +12,14 @@ OF_PLACES = ("dense",)
 """Those on data for segmentation or detection."""
 
 
+OF_LATTICES = ("resolution", "pooling", "finetune", "attention", "kernel")
+"""Those that need patches on a lattice: `Study.needs_lattice`."""
+
+
 def suitable(data: str) -> list[str]:
     """Names of the studies for a data set."""
-    return [name for name in NAMES if (name in OF_PLACES) == (data in NAMES_DENSE)]
+    without = OF_LATTICES if data in NAMES_WITHOUT_LATTICE else ()
+    return [name for name in NAMES if (name in OF_PLACES) == (data in NAMES_DENSE) and name not in without]
 
 
 def file_of(name: str) -> Path:

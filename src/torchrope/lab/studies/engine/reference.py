@@ -9,6 +9,7 @@ from torchrope.encodings import STRING, ComRoPEAP, ComRoPELD, LieRE
 from torchrope.lab.conclusion import Interval
 from torchrope.lab.encodings import choose
 from torchrope.lab.results import Row, Table
+from torchrope.lab.studies.engine.config import TABLE, reference_for
 from torchrope.lab.studies.engine.estimates import (
     HOLM,
     NAMES,
@@ -22,7 +23,6 @@ from torchrope.lab.studies.engine.estimates import (
 from torchrope.lab.studies.engine.published import LIERE_REVIEWS
 from torchrope.lab.studies.engine.study import Lab
 
-REFERENCE = "learned"
 MIXED = "mixed"
 BEYOND_FREQUENCIES = (LieRE, ComRoPEAP, ComRoPELD, STRING)
 """Families that learn more than the frequencies of RoPE-Mixed."""
@@ -31,12 +31,12 @@ WITH_SAME = "An encoding combined with another is compared with mixed combined w
 
 
 def reference_of(lab: Lab) -> str:
-    """The encoding that a study compares with: the one asked for, or a learned absolute one.
+    """The encoding that a study compares with: the one asked for, or an absolute one that the data can have.
 
     Raises:
         ValueError: the model cannot have it.
     """
-    name = lab.reference or REFERENCE
+    name = lab.reference or reference_for(lab.config.data)
     check_reference(lab, name)
     return name
 
@@ -56,7 +56,7 @@ def described(reference: str, article: str = "a") -> str:
         >>> described("learned"), described("learned", "the"), described("mixed")
         ('a learned absolute encoding', 'the learned absolute encoding', 'mixed')
     """
-    return f"{article} learned absolute encoding" if reference == REFERENCE else reference
+    return f"{article} learned absolute encoding" if reference == TABLE else reference
 
 
 def all_but(reference: str, names: Iterable[str]) -> dict[str, str]:

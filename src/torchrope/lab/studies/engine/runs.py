@@ -22,11 +22,10 @@ from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope.lab.training.evaluate import predict_views_or_one
 from torchrope.lab.training.history import OnEpoch, read_curve
-from torchrope.lab.training.models import build_model
+from torchrope.lab.training.models import Model, build_model
 from torchrope.lab.training.module import Module
 from torchrope.lab.training.run import CURVE, load, train
 from torchrope.lab.training.skipped import read_skipped
-from torchrope.models import Swin, ViT
 
 RESULT = "result.json"
 _ELSEWHERE = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
@@ -137,7 +136,7 @@ class Trained:
             rule = "the data must be what the runs in --out were trained on"
             raise ValueError(f"{rule}, got other examples than those of {self.folder}")
 
-    def load(self, data: DataModule | None = None) -> tuple[ViT | Swin, DataModule]:
+    def load(self, data: DataModule | None = None) -> tuple[Model, DataModule]:
         """Read the trained model, in evaluation mode, and its data, unless that is at hand."""
         _, data, module = load(self.folder, data)
         return module.model.eval(), data
@@ -145,7 +144,7 @@ class Trained:
     def measure(
         self,
         name: str,
-        measure: Callable[[ViT | Swin, DataModule], dict[str, Any]],
+        measure: Callable[[Any, DataModule], dict[str, Any]],
         data: DataModule | None = None,
     ) -> dict[str, Any]:
         """What `measure(model, data)` returns, computed once: it is kept in the run's folder under this name.
@@ -161,7 +160,7 @@ class Trained:
         return read_mapping(file, "a measure")
 
 
-def untrained(run: Run, data: DataModule) -> ViT | Swin:
+def untrained(run: Run, data: DataModule) -> Model:
     """The model that a run began with, drawn from its seed as the run did."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)

@@ -12,20 +12,20 @@ import torch
 from rich.console import Console
 
 from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.provenance import provenance
 from torchrope.lab.results import DataFacts, Findings, RunFacts, StudyResult
 from torchrope.lab.studies.describe import describe_data, describe_skipped
-from torchrope.lab.studies.engine.config import LabConfig, StudyConfig
+from torchrope.lab.studies.engine.config import LabConfig, StudyConfig, fitting
 from torchrope.lab.studies.engine.names import NAMES, file_of
 from torchrope.lab.studies.engine.runs import Run, Store, Trained, in_order
 from torchrope.lab.studies.engine.workers import train_runs
 from torchrope.lab.studies.progress import StudyProgress, Workload
 from torchrope.lab.training.config import RunConfig, plain
-from torchrope.lab.training.models import build_model, check_patches
+from torchrope.lab.training.models import Model, build_model, check_patches
 from torchrope.lab.training.sizes import training_sizes
 from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
-from torchrope.models import Swin, ViT
 
 
 class Lab:
@@ -47,7 +47,7 @@ class Lab:
 
     def __init__(self, config: LabConfig, encodings: Sequence[str], console: Console) -> None:
         self.config = config
-        self.encodings = config.encodings or list(encodings)
+        self.encodings = config.encodings or fitting(encodings, config.data)
         self.reference = config.reference if isinstance(config, StudyConfig) else None
         self.checkpoints = config.checkpoint if isinstance(config, StudyConfig) else []
         self.sizes = config.sizes if isinstance(config, StudyConfig) else []
@@ -168,7 +168,7 @@ class Lab:
         if trained is not None and run in wanted:
             each(trained)
 
-    def blueprint(self, run: Run) -> ViT | Swin:
+    def blueprint(self, run: Run) -> Model:
         """The model of a run without its numbers, on the meta device."""
         data = self.data  # read outside, or it would be made on the meta device
         with torch.device("meta"):
@@ -186,6 +186,7 @@ class Study:
         find: Trains what it needs with `lab.train`, and returns what it found.
         encodings: Compared where the user names none.
         tasks: What its data must be for, one of them at least; see `DataModule.tasks`.
+        needs_lattice: Whether it is about patches of a lattice, so that tokens at any positions are refused.
         needs_data: False where it is computed from formulas.
         takes: Settings that not all studies have a use for: "reference", "checkpoint", "sizes".
     """
@@ -196,14 +197,19 @@ class Study:
     find: Callable[[Lab], Findings]
     encodings: Sequence[str] = field(default=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"))
     tasks: Sequence[str] = ("classify",)
+    needs_lattice: bool = False
     needs_data: bool = True
     takes: Sequence[str] = ()
 
     def check(self, lab: Lab) -> None:
-        """Raise ValueError where the data is for other tasks."""
+        """Raise ValueError where the data is for other tasks, or has no lattice and needs one."""
+        name = lab.config.data.name
+        if self.needs_lattice and name in NAMES_WITHOUT_LATTICE:
+            rule = f"{self.title} is about patches on a lattice"
+            raise ValueError(f"{rule}, got {name}, whose tokens are at any positions")
         if self.needs_data and not {*self.tasks} & {*lab.data.tasks}:
             rule = f"{self.title} needs data to {' or '.join(self.tasks)}"
-            raise ValueError(f"{rule}, got {lab.config.data.name}, to {' and '.join(lab.data.tasks)}")
+            raise ValueError(f"{rule}, got {name}, to {' and '.join(lab.data.tasks)}")
 
 
 def find_study(name: str) -> Study:

@@ -1,0 +1,262 @@
+"""Models of tokens at any positions in the laboratory: padding, order, large sets, resumption, comparison, studies."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from miniatures import points, series
+from rich.console import Console
+
+from torchrope.lab.cli import main
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, data_config
+from torchrope.lab.data.tokens import TokensModule
+from torchrope.lab.results import STUDIES, StudyResult
+from torchrope.lab.studies.compare import compare
+from torchrope.lab.studies.config import ENCODINGS, CompareConfig
+from torchrope.lab.studies.engine.config import StudyConfig
+from torchrope.lab.studies.engine.names import OF_LATTICES, suitable
+from torchrope.lab.studies.engine.study import find_study, run_study
+from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope.lab.training.evaluate import correct_shuffled, evaluate, predict
+from torchrope.lab.training.models import TokenClassifier, build_model
+from torchrope.lab.training.run import load, train
+from torchrope.models import Transformer
+
+SMALL = ModelConfig(backbone="transformer", dim=24, depth=1, num_heads=1, mlp_dim=16)
+READER, LINEAR = replace(SMALL, latents=4), replace(SMALL, attention="linear")
+QUICK = OptimConfig(epochs=1, warmup_epochs=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return points(tmp_path_factory.mktemp("points"))
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> TokensModule:
+    made = make_data(data_config("points", root=str(folder), batch_size=8))
+    made.setup()
+    assert isinstance(made, TokensModule)
+    return made
+
+
+def built(encoding: str, model: ModelConfig, data: TokensModule) -> TokenClassifier:
+    torch.manual_seed(0)
+    made = build_model(encoding, model, data)
+    assert isinstance(made, TokenClassifier)
+    return made.double().eval()
+
+
+def padded(data: TokensModule) -> torch.Tensor:
+    inputs, _ = next(iter(data.val_dataloader()))
+    assert inputs.isnan().any(), "examples have as many points as they have"
+    return inputs.double()
+
+
+@pytest.mark.parametrize("model", [SMALL, READER, LINEAR], ids=["softmax", "reader", "linear"])
+@pytest.mark.parametrize("encoding", ["none", "sinusoidal+axial", "liere:8"])
+def test_padded_end_to_end_and_alone_examples_are_the_same(
+    data: TokensModule, model: ModelConfig, encoding: str
+) -> None:
+    classifier, inputs = built(encoding, model, data), padded(data)
+    logits = classifier(inputs)
+    alone = [one[~one.isnan().any(dim=1)] for one in inputs]
+    torch.testing.assert_close(torch.cat([classifier(one[None]) for one in alone]), logits)
+    tokens, positions = zip(*(one.split([classifier.channels, 3], dim=1) for one in alone), strict=True)
+    torch.testing.assert_close(Transformer.forward(classifier, tokens, positions), logits)
+    more = torch.cat([inputs, inputs.new_full((len(inputs), 5, inputs.shape[2]), torch.nan)], dim=1)
+    torch.testing.assert_close(classifier(more), logits)
+
+
+@pytest.mark.parametrize("encoding", ["none", "mixed", "liere", "sinusoidal"])
+def test_the_order_of_points_is_nothing_and_their_positions_are_something(data: TokensModule, encoding: str) -> None:
+    classifier, inputs = built(encoding, SMALL, data), padded(data)
+    order = torch.randperm(inputs.shape[1], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(classifier(inputs[:, order]), classifier(inputs))
+    _, before = predict(classifier.float(), data)
+    assert predict(classifier, data, lambda batch: batch[:, torch.randperm(batch.shape[1])])[1].allclose(
+        before, atol=1e-5
+    )
+    moved = inputs.float().clone()
+    moved[..., classifier.channels :] = moved[..., classifier.channels :].flip(-1) ** 2
+    assert torch.allclose(classifier(moved), classifier(inputs.float()), atol=1e-6) == (encoding == "none")
+
+
+def test_shuffling_leaves_a_model_without_encoding_alone(data: TokensModule) -> None:
+    classifier = built("none", SMALL, data).float()
+    found = evaluate(classifier, data)
+    assert found.shuffled_top1 == found.top1
+    assert found.measures()["resolutions"][0]["size"] == []
+    assert len(correct_shuffled(classifier, data)) == data.counts[1]
+
+
+@pytest.mark.parametrize("settings", [{"latents": 8}, {"attention": "linear"}], ids=["reader", "linear"])
+def test_a_hundred_thousand_points_are_read(data: TokensModule, settings: dict[str, Any]) -> None:
+    classifier = build_model("axial", replace(SMALL, **settings), data)
+    inputs = torch.rand(1, 100_000, data.in_channels + 3, generator=torch.Generator().manual_seed(0))
+    logits = classifier(inputs)
+    logits.sum().backward()
+    assert logits.isfinite().all()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in classifier.parameters())
+
+
+def test_settings_of_a_model_reach_the_transformer(data: TokensModule) -> None:
+    model = replace(SMALL, depth=2, num_heads=2, dim=32, share_layers=True, share_heads=True, layer_scale=0.1)
+    classifier = built("sinusoidal+liere:4", model, data)
+    assert (len(classifier.layers), len(classifier.encodings)) == (2, 1)
+    assert classifier.absolute is not None
+    assert tuple(classifier.scale) == data.scale
+    assert classifier.encodings[0].generators().shape[1] == 1  # [axes, heads, blocks, b, b]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backbone": "transformer", "patch_size": [2]}, "patch_size is read by backbone vit and swin alone"),
+        ({"backbone": "transformer", "num_registers": 2}, "num_registers is read by backbone vit alone"),
+        ({"backbone": "transformer", "head": "upernet"}, "head must be classify above backbone transformer"),
+        ({"latents": 3}, "latents is read by backbone transformer alone, got 3"),
+        ({"backbone": "swin", "attention": "linear"}, "attention is read by backbone transformer alone, got linear"),
+        ({"backbone": "transformer", "latents": -1}, "latents must be 0 or more, got -1"),
+        ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),
+        (
+            {"backbone": "transformer", "attention": "linear", "attention_dropout": 0.1},
+            "attention_dropout is for softmax attention alone",
+        ),
+    ],
+)
+def test_a_setting_that_a_backbone_does_not_read_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        ModelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("train --model.backbone vit --model.latents 0", "--model.backbone must be transformer for --data points"),
+        (
+            "train --data digits --model.backbone transformer --model.patch_size 1",
+            "must be vit or swin for --data digits",
+        ),
+        ("train --optim.sizes 8,16", "--optim.sizes is for data on a lattice, got 8, 16 with --data points"),
+        ("train --encoding learned", "tables of vectors and biases need a lattice"),
+        ("train --data.points 5", "there is no option --data.points"),
+        ("train --data.augment.flip true", "--data.augment.flip is for digits"),
+        ("compare --scales 0.5,2", "--scales is for data on a lattice"),
+        ("study resolution", "Input size is about patches on a lattice, got points, whose tokens are at any positions"),
+        ("study dense", "needs data to segment or detect, got points"),
+    ],
+)
+def test_what_needs_a_lattice_is_refused_in_one_line(
+    folder: Path, tmp_path: Path, typed: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = typed.split()
+    own = [] if "--data" in rest else ["--data=points", f"--data.root={folder}"]
+    names = [rest.pop(0)] if command == "study" else []
+    small = [] if "--data" in rest else ["--model.dim=24", "--model.depth=1", "--epochs=1"]
+    assert main([command, *names, *own, *small, *rest, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_studies_that_need_a_lattice_are_named_once() -> None:
+    assert {name for name in STUDIES if find_study(name).needs_lattice} == {*OF_LATTICES}
+    for name in NAMES_WITHOUT_LATTICE:
+        assert not {*suitable(name)} & {*OF_LATTICES, "dense"}
+
+
+def run_config(folder: Path, **optim: Any) -> RunConfig:
+    changes = {"jitter": 0.2, "drop_points": 0.3, "rotate": ["x", "y"]}
+    chosen = data_config("points", root=str(folder), batch_size=8, size=10, augment=changes)
+    return RunConfig("mixed", data=chosen, model=replace(SMALL, dropout=0.1), optim=replace(QUICK, **optim))
+
+
+def test_a_killed_run_goes_on_to_the_same_weights_and_repeats(folder: Path, tmp_path: Path) -> None:
+    def die(row: dict[str, float]) -> None:
+        if row["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    config = run_config(folder, epochs=3)
+
+    def trained(name: str, **options: Any) -> dict[str, torch.Tensor]:
+        made = make_data(config.data)
+        made.setup()
+        return train(config, made, tmp_path / name, **options)[0].model.state_dict()
+
+    whole, again = trained("whole"), trained("again")
+    with pytest.raises(KeyboardInterrupt):
+        trained("killed", on_epoch=die)
+    for other in (again, trained("killed")):
+        assert all(torch.equal(other[name], weight) for name, weight in whole.items())
+    _, _, module = load(tmp_path / "killed")
+    assert isinstance(module.model, TokenClassifier)
+    assert main(["evaluate", str(tmp_path / "killed")]) == 0
+    measured = json.loads((tmp_path / "killed" / "evaluation.json").read_text())
+    assert 0 <= measured["shuffled_top1"] <= 1
+    assert main(["evaluate", str(tmp_path / "killed"), "--sizes", "8"]) == 2
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def test_a_comparison_of_time_series_ends_with_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    series(tmp_path / "waves")
+    options = ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.mlp_dim=16", "--epochs=1"]
+    options += ["--encodings=none,sinusoidal,mixed", f"--data.root={tmp_path / 'waves'}", f"--out={out}"]
+    assert main(["compare", "--data=series", *options]) == 0
+    assert "top-1" in capsys.readouterr().out.lower()
+    page = (out / "report" / "index.html").read_text()
+    assert "Time series, Waves" in page
+    result = StudyResult.read(out / "results.json")
+    titles = [table.title for table in result.findings.tables]
+    assert "Costs" in titles
+    assert not any("input sizes" in title for title in titles)
+    assert not result.findings.pictures
+    assert "exchanged among its tokens" in (result.findings.tables[0].note or "")
+
+
+def test_the_encodings_compared_by_default_are_those_that_tokens_can_have(folder: Path) -> None:
+    config = CompareConfig(data=data_config("points", root=str(folder)), model=SMALL)
+    assert config.encodings == ["sinusoidal" if name == "learned" else name for name in ENCODINGS]
+    assert CompareConfig().encodings == ENCODINGS
+
+
+@pytest.mark.parametrize("name", ["accuracy", "shuffle", "training-efficiency"])
+def test_a_study_of_tokens_finds_something(folder: Path, tmp_path: Path, name: str) -> None:
+    _study(name, folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data-efficiency", "capacity", "sharing", "model-size", "generators", "learning"])
+def test_every_other_study_of_tokens_finds_something(folder: Path, tmp_path: Path, name: str) -> None:
+    _study(name, folder, tmp_path)
+
+
+def _study(name: str, folder: Path, out: Path) -> None:
+    chosen = data_config("points", root=str(folder), batch_size=8)
+    config = StudyConfig(data=chosen, model=SMALL, optim=QUICK, encodings=["none", "liere:4"], out=str(out))
+    result = StudyResult.read(run_study(name, config, command="torchrope study", console=quiet()))
+    assert result.findings.answer
+    assert result.findings.tables[0].rows
+    assert all(check.holds for check in result.findings.checks)
+
+
+def test_a_comparison_of_points_keeps_what_it_measured(folder: Path, tmp_path: Path) -> None:
+    config = CompareConfig(
+        data=data_config("points", root=str(folder), batch_size=8),
+        model=READER,
+        optim=QUICK,
+        encodings=["none", "liere:8"],
+        out=str(tmp_path),
+    )
+    first = compare(config, command="torchrope compare", console=quiet()).read_text()
+    again = compare(config, command="torchrope compare", console=quiet()).read_text()
+    assert json.loads(first)["findings"] == json.loads(again)["findings"]
