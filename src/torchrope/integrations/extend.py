@@ -192,7 +192,7 @@ def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> I
         if sites[index].grows:
             larger = [size * times for size, times in zip(sizes, factors, strict=True)]
             steps = _steps_of(lattice, sizes)
-            extent = _extent(sizes, steps)
+            extent = _extent(sizes, steps) if sites[index].sized else None
             squeeze = _ratios(steps, _steps_of(lattice, larger))
             yield _Part(cast(Encoding, encoding), layers[index :: len(rotary.encodings)], extent, squeeze)
 

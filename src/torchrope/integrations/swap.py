@@ -1,4 +1,4 @@
-"""Put an encoding into a model of timm or transformers, and take it out again."""
+"""Put an encoding into a model of timm, transformers or diffusers, and take it out again."""
 
 import inspect
 import warnings
@@ -22,7 +22,11 @@ Model = TypeVar("Model", bound=nn.Module)
 Start = Literal["own", "zeros", "paper"]
 
 # The library that a model comes from, and the module of ours that knows it.
-LIBRARIES = {"timm": "torchrope.integrations.timm", "transformers": "torchrope.integrations.transformers"}
+LIBRARIES = {
+    "timm": "torchrope.integrations.timm",
+    "transformers": "torchrope.integrations.transformers",
+    "diffusers": "torchrope.integrations.diffusers",
+}
 
 
 def swap(
@@ -47,7 +51,8 @@ def swap(
         model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,
             DINOv3), NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, and the vision encoders of
             Qwen3, DeepSeek and Gemma 4. Of transformers: CLIP, ViT, DINOv2, DINOv3 and SigLIP vision models, and what
-            is built around them. Also a model of your own that holds one of these.
+            is built around them. Of diffusers: the transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan,
+            HunyuanVideo, CogVideoX, LTX-Video, LTX-2 and Cosmos. Also a model of your own that holds one of these.
         encoding: A name ("mixed", "liere:8"); an `Encoding`, which all layers share, its rotation computed once per
             forward; or what builds one for each layer from num_axes, num_heads and head_dim.
         block_size: b, for a name or a factory that takes one.
@@ -60,7 +65,7 @@ def swap(
             function builds, keeps its generators unless "own" is asked for.
         spacing: Distance between neighbouring tokens, one number or one per axis; by default the convention of the
             encoding's paper at the size the model was built for. It never changes with the input size. With
-            init="own" positions are the model's.
+            init="own" positions are the model's; in a model of diffusers they are in any case, times `spacing`.
         origin: Position of the first token, likewise.
 
     Returns:
@@ -88,6 +93,9 @@ def swap(
     adapter = adapt(model)
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
         raise ValueError(f"swap needs a model that is not swapped, got {_name(model)} that is: unswap it first")
+    if keep_rotation and not adapter.keeps_rotation:
+        rule = "the encoding takes the place of its tables, which init='own' continues"
+        raise ValueError(f"{_name(model)} has one rotation: {rule}, got keep_rotation=True")
     sites = adapter.sites()
     start = _start(adapter, encoding, init, keep_rotation)
     if start == "own":
@@ -169,8 +177,9 @@ def adapt(model: nn.Module) -> Adapter:
         return found[0]
     rule = (
         "swap knows timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, "
-        "the vision encoders of Qwen3, DeepSeek and Gemma 4, and transformers' CLIP, ViT, DINOv2, DINOv3 and SigLIP "
-        "vision models"
+        "the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' CLIP, ViT, DINOv2, DINOv3 and SigLIP "
+        "vision models, and diffusers' transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, HunyuanVideo, "
+        "CogVideoX, LTX-Video, LTX-2 and Cosmos"
     )
     held = f", with {len(found)} of them" if found else ""
     raise ValueError(f"{rule}, one in a model, got {_name(model)}{held}")
@@ -227,7 +236,8 @@ def _continue(adapter: Adapter, encodings: list[Encoding]) -> tuple[list[Lattice
 def _lattice(encoding: Encoding, site: Site, spacing: PerAxis | None, origin: PerAxis | None) -> Lattice:
     """Where an encoding finds the tokens: as was chosen, or by the convention of its paper."""
     chosen = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
-    return Lattice(**{**encoding.lattice(*site.lattice), **chosen})
+    usual = encoding.lattice(*site.lattice) if site.sized else {}
+    return Lattice(**{**usual, **chosen})
 
 
 def _dtype(adapter: Adapter) -> torch.dtype:
