@@ -14,7 +14,7 @@ from torchrope.integrations.diffusers_rotation import FAMILIES, Family, Streams,
 from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved
 from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site
 from torchrope.ops import rotate_one
-from torchrope.rotations import Rotation
+from torchrope.rotations import Planar, Rotation
 from torchrope.tensors import can_read
 
 _ARGUMENT_INDEX = 3  # of tables without a name, in the attention of all families
@@ -142,7 +142,7 @@ class Turn:
 
     def _rotation(self, positions: Tensor) -> Rotation:
         rotation: Rotation = self.rotary.encodings[self.index](self.rotary.placed(self.index, positions))
-        return rotation
+        return rotation.tabulated() if self.family.coarse and isinstance(rotation, Planar) else rotation
 
     def _turned(self, x: Tensor, rotation: Rotation) -> Tensor:
         if x.ndim == 3:  # (batch, tokens, heads head_dim)

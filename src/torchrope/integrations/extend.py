@@ -231,23 +231,29 @@ def _scale_keys(layers: Iterable[Any], amount: float) -> None:
     for layer in layers:
         if getattr(layer, "logit_scale", None) is not None:
             raise ValueError(f"yarn multiplies keys, whose length cosine attention leaves out, got {_kind(layer)}")
-        norm = getattr(layer, "k_norm", None)
-        if norm is None or isinstance(norm, nn.Identity):
+        norms = [norm for norm in _norms_of_keys(layer) if norm not in scaled]
+        for norm in norms:
+            _scale_norm(norm, amount, layer)
+        scaled.update(norms)
+        if not _norms_of_keys(layer):
             projection, rows = _projection_of_keys(layer)
             parameters = [one for one in (projection.weight, projection.bias) if one is not None and one not in scaled]
             for parameter in parameters:
                 parameter[rows] *= amount
             scaled.update(parameters)
-        elif norm not in scaled:
-            _scale_norm(norm, amount, layer)
-            scaled.add(norm)
+
+
+def _norms_of_keys(layer: Any) -> list[Any]:
+    """The norms that keys go through: timm's; diffusers', which may have one for the text beside."""
+    found = [getattr(layer, name, None) for name in ("k_norm", "norm_k", "norm_added_k")]
+    return [norm for norm in found if norm is not None and not isinstance(norm, nn.Identity)]
 
 
 def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
     """Multiply what a norm gives, by its parameters; where that is possible twice of them give twice as much."""
     parameters = list(norm.parameters())
     if parameters:
-        probe = torch.linspace(-1, 2, layer.head_dim).to(parameters[0])
+        probe = torch.linspace(-1, 2, parameters[0].shape[-1]).to(parameters[0])
         before = norm.forward(probe)  # without hooks, which rotate
         for parameter in parameters:
             parameter *= 2
