@@ -145,7 +145,7 @@ class Attention(nn.Module):
         """Queries and keys, rotated, and values, each `(batch, heads, tokens, head_dim)`."""
         q, k, v = project_heads(self.qkv, self.num_heads, x, context)
         if rotation is not None:
-            q, k = rotate(q, k, rotation, key_rotation=key_rotation, scores_only=True)
+            q, k = rotate(q, k, rotation, key_rotation=key_rotation, layout="bhtd", scores_only=True)
         return q, k, v
 
 

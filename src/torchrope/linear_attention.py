@@ -93,7 +93,9 @@ def linear_attention(
         of_k, values = _cleared(of_k, unseen), _cleared(v.to(wide), unseen)
         turned_q, turned_k = of_q, of_k
         if rotation is not None:
-            turned_q, turned_k = rotate(of_q, of_k, rotation, key_rotation=key_rotation, scores_only=True)
+            turned_q, turned_k = rotate(
+                of_q, of_k, rotation, key_rotation=key_rotation, layout="bhtd", scores_only=True
+            )
         queries, keys = (of_q, turned_q), (of_k, turned_k, values)
         if lengths is None:
             return _weighted_mean(*queries, *keys, causal, chunk_size).to(v.dtype)

@@ -26,3 +26,9 @@ def can_read(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def empty_rows(like: Tensor) -> Tensor:
+    """Memory for a result of the same shape and dtype, in the memory order of `like`, channels side by side."""
+    empty = torch.empty_like(like)
+    return empty if empty.stride(-1) == 1 else like.new_empty(like.shape)

@@ -366,13 +366,13 @@ def rotate_multiplies_by_the_matrix(make: Make) -> Iterator[Measured]:
         rotation = encoding(positions)
         for dtype in TOLERANCE:
             q, k = _vectors(encoding, positions.shape[-2], dtype)
-            for x, turned in zip((q, k), rotate(q, k, rotation), strict=True):
+            for x, turned in zip((q, k), rotate(q, k, rotation, layout="bhtd"), strict=True):
                 _require(turned.dtype == dtype, f"rotate must keep {dtype}, got {turned.dtype}")
                 expected = (truth @ x.double().unsqueeze(-1)).squeeze(-1)
                 # float32 angles bound a float64 result too.
                 yield assert_close(turned, expected, "rotate(x) - R x", torch.float32 if dtype.itemsize > 4 else dtype)
         q, k = _vectors(encoding, positions.shape[-2], torch.float32)
-        back, _ = rotate(*rotate(q, k, rotation), rotation.inverse())
+        back, _ = rotate(*rotate(q, k, rotation, layout="bhtd"), rotation.inverse(), layout="bhtd")
         yield assert_close(back, q, "R^-1 R q - q")
 
 
@@ -430,7 +430,7 @@ def compiles_into_one_graph(make: Make) -> Iterator[Measured]:
     q, k = _vectors(encoding, len(positions), torch.float32)
 
     def score(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-        turned_q, turned_k = rotate(q, k, encoding(positions))
+        turned_q, turned_k = rotate(q, k, encoding(positions), layout="bhtd")
         return turned_q @ turned_k.mT
 
     torch.compiler.reset()
@@ -482,7 +482,7 @@ def zero_generators_change_nothing(make: Make) -> None:
     for dtype in TOLERANCE:
         q, k = _vectors(encoding, len(positions), dtype)
         for scores_only in (False, True):
-            turned_q, turned_k = rotate(q, k, encoding(positions), scores_only=scores_only)
+            turned_q, turned_k = rotate(q, k, encoding(positions), layout="bhtd", scores_only=scores_only)
             unchanged = torch.equal(turned_q, q) and torch.equal(turned_k, k)
             _require(unchanged, f"zero generators must not change q and k, but {dtype} ones changed")
 
@@ -507,7 +507,7 @@ def integer_positions_and_no_tokens_work(make: Make) -> None:
     same = torch.equal(encoding(whole.long()).matrix(), encoding(whole).matrix())
     _require(same, "integer positions must give the rotation of the same floats")
     q, k = _vectors(encoding, 0, torch.float32)
-    shape = tuple(rotate(q, k, encoding(whole[:0]))[0].shape)
+    shape = tuple(rotate(q, k, encoding(whole[:0]), layout="bhtd")[0].shape)
     _require(shape == q.shape, f"zero tokens must keep the shape {tuple(q.shape)}, got {shape}")
 
 
@@ -686,7 +686,7 @@ def _gradcheck(encoding: Encoding, where: str) -> None:
 
     def turned(q: Tensor, k: Tensor, positions: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
         rotation = functional_call(encoding, dict(zip(parameters, values, strict=True)), (positions,))
-        return rotate(q, k, rotation)
+        return rotate(q, k, rotation, layout="bhtd")
 
     free = [p.detach().clone().requires_grad_() for p in parameters.values()]
     try:

@@ -162,7 +162,9 @@ def _by_library(
         torch.func.functional_call(encoding, values, (place,), {"backend": case.backend}) for place in places
     )
     elsewhere = of_keys[0] if of_keys else None
-    turned = tr.rotate(q, k, rotation, key_rotation=elsewhere, backend=case.backend, scores_only=case.scores_only)
+    turned = tr.rotate(
+        q, k, rotation, key_rotation=elsewhere, layout="bhtd", backend=case.backend, scores_only=case.scores_only
+    )
     outputs = [_scores(*turned)] if case.scores_only else list(turned)
     came = [_scores(*upstream)] if case.scores_only else list(upstream)
     flowing = [(out, g) for out, g in zip(outputs, came, strict=True) if out.requires_grad]

@@ -43,7 +43,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rotation_of(encoding: Encoding, backend: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     def turn(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return tr.rotate(q, k, encoding(positions, backend=backend), backend=backend)
+        return tr.rotate(q, k, encoding(positions, backend=backend), layout="bhtd", backend=backend)
 
     return turn
 
@@ -204,7 +204,7 @@ def test_nothing_to_rotate_is_rotated_to_nothing(family: str, backend: str) -> N
             k = torch.randn(*of_k, encoding.head_dim, requires_grad=True)
             shape = (tokens, 2) if sets is None else (sets, tokens, 2)
             try:
-                turned = tr.rotate(q, k, encoding(torch.zeros(shape), backend=backend), backend=backend)
+                turned = tr.rotate(q, k, encoding(torch.zeros(shape), backend=backend), layout="bhtd", backend=backend)
             except ValueError as error:
                 assert "\n" not in str(error)  # noqa: PT017
                 continue
@@ -255,6 +255,7 @@ def without_memory(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("family", FAMILIES)
 def test_memory_that_is_not_to_be_had_is_an_error(

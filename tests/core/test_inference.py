@@ -448,6 +448,7 @@ def exported(*names: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", exported(*EXPORTED))
 def test_models_export(name: str) -> None:
     model = EXPORTED[name]().eval()

@@ -138,20 +138,6 @@ def test_attention_of_a_packed_sequence_is_that_of_its_mask() -> None:
     assert (attention(x, rotation, lengths=packed.lengths) - masked).abs().max() < 1e-5
 
 
-def test_the_values_of_a_jagged_tensor_rotate_like_its_samples() -> None:
-    encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)
-    packed = tr.pack(lattices())
-    of_samples = [torch.randn(n, 2, 8) for n in packed.lengths]
-    q = torch.nested.nested_tensor(of_samples, layout=torch.jagged)  # (samples, jagged tokens, heads, head_dim)
-    values = q.values().transpose(0, 1)
-    turned = tr.rotate(values, values, encoding(packed.positions))[0].transpose(0, 1)
-    for mine, x, positions in zip(turned.split(packed.lengths), of_samples, lattices(), strict=True):
-        x = x.transpose(0, 1)
-        assert torch.allclose(mine.transpose(0, 1), tr.rotate(x, x, encoding(positions))[0], atol=1e-6)
-    with pytest.raises(ValueError, match=r"q must be dense, got a nested tensor; its values\(\) rotate by packed"):
-        tr.rotate(q, q, encoding(packed.positions))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

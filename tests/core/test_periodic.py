@@ -38,7 +38,7 @@ def closed(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.Periodi
 def scores(encoding: tr.Encoding, positions: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, len(positions), 12, generator=generator, **WIDE).to(positions.dtype)
-    turned_q, turned_k = tr.rotate(q, k, encoding(positions))
+    turned_q, turned_k = tr.rotate(q, k, encoding(positions), layout="bhtd")
     return turned_q @ turned_k.mT
 
 
@@ -82,6 +82,7 @@ def test_frequencies_are_the_nearest_whole_turns() -> None:
     assert torch.allclose(rounded, torch.tensor([[[0.0, 1.0, -1.0]], [[0.4, 0.6, -1.2]], [[0.0, 0.0, -2.0]]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["axial", "golden"])
 def test_every_property_of_encodings_holds_with_fixed_frequencies(name: str) -> None:
     tr.testing.check(partial(closed, name, (24.0, None)))

@@ -18,14 +18,13 @@ from torchrope.rotations import Rotation
 OF_EACH_FAMILY = {type(make()): case for case, make in CASES.items()}.values()
 
 
-def compiled_for_a_few(case: str, name: str) -> Any:
-    """Compiling takes longer than all other properties: `make slow` compiles the cases that are not a family's last."""
-    waits = name == "compiles into one graph" and case not in OF_EACH_FAMILY
-    return pytest.param(case, name, marks=pytest.mark.slow if waits else ())
+def compiled_later(case: str, name: str) -> Any:
+    """Compiling takes longer than all other properties: `make slow` does it."""
+    return pytest.param(case, name, marks=pytest.mark.slow if name == "compiles into one graph" else ())
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), [compiled_for_a_few(case, name) for case in CASES for name in testing.PROPERTIES]
+    ("case", "name"), [compiled_later(case, name) for case in CASES for name in testing.PROPERTIES]
 )
 def test_property(case: str, name: str) -> None:
     try:
@@ -456,14 +455,11 @@ UNTESTABLE: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-# The first mistake of each property; `make slow` makes them all.
-FIRST = {name: row for row in reversed(MISTAKES) for name in [row[1]]}.values()
-
-
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @pytest.mark.parametrize(
     ("wrong", "name", "cause"),
-    [pytest.param(*row, id=row[0].__name__, marks=() if row in FIRST else pytest.mark.slow) for row in MISTAKES],
+    [pytest.param(*row, id=row[0].__name__) for row in MISTAKES],
 )
 def test_the_usual_mistakes_are_named(wrong: type[tr.Encoding], name: str, cause: str) -> None:
     with pytest.raises(AssertionError) as caught:

@@ -43,7 +43,7 @@ def test_a_part_rotates_as_that_part_of_the_whole(name: str, shared: bool, posit
         part = rotation[index]
         of_vectors = (*index, slice(None)) if any(part is ... for part in index) else index
         own = [each[of_vectors] for each in (q, k)]
-        for turned, expected in zip(tr.rotate(*own, part), whole, strict=True):
+        for turned, expected in zip(tr.rotate(*own, part, layout="bhtd"), whole, strict=True):
             torch.testing.assert_close(turned, expected[of_vectors], atol=2e-6, rtol=0)
 
 

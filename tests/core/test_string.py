@@ -82,7 +82,7 @@ def test_what_does_not_turn_stays_to_the_bit_in_any_basis() -> None:
     encoding = far_from_identity()
     positions = tr.prefix(tr.grid(2, 2), 3)
     q, k = vectors(1, 2, 7, 8)
-    turned_q, turned_k = tr.rotate(q, k, encoding(positions))
+    turned_q, turned_k = tr.rotate(q, k, encoding(positions), layout="bhtd")
     assert torch.equal(turned_q[:, :, :4], q[:, :, :4])  # three in front and the first of the lattice
     assert torch.equal(turned_k[:, :, :4], k[:, :, :4])
     assert not torch.allclose(turned_q[:, :, 4:], q[:, :, 4:], atol=1e-2)
@@ -97,7 +97,7 @@ def test_grouped_heads_and_keys_elsewhere_turn_by_their_matrices(
     encoding = far_from_identity(head_dim=10, rotary_dim=8, block_size=4, shared_heads=shared_heads)
     here, there = encoding(tr.grid(3, 2)), encoding(tr.grid(2, 2).expand(3, -1, -1))
     q, k = torch.randn(3, 6, 6, 10).to(dtype), torch.randn(3, 2, 4, 10).to(dtype)
-    turned_q, turned_k = tr.rotate(q, k, here, key_rotation=there, backend=backend)
+    turned_q, turned_k = tr.rotate(q, k, here, key_rotation=there, layout="bhtd", backend=backend)
     assert turned_q.dtype == turned_k.dtype == dtype
     by_query_head = here.matrix().repeat_interleave(3, dim=0)
     for turned, x, matrix in ((turned_q, q, by_query_head), (turned_k, k, there.matrix())):

@@ -292,6 +292,7 @@ HEADS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_of_transformers_learn_through_it_and_survive_saving(name: str, tmp_path: Path) -> None:
     head, backbone, answer = HEADS[name]

@@ -594,6 +594,7 @@ def test_load_gives_back_what_these_arguments_build(
         assert torch.equal(tr.load(tmp_path)(image), model(image))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [("resnet10t", {}), ("convnext_atto", dict(drop_path_rate=0.1)), ("resnet10t", dict(features_only=True))],
@@ -684,6 +685,7 @@ def _changed_at_random(header: Header, draw: random.Random) -> Header:
     return header
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of libraries, about what they then build or refuse
 @pytest.mark.parametrize(
     "library", [pytest.param(library, marks=pytest.mark.slow if library == "swin" else ()) for library in MODELS]

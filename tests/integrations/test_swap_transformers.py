@@ -17,7 +17,7 @@ import torchrope as tr
 from torchrope import load, save, swap, unswap
 from torchrope.integrations import transformers as ours
 
-# Of DINOv3, which rotates, most tests here replace its rotation; those of test_own_rotation_transformers continue it.
+# Of DINOv3, which rotates, most tests here replace its rotation; those of test_own_rotation_dinov3 continue it.
 pytestmark = pytest.mark.filterwarnings("ignore:outputs change, .* got DINOv3")
 
 WIDTHS = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)

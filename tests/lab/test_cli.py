@@ -293,6 +293,7 @@ def die_in_replacement(monkeypatch: pytest.MonkeyPatch, number: int, *, behind: 
     monkeypatch.setattr("os.replace", die)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("number", [1, 2])
 def test_compare_killed_in_any_write_before_the_first_training_goes_on(

@@ -56,6 +56,7 @@ def test_inductor_compiles_a_model_into_one_graph(encoding: str) -> None:
     assert_alike(gradients_of(model, eager), gradients_of(model, compiled))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_one_graph_serves_any_number_of_samples_and_tokens(encoding: str) -> None:
     encoding_of = {"mixed": tr.MixedRoPE, "comrope-ld": tr.ComRoPELD, "liere:8": partial(tr.LieRE, block_size=8)}
@@ -214,6 +215,7 @@ def operator_calls() -> dict[str, tuple]:
 
 
 # opcheck itself reads .grad of tensors that are no leaves.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", operator_calls() if native.LIBRARY is not None else [])
 def test_operators_keep_torchs_contract(name: str) -> None:

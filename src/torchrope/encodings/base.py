@@ -111,7 +111,8 @@ class Encoding(nn.Module, ABC):
 
         Args:
             positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`; integers work. Lists and
-                NumPy arrays become tensors of torch's default dtype on the device of the encoding.
+                NumPy arrays become tensors of torch's default dtype on the device of the encoding. Of a jagged
+                `torch.nested` tensor `(batch, jagged, num_axes)` the tokens are taken end to end, without a batch.
             backend: How matrices are exponentiated, as `rotate`'s.
 
         Returns:
@@ -208,6 +209,8 @@ class Encoding(nn.Module, ABC):
     def _check_positions(self, given: Positions) -> Tensor:
         """Positions as a tensor; refuse what are none."""
         positions = given if isinstance(given, Tensor) else self._as_positions(given)
+        if positions.is_nested:
+            positions = positions.values()
         if positions.ndim not in (2, 3):
             raise ValueError(
                 f"positions must be (tokens, axes) or (batch, tokens, axes), got shape {tuple(positions.shape)}"

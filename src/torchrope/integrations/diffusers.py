@@ -8,6 +8,7 @@ their norms, which all of these models have; its attention processor then has no
 from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from torchrope.integrations.diffusers_rotation import FAMILIES, Family, Streams, from_neighbours, heads_of
@@ -23,6 +24,19 @@ _ARGUMENT_INDEX = 3  # of tables without a name, in the attention of all familie
 def adapters(model: nn.Module) -> list[Adapter]:
     """What swap needs for each transformer of diffusers inside a model."""
     return [OfTransformer(module, family) for module in model.modules() if (family := _family(module)) is not None]
+
+
+def refuse(model: nn.Module) -> None:
+    """Say what to do with a transformer of diffusers that `swap` does not know.
+
+    Raises:
+        ValueError: a model that holds one.
+    """
+    for module in model.modules():
+        if isinstance(module, ModelMixin):
+            rule = f"swap knows the rotations of {', '.join(FAMILIES)}"
+            by_hand = "in an attention processor of your own torchrope.rotate(q, k, rotation) takes any positions"
+            raise ValueError(f"{rule}; {by_hand} (model.set_attn_processor), got {type(module).__name__}")
 
 
 class OfTransformer(Adapter):
@@ -147,10 +161,8 @@ class Turn:
     def _turned(self, x: Tensor, rotation: Rotation) -> Tensor:
         if x.ndim == 3:  # (batch, tokens, heads head_dim)
             return self._turned(x.unflatten(-1, (-1, rotation.head_dim)), rotation).flatten(2)
-        x = self.rotary.in_pairs(x, self.index)
-        if self.family.heads_first:
-            return rotate_one(x, rotation, scores_only=True)
-        return rotate_one(x.transpose(1, 2), rotation, scores_only=True).transpose(1, 2)
+        layout = "bhtd" if self.family.heads_first else "bthd"
+        return rotate_one(self.rotary.in_pairs(x, self.index), rotation, layout=layout, scores_only=True)
 
 
 def added_norms(layer: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Encodings and whole models for inputs that are larger than those trained on."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -12,13 +13,18 @@ from torchrope.encodings import Encoding, NoEncoding, yarn_temperature
 from torchrope.encodings import scaling as of_encodings
 from torchrope.encodings.scaling import Method, positive, scale_frequencies, scaling_of
 from torchrope.integrations.own_rotation import Lattice
-from torchrope.integrations.rotary import Adapter, Rotary
-from torchrope.integrations.swap import adapt, swap
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
+from torchrope.integrations.swap import adapt, adapters, swap
 from torchrope.models import Swin, ViT
 from torchrope.models.swin import Stage
 from torchrope.positions import PerAxis, VoxelLattice, per_axis
 
 Model = TypeVar("Model", bound=nn.Module)
+
+# What attention layers of the libraries call the projection that gives keys, and their norm.
+_KEYS = ("k_proj", "key", "k")
+_FUSED = ("qkv", "qkv_proj")
+_KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "norm_k", "norm_added_k")
 
 
 def extend(
@@ -32,9 +38,9 @@ def extend(
     """Copy a model, or an encoding, for inputs larger than those trained on, its frequencies scaled axis by axis.
 
     Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are left to the model, which
-    resamples them. A model of timm that rotates by itself is copied with "mixed" encodings that continue its rotation,
-    as `swap` puts them in. In a Swin, whose windows do not grow with the input, the factor is that of the windows: call
-    the copy with a larger `window_size`.
+    resamples them. A model that rotates by itself is copied with "mixed" encodings that continue its rotation, as
+    `swap` puts them in; of a vision tower and a text model, the tower is extended. In a Swin, whose windows do not grow
+    with the input, the factor is that of the windows: call the copy with a larger `window_size`.
 
     Frequencies are scaled in the units of the training size. Where a model squeezes positions into the same interval at
     every size, as DINOv3 does, it interpolates already: "interpolate" then changes nothing, and the copies of other
@@ -58,8 +64,9 @@ def extend(
         The copy; what was given is left as it is.
 
     Raises:
-        ValueError: a model that does not rotate, or rotates beside its encodings; an unknown method, one without the
-            setting that it needs, an encoding without frequencies, attention whose keys cannot be scaled; a bad factor.
+        ValueError: a model that does not rotate, rotates beside its encodings, takes one size alone, or has encodings
+            of different numbers of axes; an unknown method, one without the setting that it needs, an encoding without
+            frequencies, attention whose keys cannot be scaled; a bad factor.
 
     References:
         Those of `interpolate`, `ntk`, `yarn`, `riflex` and `dype`.
@@ -79,14 +86,17 @@ def extend(
     larger = copy.deepcopy(model)
     if not _encodings(larger):
         _continue_own_rotation(larger)
-    factors = positive("factor", factor, _encodings(larger)[0].num_axes)
+    factors = positive("factor", factor, _num_axes(larger))
     parts = {part.encoding: part for part in _parts(larger, factors)}
+    if not parts:
+        raise ValueError(f"extend needs a model that takes larger inputs, got {_kind(model)}, which takes one size")
     for encoding, part in parts.items():
         size = part.extent if train_size is None else train_size
         scaling = scaling_of(method, factors, train_size=size, timestep=timestep)
         scale_frequencies(encoding, part.in_training_units(scaling), method)
     if method == "yarn":
-        _scale_keys(_attention(parts.values(), larger), yarn_temperature(factors) ** 2)
+        growth = max(part.growth for part in parts.values())
+        _scale_keys(_attention(parts.values(), larger), yarn_temperature(growth) ** 2)
     return larger
 
 
@@ -99,12 +109,14 @@ class _Part:
         attention: The layers that it rotates; None where they are not known.
         extent: Of the training data in units of position, one per axis; None where it is not known.
         squeeze: How many times closer tokens stand along each axis where the input is as large as it is extended to.
+        growth: How many times more tokens it has then.
     """
 
     encoding: Encoding
     attention: Sequence[Any] | None
     extent: tuple[float, ...] | None
     squeeze: tuple[float, ...]
+    growth: float
 
     def in_training_units(self, scaling: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """A scaling per unit of position of the larger input; it is right per token of the training size."""
@@ -115,6 +127,14 @@ def _encodings(model: nn.Module) -> list[Encoding]:
     """Those that rotate, once each."""
     found = [module for module in model.modules() if isinstance(module, Encoding)]
     return [encoding for encoding in found if not isinstance(encoding, NoEncoding)]
+
+
+def _num_axes(model: nn.Module) -> int:
+    axes = sorted({encoding.num_axes for encoding in _encodings(model)})
+    if len(axes) > 1:
+        rule = "extend scales encodings of equally many axes; give it one part of the model"
+        raise ValueError(f"{rule}, got {_kind(model)} with encodings of {' and '.join(map(str, axes))} axes")
+    return axes[0]
 
 
 def _continue_own_rotation(model: nn.Module) -> None:
@@ -137,12 +157,16 @@ def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
         if isinstance(module, ViT):
             yield from _of_vit(module, factors)
         elif isinstance(module, Swin):
-            yield from _of_swin(module)
+            yield from _of_swin(module, factors)
         elif isinstance(module, Rotary):
-            yield from _of_swapped(module, adapt(model), factors)
+            yield from _of_swapped(module, _adapter_of(module, model), factors)
     for encoding in _encodings(model):
         if encoding not in known:
-            yield _Part(encoding, None, None, (1.0,) * encoding.num_axes)
+            yield _Part(encoding, None, None, (1.0,) * encoding.num_axes, math.prod(factors))
+
+
+def _adapter_of(rotary: Rotary, model: nn.Module) -> Adapter:
+    return next(one for one in adapters(model) if getattr(one.tower, ATTRIBUTE, None) is rotary)
 
 
 def _of_vit(vit: ViT, factors: Sequence[float]) -> Iterator[_Part]:
@@ -156,7 +180,8 @@ def _of_vit(vit: ViT, factors: Sequence[float]) -> Iterator[_Part]:
         squeeze = _ratios(steps, _steps(vit, larger))
     layers = [layer.get_submodule("attention") for layer in vit.layers]
     for index, encoding in enumerate(vit.encodings):
-        yield _Part(cast(Encoding, encoding), layers[index :: len(vit.encodings)], extent, squeeze)
+        attention = layers[index :: len(vit.encodings)]
+        yield _Part(cast(Encoding, encoding), attention, extent, squeeze, math.prod(factors))
 
 
 def _steps(vit: ViT, sizes: Sequence[int]) -> tuple[float, ...]:
@@ -170,13 +195,13 @@ def _steps(vit: ViT, sizes: Sequence[int]) -> tuple[float, ...]:
     return tuple(float((positions[index] - corner)[axis]) for axis, index in enumerate(beside))
 
 
-def _of_swin(swin: Swin) -> Iterator[_Part]:
+def _of_swin(swin: Swin, factors: Sequence[float]) -> Iterator[_Part]:
     for stage in cast(Iterable[Stage], swin.stages):
         num_axes = len(stage.window)
         steps = per_axis("spacing", stage.spacing, num_axes)
         extent = _extent(stage.window, steps)
         for encoding, layer in zip(stage.encodings, stage.layers, strict=True):
-            yield _Part(cast(Encoding, encoding), [layer.attention], extent, (1.0,) * num_axes)
+            yield _Part(cast(Encoding, encoding), [layer.attention], extent, (1.0,) * num_axes, math.prod(factors))
 
 
 def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> Iterator[_Part]:
@@ -194,7 +219,8 @@ def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> I
             steps = _steps_of(lattice, sizes)
             extent = _extent(sizes, steps) if sites[index].sized else None
             squeeze = _ratios(steps, _steps_of(lattice, larger))
-            yield _Part(cast(Encoding, encoding), layers[index :: len(rotary.encodings)], extent, squeeze)
+            attention = layers[index :: len(rotary.encodings)]
+            yield _Part(cast(Encoding, encoding), attention, extent, squeeze, adapter.growth(factors))
 
 
 def _steps_of(lattice: Lattice, sizes: Sequence[float]) -> tuple[float, ...]:
@@ -244,16 +270,16 @@ def _scale_keys(layers: Iterable[Any], amount: float) -> None:
 
 
 def _norms_of_keys(layer: Any) -> list[Any]:
-    """The norms that keys go through: timm's; diffusers', which may have one for the text beside."""
-    found = [getattr(layer, name, None) for name in ("k_norm", "norm_k", "norm_added_k")]
+    """The norms that keys go through; diffusers' layers may have one for the text beside."""
+    found = [getattr(layer, name, None) for name in _KEY_NORMS]
     return [norm for norm in found if norm is not None and not isinstance(norm, nn.Identity)]
 
 
 def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
     """Multiply what a norm gives, by its parameters; where that is possible twice of them give twice as much."""
     parameters = list(norm.parameters())
-    if parameters:
-        probe = torch.linspace(-1, 2, parameters[0].shape[-1]).to(parameters[0])
+    if isinstance(getattr(norm, "weight", None), Tensor):
+        probe = torch.linspace(-1, 2, norm.weight.numel()).to(norm.weight).view_as(norm.weight)
         before = norm.forward(probe)  # without hooks, which rotate
         for parameter in parameters:
             parameter *= 2
@@ -267,16 +293,19 @@ def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
 
 def _projection_of_keys(layer: Any) -> tuple[Any, slice]:
     """The linear layer that gives keys, and which of its outputs they are."""
-    own = next((one for name in ("k_proj", "key") if isinstance(one := getattr(layer, name, None), nn.Linear)), None)
+    own = next((one for name in _KEYS if isinstance(one := getattr(layer, name, None), nn.Linear)), None)
     if own is not None:
         return own, slice(None)
-    if isinstance(getattr(layer, "qkv", None), nn.Linear):
-        third = layer.qkv.out_features // 3
-        return layer.qkv, slice(third, 2 * third)
+    fused = next((one for name in _FUSED if isinstance(one := getattr(layer, name, None), nn.Linear)), None)
+    if fused is not None:
+        heads = getattr(layer, "num_key_value_heads", None)  # fewer of keys than of queries
+        keys = fused.out_features // 3 if heads is None else heads * layer.head_dim
+        return fused, slice(fused.out_features - 2 * keys, fused.out_features - keys)
     if isinstance(getattr(layer, "in_proj", None), nn.Linear):  # an MLP, queries, keys and values
         mlp, queries, keys, _ = layer.in_split
         return layer.in_proj, slice(mlp + queries, mlp + queries + keys)
-    raise ValueError(f"yarn multiplies keys of a linear layer k_proj, qkv or in_proj, got {_kind(layer)} without")
+    rule = f"yarn multiplies keys of a linear layer {', '.join((*_KEYS, *_FUSED))} or in_proj"
+    raise ValueError(f"{rule}, got {_kind(layer)} without")
 
 
 def _kind(module: nn.Module) -> str:

@@ -144,7 +144,10 @@ class OwnRotation:
 
     def rotation(self, *sizes: int) -> Planar:
         """The rotation of the tokens of a lattice behind those in front, for q and k with `channels` in order."""
-        positions = prefix(self.lattice(*sizes, dtype=self.frequencies.dtype), self.num_prefix)
+        return self.at(prefix(self.lattice(*sizes, dtype=self.frequencies.dtype), self.num_prefix))
+
+    def at(self, positions: Tensor) -> Planar:
+        """The rotation of tokens at positions `(*batch, tokens, axes)`, for q and k with `channels` in order."""
         return Planar(positions=positions, frequencies=self.frequencies, head_dim=len(self.channels))
 
     def same_as(self, other: "OwnRotation") -> bool:

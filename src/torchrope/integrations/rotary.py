@@ -1,10 +1,11 @@
 """Modules that `swap` puts into a model of another library, and the description of that model that they need."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchrope.encodings import Encoding
 from torchrope.integrations.own_rotation import Lattice, OwnRotation
+from torchrope.ops import rotate
 from torchrope.positions import grid, prefix
 from torchrope.rotations import Rotation
 
@@ -36,6 +38,22 @@ class Site:
     lattice: tuple[int, ...]
     grows: bool = True
     sized: bool = True
+
+
+class Turn(NamedTuple):
+    """A rotation, and the channels of a head in the order that it takes them, or None where they are in order."""
+
+    rotation: Rotation
+    channels: Tensor | None
+
+    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q and k `(batch, heads, tokens, head_dim)`, or of one sample, as far as scores see."""
+        if query.ndim == 3:
+            query, key = self(query.unsqueeze(0), key.unsqueeze(0))
+            return query.squeeze(0), key.squeeze(0)
+        if self.channels is not None:
+            query, key = query.index_select(-1, self.channels), key.index_select(-1, self.channels)
+        return rotate(query, key, self.rotation, layout="bhtd", scores_only=True)
 
 
 class Rotary(nn.Module):
@@ -94,13 +112,12 @@ class Rotary(nn.Module):
 
     def in_pairs(self, x: Tensor, index: int) -> Tensor:
         """q or k with the channels of a head `(..., head_dim)` in the order that one of the encodings takes them."""
-        order = self.order(index)
+        order = getattr(self, f"channels{index}")
         return x if order is None else x.index_select(-1, order)
 
-    def order(self, index: int) -> Tensor | None:
-        """The order in which one of the encodings takes the channels of a head, or None where they are in order."""
-        channels: Tensor | None = getattr(self, f"channels{index}")
-        return channels
+    def turn(self, index: int, positions: Tensor) -> Turn:
+        """How one of the encodings turns tokens at its positions `(tokens, axes)` or `(batch, tokens, axes)`."""
+        return Turn(self.encodings[index](positions), getattr(self, f"channels{index}"))
 
     def positions(
         self, sizes: Sequence[int], num_prefix: int = 0, *, device: torch.device | str | None = None
@@ -172,9 +189,11 @@ class Adapter(ABC):
     Attributes:
         tower: The module that holds the attention layers and the table, and gets `rotary`.
         keeps_rotation: Whether the model's own rotation can stay beside the encodings.
+        of_text: Whether it is of text; where a model has a vision tower too, `swap` takes that.
     """
 
     keeps_rotation = True
+    of_text = False
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower: Any = tower
@@ -189,6 +208,10 @@ class Adapter(ABC):
 
     def _layers(self) -> list[Any]:
         raise NotImplementedError
+
+    def growth(self, factors: Sequence[float]) -> float:
+        """How many times more tokens there are where axes are longer by these factors."""
+        return math.prod(factors)
 
     @abstractmethod
     def tables(self) -> list[nn.Parameter]:

@@ -50,9 +50,12 @@ def swap(
     Args:
         model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,
             DINOv3), NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, and the vision encoders of
-            Qwen3, DeepSeek and Gemma 4. Of transformers: CLIP, ViT, DINOv2, DINOv3 and SigLIP vision models, and what
-            is built around them. Of diffusers: the transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan,
-            HunyuanVideo, CogVideoX, LTX-Video, LTX-2 and Cosmos. Also a model of your own that holds one of these.
+            Qwen3, DeepSeek and Gemma 4. Of transformers: the vision models of ViT, DeiT, BEiT, DINOv2, DINOv3, I-JEPA,
+            ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2; vision towers that rotate (Qwen-VL, Pixtral,
+            Llama 4, SAM 3 and others) and text models (Llama, Qwen, Gemma and others); and what is built around them.
+            Of diffusers: the transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, HunyuanVideo, CogVideoX,
+            LTX-Video, LTX-2 and Cosmos. Also a model of your own that holds one of these; of a vision tower and a text
+            model, the tower is taken.
         encoding: A name ("mixed", "liere:8"); an `Encoding`, which all layers share, its rotation computed once per
             forward; or what builds one for each layer from num_axes, num_heads and head_dim.
         block_size: b, for a name or a factory that takes one.
@@ -173,22 +176,31 @@ def adapt(model: nn.Module) -> Adapter:
         ValueError: none, or several.
     """
     found = adapters(model)
-    if len(found) == 1:
-        return found[0]
+    chosen = [adapter for adapter in found if not adapter.of_text] or found
+    if len(chosen) == 1:
+        return chosen[0]
+    if not chosen:
+        for library in _libraries(model):
+            library.refuse(model)
     rule = (
         "swap knows timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, "
-        "the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' CLIP, ViT, DINOv2, DINOv3 and SigLIP "
-        "vision models, and diffusers' transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, HunyuanVideo, "
-        "CogVideoX, LTX-Video, LTX-2 and Cosmos"
+        "the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' ViT, DeiT, BEiT, DINOv2, DINOv3, "
+        "I-JEPA, ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2, and its towers and text models that "
+        "rotate by tables of positions, and diffusers' transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, "
+        "HunyuanVideo, CogVideoX, LTX-Video, LTX-2 and Cosmos"
     )
-    held = f", with {len(found)} of them" if found else ""
+    held = f", with {len(chosen)} of them" if chosen else ""
     raise ValueError(f"{rule}, one in a model, got {_name(model)}{held}")
 
 
 def adapters(model: nn.Module) -> list[Adapter]:
     """Find all parts of a model that `swap` knows."""
-    known = [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
-    return [adapter for library in known for adapter in library.adapters(model)]
+    return [adapter for library in _libraries(model) for adapter in library.adapters(model)]
+
+
+def _libraries(model: nn.Module) -> list[Any]:
+    """Our modules that know the libraries which parts of a model come from."""
+    return [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
 
 
 def origins(*classes: type) -> list[str]:

@@ -209,10 +209,19 @@ def adapters(model: nn.Module) -> list[Adapter]:
     found: list[Adapter] = []
     for module in model.modules():
         found.extend(adapter(module) for kind, adapter in known.items() if isinstance(module, kind))
+    return found
+
+
+def refuse(model: nn.Module) -> None:
+    """Say why a model without such parts cannot be swapped, where the reason is known.
+
+    Raises:
+        ValueError: a model whose queries have no one place.
+    """
+    for module in model.modules():
         if isinstance(module, (Hiera, HieraDet)):
             rule = "swap needs queries of one place each, to rotate by torchrope.rotate in an attention of your own"
             raise ValueError(f"{rule}, got {type(module).__name__}, whose queries are the largest of several places")
-    return found
 
 
 def recipe(model: Any) -> dict[str, Any]:

@@ -117,9 +117,7 @@ class Turn:
 
     def _turned(self, x: Tensor, rotation: Rotation) -> Tensor:
         x = self.places.rotary.in_pairs(x, self.index)
-        if self.tokens_first:  # (batch, tokens, heads, head_dim)
-            return rotate_one(x.transpose(1, 2), rotation, scores_only=True).transpose(1, 2)
-        return rotate_one(x, rotation, scores_only=True)
+        return rotate_one(x, rotation, layout="bthd" if self.tokens_first else "bhtd", scores_only=True)
 
 
 class TurnOnLattice:
@@ -133,7 +131,8 @@ class TurnOnLattice:
         """Turn `(windows, heads, tokens, head_dim)`."""
         rotation = self.rotary.rotation(self.index, sizes, device=q.device)
         q, k = self.rotary.in_pairs(q, self.index), self.rotary.in_pairs(k, self.index)
-        return rotate(q, k, rotation, scores_only=True)
+        # Contiguous, as SAM's bias takes them: products of other strides end in other last bits.
+        return rotate(q.contiguous(), k.contiguous(), rotation, layout="bhtd", scores_only=True)
 
 
 class TurnInWindow:

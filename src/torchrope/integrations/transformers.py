@@ -1,25 +1,15 @@
-"""`swap` for the vision models of transformers."""
+"""`swap` for the models of transformers, and what builds those again that `load` knows."""
 
 import json
-import math
-import os
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers import PreTrainedConfig
 
-from torchrope.files import write_whole
-from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Replaced, Rotary, Site
-from torchrope.integrations.saving import FILE, save
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter
 from torchrope.integrations.settings import (
     EXTENTS,
     FLAG,
@@ -43,21 +33,11 @@ from torchrope.integrations.settings import (
     one_of,
     shown,
 )
-from torchrope.ops import rotate
-from torchrope.rotations import Rotation
-
-# Each vision tower and its attention layers, by the names of their classes: importing them all takes seconds.
-_ATTENTION = {
-    "CLIPVisionModel": "CLIPAttention",
-    "DINOv3ViTBackbone": "DINOv3ViTAttention",
-    "DINOv3ViTModel": "DINOv3ViTAttention",
-    "Dinov2Backbone": "Dinov2Attention",
-    "Dinov2Model": "Dinov2Attention",
-    "Dinov2WithRegistersBackbone": "Dinov2WithRegistersAttention",
-    "Dinov2WithRegistersModel": "Dinov2WithRegistersAttention",
-    "SiglipVisionModel": "SiglipAttention",
-    "ViTModel": "ViTAttention",
-}
+from torchrope.integrations.transformers_clips import clips
+from torchrope.integrations.transformers_maps import maps
+from torchrope.integrations.transformers_refused import refuse as refuse
+from torchrope.integrations.transformers_rotating import rotating
+from torchrope.integrations.transformers_towers import towers
 
 # Where their classes are, and those of the models around them: all that `rebuild` builds.
 _PACKAGES = ("clip", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", "vit")
@@ -160,15 +140,10 @@ _ARGUMENTS: dict[str, Kind] = {"add_pooling_layer": FLAG, "use_mask_token": FLAG
 # What a configuration may say beside, without a model that differs.
 _OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "transformers_version"}
 
-NAME = "torchrope"
-"""The attention that swapped layers ask the registry for."""
-
-_ARGUMENT = "torchrope_rotations"
-
 
 def adapters(model: nn.Module) -> list[Adapter]:
-    """What swap needs for each vision tower of transformers inside a model."""
-    return [OfTower(module, model) for module in model.modules() if _kind(module) is not None]
+    """What swap needs for each part of a model that it knows."""
+    return [*towers(model), *clips(model), *maps(model), *rotating(model)]
 
 
 def recipe(model: Any) -> dict[str, Any]:
@@ -254,233 +229,3 @@ def _class_named(name: str) -> Any:
         if name in modeling.__all__:
             return getattr(modeling, name)
     raise ValueError(f"save and load know transformers' models of {', '.join(_PACKAGES)}, got {name}")
-
-
-class OfTower(Adapter):
-    """A vision tower: its rotations travel as an argument, from the tower's call to the attention of each layer."""
-
-    def __init__(self, tower: nn.Module, model: nn.Module) -> None:
-        super().__init__(tower)
-        self.model = model
-
-    def sites(self) -> list[Site]:
-        config = self.tower.config
-        lattice = _lattice(self.tower, _pair(config.image_size))
-        return [Site(config.num_attention_heads, layer.head_dim, lattice) for layer in self._layers()]
-
-    def tables(self) -> list[nn.Parameter]:
-        names = ("position_embeddings", "position_embedding.weight")
-        return [table for name, table in self.tower.embeddings.named_parameters() if name in names]
-
-    def rotates(self) -> bool:
-        return hasattr(self.tower, "rope_embeddings")
-
-    def own_rotations(self) -> list[OwnRotation]:
-        rotation = dinov3_rotation(self.tower)
-        return [rotation for _ in self._layers()]
-
-    def attach(self, rotary: Rotary) -> None:
-        handles: list[Any] = rotary.handles
-        handles.append(self.tower.register_forward_pre_hook(hand_down, with_kwargs=True))
-        for index, layer in enumerate(self._layers()):
-            handles.append(Replaced(layer, "config", Rotated(layer, rotary.of_layer(index))))
-            if _kind(self.tower) == "SiglipAttention":
-                handles.append(layer.register_forward_pre_hook(carry, with_kwargs=True))
-        if self.rotates() and not rotary.keep_rotation:
-            handles.append(self.tower.rope_embeddings.register_forward_hook(stand_still))
-        for owner in self._owners():
-            handles.append(Replaced(owner, "save_pretrained", partial(save_pretrained, owner)))
-            handles.append(Replaced(owner, "push_to_hub", refuse_hub))
-
-    def _owners(self) -> list[PreTrainedModel]:
-        """The models of transformers that hold the tower, and itself."""
-        models = [part for part in self.model.modules() if isinstance(part, PreTrainedModel)]
-        return [model for model in models if any(part is self.tower for part in model.modules())]
-
-    def _layers(self) -> list[Any]:
-        kind = _kind(self.tower)
-        return [module for module in self.tower.modules() if type(module).__name__ == kind]
-
-
-class Rotated:
-    """A layer's configuration that asks the registry for attention with rotations, and is the model's own otherwise.
-
-    Attributes:
-        plain: The model's own, which says what attention the rotated q and k are for.
-        eager: The attention of that name, a function beside each model.
-        index: Which rotation is the layer's.
-    """
-
-    _attn_implementation = NAME
-
-    def __init__(self, layer: Any, index: int) -> None:
-        self.plain = layer.config
-        self.eager = import_module(type(layer).__module__).eager_attention_forward
-        self.index = index
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copies and pickles ask before anything is there
-            raise AttributeError(name)
-        return getattr(self.plain, name)
-
-
-class Plain:
-    """A layer as its attention knew it, with the model's own configuration: FlashAttention reads its name there."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        self.config = layer.config.plain
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
-
-
-class Carried(NamedTuple):
-    """Rotations beside a mask, through a layer that hands on its mask and nothing else."""
-
-    mask: Tensor | None
-    turns: list["Turn"]
-
-
-class Turn(NamedTuple):
-    """A rotation, and the channels of a head in the order that it takes them, or None where they are in order."""
-
-    rotation: Rotation
-    channels: Tensor | None
-
-    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q and k `(batch, heads, tokens, head_dim)`."""
-        if self.channels is not None:
-            query, key = query.index_select(-1, self.channels), key.index_select(-1, self.channels)
-        return rotate(query, key, self.rotation, scores_only=True)
-
-
-def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a tower: rotations of the lattice of its image, among the arguments that reach every layer."""
-    pixels = args[0] if args else kwargs.get("pixel_values")
-    if pixels is None:  # the tower says so itself
-        return args, kwargs
-    rotary: Rotary = getattr(tower, ATTRIBUTE)
-    sizes = _lattice(tower, pixels.shape[-2:])
-    rotations = rotary.rotations(sizes, _num_prefix(tower), device=pixels.device)
-    turns = [Turn(rotation, rotary.order(index)) for index, rotation in enumerate(rotations)]
-    return args, {**kwargs, _ARGUMENT: turns}
-
-
-def carry(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before the attention of SigLIP, which keeps further arguments to itself."""
-    turns = kwargs.pop(_ARGUMENT, None)
-    if turns is None:
-        return args, kwargs
-    return args, {**kwargs, "attention_mask": Carried(kwargs.get("attention_mask"), turns)}
-
-
-def stand_still(rope: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Behind DINOv3's own rotation: none of the tokens turns, without a product with ones."""
-    cos, sin = cos_sin
-    return cos[:0], sin[:0]
-
-
-def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    """Rotate q and k `(batch, heads, tokens, head_dim)` of a layer and hand on to the attention that it had."""
-    turns = kwargs.pop(_ARGUMENT, None)
-    if isinstance(attention_mask, Carried):
-        attention_mask, turns = attention_mask
-    if turns is None:
-        raise ValueError(f"rotations come with the call of a swapped tower, got a {type(layer).__name__} called alone")
-    config: Rotated = layer.config
-    query, key = turns[config.index](query, key)
-    plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(config.plain._attn_implementation, config.eager)
-    return plain(Plain(layer), query, key, value, attention_mask, **kwargs)
-
-
-def save_pretrained(
-    model: PreTrainedModel,
-    save_directory: str | os.PathLike[str],
-    is_main_process: bool = True,
-    state_dict: dict[str, Tensor] | None = None,
-    push_to_hub: bool = False,
-    **kwargs: Any,
-) -> None:
-    """Write a swapped model as `torchrope.save` does: from_pretrained would drop its encodings and say little.
-
-    The folder gets no configuration and no file that from_pretrained reads, so that it fails there; and an index by
-    which a Trainer resumes.
-
-    Args:
-        model: The swapped model.
-        save_directory: The folder, made if missing.
-        is_main_process: Whether this process is the one that writes.
-        state_dict: Refused unless it holds the model's own tensors.
-        push_to_hub: Refused.
-        kwargs: Left aside: how transformers cuts its files.
-
-    Raises:
-        ValueError: a folder that from_pretrained would read, and what `torchrope.save` refuses.
-    """
-    folder = Path(save_directory)
-    if push_to_hub:
-        refuse_hub()
-    if (folder / CONFIG_NAME).exists():
-        rule = "a swapped model needs a folder of its own, which from_pretrained refuses"
-        raise ValueError(f"{rule}, got {folder} with a {CONFIG_NAME}")
-    own = model.state_dict()
-    if state_dict is not None and not _same_tensors(state_dict, own):
-        raise ValueError("save_pretrained of a swapped model writes its own tensors, got a state_dict of others")
-    if not is_main_process:
-        return
-    save(model, folder / FILE)
-    # A Trainer that resumes reads the map alone; from_pretrained needs "metadata" too, and fails.
-    index = {"torchrope": f"{FILE} is for torchrope.load", "weight_map": dict.fromkeys(own, FILE)}
-    write_whole(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=1))
-
-
-def refuse_hub(*args: Any, **kwargs: Any) -> None:
-    """In place of push_to_hub."""
-    raise ValueError("from_pretrained would drop the encodings of a swapped model: upload what torchrope.save writes")
-
-
-def _same_tensors(some: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
-    return some.keys() == own.keys() and all(some[name].data_ptr() == own[name].data_ptr() for name in own)
-
-
-def _kind(module: nn.Module) -> str | None:
-    """The attention layers of a tower, or None where a module is no tower that is known."""
-    names = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")]
-    return next((_ATTENTION[name] for name in names if name in _ATTENTION), None)
-
-
-def dinov3_rotation(tower: Any) -> OwnRotation:
-    """What the layers of DINOv3 turn q and k by:  2 pi / theta^(4 j / head_dim)  at centres of patches in [-1, 1].
-
-    Raises:
-        ValueError: a tower on the meta device.
-    """
-    rope, config = tower.rope_embeddings, tower.config
-    bands = 2 * math.pi * exact(rope.inv_freq)
-    frequencies = torch.block_diag(bands, bands).unsqueeze(1)  # (axes, 1, pairs), height before width
-    moved = {"shift": config.pos_embed_shift, "stretch": config.pos_embed_jitter, "rescale": config.pos_embed_rescale}
-    at_random = {name: amount for name, amount in moved.items() if amount is not None}
-    lattice = Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size", **at_random)
-    return OwnRotation(frequencies, halves(2 * frequencies.shape[-1]), lattice, _num_prefix(tower))
-
-
-def _num_prefix(tower: Any) -> int:
-    """Tokens before those of the image: a class token, registers; none in SigLIP."""
-    if _kind(tower) == "SiglipAttention":
-        return 0
-    return 1 + getattr(tower.config, "num_register_tokens", 0)
-
-
-def _lattice(tower: Any, size: tuple[int, ...]) -> tuple[int, ...]:
-    """Patches along each axis of an image."""
-    patch = _pair(tower.config.patch_size)
-    return tuple(extent // step for extent, step in zip(size, patch, strict=True))
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
-# Here and not in attach: a model that was pickled finds it too.
-AttentionInterface.register(NAME, attend)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrope.tensors import empty_rows
+
 OPS = torch.ops.torchrope
 """The operators, by name."""
 
@@ -40,7 +42,7 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _vectors_like(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+    return empty_rows(q), empty_rows(k)
 
 
 def _float_like(x: Tensor, wanted: bool) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from torchrope.ops import reference
 from torchrope.ops.backends import takes_kernels
+from torchrope.ops.layouts import heads_first, warn_of_two_layouts
 from torchrope.ops.library import OPS
 from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import can_read, wide_dtype, without_autocast
@@ -16,6 +17,7 @@ def rotate(
     rotation: Rotation,
     *,
     key_rotation: Rotation | None = None,
+    layout: str | None = None,
     backend: str = "auto",
     scores_only: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -25,17 +27,21 @@ def rotate(
     encoding's generators commute.
 
     Args:
-        q: Queries `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions.
+        q: Queries `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions; parts of a packed
+            projection are such views, `q, k, v = qkv.unbind(2)`. A tensor of `torch.nested` that is jagged in its
+            tokens rotates by the positions of all its tokens end to end, as `Packed` has them.
         k: Keys, same layout. Heads may be fewer (grouped queries): then each key head serves as many query heads,
             and the encoding was built with num_heads = the key heads, or its heads share one rotation.
         rotation: What an encoding returned for the positions of q, and of k where `key_rotation` is not given.
         key_rotation: The rotation of k, where queries and keys sit at other positions.
+        layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`; by default
+            the first, with a warning where heads and tokens are equal in number and it cannot be checked.
         backend: "auto" takes the fastest path that serves; "native" (CPU), "triton" (GPU) and "reference" (plain
             PyTorch, any device, differentiable any number of times) name one.
         scores_only: Allow an orthogonal basis that q and k share to be left out, because only q'^T k' matters.
 
     Returns:
-        Rotated q and k, each in the dtype it came in. The arithmetic is float32, or float64 for float64.
+        Rotated q and k, each in the layout and dtype it came in. The arithmetic is float32, or float64 for float64.
 
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; a backend that is
@@ -48,6 +54,17 @@ def rotate(
         >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
         True
     """
+    if layout is not None or q.is_nested or k.is_nested:
+        (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
+        turned_q, turned_k = _rotate(of_q, of_k, rotation, key_rotation, backend, scores_only)
+        return restore_q(turned_q), restore_k(turned_k)
+    warn_of_two_layouts("q", q, layout)
+    return _rotate(q, k, rotation, key_rotation, backend, scores_only)
+
+
+def _rotate(
+    q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation | None, backend: str, scores_only: bool
+) -> tuple[Tensor, Tensor]:
     of_keys = rotation if key_rotation is None else key_rotation
     _check("q", q, rotation)
     _check("k", k, of_keys)
@@ -62,21 +79,32 @@ def rotate(
     return _rotate_alone(q, rotation, inside), _rotate_alone(k, of_keys, inside)
 
 
-def rotate_one(x: Tensor, rotation: Rotation, *, backend: str = "auto", scores_only: bool = False) -> Tensor:
+def rotate_one(
+    x: Tensor, rotation: Rotation, *, layout: str | None = None, backend: str = "auto", scores_only: bool = False
+) -> Tensor:
     """Rotate one tensor:  x' = R(p) x.  Queries or keys alone, values, or what attention returns.
 
     Args:
-        x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions.
+        x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions, or jagged in its tokens.
         rotation: What an encoding returned for the positions of x.
+        layout: As `rotate`'s.
         backend: As `rotate`'s.
         scores_only: As `rotate`'s; queries and keys must agree on it, and share the rotation.
 
     Returns:
-        Rotated x, in the dtype it came in.
+        Rotated x, in the layout and dtype it came in.
 
     Raises:
         ValueError: as `rotate`.
     """
+    if layout is not None or x.is_nested:
+        own, restore = heads_first("x", x, layout)
+        return restore(_rotate_one(own, rotation, backend, scores_only))
+    warn_of_two_layouts("x", x, layout)
+    return _rotate_one(x, rotation, backend, scores_only)
+
+
+def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) -> Tensor:
     _check("x", x, rotation)
     if rotation.shape[-2] != 1 and x.shape[-3] % rotation.heads:
         raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
@@ -84,7 +112,7 @@ def rotate_one(x: Tensor, rotation: Rotation, *, backend: str = "auto", scores_o
         wide = torch.promote_types(wide_dtype(x), rotation.dtype)
         with without_autocast(x):
             inner = reference.into_basis(x.to(wide), rotation.basis)
-            turned = rotate_one(inner, rotation.planar, backend=backend)
+            turned = _rotate_one(inner, rotation.planar, backend, False)
             outer = turned if scores_only else x + reference.out_of_basis(turned - inner, rotation.basis)
         return outer.to(x.dtype)
     if not _takes_kernels(backend, x, x, rotation, rotation):
@@ -107,7 +135,7 @@ def _rotate_in_bases(
     with without_autocast(q):
         inner_q, inner_k = reference.into_basis(q.to(wide), basis), reference.into_basis(k.to(wide), key_basis)
         elsewhere = None if key_rotation is None else key_planar
-        turned_q, turned_k = rotate(inner_q, inner_k, planar, key_rotation=elsewhere, backend=backend)
+        turned_q, turned_k = _rotate(inner_q, inner_k, planar, elsewhere, backend, False)
         if not (scores_only and _share_a_basis(rotation, of_keys)):
             turned_q = q + reference.out_of_basis(turned_q - inner_q, basis)
             turned_k = k + reference.out_of_basis(turned_k - inner_k, key_basis)
@@ -222,8 +250,6 @@ def _beyond_kernels(rotation: Rotation, leading: int) -> str | None:
 
 
 def _check(name: str, x: Tensor, rotation: Rotation) -> None:
-    if x.is_nested:
-        raise ValueError(f"{name} must be dense, got a nested tensor; its values() rotate by packed positions")
     if x.ndim < 3 or not x.is_floating_point():
         raise ValueError(
             f"{name} must be floating point (batch, heads, tokens, head_dim), got {x.dtype} {tuple(x.shape)}"

@@ -282,6 +282,7 @@ PICTURES_AND_VIDEOS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES_AND_VIDEOS)
 def test_every_set_of_pictures_and_videos_is_cropped_once_and_alike_again(tmp_path, name):
     if name == "kanji":

@@ -171,6 +171,7 @@ def test_a_pixel_belongs_to_the_strongest_ink_and_an_object_without_pixels_is_le
     assert objects.tolist() == [[8, 1, 0, 3, 2]]
 
 
+@pytest.mark.slow
 def test_boxes_masks_and_map_of_components_say_the_same():
     data = make_data(data_config("kanji-components", train_size=30, val_size=10))
     data.setup()

@@ -123,6 +123,7 @@ def test_crops_go_from_end_to_end(height, width):
 # Decoding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "codec", "options"),
     [
@@ -507,6 +508,7 @@ def test_videos_are_compared_from_the_command_line(tmp_path, capsys):
     assert "One encoding alone cannot be compared" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["videos", "ucf101", "volumes", "rsna"])
 def test_recipes_hold_for_every_encoding(name):
     recipe = yaml.safe_load((files("torchrope.lab.recipes") / f"{name}.yaml").read_text())

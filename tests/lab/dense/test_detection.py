@@ -182,6 +182,7 @@ def test_a_swin_is_found_with_too(name: str) -> None:
     assert len(model.eval().predict([image(64, 64)])) == 1
 
 
+@pytest.mark.slow
 def test_bfloat16_is_for_matrices_alone(name: str) -> None:
     model = built(name)
     told: list[Any] = []

@@ -260,6 +260,7 @@ def test_what_cannot_be_is_refused() -> None:
             DINO(backbone, CLASSES, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_losses_fall_on_scenes() -> None:
     data = make_data(data_config(name="scenes", train_size=4, val_size=4, batch_size=4))
     data.setup()

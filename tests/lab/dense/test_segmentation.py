@@ -92,6 +92,7 @@ def total(model: Any, images: list[Tensor], targets: list[dict[str, Any]]) -> Te
     return sum(model.losses(images, targets).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_reach_every_parameter_and_two_steps_lower_the_loss(name: str) -> None:
     model, (images, targets) = built(name), batch((64, 64), (50, 61))

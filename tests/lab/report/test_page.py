@@ -501,6 +501,17 @@ def test_folder_without_studies_and_one_with_a_study_twice_are_refused(tmp_path)
         write_report(tmp_path)
 
 
+def test_two_tasks_of_one_data_set_are_two_parts_of_a_study(tmp_path):
+    save(tmp_path, result())
+    other = json.loads((tmp_path / "accuracy-digits.json").read_text())
+    other["data"]["title"] += ", another task"
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    tags = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
+    ids = [attributes["id"] for _, attributes in tags.found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert other["data"]["title"] in tags.text
+
+
 def test_command_writes_the_page_and_tells_the_answers(tmp_path, capsys):
     save(tmp_path, result(), result("kernel", None))
     assert cli.main(["report", str(tmp_path)]) == 0

@@ -58,6 +58,7 @@ def test_parameters_are_counted_and_by_formula_the_same(encoding: str, parameter
 WINDOWS = pytest.param("rope-swin-t", marks=pytest.mark.slow)  # test_rotating_in_windows counts them too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [WINDOWS, "motion", "digits"])
 @pytest.mark.parametrize("encoding", ["learned", "bias", "mixed", "liere:8", "comrope-ld:4", "string:4"])
 def test_formulas_hold_for_windows_three_axes_and_small_models(name: str, encoding: str) -> None:
@@ -72,6 +73,7 @@ ROTATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("encoding", "b"), ROTATED)
 def test_rotating_takes_two_block_products_a_layer(encoding: str, b: int) -> None:
     assert costs(BY_NAME["liere-cifar100-vit-b"], encoding).rotating == 2 * 12 * 65 * 768 * b

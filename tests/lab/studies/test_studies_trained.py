@@ -22,6 +22,8 @@ from torchrope.lab.studies.engine.study import Lab
 from torchrope.lab.training.config import ModelConfig, OptimConfig
 from torchrope.lab.training.models import build_model
 
+pytestmark = pytest.mark.slow
+
 SMALL = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
 
 

@@ -109,6 +109,7 @@ def published_flops(name: str) -> float:
     return macs(name, "learned") + norms * 5 * tokens * dim / 1e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", A_FEW)
 def test_a_recipe_builds_with_every_encoding_that_it_names(name: str) -> None:
     for encoding in [configuration(name).encoding, *recipes.settings(name).get("encodings", [])]:
@@ -152,6 +153,7 @@ def test_parameters_are_those_that_were_published(name: str, encoding: str, mill
     assert round(count(built(name, encoding)) / 1e6 - (0.06 if millions == 22.0 else 0), digits) == millions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "encoding", "theirs"),
     [
@@ -187,6 +189,7 @@ def test_generators_of_blocks_of_8_are_added(name: str, extra: int) -> None:
     assert count(built(name, "liere:8")) - count(built(name, "none")) == extra
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "giga"),
     [("liere-cifar100-vit-t", 0.963), ("liere-cifar100-vit-b", 5.607), ("liere-cifar100-vit-l", 19.856)],
@@ -195,6 +198,7 @@ def test_flops_are_those_of_lieres_table_5(name: str, giga: float) -> None:
     assert published_flops(name) == pytest.approx(giga, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "giga"),
     [
@@ -347,6 +351,7 @@ def drop_rates(name: str) -> list[float]:
     return [part.p for part in backbone.modules() if isinstance(part, DropPath)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rate", "constant"),
     [

@@ -134,6 +134,7 @@ MODEL_CHECKPOINT += "'train_time_interval': None}"
 PROGRESS = "loops fit_loop epoch_loop.batch_progress"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [

@@ -116,7 +116,7 @@ def ours(task: Task, backend: str = "auto", name: str = OURS) -> Peer:
     """torchrope itself, by a backend."""
 
     def turn(q: Tensor, k: Tensor) -> Pair:
-        return rotate(q, k, task.encoding(task.positions, backend=backend), backend=backend)
+        return rotate(q, k, task.encoding(task.positions, backend=backend), layout="bhtd", backend=backend)
 
     return Peer(name, turn, tuple(task.encoding.parameters()))
 

@@ -35,7 +35,7 @@ def read_studies(folder: Path) -> list[Study]:
 def _check_once(studies: list[Study], files: list[Path]) -> None:
     seen: dict[tuple[str, str | None], Path] = {}
     for study, file in zip(studies, files, strict=True):
-        key = (study["study"], (study.get("data") or {}).get("name"))
+        key = (study["study"], (study.get("data") or {}).get("title"))
         if key in seen:
             raise ValueError(f"a study is there once for each data set, got {seen[key].name} and {file.name}")
         seen[key] = file
@@ -43,4 +43,4 @@ def _check_once(studies: list[Study], files: list[Path]) -> None:
 
 def _place(study: Study) -> tuple[int, str, str]:
     name = study["study"]
-    return ORDER.index(name) if name in ORDER else len(ORDER), name, (study.get("data") or {}).get("name") or ""
+    return ORDER.index(name) if name in ORDER else len(ORDER), name, (study.get("data") or {}).get("title") or ""

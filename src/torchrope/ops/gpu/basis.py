@@ -16,13 +16,13 @@ from torchrope.ops.gpu.block import copy_rest, multiply_back_rows, row_offset, s
 from torchrope.ops.gpu.launch import (
     WIDE_WARPS,
     contiguous_channels,
-    fresh,
     on_device_of,
     outer_strides,
     power_of_two,
     splits,
 )
 from torchrope.ops.gpu.products import multiply, multiply_vectors
+from torchrope.tensors import empty_rows
 
 # The largest block: wider products do not fit the shared memory of every device.
 LARGEST = 64
@@ -49,7 +49,7 @@ def rotate(
         Rotated q and k, contiguous, in their own dtypes; channels beyond the blocks are unchanged.
     """
     q, k = contiguous_channels(q), contiguous_channels(k)
-    q_out, k_out = fresh(q), fresh(k)
+    q_out, k_out = empty_rows(q), empty_rows(k)
     if q.numel() + k.numel() == 0:
         return q_out, k_out
     work = _Work(q, k, positions, basis)
@@ -102,7 +102,7 @@ def rotate_backward(
         Gradients of q and k in their dtypes, of coefficients, positions (or None), and of the base, skew.
     """
     q, k, grad_q, grad_k = map(contiguous_channels, (q, k, grad_q, grad_k))
-    q_out, k_out = fresh(q), fresh(k)
+    q_out, k_out = empty_rows(q), empty_rows(k)
     if q.numel() + k.numel() == 0:
         grad_positions = torch.zeros_like(positions) if need_positions else None
         return q_out, k_out, torch.zeros_like(coefficients), grad_positions, torch.zeros_like(basis)

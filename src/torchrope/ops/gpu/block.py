@@ -15,13 +15,13 @@ from torch import Tensor
 from torchrope.ops.gpu.launch import (
     WIDE_WARPS,
     contiguous_channels,
-    fresh,
     on_device_of,
     outer_strides,
     power_of_two,
     splits,
 )
 from torchrope.ops.gpu.products import multiply, multiply_vectors, outer_products
+from torchrope.tensors import empty_rows
 
 # Numbers in the tile of a program that sums over columns.
 _TILE = 2048
@@ -41,7 +41,7 @@ def rotate(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         Rotated q and k, contiguous, in their own dtypes; channels beyond the blocks are unchanged.
     """
     q, k = contiguous_channels(q), contiguous_channels(k)
-    q_out, k_out = fresh(q), fresh(k)
+    q_out, k_out = empty_rows(q), empty_rows(k)
     if q.numel() + k.numel() == 0:
         return q_out, k_out
     work = _Work(q, k, table)
@@ -74,7 +74,7 @@ def rotate_backward(
         `(1 or batch, rotation heads, tokens, blocks, b (b - 1) / 2)` float32.
     """
     q, k, grad_q, grad_k = map(contiguous_channels, (q, k, grad_q, grad_k))
-    q_out, k_out = fresh(q), fresh(k)
+    q_out, k_out = empty_rows(q), empty_rows(k)
     *outer, b, _ = table.shape
     upper = b * (b - 1) // 2
     if q.numel() + k.numel() == 0:

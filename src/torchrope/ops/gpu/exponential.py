@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import WIDE_WARPS, fresh, on_device_of, power_of_two, splits
+from torchrope.ops.gpu.launch import WIDE_WARPS, on_device_of, power_of_two, splits
 from torchrope.ops.gpu.products import multiply
 
 # The largest block: the parts of wider products fit neither registers nor shared memory.
@@ -70,7 +70,7 @@ def exp_backward(
     if matrices == 0:
         return torch.zeros_like(generators), torch.zeros_like(positions) if need_positions else None
     positions, generators, tangent = positions.contiguous(), generators.contiguous(), tangent.contiguous()
-    upper = fresh(tangent)
+    upper = torch.empty(tangent.shape, dtype=tangent.dtype, device=tangent.device)
     shape = (sets, heads, tokens, blocks, axes) if need_positions else (0,)
     per_position = torch.empty(shape, dtype=torch.float32, device=tangent.device)
     tile = _tile(b)

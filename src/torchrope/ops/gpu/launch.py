@@ -17,11 +17,6 @@ def contiguous_channels(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def fresh(x: Tensor) -> Tensor:
-    """Contiguous memory for a tensor of the same shape and dtype."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 def on_device_of(x: Tensor) -> AbstractContextManager:
     """Launch where the tensor is; Triton itself launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import contiguous_channels, fresh, on_device_of, outer_strides, power_of_two, splits
+from torchrope.ops.gpu.launch import contiguous_channels, on_device_of, outer_strides, power_of_two, splits
+from torchrope.tensors import empty_rows
 
 # Channels times tokens in the tile of a program: sixteen a thread.
 _TILE = 2048
@@ -31,7 +32,7 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, halves:
         Rotated q and k, contiguous, in their own dtypes; channels beyond the pairs are unchanged bit for bit.
     """
     q, k = contiguous_channels(q), contiguous_channels(k)
-    q_out, k_out = fresh(q), fresh(k)
+    q_out, k_out = empty_rows(q), empty_rows(k)
     work = _Work(q, k, positions, frequencies)
     if work.is_empty:
         return q_out, k_out
@@ -72,7 +73,7 @@ def rotate_backward(
         Gradients of q and k in their dtypes, of frequencies and positions in float32, or None where not needed.
     """
     q, k, grad_q, grad_k = map(contiguous_channels, (q, k, grad_q, grad_k))
-    q_out, k_out = fresh(q), fresh(k)
+    q_out, k_out = empty_rows(q), empty_rows(k)
     work = _Work(q, k, positions, frequencies)
     if work.is_empty:
         return (

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrope.tensors import empty_rows
+
 _ABSENT = (0, 0, 0, 0, 0)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What q and k may be; rotations are float32."""
@@ -214,7 +216,7 @@ class _Call:
         """Two `Side`s; returns what they write to."""
         out = []
         for x, grad in ((q, grad_q), (k, grad_k)):
-            out.append(x.new_empty(x.shape))
+            out.append(empty_rows(x))
             batch, heads, _, _ = x.shape
             self.fields += (batch, heads, *self._rows(x), *self._rows(grad), *self._rows(out[-1]))
         return tuple(out)

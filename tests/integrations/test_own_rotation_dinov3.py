@@ -1,4 +1,4 @@
-"""Models of transformers that rotate: the outputs after a swap, gradients to their frequencies, and the way back."""
+"""DINOv3 of transformers, which rotates: its outputs after a swap, gradients to frequencies, and the way back."""
 
 import copy
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from rotating import error, learned, strong
 
 import torchrope as tr
 
@@ -16,29 +16,8 @@ DINOV3 = dict(
 )
 
 
-def strong(model: Any) -> Any:
-    """A model whose scores depend much on q and k, and whose outputs depend on its attention."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            spread = 1.0 if any(part in name for part in ("q_proj", "k_proj", "qkv")) else 0.6
-            if parameter.ndim > 1 and parameter.numel() > 0:
-                parameter.normal_(0, spread / parameter[0].numel() ** 0.5 * 2, generator=generator)
-            if "layer_scale" in name:
-                parameter.fill_(1.0)
-    return model.eval()
-
-
 def dinov3(name: str = "DINOv3ViTModel", **settings: Any) -> Any:
     return strong(getattr(transformers, name)(transformers.DINOv3ViTConfig(**{**DINOV3, **settings})))
-
-
-def error(came: Tensor, expected: Tensor) -> float:
-    return float((came - expected).detach().abs().max() / expected.detach().abs().max())
-
-
-def learned(model: Any) -> list[Tensor]:
-    return [parameter for name, parameter in model.named_parameters() if ".encodings." in f".{name}"]
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:4", "string:8", "comrope-ap:4", "comrope-ld:2"])

@@ -1,0 +1,90 @@
+"""`swap` for the image towers of SAM and SAM-HQ in transformers, whose layers attend within windows of a map."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site, Turn
+from torchrope.integrations.transformers_saving import own_saving
+
+_TOWERS = ("SamVisionEncoder", "SamHQVisionEncoder")
+
+
+def maps(model: nn.Module) -> list[Adapter]:
+    """What swap needs for each image tower of SAM inside a model."""
+    return [OfMaps(module, model) for module in model.modules() if type(module).__name__ in _TOWERS]
+
+
+class OfMaps(Adapter):
+    """SAM's image tower: tokens turn by their place in the window, or in the image."""
+
+    def __init__(self, tower: nn.Module, model: nn.Module) -> None:
+        super().__init__(tower)
+        self.model = model
+
+    def sites(self) -> list[Site]:
+        config = self.tower.config
+        head_dim, side = config.hidden_size // config.num_attention_heads, config.image_size // config.patch_size
+        windows = [layer.window_size for layer in self.tower.layers]
+        return [
+            Site(config.num_attention_heads, head_dim, (window or side,) * 2, grows=not window) for window in windows
+        ]
+
+    def tables(self) -> list[nn.Parameter]:
+        biases = [(layer.rel_pos_h, layer.rel_pos_w) for layer in self._layers() if layer.use_rel_pos]
+        tables = [] if self.tower.pos_embed is None else [self.tower.pos_embed]
+        return [*tables, *(table for pair in biases for table in pair)]
+
+    def attach(self, rotary: Rotary) -> None:
+        for index, layer in enumerate(self._layers()):
+            attention = Attention(layer, rotary, rotary.of_layer(index))
+            rotary.handles.append(Replaced(layer, "forward", attention))
+        rotary.handles += own_saving(self.model, self.tower)
+
+    def _layers(self) -> list[Any]:
+        return [layer.attn for layer in self.tower.layers]
+
+
+class Attention:
+    """SAM's attention with q and k turned; its bias comes from q as it is before."""
+
+    def __init__(self, layer: Any, rotary: Rotary, index: int) -> None:
+        self.layer = layer
+        self.rotary = rotary
+        self.index = index
+
+    def __call__(self, hidden_states: Tensor, output_attentions: bool | None = None) -> tuple[Tensor, Tensor | None]:
+        layer = self.layer
+        sizes = tuple(hidden_states.shape[1:3])
+        projected = layer.qkv(hidden_states).flatten(1, 2).unflatten(-1, (3, layer.num_attention_heads, -1))
+        query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
+        bias = self._bias(query, sizes)
+        query, key = self._turn(sizes, query.device)(query, key)
+        mixed, weights = self._attended(query, key, value, bias)
+        return layer.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, sizes)), weights
+
+    def _turn(self, sizes: tuple[int, ...], device: torch.device) -> Turn:
+        positions = self.rotary.positions(sizes, device=device)[self.index]
+        return self.rotary.turn(self.index, positions)
+
+    def _bias(self, query: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
+        """What the layer adds to the scores of q, `(batch, heads, tokens, tokens)`."""
+        layer, tokens = self.layer, query.shape[-2]
+        if not layer.use_rel_pos:
+            return None
+        bias = layer.get_decomposed_rel_pos(query.flatten(0, 1), layer.rel_pos_h, layer.rel_pos_w, sizes, sizes)
+        biases: Tensor = bias.reshape(*query.shape[:2], tokens, tokens)
+        return biases
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        layer = self.layer
+        if "Sdpa" in type(layer).__name__:
+            return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias), None
+        scores = (query * layer.scale) @ key.transpose(-2, -1)
+        if bias is not None:
+            scores = scores + bias
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+        dropped = functional.dropout(weights, p=layer.dropout, training=layer.training)
+        return dropped @ value, weights.flatten(0, 1)

@@ -1,0 +1,262 @@
+"""`swap` for the vision towers of transformers that hand q and k to an attention of its registry.
+
+Rotations travel as an argument from the tower's call to the attention of each layer, so that checkpointed layers know
+the forward that they belong to.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Replaced, Rotary, Site, Turn
+from torchrope.integrations.transformers_saving import own_saving
+from torchrope.positions import grid
+
+# Each vision tower and its attention layers, by the names of their classes: importing them all takes seconds.
+_ATTENTION = {
+    "BeitModel": "BeitAttention",
+    "Blip2VisionModel": "Blip2Attention",
+    "CLIPVisionModel": "CLIPAttention",
+    "DPTModel": "DPTSelfAttention",
+    "DeiTModel": "DeiTAttention",
+    "DINOv3ViTBackbone": "DINOv3ViTAttention",
+    "DINOv3ViTModel": "DINOv3ViTAttention",
+    "Dinov2Backbone": "Dinov2Attention",
+    "Dinov2Model": "Dinov2Attention",
+    "Dinov2WithRegistersBackbone": "Dinov2WithRegistersAttention",
+    "Dinov2WithRegistersModel": "Dinov2WithRegistersAttention",
+    "IJepaModel": "IJepaAttention",
+    "InstructBlipVisionModel": "InstructBlipAttention",
+    "Siglip2VisionModel": "Siglip2Attention",
+    "SiglipVisionModel": "SiglipAttention",
+    "ViTMAEModel": "ViTMAEAttention",
+    "ViTModel": "ViTAttention",
+}
+# Tokens before those of the image, besides registers, where they are not a class token alone.
+_IN_FRONT = {"DeiTAttention": 2, "IJepaAttention": 0, "Siglip2Attention": 0, "SiglipAttention": 0}
+_WITHOUT_ARGUMENTS = ("Siglip2Attention", "SiglipAttention")  # keep what else reaches them to themselves
+_TABLES = ("position_embedding", "position_embeddings", "relative_position_bias_table")
+
+NAME = "torchrope"
+"""The attention that swapped layers ask the registry for."""
+
+_ARGUMENT = "torchrope_rotations"
+
+
+def towers(model: nn.Module) -> list[Adapter]:
+    """What swap needs for each tower of `_ATTENTION` inside a model."""
+    return [OfTower(module, model) for module in model.modules() if _kind(module) is not None]
+
+
+class OfTower(Adapter):
+    """A vision tower: its rotations travel as an argument, from the tower's call to the attention of each layer."""
+
+    def __init__(self, tower: nn.Module, model: nn.Module) -> None:
+        super().__init__(tower)
+        self.model = model
+
+    def sites(self) -> list[Site]:
+        config = self.tower.config
+        head_dim, lattice = config.hidden_size // config.num_attention_heads, _lattice_built_for(self.tower)
+        return [Site(config.num_attention_heads, head_dim, lattice) for _ in self._layers()]
+
+    def tables(self) -> list[nn.Parameter]:
+        named = self.tower.named_parameters()
+        return [table for name, table in named if name.removesuffix(".weight").rpartition(".")[2] in _TABLES]
+
+    def rotates(self) -> bool:
+        return hasattr(self.tower, "rope_embeddings")
+
+    def own_rotations(self) -> list[OwnRotation]:
+        rotation = dinov3_rotation(self.tower)
+        return [rotation for _ in self._layers()]
+
+    def attach(self, rotary: Rotary) -> None:
+        handles: list[Any] = rotary.handles
+        handles.append(self.tower.register_forward_pre_hook(hand_down, with_kwargs=True))
+        for index, layer in enumerate(self._layers()):
+            handles.append(Replaced(layer, "config", Rotated(layer, rotary.of_layer(index))))
+            if _kind(self.tower) in _WITHOUT_ARGUMENTS:
+                handles.append(layer.register_forward_pre_hook(carry, with_kwargs=True))
+        if _kind(self.tower) == "DPTSelfAttention":
+            handles.append(Replaced(self.tower.encoder, "forward", partial(hand_on, self.tower.encoder)))
+        if self.rotates() and not rotary.keep_rotation:
+            handles.append(self.tower.rope_embeddings.register_forward_hook(stand_still))
+        handles += own_saving(self.model, self.tower)
+
+    def _layers(self) -> list[Any]:
+        kind = _kind(self.tower)
+        return [module for module in self.tower.modules() if type(module).__name__ == kind]
+
+
+class Rotated:
+    """A layer's configuration that asks the registry for attention with rotations, and is the model's own otherwise.
+
+    Attributes:
+        plain: The model's own, which says what attention the rotated q and k are for.
+        eager: The attention of that name, a function beside each model.
+        index: Which rotation is the layer's.
+    """
+
+    _attn_implementation = NAME
+
+    def __init__(self, layer: Any, index: int) -> None:
+        self.plain = layer.config
+        self.eager = import_module(type(layer).__module__).eager_attention_forward
+        self.index = index
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copies and pickles ask before anything is there
+            raise AttributeError(name)
+        return getattr(self.plain, name)
+
+
+class Plain:
+    """A layer as its attention knew it, with the model's own configuration: FlashAttention reads its name there."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.config = layer.config.plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+class Carried(NamedTuple):
+    """Rotations beside a mask, through a layer that hands on its mask and nothing else."""
+
+    mask: Tensor | None
+    turns: list[Turn]
+
+
+def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a tower: rotations of the lattice of its image, among the arguments that reach every layer."""
+    pixels = args[0] if args else kwargs.get("pixel_values")
+    if pixels is None:  # the tower says so itself
+        return args, kwargs
+    if _kind(tower) == "ViTMAEAttention":
+        args, kwargs = _with_noise(tower, args, kwargs)
+    rotary: Rotary = getattr(tower, ATTRIBUTE)
+    indices, sizes = _tokens(tower, pixels, args, kwargs)
+    positions = rotary.positions_at(indices, sizes, _num_prefix(tower))
+    return args, {**kwargs, _ARGUMENT: [rotary.turn(index, where) for index, where in enumerate(positions)]}
+
+
+def hand_on(encoder: Any, hidden_states: Tensor, output_hidden_states: bool = False, **kwargs: Any) -> BaseModelOutput:
+    """In place of the encoder of DPT, which keeps further arguments to itself."""
+    for layer in encoder.layer:
+        hidden_states = layer(hidden_states, **kwargs)
+    return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+def carry(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before the attention of SigLIP, which keeps further arguments to itself."""
+    turns = kwargs.pop(_ARGUMENT, None)
+    if turns is None:
+        return args, kwargs
+    return args, {**kwargs, "attention_mask": Carried(kwargs.get("attention_mask"), turns)}
+
+
+def stand_still(rope: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Behind DINOv3's own rotation: none of the tokens turns, without a product with ones."""
+    cos, sin = cos_sin
+    return cos[:0], sin[:0]
+
+
+def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+    """Rotate q and k `(batch, heads, tokens, head_dim)` of a layer and hand on to the attention that it had."""
+    turns = kwargs.pop(_ARGUMENT, None)
+    if isinstance(attention_mask, Carried):
+        attention_mask, turns = attention_mask
+    if turns is None:
+        raise ValueError(f"rotations come with the call of a swapped tower, got a {type(layer).__name__} called alone")
+    config: Rotated = layer.config
+    query, key = turns[config.index](query, key)
+    plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(config.plain._attn_implementation, config.eager)
+    return plain(Plain(layer), query, key, value, attention_mask, **kwargs)
+
+
+def _kind(module: nn.Module) -> str | None:
+    """The attention layers of a tower, or None where a module is no tower that is known."""
+    names = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")]
+    return next((_ATTENTION[name] for name in names if name in _ATTENTION), None)
+
+
+def dinov3_rotation(tower: Any) -> OwnRotation:
+    """What the layers of DINOv3 turn q and k by:  2 pi / theta^(4 j / head_dim)  at centres of patches in [-1, 1].
+
+    Raises:
+        ValueError: a tower on the meta device.
+    """
+    rope, config = tower.rope_embeddings, tower.config
+    bands = 2 * math.pi * exact(rope.inv_freq)
+    frequencies = torch.block_diag(bands, bands).unsqueeze(1)  # (axes, 1, pairs), height before width
+    moved = {"shift": config.pos_embed_shift, "stretch": config.pos_embed_jitter, "rescale": config.pos_embed_rescale}
+    at_random = {name: amount for name, amount in moved.items() if amount is not None}
+    lattice = Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size", **at_random)
+    return OwnRotation(frequencies, halves(2 * frequencies.shape[-1]), lattice, _num_prefix(tower))
+
+
+def _tokens(
+    tower: Any, pixels: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[int | Tensor, ...]]:
+    """Indices of tokens in the lattices of their images, `([batch,] tokens, 2)`, and the sizes of these."""
+    if _kind(tower) == "Siglip2Attention":
+        rows, columns = _given(args, kwargs, 2, "spatial_shapes").to(pixels.device).unsqueeze(-1).unbind(1)
+        number = torch.arange(pixels.shape[1], device=pixels.device)
+        return torch.stack([number // columns, number % columns], dim=-1), (rows, columns)
+    sizes = _lattice(tower, pixels.shape[-2:])
+    indices = grid(*sizes, device=pixels.device)
+    if _kind(tower) == "ViTMAEAttention":
+        kept = int(len(indices) * (1 - tower.config.mask_ratio))
+        indices = indices[_given(args, kwargs, 1, "noise").argsort(dim=1)[:, :kept]]
+    return indices, sizes
+
+
+def _with_noise(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a ViTMAE with the random numbers that say which patches it drops, drawn as it draws them."""
+    if _given(args, kwargs, 1, "noise") is not None:
+        return args, kwargs
+    pixels = _given(args, kwargs, 0, "pixel_values")
+    noise = torch.rand(len(pixels), math.prod(_lattice(tower, pixels.shape[-2:])), device=pixels.device)
+    if len(args) > 1:
+        return (args[0], noise, *args[2:]), kwargs
+    return args, {**kwargs, "noise": noise}
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str) -> Any:
+    return args[index] if len(args) > index else kwargs.get(name)
+
+
+def _num_prefix(tower: Any) -> int:
+    """Tokens before those of the image: a class token, registers."""
+    return _IN_FRONT.get(str(_kind(tower)), 1) + getattr(tower.config, "num_register_tokens", 0)
+
+
+def _lattice_built_for(tower: Any) -> tuple[int, ...]:
+    if _kind(tower) == "Siglip2Attention":
+        return (math.isqrt(tower.config.num_patches),) * 2
+    return _lattice(tower, _pair(tower.config.image_size))
+
+
+def _lattice(tower: Any, size: tuple[int, ...]) -> tuple[int, ...]:
+    """Patches along each axis of an image."""
+    patch = _pair(tower.config.patch_size)
+    return tuple(extent // step for extent, step in zip(size, patch, strict=True))
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+# Here and not in attach: a model that was pickled finds it too.
+AttentionInterface.register(NAME, attend)

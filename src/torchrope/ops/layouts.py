@@ -1,0 +1,82 @@
+"""Layouts of queries and keys: heads before tokens, tokens before heads, jagged; each read and written as a view."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("bhtd", "bthd")
+"""Heads before tokens `(batch, heads, tokens, head_dim)`, as scaled_dot_product_attention takes them, and tokens before
+heads `(batch, tokens, heads, head_dim)`, as a projection leaves them and FlashAttention takes them."""
+
+Restore = Callable[[Tensor], Tensor]
+
+
+def heads_first(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restore]:
+    """A view `(..., heads, tokens, head_dim)`, and the function that gives such a tensor the layout of x.
+
+    Args:
+        name: What messages call x.
+        x: In one of the `LAYOUTS`, with any number of leading dimensions; or nested and jagged in its tokens, of which
+            the values are viewed: all tokens end to end, without a batch.
+        layout: One of `LAYOUTS`; None for "bhtd", or for that of a jagged tensor, whose jagged dimension is its tokens.
+
+    Raises:
+        ValueError: no such layout; a nested tensor that is not jagged, has gaps, or is jagged elsewhere.
+    """
+    if layout not in (None, *LAYOUTS):
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if x.is_nested:
+        return _values_of(name, x, layout)
+    if layout == "bthd":
+        _check_dimensions(name, x)
+        return x.transpose(-3, -2), _transposed
+    return x, _unchanged
+
+
+def warn_of_two_layouts(name: str, x: Tensor, layout: str | None) -> None:
+    """Warn where x has as many heads as tokens, so that its shape fits both layouts and nobody has said which it is."""
+    if layout is None and x.ndim > 2 and x.shape[-3] == x.shape[-2] > 1 and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{name} has as many heads as tokens, {x.shape[-3]}, so both layouts fit; taken as (batch, heads, tokens, "
+            "head_dim). layout='bhtd' says so without this warning, layout='bthd' the other",
+            stacklevel=3,
+        )
+
+
+def _values_of(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restore]:
+    if x.layout != torch.jagged or x.ndim != 4:
+        raise ValueError(f"{name} must be jagged and of 4 dimensions where it is nested, got {x.ndim} of {x.layout}")
+    jagged: Any = x  # whose methods Tensor does not declare
+    if jagged.lengths() is not None:
+        raise ValueError(f"{name} must be jagged without gaps, got lengths beside offsets; contiguous() closes them")
+    tokens = next(dim for dim, size in enumerate(x.shape) if not isinstance(size, int))
+    expected = {"bhtd": 2, "bthd": 1}.get(layout or "", tokens)
+    if tokens not in (1, 2) or tokens != expected:
+        raise ValueError(
+            f"{name} must be jagged in its tokens, dimension {expected}"
+            f"{f' of layout {layout}' if layout else ' or 1'}, got {tokens}"
+        )
+    offsets = jagged.offsets()
+
+    def restore(values: Tensor) -> Tensor:
+        own = values.transpose(0, 1) if tokens == 1 else values
+        return torch.nested.nested_tensor_from_jagged(own, offsets, jagged_dim=tokens)
+
+    values = x.values()  # (total, heads, head_dim), or with tokens in dimension 2 (heads, total, head_dim)
+    return (values.transpose(0, 1) if tokens == 1 else values), restore
+
+
+def _check_dimensions(name: str, x: Tensor) -> None:
+    if x.ndim < 3:
+        raise ValueError(f"{name} must be (batch, tokens, heads, head_dim) in layout bthd, got {tuple(x.shape)}")
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(-3, -2)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,150 @@
+"""Models of transformers that rotate, copied for larger inputs; the oracle is transformers' own scaling."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from plain_towers import TOWERS as PLAIN
+from rotating import SHARED, error, llava, outputs, qwen2_5_vl, text, tokens, tower
+from torch import Tensor
+
+import torchrope as tr
+
+BASE = dict(rope_type="default", rope_theta=100.0)
+OFTEN = ("qwen2_5_vl", "exaone4_5", "glm_ocr", "pixtral")  # fused, with fewer keys, with norms, with linear layers
+TOWERS = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in (*SHARED, "pixtral")]
+
+
+def decoder(rope: dict[str, Any], name: str = "LlamaForCausalLM", **settings: Any) -> Any:
+    return text(name, max_position_embeddings=1024, rope_parameters=rope, **settings)
+
+
+@pytest.mark.parametrize("method", ["interpolate", "ntk", "yarn", "riflex"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "pixtral"])
+def test_a_tower_keeps_its_outputs_at_factor_one_and_not_at_two(name: str, method: str) -> None:
+    model, images = tower(name)
+    expected = outputs(model, images)
+    assert error(outputs(tr.extend(model, 1, method=method), images), expected) < 1e-5
+    larger = outputs(tr.extend(model, 2, method=method, train_size=4), images)
+    assert error(larger, expected) > 1e-3
+    swapped = tr.swap(copy.deepcopy(model), "mixed")
+    assert torch.equal(outputs(tr.extend(swapped, 2, method=method, train_size=4), images), larger)
+    assert torch.equal(outputs(model, images), expected)
+
+
+def test_an_interpolated_tower_sees_positions_closer_together() -> None:
+    model, images = tower("qwen2_vl")
+    larger = tr.extend(model, (2, 4), method="interpolate")
+    closer = tr.swap(copy.deepcopy(model), "mixed")
+    for index, lattice in enumerate(closer.rotary.lattices):
+        closer.rotary.lattices[index] = type(lattice)(spacing=(1 / 2, 1 / 4))
+    assert error(outputs(larger, images), outputs(closer, images)) < 1e-5
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_yarn_scales_scores_by_the_square_of_its_temperature(name: str) -> None:
+    model, images = tower(name)
+    factors = (1, 2, 2) if name == "minimax_m3_vl" else 2
+    came = outputs(tr.extend(model, factors, method="yarn", train_size=8), images)
+    scaled = tr.extend(model, factors, method=partial(tr.yarn, train_size=8))
+    scale_scores(scaled, tr.yarn_temperature((2, 2)) ** 2)
+    assert error(came, outputs(scaled, images)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["Phi3ForCausalLM", "PhiForCausalLM", "GlmForCausalLM"])
+def test_yarn_scales_scores_of_decoders_too(name: str) -> None:
+    model, words = text(name), tokens()
+    scaled = tr.extend(model, 4, method=partial(tr.yarn, train_size=64))
+    scale_scores(scaled, tr.yarn_temperature(4) ** 2)
+    assert error(tr.extend(model, 4, method="yarn")(words).logits, scaled(words).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(set(PLAIN) - {"sam", "sam_hq", "vjepa2", "videomae-masked"}))
+def test_yarn_scales_scores_of_swapped_towers_that_do_not_rotate(name: str) -> None:
+    given = PLAIN[name]()
+    model = tr.swap(given.model, "mixed", init="paper")
+    scaled = tr.extend(model, 2, method=partial(tr.yarn, train_size=8))
+    scale_scores(scaled, tr.yarn_temperature((2,) * given.indices.shape[-1]) ** 2)
+    came = outputs(tr.extend(model, 2, method="yarn", train_size=8), given.given)
+    assert error(came, outputs(scaled, given.given)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM",
+        "Qwen3ForCausalLM",
+        pytest.param("Olmo2ForCausalLM", marks=pytest.mark.slow),
+    ],
+)
+def test_yarn_of_a_decoder_is_that_of_transformers(name: str) -> None:
+    rope = dict(rope_theta=100.0, factor=4.0, original_max_position_embeddings=1024, truncate=False)
+    settings: dict[str, Any] = dict(head_dim=16) if name == "Qwen3ForCausalLM" else {}
+    model, words = decoder(BASE, name, **settings), tokens(1, 40)
+    theirs = decoder({**rope, "rope_type": "yarn"}, name, **settings)
+    theirs.load_state_dict(model.state_dict())
+    ours = tr.extend(model, 4, method="yarn")
+    assert error(ours(words).logits, theirs(words).logits) < 1e-5
+    assert error(ours(words).logits, model(words).logits) > 0.05
+    assert torch.equal(said(ours, words), said(theirs, words))
+
+
+def test_interpolation_of_a_decoder_is_that_of_transformers() -> None:
+    model, words = decoder(BASE), tokens(1, 40)
+    theirs = decoder(dict(rope_type="linear", rope_theta=100.0, factor=2.0))
+    assert error(tr.extend(model, 2, method="interpolate")(words).logits, theirs(words).logits) < 1e-5
+
+
+def test_ntk_of_a_decoder_is_a_larger_base() -> None:
+    model, words = decoder(BASE), tokens(1, 40)
+    theirs = decoder({**BASE, "rope_theta": 100.0 * 4 ** (16 / 14)})
+    assert error(tr.extend(model, 4)(words).logits, theirs(words).logits) < 1e-5
+
+
+def test_of_a_whole_model_the_part_that_is_swapped_is_extended() -> None:
+    model, given = qwen2_5_vl()
+    expected = model(**given).logits
+    of_image = tr.extend(model, 1)
+    assert of_image.model.visual.rotary.encodings[0].num_axes == 2
+    assert error(of_image(**given).logits, expected) < 1e-5
+    tr.swap(model.model.language_model, "mixed")
+    larger = tr.extend(model, 4, method="yarn")
+    assert not hasattr(larger.model.visual, "rotary")
+    keys, before = (one.model.language_model.layers[0].self_attn.k_proj.weight for one in (larger, model))
+    assert torch.allclose(keys, before * tr.yarn_temperature(4) ** 2)  # the three positions of a word grow together
+    tr.swap(model, "mixed")
+    with pytest.raises(
+        ValueError, match=r"^extend scales encodings of equally many axes; .* with encodings of 2 and 3"
+    ):
+        tr.extend(model, 2)
+
+
+@pytest.mark.parametrize("name", ["llama4", "sam3"])
+def test_a_tower_of_one_size_is_refused(name: str) -> None:
+    model, _ = tower(name)
+    with pytest.raises(
+        ValueError, match=r"^extend needs a model that takes larger inputs, got \w+, which takes one size"
+    ):
+        tr.extend(model, 2)
+
+
+def test_an_extended_whole_model_generates() -> None:
+    model, given = llava()
+    larger = tr.extend(model, 2, method="yarn")
+    assert larger.generate(**given, max_new_tokens=4, do_sample=False).shape[1] == given["input_ids"].shape[1] + 4
+
+
+def scale_scores(model: Any, amount: float) -> None:
+    """Multiply the scores of all attention layers."""
+    for layer in model.modules():
+        for name in ("scale", "scaling"):
+            if isinstance(getattr(layer, name, None), float):
+                setattr(layer, name, getattr(layer, name) * amount)
+
+
+def said(model: Any, words: Tensor) -> Tensor:
+    """The words that a model goes on with."""
+    generated: Tensor = model.generate(words, max_new_tokens=6, do_sample=False)
+    return generated

@@ -1,0 +1,220 @@
+"""Text decoders of transformers as one axis: the same logits and the same words after a swap, with a cache of keys."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from rotating import TEXT, error, learned, qwen2_5_vl, strong, text, tokens
+from torch import Tensor
+
+import torchrope as tr
+
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", dict(head_dim=16)),
+    "phi": ("PhiForCausalLM", {}),  # hands a part of the channels to its rotation
+    "cohere": ("CohereForCausalLM", {}),  # pairs of neighbours
+    "glm4": ("Glm4ForCausalLM", dict(head_dim=16)),  # neighbours, half of the channels
+    "linear": ("LlamaForCausalLM", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e2))),
+    "llama3": ("LlamaForCausalLM", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e2, **LLAMA3))),
+    **{
+        name: (f"{name}ForCausalLM", settings)
+        for name, settings in (
+            ("Falcon", {}),  # one head of keys for all
+            ("Gemma", dict(head_dim=16)),
+            ("Gemma3", dict(head_dim=16, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])),
+            ("GPTNeoX", {}),  # hands all channels to its rotation, which turns a part
+            ("Mistral", dict(head_dim=16)),
+            ("Olmo2", {}),
+            ("Olmo3", dict(layer_types=["sliding_attention", "full_attention"])),
+            ("Phi3", {}),
+            ("Qwen2", {}),
+            ("SmolLM3", dict(num_hidden_layers=4)),  # its last layer does not rotate
+            ("StableLm", {}),
+        )
+    },
+}
+OFTEN = ("llama", "qwen3", "phi", "glm4", "llama3", "Gemma3", "GPTNeoX", "SmolLM3")
+
+
+def decoder(name: str, **settings: Any) -> Any:
+    model, own = DECODERS[name]
+    return text(model, **{**own, **settings})
+
+
+def words_of(model: Any, words: Tensor, **settings: Any) -> Tensor:
+    generated: Tensor = model.generate(words, max_new_tokens=10, do_sample=False, **settings)
+    return generated
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in DECODERS]
+)
+def test_logits_and_words_are_those_of_before_and_frequencies_learn(name: str) -> None:
+    model, words = decoder(name), tokens()
+    expected, said = model(words).logits, words_of(model, words)
+    with pytest.warns(UserWarning, match="^outputs change, "):
+        still = tr.swap(copy.deepcopy(model), "mixed", init="zeros")
+    assert error(still(words).logits, expected) > 0.05
+    assert torch.equal(tr.swap(model, "mixed", keep_rotation=True)(words).logits, expected)
+    tr.swap(tr.unswap(model), "mixed")
+    assert error(model(words).logits, expected) < 1e-5
+    assert torch.equal(words_of(model, words), said)
+    model(words).logits.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in learned(model))
+    assert torch.equal(tr.unswap(model)(words).logits, expected)
+
+
+@pytest.mark.parametrize("encoding", ["axial", "liere:4", "string:8", "comrope-ap:4", "comrope-ld:4"])
+def test_what_can_represent_it_takes_it_over(encoding: str) -> None:
+    model, words = decoder("llama"), tokens()
+    expected, said = model(words).logits, words_of(model, words)
+    tr.swap(model, encoding)
+    assert error(model(words).logits, expected) < 1e-5
+    assert torch.equal(words_of(model, words), said)
+
+
+@pytest.mark.parametrize("encoding", ["mixed", "string:8"])
+def test_a_cache_of_keys_gives_the_logits_of_the_whole(encoding: str) -> None:
+    model, words = tr.swap(decoder("llama"), encoding), tokens(2, 9)
+    with torch.no_grad():
+        for parameter in learned(model):
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        whole = model(words).logits
+        start = model(words[:, :4], use_cache=True)
+        rest = model(words[:, 4:], past_key_values=start.past_key_values).logits
+    assert error(rest, whole[:, 4:]) < 1e-5
+
+
+def test_words_padded_in_front_and_a_static_cache() -> None:
+    model, words = decoder("qwen3"), tokens(2, 9)
+    mask = torch.ones_like(words)
+    mask[0, :3] = 0
+    said = words_of(model, words, attention_mask=mask)
+    tr.swap(model, "mixed")
+    assert torch.equal(words_of(model, words, attention_mask=mask), said)
+    static = words_of(model, words, attention_mask=mask, cache_implementation="static", disable_compile=True)
+    assert torch.equal(static, said)
+
+
+def test_gradient_checkpointing_gives_the_gradients_of_before() -> None:
+    model, words = tr.swap(decoder("llama"), "mixed").train(), tokens()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(words).logits.square().mean().backward()
+        return [parameter.grad.clone() for parameter in learned(model)]
+
+    expected = gradients()
+    model.activation_checkpointing_enable()
+    for came, before in zip(gradients(), expected, strict=True):
+        assert torch.allclose(came, before, rtol=1e-4, atol=1e-6 * float(before.abs().max()))
+
+
+def test_half_precision_errs_no_more_than_the_models_own() -> None:
+    model, words = decoder("llama"), tokens(2, 40)
+    exact = model(words).logits
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    theirs = error(half(words).logits.float(), exact)
+    tr.swap(half, "mixed")
+    assert error(half(words).logits.float(), exact) < 2 * theirs
+
+
+@pytest.mark.slow
+def test_it_compiles_without_a_break() -> None:
+    model, words = tr.swap(decoder("llama"), "mixed"), tokens()
+    torch.compiler.reset()
+    compiled = torch.compile(model.model, fullgraph=True, backend="eager")
+    expected = model.model(words, use_cache=False).last_hidden_state
+    assert error(compiled(words, use_cache=False).last_hidden_state, expected) < 1e-5
+
+
+def test_text_of_qwen_vl_has_three_axes() -> None:
+    model, given = qwen2_5_vl()
+    expected, said = model(**given).logits, model.generate(**given, max_new_tokens=6, do_sample=False)
+    tr.swap(model.model.language_model, "mixed")
+    assert model.model.language_model.rotary.encodings[0].num_axes == 3
+    assert error(model(**given).logits, expected) < 1e-5
+    assert torch.equal(model.generate(**given, max_new_tokens=6, do_sample=False), said)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (
+            dict(rope_type="yarn", factor=2.0),
+            "rope_type='yarn' stretches q and k besides; .*attention_scaling=1.06931$",
+        ),
+        (dict(rope_type="dynamic", factor=2.0), "same at all lengths; .*, got LlamaModel with rope_type='dynamic'$"),
+    ],
+)
+def test_a_rope_that_is_no_fixed_rotation_is_refused_and_may_be_replaced(rope: dict[str, Any], message: str) -> None:
+    model, words = decoder("llama", rope_parameters=dict(rope_theta=1e2, **rope)), tokens()
+    expected = model(words).logits
+    with pytest.raises(ValueError, match=rf"^init='own' continues .*{message}"):
+        tr.swap(model, "mixed")
+    assert torch.equal(model(words).logits, expected)
+    with pytest.warns(UserWarning, match="^outputs change, "):
+        tr.swap(model, "mixed", init="zeros")
+    assert torch.equal(tr.unswap(model)(words).logits, expected)
+
+
+def test_layers_of_two_kinds_go_on_from_frequencies_of_their_own() -> None:
+    model = tr.swap(decoder("Gemma3"), "mixed").model
+    local, whole = (encoding.frequencies.flatten() for encoding in model.rotary.encodings)
+    assert torch.equal(local, model.rotary_emb.sliding_attention_inv_freq)
+    assert torch.equal(whole, model.rotary_emb.full_attention_inv_freq)
+    assert not torch.equal(local, whole)
+
+
+def test_layers_that_do_not_rotate_get_no_encoding() -> None:
+    model = tr.swap(decoder("SmolLM3"), "mixed").model
+    assert [bool(layer.self_attn.use_rope) for layer in model.layers] == [True, True, True, False]
+    assert len(model.rotary.encodings) == 3
+
+
+def test_an_encoder_of_text_goes_on_too() -> None:
+    config = transformers.ModernBertConfig(**{**TEXT, "num_hidden_layers": 3}, cls_token_id=1, sep_token_id=2)
+    model, words = strong(transformers.ModernBertModel(config)), tokens()
+    expected = model(words).last_hidden_state
+    assert error(tr.swap(model, "mixed")(words).last_hidden_state, expected) < 1e-5
+    assert torch.equal(tr.unswap(model)(words).last_hidden_state, expected)
+
+
+def test_decoders_are_saved_and_loaded_into_one_built_the_same_way(tmp_path: Path) -> None:
+    model, words = tr.swap(decoder("qwen3"), "string:8"), tokens()
+    with torch.no_grad():
+        for parameter in learned(model):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(tmp_path)
+    again = tr.load(tmp_path, into=decoder("qwen3"))
+    assert torch.equal(again(words).logits, model(words).logits)
+    assert torch.equal(words_of(copy.deepcopy(again), words), words_of(model, words))
+
+
+@pytest.mark.parametrize(("name", "layer"), [("DeepseekV3", "DeepseekV3Attention"), ("Llama4", "Llama4TextAttention")])
+def test_attention_that_turns_otherwise_is_refused_with_the_way_by_hand(name: str, layer: str) -> None:
+    experts = dict(num_local_experts=2, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1)
+    heads = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
+    message = (
+        rf"^swap puts in rotations of q and k by positions, and {layer} does not hand whole q and k with cosines and "
+        rf"sines to one function; torchrope\.rotate\(q, k, rotation, key_rotation=\.\.\.\) in a {layer} of your own "
+        rf"takes any positions, got {name}ForCausalLM$"
+    )
+    with pytest.raises(ValueError, match=message):
+        tr.swap(text(f"{name}ForCausalLM", **experts, **(heads if name == "DeepseekV3" else {})), "mixed")
+
+
+def test_a_model_with_a_vision_tower_that_does_not_rotate_has_that_one_swapped() -> None:
+    vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=32, patch_size=8),
+        text_config=transformers.LlamaConfig(**TEXT),
+        image_token_index=49,
+    )
+    model = tr.swap(transformers.LlavaForConditionalGeneration(config), "mixed")
+    assert [name for name, part in model.named_modules() if name.endswith(".rotary")] == ["model.vision_tower.rotary"]
