@@ -97,7 +97,7 @@ class Places:
 
     def __init__(self, tower: Any, family: Family) -> None:
         self.family = family
-        self.frequencies = family.frequencies(tower).double()
+        self.frequencies: list[list[float]] = family.frequencies(tower)[:, 0].tolist()  # of the first head
 
     def hand_on(self, rope: Any, args: tuple[Any, ...], table: Any) -> Any:
         """Behind the module that makes the tables."""
@@ -189,11 +189,11 @@ def _without_tables(
     return None, args, kwargs
 
 
-def _check_read(positions: Tensor, table: Any, frequencies: Tensor, tower: Any) -> None:
+def _check_read(positions: Tensor, table: Any, frequencies: list[list[float]], tower: Any) -> None:
     """Refuse a table of other frequencies than the model's, where its values can be read."""
     cos, _ = from_neighbours(table)
     if can_read(cos):
-        again = torch.cos(positions @ frequencies[:, 0].to(positions)).to(cos)
+        again = torch.cos(positions @ positions.new_tensor(frequencies)).to(cos)
         if not torch.allclose(again, cos, atol=1e-2):
             rule = "image_rotary_emb must be a table as get_3d_rotary_pos_embed makes it, of theta 10000"
             raise ValueError(f"{rule}, got one of other frequencies for a {type(tower).__name__}")

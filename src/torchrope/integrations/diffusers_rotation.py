@@ -5,6 +5,7 @@ A table says where its tokens are: `positions_in` reads positions from it, so th
 rates, offsets of the text or several images holds for a swapped model too.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from torch import Tensor
 # Pairs of neighbouring steps in `positions_in` differ by no more than this: an angle of float32 tables, known to
 # 1e-7, then predicts the next one to 1e-4, far less than half a turn.
 _LARGEST_STEP = 1000.0
+
+Ladders = Sequence[Sequence[float]]
+"""Of each axis the frequencies of all pairs, 0 where a pair is another axis's."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Family:
     layers: tuple[tuple[str, str], ...]
     frequencies: Callable[[Any], Tensor]
     rope: str | None
-    positions: Callable[[Any, tuple[Any, ...], Any, Tensor], Any]
+    positions: Callable[[Any, tuple[Any, ...], Any, Ladders], Any]
     streams: Callable[[Any, Any, int], Streams]
     argument: str = "image_rotary_emb"
     heads_first: bool = False
@@ -70,7 +74,7 @@ def heads_of(tower: Any) -> tuple[int, int]:
     return config.num_attention_heads, config.attention_head_dim
 
 
-def positions_in(table: tuple[Tensor, Tensor], frequencies: Tensor) -> Tensor:
+def positions_in(table: tuple[Tensor, Tensor], frequencies: Ladders) -> Tensor:
     """Positions of tokens, from the cosines and sines of their angles  a_j = p_axis f_j,  where f of an axis differ.
 
     An angle is known up to whole turns. The slowest pair of an axis is taken to stay within half a turn; it says
@@ -78,7 +82,7 @@ def positions_in(table: tuple[Tensor, Tensor], frequencies: Tensor) -> Tensor:
 
     Args:
         table: cos and sin, `(..., tokens, pairs)`.
-        frequencies: `(axes, 1, pairs)`, each pair of one axis, or at rest.
+        frequencies: Of each axis those of all pairs, 0 where a pair is another axis's.
 
     Returns:
         `(..., tokens, axes)`, exact to the rounding of the table over the largest frequency, for
@@ -87,10 +91,10 @@ def positions_in(table: tuple[Tensor, Tensor], frequencies: Tensor) -> Tensor:
     cos, sin = table
     wide = torch.float32 if cos.device.type == "mps" else torch.float64
     angles = torch.atan2(sin.to(wide), cos.to(wide))
-    return torch.stack([_along(angles, axis) for axis in frequencies[:, 0].tolist()], dim=-1)
+    return torch.stack([_along(angles, axis) for axis in frequencies], dim=-1)
 
 
-def _along(angles: Tensor, frequencies: list[float]) -> Tensor:
+def _along(angles: Tensor, frequencies: Sequence[float]) -> Tensor:
     """Positions `(..., tokens)` along one axis."""
     slowest, *faster = _ladder_up(frequencies)
     positions = angles[..., slowest] / frequencies[slowest]
@@ -100,14 +104,14 @@ def _along(angles: Tensor, frequencies: list[float]) -> Tensor:
     return positions
 
 
-def _ladder_up(frequencies: list[float]) -> list[int]:
+def _ladder_up(frequencies: Sequence[float]) -> list[int]:
     """Pairs from the slowest to the fastest, in steps as few as `_LARGEST_STEP` lets them be."""
-    *slower, fastest = sorted((pair for pair, f in enumerate(frequencies) if f), key=lambda pair: frequencies[pair])
-    chosen = slower[:1]
-    for pair, following in zip(slower[1:], [*slower[2:], fastest], strict=True):
-        if frequencies[following] > _LARGEST_STEP * frequencies[chosen[-1]]:
+    ordered = sorted((pair for pair, f in enumerate(frequencies) if f), key=lambda pair: frequencies[pair])
+    chosen = ordered[:1]
+    for pair, faster in itertools.pairwise(ordered[1:]):
+        if frequencies[faster] > _LARGEST_STEP * frequencies[chosen[-1]]:
             chosen.append(pair)
-    return [*chosen, fastest]
+    return [*chosen, *(pair for pair in ordered[-1:] if pair != chosen[-1])]
 
 
 def from_neighbours(table: Any) -> tuple[Tensor, Tensor]:
@@ -177,13 +181,13 @@ def _ltx_dtype(rope: Any) -> torch.dtype:
     return torch.float64 if getattr(rope, "double_precision", False) else torch.float32
 
 
-def _of_ids(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Tensor) -> Any:
+def _of_ids(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Ladders) -> Any:
     """Flux: the module gets the positions themselves. Twice, for Flux 2 joins cosines and sines apart."""
     positions = args[0].float()
     return positions, positions
 
 
-def _in_coordinates(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Tensor) -> Tensor:
+def _in_coordinates(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Ladders) -> Tensor:
     """LTX-2: coordinates `(batch, axes, tokens)`, or both ends of each patch; the model has them from -1 to 1."""
     coordinates = args[0]
     if coordinates.ndim == 4:
@@ -193,9 +197,9 @@ def _in_coordinates(rope: Any, args: tuple[Any, ...], table: Any, frequencies: T
     return torch.stack([coordinates[:, axis] / extent for axis, extent in enumerate(extents)], dim=-1) * 2 - 1
 
 
-def _on_lattice(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Tensor) -> Tensor:
+def _on_lattice(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Ladders) -> Tensor:
     """LTX-Video: a lattice of frames, rows and columns with a scale for each, or coordinates as LTX-2's."""
-    tokens, frames, height, width, scale, coordinates = (*args, *[None] * (6 - len(args)))
+    tokens, frames, height, width, scale, coordinates = args
     if coordinates is not None:
         return _in_coordinates(rope, (coordinates,), table, frequencies)
     places: Tensor = rope._prepare_video_coords(tokens.shape[0], frames, height, width, scale, tokens.device)
@@ -204,22 +208,22 @@ def _on_lattice(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Tenso
 
 def _read(
     take: Callable[[Any], tuple[Tensor, Tensor]],
-) -> Callable[[Any, tuple[Any, ...], Any, Tensor], Tensor]:
+) -> Callable[[Any, tuple[Any, ...], Any, Ladders], Tensor]:
     """Positions from the one table of a call."""
     return lambda rope, args, table, frequencies: positions_in(take(table), frequencies)
 
 
-def _read_two(rope: Any, args: tuple[Any, ...], tables: Any, frequencies: Tensor) -> Any:
+def _read_two(rope: Any, args: tuple[Any, ...], tables: Any, frequencies: Ladders) -> Any:
     """Qwen-Image: a table for the image and one for the text."""
     return tuple(positions_in(from_complex(table), frequencies) for table in tables)
 
 
-def _read_wan(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Tensor) -> Tensor:
+def _read_wan(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Ladders) -> Tensor:
     cos, sin = from_neighbours(table)  # (1, tokens, 1, pairs)
     return positions_in((cos.squeeze(2), sin.squeeze(2)), frequencies)
 
 
-def _read_lumina(rope: Any, args: tuple[Any, ...], output: Any, frequencies: Tensor) -> Any:
+def _read_lumina(rope: Any, args: tuple[Any, ...], output: Any, frequencies: Ladders) -> Any:
     """Lumina 2: tables of the caption, of the image and of both, between other outputs."""
     tokens, *tables, captions, both = output
     return tokens, *(positions_in(from_complex(table), frequencies) for table in tables), captions, both
