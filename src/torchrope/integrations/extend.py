@@ -32,9 +32,9 @@ def extend(
     """Copy a model, or an encoding, for inputs larger than those trained on, its frequencies scaled axis by axis.
 
     Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are left to the model, which
-    resamples them. A model of timm that rotates by itself is copied with "mixed" encodings that continue its rotation,
-    as `swap` puts them in. In a Swin, whose windows do not grow with the input, the factor is that of the windows: call
-    the copy with a larger `window_size`.
+    resamples them. A model of timm or diffusers that rotates by itself is copied with "mixed" encodings that
+    continue its rotation, as `swap` puts them in. In a Swin, whose windows do not grow with the input, the factor is
+    that of the windows: call the copy with a larger `window_size`.
 
     Frequencies are scaled in the units of the training size. Where a model squeezes positions into the same interval at
     every size, as DINOv3 does, it interpolates already: "interpolate" then changes nothing, and the copies of other
@@ -51,7 +51,7 @@ def extend(
             have no frequencies and are only interpolated. In a model "yarn" also multiplies keys by the square of
             `yarn_temperature`, in the weights of their projection or norm, for an encoding knows no attention.
         train_size: Extent of the training data in units of position, for "yarn" and "riflex"; in a model by default
-            that of the size it was built for.
+            that of the size it was built for, which those of diffusers do not know.
         timestep: Of a diffusion model, from 1, noise, to 0, the image: for "dype", whose copy is for this timestep.
 
     Returns:
@@ -192,7 +192,7 @@ def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> I
         if sites[index].grows:
             larger = [size * times for size, times in zip(sizes, factors, strict=True)]
             steps = _steps_of(lattice, sizes)
-            extent = _extent(sizes, steps)
+            extent = _extent(sizes, steps) if sites[index].sized else None
             squeeze = _ratios(steps, _steps_of(lattice, larger))
             yield _Part(cast(Encoding, encoding), layers[index :: len(rotary.encodings)], extent, squeeze)
 
@@ -231,23 +231,25 @@ def _scale_keys(layers: Iterable[Any], amount: float) -> None:
     for layer in layers:
         if getattr(layer, "logit_scale", None) is not None:
             raise ValueError(f"yarn multiplies keys, whose length cosine attention leaves out, got {_kind(layer)}")
-        norm = getattr(layer, "k_norm", None)
-        if norm is None or isinstance(norm, nn.Identity):
+        norms = [getattr(layer, name, None) for name in ("k_norm", "norm_k", "norm_added_k")]  # timm's, diffusers'
+        norms = [norm for norm in norms if norm is not None and not isinstance(norm, nn.Identity)]
+        if not norms:
             projection, rows = _projection_of_keys(layer)
             parameters = [one for one in (projection.weight, projection.bias) if one is not None and one not in scaled]
             for parameter in parameters:
                 parameter[rows] *= amount
             scaled.update(parameters)
-        elif norm not in scaled:
-            _scale_norm(norm, amount, layer)
-            scaled.add(norm)
+        for norm in norms:
+            if norm not in scaled:
+                _scale_norm(norm, amount, layer)
+                scaled.add(norm)
 
 
 def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
     """Multiply what a norm gives, by its parameters; where that is possible twice of them give twice as much."""
     parameters = list(norm.parameters())
     if parameters:
-        probe = torch.linspace(-1, 2, layer.head_dim).to(parameters[0])
+        probe = torch.linspace(-1, 2, parameters[0].numel()).to(parameters[0])
         before = norm.forward(probe)  # without hooks, which rotate
         for parameter in parameters:
             parameter *= 2

@@ -26,7 +26,10 @@ from torchrope.integrations.settings import (
 from torchrope.integrations.swap import LIBRARIES
 
 FORMAT = 1
-REBUILDERS = {**LIBRARIES, "torchrope": "torchrope.integrations.own"}
+REBUILDERS = {
+    **{name: LIBRARIES[name] for name in ("timm", "transformers")},
+    "torchrope": "torchrope.integrations.own",
+}
 """The library that builds a model, and our module that builds it."""
 
 _LONGEST = 2**24

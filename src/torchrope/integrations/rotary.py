@@ -28,12 +28,14 @@ class Site:
         head_dim: Channels of a head.
         lattice: Tokens along each axis at the size the model was built for; of one window where windows attend.
         grows: Whether a larger input can have a larger lattice there.
+        sized: Whether the lattice is known; where the caller says sizes or positions, it is 1 along each axis.
     """
 
     num_heads: int
     head_dim: int
     lattice: tuple[int, ...]
     grows: bool = True
+    sized: bool = True
 
 
 class Rotary(nn.Module):
@@ -120,6 +122,12 @@ class Rotary(nn.Module):
             made.append(made[first] if first < len(made) else self._placed(lattice, indices, sizes, num_prefix))
         return made
 
+    def placed(self, index: int, positions: Tensor) -> Tensor:
+        """Where one encoding finds tokens `(..., tokens, axes)` whose positions the model says."""
+        lattice = self.lattices[index]
+        positions = positions.to(self._dtype())
+        return positions if lattice == Lattice() else lattice.place(positions, (1,) * positions.shape[-1])
+
     def rotation(self, index: int, sizes: Sequence[int], *, device: torch.device | str | None = None) -> Rotation:
         """The rotation of one encoding for a lattice of tokens."""
         indices = grid(*sizes, device=device, dtype=self._dtype())
@@ -164,7 +172,10 @@ class Adapter(ABC):
 
     Attributes:
         tower: The module that holds the attention layers and the table, and gets `rotary`.
+        keeps_rotation: Whether a rotation of the model's own can stay beside the encodings.
     """
+
+    keeps_rotation = True
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower: Any = tower

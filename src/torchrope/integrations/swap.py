@@ -1,4 +1,4 @@
-"""Put an encoding into a model of timm or transformers, and take it out again."""
+"""Put an encoding into a model of timm, transformers or diffusers, and take it out again."""
 
 import inspect
 import warnings
@@ -22,7 +22,10 @@ Model = TypeVar("Model", bound=nn.Module)
 Start = Literal["own", "zeros", "paper"]
 
 # The library that a model comes from, and the module of ours that knows it.
-LIBRARIES = {"timm": "torchrope.integrations.timm", "transformers": "torchrope.integrations.transformers"}
+LIBRARIES = {
+    name: f"torchrope.integrations.{name}"
+    for name in ("dynamic_network_architectures", "timm", "transformers", "diffusers")
+}
 
 
 def swap(
@@ -47,7 +50,9 @@ def swap(
         model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,
             DINOv3), NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, and the vision encoders of
             Qwen3, DeepSeek and Gemma 4. Of transformers: CLIP, ViT, DINOv2, DINOv3 and SigLIP vision models, and what
-            is built around them. Also a model of your own that holds one of these.
+            is built around them. Of diffusers: the transformers of Flux, Flux2, Qwen-Image, Wan, HunyuanVideo,
+            CogVideoX, LTX-Video, LTX-2, Lumina2 and Cosmos. nnU-Net's Primus. Also a model of your own that holds one
+            of these.
         encoding: A name ("mixed", "liere:8"); an `Encoding`, which all layers share, its rotation computed once per
             forward; or what builds one for each layer from num_axes, num_heads and head_dim.
         block_size: b, for a name or a factory that takes one.
@@ -88,6 +93,9 @@ def swap(
     adapter = adapt(model)
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
         raise ValueError(f"swap needs a model that is not swapped, got {_name(model)} that is: unswap it first")
+    if keep_rotation and not adapter.keeps_rotation:
+        rule = f"a {_name(adapter.tower)} takes one rotation, in whose place swap puts an encoding"
+        raise ValueError(f"{rule}, got keep_rotation=True")
     sites = adapter.sites()
     start = _start(adapter, encoding, init, keep_rotation)
     if start == "own":
@@ -169,8 +177,9 @@ def adapt(model: nn.Module) -> Adapter:
         return found[0]
     rule = (
         "swap knows timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, "
-        "the vision encoders of Qwen3, DeepSeek and Gemma 4, and transformers' CLIP, ViT, DINOv2, DINOv3 and SigLIP "
-        "vision models"
+        "the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' CLIP, ViT, DINOv2, DINOv3 and SigLIP "
+        "vision models, diffusers' Flux, Flux2, QwenImage, Wan, HunyuanVideo, CogVideoX, LTX, LTX2, Lumina2 and "
+        "Cosmos transformers, and nnU-Net's Primus"
     )
     held = f", with {len(found)} of them" if found else ""
     raise ValueError(f"{rule}, one in a model, got {_name(model)}{held}")
@@ -178,8 +187,13 @@ def adapt(model: nn.Module) -> Adapter:
 
 def adapters(model: nn.Module) -> list[Adapter]:
     """Find all parts of a model that `swap` knows."""
-    known = [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
-    return [adapter for library in known for adapter in library.adapters(model)]
+    found: list[Adapter] = []
+    for library in LIBRARIES:
+        within = {part for adapter in found for part in adapter.tower.modules()}  # whose blocks may be timm's
+        classes = [type(part) for part in model.modules() if part not in within]
+        if library in origins(*classes):
+            found.extend(import_module(LIBRARIES[library]).adapters(model))
+    return found
 
 
 def origins(*classes: type) -> list[str]:
