@@ -1,230 +1,346 @@
-"""Small transformers of diffusers with random weights, and inputs for them."""
+"""Small transformers of diffusers with random weights, whose outputs depend on their rotation, and their inputs."""
 
+from collections.abc import Callable
 from typing import Any
 
-import diffusers
 import torch
+from diffusers import models
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
-from torch import Tensor, nn
+from torch import Tensor
 
-BATCH = 2
-TEXT = 5
+import torchrope as tr
 
-_SMALL = {"num_attention_heads": 4, "attention_head_dim": 32}
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "CogVideoXTransformer3DModel": {
-        **_SMALL,
-        "in_channels": 4,
-        "out_channels": 4,
-        "time_embed_dim": 16,
-        "text_embed_dim": 24,
-        "num_layers": 2,
-        "sample_width": 12,
-        "sample_height": 8,
-        "sample_frames": 9,
-        "max_text_seq_length": TEXT,
-        "use_rotary_positional_embeddings": True,
-    },
-    "CosmosTransformer3DModel": {
-        **_SMALL,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "mlp_ratio": 2.0,
-        "text_embed_dim": 24,
-        "adaln_lora_dim": 8,
-        "max_size": (4, 32, 32),
-        "concat_padding_mask": False,
-        "extra_pos_embed_type": None,
-    },
-    "Flux2Transformer2DModel": {
-        **_SMALL,
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "joint_attention_dim": 24,
-        "timestep_guidance_channels": 16,
-        "axes_dims_rope": (8, 8, 8, 8),
-        "guidance_embeds": False,
-    },
-    "FluxTransformer2DModel": {
-        **_SMALL,
-        "in_channels": 4,
-        "num_layers": 2,
-        "num_single_layers": 1,
-        "joint_attention_dim": 24,
-        "pooled_projection_dim": 16,
-        "axes_dims_rope": (8, 12, 12),
-    },
-    "HunyuanVideoTransformer3DModel": {
-        **_SMALL,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "num_refiner_layers": 1,
-        "mlp_ratio": 2.0,
-        "guidance_embeds": False,
-        "text_embed_dim": 24,
-        "pooled_projection_dim": 16,
-        "rope_axes_dim": (8, 12, 12),
-    },
-    "LTX2VideoTransformer3DModel": {
-        **_SMALL,
-        "in_channels": 4,
-        "out_channels": 4,
-        "cross_attention_dim": 128,
-        "audio_in_channels": 4,
-        "audio_out_channels": 4,
-        "audio_num_attention_heads": 2,
-        "audio_attention_head_dim": 16,
-        "audio_cross_attention_dim": 32,
-        "num_layers": 2,
-        "caption_channels": 24,
-        "rope_type": "split",
-    },
-    "LTXVideoTransformer3DModel": {
-        **_SMALL,
-        "in_channels": 4,
-        "out_channels": 4,
-        "cross_attention_dim": 128,
-        "num_layers": 2,
-        "caption_channels": 24,
-    },
-    "Lumina2Transformer2DModel": {
-        "hidden_size": 96,
-        "in_channels": 4,
-        "num_layers": 1,
-        "num_refiner_layers": 1,
-        "num_attention_heads": 4,
-        "num_kv_heads": 2,
-        "multiple_of": 8,
-        "axes_dim_rope": (8, 8, 8),
-        "axes_lens": (64, 64, 64),
-        "cap_feat_dim": 24,
-    },
-    "QwenImageTransformer2DModel": {
-        **_SMALL,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 2,
-        "joint_attention_dim": 24,
-        "axes_dims_rope": (8, 12, 12),
-        "patch_size": 1,
-    },
-    "WanTransformer3DModel": {
-        **_SMALL,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 24,
-        "freq_dim": 16,
-        "ffn_dim": 64,
-        "num_layers": 2,
-    },
+Inputs = dict[str, Any]
+
+
+def _drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _step() -> Tensor:
+    return torch.tensor([0.5])
+
+
+def _flux(**settings: Any) -> Any:
+    return models.FluxTransformer2DModel(
+        **{
+            "in_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 8,
+            "pooled_projection_dim": 8,
+            "axes_dims_rope": (4, 4, 8),
+            **settings,
+        }
+    )
+
+
+def _flux_inputs(rows: int = 4, columns: int = 5) -> Inputs:
+    image = tr.grid(rows, columns)
+    return {
+        "hidden_states": _drawn(1, rows * columns, 4),
+        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "pooled_projections": _drawn(1, 8, seed=2),
+        "timestep": _step(),
+        "img_ids": torch.cat([torch.zeros(len(image), 1), image], dim=-1),
+        "txt_ids": torch.zeros(3, 3),
+    }
+
+
+def _flux2(**settings: Any) -> Any:
+    return models.Flux2Transformer2DModel(
+        **{
+            "in_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 8,
+            "timestep_guidance_channels": 16,
+            "axes_dims_rope": (4, 4, 4, 4),
+            **settings,
+        }
+    )
+
+
+def _flux2_inputs(rows: int = 4, columns: int = 5) -> Inputs:
+    image, text = tr.grid(rows, columns), torch.arange(3.0)
+    return {
+        "hidden_states": _drawn(1, rows * columns, 4),
+        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "timestep": _step(),
+        "guidance": torch.ones(1),
+        "img_ids": torch.nn.functional.pad(image, (1, 1)),
+        "txt_ids": torch.nn.functional.pad(text.unsqueeze(-1), (3, 0)),
+    }
+
+
+def _qwen(**settings: Any) -> Any:
+    return models.QwenImageTransformer2DModel(
+        **{
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 8,
+            "axes_dims_rope": (4, 4, 8),
+            **settings,
+        }
+    )
+
+
+def _qwen_inputs(rows: int = 4, columns: int = 5) -> Inputs:
+    return {
+        "hidden_states": _drawn(1, rows * columns + 6, 4),
+        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "timestep": _step(),
+        "img_shapes": [[(1, rows, columns), (1, 2, 3)]],  # the picture, and one that is edited
+    }
+
+
+def _video(frames: int = 3, rows: int = 6, columns: int = 8) -> Tensor:
+    return _drawn(1, 4, frames, rows, columns)
+
+
+def _wan(**settings: Any) -> Any:
+    return models.WanTransformer3DModel(
+        **{
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_dim": 8,
+            "freq_dim": 16,
+            "ffn_dim": 32,
+            "num_layers": 2,
+            **settings,
+        }
+    )
+
+
+def _wan_inputs(*sizes: int) -> Inputs:
+    return {"hidden_states": _video(*sizes), "timestep": _step(), "encoder_hidden_states": _drawn(1, 3, 8, seed=1)}
+
+
+def _hunyuan(**settings: Any) -> Any:
+    return models.HunyuanVideoTransformer3DModel(
+        **{
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "num_refiner_layers": 1,
+            "guidance_embeds": False,
+            "text_embed_dim": 8,
+            "pooled_projection_dim": 8,
+            "rope_axes_dim": (4, 4, 8),
+            **settings,
+        }
+    )
+
+
+def _hunyuan_inputs(*sizes: int) -> Inputs:
+    return {
+        **_wan_inputs(*sizes),
+        "encoder_attention_mask": torch.tensor([[1, 1, 0]]),
+        "pooled_projections": _drawn(1, 8, seed=2),
+    }
+
+
+def _cogvideox(**settings: Any) -> Any:
+    return models.CogVideoXTransformer3DModel(
+        **{
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "in_channels": 4,
+            "out_channels": 4,
+            "time_embed_dim": 8,
+            "text_embed_dim": 8,
+            "num_layers": 2,
+            "sample_width": 8,
+            "sample_height": 6,
+            "sample_frames": 9,
+            "max_text_seq_length": 3,
+            "use_rotary_positional_embeddings": True,
+            **settings,
+        }
+    )
+
+
+def _cogvideox_inputs(frames: int = 3, rows: int = 6, columns: int = 8) -> Inputs:
+    sizes = (rows // 2, columns // 2)
+    return {
+        "hidden_states": _video(frames, rows, columns).transpose(1, 2),
+        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "timestep": torch.tensor([500]),
+        "image_rotary_emb": get_3d_rotary_pos_embed(16, ((0, 1), (30.0, 45.0)), sizes, frames),
+    }
+
+
+def _ltx(**settings: Any) -> Any:
+    return models.LTXVideoTransformer3DModel(
+        **{
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "cross_attention_dim": 32,
+            "num_layers": 2,
+            "caption_channels": 8,
+            **settings,
+        }
+    )
+
+
+def _ltx_coordinates(frames: int, rows: int, columns: int) -> Tensor:
+    """Frames and pixels `(1, 3, tokens)` that become multiples of 1/2 in [-1, 1].
+
+    Angles reach 15,708 radians, which LTX's tables round to float32, by up to 5e-4; these products are exact.
+    """
+    return (tr.grid(frames, rows, columns) / 4 * torch.tensor([20, 2048, 2048])).T.unsqueeze(0)
+
+
+def _ltx_inputs(frames: int = 2, rows: int = 3, columns: int = 4) -> Inputs:
+    return {
+        "hidden_states": _drawn(1, frames * rows * columns, 4),
+        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "timestep": torch.tensor([500]),
+        "encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool),
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "video_coords": _ltx_coordinates(frames, rows, columns),
+    }
+
+
+def _ltx2(**settings: Any) -> Any:
+    return models.LTX2VideoTransformer3DModel(
+        **{
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "cross_attention_dim": 32,
+            "audio_in_channels": 4,
+            "audio_out_channels": 4,
+            "audio_num_attention_heads": 2,
+            "audio_attention_head_dim": 8,
+            "audio_cross_attention_dim": 16,
+            "num_layers": 2,
+            "caption_channels": 8,
+            **settings,
+        }
+    )
+
+
+def _ltx2_inputs(frames: int = 2, rows: int = 3, columns: int = 4) -> Inputs:
+    return {
+        "hidden_states": _drawn(1, frames * rows * columns, 4),
+        "audio_hidden_states": _drawn(1, 5, 4, seed=3),
+        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "audio_encoder_hidden_states": _drawn(1, 3, 8, seed=4),
+        "timestep": torch.tensor([500]),
+        "encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool),
+        "audio_encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool),
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "audio_num_frames": 5,
+        "video_coords": _ltx_coordinates(frames, rows, columns).unsqueeze(-1).expand(-1, -1, -1, 2),
+    }
+
+
+def _lumina2(**settings: Any) -> Any:
+    return models.Lumina2Transformer2DModel(
+        **{
+            "sample_size": 8,
+            "in_channels": 4,
+            "hidden_size": 48,
+            "num_layers": 1,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": 8,
+            "axes_dim_rope": (4, 4, 4),
+            "axes_lens": (30, 32, 32),
+            "cap_feat_dim": 8,
+            **settings,
+        }
+    )
+
+
+def _lumina2_inputs(rows: int = 6, columns: int = 8) -> Inputs:
+    return {
+        "hidden_states": _drawn(2, 4, rows, columns),
+        "timestep": torch.tensor([0.5, 0.2]),
+        "encoder_hidden_states": _drawn(2, 4, 8, seed=1),
+        "encoder_attention_mask": torch.tensor([[True] * 4, [True, True, False, False]]),
+    }
+
+
+def _cosmos(**settings: Any) -> Any:
+    return models.CosmosTransformer3DModel(
+        **{
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "num_layers": 2,
+            "mlp_ratio": 2,
+            "text_embed_dim": 8,
+            "adaln_lora_dim": 4,
+            "max_size": (8, 32, 32),
+            "rope_scale": (2.0, 1.0, 1.5),
+            **settings,
+        }
+    )
+
+
+def _cosmos_inputs(*sizes: int) -> Inputs:
+    video = _video(*sizes)
+    return {**_wan_inputs(*sizes), "fps": 30, "padding_mask": torch.zeros(1, 1, *video.shape[3:])}
+
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Inputs]]] = {
+    "flux": (_flux, _flux_inputs),
+    "flux2": (_flux2, _flux2_inputs),
+    "qwen": (_qwen, _qwen_inputs),
+    "wan": (_wan, _wan_inputs),
+    "hunyuan": (_hunyuan, _hunyuan_inputs),
+    "cogvideox": (_cogvideox, _cogvideox_inputs),
+    "ltx": (_ltx, _ltx_inputs),
+    "ltx2": (_ltx2, _ltx2_inputs),
+    "lumina2": (_lumina2, _lumina2_inputs),
+    "cosmos": (_cosmos, _cosmos_inputs),
 }
-
-FAMILIES = tuple(_SETTINGS)
 
 
 def built(name: str, **settings: Any) -> Any:
-    """A model in evaluation mode whose weights are all random: those which start at zero would hide its attention."""
+    """A model whose scores depend much on q and k, and whose outputs depend on its attention."""
     torch.manual_seed(0)
-    model: nn.Module = getattr(diffusers, name)(**{**_SETTINGS[name], **settings})
+    model = CASES[name][0](**settings)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(std=parameter[0].numel() ** -0.5)
+                parameter.normal_(0, 1.0 / parameter[0].numel() ** 0.5, generator=generator)
+        for path, parameter in model.named_parameters():
+            if any(f".{norm}" in path for norm in ("norm_q", "norm_k", "norm_added")):
+                parameter.fill_(1.5)
     return model.eval()
 
 
-def inputs(name: str, scale: int = 1) -> dict[str, Any]:
-    """Arguments of a call on 6 x 4 tokens of an image, or on frames of them; `scale` times as many along both."""
-    torch.manual_seed(1)
-    height, width = 6 * scale, 4 * scale
-    video = {"hidden_states": torch.randn(BATCH, 4, 2, 2 * height, 2 * width), "timestep": torch.full((BATCH,), 500.0)}
-    image = {"hidden_states": torch.randn(BATCH, height * width, 4), "timestep": torch.full((BATCH,), 0.5)}
-    text: dict[str, Any] = {"encoder_hidden_states": torch.randn(BATCH, TEXT, 24)}
-    mask = {"encoder_attention_mask": torch.ones(BATCH, TEXT)}
-    made = {
-        "CogVideoXTransformer3DModel": lambda: {
-            **text,
-            "hidden_states": torch.randn(BATCH, 2, 4, 2 * height, 2 * width),
-            "timestep": torch.full((BATCH,), 500),
-            "image_rotary_emb": get_3d_rotary_pos_embed(
-                32, ((0, 0), (height, width)), (height, width), temporal_size=2
-            ),
-        },
-        "CosmosTransformer3DModel": lambda: {**text, **video, "fps": 16},
-        "Flux2Transformer2DModel": lambda: {**text, **image, "img_ids": _ids(height, width, 4), "txt_ids": _text_ids()},
-        "FluxTransformer2DModel": lambda: {
-            **text,
-            **image,
-            "pooled_projections": torch.randn(BATCH, 16),
-            "img_ids": _ids(height, width, 3),
-            "txt_ids": torch.zeros(TEXT, 3),
-        },
-        "HunyuanVideoTransformer3DModel": lambda: {
-            **text,
-            **video,
-            **mask,
-            "pooled_projections": torch.randn(BATCH, 16),
-        },
-        "LTX2VideoTransformer3DModel": lambda: {
-            **text,
-            "hidden_states": torch.randn(BATCH, 2 * height * width, 4),
-            "audio_hidden_states": torch.randn(BATCH, 3, 4),
-            "audio_encoder_hidden_states": torch.randn(BATCH, TEXT, 24),
-            "timestep": torch.full((BATCH,), 500.0),
-            **mask,
-            "audio_encoder_attention_mask": torch.ones(BATCH, TEXT),
-            "num_frames": 2,
-            "height": height,
-            "width": width,
-            "audio_num_frames": 3,
-        },
-        "LTXVideoTransformer3DModel": lambda: {
-            **text,
-            **mask,
-            "hidden_states": torch.randn(BATCH, 2 * height * width, 4),
-            "timestep": torch.full((BATCH,), 500.0),
-            "num_frames": 2,
-            "height": height,
-            "width": width,
-            "rope_interpolation_scale": (8 / 25, 32, 32),
-        },
-        "Lumina2Transformer2DModel": lambda: {
-            **text,
-            "hidden_states": torch.randn(BATCH, 4, 2 * height, 2 * width),
-            "timestep": torch.full((BATCH,), 0.5),
-            "encoder_attention_mask": torch.tensor([[True] * TEXT, [True] * (TEXT - 2) + [False] * 2]),
-        },
-        "QwenImageTransformer2DModel": lambda: {
-            **text,
-            **image,
-            "encoder_hidden_states_mask": torch.ones(BATCH, TEXT),
-            "img_shapes": [[(1, height, width)]] * BATCH,
-        },
-        "WanTransformer3DModel": lambda: {**text, **video},
-    }
-    return made[name]()
+def inputs(name: str, *sizes: int) -> Inputs:
+    """What to call it with, at another size if asked for."""
+    return CASES[name][1](*sizes)
 
 
-def output(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
-    """What a model returns first: the image or the video."""
-    result: Tensor = model(**arguments, return_dict=False)[0]
-    return result
-
-
-def _ids(height: int, width: int, axes: int) -> Tensor:
-    """Flux's coordinates `(tokens, axes)`: rows and columns in the second and third."""
-    ids = torch.zeros(height, width, axes)
-    ids[..., 1] = torch.arange(height).unsqueeze(-1)
-    ids[..., 2] = torch.arange(width)
-    return ids.flatten(0, 1)
-
-
-def _text_ids() -> Tensor:
-    """Flux 2 counts the text along its last axis."""
-    ids = torch.zeros(TEXT, 4)
-    ids[:, 3] = torch.arange(TEXT)
-    return ids
+def output(model: Any, given: Inputs) -> Tensor:
+    """Its prediction."""
+    predicted: Tensor = model(**given, return_dict=False)[0]
+    return predicted

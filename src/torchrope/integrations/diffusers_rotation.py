@@ -1,348 +1,358 @@
-"""The rotations of diffusers' transformers: their frequencies, and where the tokens of a call are.
+"""How each family of diffusers' transformers rotates: its frequencies, its positions, and the layers that turn."""
 
-These models turn q and k by tables of cosines and sines that one module makes in each call, or that the caller gives.
-A table says where its tokens are: `positions_in` reads positions from it, so that whatever that module does with frame
-rates, offsets of the text or several images holds for a swapped model too.
-"""
-
-import itertools
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Pairs of neighbouring steps in `positions_in` differ by no more than this: an angle of float32 tables, known to
-# 1e-7, then predicts the next one to 1e-4, far less than half a turn.
-_LARGEST_STEP = 1000.0
-
-Ladders = Sequence[Sequence[float]]
-"""Of each axis the frequencies of all pairs, 0 where a pair is another axis's."""
+from torchrope.integrations.rotary import Replaced
+from torchrope.integrations.tables import Arguments, Family, argument, with_argument
+from torchrope.positions import grid, prefix
 
 
-@dataclass(frozen=True)
-class Streams:
-    """Positions `(..., tokens, axes)` of the tokens that one attention layer rotates.
-
-    Attributes:
-        own: Those behind `norm_q` and `norm_k`.
-        added: Those behind `norm_added_q` and `norm_added_k`, the text's where it has projections of its own.
-    """
-
-    own: Tensor
-    added: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the models of one class rotate.
-
-    Attributes:
-        layers: Attention layers that rotate, in order: the name of a list of blocks, and of the layer in each block.
-        frequencies: From a model to `(axes, heads or 1, pairs)`, radians per unit of its positions.
-        rope: Name of the module that makes the tables; None where the caller of the model gives them.
-        positions: From that module, its arguments, its output and the frequencies to what is handed on in place of
-            the output: positions where tables were.
-        streams: From what a layer got in place of tables and the number of tokens of its `encoder_hidden_states`, 0
-            without, to the positions of its tokens.
-        argument: Name of the tables among a layer's arguments; the fourth where it has none.
-        heads_first: Whether the norms get `(batch, heads, tokens, head_dim)`; otherwise tokens come before heads, or
-            heads are not apart.
-        across_halves: Whether pair j is channels j and j + head_dim / 2; neighbours otherwise.
-        coarse: Whether angles are so large that float32 rounds them visibly: up to 15,708 radians to 5e-4 in LTX.
-            Products in another order than the model's would then change its outputs by 4e-5 of their spread.
-    """
-
-    layers: tuple[tuple[str, str], ...]
-    frequencies: Callable[[Any], Tensor]
-    rope: str | None
-    positions: Callable[[Any, tuple[Any, ...], Any, Ladders], Any]
-    streams: Callable[[Any, Any, int], Streams]
-    argument: str = "image_rotary_emb"
-    heads_first: bool = False
-    across_halves: Callable[[Any], bool] = lambda tower: False
-    coarse: bool = False
-
-
-def heads_of(tower: Any) -> tuple[int, int]:
-    """Key heads of a model's attention layers, and the channels of a head."""
+def _heads(tower: Any) -> tuple[int, int]:
     config = tower.config
-    if "hidden_size" in config:  # Lumina2
-        return config.num_kv_heads, config.hidden_size // config.num_attention_heads
-    return config.num_attention_heads, config.attention_head_dim
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "attention_head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_kv_heads", None) or heads, head_dim
 
 
-def positions_in(table: tuple[Tensor, Tensor], frequencies: Ladders) -> Tensor:
-    """Positions of tokens, from the cosines and sines of their angles  a_j = p_axis f_j,  where f of an axis differ.
-
-    An angle is known up to whole turns. The slowest pair of an axis is taken to stay within half a turn; it says
-    about where a token is, each faster pair more exactly:  p = (a_j + 2 pi n) / f_j  with n nearest to the last p.
-
-    Args:
-        table: cos and sin, `(..., tokens, pairs)`.
-        frequencies: Of each axis those of all pairs, 0 where a pair is another axis's.
-
-    Returns:
-        `(..., tokens, axes)`, exact to the rounding of the table over the largest frequency, for
-        |p| < pi / (the smallest frequency of the axis).
-    """
-    cos, sin = table
-    wide = torch.float32 if cos.device.type == "mps" else torch.float64
-    angles = torch.atan2(sin.to(wide), cos.to(wide))
-    return torch.stack([_along(angles, axis) for axis in frequencies], dim=-1)
+def _ladder(dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """theta^(-2 j / dim), `(dim / 2,)`, rounded as the model rounds."""
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim)
 
 
-def _along(angles: Tensor, frequencies: Sequence[float]) -> Tensor:
-    """Positions `(..., tokens)` along one axis."""
-    slowest, *faster = _ladder_up(frequencies)
-    positions = angles[..., slowest] / frequencies[slowest]
-    for pair in faster:
-        turns = ((positions * frequencies[pair] - angles[..., pair]) / (2 * math.pi)).round()
-        positions = (angles[..., pair] + 2 * math.pi * turns) / frequencies[pair]
+def _one_axis_per_pair(dims: Sequence[int], thetas: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Frequencies `(axes, 1, pairs)`: the first pairs turn along the first axis, and so on."""
+    ladders = [_ladder(dim, theta, dtype).unsqueeze(0) for dim, theta in zip(dims, thetas, strict=True)]
+    return torch.block_diag(*ladders).unsqueeze(1)
+
+
+def _first(came: Any, layer: Any, others: int) -> Tensor:
+    """The one tensor of positions that came, where tables are a pair."""
+    positions: Tensor = came[0]
     return positions
 
 
-def _ladder_up(frequencies: Sequence[float]) -> list[int]:
-    """Pairs from the slowest to the fastest, in steps as few as `_LARGEST_STEP` lets them be."""
-    ordered = sorted((pair for pair, f in enumerate(frequencies) if f), key=lambda pair: frequencies[pair])
-    chosen = ordered[:1]
-    for pair, faster in itertools.pairwise(ordered[1:]):
-        if frequencies[faster] > _LARGEST_STEP * frequencies[chosen[-1]]:
-            chosen.append(pair)
-    return [*chosen, *(pair for pair in ordered[-1:] if pair != chosen[-1])]
+def _itself(came: Tensor, layer: Any, others: int) -> Tensor:
+    return came
 
 
-def from_neighbours(table: Any) -> tuple[Tensor, Tensor]:
-    """cos and sin `(..., pairs)` of a table that repeats them for both channels of a pair."""
-    cos, sin = table
-    return cos[..., ::2], sin[..., ::2]
-
-
-def from_halves(table: Any) -> tuple[Tensor, Tensor]:
-    """cos and sin `(..., pairs)` of a table that repeats them for both halves of a head."""
-    cos, sin = table
-    return cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
-
-
-def from_complex(table: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of a table of complex numbers."""
-    return table.real, table.imag
-
-
-def _ladder(bases: Sequence[float], dims: Sequence[int]) -> Tensor:
-    """Frequencies  base^(-2 j / dim)  of dim / 2 pairs for each axis, one axis behind the other: `(axes, 1, pairs)`."""
-    bands = [
-        1 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim) for base, dim in zip(bases, dims, strict=True)
-    ]
-    return torch.block_diag(*bands).unsqueeze(1)
-
-
-def _of_rope(name: str, dims: str) -> Callable[[Any], Tensor]:
-    """Frequencies by the base and the channels of each axis that a model's rotary embedding holds."""
-
-    def frequencies(tower: Any) -> Tensor:
-        rope = getattr(tower, name)
-        channels = getattr(rope, dims)
-        return _ladder([rope.theta] * len(channels), channels)
-
-    return frequencies
-
-
-def _of_wan(tower: Any) -> Tensor:
-    rope = tower.rope  # built with the base of its default, which it does not keep
-    return _ladder([10000.0] * 3, (rope.t_dim, rope.h_dim, rope.w_dim))
-
-
-def _of_cosmos(tower: Any) -> Tensor:
-    rope = tower.rope
-    grown = (rope.t_ntk_factor, rope.h_ntk_factor, rope.w_ntk_factor)
-    return _ladder([10000.0 * factor for factor in grown], (rope.dim_t, rope.dim_h, rope.dim_w))
-
-
-def _of_cogvideox(tower: Any) -> Tensor:
-    """As `get_3d_rotary_pos_embed` makes them, a quarter of the channels for time."""
-    head_dim = tower.config.attention_head_dim
-    return _ladder([10000.0] * 3, (head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3))
-
-
-def _of_ltx(tower: Any) -> Tensor:
-    """A ladder through all heads, its axes in turn, behind pairs at rest: in float32, as the model computes angles."""
-    rope, (heads, _) = tower.rope, heads_of(tower)
-    steps = torch.linspace(0.0, 1.0, rope.dim // 6, dtype=_ltx_dtype(rope))
-    band = (torch.pow(rope.theta, steps) * math.pi / 2).float()
-    turning = torch.stack([torch.kron(band, one) for one in torch.eye(3)])  # (axes, 3 steps)
-    resting = turning.new_zeros(3, rope.dim // 2 - turning.shape[-1])
-    return torch.cat([resting, turning], dim=-1).unflatten(-1, (heads, -1))
-
-
-def _ltx_dtype(rope: Any) -> torch.dtype:
-    return torch.float64 if getattr(rope, "double_precision", False) else torch.float32
-
-
-def _of_ids(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Ladders) -> Any:
-    """Flux: the module gets the positions themselves. Twice, for Flux 2 joins cosines and sines apart."""
-    positions = args[0].float()
+def _pair(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions in the place of a table of cosines and one of sines."""
     return positions, positions
 
 
-def _in_coordinates(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Ladders) -> Tensor:
-    """LTX-2: coordinates `(batch, axes, tokens)`, or both ends of each patch; the model has them from -1 to 1."""
-    coordinates = args[0]
-    if coordinates.ndim == 4:
-        first, last = coordinates.chunk(2, dim=-1)
-        coordinates = ((first + last) / 2.0).squeeze(-1)
-    extents = (rope.base_num_frames, rope.base_height, rope.base_width)
-    return torch.stack([coordinates[:, axis] / extent for axis, extent in enumerate(extents)], dim=-1) * 2 - 1
+# Flux and Flux2: coordinates of text and image tokens come from the caller.
 
 
-def _on_lattice(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Ladders) -> Tensor:
-    """LTX-Video: a lattice of frames, rows and columns with a scale for each, or coordinates as LTX-2's."""
-    tokens, frames, height, width, scale, coordinates = args
-    if coordinates is not None:
-        return _in_coordinates(rope, (coordinates,), table, frequencies)
-    places: Tensor = rope._prepare_video_coords(tokens.shape[0], frames, height, width, scale, tokens.device)
-    return places * 2 - 1
+def _flux_frequencies(tower: Any) -> Tensor:
+    rope = tower.pos_embed
+    return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim))
 
 
-def _read(
-    take: Callable[[Any], tuple[Tensor, Tensor]],
-) -> Callable[[Any, tuple[Any, ...], Any, Ladders], Tensor]:
-    """Positions from the one table of a call."""
-    return lambda rope, args, table, frequencies: positions_in(take(table), frequencies)
+def _flux_divert(tower: Any) -> list[Replaced]:
+    return [Replaced(tower.pos_embed, "forward", _flux_coordinates)]
 
 
-def _read_two(rope: Any, args: tuple[Any, ...], tables: Any, frequencies: Ladders) -> Any:
-    """Qwen-Image: a table for the image and one for the text."""
-    return tuple(positions_in(from_complex(table), frequencies) for table in tables)
+def _flux_coordinates(ids: Tensor) -> tuple[Tensor, Tensor]:
+    return _pair(ids.float())
 
 
-def _read_wan(rope: Any, args: tuple[Any, ...], table: Any, frequencies: Ladders) -> Tensor:
-    cos, sin = from_neighbours(table)  # (1, tokens, 1, pairs)
-    return positions_in((cos.squeeze(2), sin.squeeze(2)), frequencies)
+# Qwen-Image: the model's own code cuts positions out of a table of positions, as it cuts angles out of one of angles.
 
 
-def _read_lumina(rope: Any, args: tuple[Any, ...], output: Any, frequencies: Ladders) -> Any:
-    """Lumina 2: tables of the caption, of the image and of both, between other outputs."""
-    tokens, *tables, captions, both = output
-    return tokens, *(positions_in(from_complex(table), frequencies) for table in tables), captions, both
+def _qwen_frequencies(tower: Any) -> Tensor:
+    rope = tower.pos_embed
+    return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim), torch.float32)
 
 
-def _all_alike(came: Any, layer: Any, others: int) -> Streams:
-    """Every token behind `norm_q` has its position."""
-    return Streams(came)
+def _qwen_divert(tower: Any) -> list[Replaced]:
+    rope = tower.pos_embed
+    axes, length = len(rope.axes_dim), len(rope.pos_freqs)
+    index = torch.arange(length, dtype=torch.float32, device="cpu").unsqueeze(-1).repeat(1, axes)
+    stand_in = copy.copy(rope)  # another object: the model's own keeps what it has cached
+    stand_in.axes_dim = [2] * axes
+    stand_in.pos_freqs, stand_in.neg_freqs = index, index - length
+    return [Replaced(rope, "forward", stand_in.forward)]
 
 
-def _text_first(came: Any, layer: Any, others: int) -> Streams:
-    """Flux: positions of the text before those of the image; some layers have a norm for each."""
-    positions = came[0]
-    if others and getattr(layer, "norm_added_q", None) is not None:
-        return Streams(positions[..., others:, :], positions[..., :others, :])
-    return Streams(positions)
+def _qwen_tokens(came: Any, layer: Any, others: int) -> Tensor:
+    image, text = came
+    return torch.cat([text, image])
 
 
-def _apart(came: Any, layer: Any, others: int) -> Streams:
-    """Qwen-Image: positions of the image, and those of the text."""
-    return Streams(*came)
+# Wan, HunyuanVideo and Cosmos: indices of patches of the latent video.
 
 
-def _text_behind_at_rest(came: Any, layer: Any, others: int) -> Streams:
-    """HunyuanVideo: text does not turn; where it shares the norms of the image it comes behind."""
-    at_rest = _at_rest(came, others)
-    if getattr(layer, "norm_added_q", None) is None:
-        return Streams(torch.cat([came, at_rest], dim=-2))
-    return Streams(came, at_rest)
+def _wan_frequencies(tower: Any) -> Tensor:
+    rope = tower.rope  # which does not keep its theta
+    frequencies = _one_axis_per_pair([rope.t_dim, rope.h_dim, rope.w_dim], [10000.0] * 3)
+    if not rope.freqs_sin.is_meta:
+        at_one = rope.freqs_sin[1, ::2].cpu().double()
+        if not torch.allclose(at_one, frequencies.sum(dim=(0, 1)).sin(), atol=1e-2):  # a model in bfloat16 rounds it
+            raise ValueError("init='own' knows Wan's frequencies for theta = 10000, got a table of others")
+    return frequencies
 
 
-def _text_first_at_rest(came: Any, layer: Any, others: int) -> Streams:
-    """CogVideoX: text does not turn, and comes first."""
-    return Streams(torch.cat([_at_rest(came, others), came], dim=-2))
+def _wan_divert(tower: Any) -> list[Replaced]:
+    rope = tower.rope
+    return [Replaced(rope, "forward", Patches(rope.patch_size).forward)]
 
 
-def _at_rest(positions: Tensor, tokens: int) -> Tensor:
-    """Positions of tokens that do not turn, beside others."""
-    return positions.new_zeros(*positions.shape[:-2], tokens, positions.shape[-1])
+def _hunyuan_frequencies(tower: Any) -> Tensor:
+    rope = tower.rope
+    return _one_axis_per_pair(rope.rope_dim, [rope.theta] * 3, torch.float32)
 
+
+def _hunyuan_divert(tower: Any) -> list[Replaced]:
+    rope = tower.rope
+    return [Replaced(rope, "forward", Patches((rope.patch_size_t, rope.patch_size, rope.patch_size)).forward)]
+
+
+def _hunyuan_tokens(came: Any, layer: Any, others: int) -> Tensor:
+    """Text does not turn: in front where it has projections of its own, behind the video otherwise."""
+    positions: Tensor = came[0]
+    if layer.add_q_proj is not None:
+        return prefix(positions, others)
+    return torch.cat([positions, positions.new_zeros(others, positions.shape[-1])])
+
+
+def _cosmos_frequencies(tower: Any) -> Tensor:
+    rope = tower.rope
+    factors = (rope.t_ntk_factor, rope.h_ntk_factor, rope.w_ntk_factor)
+    thetas = [10000.0 * factor for factor in factors]
+    return _one_axis_per_pair([rope.dim_t, rope.dim_h, rope.dim_w], thetas, torch.float32)
+
+
+def _cosmos_divert(tower: Any) -> list[Replaced]:
+    rope = tower.rope
+    return [Replaced(rope, "forward", Patches(rope.patch_size, rope.base_fps).forward)]
+
+
+@dataclass(frozen=True)
+class Patches:
+    """In the place of a module that makes tables for the patches of a latent video.
+
+    Attributes:
+        patch: Latent extents of a patch.
+        base_fps: Frames per second at which positions in time are indices, where the model is told its video's.
+    """
+
+    patch: Sequence[int]
+    base_fps: float | None = None
+
+    def forward(self, hidden_states: Tensor, fps: int | None = None) -> tuple[Tensor, Tensor]:
+        """Positions of `(batch, channels, frames, height, width)`."""
+        sizes = [extent // size for extent, size in zip(hidden_states.shape[2:], self.patch, strict=True)]
+        positions = grid(*sizes, device=hidden_states.device)  # (time, height, width)
+        if fps is not None and self.base_fps is not None:
+            time, rest = positions.split([1, 2], dim=-1)
+            positions = torch.cat([time / fps * self.base_fps, rest], dim=-1)
+        return _pair(positions)
+
+
+# CogVideoX: its pipeline makes the tables, and positions are read out of them again.
+
+
+def _cogvideox_dims(head_dim: int) -> tuple[int, int, int]:
+    return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
+
+
+def _cogvideox_frequencies(tower: Any) -> Tensor:
+    _, head_dim = _heads(tower)
+    if not tower.config.use_rotary_positional_embeddings:
+        raise ValueError("swap continues a CogVideoX that rotates, got use_rotary_positional_embeddings=False")
+    if head_dim < 16:
+        raise ValueError(f"swap reads CogVideoX's positions out of tables for heads of 16 or more, got {head_dim}")
+    return _one_axis_per_pair(_cogvideox_dims(head_dim), [10000.0] * 3, torch.float32)
+
+
+def _cogvideox_divert(tower: Any) -> list[Any]:
+    return [tower.register_forward_pre_hook(_read_tables, with_kwargs=True)]
+
+
+def _read_tables(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Before CogVideoX: positions in the place of the tables that its caller made."""
+    came = argument("image_rotary_emb", 5, args, kwargs)
+    if came is None:
+        raise ValueError("a swapped CogVideoX needs image_rotary_emb, as its pipeline makes it, got None")
+    return with_argument("image_rotary_emb", 5, args, kwargs, _pair(positions_of(*came)))
+
+
+def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
+    """Read positions out of CogVideoX's tables.
+
+    The slowest pair of an axis says roughly where a token is, and each faster one more exactly:
+    p <- (a_j + 2 pi round((p f_j - a_j) / 2 pi)) / f_j,  a_j = atan2(sin, cos).  Right while positions are within half
+    a turn of the slowest pair.
+
+    Args:
+        cos: `(tokens, head_dim)`, each number twice.
+        sin: Likewise.
+
+    Returns:
+        Positions (time, height, width) `(tokens, 3)`, to about 1e-6.
+    """
+    angles = torch.atan2(sin.double(), cos.double())[:, ::2]
+    columns = []
+    dims = _cogvideox_dims(cos.shape[-1])
+    for dim, of_axis in zip(dims, angles.split([dim // 2 for dim in dims], dim=-1), strict=True):
+        speeds = _ladder(dim, 10000.0, torch.float64).tolist()
+        where = of_axis[:, -1] / speeds[-1]
+        for speed, angle in list(zip(speeds, of_axis.unbind(-1), strict=True))[-2::-1]:
+            turns = ((where * speed - angle) / (2 * math.pi)).round()
+            where = (angle + 2 * math.pi * turns) / speed
+        columns.append(where)
+    return torch.stack(columns, dim=-1).float()
+
+
+def _text_in_front(came: Any, layer: Any, others: int) -> Tensor:
+    return prefix(came[0], others)
+
+
+# LTX-Video and LTX-2: one ladder over the channels of all heads, so that heads differ; positions in [-1, 1].
+
+
+def _ltx_frequencies(tower: Any) -> Tensor:
+    """theta^(j / (n - 1)) pi / 2, for each j the pairs of time, height and width; pairs at rest in front."""
+    rope = tower.rope
+    heads, _ = _heads(tower)
+    number = rope.dim // 6
+    if hasattr(rope, "double_precision"):  # LTX-2
+        dtype = torch.float64 if rope.double_precision else torch.float32
+        steps = torch.linspace(0.0, 1.0, number, dtype=dtype, device="cpu")
+        ladder = (torch.pow(rope.theta, steps) * torch.pi / 2.0).float()
+    else:
+        steps = torch.linspace(0.0, 1.0, number, dtype=torch.float32, device="cpu")
+        ladder = rope.theta**steps * math.pi / 2.0
+    of_axes = torch.diag_embed(ladder.unsqueeze(-1).expand(-1, 3)).permute(1, 0, 2).flatten(1)  # (axes, 3 number)
+    resting = of_axes.new_zeros(3, rope.dim // 2 - of_axes.shape[-1])
+    return torch.cat([resting, of_axes], dim=-1).unflatten(-1, (heads, -1))
+
+
+def _ltx_divert(tower: Any) -> list[Replaced]:
+    return [Replaced(tower.rope, "forward", OfVideo(tower.rope).forward)]
+
+
+class OfVideo:
+    """In the place of the module that makes tables for LTX-Video: its coordinates, as fractions of the base sizes."""
+
+    def __init__(self, rope: Any) -> None:
+        self.rope = rope
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        rope_interpolation_scale: Any = None,
+        video_coords: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Positions `(batch, tokens, 3)` in [-1, 1]."""
+        rope = self.rope
+        if video_coords is None:
+            where = (num_frames, height, width, rope_interpolation_scale)
+            fractions = rope._prepare_video_coords(hidden_states.shape[0], *where, device=hidden_states.device)
+        else:
+            fractions = video_coords.movedim(1, -1) / _base_sizes(rope, video_coords)
+        return _pair(fractions * 2 - 1)
+
+
+def _ltx2_divert(tower: Any) -> list[Replaced]:
+    return [Replaced(tower.rope, "forward", OfBounds(tower.rope).forward)]
+
+
+class OfBounds:
+    """In the place of the module that makes LTX-2's tables of video: the middles of patches."""
+
+    def __init__(self, rope: Any) -> None:
+        self.rope = rope
+
+    def forward(self, coords: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """Positions `(batch, tokens, 3)` in [-1, 1], of bounds `(batch, 3, tokens, 2)` or middles without the last."""
+        middles = coords.mean(dim=-1) if coords.ndim == 4 else coords
+        fractions = middles.movedim(1, -1).to(device or coords.device)
+        return _pair(fractions / _base_sizes(self.rope, fractions) * 2 - 1)
+
+
+def _base_sizes(rope: Any, like: Tensor) -> Tensor:
+    return torch.tensor([rope.base_num_frames, rope.base_height, rope.base_width], device=like.device)
+
+
+# Lumina2: the model's own code puts text and image tokens of each sample together, positions as it does angles.
+
+
+def _lumina_frequencies(tower: Any) -> Tensor:
+    rope = tower.rope_embedder
+    return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim))
+
+
+def _lumina_divert(tower: Any) -> list[Replaced]:
+    return [Replaced(tower.rope_embedder, "_get_freqs_cis", _as_numbers)]
+
+
+def _as_numbers(ids: Tensor) -> Tensor:
+    return ids.float()
+
+
+_ATTN = ("transformer_blocks", "attn")
+_ATTN1 = (("transformer_blocks", "attn1"),)
+_family = partial(Family, heads=_heads, tokens=_first, argument=("image_rotary_emb", 3))
+
+_FLUX = _family(
+    layers=(_ATTN, ("single_transformer_blocks", "attn")), frequencies=_flux_frequencies, divert=_flux_divert
+)
 
 FAMILIES: dict[str, Family] = {
-    "CogVideoXTransformer3DModel": Family(
-        layers=(("transformer_blocks", "attn1"),),
-        frequencies=_of_cogvideox,
-        rope=None,
-        positions=_read(from_neighbours),
-        streams=_text_first_at_rest,
+    "FluxTransformer2DModel": _FLUX,
+    "Flux2Transformer2DModel": _FLUX,
+    "QwenImageTransformer2DModel": _family(
+        layers=(_ATTN,), frequencies=_qwen_frequencies, divert=_qwen_divert, tokens=_qwen_tokens
+    ),
+    "WanTransformer3DModel": _family(
+        layers=(("blocks", "attn1"),), frequencies=_wan_frequencies, divert=_wan_divert, argument=("rotary_emb", 3)
+    ),
+    "HunyuanVideoTransformer3DModel": _family(
+        layers=(_ATTN, ("single_transformer_blocks", "attn")),
+        frequencies=_hunyuan_frequencies,
+        divert=_hunyuan_divert,
+        tokens=_hunyuan_tokens,
+    ),
+    "CogVideoXTransformer3DModel": _family(
+        layers=_ATTN1,
+        frequencies=_cogvideox_frequencies,
+        divert=_cogvideox_divert,
+        tokens=_text_in_front,
         heads_first=True,
     ),
-    "CosmosTransformer3DModel": Family(
-        layers=(("transformer_blocks", "attn1"),),
-        frequencies=_of_cosmos,
-        rope="rope",
-        positions=_read(from_halves),
-        streams=_all_alike,
-        heads_first=True,
-        across_halves=lambda tower: True,
-    ),
-    "Flux2Transformer2DModel": Family(
-        layers=(("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
-        frequencies=_of_rope("pos_embed", "axes_dim"),
-        rope="pos_embed",
-        positions=_of_ids,
-        streams=_text_first,
-    ),
-    "FluxTransformer2DModel": Family(
-        layers=(("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
-        frequencies=_of_rope("pos_embed", "axes_dim"),
-        rope="pos_embed",
-        positions=_of_ids,
-        streams=_text_first,
-    ),
-    "HunyuanVideoTransformer3DModel": Family(
-        layers=(("transformer_blocks", "attn"), ("single_transformer_blocks", "attn")),
-        frequencies=_of_rope("rope", "rope_dim"),
-        rope="rope",
-        positions=_read(from_neighbours),
-        streams=_text_behind_at_rest,
-    ),
-    "LTX2VideoTransformer3DModel": Family(
-        layers=(("transformer_blocks", "attn1"),),
-        frequencies=_of_ltx,
-        rope="rope",
-        positions=_in_coordinates,
-        streams=_all_alike,
-        argument="query_rotary_emb",
+    "LTXVideoTransformer3DModel": _family(layers=_ATTN1, frequencies=_ltx_frequencies, divert=_ltx_divert, coarse=True),
+    "LTX2VideoTransformer3DModel": _family(
+        layers=_ATTN1,
+        frequencies=_ltx_frequencies,
+        divert=_ltx2_divert,
+        argument=("query_rotary_emb", 3),
         across_halves=lambda tower: tower.rope.rope_type == "split",
         coarse=True,
     ),
-    "LTXVideoTransformer3DModel": Family(
-        layers=(("transformer_blocks", "attn1"),),
-        frequencies=_of_ltx,
-        rope="rope",
-        positions=_on_lattice,
-        streams=_all_alike,
-        coarse=True,
-    ),
-    "Lumina2Transformer2DModel": Family(
+    "Lumina2Transformer2DModel": _family(
         layers=(("context_refiner", "attn"), ("noise_refiner", "attn"), ("layers", "attn")),
-        frequencies=_of_rope("rope_embedder", "axes_dim"),
-        rope="rope_embedder",
-        positions=_read_lumina,
-        streams=_all_alike,
+        frequencies=_lumina_frequencies,
+        divert=_lumina_divert,
+        tokens=_itself,
     ),
-    "QwenImageTransformer2DModel": Family(
-        layers=(("transformer_blocks", "attn"),),
-        frequencies=_of_rope("pos_embed", "axes_dim"),
-        rope="pos_embed",
-        positions=_read_two,
-        streams=_apart,
-    ),
-    "WanTransformer3DModel": Family(
-        layers=(("blocks", "attn1"),),
-        frequencies=_of_wan,
-        rope="rope",
-        positions=_read_wan,
-        streams=_all_alike,
-        argument="rotary_emb",
+    "CosmosTransformer3DModel": _family(
+        layers=_ATTN1,
+        frequencies=_cosmos_frequencies,
+        divert=_cosmos_divert,
+        heads_first=True,
+        across_halves=lambda tower: True,
     ),
 }
-"""By the names of the classes: importing them takes seconds."""
+"""Families by the classes of their models; diffusers itself is not imported."""
