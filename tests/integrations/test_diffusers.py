@@ -158,8 +158,16 @@ def test_layered_pictures_of_qwen_and_videos_of_wan_that_start_from_an_image() -
     assert error(output(tr.swap(model, "mixed"), started), expected) < 1e-5
 
 
-def test_ltx_places_videos_by_itself_and_is_closer_to_float64_than_its_tables() -> None:
-    """Its tables round angles of up to 15,708 to float32: by 5e-4, which is what outputs then differ by at most."""
+def test_ltx2_pairs_channels_across_halves_too() -> None:
+    model, given = built("ltx2", rope_type="split"), inputs("ltx2")
+    expected = output(model, given)
+    tr.swap(model, "mixed")
+    assert model.rotary.order(0) is not None
+    assert error(output(model, given), expected) < 1e-5
+
+
+def test_ltx_places_videos_by_itself_and_differs_by_what_its_tables_round() -> None:
+    """They round angles of up to 15,708 radians to float32, by up to 5e-4; elsewhere inputs have exact angles."""
     for name, scale in (("ltx", {"rope_interpolation_scale": (8 / 25, 32, 32)}), ("ltx2", {})):
         given = {key: value for key, value in inputs(name).items() if key != "video_coords"} | scale
         model = built(name)
