@@ -15,6 +15,7 @@ from torch import Tensor
 import torchrope as tr
 
 pytest.importorskip("diffusers")
+from diffusers import DiTTransformer2DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusing import CASES, Inputs, built, inputs, output
 
@@ -158,14 +159,22 @@ def test_layered_pictures_of_qwen_and_videos_of_wan_that_start_from_an_image() -
     assert error(output(tr.swap(model, "mixed"), started), expected) < 1e-5
 
 
-def test_ltx_places_videos_by_itself_and_is_closer_to_float64_than_its_tables() -> None:
-    """Its tables round angles of up to 15,708 to float32: by 5e-4, which is what outputs then differ by at most."""
+def test_ltx2_pairs_channels_across_halves_too() -> None:
+    model, given = built("ltx2", rope_type="split"), inputs("ltx2")
+    expected = output(model, given)
+    tr.swap(model, "mixed")
+    assert model.rotary.channels[0] is not None
+    assert error(output(model, given), expected) < 1e-5
+
+
+def test_ltx_places_videos_by_itself_and_angles_are_rounded_as_its_own() -> None:
+    """Its tables round angles of up to 15,708 radians to float32, by up to 5e-4; elsewhere inputs have exact angles."""
     for name, scale in (("ltx", {"rope_interpolation_scale": (8 / 25, 32, 32)}), ("ltx2", {})):
         given = {key: value for key, value in inputs(name).items() if key != "video_coords"} | scale
         model = built(name)
         expected = output(model, given)
         tr.swap(model, "mixed")
-        assert error(output(model, given), expected) < 5e-4
+        assert error(output(model, given), expected) < 1e-5
 
 
 def test_frequencies_count_in_the_units_of_the_model() -> None:
@@ -269,6 +278,28 @@ def test_a_copy_has_encodings_of_its_own() -> None:
             parameter.zero_()
     assert error(output(other, given), expected) > 1e-2
     assert torch.equal(output(model, given), expected)
+
+
+def test_a_fresh_encoding_takes_positions_times_a_spacing() -> None:
+    def drawn(num_axes: int, num_heads: int, head_dim: int) -> tr.Encoding:
+        torch.manual_seed(2)
+        return tr.MixedRoPE(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
+
+    model, given = built("flux"), inputs("flux")
+    squeezed = {**given, "img_ids": given["img_ids"] / 2}
+    with pytest.warns(UserWarning, match="outputs change"):
+        plain = tr.swap(copy.deepcopy(model), drawn, init="zeros")
+    with pytest.warns(UserWarning, match="outputs change"):
+        closer = tr.swap(model, drawn, init="zeros", spacing=0.5)
+    expected = output(plain, squeezed)
+    assert error(output(plain, given), expected) > 1e-3
+    assert error(output(closer, given), expected) < 1e-5
+
+
+def test_another_transformer_is_refused_with_the_way_by_hand() -> None:
+    other = DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, num_layers=1, sample_size=8)
+    with pytest.raises(ValueError, match=r"^swap knows the rotations of .*set_attn_processor.*got DiTTransformer2DM"):
+        tr.swap(other, "mixed")
 
 
 class _IPAdapter:

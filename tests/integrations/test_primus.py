@@ -134,6 +134,13 @@ def test_larger_and_saved(tmp_path: Path) -> None:
     assert torch.equal(outputs(again, x), outputs(model, x))
 
 
+def test_one_without_a_rotation_is_refused() -> None:
+    model, _ = described()
+    model.eva.rope = None
+    with pytest.raises(ValueError, match=r"^swap continues a Primus that rotates.*, got Described built with use_rot"):
+        tr.swap(model, "mixed")
+
+
 def test_the_package_itself_where_it_can_be_built() -> None:
     primus = pytest.importorskip("dynamic_network_architectures.architectures.primus")
     settings = {"eva_depth": 2, "eva_numheads": 2, "input_shape": (16, 24, 32), "num_register_tokens": 2}

@@ -1,9 +1,9 @@
 """Models that hand tables of cosines and sines to their attention layers, which then get positions in their place.
 
 Such a model makes the tables once per call, by a module or in its caller, and hands them on as arguments. A swapped
-model hands on positions as the same arguments, so that gradient checkpointing, compilation, patch dropout and what
-splits sequences among devices go on working. A layer makes its rotation of them and turns q and k behind their norms;
-the rest of the layer, which then gets no table, is as before.
+model hands on positions as the same arguments, so that gradient checkpointing, compilation and patch dropout go on
+working. A layer makes its rotation of them and turns q and k behind their norms; the rest of the layer, which then gets
+no table, is as before.
 """
 
 from collections.abc import Callable, Sequence
