@@ -61,7 +61,8 @@ class Attention:
         projected = layer.qkv(hidden_states).flatten(1, 2).unflatten(-1, (3, layer.num_attention_heads, -1))
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
         bias = self._bias(query, sizes)
-        query, key = self._turn(sizes, query.device)(query, key)
+        # Contiguous, as SAM has them: products of other strides end in other last bits.
+        query, key = self._turn(sizes, query.device)(query.contiguous(), key.contiguous())
         mixed, weights = self._attended(query, key, value, bias)
         return layer.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, sizes)), weights
 

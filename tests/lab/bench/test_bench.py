@@ -173,7 +173,7 @@ def test_a_wrong_fast_path_has_no_numbers(
 ) -> None:
     right = peers.rotate
 
-    def rotate(q: Tensor, k: Tensor, rotation: object, *, backend: str) -> tuple[Tensor, ...]:
+    def rotate(q: Tensor, k: Tensor, rotation: object, *, layout: str, backend: str) -> tuple[Tensor, ...]:
         turned = right(q, k, rotation, backend="reference")
         return turned if backend == "reference" else tuple(map(spoil, turned))
 
@@ -197,7 +197,7 @@ def test_what_ships_has_parity(dtype: str) -> None:
 def test_the_error_names_the_encoding_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     right = peers.rotate
 
-    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, backend: str) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str, backend: str) -> tuple[Tensor, Tensor]:
         backwards = backend == "auto" and isinstance(rotation, Block)
         return right(q, k, rotation.inverse() if backwards else rotation, backend="reference")
 
@@ -282,7 +282,7 @@ def test_encodings_that_the_shape_does_not_fit_are_told() -> None:
 def test_the_kernels_that_serve_are_named(serving: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = peers.rotate
 
-    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, backend: str) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str, backend: str) -> tuple[Tensor, Tensor]:
         if backend not in ("auto", "reference", serving):
             raise ValueError(f"backend {backend!r} cannot serve")
         return right(q, k, rotation, backend="reference")
