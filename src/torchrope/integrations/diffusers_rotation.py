@@ -203,7 +203,7 @@ def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
     columns = []
     dims = _cogvideox_dims(cos.shape[-1])
     for dim, of_axis in zip(dims, angles.split([dim // 2 for dim in dims], dim=-1), strict=True):
-        speeds = _ladder(dim, 10000.0, torch.float64).tolist()
+        speeds = [10000.0 ** (-2 * j / dim) for j in range(dim // 2)]
         where = of_axis[:, -1] / speeds[-1]
         for speed, angle in list(zip(speeds, of_axis.unbind(-1), strict=True))[-2::-1]:
             turns = ((where * speed - angle) / (2 * math.pi)).round()
