@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # What attention layers of the libraries call the projection that gives keys, and their norm.
 _KEYS = ("k_proj", "key", "k")
 _FUSED = ("qkv", "qkv_proj")
-_KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm")
+_KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "norm_k", "norm_added_k")
 
 
 def extend(
@@ -217,7 +217,7 @@ def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> I
         if sites[index].grows:
             larger = [size * times for size, times in zip(sizes, factors, strict=True)]
             steps = _steps_of(lattice, sizes)
-            extent = _extent(sizes, steps)
+            extent = _extent(sizes, steps) if sites[index].sized else None
             squeeze = _ratios(steps, _steps_of(lattice, larger))
             attention = layers[index :: len(rotary.encodings)]
             yield _Part(cast(Encoding, encoding), attention, extent, squeeze, adapter.growth(factors))
@@ -257,16 +257,22 @@ def _scale_keys(layers: Iterable[Any], amount: float) -> None:
     for layer in layers:
         if getattr(layer, "logit_scale", None) is not None:
             raise ValueError(f"yarn multiplies keys, whose length cosine attention leaves out, got {_kind(layer)}")
-        norm = next((one for name in _KEY_NORMS if (one := getattr(layer, name, None)) is not None), None)
-        if norm is None or isinstance(norm, nn.Identity):
+        norms = [norm for norm in _norms_of_keys(layer) if norm not in scaled]
+        for norm in norms:
+            _scale_norm(norm, amount, layer)
+        scaled.update(norms)
+        if not _norms_of_keys(layer):
             projection, rows = _projection_of_keys(layer)
             parameters = [one for one in (projection.weight, projection.bias) if one is not None and one not in scaled]
             for parameter in parameters:
                 parameter[rows] *= amount
             scaled.update(parameters)
-        elif norm not in scaled:
-            _scale_norm(norm, amount, layer)
-            scaled.add(norm)
+
+
+def _norms_of_keys(layer: Any) -> list[Any]:
+    """The norms that keys go through; diffusers' layers may have one for the text beside."""
+    found = [getattr(layer, name, None) for name in _KEY_NORMS]
+    return [norm for norm in found if norm is not None and not isinstance(norm, nn.Identity)]
 
 
 def _scale_norm(norm: Any, amount: float, layer: Any) -> None:

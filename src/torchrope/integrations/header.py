@@ -23,10 +23,13 @@ from torchrope.integrations.settings import (
     one_of,
     shown,
 )
-from torchrope.integrations.swap import LIBRARIES
 
 FORMAT = 1
-REBUILDERS = {**LIBRARIES, "torchrope": "torchrope.integrations.own"}
+REBUILDERS = {
+    "timm": "torchrope.integrations.timm",
+    "transformers": "torchrope.integrations.transformers",
+    "torchrope": "torchrope.integrations.own",
+}
 """The library that builds a model, and our module that builds it."""
 
 _LONGEST = 2**24

@@ -30,12 +30,14 @@ class Site:
         head_dim: Channels of a head.
         lattice: Tokens along each axis at the size the model was built for; of one window where windows attend.
         grows: Whether a larger input can have a larger lattice there.
+        sized: Whether that size is known; where the model was built for no one size the lattice is 1 along each axis.
     """
 
     num_heads: int
     head_dim: int
     lattice: tuple[int, ...]
     grows: bool = True
+    sized: bool = True
 
 
 class Turn(NamedTuple):
@@ -137,6 +139,11 @@ class Rotary(nn.Module):
             made.append(made[first] if first < len(made) else self._placed(lattice, indices, sizes, num_prefix))
         return made
 
+    def placed(self, index: int, positions: Tensor) -> Tensor:
+        """Where one encoding finds tokens `(..., tokens, axes)` whose positions the model knows itself."""
+        lattice: Lattice = self.lattices[index]
+        return self._placed(lattice, positions.to(self._dtype()), (1,) * positions.shape[-1], 0)
+
     def rotation(self, index: int, sizes: Sequence[int], *, device: torch.device | str | None = None) -> Rotation:
         """The rotation of one encoding for a lattice of tokens."""
         indices = grid(*sizes, device=device, dtype=self._dtype())
@@ -181,9 +188,11 @@ class Adapter(ABC):
 
     Attributes:
         tower: The module that holds the attention layers and the table, and gets `rotary`.
+        keeps_rotation: Whether the model's own rotation can stay beside the encodings.
         of_text: Whether it is of text; where a model has a vision tower too, `swap` takes that.
     """
 
+    keeps_rotation = True
     of_text = False
 
     def __init__(self, tower: nn.Module) -> None:

@@ -176,7 +176,7 @@ def _loaded(file: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
 
 def _library(model: nn.Module) -> str:
     """Which library builds a model; a model of timm's that is registered here is timm's."""
-    known = origins(type(model))
+    known = [library for library in origins(type(model)) if library in REBUILDERS]
     if known:
         return known[0]
     if type(model).__module__.startswith("torchrope."):

@@ -1,4 +1,4 @@
-"""Put an encoding into a model of timm or transformers, and take it out again."""
+"""Put an encoding into a model of timm, transformers or diffusers, and take it out again."""
 
 import inspect
 import warnings
@@ -22,7 +22,12 @@ Model = TypeVar("Model", bound=nn.Module)
 Start = Literal["own", "zeros", "paper"]
 
 # The library that a model comes from, and the module of ours that knows it.
-LIBRARIES = {"timm": "torchrope.integrations.timm", "transformers": "torchrope.integrations.transformers"}
+LIBRARIES = {
+    "dynamic_network_architectures": "torchrope.integrations.dynamic_network_architectures",
+    "timm": "torchrope.integrations.timm",
+    "transformers": "torchrope.integrations.transformers",
+    "diffusers": "torchrope.integrations.diffusers",
+}
 
 
 def swap(
@@ -49,7 +54,9 @@ def swap(
             Qwen3, DeepSeek and Gemma 4. Of transformers: the vision models of ViT, DeiT, BEiT, DINOv2, DINOv3, I-JEPA,
             ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2; vision towers that rotate (Qwen-VL, Pixtral,
             Llama 4, SAM 3 and others) and text models (Llama, Qwen, Gemma and others); and what is built around them.
-            Also a model of your own that holds one of these; of a vision tower and a text model, the tower is taken.
+            Of diffusers: the transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, HunyuanVideo, CogVideoX,
+            LTX-Video, LTX-2 and Cosmos. nnU-Net's Primus. Also a model of your own that holds one of these; of a vision
+            tower and a text model, the tower is taken.
         encoding: A name ("mixed", "liere:8"); an `Encoding`, which all layers share, its rotation computed once per
             forward; or what builds one for each layer from num_axes, num_heads and head_dim.
         block_size: b, for a name or a factory that takes one.
@@ -62,7 +69,7 @@ def swap(
             function builds, keeps its generators unless "own" is asked for.
         spacing: Distance between neighbouring tokens, one number or one per axis; by default the convention of the
             encoding's paper at the size the model was built for. It never changes with the input size. With
-            init="own" positions are the model's.
+            init="own" positions are the model's; in a model of diffusers they are in any case, times `spacing`.
         origin: Position of the first token, likewise.
 
     Returns:
@@ -90,6 +97,9 @@ def swap(
     adapter = adapt(model)
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
         raise ValueError(f"swap needs a model that is not swapped, got {_name(model)} that is: unswap it first")
+    if keep_rotation and not adapter.keeps_rotation:
+        rule = f"a {_name(adapter.tower)} takes one rotation, in whose place swap puts an encoding"
+        raise ValueError(f"{rule}, got keep_rotation=True")
     sites = adapter.sites()
     start = _start(adapter, encoding, init, keep_rotation)
     if start == "own":
@@ -175,9 +185,10 @@ def adapt(model: nn.Module) -> Adapter:
             library.refuse(model)
     rule = (
         "swap knows timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, "
-        "the vision encoders of Qwen3, DeepSeek and Gemma 4, and transformers' ViT, DeiT, BEiT, DINOv2, DINOv3, "
-        "I-JEPA, ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2, and its towers and text models that "
-        "rotate by tables of positions"
+        "the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' ViT, DeiT, BEiT, DINOv2, DINOv3, "
+        "I-JEPA, ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2, its towers and text models that "
+        "rotate by tables of positions, diffusers' transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, "
+        "HunyuanVideo, CogVideoX, LTX-Video, LTX-2 and Cosmos, and nnU-Net's Primus"
     )
     held = f", with {len(chosen)} of them" if chosen else ""
     raise ValueError(f"{rule}, one in a model, got {_name(model)}{held}")
@@ -185,7 +196,12 @@ def adapt(model: nn.Module) -> Adapter:
 
 def adapters(model: nn.Module) -> list[Adapter]:
     """Find all parts of a model that `swap` knows."""
-    return [adapter for library in _libraries(model) for adapter in library.adapters(model)]
+    found: list[Adapter] = []
+    for library in LIBRARIES:
+        within = {part for adapter in found for part in adapter.tower.modules()}  # whose blocks may be timm's
+        if library in origins(*(type(part) for part in model.modules() if part not in within)):
+            found.extend(import_module(LIBRARIES[library]).adapters(model))
+    return found
 
 
 def _libraries(model: nn.Module) -> list[Any]:
@@ -238,7 +254,8 @@ def _continue(adapter: Adapter, encodings: list[Encoding]) -> tuple[list[Lattice
 def _lattice(encoding: Encoding, site: Site, spacing: PerAxis | None, origin: PerAxis | None) -> Lattice:
     """Where an encoding finds the tokens: as was chosen, or by the convention of its paper."""
     chosen = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
-    return Lattice(**{**encoding.lattice(*site.lattice), **chosen})
+    usual = encoding.lattice(*site.lattice) if site.sized else {}
+    return Lattice(**{**usual, **chosen})
 
 
 def _dtype(adapter: Adapter) -> torch.dtype:

@@ -1,0 +1,218 @@
+"""Measure what `extend` does for a model of timm on inputs twice as large as those it was trained on; render the docs.
+
+    python benchmarks/extend.py --threads 2
+
+A small ViT of timm with axial RoPE and no position table learns the radicals of characters at 32 pixels per side, and
+is evaluated at 64, where the same characters are drawn anew from their strokes: as it is, and copied by each method of
+`extend`, without further training. Several seeds, the same held-out characters. Then docs/use-it-in-your-model.md gets
+the table. It needs the extras `kanji`, `lab` and `integrations`.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import torchrope as tr
+from torchrope.files import write_whole
+from torchrope.lab.bench.results import VERSION, Source
+from torchrope.lab.conclusion import Interval
+from torchrope.lab.data.build import make_data
+from torchrope.lab.data.config import KanjiConfig
+from torchrope.lab.data.tensors import TensorSet
+from torchrope.lab.provenance import provenance
+from torchrope.lab.report.readme import insert_between_markers
+from torchrope.lab.statistics import accuracy_interval, differences
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "extend.json"
+PAGE = ROOT / "docs" / "use-it-in-your-model.md"
+METHODS = ("interpolate", "ntk", "yarn", "riflex")
+TRAINED, AS_IT_IS = "trained size", "as it is"
+ARCHITECTURE = "vit_small_patch16_rope_224"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained and measured.
+
+    Attributes:
+        size: Pixels per side in training.
+        factor: How many times more they are in the evaluation.
+        seeds: Trainings.
+        epochs: Of each.
+        batch_size: Pictures of a step.
+        lr: Largest learning rate.
+        threads: Threads of torch.
+    """
+
+    size: int = 32
+    factor: int = 2
+    seeds: int = 3
+    epochs: int = 8
+    batch_size: int = 64
+    lr: float = 2e-3
+    threads: int = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to evaluate.
+
+    Attributes:
+        method: Of `extend`, or `TRAINED`, at the training size, or `AS_IT_IS`, at the larger one.
+        accuracy: With its 95 % interval over characters and seeds.
+        gain: Over `AS_IT_IS`, paired, at 5 % over all methods; None for the rows that are no method.
+    """
+
+    method: str
+    accuracy: Interval
+    gain: Interval | None
+
+
+@dataclass(frozen=True)
+class Results:
+    """All rows, and where they come from."""
+
+    schema: int
+    plan: Plan
+    examples: int
+    classes: int
+    seconds: float
+    rows: tuple[Row, ...]
+    source: Source
+
+
+def measure(plan: Plan, command: str) -> Results:
+    """Train each seed and evaluate it in every way, told as it comes."""
+    torch.set_num_threads(plan.threads)
+    data = make_data(KanjiConfig(size=plan.size))
+    train, small = data.datasets()
+    _, large = data.at_size(plan.factor * plan.size).datasets()
+    begun = time.perf_counter()
+    right: dict[str, list[Tensor]] = {}
+    for seed in range(plan.seeds):
+        model = trained(plan, train, len(data.classes), seed)
+        for method, correct in evaluated(model, plan, small, large).items():
+            right.setdefault(method, []).append(correct)
+            print(f"seed {seed}  {method:<14}{correct.float().mean():.1%}", flush=True)
+    seconds = time.perf_counter() - begun
+    source = Source(
+        command=command, date=date.today().isoformat(), threads=plan.threads, **provenance(("torch", "timm", "kanjivg"))
+    )
+    return Results(VERSION, plan, len(small), len(data.classes), round(seconds), rows(right), source)
+
+
+def trained(plan: Plan, data: TensorSet, classes: int, seed: int) -> nn.Module:
+    """A model with weights of this seed, by AdamW with a one-cycle learning rate."""
+    torch.manual_seed(seed)
+    model: nn.Module = timm.create_model(
+        ARCHITECTURE,
+        img_size=plan.size,
+        patch_size=4,
+        in_chans=1,
+        embed_dim=64,
+        depth=4,
+        num_heads=4,
+        mlp_ratio=2.0,
+        num_classes=classes,
+        global_pool="avg",
+        dynamic_img_size=True,
+    )
+    optimiser = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.05)
+    steps = plan.epochs * -(-len(data) // plan.batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, plan.lr, total_steps=steps, pct_start=1 / 6)
+    for _ in range(plan.epochs):
+        for chosen in torch.randperm(len(data)).split(plan.batch_size):
+            inputs, labels = data.__getitems__(chosen.tolist())
+            loss = functional.cross_entropy(model(inputs), labels)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+    return model.eval()
+
+
+def evaluated(model: nn.Module, plan: Plan, small: TensorSet, large: TensorSet) -> dict[str, Tensor]:
+    """Which characters are right, `(examples,)`, by the way to evaluate."""
+    ways = {TRAINED: correct(model, small), AS_IT_IS: correct(model, large)}
+    return ways | {method: correct(tr.extend(model, plan.factor, method=method), large) for method in METHODS}
+
+
+@torch.no_grad()
+def correct(model: nn.Module, data: TensorSet) -> Tensor:
+    parts = [data.__getitems__(chosen.tolist()) for chosen in torch.arange(len(data)).split(128)]
+    return torch.cat([model(inputs).argmax(dim=-1) == labels for inputs, labels in parts])
+
+
+def rows(right: dict[str, list[Tensor]]) -> tuple[Row, ...]:
+    """Accuracies and gains with their intervals."""
+    by_name = {name: torch.stack(seeds).int().numpy() for name, seeds in right.items()}
+    gains = dict(zip(METHODS, differences(by_name, [(method, AS_IT_IS) for method in METHODS]), strict=True))
+    return tuple(Row(name, accuracy_interval(values), gains.get(name)) for name, values in by_name.items())
+
+
+def render(results: Results, page: Path) -> None:
+    """Put the table between the markers of the page."""
+    plan = results.plan
+    head = [
+        f"| | accuracy, {results.classes} radicals | gain over `{AS_IT_IS}` |",
+        "|---|---:|---:|",
+    ]
+    body = [f"| {_shown(row.method, plan)} | {_share(row.accuracy)} | {_points(row.gain)} |" for row in results.rows]
+    versions = ", ".join(f"{name} {version}" for name, version in results.source.versions.items())
+    note = (
+        f"timm's `{ARCHITECTURE}`, 64 wide, 4 layers, patches of 4; {plan.seeds} seeds, {plan.epochs} epochs at "
+        f"{plan.size}×{plan.size} pixels; {results.examples} held-out characters. 95 % intervals over characters and "
+        f"seeds, those of the gains together. {versions}, {results.source.date}, by `{results.source.command}`."
+    )
+    text = insert_between_markers(page.read_text(encoding="utf-8"), "extend", "\n".join([*head, *body]) + "\n\n" + note)
+    write_whole(page, text)
+
+
+def _shown(method: str, plan: Plan) -> str:
+    if method == TRAINED:
+        return f"{plan.size} pixels, the {TRAINED}"
+    name = method if method == AS_IT_IS else f"`{method}`"
+    return f"{plan.factor * plan.size} pixels, {name}"
+
+
+def _share(interval: Interval) -> str:
+    estimate, low, high = (100 * value for value in interval)
+    return f"{estimate:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+def _points(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    estimate, low, high = (100 * value for value in interval)
+    return f"{estimate:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in asdict(Plan()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = vars(parser.parse_args(arguments))
+    out, page = options.pop("out"), options.pop("page")
+    given = sys.argv[1:] if arguments is None else arguments
+    results = measure(Plan(**options), shlex.join(["python", "benchmarks/extend.py", *given]))
+    write_whole(out, json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
+    render(results, page)
+    print(f"{out} and {page}, {results.seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""How each family of diffusers' transformers rotates: its frequencies, its positions, and the layers that turn."""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrope.integrations.rotary import Replaced
+from torchrope.integrations.tables import Arguments, Family, argument, with_argument
+from torchrope.positions import grid, prefix
+
+
+def _heads(tower: Any) -> tuple[int, int]:
+    config = tower.config
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "attention_head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_kv_heads", None) or heads, head_dim
+
+
+def _ladder(dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """theta^(-2 j / dim), `(dim / 2,)`, rounded as the model rounds."""
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim)
+
+
+def _one_axis_per_pair(dims: Sequence[int], thetas: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Frequencies `(axes, 1, pairs)`: the first pairs turn along the first axis, and so on."""
+    ladders = [_ladder(dim, theta, dtype).unsqueeze(0) for dim, theta in zip(dims, thetas, strict=True)]
+    return torch.block_diag(*ladders).unsqueeze(1)
+
+
+def _first(came: Any, layer: Any, others: int) -> Tensor:
+    """The one tensor of positions that came, where tables are a pair."""
+    positions: Tensor = came[0]
+    return positions
+
+
+def _itself(came: Tensor, layer: Any, others: int) -> Tensor:
+    return came
+
+
+def _pair(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions in the place of a table of cosines and one of sines."""
+    return positions, positions
+
+
+# Flux and Flux2: coordinates of text and image tokens come from the caller.
+
+
+def _flux_frequencies(tower: Any) -> Tensor:
+    rope = tower.pos_embed
+    return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim))
+
+
+def _flux_divert(tower: Any) -> list[Replaced]:
+    return [Replaced(tower.pos_embed, "forward", _flux_coordinates)]
+
+
+def _flux_coordinates(ids: Tensor) -> tuple[Tensor, Tensor]:
+    return _pair(ids.float())
+
+
+# Qwen-Image: the model's own code cuts positions out of a table of positions, as it cuts angles out of one of angles.
+
+
+def _qwen_frequencies(tower: Any) -> Tensor:
+    rope = tower.pos_embed
+    return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim), torch.float32)
+
+
+def _qwen_divert(tower: Any) -> list[Replaced]:
+    rope = tower.pos_embed
+    axes, length = len(rope.axes_dim), len(rope.pos_freqs)
+    index = torch.arange(length, dtype=torch.float32, device="cpu").unsqueeze(-1).repeat(1, axes)
+    stand_in = copy.copy(rope)  # another object: the model's own keeps what it has cached
+    stand_in.axes_dim = [2] * axes
+    stand_in.pos_freqs, stand_in.neg_freqs = index, index - length
+    return [Replaced(rope, "forward", stand_in.forward)]
+
+
+def _qwen_tokens(came: Any, layer: Any, others: int) -> Tensor:
+    image, text = came
+    return torch.cat([text, image])
+
+
+# Wan, HunyuanVideo and Cosmos: indices of patches of the latent video.
+
+
+def _wan_frequencies(tower: Any) -> Tensor:
+    rope = tower.rope  # which does not keep its theta
+    frequencies = _one_axis_per_pair([rope.t_dim, rope.h_dim, rope.w_dim], [10000.0] * 3)
+    if not rope.freqs_sin.is_meta:
+        at_one = rope.freqs_sin[1, ::2].cpu().double()
+        if not torch.allclose(at_one, frequencies.sum(dim=(0, 1)).sin(), atol=1e-2):  # a model in bfloat16 rounds it
+            raise ValueError("init='own' knows Wan's frequencies for theta = 10000, got a table of others")
+    return frequencies
+
+
+def _wan_divert(tower: Any) -> list[Replaced]:
+    rope = tower.rope
+    return [Replaced(rope, "forward", Patches(rope.patch_size).forward)]
+
+
+def _hunyuan_frequencies(tower: Any) -> Tensor:
+    rope = tower.rope
+    return _one_axis_per_pair(rope.rope_dim, [rope.theta] * 3, torch.float32)
+
+
+def _hunyuan_divert(tower: Any) -> list[Replaced]:
+    rope = tower.rope
+    return [Replaced(rope, "forward", Patches((rope.patch_size_t, rope.patch_size, rope.patch_size)).forward)]
+
+
+def _hunyuan_tokens(came: Any, layer: Any, others: int) -> Tensor:
+    """Text does not turn: in front where it has projections of its own, behind the video otherwise."""
+    positions: Tensor = came[0]
+    if layer.add_q_proj is not None:
+        return prefix(positions, others)
+    return torch.cat([positions, positions.new_zeros(others, positions.shape[-1])])
+
+
+def _cosmos_frequencies(tower: Any) -> Tensor:
+    rope = tower.rope
+    factors = (rope.t_ntk_factor, rope.h_ntk_factor, rope.w_ntk_factor)
+    thetas = [10000.0 * factor for factor in factors]
+    return _one_axis_per_pair([rope.dim_t, rope.dim_h, rope.dim_w], thetas, torch.float32)
+
+
+def _cosmos_divert(tower: Any) -> list[Replaced]:
+    rope = tower.rope
+    return [Replaced(rope, "forward", Patches(rope.patch_size, rope.base_fps).forward)]
+
+
+@dataclass(frozen=True)
+class Patches:
+    """In the place of a module that makes tables for the patches of a latent video.
+
+    Attributes:
+        patch: Latent extents of a patch.
+        base_fps: Frames per second at which positions in time are indices, where the model is told its video's.
+    """
+
+    patch: Sequence[int]
+    base_fps: float | None = None
+
+    def forward(self, hidden_states: Tensor, fps: int | None = None) -> tuple[Tensor, Tensor]:
+        """Positions of `(batch, channels, frames, height, width)`."""
+        sizes = [extent // size for extent, size in zip(hidden_states.shape[2:], self.patch, strict=True)]
+        positions = grid(*sizes, device=hidden_states.device)  # (time, height, width)
+        if fps is not None and self.base_fps is not None:
+            time, rest = positions.split([1, 2], dim=-1)
+            positions = torch.cat([time / fps * self.base_fps, rest], dim=-1)
+        return _pair(positions)
+
+
+# CogVideoX: its pipeline makes the tables, and positions are read out of them again.
+
+
+def _cogvideox_dims(head_dim: int) -> tuple[int, int, int]:
+    return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
+
+
+def _cogvideox_frequencies(tower: Any) -> Tensor:
+    _, head_dim = _heads(tower)
+    if not tower.config.use_rotary_positional_embeddings:
+        raise ValueError("swap continues a CogVideoX that rotates, got use_rotary_positional_embeddings=False")
+    if head_dim < 16:
+        raise ValueError(f"swap reads CogVideoX's positions out of tables for heads of 16 or more, got {head_dim}")
+    return _one_axis_per_pair(_cogvideox_dims(head_dim), [10000.0] * 3, torch.float32)
+
+
+def _cogvideox_divert(tower: Any) -> list[Any]:
+    return [tower.register_forward_pre_hook(_read_tables, with_kwargs=True)]
+
+
+def _read_tables(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Before CogVideoX: positions in the place of the tables that its caller made."""
+    came = argument("image_rotary_emb", 5, args, kwargs)
+    if came is None:
+        raise ValueError("a swapped CogVideoX needs image_rotary_emb, as its pipeline makes it, got None")
+    return with_argument("image_rotary_emb", 5, args, kwargs, _pair(positions_of(*came)))
+
+
+def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
+    """Read positions out of CogVideoX's tables.
+
+    The slowest pair of an axis says roughly where a token is, and each faster one more exactly:
+    p <- (a_j + 2 pi round((p f_j - a_j) / 2 pi)) / f_j,  a_j = atan2(sin, cos).  Right while positions are within half
+    a turn of the slowest pair.
+
+    Args:
+        cos: `(tokens, head_dim)`, each number twice.
+        sin: Likewise.
+
+    Returns:
+        Positions (time, height, width) `(tokens, 3)`, to about 1e-6.
+    """
+    angles = torch.atan2(sin.double(), cos.double())[:, ::2]
+    columns = []
+    dims = _cogvideox_dims(cos.shape[-1])
+    for dim, of_axis in zip(dims, angles.split([dim // 2 for dim in dims], dim=-1), strict=True):
+        speeds = [10000.0 ** (-2 * j / dim) for j in range(dim // 2)]
+        where = of_axis[:, -1] / speeds[-1]
+        for speed, angle in list(zip(speeds, of_axis.unbind(-1), strict=True))[-2::-1]:
+            turns = ((where * speed - angle) / (2 * math.pi)).round()
+            where = (angle + 2 * math.pi * turns) / speed
+        columns.append(where)
+    return torch.stack(columns, dim=-1).float()
+
+
+def _text_in_front(came: Any, layer: Any, others: int) -> Tensor:
+    return prefix(came[0], others)
+
+
+# LTX-Video and LTX-2: one ladder over the channels of all heads, so that heads differ; positions in [-1, 1].
+
+
+def _ltx_frequencies(tower: Any) -> Tensor:
+    """theta^(j / (n - 1)) pi / 2, for each j the pairs of time, height and width; pairs at rest in front."""
+    rope = tower.rope
+    heads, _ = _heads(tower)
+    number = rope.dim // 6
+    if hasattr(rope, "double_precision"):  # LTX-2
+        dtype = torch.float64 if rope.double_precision else torch.float32
+        steps = torch.linspace(0.0, 1.0, number, dtype=dtype, device="cpu")
+        ladder = (torch.pow(rope.theta, steps) * torch.pi / 2.0).float()
+    else:
+        steps = torch.linspace(0.0, 1.0, number, dtype=torch.float32, device="cpu")
+        ladder = rope.theta**steps * math.pi / 2.0
+    of_axes = torch.diag_embed(ladder.unsqueeze(-1).expand(-1, 3)).permute(1, 0, 2).flatten(1)  # (axes, 3 number)
+    resting = of_axes.new_zeros(3, rope.dim // 2 - of_axes.shape[-1])
+    return torch.cat([resting, of_axes], dim=-1).unflatten(-1, (heads, -1))
+
+
+def _ltx_divert(tower: Any) -> list[Replaced]:
+    return [Replaced(tower.rope, "forward", OfVideo(tower.rope).forward)]
+
+
+class OfVideo:
+    """In the place of the module that makes tables for LTX-Video: its coordinates, as fractions of the base sizes."""
+
+    def __init__(self, rope: Any) -> None:
+        self.rope = rope
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        rope_interpolation_scale: Any = None,
+        video_coords: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Positions `(batch, tokens, 3)` in [-1, 1]."""
+        rope = self.rope
+        if video_coords is None:
+            where = (num_frames, height, width, rope_interpolation_scale)
+            fractions = rope._prepare_video_coords(hidden_states.shape[0], *where, device=hidden_states.device)
+        else:
+            fractions = video_coords.movedim(1, -1) / _base_sizes(rope, video_coords)
+        return _pair(fractions * 2 - 1)
+
+
+def _ltx2_divert(tower: Any) -> list[Replaced]:
+    return [Replaced(tower.rope, "forward", OfBounds(tower.rope).forward)]
+
+
+class OfBounds:
+    """In the place of the module that makes LTX-2's tables of video: the middles of patches."""
+
+    def __init__(self, rope: Any) -> None:
+        self.rope = rope
+
+    def forward(self, coords: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """Positions `(batch, tokens, 3)` in [-1, 1], of bounds `(batch, 3, tokens, 2)` or middles without the last."""
+        middles = coords.mean(dim=-1) if coords.ndim == 4 else coords
+        fractions = middles.movedim(1, -1).to(device or coords.device)
+        return _pair(fractions / _base_sizes(self.rope, fractions) * 2 - 1)
+
+
+def _base_sizes(rope: Any, like: Tensor) -> Tensor:
+    return torch.tensor([rope.base_num_frames, rope.base_height, rope.base_width], device=like.device)
+
+
+# Lumina2: the model's own code puts text and image tokens of each sample together, positions as it does angles.
+
+
+def _lumina_frequencies(tower: Any) -> Tensor:
+    rope = tower.rope_embedder
+    return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim))
+
+
+def _lumina_divert(tower: Any) -> list[Replaced]:
+    return [Replaced(tower.rope_embedder, "_get_freqs_cis", _as_numbers)]
+
+
+def _as_numbers(ids: Tensor) -> Tensor:
+    return ids.float()
+
+
+_ATTN = ("transformer_blocks", "attn")
+_ATTN1 = (("transformer_blocks", "attn1"),)
+_family = partial(Family, heads=_heads, tokens=_first, argument=("image_rotary_emb", 3))
+
+_FLUX = _family(
+    layers=(_ATTN, ("single_transformer_blocks", "attn")), frequencies=_flux_frequencies, divert=_flux_divert
+)
+
+FAMILIES: dict[str, Family] = {
+    "FluxTransformer2DModel": _FLUX,
+    "Flux2Transformer2DModel": _FLUX,
+    "QwenImageTransformer2DModel": _family(
+        layers=(_ATTN,), frequencies=_qwen_frequencies, divert=_qwen_divert, tokens=_qwen_tokens
+    ),
+    "WanTransformer3DModel": _family(
+        layers=(("blocks", "attn1"),), frequencies=_wan_frequencies, divert=_wan_divert, argument=("rotary_emb", 3)
+    ),
+    "HunyuanVideoTransformer3DModel": _family(
+        layers=(_ATTN, ("single_transformer_blocks", "attn")),
+        frequencies=_hunyuan_frequencies,
+        divert=_hunyuan_divert,
+        tokens=_hunyuan_tokens,
+    ),
+    "CogVideoXTransformer3DModel": _family(
+        layers=_ATTN1,
+        frequencies=_cogvideox_frequencies,
+        divert=_cogvideox_divert,
+        tokens=_text_in_front,
+        heads_first=True,
+    ),
+    "LTXVideoTransformer3DModel": _family(layers=_ATTN1, frequencies=_ltx_frequencies, divert=_ltx_divert, coarse=True),
+    "LTX2VideoTransformer3DModel": _family(
+        layers=_ATTN1,
+        frequencies=_ltx_frequencies,
+        divert=_ltx2_divert,
+        argument=("query_rotary_emb", 3),
+        across_halves=lambda tower: tower.rope.rope_type == "split",
+        coarse=True,
+    ),
+    "Lumina2Transformer2DModel": _family(
+        layers=(("context_refiner", "attn"), ("noise_refiner", "attn"), ("layers", "attn")),
+        frequencies=_lumina_frequencies,
+        divert=_lumina_divert,
+        tokens=_itself,
+    ),
+    "CosmosTransformer3DModel": _family(
+        layers=_ATTN1,
+        frequencies=_cosmos_frequencies,
+        divert=_cosmos_divert,
+        heads_first=True,
+        across_halves=lambda tower: True,
+    ),
+}
+"""Families by the classes of their models; diffusers itself is not imported."""
