@@ -92,12 +92,15 @@ class _Sides(_Arguments):
         self, q: Tensor, k: Tensor, grad_q: Tensor | None = None, grad_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Describe what is read and written; returns what is written."""
-        q, k = self._with_near_channels(q), self._with_near_channels(k)
+        if q.stride(-1) != 1 or k.stride(-1) != 1:
+            q, k = self._with_near_channels(q), self._with_near_channels(k)
         if grad_q is not None and grad_k is not None:
             grad_q, grad_k = self._with_near_channels(grad_q), self._with_near_channels(grad_k)
-        out = q.new_empty(q.shape), k.new_empty(k.shape)
-        offset = type(self).sides.offset
-        _SIDES.pack_into(self, offset, *_side(q, grad_q, out[0]), *_side(k, grad_k, out[1]))
+        out = (
+            torch.empty_like(q, memory_format=_CONTIGUOUS),
+            torch.empty_like(k, memory_format=_CONTIGUOUS),
+        )
+        _SIDES.pack_into(self, _SIDES_AT, *_side(q, grad_q, out[0]), *_side(k, grad_k, out[1]))
         return out
 
     def _with_near_channels(self, x: Tensor) -> Tensor:
@@ -108,18 +111,20 @@ class _Sides(_Arguments):
 
 
 _SIDES = struct.Struct(f"{2 * ctypes.sizeof(_Side) // 8}q")
+_CONTIGUOUS = torch.contiguous_format
+_SIDES_AT = 8  # behind the size
 _ABSENT = (0, 0, 0, 0, 0)
 
 
 def _side(x: Tensor, grad: Tensor | None, out: Tensor) -> tuple[int, ...]:
-    """Numbers of a `_Side`, many times as fast as by the names of its fields."""
-    batch, heads, _, _ = x.shape
-    return (batch, heads, *_rows(x), *(_ABSENT if grad is None else _rows(grad)), *_rows(out))
-
-
-def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
-    sample, head, token, _ = x.stride()
-    return x.data_ptr(), sample, head, token, DTYPES[x.dtype]
+    """Numbers of a `_Side`, many times as fast as by the names of its fields; `out` is contiguous."""
+    (batch, heads, tokens, channels), dtype = x.shape, DTYPES[x.dtype]
+    apart = tokens * channels
+    return (
+        *(batch, heads, x.data_ptr(), *x.stride()[:3], dtype),
+        *(_ABSENT if grad is None else (grad.data_ptr(), *grad.stride()[:3], DTYPES[grad.dtype])),
+        *(out.data_ptr(), heads * apart, apart, channels, dtype),
+    )
 
 
 class _Angles(ctypes.Structure):
@@ -189,8 +194,13 @@ class PlanarCall:
         call.kept = []
         call.threads = torch.get_num_threads()
         out = call.set_sides(q, k)
-        call.run("torchrope_planar", 0)
+        status = _kernel("torchrope_planar")(ctypes.byref(call), _FORWARD)
+        if status:
+            _refuse("torchrope_planar", status)
         return out
+
+
+_FORWARD = ctypes.c_int64(0)
 
 
 def _planar_arguments(

@@ -23,13 +23,15 @@ typedef struct {
     double *frequencies; /* of a head (axes, padded), zeros behind the pairs */
     double *steepest;    /* its largest frequency along each axis */
     int64_t padded, head, most; /* most: tokens that there is memory for */
+    int64_t in_place;           /* whether a table is read where it lies */
 } Tile;
 
 INLINE int64_t padded_pairs(const Angles *a) { return round_up(a->pairs, VW); }
 
 /* A tile of as many tokens as leave cos and sin in so many bytes of the nearest cache. */
 INLINE Tile lay_out_tile(const Angles *a, int in_turn, int apart, int64_t bytes, Arena *arena) {
-    Tile t = {a, NULL, NULL, NULL, NULL, padded_pairs(a), 0, 0};
+    Tile t = {a, NULL, NULL, NULL, NULL, padded_pairs(a), 0, 0, 0};
+    t.in_place = a->table && !apart && t.padded == a->pairs;
     int64_t fitting = bytes / (8 * t.padded + 1);
     t.most = fitting < 4 ? 4 : least(fitting, MOST_TOKENS);
     bytes = 8 * t.most * t.padded;
@@ -106,7 +108,14 @@ static __attribute__((noinline, cold, unused)) void turn_far(Tile *t, const floa
 INLINE void read_table(Tile *t, const float *entry, int64_t at) {
     int64_t row = at * 2 * t->padded, pairs = t->angles->pairs;
     if (t->in_turn) memcpy(t->in_turn + row, entry, 8 * pairs);
-    for (int64_t i = 0; t->apart && i < pairs; i++) {
+    if (!t->apart) return;
+    int64_t i = 0;
+    for (; i + VW <= pairs; i += VW) {
+        vf near = *(const vf *)(entry + 2 * i), far = *(const vf *)(entry + 2 * i + VW);
+        *(vf *)(t->apart + row + i) = __builtin_shufflevector(near, far, EVEN_LANES);
+        *(vf *)(t->apart + row + t->padded + i) = __builtin_shufflevector(near, far, ODD_LANES);
+    }
+    for (; i < pairs; i++) {
         t->apart[row + i] = entry[2 * i];
         t->apart[row + t->padded + i] = entry[2 * i + 1];
     }
@@ -115,11 +124,16 @@ INLINE void read_table(Tile *t, const float *entry, int64_t at) {
 /* cos and sin of tokens first ... first + count - 1 of a set, for the head that was started. */
 static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
     const Angles *a = t->angles;
-    for (int64_t at = 0; at < count; at++) {
-        if (a->table) {
-            read_table(t, a->table + ((set * a->heads + t->head) * a->tokens + first + at) * 2 * a->pairs, at);
-            continue;
+    if (a->table) {
+        const float *entry = a->table + ((set * a->heads + t->head) * a->tokens + first) * 2 * a->pairs;
+        if (t->in_place) {
+            t->in_turn = (float *)entry;
+            return;
         }
+        for (int64_t at = 0; at < count; at++) read_table(t, entry + at * 2 * a->pairs, at);
+        return;
+    }
+    for (int64_t at = 0; at < count; at++) {
         const float *position = a->positions + (set * a->tokens + first + at) * a->axes;
         double farthest = 0;
         for (int64_t axis = 0; axis < a->axes; axis++) farthest += fabs((double)position[axis]) * t->steepest[axis];
@@ -138,14 +152,11 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
    y_j x'_(j xor 1), of which the angle's gradient is odd minus even, for x' the row that was turned forward. */
 INLINE void turn_neighbours(const float *x, const float *of_x, const float *turn, float *y, float *moment, int64_t pairs,
                             int back) {
-    vi signs = SIGNS_OF_PAIRS;
-    if (back) signs ^= INT32_MIN;
     int64_t j = 0, n = 2 * pairs;
     for (; j + VW <= n; j += VW) {
         vf in = *(const vf *)(x + j), both = *(const vf *)(turn + j);
         vf c = __builtin_shufflevector(both, both, EVEN_TWICE), s = __builtin_shufflevector(both, both, ODD_TWICE);
-        vf across = swap_pairs(in) * (vf)((vi)s ^ signs);
-        vf out = c * in + across;
+        vf out = add_in_turn(c, in, s * swap_pairs(in), back);
         if (moment) *(vf *)(moment + j) += out * swap_pairs(*(const vf *)(of_x + j));
         *(vf *)(y + j) = out;
     }
@@ -184,20 +195,26 @@ INLINE void turn_halves(const float *x, const float *of_x, const float *turn, in
     }
 }
 
-INLINE vu rounded_to_bf16(vf x) { /* in the high halves; ties to even, NaN stays */
-    vu bits = (vu)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+/* Floats to bfloat16 in the high halves, ties to even; NaN stays only where asked for. */
+INLINE vu rounded_to_bf16(vf x, int with_nan) {
+    vu bits = (vu)x, rounded = bits + (0x7fff + ((bits >> 16) & 1));
+    if (!with_nan) return rounded;
     vu is_nan = (vu)((vi)(bits & 0x7fffffff) > 0x7f800000);
     return (rounded & ~is_nan) | ((bits | 0x400000) & is_nan);
 }
 
-INLINE vf low_halves(vu words) { return (vf)(words << 16); }
-INLINE vf high_halves(vu words) { return (vf)(words & 0xffff0000); }
-INLINE vf from_bf16(const uint16_t *x) { return (vf)(__builtin_convertvector(*(const vshort *)x, vu) << 16); }
-INLINE void to_bf16(vf x, uint16_t *y) { *(vshort *)y = __builtin_convertvector(rounded_to_bf16(x) >> 16, vshort); }
+INLINE int any_nan(vf x) {
+    float lanes[VW];
+    int any = 0;
+    *(vf *)lanes = x;
+    for (int i = 0; i < VW; i++) any |= lanes[i] != lanes[i];
+    return any;
+}
 
-/* As `turn_halves`, for rows of bfloat16 of either layout of pairs, in registers; pairs are a multiple of VW. */
+/* As `turn_halves`, for a row of bfloat16 of either layout of pairs, in registers; pairs are a multiple of VW. NaN may
+   come out as another number unless `with_nan`; then `unordered` becomes NaN. */
 INLINE void turn_bf16(const uint16_t *x, const uint16_t *of_x, const float *turn, int64_t padded, uint16_t *y,
-                      float *moment, int64_t pairs, int halves, int back) {
+                      float *moment, int64_t pairs, int halves, int back, int with_nan, vf *unordered) {
     for (int64_t i = 0; i < pairs; i += VW) {
         vf c = *(const vf *)(turn + i), s = *(const vf *)(turn + padded + i), first, second, of_first, of_second;
         if (halves) {
@@ -205,16 +222,23 @@ INLINE void turn_bf16(const uint16_t *x, const uint16_t *of_x, const float *turn
             if (moment) of_first = from_bf16(of_x + i), of_second = from_bf16(of_x + pairs + i);
         } else {
             vu words = *(const vu *)(x + 2 * i);
-            first = low_halves(words), second = high_halves(words);
-            if (moment) words = *(const vu *)(of_x + 2 * i), of_first = low_halves(words), of_second = high_halves(words);
+            first = (vf)(words << 16), second = (vf)(words & 0xffff0000);
+            if (moment) {
+                words = *(const vu *)(of_x + 2 * i);
+                of_first = (vf)(words << 16), of_second = (vf)(words & 0xffff0000);
+            }
         }
         vf out = back ? c * first + s * second : c * first - s * second;
         vf out_second = back ? c * second - s * first : c * second + s * first;
         if (moment) *(vf *)(moment + i) += out_second * of_first - out * of_second;
-        if (halves)
-            to_bf16(out, y + i), to_bf16(out_second, y + pairs + i);
-        else
-            *(vu *)(y + 2 * i) = (rounded_to_bf16(out) >> 16) | (rounded_to_bf16(out_second) & 0xffff0000);
+        vu rounded = rounded_to_bf16(out, with_nan), rounded_second = rounded_to_bf16(out_second, with_nan);
+        if (!with_nan) *unordered += out * 0.0f; /* where one of the two is NaN, out is that or infinite */
+        if (halves) {
+            *(vshort *)(y + i) = __builtin_convertvector(rounded >> 16, vshort);
+            *(vshort *)(y + pairs + i) = __builtin_convertvector(rounded_second >> 16, vshort);
+        } else {
+            *(vu *)(y + 2 * i) = (rounded >> 16) | (rounded_second & 0xffff0000);
+        }
     }
 }
 

@@ -58,7 +58,7 @@ typedef struct {
     int64_t at, x_at, target, count;
 } Strip;
 
-INLINE void turn_strip_float(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
+INLINE void turn_rows_float(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
     int64_t padded = w->tile.padded;
     for (int64_t t = 0; t < s.count; t++) {
         const float *row = (const float *)s.in->data + s.at + t * s.in->stride[2];
@@ -73,15 +73,33 @@ INLINE void turn_strip_float(Strip s, Workspace *w, int64_t pairs, int halves, i
     }
 }
 
-INLINE void turn_strip_bf16(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
+/* Whether moments are wanted is one question a strip, not one a row. */
+INLINE void turn_strip_float(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
+    if (s.x)
+        turn_rows_float(s, w, pairs, halves, back);
+    else
+        turn_rows_float((Strip){s.in, NULL, s.out, s.at, 0, s.target, s.count}, w, pairs, halves, back);
+}
+
+INLINE void turn_rows_bf16(Strip s, Workspace *w, int64_t pairs, int halves, int back, int with_nan, vf *unordered) {
     int64_t padded = w->tile.padded;
-    for (int64_t t = 0; t < s.count; t++) {
-        const uint16_t *row = (const uint16_t *)s.in->data + s.at + t * s.in->stride[2];
-        const uint16_t *of_x = s.x ? (const uint16_t *)s.x->data + s.x_at + t * s.x->stride[2] : NULL;
-        turn_bf16(row, of_x, w->tile.apart + t * 2 * padded, padded,
+    for (int64_t t = 0; t < s.count; t++)
+        turn_bf16((const uint16_t *)s.in->data + s.at + t * s.in->stride[2],
+                  s.x ? (const uint16_t *)s.x->data + s.x_at + t * s.x->stride[2] : NULL,
+                  w->tile.apart + t * 2 * padded, padded,
                   (uint16_t *)s.out->data + s.target + t * s.out->stride[2],
-                  s.x ? w->moment_apart + t * padded : NULL, pairs, halves, back);
-    }
+                  s.x ? w->moment_apart + t * padded : NULL, pairs, halves, back, with_nan, unordered);
+}
+
+INLINE void turn_strip_bf16(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
+    vf unordered = {0};
+    if (s.x)
+        turn_rows_bf16(s, w, pairs, halves, back, 0, &unordered);
+    else
+        turn_rows_bf16((Strip){s.in, NULL, s.out, s.at, 0, s.target, s.count}, w, pairs, halves, back, 0, &unordered);
+    if (!any_nan(unordered)) return;
+    s.x = NULL; /* its moments are there */
+    turn_rows_bf16(s, w, pairs, halves, back, 1, &unordered);
 }
 
 /* Any dtypes, by way of float. */
