@@ -119,6 +119,10 @@ class Rotation(ABC):
         shown = f"shape={self.shape}, head_dim={self.head_dim}, rotary_dim={self.rotary_dim}"
         return f"{type(self).__name__}({shown}, heads={self.heads}, {dtype}, {self.device})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without what kernels remember of them: addresses in this process."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rotation":
         """The same rotation in memory of its own, without a gradient."""
         return self._mapped(lambda tensor: tensor.detach().clone())

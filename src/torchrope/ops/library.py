@@ -1,7 +1,11 @@
-"""The kernels as operators of PyTorch: schema, shapes, gradient and batching rule of each.
+"""The kernels as operators of PyTorch: schema, shapes, gradient and batching rule of each; and a shorter way to them.
 
 An operator runs the kernels of the device that its tensors are on: `native` on a CPU, `gpu` on CUDA and ROCm.
 Gradients of gradients are left to the reference.
+
+`call` goes through the operators where something must see them: a compiler, an exporter, a transform of torch.func, a
+mode of dispatch, a profiler. Anywhere else on a CPU it calls kernels directly, which saves more time than small inputs
+take.
 """
 
 from collections.abc import Callable
@@ -10,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from torchrope.tensors import empty_rows
 
@@ -31,9 +36,74 @@ def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
 
     def implement(run: Callable) -> Callable:
         torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(run)
+        _RUNS[name] = run
         return run
 
     return implement
+
+
+_RUNS: dict[str, Callable] = {}
+_FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
+
+
+def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
+    """Give an operator its gradient, and so the function that `call` takes where nothing must see the operator."""
+    torch.library.register_autograd(f"torchrope::{name}", gradient, setup_context=save)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = _RUNS[name](*args)
+            save(ctx, args, output)
+            return output
+
+        backward = staticmethod(gradient)
+
+    _FUNCTIONS[name] = Function
+
+
+def call(name: str, *args: Any) -> Any:
+    """Run an operator, by the shortest way that its arguments and what is going on allow."""
+    if not runs_directly(*args):
+        return getattr(OPS, name)(*args)
+    if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        function = _FUNCTIONS.get(name)
+        return getattr(OPS, name)(*args) if function is None else function.apply(*args)
+    return _RUNS[name](*args)
+
+
+def runs_directly(*args: Any) -> bool:
+    """Whether nothing but the kernels must see these arguments: plain tensors on a CPU, and nobody looks on."""
+    if torch.compiler.is_compiling() or is_observed():
+        return False
+    return all(is_plain(arg) for arg in args if isinstance(arg, Tensor))
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is one of numbers in a CPU's memory, as they are: no subclass, wrapper or pending negation."""
+    kind = type(x)
+    return (kind is Tensor or kind is nn.Parameter) and ((keys := _keys(x)) == _PLAIN or keys == _OF_INFERENCE)
+
+
+def is_observed() -> bool:
+    """Whether a transform, a mode, a tracer, a profiler or forward differentiation is active."""
+    return (
+        _interpreter() is not None
+        or _dispatch_modes() > 0
+        or _function_modes() > 0
+        or _tracing() is not None
+        or _profiling()
+        or forward_ad._current_level >= 0
+    )
+
+
+_keys = torch._C._dispatch_keys
+_PLAIN = _keys(torch.empty(0, device="cpu"))
+with torch.inference_mode():
+    _OF_INFERENCE = _keys(torch.empty(0, device="cpu"))
+_interpreter = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_tracing, _profiling = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
 
 
 def _nothing(like: Tensor) -> Tensor:
@@ -118,13 +188,13 @@ def _save_planar(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted = list(ctx.needs_input_grad[2:4])
-    dq, dk, d_positions, d_frequencies = OPS.rotate_planar_backward(
-        grad_q, grad_k, *ctx.saved_tensors, ctx.halves, wanted
+    dq, dk, d_positions, d_frequencies = call(
+        "rotate_planar_backward", grad_q, grad_k, *ctx.saved_tensors, ctx.halves, wanted
     )
     return dq, dk, _wanted(d_positions, wanted[0]), _wanted(d_frequencies, wanted[1]), None, None
 
 
-torch.library.register_autograd("torchrope::rotate_planar", _planar_gradient, setup_context=_save_planar)
+_differentiate("rotate_planar", _save_planar, _planar_gradient)
 
 
 # Commuting: factors (axes, heads, blocks), base and basis (heads, blocks, b, b), angular (heads, blocks, b / 2).
@@ -198,11 +268,11 @@ def _save_basis(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _basis_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted = list(ctx.needs_input_grad[2:5])
-    dq, dk, *parameters = OPS.rotate_basis_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.outer, wanted)
+    dq, dk, *parameters = call("rotate_basis_backward", grad_q, grad_k, *ctx.saved_tensors, ctx.outer, wanted)
     return (dq, dk, *map(_wanted, parameters, wanted), None, None, None)
 
 
-torch.library.register_autograd("torchrope::rotate_basis", _basis_gradient, setup_context=_save_basis)
+_differentiate("rotate_basis", _save_basis, _basis_gradient)
 
 
 @_operator("skew_eig", "(Tensor base) -> (Tensor, Tensor)")
@@ -253,11 +323,11 @@ def _save_block(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _block_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted = ctx.needs_input_grad[3]
-    dq, dk, d_tangent = OPS.rotate_block_backward(grad_q, grad_k, *ctx.saved_tensors, wanted)
+    dq, dk, d_tangent = call("rotate_block_backward", grad_q, grad_k, *ctx.saved_tensors, wanted)
     return dq, dk, None, _wanted(d_tangent, wanted)
 
 
-torch.library.register_autograd("torchrope::rotate_block", _block_gradient, setup_context=_save_block)
+_differentiate("rotate_block", _save_block, _block_gradient)
 
 
 # exp: positions (sets, tokens, axes), generators (axes, heads, blocks, b, b) to a table and its tangent.
@@ -312,7 +382,7 @@ def _exp_gradient(ctx: Any, d_table: Tensor | None, d_tangent: Tensor | None) ->
     if d_tangent is None:
         return None, None
     wanted = ctx.needs_input_grad[0]
-    d_positions, d_generators = OPS.exp_generators_backward(positions, generators, d_tangent, wanted)
+    d_positions, d_generators = call("exp_generators_backward", positions, generators, d_tangent, wanted)
     return _wanted(d_positions, wanted), d_generators
 
 
@@ -323,7 +393,7 @@ def tangent_of(d_table: Tensor, table: Tensor) -> Tensor:
     return (product - product.mT)[..., rows, columns]
 
 
-torch.library.register_autograd("torchrope::exp_generators", _exp_gradient, setup_context=_save_exponents)
+_differentiate("exp_generators", _save_exponents, _exp_gradient)
 
 
 @_operator("skew_exp", "(Tensor exponents) -> Tensor")
@@ -352,10 +422,10 @@ def _save_exponent(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _skew_exp_gradient(ctx: Any, d_table: Tensor) -> Tensor:
     exponents, table = ctx.saved_tensors
-    return OPS.skew_exp_backward(exponents, tangent_of(d_table, table))
+    return call("skew_exp_backward", exponents, tangent_of(d_table, table))
 
 
-torch.library.register_autograd("torchrope::skew_exp", _skew_exp_gradient, setup_context=_save_exponent)
+_differentiate("skew_exp", _save_exponent, _skew_exp_gradient)
 
 
 # Without this torch would leave gradients of gradients out, with a warning.

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from torchrope.ops.backends import takes_kernels
-from torchrope.ops.library import OPS
+from torchrope.ops.library import call
 from torchrope.rotations import exponential
 from torchrope.tensors import wide_dtype, without_autocast
 
@@ -46,7 +46,7 @@ def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
     if not fast or not wide.numel() or not fits_kernels(wide, generator.shape[-1]):
         with without_autocast(generator):
             return exponential(wide)
-    return OPS.skew_exp(wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
+    return call("skew_exp", wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tenso
         generators: `(axes, heads or 1, blocks, b, b)`, skew, float32.
     """
     shared = positions.ndim == 2
-    table, tangent = OPS.exp_generators(positions.unsqueeze(0) if shared else positions, generators)
+    table, tangent = call("exp_generators", positions.unsqueeze(0) if shared else positions, generators)
     # Not [0], whose gradient would fill a second tensor of this size with zeros.
     return (table.squeeze(0), tangent.squeeze(0)) if shared else (table, tangent)
 
@@ -71,4 +71,4 @@ def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         U `(..., b, b)`, orthogonal, planes in pairs of columns, and w `(..., b / 2)`.
     """
-    return OPS.skew_eig(base.detach().contiguous())
+    return call("skew_eig", base.detach().contiguous())

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from torchrope.tensors import empty_rows
 
-_ABSENT = (0, 0, 0, 0, 0)
+_INTEGER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What q and k may be; rotations are float32."""
 
@@ -37,6 +38,180 @@ LIBRARY = _load()
 """The library for this processor, or None."""
 
 
+class _Rows(ctypes.Structure):
+    _fields_ = [("data", _ADDRESS), ("stride", _INTEGER * 3), ("dtype", _INTEGER)]
+
+
+class _Side(ctypes.Structure):
+    _fields_ = [("batch", _INTEGER), ("heads", _INTEGER), ("x", _Rows), ("grad", _Rows), ("out", _Rows)]
+
+
+def _integers(names: str) -> list[tuple[str, Any]]:
+    return [(name, _INTEGER) for name in names.split()]
+
+
+def _addresses(names: str) -> list[tuple[str, Any]]:
+    return [(name, _ADDRESS) for name in names.split()]
+
+
+class _Arguments(ctypes.Structure):
+    """What a kernel gets, as the C sources declare it. Its size, which comes first, tells one build from another."""
+
+    kept: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__(size=ctypes.sizeof(self))
+        self.kept = []
+
+    def set(self, **fields: int | bool | Tensor | None) -> None:
+        """Set fields: tensors by the address of a contiguous float32 copy, or of the tensor itself."""
+        for name, value in fields.items():
+            setattr(self, name, self.keep(value) if isinstance(value, Tensor) else value)
+
+    def keep(self, tensor: Tensor) -> int:
+        """The address of a tensor in contiguous float32, which lives as long as this."""
+        self.kept.append(tensor.to(torch.float32).contiguous())
+        return self.kept[-1].data_ptr()
+
+    def run(self, name: str, *settings: int, items: int = 1) -> None:
+        """Call a kernel, unless there is nothing to do: empty tensors have no address.
+
+        Raises:
+            MemoryError: the system gives it no memory to work with.
+            RuntimeError: it was built from other sources than these.
+        """
+        status = _kernel(name)(ctypes.byref(self), *map(_INTEGER, settings)) if items else 0
+        if status:
+            _refuse(name, status)
+
+
+class _Sides(_Arguments):
+    """Of a kernel that turns q and k."""
+
+    sides: Any
+
+    def set_sides(
+        self, q: Tensor, k: Tensor, grad_q: Tensor | None = None, grad_k: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Describe what is read and written; returns what is written."""
+        if q.stride(-1) != 1 or k.stride(-1) != 1:
+            q, k = self._with_near_channels(q), self._with_near_channels(k)
+        if grad_q is not None and grad_k is not None:
+            grad_q, grad_k = self._with_near_channels(grad_q), self._with_near_channels(grad_k)
+        out = empty_rows(q), empty_rows(k)
+        _SIDES.pack_into(self, _SIDES_AT, *_side(q, grad_q, out[0]), *_side(k, grad_k, out[1]))
+        return out
+
+    def _with_near_channels(self, x: Tensor) -> Tensor:
+        if x.stride(-1) == 1:
+            return x
+        self.kept.append(x.contiguous())
+        return self.kept[-1]
+
+
+_SIDES = struct.Struct(f"{2 * ctypes.sizeof(_Side) // 8}q")
+_SIDES_AT = 8  # behind the size
+_ABSENT = (0, 0, 0, 0, 0)
+
+
+def _side(x: Tensor, grad: Tensor | None, out: Tensor) -> tuple[int, ...]:
+    """Numbers of a `_Side`, many times as fast as by the names of its fields."""
+    dtype = DTYPES[x.dtype]
+    return (
+        *(*x.shape[:2], x.data_ptr(), *x.stride()[:3], dtype),
+        *(_ABSENT if grad is None else (grad.data_ptr(), *grad.stride()[:3], DTYPES[grad.dtype])),
+        *(out.data_ptr(), *out.stride()[:3], dtype),
+    )
+
+
+class _Angles(ctypes.Structure):
+    _fields_ = _integers("tokens axes heads pairs halves") + _addresses("positions frequencies table")
+
+
+class _Planar(_Sides):
+    _fields_ = [
+        ("size", _INTEGER),
+        ("sides", _Side * 2),
+        ("angles", _Angles),
+        *_integers("head_dim sets threads"),
+        *_addresses("d_frequencies d_positions"),
+    ]
+
+
+class _Block(_Sides):
+    _fields_ = [
+        ("size", _INTEGER),
+        ("sides", _Side * 2),
+        *_integers("tokens heads blocks b head_dim sets threads"),
+        ("table", _ADDRESS),
+        ("table_stride", _INTEGER * 6),
+        ("d_tangent", _ADDRESS),
+    ]
+
+
+class _Basis(_Sides):
+    _fields_ = [
+        ("size", _INTEGER),
+        ("sides", _Side * 2),
+        *_integers("tokens axes heads blocks b head_dim sets threads outer"),
+        *_addresses("positions coefficients basis angular d_coefficients d_positions d_base"),
+    ]
+
+
+class _SkewExp(_Arguments):
+    _fields_ = [
+        *_integers("size heads blocks b axes sets tokens threads"),
+        *_addresses("positions generators table tangent d_generators d_positions"),
+    ]
+
+
+class _SkewEig(_Arguments):
+    _fields_ = _integers("size count b threads") + _addresses("base basis angular")
+
+
+class PlanarCall:
+    """The kernel of planar rotations with all that does not change from one q and k to the next.
+
+    Args:
+        positions: `(1 or batch, tokens, axes)`, float32.
+        frequencies: `(axes, heads or 1, pairs)`, float32.
+        table: cos and sin `(1 or batch, heads or 1, tokens, pairs, 2)`, to read instead of computing them.
+        halves: Whether pair i is channels (i, i + pairs) in place of (2i, 2i + 1).
+        head_dim: Channels of a head.
+    """
+
+    def __init__(
+        self, positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool, head_dim: int
+    ) -> None:
+        self._arguments = _planar_arguments(positions, frequencies, table, halves, head_dim)
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn channel pairs of q and k."""
+        call = _Planar.from_buffer_copy(self._arguments)  # another thread may be calling it
+        call.kept = []
+        call.threads = torch.get_num_threads()
+        out = call.set_sides(q, k)
+        status = _kernel("torchrope_planar")(ctypes.byref(call), _FORWARD)
+        if status:
+            _refuse("torchrope_planar", status)
+        return out
+
+
+_FORWARD = ctypes.c_int64(0)
+
+
+def _planar_arguments(
+    positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool, head_dim: int
+) -> _Planar:
+    call = _Planar()
+    axes, heads, pairs = frequencies.shape
+    sets, tokens, _ = positions.shape
+    call.set(head_dim=head_dim, sets=sets, threads=torch.get_num_threads())
+    tensors = (0 if tensor is None else call.keep(tensor) for tensor in (positions, frequencies, table))
+    call.angles = _Angles(tokens, axes, heads, pairs, int(halves), *tensors)
+    return call
+
+
 def rotate_planar(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -45,13 +220,12 @@ def rotate_planar(
     Args:
         q: `(batch, heads, tokens, head_dim)`; k likewise, with its own batch and heads.
         positions: `(1 or batch, tokens, axes)`, float32.
-        frequencies: `(axes, heads, pairs)`, float32.
-        table: cos and sin `(1 or batch, heads, tokens, pairs, 2)`, to read instead of computing them.
+        frequencies: `(axes, heads or 1, pairs)`, float32.
+        table: cos and sin `(1 or batch, heads or 1, tokens, pairs, 2)`, to read instead of computing them.
         halves: Whether pair i is channels (i, i + pairs) in place of (2i, 2i + 1).
     """
-    call = _Call()
-    out = call.sides(q, k)
-    call.planar(q, positions, _of_every_head(frequencies, k, table), table, halves)
+    call = _planar_arguments(positions, frequencies, table, halves, q.shape[3])
+    out = call.set_sides(q, k)
     call.run("torchrope_planar", 0)
     return out
 
@@ -68,23 +242,18 @@ def rotate_planar_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients to q, k, and where wanted to positions and frequencies."""
-    call = _Call()
-    out = call.sides(q, k, grad_q, grad_k)
-    of_heads = _of_every_head(frequencies, k, table)
-    call.planar(q, positions, of_heads, table, halves)
-    d_positions, d_frequencies = call.gradient(positions, wanted[0]), call.gradient(of_heads, wanted[1])
-    call.fields += [_at(d_frequencies), _at(d_positions)]
+    call = _planar_arguments(positions, frequencies, table, halves, q.shape[3])
+    out = call.set_sides(q, k, grad_q, grad_k)
+    d_positions, d_frequencies = _gradient(positions, wanted[0]), _gradient(frequencies, wanted[1])
+    call.set(d_positions=_at(d_positions), d_frequencies=_at(d_frequencies))
     call.run("torchrope_planar", 1)
-    if d_frequencies is not None and d_frequencies.shape != frequencies.shape:
-        d_frequencies = d_frequencies.sum(1, keepdim=True)
     return (*out, d_positions, d_frequencies)
 
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply channel blocks by the matrices of a table `(1 or batch, heads, tokens, blocks, b, b)`, any strides."""
-    call = _Call()
-    out = call.sides(q, k)
-    call.block(q, table)
+    call = _block_arguments(table, q.shape[3])
+    out = call.set_sides(q, k)
     call.run("torchrope_block", 0)
     return out
 
@@ -93,14 +262,22 @@ def rotate_block_backward(
     grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients to q, k and to the tangent `(1 or batch, heads, tokens, blocks, b (b - 1) / 2)`."""
-    call = _Call()
-    out = call.sides(q, k, grad_q, grad_k)
-    call.block(q, table)
+    call = _block_arguments(table, q.shape[3])
+    out = call.set_sides(q, k, grad_q, grad_k)
     b = table.shape[-1]
     tangent = q.new_empty((*table.shape[:4], b * (b - 1) // 2), dtype=torch.float32) if wanted else None
-    call.fields += [_at(tangent)]
+    call.set(d_tangent=_at(tangent))
     call.run("torchrope_block", 1)
     return (*out, tangent)
+
+
+def _block_arguments(table: Tensor, head_dim: int) -> _Block:
+    call = _Block()
+    sets, heads, tokens, blocks, b, _ = table.shape
+    call.set(tokens=tokens, heads=heads, blocks=blocks, b=b, head_dim=head_dim, sets=sets)
+    call.set(threads=torch.get_num_threads(), table=table.data_ptr())
+    call.table_stride[:] = table.stride()
+    return call
 
 
 def rotate_basis(
@@ -116,9 +293,8 @@ def rotate_basis(
         angular: `(heads, blocks, b / 2)`.
         outer: Whether to come back from the basis.
     """
-    call = _Call()
-    out = call.sides(q, k)
-    call.basis(q, positions, coefficients, basis, angular, outer)
+    call = _basis_arguments(q, positions, coefficients, basis, angular, outer)
+    out = call.set_sides(q, k)
     call.run("torchrope_basis", 0)
     return out
 
@@ -136,22 +312,31 @@ def rotate_basis_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients to q, k, and where wanted to positions, coefficients and the base  U diag([[0, -w], [w, 0]]) U^T."""
-    call = _Call()
-    out = call.sides(q, k, grad_q, grad_k)
-    call.basis(q, positions, coefficients, basis, angular, outer)
-    d_positions = call.gradient(positions, wanted[0])
-    d_coefficients, d_base = (call.gradient(x, any(wanted)) for x in (coefficients, basis))
-    call.fields += [_at(d_coefficients), _at(d_positions), _at(d_base)]
+    call = _basis_arguments(q, positions, coefficients, basis, angular, outer)
+    out = call.set_sides(q, k, grad_q, grad_k)
+    d_positions = _gradient(positions, wanted[0])
+    d_coefficients, d_base = (_gradient(x, any(wanted)) for x in (coefficients, basis))
+    call.set(d_coefficients=_at(d_coefficients), d_positions=_at(d_positions), d_base=_at(d_base))
     call.run("torchrope_basis", 1)
     return (*out, d_positions, d_coefficients, d_base)
+
+
+def _basis_arguments(
+    q: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor, outer: bool
+) -> _Basis:
+    call = _Basis()
+    axes, heads, blocks = coefficients.shape
+    call.set(tokens=q.shape[2], axes=axes, heads=heads, blocks=blocks, b=basis.shape[-1], head_dim=q.shape[3])
+    call.set(sets=len(positions), threads=torch.get_num_threads(), outer=int(outer))
+    call.set(positions=positions, coefficients=coefficients, basis=basis, angular=angular)
+    return call
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
     """exp(sum_a p_a A_a): positions `(sets, tokens, axes)`, generators `(axes, heads, blocks, b, b)` to
     `(sets, heads, tokens, blocks, b, b)`, each block's transpose contiguous."""
     table = _table(positions, generators)
-    call = _Call()
-    call.exponents(positions, generators, table)
+    call = _exponents(positions, generators, table)
     call.run("torchrope_skew_exp", 0, items=table.numel())
     return table.mT
 
@@ -160,10 +345,9 @@ def exp_generators_backward(
     positions: Tensor, generators: Tensor, tangent: Tensor, wanted: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Gradients to positions, where wanted, and generators from that of the tangent."""
-    call = _Call()
-    call.exponents(positions, generators, None)
-    d_positions, d_generators = call.gradient(positions, wanted), call.gradient(generators, True)
-    call.fields += [call.keep(tangent), _at(d_generators), _at(d_positions)]
+    call = _exponents(positions, generators, None)
+    d_positions, d_generators = _gradient(positions, wanted), _gradient(generators, True)
+    call.set(tangent=tangent, d_generators=_at(d_generators), d_positions=_at(d_positions))
     call.run("torchrope_skew_exp", 1, items=tangent.numel())
     return d_positions, d_generators  # type: ignore[return-value]
 
@@ -171,116 +355,55 @@ def exp_generators_backward(
 def skew_exp(exponents: Tensor) -> Tensor:
     """exp of skew blocks `(count, b, b)`, each block's transpose contiguous."""
     table = torch.empty_like(exponents, memory_format=torch.contiguous_format)
-    call = _Call()
-    call.exponents(None, exponents[None, :, None], table)
-    call.run("torchrope_skew_exp", 0)
+    _exponents(None, exponents[None, :, None], table).run("torchrope_skew_exp", 0)
     return table.mT
 
 
 def skew_exp_backward(exponents: Tensor, tangent: Tensor) -> Tensor:
     """The skew gradient to the exponents from that of the tangent `(count, b (b - 1) / 2)`."""
-    call = _Call()
-    call.exponents(None, exponents[None, :, None], None)
+    call = _exponents(None, exponents[None, :, None], None)
     gradient = torch.empty_like(exponents, memory_format=torch.contiguous_format)
-    call.fields += [call.keep(tangent), _at(gradient), None]
+    call.set(tangent=tangent, d_generators=_at(gradient))
     call.run("torchrope_skew_exp", 1)
     return gradient
+
+
+def _exponents(positions: Tensor | None, generators: Tensor, table: Tensor | None) -> _SkewExp:
+    call = _SkewExp()
+    axes, heads, blocks, b, _ = generators.shape
+    sets, tokens = positions.shape[:2] if positions is not None else (1, 1)
+    call.set(heads=heads, blocks=blocks, b=b, axes=axes, sets=sets, tokens=tokens, threads=torch.get_num_threads())
+    call.set(positions=positions, generators=generators, table=_at(table))
+    return call
 
 
 def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
     """Planes and frequencies of skew blocks `(count, b, b)`, b even:  B = U diag([[0, -w], [w, 0]]) U^T."""
     count, b, _ = base.shape
     basis, angular = base.new_empty(count, b, b), base.new_empty(count, b // 2)
-    call = _Call()
-    call.fields = [count, b, call.threads, call.keep(base), _at(basis), _at(angular)]
+    call = _SkewEig()
+    call.set(count=count, b=b, threads=torch.get_num_threads(), base=base, basis=_at(basis), angular=_at(angular))
     call.run("torchrope_skew_eig")
     return basis, angular
-
-
-class _Call:
-    """The fields of a kernel's structure in their order, and the tensors that must outlive the call."""
-
-    def __init__(self) -> None:
-        self.fields: list[int | None] = []
-        self.kept: list[Tensor] = []
-        self.threads = torch.get_num_threads()
-
-    def keep(self, tensor: Tensor | None) -> int | None:
-        """The address of a contiguous float32 copy, or of the tensor itself."""
-        if tensor is None:
-            return None
-        self.kept.append(tensor.to(torch.float32).contiguous())
-        return self.kept[-1].data_ptr()
-
-    def sides(self, q: Tensor, k: Tensor, grad_q: Tensor | None = None, grad_k: Tensor | None = None) -> tuple:
-        """Two `Side`s; returns what they write to."""
-        out = []
-        for x, grad in ((q, grad_q), (k, grad_k)):
-            out.append(empty_rows(x))
-            batch, heads, _, _ = x.shape
-            self.fields += (batch, heads, *self._rows(x), *self._rows(grad), *self._rows(out[-1]))
-        return tuple(out)
-
-    def _rows(self, x: Tensor | None) -> Sequence[int]:
-        if x is None:
-            return _ABSENT
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        self.kept.append(x)
-        sample, head, token, _ = x.stride()
-        return x.data_ptr(), sample, head, token, DTYPES[x.dtype]
-
-    def planar(self, q: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool) -> None:
-        axes, heads, pairs = frequencies.shape
-        self.fields += [q.shape[2], axes, heads, pairs, q.shape[3], len(positions), self.threads, int(halves)]
-        self.fields += [self.keep(positions), self.keep(frequencies), self.keep(table)]
-
-    def block(self, q: Tensor, table: Tensor) -> None:
-        sets, heads, tokens, blocks, b, _ = table.shape
-        self.kept.append(table)
-        self.fields += [tokens, heads, blocks, b, q.shape[3], sets, self.threads, table.data_ptr(), *table.stride()]
-
-    def basis(
-        self, q: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor, outer: bool
-    ) -> None:
-        axes, heads, blocks = coefficients.shape
-        self.fields += [q.shape[2], axes, heads, blocks, basis.shape[-1], q.shape[3], len(positions), self.threads]
-        self.fields += [int(outer), *map(self.keep, (positions, coefficients, basis, angular))]
-
-    def exponents(self, positions: Tensor | None, generators: Tensor, table: Tensor | None) -> None:
-        axes, heads, blocks, b, _ = generators.shape
-        sets, tokens = positions.shape[:2] if positions is not None else (1, 1)
-        self.fields += [heads, blocks, b, axes, sets, tokens, self.threads]
-        self.fields += [self.keep(positions), self.keep(generators), _at(table)]
-
-    def gradient(self, like: Tensor, wanted: bool) -> Tensor | None:
-        """Zeros for the gradient of a tensor: a kernel without anything to do leaves them as they are."""
-        return like.new_zeros(like.shape, dtype=torch.float32) if wanted else None
-
-    def run(self, name: str, *settings: int, items: int = 1) -> None:
-        """Call a kernel on the structure, unless there is nothing to do: empty tensors have no address.
-
-        Raises:
-            MemoryError: the system gives it no memory to work with.
-        """
-        if items and _kernel(name)(self._structure(), *map(ctypes.c_int64, settings)):
-            raise MemoryError(f"{name} needs memory to work with, got none from the system")
-
-    def _structure(self) -> bytes:
-        """The structure: every field of it is 8 bytes wide. Fields still to come are zero."""
-        fields = [field or 0 for field in self.fields]
-        return struct.pack(f"{len(fields) + 4}q", *fields, 0, 0, 0, 0)
 
 
 def _kernel(name: str) -> Any:
     return getattr(LIBRARY, name)
 
 
-def _of_every_head(frequencies: Tensor, k: Tensor, table: Tensor | None) -> Tensor:
-    """Frequencies that heads share, given to each: angles are cheaper than rows read in leaps from head to head."""
-    if table is not None or frequencies.shape[1] != 1:
-        return frequencies
-    return frequencies.expand(-1, k.shape[1], -1)
+def _refuse(name: str, status: int) -> None:
+    if status == _OTHER_LAYOUT:
+        rule = "kernels must be built from the sources that are installed: build torchrope again"
+        raise RuntimeError(f"{rule}, got {name} of another layout")
+    raise MemoryError(f"{name} needs memory to work with, got none from the system")
+
+
+_OTHER_LAYOUT = 2
+
+
+def _gradient(like: Tensor, wanted: bool) -> Tensor | None:
+    """Zeros for the gradient of a tensor: a kernel without anything to do leaves them as they are."""
+    return like.new_zeros(like.shape, dtype=torch.float32) if wanted else None
 
 
 def _table(positions: Tensor, generators: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 #include "panel.h"
 
 typedef struct {
+    int64_t size;
     Side sides[2];
     int64_t tokens, axes, heads, blocks, b, head_dim; /* heads: those of the rotation */
     int64_t sets, threads, outer;                     /* outer: whether U is applied last, or may be left out */
@@ -405,6 +406,7 @@ static int64_t run(const Job *job, int64_t backward) {
 }
 
 API int64_t torchrope_basis(const Basis *p, int64_t backward) {
+    CHECK_LAYOUT(p);
     int wanted = backward && p->d_base;
     Job job = {p, parts_of(p->heads, (p->tokens + 7) / 8, wanted, p->threads), NULL, NULL, NULL, NULL};
     int64_t factors = p->axes * p->heads * p->blocks, square = p->heads * p->blocks * p->b * p->b;

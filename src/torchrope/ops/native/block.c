@@ -2,6 +2,7 @@
 #include "panel.h"
 
 typedef struct {
+    int64_t size;
     Side sides[2];
     int64_t tokens, heads, blocks, b, head_dim; /* heads: those of the rotation */
     int64_t sets, threads;                      /* sets of positions: 1, or one a sample */
@@ -122,6 +123,7 @@ static void forward_part(const void *context, int64_t item, void *memory) { bloc
 static void backward_part(const void *context, int64_t item, void *memory) { block_part(context, item, memory, 1); }
 
 API int64_t torchrope_block(const Block *p, int64_t backward) {
+    CHECK_LAYOUT(p);
     int64_t items = p->sets * p->heads * ((p->tokens + TOKENS - 1) / TOKENS);
     Arena arena = {NULL, 0};
     lay_out(p, &arena);

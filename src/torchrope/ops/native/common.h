@@ -14,6 +14,10 @@
 #define API __attribute__((visibility("default")))
 #endif
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 #define VW 16
 #elif defined(__AVX__)
@@ -25,8 +29,67 @@
 /* Vectors without alignment: any float pointer may be read through them. */
 typedef float vf __attribute__((vector_size(4 * VW), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * VW), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * VW), aligned(2), may_alias)); /* pairs of bfloat16 too */
+typedef double vd __attribute__((vector_size(4 * VW), aligned(8), may_alias)); /* half as many lanes */
+typedef float vhalf __attribute__((vector_size(2 * VW), aligned(4), may_alias));
+typedef uint16_t vshort __attribute__((vector_size(2 * VW), aligned(2), may_alias));
 typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+#if VW == 16
+#define LANES_IN_ORDER 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+#define LANES_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
+#define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define EVEN_TWICE 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14
+#define ODD_TWICE 1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15
+#define FIRST_IN_TURN 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define LAST_IN_TURN 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0}
+#elif VW == 8
+#define LANES_IN_ORDER 0, 1, 2, 3, 4, 5, 6, 7
+#define LANES_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6
+#define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
+#define EVEN_TWICE 0, 0, 2, 2, 4, 4, 6, 6
+#define ODD_TWICE 1, 1, 3, 3, 5, 5, 7, 7
+#define FIRST_IN_TURN 0, 8, 1, 9, 2, 10, 3, 11
+#define LAST_IN_TURN 4, 12, 5, 13, 6, 14, 7, 15
+#define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0}
+#else
+#define LANES_IN_ORDER 0, 1, 2, 3
+#define LANES_SWAPPED 1, 0, 3, 2
+#define EVEN_LANES 0, 2, 4, 6
+#define ODD_LANES 1, 3, 5, 7
+#define EVEN_TWICE 0, 0, 2, 2
+#define ODD_TWICE 1, 1, 3, 3
+#define FIRST_IN_TURN 0, 4, 1, 5
+#define LAST_IN_TURN 2, 6, 3, 7
+#define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0}
+#endif
+
+INLINE vf swap_pairs(vf x) { return __builtin_shufflevector(x, x, LANES_SWAPPED); }
+/* a b -+ c, by lanes in turn; a b +- c where `back`. Compilers need two instructions more. */
+INLINE vf add_in_turn(vf a, vf b, vf c, int back) {
+#if VW == 16
+    return back ? (vf)_mm512_fmsubadd_ps((__m512)a, (__m512)b, (__m512)c)
+                : (vf)_mm512_fmaddsub_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return back ? (vf)_mm256_fmsubadd_ps((__m256)a, (__m256)b, (__m256)c)
+                : (vf)_mm256_fmaddsub_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    vi signs = SIGNS_OF_PAIRS;
+    if (back) signs ^= INT32_MIN;
+    return a * b + (vf)((vi)c ^ signs);
+#endif
+}
+
+INLINE vi low_words(vi low, vi high) { return __builtin_shufflevector(low, high, EVEN_LANES); }
+INLINE vd widen(const float *x) { return __builtin_convertvector(*(const vhalf *)x, vd); }
+INLINE vf narrow(vd low, vd high) {
+    return __builtin_shufflevector(__builtin_convertvector(low, vhalf), __builtin_convertvector(high, vhalf),
+                                   LANES_IN_ORDER);
+}
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -51,18 +114,35 @@ INLINE int64_t row_offset(const Rows *rows, int64_t sample, int64_t head, int64_
     return sample * rows->stride[0] + head * rows->stride[1] + token * rows->stride[2];
 }
 
+/* A vector of bfloat16 as float. Compilers need several instructions for what is one. */
+INLINE vf from_bf16(const uint16_t *x) {
+#if VW == 16
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#elif defined(__AVX2__)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16);
+#else
+    return (vf)(__builtin_convertvector(*(const vshort *)x, vu) << 16);
+#endif
+}
+
 /* Read n channels as float; float32 is read where it lies. */
 INLINE const float *load_row(const Rows *rows, int64_t at, int64_t n, float *scratch) {
     if (rows->dtype == FLOAT32) return (const float *)rows->data + at;
     if (rows->dtype == BFLOAT16) {
         const uint16_t *source = (const uint16_t *)rows->data + at;
-        for (int64_t i = 0; i < n; i++) {
+        int64_t i = 0;
+        for (; i + VW <= n; i += VW) *(vf *)(scratch + i) = from_bf16(source + i);
+        for (; i < n; i++) {
             uint32_t bits = (uint32_t)source[i] << 16;
             memcpy(scratch + i, &bits, 4);
         }
     } else {
         const _Float16 *source = (const _Float16 *)rows->data + at;
-        for (int64_t i = 0; i < n; i++) scratch[i] = (float)source[i];
+        int64_t i = 0;
+#if defined(__F16C__)
+        for (; i + 8 <= n; i += 8) *(v8 *)(scratch + i) = (v8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source + i)));
+#endif
+        for (; i < n; i++) scratch[i] = (float)source[i];
     }
     return scratch;
 }
@@ -82,7 +162,12 @@ INLINE void store_row(const Rows *rows, int64_t at, int64_t n, const float *valu
         }
     } else {
         _Float16 *target = (_Float16 *)rows->data + at;
-        for (int64_t i = 0; i < n; i++) target[i] = (_Float16)values[i];
+        int64_t i = 0;
+#if defined(__F16C__)
+        for (; i + 8 <= n; i += 8)
+            _mm_storeu_si128((__m128i *)(target + i), _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+        for (; i < n; i++) target[i] = (_Float16)values[i];
     }
 }
 
@@ -97,7 +182,11 @@ INLINE void copy_row(const Rows *from, int64_t at, const Rows *to, int64_t targe
 /* OpenMP's entry points, found in the process that torch has loaded; where there are none, one thread does it all. */
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
 
-enum { DONE = 0, OUT_OF_MEMORY = 1 }; /* what kernels return */
+enum { DONE = 0, OUT_OF_MEMORY = 1, OTHER_LAYOUT = 2 }; /* what kernels return */
+
+/* Structures begin with their size as the caller knows it: one of another build is refused, not misread. */
+#define CHECK_LAYOUT(p) \
+    if ((p)->size != (int64_t)sizeof *(p)) return OTHER_LAYOUT
 
 INLINE void *allocate(int64_t bytes) {
     void *memory = NULL;
@@ -150,6 +239,9 @@ INLINE int64_t parallel_for(int64_t count, int64_t threads, int64_t bytes, void 
     return DONE;
 }
 
+/* Floats below which starting threads takes longer than the work. */
+enum { SMALL = 1 << 15 };
+
 /* ---- sums over parts ---- */
 
 /* Parts that `units` of each of so many columns are cut into. Where parts have sums of their own, enough of them for
@@ -172,23 +264,34 @@ INLINE void add_parts(const float *partial, int64_t parts, int64_t size, float *
 /* Up to here one product with a rounded pi / 2 is exact enough. */
 static const double FARTHEST_ANGLE = 1e8;
 
-/* cos and sin of n angles up to FARTHEST_ANGLE. Reduced in double, so that far positions lose nothing; cos 0 = 1 and
-   sin 0 = 0 exactly. */
+/* cos and sin of a vector of angles up to FARTHEST_ANGLE, in two halves. Reduced in double, so that far positions lose
+   nothing; cos 0 = 1 and sin 0 = 0 exactly. */
+INLINE void cos_sin_lanes(vd low, vd high, vf *cosine, vf *sine) {
+    const double rounder = 6755399441055744.0; /* 1.5 * 2^52: adding it rounds to an integer, held in the low bits */
+    vd low_quarters = low * 0.63661977236758134308 + rounder, high_quarters = high * 0.63661977236758134308 + rounder;
+    vi quadrant = low_words((vi)low_quarters, (vi)high_quarters);
+    vf r = narrow(low - (low_quarters - rounder) * 1.57079632679489661923,
+                  high - (high_quarters - rounder) * 1.57079632679489661923);
+    vf z = r * r;
+    vf s = r + r * z * (-1.6666654611e-1f + z * (8.3321608736e-3f + z * -1.9515295891e-4f));
+    vf c = 1.0f - 0.5f * z + z * z * (4.166664568298827e-2f + z * (-1.388731625493765e-3f + z * 2.443315711809948e-5f));
+    vi swapped = ((vi)s ^ (vi)c) & -(quadrant & 1);
+    *cosine = (vf)((vi)c ^ swapped ^ (((quadrant + 1) & 2) << 30));
+    *sine = (vf)((vi)s ^ swapped ^ ((quadrant & 2) << 30));
+}
+
+/* Likewise of n angles, a multiple of 8. */
 INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) {
-    const double rounder = 6755399441055744.0; /* 1.5 * 2^52: adding it rounds to an integer */
-    for (int64_t i = 0; i < n; i++) {
-        double quarters = angle[i] * 0.63661977236758134308 + rounder;
-        int64_t bits;
-        memcpy(&bits, &quarters, 8);
-        int32_t quadrant = (int32_t)bits;
-        float r = (float)(angle[i] - (quarters - rounder) * 1.57079632679489661923);
-        float z = r * r;
-        float s = r + r * z * (-1.6666654611e-1f + z * (8.3321608736e-3f + z * -1.9515295891e-4f));
-        float c = 1.0f - 0.5f * z
-                  + z * z * (4.166664568298827e-2f + z * (-1.388731625493765e-3f + z * 2.443315711809948e-5f));
-        float first = quadrant & 1 ? s : c, second = quadrant & 1 ? c : s;
-        cosine[i] = (quadrant + 1) & 2 ? -first : first;
-        sine[i] = quadrant & 2 ? -second : second;
+    int64_t i = 0;
+    for (; i + VW <= n; i += VW)
+        cos_sin_lanes(*(const vd *)(angle + i), *(const vd *)(angle + i + VW / 2), (vf *)(cosine + i), (vf *)(sine + i));
+    if (i < n) {
+        double last[VW] = {0};
+        vf c, s;
+        memcpy(last, angle + i, 8 * (n - i));
+        cos_sin_lanes(*(const vd *)last, *(const vd *)(last + VW / 2), &c, &s);
+        memcpy(cosine + i, &c, 4 * (n - i));
+        memcpy(sine + i, &s, 4 * (n - i));
     }
 }
 

@@ -1,278 +1,273 @@
 /* Rotation of channel pairs, (2i, 2i+1) or (i, i + pairs), by a_i = sum_a p_a f_ai:  y = cos a x + sin a J x. */
-#include "common.h"
-
-enum { TILE = 8 };
+#include "angles.h"
 
 typedef struct {
+    int64_t size;
     Side sides[2];
-    int64_t tokens, axes, heads, pairs, head_dim; /* heads: those of the rotation */
-    int64_t position_batch, threads, halves; /* halves: pair i is channels (i, i + pairs) */
-    const float *positions;   /* (position_batch, tokens, axes) */
-    const float *frequencies; /* (axes, heads, pairs) */
-    const float *table;       /* (position_batch, heads, tokens, pairs, 2), cos and sin, or NULL */
-    float *d_frequencies;     /* as frequencies, or NULL */
-    float *d_positions;       /* as positions, or NULL */
+    Angles angles;
+    int64_t head_dim, sets, threads; /* sets of positions: 1, or one a sample */
+    float *d_frequencies;            /* as frequencies, or NULL */
+    float *d_positions;              /* as positions, or NULL */
 } Planar;
 
-/* A call, its partial sums, and the parts that tokens are cut into. */
+/* A call, its partial sums, and how it is cut: items are a rotation's head, a part of the tokens and one of the rows.
+   Rows are the samples and heads, of q and then of k, that one rotation turns. */
 typedef struct {
     const Planar *p;
-    int64_t parts;
-    float *frequencies; /* (parts, axes, heads, pairs) or NULL */
-    float *positions;   /* (heads, position_batch, tokens, axes) or NULL */
+    int64_t token_parts, row_parts, backward, wanted;
+    float *frequencies; /* (token_parts, axes, heads, pairs) or NULL */
+    float *positions;   /* (heads, sets, tokens, axes) or NULL */
 } Job;
 
 /* Memory of a thread. */
 typedef struct {
-    float *cosine, *sine, *moment; /* of a tile of tokens */
-    float *row, *row2, *result;    /* of a head */
-    float *steepest;               /* the largest frequency of the head along each axis */
+    Tile tile;
+    float *moment_in_turn, *moment_apart; /* gradients of the tile's angles, as cos and sin lie */
+    float *row, *row2, *result;           /* of a head, in float */
+    float *moment;                        /* of one token's angles */
 } Workspace;
 
-static Workspace lay_out(const Planar *p, Arena *arena) {
-    Workspace w;
-    float **tiles[] = {&w.cosine, &w.sine, &w.moment}, **rows[] = {&w.row, &w.row2, &w.result};
-    for (int i = 0; i < 3; i++) *tiles[i] = take(arena, 4 * TILE * 2 * p->pairs);
+INLINE int is_at_hand(const Rows *rows, int64_t dtype) { return !rows->data || rows->dtype == dtype; }
+
+/* Whether rows of bfloat16 are turned in registers. */
+INLINE int in_registers(const Planar *p, const Side *side) {
+    int alike = is_at_hand(&side->x, BFLOAT16) && is_at_hand(&side->grad, BFLOAT16) && is_at_hand(&side->out, BFLOAT16);
+    return alike && p->angles.pairs % VW == 0;
+}
+
+INLINE int takes_apart(const Planar *p, const Side *side) { return p->angles.halves || in_registers(p, side); }
+
+static Workspace lay_out(const Job *job, Arena *arena) {
+    const Planar *p = job->p;
+    Workspace w = {0};
+    int apart = takes_apart(p, &p->sides[0]) || takes_apart(p, &p->sides[1]);
+    int in_turn = !takes_apart(p, &p->sides[0]) || !takes_apart(p, &p->sides[1]);
+    w.tile = lay_out_tile(&p->angles, in_turn, apart, job->wanted ? 8192 : 16384, arena);
+    int64_t bytes = 4 * w.tile.most * w.tile.padded;
+    if (job->wanted && in_turn) w.moment_in_turn = take(arena, 2 * bytes);
+    if (job->wanted && apart) w.moment_apart = take(arena, bytes);
+    float **rows[] = {&w.row, &w.row2, &w.result};
     for (int i = 0; i < 3; i++) *rows[i] = take(arena, 4 * p->head_dim);
-    w.steepest = take(arena, 4 * p->axes);
+    w.moment = take(arena, 4 * w.tile.padded);
     return w;
 }
 
-/* cos twice, and -sin, sin:  y_j = cos_j x_j + sin_j x_(other channel of the pair), for pairs `start` to `start` + n. */
-INLINE void spread_pairs(const Planar *p, const float *c, const float *s, int64_t apart, int64_t start, int64_t n,
-                         float *cosine, float *sine) {
-    int64_t step = p->halves ? 1 : 2, other = p->halves ? p->pairs : 1;
-    cosine += step * start, sine += step * start;
-    for (int64_t i = 0; i < n; i++) {
-        cosine[step * i] = cosine[step * i + other] = c[i * apart];
-        sine[step * i] = -s[i * apart];
-        sine[step * i + other] = s[i * apart];
+/* Rows of neighbouring tokens of one sample and head. */
+typedef struct {
+    const Rows *in, *x, *out; /* x: what was turned forward, or NULL where no gradient to angles is wanted */
+    int64_t at, x_at, target, count;
+} Strip;
+
+INLINE void turn_rows_float(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
+    int64_t padded = w->tile.padded;
+    for (int64_t t = 0; t < s.count; t++) {
+        const float *row = (const float *)s.in->data + s.at + t * s.in->stride[2];
+        const float *of_x = s.x ? (const float *)s.x->data + s.x_at + t * s.x->stride[2] : NULL;
+        float *out = (float *)s.out->data + s.target + t * s.out->stride[2];
+        if (halves)
+            turn_halves(row, of_x, w->tile.apart + t * 2 * padded, padded, out,
+                        s.x ? w->moment_apart + t * padded : NULL, pairs, back);
+        else
+            turn_neighbours(row, of_x, w->tile.in_turn + t * 2 * padded, out,
+                            s.x ? w->moment_in_turn + t * 2 * padded : NULL, pairs, back);
     }
 }
 
-INLINE void turn_by_angles(const Planar *p, int64_t set, int64_t head, int64_t token, float *cosine, float *sine,
-                           void (*find)(const double *, float *, float *, int64_t)) {
-    const float *position = p->positions + (set * p->tokens + token) * p->axes;
-    for (int64_t start = 0; start < p->pairs; start += 64) {
-        int64_t n = least(64, p->pairs - start);
-        double angle[64];
-        float c[64], s[64];
-        memset(angle, 0, sizeof angle);
-        for (int64_t axis = 0; axis < p->axes; axis++) {
-            const float *frequency = p->frequencies + (axis * p->heads + head) * p->pairs + start;
-            double at = position[axis];
-            for (int64_t i = 0; i < n; i++) angle[i] += at * (double)frequency[i];
-        }
-        find(angle, c, s, 64);
-        spread_pairs(p, c, s, 1, start, n, cosine, sine);
-    }
-}
-
-static __attribute__((noinline, cold)) void turn_far(const Planar *p, int64_t set, int64_t head, int64_t token,
-                                                     float *cosine, float *sine) {
-    turn_by_angles(p, set, head, token, cosine, sine, cos_sin_far);
-}
-
-static void turn_of_token(const Planar *p, int64_t set, int64_t head, int64_t token, const float *steepest,
-                          float *cosine, float *sine) {
-    if (p->table) {
-        const float *entry = p->table + ((set * p->heads + head) * p->tokens + token) * 2 * p->pairs;
-        spread_pairs(p, entry, entry + 1, 2, 0, p->pairs, cosine, sine);
-        return;
-    }
-    const float *position = p->positions + (set * p->tokens + token) * p->axes;
-    double farthest = 0;
-    for (int64_t axis = 0; axis < p->axes; axis++) farthest += fabs((double)position[axis]) * (double)steepest[axis];
-    if (farthest <= FARTHEST_ANGLE)
-        turn_by_angles(p, set, head, token, cosine, sine, cos_sin);
+/* Whether moments are wanted is one question a strip, not one a row. */
+INLINE void turn_strip_float(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
+    if (s.x)
+        turn_rows_float(s, w, pairs, halves, back);
     else
-        turn_far(p, set, head, token, cosine, sine);
+        turn_rows_float((Strip){s.in, NULL, s.out, s.at, 0, s.target, s.count}, w, pairs, halves, back);
 }
 
-INLINE vf swap_pairs(vf x) {
-#if VW == 16
-    return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-#elif VW == 8
-    return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
-#else
-    return __builtin_shufflevector(x, x, 1, 0, 3, 2);
-#endif
+INLINE void turn_rows_bf16(Strip s, Workspace *w, int64_t pairs, int halves, int back, int with_nan, vf *unordered) {
+    int64_t padded = w->tile.padded;
+    for (int64_t t = 0; t < s.count; t++)
+        turn_bf16((const uint16_t *)s.in->data + s.at + t * s.in->stride[2],
+                  s.x ? (const uint16_t *)s.x->data + s.x_at + t * s.x->stride[2] : NULL,
+                  w->tile.apart + t * 2 * padded, padded,
+                  (uint16_t *)s.out->data + s.target + t * s.out->stride[2],
+                  s.x ? w->moment_apart + t * padded : NULL, pairs, halves, back, with_nan, unordered);
 }
 
-INLINE void turn_row(const float *x, const float *cosine, const float *sine, float *y, int64_t n) {
-    int64_t j = 0;
-    for (; j + VW <= n; j += VW) {
-        vf in = *(const vf *)(x + j);
-        *(vf *)(y + j) = *(const vf *)(cosine + j) * in + *(const vf *)(sine + j) * swap_pairs(in);
-    }
-    for (; j < n; j += 2) {
-        float even = x[j], odd = x[j + 1];
-        y[j] = cosine[j] * even + sine[j] * odd;
-        y[j + 1] = cosine[j + 1] * odd + sine[j + 1] * even;
-    }
+INLINE void turn_strip_bf16(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
+    vf unordered = {0};
+    if (s.x)
+        turn_rows_bf16(s, w, pairs, halves, back, 0, &unordered);
+    else
+        turn_rows_bf16((Strip){s.in, NULL, s.out, s.at, 0, s.target, s.count}, w, pairs, halves, back, 0, &unordered);
+    if (!any_nan(unordered)) return;
+    s.x = NULL; /* its moments are there */
+    turn_rows_bf16(s, w, pairs, halves, back, 1, &unordered);
 }
 
-/* Turn a gradient back and collect  gx_j x_(j xor 1), of which the angle's gradient is odd minus even. */
-INLINE void turn_row_back(const float *grad, const float *x, const float *cosine, const float *sine, float *gx,
-                          float *moment, int64_t n) {
-    int64_t j = 0;
-    for (; j + VW <= n; j += VW) {
-        vf in = *(const vf *)(grad + j);
-        vf back = *(const vf *)(cosine + j) * in - *(const vf *)(sine + j) * swap_pairs(in);
-        *(vf *)(gx + j) = back;
-        if (moment) *(vf *)(moment + j) += back * swap_pairs(*(const vf *)(x + j));
-    }
-    for (; j < n; j += 2) {
-        float even = grad[j], odd = grad[j + 1];
-        float back = cosine[j] * even - sine[j] * odd, back_odd = cosine[j + 1] * odd - sine[j + 1] * even;
-        gx[j] = back;
-        gx[j + 1] = back_odd;
-        if (moment) {
-            moment[j] += back * x[j + 1];
-            moment[j + 1] += back_odd * x[j];
-        }
+/* Any dtypes, by way of float. */
+INLINE void turn_strip_any(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
+    int64_t padded = w->tile.padded;
+    for (int64_t t = 0; t < s.count; t++) {
+        const float *row = load_row(s.in, s.at + t * s.in->stride[2], 2 * pairs, w->row);
+        const float *of_x = s.x ? load_row(s.x, s.x_at + t * s.x->stride[2], 2 * pairs, w->row2) : NULL;
+        if (halves)
+            turn_halves(row, of_x, w->tile.apart + t * 2 * padded, padded, w->result,
+                        s.x ? w->moment_apart + t * padded : NULL, pairs, back);
+        else
+            turn_neighbours(row, of_x, w->tile.in_turn + t * 2 * padded, w->result,
+                            s.x ? w->moment_in_turn + t * 2 * padded : NULL, pairs, back);
+        store_row(s.out, s.target + t * s.out->stride[2], 2 * pairs, w->result);
     }
 }
 
-/* Pairs in halves: the first and the second channels of all pairs are two rows of `pairs`. */
-INLINE void turn_halves(const float *x, const float *cosine, const float *sine, float *restrict y, int64_t pairs) {
-    for (int64_t i = 0; i < pairs; i++) {
-        float first = x[i], second = x[i + pairs];
-        y[i] = cosine[i] * first + sine[i] * second;
-        y[i + pairs] = cosine[i + pairs] * second + sine[i + pairs] * first;
-    }
+/* The most frequent size is one that the compiler should know. */
+#define WITH_SIZE(TURN, HALVES)                                                                                       \
+    do {                                                                                                              \
+        if (pairs == 32 && back)                                                                                      \
+            TURN(s, w, 32, HALVES, 1);                                                                                \
+        else if (pairs == 32)                                                                                         \
+            TURN(s, w, 32, HALVES, 0);                                                                                \
+        else                                                                                                          \
+            TURN(s, w, pairs, HALVES, back);                                                                          \
+    } while (0)
+
+static __attribute__((noinline)) void turn_strip(const Planar *p, const Side *side, Strip s, Workspace *w, int back) {
+    int64_t pairs = p->angles.pairs;
+    int is_float = is_at_hand(s.in, FLOAT32) && is_at_hand(s.out, FLOAT32) && (!s.x || is_at_hand(s.x, FLOAT32));
+    if (is_float && p->angles.halves)
+        WITH_SIZE(turn_strip_float, 1);
+    else if (is_float)
+        WITH_SIZE(turn_strip_float, 0);
+    else if (in_registers(p, side) && p->angles.halves)
+        WITH_SIZE(turn_strip_bf16, 1);
+    else if (in_registers(p, side))
+        WITH_SIZE(turn_strip_bf16, 0);
+    else
+        turn_strip_any(s, w, pairs, (int)p->angles.halves, back);
 }
 
-INLINE void turn_halves_back(const float *grad, const float *x, const float *cosine, const float *sine,
-                             float *restrict gx, float *restrict moment, int64_t pairs) {
-    for (int64_t i = 0; i < pairs; i++) {
-        float first = grad[i], second = grad[i + pairs];
-        float back = cosine[i] * first - sine[i] * second;
-        float back_second = cosine[i + pairs] * second - sine[i + pairs] * first;
-        gx[i] = back;
-        gx[i + pairs] = back_second;
-        if (moment) {
-            moment[i] += back * x[i + pairs];
-            moment[i + pairs] += back_second * x[i];
-        }
-    }
+INLINE int64_t samples_of(const Planar *p, const Side *side) { return p->sets == 1 ? side->batch : side->batch > 0; }
+INLINE int64_t rows_of(const Planar *p, const Side *side) {
+    return samples_of(p, side) * (side->heads / p->angles.heads);
 }
 
-INLINE void turn_tile(const Planar *p, int64_t set, int64_t head, int64_t first, int64_t count, int backward,
-                      Workspace w) {
-    int64_t n = 2 * p->pairs, rest = p->head_dim - n;
-    int wanted = backward && (p->d_frequencies || p->d_positions);
-    float *cosine = w.cosine, *sine = w.sine, *moment = w.moment; /* in registers: rows may alias what w holds */
-    for (int64_t t = 0; t < count; t++)
-        turn_of_token(p, set, head, first + t, w.steepest, cosine + t * n, sine + t * n);
-    if (wanted) memset(moment, 0, 4 * TILE * n);
+/* Turn rows `from` to `to` of a tile of tokens. */
+static void turn_tile(const Job *job, int64_t set, int64_t head, int64_t first, int64_t count, int64_t from, int64_t to,
+                      Workspace *w) {
+    const Planar *p = job->p;
+    int64_t n = 2 * p->angles.pairs, rest = p->head_dim - n, before = 0;
+    fill_tile(&w->tile, set, first, count);
+    if (w->moment_in_turn) memset(w->moment_in_turn, 0, 4 * count * 2 * w->tile.padded);
+    if (w->moment_apart) memset(w->moment_apart, 0, 4 * count * w->tile.padded);
     for (int which = 0; which < 2; which++) {
         const Side *side = &p->sides[which];
-        const Rows *in = backward ? &side->grad : &side->x;
-        if (!in->data || !side->batch) continue;
-        int64_t group = side->heads / p->heads;
-        int64_t from = p->position_batch == 1 ? 0 : set, to = p->position_batch == 1 ? side->batch : set + 1;
-        for (int64_t sample = from; sample < to; sample++)
-            for (int64_t own = head * group; own < (head + 1) * group; own++)
-                for (int64_t t = 0; t < count; t++) {
-                    int64_t at = row_offset(in, sample, own, first + t);
-                    int64_t target = row_offset(&side->out, sample, own, first + t);
-                    const float *values = load_row(in, at, n, w.row);
-                    float *y = side->out.dtype == FLOAT32 ? (float *)side->out.data + target : w.result;
-                    if (backward) {
-                        int64_t x_at = row_offset(&side->x, sample, own, first + t);
-                        const float *x = wanted ? load_row(&side->x, x_at, n, w.row2) : NULL;
-                        float *sums = wanted ? moment + t * n : NULL;
-                        if (p->halves)
-                            turn_halves_back(values, x, cosine + t * n, sine + t * n, y, sums, p->pairs);
-                        else
-                            turn_row_back(values, x, cosine + t * n, sine + t * n, y, sums, n);
-                    } else if (p->halves) {
-                        turn_halves(values, cosine + t * n, sine + t * n, y, p->pairs);
-                    } else {
-                        turn_row(values, cosine + t * n, sine + t * n, y, n);
-                    }
-                    store_row(&side->out, target, n, y);
-                    if (rest) copy_row(in, at, &side->out, target, n, rest);
-                }
+        int64_t group = side->heads / p->angles.heads, rows = rows_of(p, side);
+        Strip s = {job->backward ? &side->grad : &side->x, job->wanted ? &side->x : NULL, &side->out, 0, 0, 0, count};
+        int64_t last = least(to - before, rows);
+        for (int64_t row = from > before ? from - before : 0; s.in->data && row < last; row++) {
+            int64_t sample = (p->sets == 1 ? 0 : set) + row / group, own = head * group + row % group;
+            s.at = row_offset(s.in, sample, own, first);
+            s.x_at = row_offset(&side->x, sample, own, first);
+            s.target = row_offset(s.out, sample, own, first);
+            turn_strip(p, side, s, w, (int)job->backward);
+            for (int64_t t = 0; rest && t < count; t++)
+                copy_row(s.in, s.at + t * s.in->stride[2], s.out, s.target + t * s.out->stride[2], n, rest);
+        }
+        before += rows;
     }
+}
+
+/* Gradients of the angles of a token, in order. */
+INLINE void collect_moment(const Workspace *w, int64_t at, int64_t pairs) {
+    int64_t padded = w->tile.padded;
+    const float *in_turn = w->moment_in_turn ? w->moment_in_turn + at * 2 * padded : NULL;
+    const float *apart = w->moment_apart ? w->moment_apart + at * padded : NULL;
+    for (int64_t i = 0; i < pairs; i++) w->moment[i] = apart ? apart[i] : 0;
+    for (int64_t i = 0; in_turn && i < pairs; i++) w->moment[i] += in_turn[2 * i + 1] - in_turn[2 * i];
 }
 
 /* Add a tile's gradients of angles to the part's gradient of frequencies; write the positions' of this head. */
 static void reduce_tile(const Job *job, int64_t set, int64_t head, int64_t first, int64_t count, int64_t part,
-                        const float *moment) {
-    const Planar *p = job->p;
-    int64_t pairs = p->pairs, step = p->halves ? 1 : 2, other = p->halves ? pairs : 1;
+                        Workspace *w) {
+    const Angles *a = &job->p->angles;
+    float *restrict moment = w->moment;
     for (int64_t t = 0; t < count; t++) {
-        const float *turn = moment + 2 * t * pairs;
-        for (int64_t axis = 0; axis < p->axes; axis++) {
-            int64_t token = set * p->tokens + first + t;
+        collect_moment(w, t, a->pairs);
+        int64_t token = set * a->tokens + first + t;
+        for (int64_t axis = 0; axis < a->axes; axis++) {
             if (job->frequencies) {
-                float at = p->positions[token * p->axes + axis];
-                float *sum = job->frequencies + ((part * p->axes + axis) * p->heads + head) * pairs;
-                for (int64_t i = 0; i < pairs; i++) sum[i] += at * (turn[step * i + other] - turn[step * i]);
+                float at = a->positions[token * a->axes + axis];
+                float *restrict sum = job->frequencies + ((part * a->axes + axis) * a->heads + head) * a->pairs;
+                for (int64_t i = 0; i < a->pairs; i++) sum[i] += at * moment[i];
             }
             if (job->positions) {
-                const float *frequency = p->frequencies + (axis * p->heads + head) * pairs;
+                const float *frequency = a->frequencies + (axis * a->heads + head) * a->pairs;
                 float sum = 0;
-                for (int64_t i = 0; i < pairs; i++) sum += frequency[i] * (turn[step * i + other] - turn[step * i]);
-                job->positions[(head * p->position_batch * p->tokens + token) * p->axes + axis] = sum;
+                for (int64_t i = 0; i < a->pairs; i++) sum += frequency[i] * moment[i];
+                job->positions[(head * job->p->sets * a->tokens + token) * a->axes + axis] = sum;
             }
         }
     }
 }
 
-static void find_steepest(const Planar *p, int64_t head, float *steepest) {
-    for (int64_t axis = 0; axis < p->axes; axis++) {
-        const float *frequency = p->frequencies + (axis * p->heads + head) * p->pairs;
-        steepest[axis] = 0;
-        for (int64_t i = 0; i < p->pairs; i++) /* NaN stays */
-            steepest[axis] = fabsf(frequency[i]) <= steepest[axis] ? steepest[axis] : fabsf(frequency[i]);
-    }
-}
-
-static int64_t tiles_of(const Planar *p) { return (p->tokens + TILE - 1) / TILE; }
-
-INLINE void planar_part(const Job *job, int64_t item, void *memory, int backward) {
+static void planar_part(const void *context, int64_t item, void *memory) {
+    const Job *job = context;
     const Planar *p = job->p;
-    int64_t head = item / job->parts, part = item % job->parts;
-    int64_t tiles = tiles_of(p), first = tiles * part / job->parts * TILE;
-    int64_t last = least(tiles * (part + 1) / job->parts * TILE, p->tokens);
+    const Angles *a = &p->angles;
+    int64_t row_part = item % job->row_parts, part = item / job->row_parts % job->token_parts;
+    int64_t head = item / job->row_parts / job->token_parts;
+    int64_t rows = rows_of(p, &p->sides[0]) + rows_of(p, &p->sides[1]);
+    int64_t from = rows * row_part / job->row_parts, to = rows * (row_part + 1) / job->row_parts;
+    int64_t first = a->tokens * part / job->token_parts, last = a->tokens * (part + 1) / job->token_parts;
     Arena arena = {memory, 0};
-    Workspace w = lay_out(p, &arena);
-    find_steepest(p, head, w.steepest);
-    for (int64_t axis = 0; job->frequencies && axis < p->axes; axis++)
-        memset(job->frequencies + ((part * p->axes + axis) * p->heads + head) * p->pairs, 0, 4 * p->pairs);
-    for (int64_t set = 0; set < p->position_batch; set++)
-        for (int64_t token = first; token < last; token += TILE) {
-            int64_t count = least(TILE, last - token);
-            turn_tile(p, set, head, token, count, backward, w);
-            if (backward && (job->frequencies || job->positions))
-                reduce_tile(job, set, head, token, count, part, w.moment);
+    Workspace w = lay_out(job, &arena);
+    start_tiles(&w.tile, head);
+    for (int64_t axis = 0; job->frequencies && axis < a->axes; axis++)
+        memset(job->frequencies + ((part * a->axes + axis) * a->heads + head) * a->pairs, 0, 4 * a->pairs);
+    for (int64_t set = 0; set < p->sets; set++)
+        for (int64_t token = first; token < last; token += w.tile.most) {
+            int64_t count = least(w.tile.most, last - token);
+            turn_tile(job, set, head, token, count, from, to, &w);
+            if (job->wanted) reduce_tile(job, set, head, token, count, part, &w);
         }
 }
 
-static void forward_part(const void *context, int64_t item, void *memory) { planar_part(context, item, memory, 0); }
-static void backward_part(const void *context, int64_t item, void *memory) { planar_part(context, item, memory, 1); }
+/* Enough items for the threads; with sums as many as they always are, whatever the threads: rounding must not depend
+   on them. Rows are parted first: an angle is cheaper than a row that is far from the last one. */
+static void cut(Job *job) {
+    const Planar *p = job->p;
+    const Angles *a = &p->angles;
+    int64_t rows = rows_of(p, &p->sides[0]) + rows_of(p, &p->sides[1]);
+    int64_t floats = rows * p->sets * a->heads * a->tokens * p->head_dim;
+    int64_t threads = floats < SMALL ? 1 : p->threads;
+    job->token_parts = job->row_parts = 1;
+    if (job->wanted) {
+        job->token_parts = parts_of(a->heads, (a->tokens + 7) / 8, 1, threads);
+    } else if (threads > 1) {
+        job->row_parts = parts_of(a->heads, rows / 4, 0, threads);
+        job->token_parts = parts_of(a->heads * job->row_parts, (a->tokens + 7) / 8, 0, threads);
+    }
+}
 
 API int64_t torchrope_planar(const Planar *p, int64_t backward) {
-    int with_sums = backward && p->d_frequencies;
-    Job job = {p, parts_of(p->heads, tiles_of(p), with_sums, p->threads), NULL, NULL};
-    int64_t numbers = with_sums ? p->axes * p->heads * p->pairs : 0;
-    int64_t places = backward && p->d_positions ? p->position_batch * p->tokens * p->axes : 0;
+    CHECK_LAYOUT(p);
+    const Angles *a = &p->angles;
+    Job job = {p, 1, 1, backward, backward && (p->d_frequencies || p->d_positions), NULL, NULL};
+    cut(&job);
+    int64_t numbers = job.wanted && p->d_frequencies ? a->axes * a->heads * a->pairs : 0;
+    int64_t places = job.wanted && p->d_positions ? p->sets * a->tokens * a->axes : 0;
     float *partial = NULL;
     if (numbers || places) {
-        partial = allocate(4 * (job.parts * numbers + p->heads * places));
+        partial = allocate(4 * (job.token_parts * numbers + a->heads * places));
         if (!partial) return OUT_OF_MEMORY;
         if (numbers) job.frequencies = partial;
-        if (places) job.positions = partial + job.parts * numbers;
+        if (places) job.positions = partial + job.token_parts * numbers;
     }
     Arena arena = {NULL, 0};
-    lay_out(p, &arena);
-    int64_t status = parallel_for(p->heads * job.parts, p->threads, arena.used, backward ? backward_part : forward_part,
-                                  &job);
-    if (status == DONE && numbers) add_parts(job.frequencies, job.parts, numbers, p->d_frequencies);
-    if (status == DONE && places) add_parts(job.positions, p->heads, places, p->d_positions);
+    lay_out(&job, &arena);
+    int64_t rows = p->sets * (rows_of(p, &p->sides[0]) + rows_of(p, &p->sides[1]));
+    int64_t threads = rows * a->heads * a->tokens * p->head_dim < SMALL ? 1 : p->threads;
+    int64_t status = parallel_for(a->heads * job.token_parts * job.row_parts, threads, arena.used, planar_part, &job);
+    if (status == DONE && numbers) add_parts(job.frequencies, job.token_parts, numbers, p->d_frequencies);
+    if (status == DONE && places) add_parts(job.positions, a->heads, places, p->d_positions);
     free(partial);
     return status;
 }

@@ -14,7 +14,7 @@ typedef double lanes[LANES];
 static const double RESIDUE = 1e-20;
 
 typedef struct {
-    int64_t count, b, threads; /* b even */
+    int64_t size, count, b, threads; /* b even */
     const float *base;         /* (count, b, b) */
     float *basis;              /* (count, b, b) */
     float *angular;            /* (count, b / 2) */
@@ -132,6 +132,7 @@ static void group(const void *context, int64_t item, void *memory) {
 }
 
 API int64_t torchrope_skew_eig(const SkewEig *p) {
+    CHECK_LAYOUT(p);
     int64_t bytes = 2 * p->b * p->b * (int64_t)sizeof(lanes);
     return parallel_for((p->count + LANES - 1) / LANES, p->threads, bytes, group, p);
 }

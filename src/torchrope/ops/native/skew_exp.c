@@ -18,7 +18,7 @@ static const float F[TERMS] = {
 };
 
 typedef struct {
-    int64_t heads, blocks, b, axes, sets, tokens, threads; /* heads: those of the rotation */
+    int64_t size, heads, blocks, b, axes, sets, tokens, threads; /* heads: those of the rotation */
     const float *positions;  /* (sets, tokens, axes), or NULL: generators are the exponents (heads, blocks, b, b) */
     const float *generators; /* (axes, heads, blocks, b, b) */
     float *table;            /* (sets, heads, tokens, blocks, b, b), each block transposed */
@@ -610,6 +610,7 @@ static void run_part(const void *context, int64_t item, void *memory) {
 }
 
 API int64_t torchrope_skew_exp(const SkewExp *p, int64_t backward) {
+    CHECK_LAYOUT(p);
     int with_sums = backward && p->positions;
     int64_t parts = parts_of(columns_of(p), groups_of(p), with_sums, p->threads);
     Job job = {p, {0, NULL, NULL, NULL}, parts, backward, NULL, NULL};
