@@ -227,7 +227,7 @@ def _kernel_of(rotation: Planar, table: Tensor | None = None) -> PlanarCall:
 
 
 def _cos_and_sin(rotation: Planar) -> Tensor:
-    """cos and sin `(sets, heads, tokens, pairs, 2)` as the kernel computes them: how it turns the first unit vectors."""
+    """cos and sin `(sets, heads, tokens, pairs, 2)` as the kernel computes them, by rotating (1, 0)."""
     positions, frequencies = _with_sets(rotation.positions, 3).detach(), rotation.frequencies.detach()
     shape = (len(positions), frequencies.shape[1], positions.shape[1])
     units = frequencies.new_tensor([1.0, 0.0]).repeat(*shape, frequencies.shape[2])
