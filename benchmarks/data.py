@@ -174,7 +174,7 @@ def _forward_flops(config: RunConfig, shape: tuple[int, ...]) -> int:
     sizes = shape[1:]
     axes = ("time", "height", "width")[-len(sizes) :]
     data: Any = argparse.Namespace(
-        input_size=sizes, in_channels=shape[0], num_classes=100, axes=axes, tasks=("classify",)
+        input_size=sizes, in_channels=shape[0], num_classes=100, axes=axes, tasks=("classify",), lattice=True
     )
     return count_flops(lambda: build_model("none", config.model, data), torch.Size((1, *shape)))
 
