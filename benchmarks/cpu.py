@@ -3,7 +3,7 @@
     python benchmarks/cpu.py --threads 2
 
 Parity comes first: where a fast path differs from the float64 reference, the differences are printed, nothing is
-measured, and the status is 1. Run it on a machine that does nothing else: it trains six ViT-B for a few steps each.
+measured, and the status is 1. Run it on a machine that does nothing else: it trains six ViT-S for a few steps each.
 """
 
 import argparse

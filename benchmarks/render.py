@@ -14,7 +14,7 @@ from torchrope.lab.bench.findings import (
     ratio_table,
     time_figure,
 )
-from torchrope.lab.bench.results import DataSuite, Growth, Judged, Source, Suite, read_results
+from torchrope.lab.bench.results import DataSuite, Growth, Judged, Operation, Source, Suite, read_results
 from torchrope.lab.report.plots import plot, svg
 from torchrope.lab.report.readme import insert_between_markers
 from torchrope.lab.report.tables import show_table
@@ -50,6 +50,7 @@ def render_docs(text: str, suite: Suite) -> str:
     notes = "\n".join(f"- {note}" for note in not_measured(suite.bench))
     blocks = {
         "rows": [_markdown(_targets(suite.rows)), f"{describe_setting(suite.bench)}. {_origin(suite.bench.source)}"],
+        "operations": [_markdown(_operations(suite.operations))],
         "bench": [_markdown(ratio_table(suite.bench)), notes, "![Time of a step](speed/bench.svg)"],
         "training": [_markdown(_training(suite))],
         "memory": [_markdown(_memory(suite))],
@@ -112,6 +113,21 @@ def _of_rounds(value: Quartiles | None) -> Row:
 
 def _goal(row: Judged, limit: float | None) -> str | None:
     return None if limit is None else f"{'at most' if row.at_most else 'at least'} {limit:g}{row.unit}"
+
+
+def _operations(operations: Sequence[Operation]) -> Table:
+    columns = [
+        Column("name", "Call / other"), Column("shape", "Batch, heads, tokens, head_dim"), Column("dtype", "Dtype"),
+        quartile_column("us", "Time", "µs"), quartile_column("hot", "Hot", "×", 2),
+        quartile_column("cold", "Cold", "×", 2),
+    ]  # fmt: skip
+    rows = [
+        {"name": each.name, "shape": ", ".join(map(str, each.setting.shape)), "dtype": each.setting.dtype,
+         **quartile_cells("us", each.microseconds), **quartile_cells("hot", each.hot),
+         **quartile_cells("cold", each.cold)}
+        for each in sorted(operations, key=lambda each: each.name)
+    ]  # fmt: skip
+    return Table("One call", columns, rows)
 
 
 def _training(suite: Suite) -> Table:

@@ -5,17 +5,22 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 Work = Callable[[], object]
 
+Name = TypeVar("Name", bound=Hashable)
+
 _SHORTEST_SAMPLE = 0.05
-_MOST_REPEATS = 100
+_MOST_REPEATS = 5000
+_BEYOND_CACHES = 64 * 2**20
+"""Bytes, more than the caches of a processor hold."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Quartiles:
     high: float
 
 
-def interleaved_seconds(works: Mapping[str, Work], *, rounds: int, device: str) -> dict[str, list[float]]:
+def interleaved_seconds(works: Mapping[Name, Work], *, rounds: int, device: str) -> dict[Name, list[float]]:
     """Time pieces of work in turn, so that other load on the machine affects all equally.
 
     Each round takes one sample of each, beginning with another one every time; a sample repeats short work for
@@ -44,12 +49,33 @@ def interleaved_seconds(works: Mapping[str, Work], *, rounds: int, device: str) 
     for work in works.values():
         work()
     repeats = {name: _repeats(work, device) for name, work in works.items()}
-    names = list(works)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(rounds):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
-            seconds[name].append(_seconds(works[name], repeats[name], device))
+    seconds: dict[Name, list[float]] = {name: [] for name in works}
+    for name in _in_turn(list(works), rounds):
+        seconds[name].append(_seconds(works[name], repeats[name], device))
+    return seconds
+
+
+def interleaved_cold_seconds(
+    works: Mapping[Name, Callable[[], Work]], *, rounds: int, device: str
+) -> dict[Name, list[float]]:
+    """Time single calls in turn, each on memory of its own and after the caches were filled with something else.
+
+    Args:
+        works: What prepares a call, by name.
+        rounds: Calls of each.
+        device: Where it runs; CUDA is waited for.
+
+    Returns:
+        Seconds of a call, a number per round and name.
+    """
+    for prepare in works.values():
+        prepare()()
+    other = torch.empty(_BEYOND_CACHES, dtype=torch.uint8, device=device)
+    seconds: dict[Name, list[float]] = {name: [] for name in works}
+    for name in _in_turn(list(works), rounds):
+        work = works[name]()
+        other.fill_(1)
+        seconds[name].append(_seconds(work, 1, device))
     return seconds
 
 
@@ -119,6 +145,14 @@ def _cpu_allocations(work: Work) -> list[int]:
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     on_cpu = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == 0]
     return [int(event["args"]["Bytes"]) for event in sorted(on_cpu, key=lambda event: event["ts"])]
+
+
+def _in_turn(names: Sequence[Name], rounds: int) -> Iterator[Name]:
+    """All names in each round, which begins with another one every time."""
+    for index in range(rounds):
+        first = index % len(names)
+        yield from names[first:]
+        yield from names[:first]
 
 
 def _repeats(work: Work, device: str) -> int:

@@ -63,6 +63,7 @@ def suite() -> Suite:
         Setting(batch=1, heads=1, tokens=5, head_dim=64),
         Training(input_size=8, patch_size=4, batch=1, dim=64, depth=1, num_heads=1, rounds=1, overheads=()),
         rounds=1,
+        call_rounds=1,
         memory_tokens=5,
         growth_tokens=(4, 8),
         growth_batches=(1, 2),
@@ -70,6 +71,7 @@ def suite() -> Suite:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PEERS, peers.COMPILED, not_compiled)
+        patch.setattr(timing, "_SHORTEST_SAMPLE", 1e-4)
         return run_suite(plan, command="make bench", tell=lambda line: None)
 
 
@@ -362,10 +364,12 @@ def test_every_target_is_judged_once_and_every_part_is_there(suite: Suite, tmp_p
 
 def test_rows_say_what_was_measured(suite: Suite) -> None:
     said = {row.name: row.value.median for row in suite.rows if row.value is not None}
-    for encoding in ("comrope-ap:8", "comrope-ld:8"):
-        mixed = suite.bench.of(encoding).of("mixed")
-        assert mixed is not None
-        assert said[f"{encoding} / mixed"] == pytest.approx(1 / mixed.ratio.median)
+    calls = {each.name: each for each in suite.operations if each.setting.dtype == "float32"}
+    for name in ("comrope-ld:8 in attention / mixed", "comrope-ap:8 in attention / mixed"):
+        assert said[name] == calls[name].hot.median
+    assert said["one call on one token"] == calls["one call on one token"].microseconds.median
+    slowest = min(1 / each.hot.median for each in suite.operations if each.name == "forward / complex multiply")
+    assert said["forward / complex multiply"] == pytest.approx(slowest)
     timm = suite.bench.of("mixed").of("timm")
     assert timm is not None
     assert said["mixed / timm"] == timm.ratio.median
@@ -383,7 +387,9 @@ def test_rows_say_what_was_measured(suite: Suite) -> None:
 def test_a_row_without_its_peer_says_why(suite: Suite) -> None:
     mixed = suite.bench.of("mixed")
     alone = replace(mixed, timed=mixed.timed[:1], left_out={"timm": "not installed"})
-    measurements = Measurements(replace(suite.bench, encodings=(alone,)), suite.training, suite.memory, suite.growth)
+    measurements = Measurements(
+        suite.operations, replace(suite.bench, encodings=(alone,)), suite.training, suite.memory, suite.growth
+    )
     judged = ROWS[0].judge(measurements)
     assert (judged.value, judged.why_not) == (None, "timm: not installed")
 
@@ -403,7 +409,7 @@ def test_without_vl_convert_the_numbers_stand_and_the_page_is_missed(
 def test_the_plan_is_the_one_that_targets_are_for() -> None:
     plan = standard_plan()
     assert plan.setting == Setting(batch=8, heads=12, tokens=65, head_dim=64, axes=2, dtype="float32", device="cpu")
-    assert (plan.training.batch, plan.training.depth, plan.training.dim) == (64, 12, 768)
+    assert (plan.training.input_size, plan.training.batch, plan.training.dim) == (224, 8, 384)
     assert (plan.memory_tokens, plan.growth_tokens[0], plan.growth_tokens[-1]) == (785, 64, 4096)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from torchrope.lab.bench.config import ENCODINGS, Setting
 from torchrope.lab.bench.parity import require_parity
-from torchrope.lab.bench.peers import OURS, available_peers, make_encoding, make_step, make_task, ours, serving_backend
+from torchrope.lab.bench.peers import OURS, available_peers, make_encoding, make_step, make_task, serving_backend
 from torchrope.lab.bench.results import Bench, Compared, Source, Timed
 from torchrope.lab.provenance import provenance
 from torchrope.lab.timing import interleaved_seconds, milliseconds, ratio, threads
@@ -23,7 +23,6 @@ def run_bench(
     encodings: Sequence[str] | None = None,
     rounds: int = 21,
     num_threads: int | None = None,
-    companions: Sequence[str] = (),
     command: str = "",
     tell: Tell = print,
 ) -> Bench:
@@ -37,7 +36,6 @@ def run_bench(
         encodings: Names; by default those of `ENCODINGS` that the setting fits.
         rounds: Rounds that medians are over.
         num_threads: Threads to compute with; None leaves the number alone.
-        companions: Encodings of torchrope that take part in every comparison under their own names.
         command: What was run, for the results.
         tell: Takes lines on the progress.
 
@@ -55,7 +53,7 @@ def run_bench(
         compared = []
         for index, name in enumerate(names, 1):
             tell(f"measuring {index} of {len(names)}: {name}")
-            compared.append(_compare(name, setting, rounds, companions))
+            compared.append(_compare(name, setting, rounds))
         source = find_source(command)
     return Bench(setting, rounds, tuple(compared), not_fitting, source, largest)
 
@@ -98,14 +96,10 @@ def _fitting(setting: Setting) -> tuple[list[str], dict[str, str]]:
     return names, not_fitting
 
 
-def _compare(name: str, setting: Setting, rounds: int, companions: Sequence[str]) -> Compared:
+def _compare(name: str, setting: Setting, rounds: int) -> Compared:
     task = make_task(name, setting)
     peers, left_out = available_peers(task)
     steps = {peer.name: make_step(task, peer) for peer in peers}
-    for companion in companions:
-        if companion != name:
-            other = make_task(companion, setting)
-            steps[companion] = make_step(other, ours(other))
     seconds = interleaved_seconds(steps, rounds=rounds, device=setting.device)
     timed = (Timed(who, milliseconds(own), ratio(own, seconds[OURS])) for who, own in seconds.items())
     return Compared(name, serving_backend(task), tuple(timed), left_out)

@@ -45,6 +45,11 @@ class Setting:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of q and k."""
+        return self.batch, self.heads, self.tokens, self.head_dim
+
+    @property
     def lattice(self) -> tuple[int, ...]:
         """Tokens along each axis, without those in front."""
         return nearest_to_cube(self.tokens - self.prefix, self.axes)

@@ -187,11 +187,17 @@ def complex_multiply(task: Task) -> Peer:
         raise Unavailable("complex numbers turn channel pairs alone")
 
     def turn(q: Tensor, k: Tensor) -> Pair:
-        angles = torch.einsum("ta,ahp->htp", task.positions, _frequencies(task.encoding))
-        waves = torch.polar(torch.ones_like(angles), angles)  # (heads or 1, tokens, pairs)
+        waves = _waves(task)
         return _times(q, waves), _times(k, waves)
 
     return Peer(COMPLEX, turn, tuple(task.encoding.parameters()))
+
+
+def ready_complex_multiply(task: Task) -> Turn:
+    """Likewise with e^{i angle} computed once, which leaves its frequencies without a gradient."""
+    with torch.no_grad():
+        waves = _waves(task)
+    return lambda q, k: (_times(q, waves), _times(k, waves))
 
 
 def matrix_exp(task: Task) -> Peer:
@@ -299,6 +305,12 @@ def _frequencies(encoding: Encoding) -> Tensor:
     if isinstance(encoding, AxialRoPE):
         return encoding.frequencies.unsqueeze(1)
     return encoding.generators()[..., 1, 0]
+
+
+def _waves(task: Task) -> Tensor:
+    """e^{i angle}, `(heads or 1, tokens, pairs)`."""
+    angles = torch.einsum("ta,ahp->htp", task.positions, _frequencies(task.encoding))
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def _times(x: Tensor, waves: Tensor) -> Tensor:

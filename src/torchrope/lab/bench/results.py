@@ -153,6 +153,25 @@ class Growth:
 
 
 @dataclass(frozen=True)
+class Operation:
+    """One call on q and k over another.
+
+    Attributes:
+        name: What is compared with what.
+        setting: Shape, dtype, device.
+        microseconds: Time of the call, repeated.
+        hot: Its time over the other's, both repeated.
+        cold: Likewise of single calls on new memory, after the caches were filled with something else.
+    """
+
+    name: str
+    setting: Setting
+    microseconds: Quartiles
+    hot: Quartiles
+    cold: Quartiles
+
+
+@dataclass(frozen=True)
 class Judged:
     """One target and what was measured.
 
@@ -183,6 +202,7 @@ class Suite:
 
     schema: int
     rows: tuple[Judged, ...]
+    operations: tuple[Operation, ...]
     bench: Bench
     training: Training
     memory: tuple[Peak, ...]

@@ -1,10 +1,20 @@
 """Targets of speed and memory, row by row, and the measurement that each is compared with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torchrope.lab.bench.operation import (
+    CALL,
+    FORWARD,
+    FORWARD_COMPLEX,
+    LEARNED,
+    SHAPES,
+    SHARED,
+    SHARED_TRAINING,
+    in_attention,
+)
 from torchrope.lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope.lab.bench.results import Bench, Growth, Judged, Peak, Training
+from torchrope.lab.bench.results import Bench, Growth, Judged, Operation, Peak, Training
 from torchrope.lab.timing import Quartiles, quartiles
 
 BENCH_ENCODINGS = ("axial", "mixed", "liere:8", "liere:64", "comrope-ap:8", "comrope-ld:8")
@@ -20,6 +30,7 @@ _LINEAR = 1.1
 class Measurements:
     """All that rows are judged by."""
 
+    operations: tuple[Operation, ...]
     bench: Bench
     training: Training
     memory: tuple[Peak, ...]
@@ -40,7 +51,7 @@ class Row:
         must: What must be reached, None where nothing must.
         reach: What to reach for.
         find: The value among the measurements.
-        unit: "×", " %" or nothing.
+        unit: "×", " %", " µs" or nothing.
         at_most: Whether smaller is better.
     """
 
@@ -70,14 +81,37 @@ def faster(encoding: str, peer: str, what: str, must: float, reach: float) -> Ro
     return Row(f"{encoding} / {peer}", what, must, reach, find)
 
 
-def at_most_the_time_of(encoding: str, other: str, what: str, reach: float) -> Row:
-    """How many times as long as another encoding of torchrope."""
+def call_takes(name: str, what: str, must: float, reach: float, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Row:
+    """The time of a call over another's: the largest of some shapes, over dtypes."""
 
     def find(measured: Measurements) -> Measured:
-        timed = measured.bench.of(encoding).of(other)
-        return f"{other} was not measured" if timed is None else _inverse(timed.ratio)
+        return max((each.hot for each in _calls(measured, name, shapes)), key=lambda value: value.median)
 
-    return Row(f"{encoding} / {other}", what, None, reach, find, at_most=True)
+    where = "" if shapes == SHAPES else f", batch × tokens {' and '.join(f'{b} × {n}' for b, _, n, _ in shapes)}"
+    return Row(f"{name}{where}", f"{what}{where}", must, reach, find, at_most=True)
+
+
+def call_is_faster(name: str, what: str, must: float, reach: float) -> Row:
+    """How many times as fast a call is as another: the smallest over shapes and dtypes."""
+
+    def find(measured: Measurements) -> Measured:
+        slowest = max((each.hot for each in _calls(measured, name, SHAPES)), key=lambda value: value.median)
+        return _inverse(slowest)
+
+    return Row(name, what, must, reach, find)
+
+
+def call_on_one_token(must: float, reach: float) -> Row:
+    """The time of one call on one token."""
+
+    def find(measured: Measurements) -> Measured:
+        return next(each.microseconds for each in measured.operations if each.name == CALL)
+
+    return Row(CALL, f"{CALL} without gradient", must, reach, find, " µs", at_most=True)
+
+
+def _calls(measured: Measurements, name: str, shapes: Sequence[tuple[int, ...]]) -> list[Operation]:
+    return [each for each in measured.operations if each.name == name and each.setting.shape in shapes]
 
 
 def training_overhead(encoding: str, must: float, reach: float) -> Row:
@@ -115,6 +149,7 @@ def growth(encoding: str, over: str) -> Row:
     return Row(f"growth of {encoding} over {over}", what, _LINEAR, None, find, unit="", at_most=True)
 
 
+_READY = "a complex multiply with a ready table"
 _PUBLISHED = "torch.matrix_exp and dense block products with autograd"
 
 ROWS: tuple[Row, ...] = (
@@ -124,13 +159,21 @@ ROWS: tuple[Row, ...] = (
     faster("liere:64", MATRIX_EXP, f"LieRE_64 against {_PUBLISHED}", 6, 12),
     faster("comrope-ld:8", MATRIX_EXP, f"ComRoPE-LD_8 against {_PUBLISHED}", 20, 50),
     faster("comrope-ap:8", MATRIX_EXP, f"ComRoPE-AP_8 against {_PUBLISHED}", 20, 50),
-    at_most_the_time_of("comrope-ld:8", "mixed", "ComRoPE-LD_8: its time over RoPE-Mixed's", 1.5),
-    at_most_the_time_of("comrope-ap:8", "mixed", "ComRoPE-AP_8: its time over RoPE-Mixed's", 1.5),
+    call_takes(FORWARD, "one call without gradient over copies of q and k", 2, 1.3),
+    call_is_faster(FORWARD_COMPLEX, f"one call without gradient against {_READY}", 1, 1.5),
+    call_is_faster(SHARED, f"the same with angles that heads share, against {_READY}", 1, 1.5),
+    call_is_faster(SHARED_TRAINING, f"the same, forward and backward, against {_READY}", 1, 1.5),
+    call_takes(LEARNED, "learned frequencies, forward and backward, over five copies of q", 4, 2, SHAPES[2:]),
+    call_takes(LEARNED, "learned frequencies, forward and backward, over five copies of q", 8, 4, SHAPES[:2]),
+    call_on_one_token(25, 15),
+    call_takes(in_attention("comrope-ld:8"), "ComRoPE-LD_8 where scores alone matter, over RoPE-Mixed", 2, 1.3),
+    call_takes(in_attention("comrope-ap:8"), "ComRoPE-AP_8 where scores alone matter, over RoPE-Mixed", 2, 1.3),
+    call_takes(in_attention("string"), "STRING where scores alone matter, over RoPE-Mixed", 3, 1.5),
     training_overhead("mixed", 4, 2),
     training_overhead("comrope-ap:8", 4, 2),
     training_overhead("comrope-ld:8", 4, 2),
-    training_overhead("liere:8", 8, 4),
-    training_overhead("liere:64", 15, 8),
+    training_overhead("liere:8", 6, 3),
+    training_overhead("liere:64", 60, 40),
     *(
         peak_memory(batch, training, must)
         for training, must in ((True, 1.5), (False, 1.1))

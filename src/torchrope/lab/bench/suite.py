@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from torchrope.lab.bench.bench import Tell, run_bench
 from torchrope.lab.bench.config import Setting
+from torchrope.lab.bench.operation import measure_operations
 from torchrope.lab.bench.peers import make_step, make_task, ours
 from torchrope.lab.bench.results import VERSION, Growth, Overhead, Peak, Suite, Training
 from torchrope.lab.bench.rows import (
@@ -30,6 +31,7 @@ class Plan:
 
     Attributes:
         setting: Of the layer steps; the others start from it.
+        call_rounds: Of single calls.
         training: The model, its batch and rounds; what it measures is filled in.
         rounds: Of the layer steps.
         memory_tokens: Tokens at which memory is measured.
@@ -42,6 +44,7 @@ class Plan:
     setting: Setting
     training: Training
     rounds: int = 21
+    call_rounds: int = 21
     memory_tokens: int = 785
     memory_batches: tuple[int, ...] = (1, 8)
     growth_tokens: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -50,9 +53,9 @@ class Plan:
 
 
 def standard_plan(device: str = "cpu") -> Plan:
-    """The sizes that the targets are for: ViT-B on images of 32x32, and layer steps of the same tokens."""
-    vit_b = Training(input_size=32, patch_size=4, batch=64, dim=768, depth=12, num_heads=12, rounds=5, overheads=())
-    return Plan(Setting(device=device), vit_b)
+    """The sizes that the targets are for: ViT-S on images of 224x224, and layer steps of the tokens of 32x32."""
+    vit_s = Training(input_size=224, patch_size=16, batch=8, dim=384, depth=12, num_heads=6, rounds=9, overheads=())
+    return Plan(Setting(device=device), vit_s)
 
 
 def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", tell: Tell = print) -> Suite:
@@ -66,19 +69,17 @@ def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", 
             plan.setting,
             encodings=BENCH_ENCODINGS,
             rounds=plan.rounds,
-            companions=("mixed",),
             command=command,
             tell=tell,
         )
         measurements = Measurements(
+            operations=tuple(measure_operations(plan.setting, plan.call_rounds, tell)),
             bench=bench,
             memory=_memory(plan, tell),
             growth=(*_growth(plan, "tokens", tell), *_growth(plan, "batch", tell)),
             training=measure_training(plan.training, plan.setting.device, tell),
         )
-    return Suite(
-        VERSION, judge_all(measurements), bench, measurements.training, measurements.memory, measurements.growth
-    )
+    return Suite(VERSION, judge_all(measurements), **vars(measurements))
 
 
 def measure_training(plan: Training, device: str, tell: Tell) -> Training:
