@@ -32,3 +32,8 @@ def empty_rows(like: Tensor) -> Tensor:
     """Memory for a result of the same shape and dtype, in the memory order of `like`, channels side by side."""
     empty = torch.empty_like(like)
     return empty if empty.stride(-1) == 1 else like.new_empty(like.shape)
+
+
+def with_sets(x: Tensor, ndim: int) -> Tensor:
+    """Give what all samples share a leading dimension of 1."""
+    return x if x.ndim == ndim else x.unsqueeze(0)

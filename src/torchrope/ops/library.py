@@ -186,7 +186,8 @@ def _save_planar(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+def planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+    """Gradients to the inputs of `rotate_planar`."""
     wanted = list(ctx.needs_input_grad[2:4])
     dq, dk, d_positions, d_frequencies = call(
         "rotate_planar_backward", grad_q, grad_k, *ctx.saved_tensors, ctx.halves, wanted
@@ -194,7 +195,7 @@ def _planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     return dq, dk, _wanted(d_positions, wanted[0]), _wanted(d_frequencies, wanted[1]), None, None
 
 
-_differentiate("rotate_planar", _save_planar, _planar_gradient)
+_differentiate("rotate_planar", _save_planar, planar_gradient)
 
 
 # Commuting: factors (axes, heads, blocks), base and basis (heads, blocks, b, b), angular (heads, blocks, b / 2).

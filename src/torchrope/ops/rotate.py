@@ -1,17 +1,15 @@
 """`rotate`: apply a rotation to queries and keys, by a kernel or by the reference."""
 
-from weakref import ref
-
 import torch
 from torch import Tensor
 
-from torchrope.ops import native, reference
+from torchrope.ops import reference
 from torchrope.ops.backends import takes_kernels
+from torchrope.ops.direct import rotate_directly
 from torchrope.ops.layouts import heads_first, warn_of_two_layouts
-from torchrope.ops.library import call, is_observed, is_plain
-from torchrope.ops.native import DTYPES, PlanarCall
+from torchrope.ops.library import call
 from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
-from torchrope.tensors import can_read, wide_dtype, without_autocast
+from torchrope.tensors import can_read, wide_dtype, with_sets, without_autocast
 
 
 def rotate(
@@ -70,7 +68,7 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     of_keys = rotation if key_rotation is None else key_rotation
     if backend == "auto" and type(rotation) is Planar and key_rotation is None:
-        turned = _rotate_without_gradient(q, k, rotation)
+        turned = rotate_directly(q, k, rotation)
         if turned is not None:
             return turned
     _check("q", q, rotation)
@@ -125,132 +123,6 @@ def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) 
     if not _takes_kernels(backend, x, x, rotation, rotation):
         return _rotate_wide(x, rotation)
     return _rotate_alone(x, rotation, scores_only)
-
-
-def _rotate_without_gradient(q: Tensor, k: Tensor, rotation: Planar) -> tuple[Tensor, Tensor] | None:
-    """Rotate by the kernel for CPUs, in few statements, or return None where the general way must check or dispatch."""
-    if torch.compiler.is_compiling() or is_observed() or not (is_plain(q) and is_plain(k)):
-        return None
-    known = rotation.__dict__.get(_KNOWN)
-    if known is None or not known.holds(rotation):
-        known = _Known.find(rotation)
-        rotation.__dict__[_KNOWN] = known
-    if known is None or not known.serves(q, k) or _needs_gradient(q, k, rotation):
-        return None
-    return known.kernel_for(q, k)(q, k)
-
-
-_KNOWN = "_known"
-
-
-class _Known:
-    """What was checked about a planar rotation, once.
-
-    Attributes:
-        kernel: Its kernel.
-        tabulated: Likewise, reading cos and sin that the first call for few rows made: one rotation serves all layers.
-        heads: Heads that it was made for.
-        own_heads: Heads with a rotation of their own, 1 where they share it.
-        sets: Sets of positions: 1, or one a sample.
-        tokens: Tokens of a set.
-        head_dim: Channels of a head.
-        state: Where its numbers were and how often they had changed.
-    """
-
-    def __init__(self, rotation: Planar) -> None:
-        self.rotation = ref(rotation)
-        self.kernel = _kernel_of(rotation)
-        self.tabulated: PlanarCall | None = None
-        self.uses = 0
-        self.heads, self.own_heads = rotation.heads, rotation.frequencies.shape[1]
-        self.sets = 1 if rotation.positions.ndim == 2 else len(rotation.positions)
-        self.tokens, self.head_dim = rotation.shape[-1], rotation.head_dim
-        self.state = _state(rotation)
-
-    @classmethod
-    def find(cls, rotation: Planar) -> "_Known | None":
-        """Check a rotation; None where the kernel does not serve it, or would read a copy of its numbers."""
-        given = rotation._tensors()
-        if native.LIBRARY is None or rotation.rotary_dim == 0 or rotation.positions.ndim > 3:
-            return None
-        if not all(is_plain(x) and x.dtype == torch.float32 and x.is_contiguous() for x in given):
-            return None
-        return cls(rotation)
-
-    def holds(self, rotation: Planar) -> bool:
-        """Whether the numbers of the rotation are where and what they were."""
-        return _state(rotation) == self.state
-
-    def serves(self, q: Tensor, k: Tensor) -> bool:
-        """Whether q and k are what the kernel and the rotation are for."""
-        shape, of_keys = q.shape, k.shape
-        if len(shape) != 4 or len(of_keys) != 4 or q.dtype not in DTYPES or k.dtype not in DTYPES:
-            return False
-        batch, heads, tokens, head_dim = shape
-        key_batch, key_heads, key_tokens, key_dim = of_keys
-        return (
-            head_dim == key_dim == self.head_dim
-            and tokens == key_tokens == self.tokens
-            and key_heads > 0
-            and heads % key_heads == 0
-            and (key_heads == self.heads or (self.own_heads == 1 and self.heads in (1, heads)))
-            and (self.sets == 1 or batch == key_batch == self.sets)
-        )
-
-    def kernel_for(self, q: Tensor, k: Tensor) -> PlanarCall:
-        """The kernel, or from the second use on that with a table where an angle serves few rows."""
-        if self.tabulated is not None or self.uses > 1:
-            return self.tabulated or self.kernel
-        self.uses += 1
-        rows = (len(q) * q.shape[1] + len(k) * k.shape[1]) // max(self.sets * self.own_heads, 1)
-        rotation = self.rotation()
-        if self.uses > 1 and rows <= _FEW_ROWS and rotation is not None and rotation.table is None:
-            self.tabulated = _kernel_of(rotation, _cos_and_sin(rotation))
-        return self.kernel if self.tabulated is None else self.tabulated
-
-
-_FEW_ROWS = 4
-"""Rows that an angle serves, up to which reading its cos and sin is cheaper than computing them: a table is as large as
-q of one sample."""
-
-
-def _kernel_of(rotation: Planar, table: Tensor | None = None) -> PlanarCall:
-    with torch.no_grad():
-        positions, own = _with_sets(rotation.positions, 3), table if rotation.table is None else rotation.table
-        return PlanarCall(
-            positions,
-            rotation.frequencies,
-            None if own is None else _with_sets(own, 5),
-            rotation.halves,
-            rotation.head_dim,
-        )
-
-
-def _cos_and_sin(rotation: Planar) -> Tensor:
-    """cos and sin `(sets, heads, tokens, pairs, 2)` as the kernel computes them, by rotating (1, 0)."""
-    positions, frequencies = _with_sets(rotation.positions, 3).detach(), rotation.frequencies.detach()
-    shape = (len(positions), frequencies.shape[1], positions.shape[1])
-    units = frequencies.new_tensor([1.0, 0.0]).repeat(*shape, frequencies.shape[2])
-    return native.rotate_planar(units, units[:0], positions, frequencies)[0].unflatten(-1, (-1, 2))
-
-
-def _state(rotation: Planar) -> tuple[int, ...]:
-    positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
-    of_table = (0, 0) if table is None else (table.data_ptr(), _version(table))
-    return positions.data_ptr(), frequencies.data_ptr(), _version(positions), _version(frequencies), *of_table
-
-
-def _version(x: Tensor) -> int:
-    """How often a tensor was changed in place; those of inference mode do not count it, and are not to be changed."""
-    return 0 if x.is_inference() else x._version
-
-
-def _needs_gradient(q: Tensor, k: Tensor, rotation: Planar) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    table = rotation.table
-    of_rotation = rotation.positions.requires_grad or rotation.frequencies.requires_grad
-    return q.requires_grad or k.requires_grad or of_rotation or (table is not None and table.requires_grad)
 
 
 def _rotate_in_bases(
@@ -317,14 +189,14 @@ def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) ->
         return q, k
     flat = (_with_samples(q), _with_samples(k))
     if isinstance(rotation, Planar):
-        positions = _with_sets(rotation.positions, 3)
-        table = None if rotation.table is None else _with_sets(rotation.table, 5)
+        positions = with_sets(rotation.positions, 3)
+        table = None if rotation.table is None else with_sets(rotation.table, 5)
         turned = call("rotate_planar", *flat, positions, rotation.frequencies, table, rotation.halves)
     elif isinstance(rotation, Commuting):
         turned = call(
             "rotate_basis",
             *flat,
-            _with_sets(rotation.positions, 3),
+            with_sets(rotation.positions, 3),
             rotation.factors,
             rotation.base,
             rotation.basis,
@@ -333,8 +205,8 @@ def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) ->
         )
     else:
         assert isinstance(rotation, Block)
-        table = _with_sets(rotation.table.to(torch.float32), 6)
-        tangent = table.new_empty(0) if rotation.tangent is None else _with_sets(rotation.tangent, 5)
+        table = with_sets(rotation.table.to(torch.float32), 6)
+        tangent = table.new_empty(0) if rotation.tangent is None else with_sets(rotation.tangent, 5)
         turned = call("rotate_block", *flat, table.detach(), tangent)
     return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
 
@@ -342,11 +214,6 @@ def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) ->
 def _with_samples(x: Tensor) -> Tensor:
     """All leading dimensions as one."""
     return x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4)
-
-
-def _with_sets(x: Tensor, ndim: int) -> Tensor:
-    """Give what all samples share a leading dimension of 1."""
-    return x if x.ndim == ndim else x.unsqueeze(0)
 
 
 def _inputs(rotation: Rotation) -> tuple[Tensor, ...]:

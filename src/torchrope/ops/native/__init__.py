@@ -186,18 +186,35 @@ class PlanarCall:
         self._arguments = _planar_arguments(positions, frequencies, table, halves, head_dim)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn channel pairs of q and k."""
-        call = _Planar.from_buffer_copy(self._arguments)  # another thread may be calling it
-        call.kept = []
-        call.threads = torch.get_num_threads()
+        """Rotate channel pairs of q and k."""
+        call = self._copy()
         out = call.set_sides(q, k)
-        status = _kernel("torchrope_planar")(ctypes.byref(call), _FORWARD)
-        if status:
-            _refuse("torchrope_planar", status)
+        call.run("torchrope_planar", 0)
         return out
 
+    def backward(
+        self,
+        grad_q: Tensor,
+        grad_k: Tensor,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor | None,
+        frequencies: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Gradients to q, k, and to positions and frequencies where these are given."""
+        call = self._copy()
+        out = call.set_sides(q, k, grad_q, grad_k)
+        d_positions, d_frequencies = (None if x is None else _gradient(x, True) for x in (positions, frequencies))
+        call.d_positions, call.d_frequencies = _at(d_positions), _at(d_frequencies)
+        call.run("torchrope_planar", 1)
+        return (*out, d_positions, d_frequencies)
 
-_FORWARD = ctypes.c_int64(0)
+    def _copy(self) -> _Planar:
+        """Arguments of one call: another thread may be calling."""
+        call = _Planar.from_buffer_copy(self._arguments)
+        call.kept = []
+        call.threads = torch.get_num_threads()
+        return call
 
 
 def _planar_arguments(

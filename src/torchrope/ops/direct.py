@@ -1,0 +1,166 @@
+"""Planar rotations on a CPU without dispatch: the kernel and its gradients in few statements."""
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from torchrope.ops import backends, native
+from torchrope.ops.library import is_observed, is_plain, planar_gradient
+from torchrope.ops.native import DTYPES, PlanarCall
+from torchrope.rotations import Planar
+from torchrope.tensors import with_sets
+
+
+def rotate_directly(q: Tensor, k: Tensor, rotation: Planar) -> tuple[Tensor, Tensor] | None:
+    """Rotate by the kernel for CPUs, or return None where the general way must check or dispatch."""
+    if torch.compiler.is_compiling() or is_observed() or not (is_plain(q) and is_plain(k)):
+        return None
+    known = rotation.__dict__.get(_KNOWN)
+    if known is None or not known.holds(rotation):
+        known = _Known.find(rotation)
+        rotation.__dict__[_KNOWN] = known
+    if known is None or not known.serves(q, k):
+        return None
+    if not torch.is_grad_enabled():
+        return known.kernel_for(q, k)(q, k)
+    positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
+    if table is not None and table.requires_grad:
+        return None
+    if not (q.requires_grad or k.requires_grad or positions.requires_grad or frequencies.requires_grad):
+        return known.kernel_for(q, k)(q, k)
+    return _Rotate.apply(q, k, with_sets(positions, 3), frequencies, table, rotation.halves, known.kernel)
+
+
+class _Rotate(torch.autograd.Function):
+    """The kernel with its gradients, those of gradients by way of the operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        frequencies: Tensor,
+        table: Tensor | None,
+        halves: bool,
+        kernel: PlanarCall,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, positions, frequencies, table)
+        ctx.halves, ctx.kernel = halves, kernel
+        return kernel(q, k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+        if torch.is_grad_enabled() or is_observed() or not (is_plain(grad_q) and is_plain(grad_k)):
+            return *planar_gradient(ctx, grad_q, grad_k), None
+        q, k, positions, frequencies, _ = ctx.saved_tensors
+        _, _, of_positions, of_frequencies, *_ = ctx.needs_input_grad
+        wanted = (positions if of_positions else None, frequencies if of_frequencies else None)
+        return *ctx.kernel.backward(grad_q, grad_k, q, k, *wanted), None, None, None
+
+
+_KNOWN = "_known"
+
+
+class _Known:
+    """What was checked about a planar rotation, once.
+
+    Attributes:
+        kernel: Its kernel.
+        tabulated: Likewise, reading cos and sin that the first call for few rows made: one rotation serves all layers.
+        heads: Heads that it was made for.
+        own_heads: Heads with a rotation of their own, 1 where they share it.
+        sets: Sets of positions: 1, or one a sample.
+        tokens: Tokens of a set.
+        head_dim: Channels of a head.
+        state: Where its numbers were and how often they had changed.
+    """
+
+    def __init__(self, rotation: Planar) -> None:
+        self.rotation = ref(rotation)
+        self.kernel = _kernel_of(rotation)
+        self.tabulated: PlanarCall | None = None
+        self.uses = 0
+        self.heads, self.own_heads = rotation.heads, rotation.frequencies.shape[1]
+        self.sets = 1 if rotation.positions.ndim == 2 else len(rotation.positions)
+        self.tokens, self.head_dim = rotation.shape[-1], rotation.head_dim
+        self.state = _state(rotation)
+
+    @classmethod
+    def find(cls, rotation: Planar) -> "_Known | None":
+        """Check a rotation; None where the kernel does not serve it, or would read a copy of its numbers."""
+        given = rotation._tensors()
+        if backends.LIBRARY is None or rotation.rotary_dim == 0 or rotation.positions.ndim > 3:
+            return None
+        if not all(is_plain(x) and x.dtype == torch.float32 and x.is_contiguous() for x in given):
+            return None
+        return cls(rotation)
+
+    def holds(self, rotation: Planar) -> bool:
+        """Whether the numbers of the rotation are where and what they were."""
+        return _state(rotation) == self.state
+
+    def serves(self, q: Tensor, k: Tensor) -> bool:
+        """Whether q and k are what the kernel and the rotation are for."""
+        shape, of_keys = q.shape, k.shape
+        if len(shape) != 4 or len(of_keys) != 4 or q.dtype not in DTYPES or k.dtype not in DTYPES:
+            return False
+        batch, heads, tokens, head_dim = shape
+        key_batch, key_heads, key_tokens, key_dim = of_keys
+        return (
+            head_dim == key_dim == self.head_dim
+            and tokens == key_tokens == self.tokens
+            and key_heads > 0
+            and heads % key_heads == 0
+            and (key_heads == self.heads or (self.own_heads == 1 and self.heads in (1, heads)))
+            and (self.sets == 1 or batch == key_batch == self.sets)
+        )
+
+    def kernel_for(self, q: Tensor, k: Tensor) -> PlanarCall:
+        """The kernel, or from the second use on that with a table where an angle serves few rows."""
+        if self.tabulated is not None or self.uses > 1:
+            return self.tabulated or self.kernel
+        self.uses += 1
+        rows = (len(q) * q.shape[1] + len(k) * k.shape[1]) // max(self.sets * self.own_heads, 1)
+        rotation = self.rotation()
+        if self.uses > 1 and rows <= _FEW_ROWS and rotation is not None and rotation.table is None:
+            self.tabulated = _kernel_of(rotation, _cos_and_sin(rotation))
+        return self.kernel if self.tabulated is None else self.tabulated
+
+
+_FEW_ROWS = 4
+"""Rows that an angle serves, up to which reading its cos and sin is cheaper than computing them: a table is as large as
+q of one sample."""
+
+
+def _kernel_of(rotation: Planar, table: Tensor | None = None) -> PlanarCall:
+    with torch.no_grad():
+        positions, own = with_sets(rotation.positions, 3), table if rotation.table is None else rotation.table
+        return PlanarCall(
+            positions,
+            rotation.frequencies,
+            None if own is None else with_sets(own, 5),
+            rotation.halves,
+            rotation.head_dim,
+        )
+
+
+def _cos_and_sin(rotation: Planar) -> Tensor:
+    """cos and sin `(sets, heads, tokens, pairs, 2)` as the kernel computes them, by rotating (1, 0)."""
+    positions, frequencies = with_sets(rotation.positions, 3).detach(), rotation.frequencies.detach()
+    shape = (len(positions), frequencies.shape[1], positions.shape[1])
+    units = frequencies.new_tensor([1.0, 0.0]).repeat(*shape, frequencies.shape[2])
+    return native.rotate_planar(units, units[:0], positions, frequencies)[0].unflatten(-1, (-1, 2))
+
+
+def _state(rotation: Planar) -> tuple[int, ...]:
+    positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
+    of_table = (0, 0) if table is None else (table.data_ptr(), _version(table))
+    return positions.data_ptr(), frequencies.data_ptr(), _version(positions), _version(frequencies), *of_table
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was changed in place; those of inference mode do not count it, and are not to be changed."""
+    return 0 if x.is_inference() else x._version
