@@ -1,8 +1,10 @@
 """Measure the Triton kernels on a CUDA or ROCm machine:  python benchmarks/gpu.py
 
-First every kernel is held against float64; where one fails no number is shown. Then the rows, with what each must
-reach: planar rotation as a share of the bandwidth of a copy and against flash-attention's rotary, skew_exp against
-torch.matrix_exp, and a training step of ViT-B/16 with each encoding over none. Writes JSON with machine, versions and
+First every kernel is held against float64; where one fails no number is shown. Then tiles and warps of the planar
+kernels are measured, and the fastest are taken for the rows, each with what it must reach: planar rotation, of
+neighbouring pairs and of halves, with frequencies of each head and shared ones, as a share of the bandwidth of a copy,
+against torch.compile of the same in plain PyTorch and against flash-attention's rotary; skew_exp against
+torch.matrix_exp; and a training step of ViT-B/16 with each encoding over none. Writes JSON with machine, versions and
 commit.
 """
 
@@ -17,6 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +28,8 @@ from torch.nn import functional
 ROOT = Path(__file__).resolve().parents[1]
 # ViT-B/16 at 224 x 224 with a class token.
 BATCH, HEADS, TOKENS, HEAD_DIM = 256, 12, 197, 64
-OVERHEAD = {"axial": None, "mixed": 1.01, "comrope-ap": 1.01, "comrope-ld": 1.01, "liere:8": 1.02, "liere:64": 1.06}
+OVERHEAD = {"axial": None, "mixed": 1.005, "comrope-ap": 1.01, "comrope-ld": 1.01, "liere:8": 1.02, "liere:64": 1.03}
+LAUNCHES = [(tile, warps) for tile in (512, 1024, 2048, 4096) for warps in (2, 4, 8)]
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,13 @@ def main() -> int:
     if not parity_holds():
         print("a kernel disagrees with float64: no numbers")
         return 1
+    launch = fastest_launch()
     rows = [*planar_rows(), *skew_exp_rows()]
     if not chosen.skip_training:
         rows += training_rows(chosen.batch, chosen.rounds, chosen.compile)
     for row in rows:
         print(f"{row.name:<70} {row.value:>10.3f} {row.unit:<7} {row.verdict}")
-    write(chosen.out, rows, {"batch": chosen.batch, "rounds": chosen.rounds, "compile": chosen.compile})
+    write(chosen.out, rows, {**launch, "batch": chosen.batch, "rounds": chosen.rounds, "compile": chosen.compile})
     return 0
 
 
@@ -96,48 +101,112 @@ def size(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def planar_rows() -> list[Row]:
-    """Rotation of q and k, forward and backward with the gradient of the frequencies."""
+@dataclass(frozen=True)
+class Planar:
+    """Rotation of packed q and k, forward and backward with the gradient of the frequencies."""
+
+    dtype: torch.dtype
+    halves: bool = False
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        pairs, heads = "halves" if self.halves else "neighbours", "shared" if self.shared else "each head's"
+        return f"{str(self.dtype).removeprefix('torch.')}, {pairs}, {heads} frequencies"
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and gradients that come back."""
+        packed = torch.randn(BATCH, TOKENS, 3, HEADS, HEAD_DIM, device="cuda", dtype=self.dtype)
+        q, k, _ = packed.permute(2, 0, 3, 1, 4)
+        return q, k, torch.randn(q.shape, **_like(q)), torch.randn(k.shape, **_like(k))
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Positions and frequencies."""
+        heads = 1 if self.shared else HEADS
+        return torch.rand(1, TOKENS, 2, device="cuda") * 14, torch.randn(2, heads, HEAD_DIM // 2, device="cuda")
+
+
+def _like(x: Tensor) -> dict[str, Any]:
+    return dict(device=x.device, dtype=x.dtype)
+
+
+def fastest_launch() -> dict[str, int]:
+    """Measure tiles and warps of the planar kernels, and let the rest of the program use the fastest."""
     from torchrope.ops.gpu import planar
 
-    rows = []
-    positions = torch.rand(1, TOKENS, 2, device="cuda") * 14
-    frequencies = torch.randn(2, HEADS, HEAD_DIM // 2, device="cuda")
-    for dtype in (torch.bfloat16, torch.float32):
-        shape = (BATCH, TOKENS, 3, HEADS, HEAD_DIM)
-        q, k, _ = torch.randn(shape, device="cuda", dtype=dtype).permute(2, 0, 3, 1, 4)
-        grads = torch.randn(q.shape, device="cuda", dtype=dtype), torch.randn(k.shape, device="cuda", dtype=dtype)
-        source = torch.randn(2, *q.shape, device="cuda", dtype=dtype)
-        copy = gigabytes_per_second(2 * size(source), partial(torch.empty_like(source).copy_, source))
-        forward = partial(planar.rotate, q, k, positions, frequencies)
-        backward = partial(planar.rotate_backward, *grads, q, k, positions, frequencies, True, False)
-        name = str(dtype).removeprefix("torch.")
-        rows += [
-            Row(f"{name}: copy, GB/s", copy, "GB/s"),
-            Row(
-                f"{name}: planar rotate of packed q and k over copy",
-                gigabytes_per_second(2 * size(q, k), forward) / copy,
-                "share",
-                0.85,
-            ),
-            Row(
-                f"{name}: its backward with frequencies over copy",
-                gigabytes_per_second(3 * size(q, k), backward) / copy,
-                "share",
-            ),
-        ]
-        theirs = flash_attention_rotary(q, k, grads)
-        if theirs is not None:
-            ours = milliseconds(lambda f=forward, b=backward: (f(), b()))
-            rows.append(
-                Row(
-                    f"{name}: rotate + backward with frequencies against flash-attention's rotary",
-                    milliseconds(theirs) / ours,
-                    "x",
-                    1.0,
-                )
-            )
+    q, k, *grads = Planar(torch.bfloat16).tensors()
+    positions, frequencies = Planar(torch.bfloat16).angles()
+
+    def both() -> None:
+        planar.rotate(q, k, positions, frequencies)
+        planar.rotate_backward(*grads, q, k, positions, frequencies, True, False)
+
+    times = {}
+    for planar.TILE, planar.WARPS in LAUNCHES:
+        times[planar.TILE, planar.WARPS] = milliseconds(both)
+        print(f"tile {planar.TILE:>5}, {planar.WARPS} warps: {times[planar.TILE, planar.WARPS]:.3f} ms", flush=True)
+    planar.TILE, planar.WARPS = min(times, key=lambda launch: times[launch])
+    return {"tile": planar.TILE, "warps": planar.WARPS}
+
+
+def planar_rows() -> list[Row]:
+    """Every kind of planar rotation."""
+    kinds = [Planar(torch.bfloat16), Planar(torch.bfloat16, halves=True), Planar(torch.bfloat16, shared=True)]
+    return [row for kind in (*kinds, Planar(torch.float32)) for row in rows_of(kind)]
+
+
+def rows_of(kind: Planar) -> list[Row]:
+    from torchrope.ops.gpu import planar
+
+    q, k, *grads = kind.tensors()
+    positions, frequencies = kind.angles()
+    source = torch.randn(2, *q.shape, **_like(q))
+    copy = gigabytes_per_second(2 * size(source), partial(torch.empty_like(source).copy_, source))
+    forward = partial(planar.rotate, q, k, positions, frequencies, kind.halves)
+    backward = partial(planar.rotate_backward, *grads, q, k, positions, frequencies, True, False, kind.halves)
+    ours = milliseconds(lambda: (forward(), backward()))
+    rows = [
+        Row(f"{kind.name}: copy, GB/s", copy, "GB/s"),
+        Row(f"{kind.name}: rotate over copy", gigabytes_per_second(2 * size(q, k), forward) / copy, "share", 0.9),
+        Row(
+            f"{kind.name}: backward with frequencies over copy",
+            gigabytes_per_second(3 * size(q, k), backward) / copy,
+            "share",
+            0.9,
+        ),
+        Row(
+            f"{kind.name}: rotate + backward against torch.compile",
+            milliseconds(compiled_step(kind, q, k, grads, positions, frequencies)) / ours,
+            "x",
+            1.0,
+        ),
+    ]
+    theirs = None if kind.halves else flash_attention_rotary(q, k, grads)
+    if theirs is not None:
+        against = f"{kind.name}: rotate + backward with frequencies against flash-attention's rotary"
+        rows.append(Row(against, milliseconds(theirs) / ours, "x", 1.0))
     return rows
+
+
+def compiled_step(
+    kind: Planar, q: Tensor, k: Tensor, grads: list[Tensor], positions: Tensor, frequencies: Tensor
+) -> Callable[[], object]:
+    """The same in plain PyTorch through torch.compile, which fuses it."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, frequencies)]
+
+    def turn(q: Tensor, k: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        angles = torch.einsum("bta,ahp->bhtp", positions, frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        return _turned(q, cos, sin, kind.halves), _turned(k, cos, sin, kind.halves)
+
+    compiled = torch.compile(turn, fullgraph=True, dynamic=False)
+    return lambda: torch.autograd.grad(compiled(*inputs), inputs, grads)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
+    first, second = x.float().chunk(2, -1) if halves else x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = cos * first - sin * second, sin * first + cos * second
+    return (torch.cat(turned, -1) if halves else torch.stack(turned, -1).flatten(-2)).to(x.dtype)
 
 
 def flash_attention_rotary(q: Tensor, k: Tensor, grads: tuple[Tensor, Tensor]) -> Callable[[], object] | None:

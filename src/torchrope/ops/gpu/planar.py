@@ -14,8 +14,11 @@ from torch import Tensor
 from torchrope.ops.gpu.launch import contiguous_channels, on_device_of, outer_strides, power_of_two, splits
 from torchrope.tensors import empty_rows
 
-# Channels times tokens in the tile of a program: sixteen a thread.
-_TILE = 2048
+TILE = 2048
+"""Channels times tokens in the tile of a program. `benchmarks/gpu.py` measures others."""
+
+WARPS = 4
+"""Warps of a program."""
 
 
 def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
@@ -118,7 +121,7 @@ class _Work:
         channels = q.shape[-1]
         self.is_empty = q.numel() + k.numel() == 0
         width = power_of_two(max(channels, 2))
-        height = max(_TILE // width, 1)
+        height = max(TILE // width, 1)
         samples = q.shape[0] // max(sets, 1)
         groups = q.shape[1] // heads, k.shape[1] // heads
         self.token_tiles = triton.cdiv(tokens, height)
@@ -127,7 +130,7 @@ class _Work:
         self.grid = (programs * self.splits,)
         self.angles = positions.contiguous(), frequencies.contiguous()
         self.sizes = tokens, channels, pairs, heads, sets, samples, *groups, self.splits
-        self.tile = dict(AXES=axes, TOKENS=height, PAIRS=width // 2, num_warps=4)
+        self.tile = dict(AXES=axes, TOKENS=height, PAIRS=width // 2, num_warps=WARPS)
 
 
 @triton.jit
