@@ -10,7 +10,15 @@ from torchrope.lab.bench.bench import Tell
 from torchrope.lab.bench.config import Setting
 from torchrope.lab.bench.peers import Pair, Task, make_task, ready_complex_multiply
 from torchrope.lab.bench.results import Operation
-from torchrope.lab.timing import Quartiles, Work, interleaved_cold_seconds, interleaved_seconds, quartiles, ratio
+from torchrope.lab.timing import (
+    Quartiles,
+    Work,
+    freed_memory_kept,
+    interleaved_cold_seconds,
+    interleaved_seconds,
+    quartiles,
+    ratio,
+)
 from torchrope.ops import rotate
 
 SHAPES = ((8, 12, 65, 64), (1, 12, 197, 64), (8, 12, 197, 64), (1, 16, 1024, 64))
@@ -87,7 +95,7 @@ def _cases(setting: Setting) -> list[Case]:
         Case(FORWARD_COMPLEX, turn, multiply),
         Case(SHARED, turn_shared, multiply_shared),
         Case(SHARED_TRAINING, _trained(turn_shared, axial), _trained(multiply_shared, axial), learns=True),
-        Case(LEARNED, _learned(mixed), _five_copies, learns=True),
+        Case(LEARNED, _learned(mixed), _five_copies(mixed), learns=True),
     ]
 
 
@@ -103,11 +111,9 @@ def _two_copies(q: Tensor, k: Tensor) -> Pair:
     return q.clone(), k.clone()
 
 
-def _five_copies(q: Tensor, k: Tensor) -> None:
-    """q and k and what comes back are read, two are written, twice over: what a step cannot do without."""
-    plain = q.detach()
-    for _ in range(5):
-        plain.clone()
+def _five_copies(task: Task) -> Call:
+    """What a step must read and write: q and k, and two that are written; these, what comes back, and two more."""
+    return lambda q, k: [x.detach().clone() for x in (q, k, *task.cotangents, q)]
 
 
 def _trained(turn: Callable[[Tensor, Tensor], Pair], task: Task) -> Call:
@@ -129,9 +135,9 @@ def _learned(task: Task, scores_only: bool = False) -> Call:
 def _compare(setting: Setting, cases: Sequence[Case], rounds: int) -> list[Operation]:
     task = make_task("mixed", setting)
     calls = {call: case.learns for case in cases for call in (case.ours, case.other)}
-    hot = interleaved_seconds(
-        {call: _repeated(call, task, learns) for call, learns in calls.items()}, rounds=rounds, device=setting.device
-    )
+    works = {call: _repeated(call, task, learns) for call, learns in calls.items()}
+    with freed_memory_kept():
+        hot = interleaved_seconds(works, rounds=rounds, device=setting.device)
     cold = interleaved_cold_seconds(
         {call: _fresh(call, task, learns) for call, learns in calls.items()}, rounds=rounds, device=setting.device
     )
@@ -149,9 +155,7 @@ def _compare(setting: Setting, cases: Sequence[Case], rounds: int) -> list[Opera
 
 def _repeated(call: Call, task: Task, learns: bool) -> Work:
     q, k = (x.detach().requires_grad_(learns) for x in (task.q, task.k))
-    if learns:
-        return lambda: call(q, k)
-    return lambda: _without_gradient(call, q, k)
+    return lambda: call(q, k)
 
 
 def _fresh(call: Call, task: Task, learns: bool) -> Callable[[], Work]:
@@ -161,11 +165,6 @@ def _fresh(call: Call, task: Task, learns: bool) -> Callable[[], Work]:
         return _repeated(call, replace(task, q=task.q.detach().clone(), k=task.k.detach().clone()), learns)
 
     return prepare
-
-
-def _without_gradient(call: Call, q: Tensor, k: Tensor) -> object:
-    with torch.no_grad():
-        return call(q, k)
 
 
 def _one_token(setting: Setting, rounds: int) -> Operation:
