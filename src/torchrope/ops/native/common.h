@@ -181,6 +181,7 @@ INLINE void copy_row(const Rows *from, int64_t at, const Rows *to, int64_t targe
 
 /* OpenMP's entry points, found in the process that torch has loaded; where there are none, one thread does it all. */
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+extern int omp_get_thread_num(void) __attribute__((weak));
 
 enum { DONE = 0, OUT_OF_MEMORY = 1, OTHER_LAYOUT = 2 }; /* what kernels return */
 
@@ -208,17 +209,28 @@ INLINE void *take(Arena *arena, int64_t bytes) {
 typedef struct {
     void (*work)(const void *, int64_t, void *);
     const void *context;
-    char *memory; /* of all threads, one after the other */
-    int64_t count, bytes, next, started;
+    char *memory; /* of all threads, one after the other, behind their counters */
+    int64_t count, bytes, threads, started;
 } Loop;
 
+enum { APART = 64 }; /* bytes from one thread's counter to the next: a line of the cache each */
+
+INLINE int64_t first_item(const Loop *loop, int64_t thread) { return loop->count * thread / loop->threads; }
+
+/* Items of a thread's own share first, which repeated calls find in its cache; then what others have left. */
 static void drain(void *data) {
     Loop *loop = data;
-    char *memory = loop->memory + __atomic_fetch_add(&loop->started, 1, __ATOMIC_RELAXED) * loop->bytes;
-    for (;;) {
-        int64_t item = __atomic_fetch_add(&loop->next, 1, __ATOMIC_RELAXED);
-        if (item >= loop->count) return;
-        loop->work(loop->context, item, memory);
+    int64_t slot = __atomic_fetch_add(&loop->started, 1, __ATOMIC_RELAXED);
+    int64_t own = omp_get_thread_num && loop->threads > 1 ? omp_get_thread_num() % loop->threads : slot;
+    char *memory = loop->memory + APART * loop->threads + slot * loop->bytes;
+    for (int64_t ahead = 0; ahead < loop->threads; ahead++) {
+        int64_t share = (own + ahead) % loop->threads, last = first_item(loop, share + 1);
+        int64_t *next = (int64_t *)(loop->memory + APART * share);
+        for (;;) {
+            int64_t item = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+            if (item >= last) break;
+            loop->work(loop->context, item, memory);
+        }
     }
 }
 
@@ -228,9 +240,11 @@ INLINE int64_t parallel_for(int64_t count, int64_t threads, int64_t bytes, void 
                             const void *context) {
     if (count < 1) return DONE;
     threads = least(threads, count);
-    Loop loop = {work, context, NULL, count, round_up(bytes, 64), 0, 0};
-    loop.memory = allocate(threads * loop.bytes);
+    Loop loop = {work, context, NULL, count, round_up(bytes, 64), threads, 0};
+    loop.memory = allocate(threads * (APART + loop.bytes));
     if (!loop.memory) return OUT_OF_MEMORY;
+    for (int64_t thread = 0; thread < threads; thread++)
+        *(int64_t *)(loop.memory + APART * thread) = first_item(&loop, thread);
     if (threads > 1 && GOMP_parallel)
         GOMP_parallel(drain, &loop, (unsigned)threads, 0);
     else
