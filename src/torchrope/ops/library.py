@@ -1,4 +1,4 @@
-"""The kernels as operators of PyTorch: schema, shapes, gradient and batching rule of each; and a shorter way to them.
+"""The kernels as operators of PyTorch: schema, shapes, gradient and batching rule of each; and a direct call of them.
 
 An operator runs the kernels of the device that its tensors are on: `native` on a CPU, `gpu` on CUDA and ROCm.
 Gradients of gradients are left to the reference.
@@ -22,12 +22,12 @@ from torchrope.tensors import empty_rows
 OPS = torch.ops.torchrope
 """The operators, by name."""
 
-_ROOMS = {"cpu": "torchrope.ops.native", "cuda": "torchrope.ops.gpu"}
+_MODULES = {"cpu": "torchrope.ops.native", "cuda": "torchrope.ops.gpu"}
 
 
 def kernels(like: Tensor) -> ModuleType:
     """The kernels of a tensor's device."""
-    return import_module(_ROOMS[like.device.type])
+    return import_module(_MODULES[like.device.type])
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
@@ -73,7 +73,7 @@ def call(name: str, *args: Any) -> Any:
 
 
 def runs_directly(*args: Any) -> bool:
-    """Whether nothing but the kernels must see these arguments: plain tensors on a CPU, and nobody looks on."""
+    """Whether nothing but the kernels must see these arguments: plain tensors on a CPU, and no observer."""
     if torch.compiler.is_compiling() or is_observed():
         return False
     return all(is_plain(arg) for arg in args if isinstance(arg, Tensor))
