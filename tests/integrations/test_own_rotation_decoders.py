@@ -7,43 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rotating import TEXT, error, learned, qwen2_5_vl, strong, text, tokens
+from rotating import DECODERS, TEXT, decoder, error, learned, qwen2_5_vl, strong, text, tokens
 from torch import Tensor
 
 import torchrope as tr
 
-LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
-DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {}),
-    "qwen3": ("Qwen3ForCausalLM", dict(head_dim=16)),
-    "phi": ("PhiForCausalLM", {}),  # hands a part of the channels to its rotation
-    "cohere": ("CohereForCausalLM", {}),  # pairs of neighbours
-    "glm4": ("Glm4ForCausalLM", dict(head_dim=16)),  # neighbours, half of the channels
-    "linear": ("LlamaForCausalLM", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e2))),
-    "llama3": ("LlamaForCausalLM", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e2, **LLAMA3))),
-    **{
-        name: (f"{name}ForCausalLM", settings)
-        for name, settings in (
-            ("Falcon", {}),  # one head of keys for all
-            ("Gemma", dict(head_dim=16)),
-            ("Gemma3", dict(head_dim=16, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])),
-            ("GPTNeoX", {}),  # hands all channels to its rotation, which turns a part
-            ("Mistral", dict(head_dim=16)),
-            ("Olmo2", {}),
-            ("Olmo3", dict(layer_types=["sliding_attention", "full_attention"])),
-            ("Phi3", {}),
-            ("Qwen2", {}),
-            ("SmolLM3", dict(num_hidden_layers=4)),  # its last layer does not rotate
-            ("StableLm", {}),
-        )
-    },
-}
 OFTEN = ("llama", "qwen3", "phi", "glm4", "llama3", "Gemma3", "GPTNeoX", "SmolLM3")
-
-
-def decoder(name: str, **settings: Any) -> Any:
-    model, own = DECODERS[name]
-    return text(model, **{**own, **settings})
 
 
 def words_of(model: Any, words: Tensor, **settings: Any) -> Tensor:

@@ -2,22 +2,13 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from rotating import error, learned, strong
+from rotating import DINOV3, dinov3, error, learned
 
 import torchrope as tr
-
-DINOV3 = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
-)
-
-
-def dinov3(name: str = "DINOv3ViTModel", **settings: Any) -> Any:
-    return strong(getattr(transformers, name)(transformers.DINOv3ViTConfig(**{**DINOV3, **settings})))
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:4", "string:8", "comrope-ap:4", "comrope-ld:2"])

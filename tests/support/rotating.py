@@ -210,3 +210,48 @@ def llava() -> tuple[Any, dict[str, Any]]:
     words = torch.cat([torch.full((1, 64), 49), tokens(1, 5)], dim=1)
     images = {"pixel_values": torch.randn(1, 3, 32, 32), "image_sizes": torch.tensor([[32, 32]])}
     return strong(transformers.LlavaForConditionalGeneration(config)), {"input_ids": words, **images}
+
+
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", dict(head_dim=16)),
+    "phi": ("PhiForCausalLM", {}),  # hands a part of the channels to its rotation
+    "cohere": ("CohereForCausalLM", {}),  # pairs of neighbours
+    "glm4": ("Glm4ForCausalLM", dict(head_dim=16)),  # neighbours, half of the channels
+    "linear": ("LlamaForCausalLM", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e2))),
+    "llama3": ("LlamaForCausalLM", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e2, **LLAMA3))),
+    **{
+        name: (f"{name}ForCausalLM", settings)
+        for name, settings in (
+            ("Falcon", {}),  # one head of keys for all
+            ("Gemma", dict(head_dim=16)),
+            ("Gemma3", dict(head_dim=16, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])),
+            ("GPTNeoX", {}),  # hands all channels to its rotation, which turns a part
+            ("Mistral", dict(head_dim=16)),
+            ("Olmo2", {}),
+            ("Olmo3", dict(layer_types=["sliding_attention", "full_attention"])),
+            ("Phi3", {}),
+            ("Qwen2", {}),
+            ("SmolLM3", dict(num_hidden_layers=4)),  # its last layer does not rotate
+            ("StableLm", {}),
+        )
+    },
+}
+"""Language models that rotate, each with what is particular to it."""
+
+
+def decoder(name: str, **settings: Any) -> Any:
+    """A language model of `DECODERS`."""
+    model, own = DECODERS[name]
+    return text(model, **{**own, **settings})
+
+
+DINOV3 = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
+)
+
+
+def dinov3(name: str = "DINOv3ViTModel", **settings: Any) -> Any:
+    """A model of the DINOv3 family."""
+    return strong(getattr(transformers, name)(transformers.DINOv3ViTConfig(**{**DINOV3, **settings})))
