@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention, Windows, fitting, masked, pad_ends, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias
+from torchrope.encodings.periodic import close_axes
 from torchrope.models.parts import (
     DropPath,
     DropPathSchedule,
@@ -162,6 +163,7 @@ class Swin(Shareable, nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias):
                 module.reset_parameters()
+        close_axes(self)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay must leave alone beside norms and biases: those of encodings."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
-from torchrope.encodings.periodic import has_frequencies
+from torchrope.encodings.periodic import close_axes, has_frequencies
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.parts import Layer, LayerScale, encoding_parameters, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, on_circles, per_axis, rescale, shift
@@ -179,6 +179,7 @@ class Transformer(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | Encoding | LayerScale):
                 module.reset_parameters()
+        close_axes(self)
         if self.latents is not None:
             nn.init.trunc_normal_(self.latents, std=0.02, a=-0.04, b=0.04)
         if self.latent_positions is not None:

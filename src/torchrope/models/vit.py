@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from torchrope.attention import Windows, masked, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, RelativePositionBias
+from torchrope.encodings.periodic import close_axes
 from torchrope.models.parts import (
     DropPathSchedule,
     Layer,
@@ -190,6 +191,7 @@ class ViT(Shareable, nn.Module):
         for module in (*parts, itself):
             as_convolution = module is self.embed.proj and self.weight_init == "truncated-normal"
             initialize(module, "torch" if as_convolution else self.weight_init)
+        close_axes(self)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay must leave alone beside norms and biases: tokens and encodings."""

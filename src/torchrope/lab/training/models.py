@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding
 from torchrope.encodings.names import takes
+from torchrope.encodings.periodic import close_axes
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose
 from torchrope.lab.training.config import TASKS, ModelConfig
@@ -95,6 +96,7 @@ def draw_encodings(model: nn.Module, seed: int) -> None:
         for module in model.modules():
             if isinstance(module, Encoding):
                 module.reset_parameters()
+        close_axes(model)
 
 
 def check_backbone(config: ModelConfig, data: DataModule) -> None:
