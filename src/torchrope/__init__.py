@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchrope.encodings import Periodic as Periodic
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
+    from torchrope.encodings import SphereHarmonics as SphereHarmonics
     from torchrope.encodings import VanillaRoPE as VanillaRoPE
     from torchrope.encodings import VisionLLaMARoPE as VisionLLaMARoPE
     from torchrope.encodings import choose as choose
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from torchrope.positions import grid as grid
     from torchrope.positions import jitter as jitter
     from torchrope.positions import on_circles as on_circles
+    from torchrope.positions import on_sphere as on_sphere
     from torchrope.positions import pack as pack
     from torchrope.positions import patch_centers as patch_centers
     from torchrope.positions import prefix as prefix
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from torchrope.positions import random_stretch as random_stretch
     from torchrope.positions import rescale as rescale
     from torchrope.positions import shift as shift
+    from torchrope.positions import stereographic as stereographic
     from torchrope.positions import windows as windows
     from torchrope.positions import wrap as wrap
     from torchrope.rotations import Block as Block
@@ -96,6 +99,7 @@ _NAMES = {
         "grid",
         "jitter",
         "on_circles",
+        "on_sphere",
         "pack",
         "patch_centers",
         "prefix",
@@ -104,6 +108,7 @@ _NAMES = {
         "random_stretch",
         "rescale",
         "shift",
+        "stereographic",
         "windows",
         "wrap",
     ),
@@ -129,6 +134,7 @@ _NAMES = {
         "RelativePositionBias",
         "STRING",
         "SinusoidalAPE",
+        "SphereHarmonics",
         "VanillaRoPE",
         "VisionLLaMARoPE",
         "choose",

@@ -14,6 +14,7 @@ from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
 from torchrope.encodings.comrope_baselines import NormalLieRE as NormalLieRE
 from torchrope.encodings.comrope_baselines import VanillaRoPE as VanillaRoPE
 from torchrope.encodings.dinov3 import DINOv3RoPE as DINOv3RoPE
+from torchrope.encodings.expanding import ExpandingEncoding as ExpandingEncoding
 from torchrope.encodings.golden import GoldenGateRoPE as GoldenGateRoPE
 from torchrope.encodings.liere import LieRE as LieRE
 from torchrope.encodings.mixed import MixedRoPE as MixedRoPE
@@ -21,6 +22,7 @@ from torchrope.encodings.mrope import InterleavedMRoPE as InterleavedMRoPE
 from torchrope.encodings.mrope import MRoPE as MRoPE
 from torchrope.encodings.names import ABSOLUTE as ABSOLUTE
 from torchrope.encodings.names import BIAS as BIAS
+from torchrope.encodings.names import EXPANDING as EXPANDING
 from torchrope.encodings.names import ROTARY as ROTARY
 from torchrope.encodings.names import Choice as Choice
 from torchrope.encodings.names import choose as choose
@@ -32,5 +34,6 @@ from torchrope.encodings.scaling import ntk as ntk
 from torchrope.encodings.scaling import riflex as riflex
 from torchrope.encodings.scaling import yarn as yarn
 from torchrope.encodings.scaling import yarn_temperature as yarn_temperature
+from torchrope.encodings.sphere import SphereHarmonics as SphereHarmonics
 from torchrope.encodings.string import STRING as STRING
 from torchrope.encodings.visionllama import VisionLLaMARoPE as VisionLLaMARoPE

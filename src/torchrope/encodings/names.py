@@ -14,11 +14,13 @@ from torchrope.encodings.bias import RelativePositionBias
 from torchrope.encodings.comrope import ComRoPEAP, ComRoPELD
 from torchrope.encodings.comrope_baselines import NormalLieRE, VanillaRoPE
 from torchrope.encodings.dinov3 import DINOv3RoPE
+from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.encodings.golden import GoldenGateRoPE
 from torchrope.encodings.liere import LieRE
 from torchrope.encodings.mixed import MixedRoPE
 from torchrope.encodings.mrope import InterleavedMRoPE, MRoPE
 from torchrope.encodings.none import NoEncoding
+from torchrope.encodings.sphere import SphereHarmonics
 from torchrope.encodings.string import STRING
 from torchrope.encodings.visionllama import VisionLLaMARoPE
 
@@ -38,6 +40,8 @@ ROTARY: dict[str, type[Encoding]] = {
     "comrope-rope": VanillaRoPE,
     "comrope-liere": NormalLieRE,
 }
+EXPANDING: dict[str, type[ExpandingEncoding]] = {"sphere": SphereHarmonics}
+"""Encodings that stand where a rotary one does, and rotate nothing."""
 ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {
     "learned": LearnedAPE,
     "sinusoidal": SinusoidalAPE,
@@ -45,6 +49,8 @@ ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {
 }
 BIAS: dict[str, type[RelativePositionBias]] = {"bias": RelativePositionBias}
 WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld", "string", "comrope-liere")
+WITH_NUMBER = {**dict.fromkeys(WITH_BLOCKS, "block_size"), "sphere": "max_degree"}
+"""What a number behind the colon is of each encoding that takes one."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ Own = type[Encoding] | type[AbsoluteEncoding] | type[RelativePositionBias]
 
 
 def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
-    """Find encodings by name: one name, `name:block_size`, or an absolute one, "bias" and a rotary one joined by `+`.
+    """Find encodings by name: one name, `name:block_size` (of "sphere" the largest degree), or an absolute one, "bias" and a rotary one joined by `+`.
 
     Args:
         name: The name.
@@ -91,13 +97,13 @@ def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
     absolute: list[Any] = []
     bias: list[Any] = []
     rotary: list[Any] = []
-    classes: dict[str, Any] = {**ROTARY, **ABSOLUTE, **BIAS, **(own or {})}
+    classes: dict[str, Any] = {**ROTARY, **EXPANDING, **ABSOLUTE, **BIAS, **(own or {})}
     for part in (each.strip() for each in name.split("+")):
         base, block = _base_and_block(part, own or {})
         found: Any = classes.get(base)
         kind = next((kind for kind in (Encoding, AbsoluteEncoding, RelativePositionBias) if _is(found, kind)), None)
         if kind is Encoding:
-            rotary.append(_with_block_size(base, found, block))
+            rotary.append(_with_number(base, found, block))
         elif kind is None or block:
             raise ValueError(_unknown(part))
         else:
@@ -134,20 +140,21 @@ def _base_and_block(part: str, own: Mapping[str, Own]) -> tuple[str, str]:
     return base, block
 
 
-def _with_block_size(name: str, build: type[Encoding], block: str) -> Callable[..., Encoding]:
-    if not block:
+def _with_number(name: str, build: type[Encoding], number: str) -> Callable[..., Encoding]:
+    if not number:
         return build
-    if name in ROTARY and name not in WITH_BLOCKS:
-        raise ValueError(f"only {', '.join(WITH_BLOCKS)} take a block size, got '{name}:{block}'")
-    if not takes(build, "block_size"):
-        raise ValueError(f"{name} must take block_size to be named with one, got '{name}:{block}'")
-    if not block.isdecimal() or int(block) < 2 or block != str(int(block)):
-        raise ValueError(f"block size must be a whole number of 2 or more, got '{name}:{block}'")
-    return partial(build, block_size=int(block))
+    if (name in ROTARY or name in EXPANDING) and name not in WITH_NUMBER:
+        raise ValueError(f"only {', '.join(WITH_NUMBER)} take a number, got '{name}:{number}'")
+    argument = WITH_NUMBER.get(name, "block_size")
+    if not takes(build, argument):
+        raise ValueError(f"{name} must take {argument} to be named with one, got '{name}:{number}'")
+    if not number.isdecimal() or int(number) < 2 or number != str(int(number)):
+        raise ValueError(f"{argument.replace('_', ' ')} must be a whole number of 2 or more, got '{name}:{number}'")
+    return partial(build, **{argument: int(number)})
 
 
 def _unknown(part: str) -> str:
-    known = [*ROTARY, *ABSOLUTE, *BIAS]
+    known = [*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS]
     near = difflib.get_close_matches(part.partition(":")[0].lower(), known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"encodings are {', '.join(known)}, got {part!r}{hint}"

@@ -15,7 +15,16 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from torchrope.encodings import ABSOLUTE, BIAS, ROTARY, AbsoluteEncoding, Choice, Encoding, RelativePositionBias
+from torchrope.encodings import (
+    ABSOLUTE,
+    BIAS,
+    EXPANDING,
+    ROTARY,
+    AbsoluteEncoding,
+    Choice,
+    Encoding,
+    RelativePositionBias,
+)
 from torchrope.encodings import choose as choose_with
 from torchrope.lab.spelling import closest, suggestion
 
@@ -53,7 +62,7 @@ def own_parts(name: str) -> list[tuple[str, str]]:
         ([('mypackage.rotations', 'Spiral')], [])
     """
     found = [_OWN.fullmatch(part.strip()) for part in name.split("+")]
-    known = {*ROTARY, *ABSOLUTE, *BIAS}
+    known = {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
     return [(match[1], match[2]) for match in found if match and match[1] not in known]
 
 
