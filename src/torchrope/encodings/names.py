@@ -81,10 +81,10 @@ Own = type[Encoding] | type[AbsoluteEncoding] | type[RelativePositionBias]
 
 
 def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
-    """Find encodings by name: one name, `name:block_size` (of "sphere" the largest degree), or an absolute one, "bias" and a rotary one joined by `+`.
+    """Find encodings by name: one name, `name:number`, or an absolute one, "bias" and a rotary one joined by `+`.
 
     Args:
-        name: The name.
+        name: The name; a number is the block size, of "sphere" the largest degree.
         own: Further classes by their names; a rotary one takes a block size where its `__init__` does.
 
     Raises:

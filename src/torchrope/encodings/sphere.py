@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -100,7 +101,7 @@ class Harmonics(Expansion):
 
     Attributes:
         values: Y_0, Y_1, ... Y_L side by side, `(*batch, tokens, (L + 1)²)`.
-        degrees: Degree of each channel.
+        degrees: Degree of each channel, ascending.
     """
 
     values: Tensor
@@ -118,9 +119,13 @@ class Harmonics(Expansion):
         return self._weighed(k)
 
     def _weighed(self, x: Tensor) -> Tensor:
-        channel = [c for c, degree in enumerate(self.degrees) for _ in range(2 * degree + 1)]
-        harmonic = [degree**2 + m for degree in self.degrees for m in range(2 * degree + 1)]
-        return x[..., channel] * self.values[..., harmonic].unsqueeze(-3)
+        parts = []
+        for degree, channels in groupby(range(self.head_dim), self.degrees.__getitem__):
+            of_degree = list(channels)
+            own = x[..., of_degree[0] : of_degree[-1] + 1].unsqueeze(-1)  # (*batch, heads, tokens, channels, 1)
+            harmonics = self.values[..., degree**2 : (degree + 1) ** 2].unsqueeze(-2).unsqueeze(-4)
+            parts.append((own * harmonics).flatten(-2))
+        return torch.cat(parts, dim=-1)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         return {"values": self.values[(*batch, tokens)]}

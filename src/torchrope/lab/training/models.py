@@ -196,6 +196,7 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
         share_layers=config.share_layers,
         scale=data.scale,
         extent=data.extent,
+        periods=data.periods,
         attention=config.attention,
         latents=config.latents,
         qkv_bias=config.qkv_bias,
