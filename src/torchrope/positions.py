@@ -184,6 +184,75 @@ def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
     return rescale(positions, [trained / size for size, trained in pairs])
 
 
+def diagonal(frames: int, height: int, width: int, *, spacing: float = 2.0, start: float = 0.0) -> Tensor:
+    """Lay a video along the diagonal of its three axes:  (τ, τ + y - (H - 1) / 2, τ + x - (W - 1) / 2).
+
+    τ = start + spacing · frame. Frames have their middle on the diagonal, on which text lies, and time has a spacing of
+    its own.
+
+    Args:
+        frames: Number of frames.
+        height: Tokens of a frame along y, H.
+        width: Tokens of a frame along x, W.
+        spacing: Distance of frames.
+        start: Where the first frame lies: that of the text before it, plus 1.
+
+    Returns:
+        `(frames · height · width, 3)`, the last axis fastest.
+
+    References:
+        Wei et al., VideoRoPE, arXiv:2502.05173: diagonal layout and adjustable temporal spacing. Its code rounds the
+        middle of an even number of tokens down.
+
+    Example:
+        >>> diagonal(2, 1, 3)[:, 2].tolist()
+        [-1.0, 0.0, 1.0, 1.0, 2.0, 3.0]
+    """
+    t, y, x = grid(frames, height, width).unbind(-1)
+    along = start + spacing * t
+    return torch.stack([along, along + y - (height - 1) / 2, along + x - (width - 1) / 2], dim=-1)
+
+
+def around_text(height: int, width: int, *, radius: float = 10.0, by_angle: float = 0.5) -> Tensor:
+    """Lay the tokens of an image on a circle across the diagonal of three axes, on which text lies.
+
+    Every token is as far from a text token (t, t, t) as every other:  √(radius² + 3 t²).  Its place on the circle is
+    a mean of two angles: that of the token about the middle of the image, stretched to one turn, and its number.
+
+    Args:
+        height: Tokens along y.
+        width: Tokens along x.
+        radius: That of the circle.
+        by_angle: Weight of the first angle, 0 to 1.
+
+    Returns:
+        `(height · width, 3)`, x fastest, about the origin; `shift` moves them along the diagonal.
+
+    Raises:
+        ValueError: by_angle or radius out of range.
+
+    References:
+        Wang et al., Circle-RoPE: Cone-like Decoupled Rotary Positional Embedding for Large Vision-Language Models,
+        arXiv:2505.16416: circular image token projection.
+
+    Example:
+        >>> around_text(2, 3, radius=2.0).norm(dim=-1).round(decimals=3).unique().tolist()
+        [2.0]
+    """
+    if not 0 <= by_angle <= 1 or not 0 < radius < math.inf:
+        rule = "radius must be above 0 and by_angle 0 to 1"
+        raise ValueError(f"{rule}, got {radius} and {by_angle}")
+    y, x = grid(height, width).unbind(-1)
+    about = torch.atan2(y - (height - 1) / 2, x - (width - 1) / 2)
+    span = about.max() - about.min()
+    stretched = (about - about.min()) * (2 * math.pi / span) if span > 0 else about
+    numbered = torch.arange(height * width) * (2 * math.pi / (height * width))
+    angle = by_angle * stretched + (1 - by_angle) * numbered
+    one = torch.tensor([-1.0, 1.0, 0.0]) / math.sqrt(2)
+    other = torch.tensor([-1.0, -1.0, 2.0]) / math.sqrt(6)
+    return radius * (angle.cos().unsqueeze(-1) * one + angle.sin().unsqueeze(-1) * other)
+
+
 def wrap(positions: Tensor, periods: Periods) -> Tensor:
     """Bring the axes that close into one period about the origin:  p - T round(p / T).
 

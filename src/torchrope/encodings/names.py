@@ -10,17 +10,23 @@ from typing import Any
 from torchrope.encodings.absolute import AbsoluteEncoding, JitteredAPE, LearnedAPE, SinusoidalAPE
 from torchrope.encodings.axial import AxialRoPE
 from torchrope.encodings.base import Encoding
-from torchrope.encodings.bias import RelativePositionBias
+from torchrope.encodings.bias import RelativePositionBias, ScoreBias
 from torchrope.encodings.comrope import ComRoPEAP, ComRoPELD
 from torchrope.encodings.comrope_baselines import NormalLieRE, VanillaRoPE
 from torchrope.encodings.dinov3 import DINOv3RoPE
+from torchrope.encodings.directional import DRoPE
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.encodings.golden import GoldenGateRoPE
+from torchrope.encodings.harope import HARoPE
 from torchrope.encodings.liere import LieRE
+from torchrope.encodings.lookhere import LookHere
 from torchrope.encodings.mixed import MixedRoPE
-from torchrope.encodings.mrope import InterleavedMRoPE, MRoPE
+from torchrope.encodings.mrope import InterleavedMRoPE, MRoPE, MultiHeadRoPE, VideoRoPE
 from torchrope.encodings.none import NoEncoding
+from torchrope.encodings.pape import PaPE, PaPERI
+from torchrope.encodings.simplex import SimplexRoPE
 from torchrope.encodings.sphere import SphereHarmonics
+from torchrope.encodings.spiral import SpiralRoPE
 from torchrope.encodings.string import STRING
 from torchrope.encodings.visionllama import VisionLLaMARoPE
 
@@ -36,18 +42,28 @@ ROTARY: dict[str, type[Encoding]] = {
     "dinov3": DINOv3RoPE,
     "mrope": MRoPE,
     "mrope-interleaved": InterleavedMRoPE,
+    "mhrope": MultiHeadRoPE,
+    "videorope": VideoRoPE,
+    "nd": SimplexRoPE,
+    "spiral": SpiralRoPE,
+    "drope": DRoPE,
     "visionllama": VisionLLaMARoPE,
     "comrope-rope": VanillaRoPE,
     "comrope-liere": NormalLieRE,
 }
-EXPANDING: dict[str, type[ExpandingEncoding]] = {"sphere": SphereHarmonics}
+EXPANDING: dict[str, type[ExpandingEncoding]] = {
+    "sphere": SphereHarmonics,
+    "harope": HARoPE,
+    "pape": PaPE,
+    "pape-ri": PaPERI,
+}
 """Encodings that stand where a rotary one does, and rotate nothing."""
 ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {
     "learned": LearnedAPE,
     "sinusoidal": SinusoidalAPE,
     "learned-jittered": JitteredAPE,
 }
-BIAS: dict[str, type[RelativePositionBias]] = {"bias": RelativePositionBias}
+BIAS: dict[str, type[ScoreBias]] = {"bias": RelativePositionBias, "lookhere": LookHere}
 WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld", "string", "comrope-liere")
 WITH_NUMBER = {**dict.fromkeys(WITH_BLOCKS, "block_size"), "sphere": "max_degree"}
 """What a number behind the colon is of each encoding that takes one."""
@@ -67,17 +83,17 @@ class Choice:
     name: str
     rotary: Callable[..., Encoding]
     absolute: Callable[..., AbsoluteEncoding] | None = None
-    bias: Callable[..., RelativePositionBias] | None = None
+    bias: Callable[..., ScoreBias] | None = None
 
     @property
-    def parts(self) -> list[type[Encoding] | type[AbsoluteEncoding] | type[RelativePositionBias]]:
+    def parts(self) -> list[type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]]:
         """The named classes: absolute, bias, rotary."""
         rotary: Any = self.rotary.func if isinstance(self.rotary, partial) else self.rotary
         parts: list[Any] = [part for part in (self.absolute, self.bias) if part is not None]
         return parts if parts and rotary is NoEncoding else [*parts, rotary]
 
 
-Own = type[Encoding] | type[AbsoluteEncoding] | type[RelativePositionBias]
+Own = type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]
 
 
 def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
@@ -101,7 +117,7 @@ def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
     for part in (each.strip() for each in name.split("+")):
         base, block = _base_and_block(part, own or {})
         found: Any = classes.get(base)
-        kind = next((kind for kind in (Encoding, AbsoluteEncoding, RelativePositionBias) if _is(found, kind)), None)
+        kind = next((kind for kind in (Encoding, AbsoluteEncoding, ScoreBias) if _is(found, kind)), None)
         if kind is Encoding:
             rotary.append(_with_number(base, found, block))
         elif kind is None or block:

@@ -23,7 +23,7 @@ from torchrope.encodings import (
     AbsoluteEncoding,
     Choice,
     Encoding,
-    RelativePositionBias,
+    ScoreBias,
 )
 from torchrope.encodings import choose as choose_with
 from torchrope.lab.spelling import closest, suggestion
@@ -32,7 +32,7 @@ _OWN = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d]\w*)(?::\d+)?")
 _KINDS: dict[type, tuple[str, ...]] = {
     Encoding: ("num_axes", "num_heads", "head_dim"),
     AbsoluteEncoding: ("sizes", "dim"),
-    RelativePositionBias: ("sizes", "num_heads"),
+    ScoreBias: ("sizes", "num_heads"),
 }
 """The classes that an encoding of one's own may be of, and what it is built from."""
 
@@ -137,7 +137,7 @@ def _class(module: str, name: str) -> Any:
         )
     kind = next((kind for kind in _KINDS if isinstance(found, type) and issubclass(found, kind)), None)
     if kind is None:
-        kinds = "Encoding, AbsoluteEncoding or RelativePositionBias of torchrope.encodings"
+        kinds = "Encoding, AbsoluteEncoding or ScoreBias of torchrope.encodings"
         what = "a class of others" if isinstance(found, type) else type(found).__name__
         raise ValueError(
             f"{full} must be a subclass of {kinds}, got {what}{suggestion(closest(name, _encodings_of(loaded)))}"
