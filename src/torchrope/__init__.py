@@ -21,20 +21,31 @@ if TYPE_CHECKING:
     from torchrope.encodings import ComRoPEAP as ComRoPEAP
     from torchrope.encodings import ComRoPELD as ComRoPELD
     from torchrope.encodings import DINOv3RoPE as DINOv3RoPE
+    from torchrope.encodings import DRoPE as DRoPE
     from torchrope.encodings import Encoding as Encoding
     from torchrope.encodings import GoldenGateRoPE as GoldenGateRoPE
+    from torchrope.encodings import HARoPE as HARoPE
     from torchrope.encodings import InterleavedMRoPE as InterleavedMRoPE
     from torchrope.encodings import JitteredAPE as JitteredAPE
     from torchrope.encodings import LearnedAPE as LearnedAPE
     from torchrope.encodings import LieRE as LieRE
+    from torchrope.encodings import LookHere as LookHere
     from torchrope.encodings import MixedRoPE as MixedRoPE
     from torchrope.encodings import MRoPE as MRoPE
+    from torchrope.encodings import MultiHeadRoPE as MultiHeadRoPE
     from torchrope.encodings import NoEncoding as NoEncoding
     from torchrope.encodings import NormalLieRE as NormalLieRE
+    from torchrope.encodings import PaPE as PaPE
+    from torchrope.encodings import PaPERI as PaPERI
     from torchrope.encodings import Periodic as Periodic
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
+    from torchrope.encodings import ScoreBias as ScoreBias
+    from torchrope.encodings import SimplexRoPE as SimplexRoPE
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
+    from torchrope.encodings import SphereHarmonics as SphereHarmonics
+    from torchrope.encodings import SpiralRoPE as SpiralRoPE
     from torchrope.encodings import VanillaRoPE as VanillaRoPE
+    from torchrope.encodings import VideoRoPE as VideoRoPE
     from torchrope.encodings import VisionLLaMARoPE as VisionLLaMARoPE
     from torchrope.encodings import choose as choose
     from torchrope.encodings import dype as dype
@@ -67,9 +78,12 @@ if TYPE_CHECKING:
     from torchrope.positions import Packed as Packed
     from torchrope.positions import VoxelLattice as VoxelLattice
     from torchrope.positions import anchor as anchor
+    from torchrope.positions import around_text as around_text
+    from torchrope.positions import diagonal as diagonal
     from torchrope.positions import grid as grid
     from torchrope.positions import jitter as jitter
     from torchrope.positions import on_circles as on_circles
+    from torchrope.positions import on_sphere as on_sphere
     from torchrope.positions import pack as pack
     from torchrope.positions import patch_centers as patch_centers
     from torchrope.positions import prefix as prefix
@@ -78,6 +92,7 @@ if TYPE_CHECKING:
     from torchrope.positions import random_stretch as random_stretch
     from torchrope.positions import rescale as rescale
     from torchrope.positions import shift as shift
+    from torchrope.positions import stereographic as stereographic
     from torchrope.positions import windows as windows
     from torchrope.positions import wrap as wrap
     from torchrope.rotations import Block as Block
@@ -93,9 +108,12 @@ _NAMES = {
         "Packed",
         "VoxelLattice",
         "anchor",
+        "around_text",
+        "diagonal",
         "grid",
         "jitter",
         "on_circles",
+        "on_sphere",
         "pack",
         "patch_centers",
         "prefix",
@@ -104,6 +122,7 @@ _NAMES = {
         "random_stretch",
         "rescale",
         "shift",
+        "stereographic",
         "windows",
         "wrap",
     ),
@@ -115,21 +134,32 @@ _NAMES = {
         "ComRoPEAP",
         "ComRoPELD",
         "DINOv3RoPE",
+        "DRoPE",
         "Encoding",
         "GoldenGateRoPE",
+        "HARoPE",
         "InterleavedMRoPE",
         "JitteredAPE",
         "LearnedAPE",
         "LieRE",
+        "LookHere",
         "MRoPE",
         "MixedRoPE",
+        "MultiHeadRoPE",
         "NoEncoding",
         "NormalLieRE",
+        "PaPE",
+        "PaPERI",
         "Periodic",
         "RelativePositionBias",
         "STRING",
+        "ScoreBias",
+        "SimplexRoPE",
         "SinusoidalAPE",
+        "SphereHarmonics",
+        "SpiralRoPE",
         "VanillaRoPE",
+        "VideoRoPE",
         "VisionLLaMARoPE",
         "choose",
         "dype",

@@ -87,9 +87,10 @@ class Attention(nn.Module):
                 raise ValueError("windows are for attention among the tokens of one lattice, got a context")
             q, k, v = (_cut_heads(each, within) for each in (q, k, v))
         dropout = self.attention_dropout if self.training else 0.0
+        scale = None if q.shape[-1] == v.shape[-1] else 1 / math.sqrt(v.shape[-1])  # channels that came on top
         if lengths is None:
             assert bias is None or isinstance(bias, Tensor)
-            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
         else:
             biases = _of_each(bias, lengths)
             # One call a sample costs the sum of their squares, one call with a mask the square of their sum; a jagged
@@ -97,7 +98,9 @@ class Attention(nn.Module):
             samples = split_samples([q], [k, v], lengths, key_lengths)
             mixed = torch.cat(
                 [
-                    functional.scaled_dot_product_attention(of_q, of_k, of_v, attn_mask=own, dropout_p=dropout)
+                    functional.scaled_dot_product_attention(
+                        of_q, of_k, of_v, attn_mask=own, dropout_p=dropout, scale=scale
+                    )
                     for (of_q, of_k, of_v), own in zip(samples, biases, strict=True)
                 ],
                 dim=-2,
@@ -133,8 +136,8 @@ class Attention(nn.Module):
             [1.0]
         """
         check_context(context, rotation, key_rotation)
-        q, k, _ = self._rotated(x, rotation, context, key_rotation)
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        q, k, v = self._rotated(x, rotation, context, key_rotation)
+        scores = q @ k.mT / math.sqrt(v.shape[-1])
         if bias is not None:
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
         return scores.softmax(dim=-1)
@@ -145,7 +148,7 @@ class Attention(nn.Module):
         """Queries and keys, rotated, and values, each `(batch, heads, tokens, head_dim)`."""
         q, k, v = project_heads(self.qkv, self.num_heads, x, context)
         if rotation is not None:
-            q, k = rotate(q, k, rotation, key_rotation=key_rotation, layout="bhtd", scores_only=True)
+            q, k = rotate(q, k, rotation, key_rotation=key_rotation, layout="bhtd", scores_only=True, tokens=x)
         return q, k, v
 
 

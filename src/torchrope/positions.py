@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchrope.tensors import can_read
+
 PerAxis = float | Sequence[float]
 Periods = Sequence[float | None]
 """The period of each axis that closes, such as an angle or a time of day, and None for each that does not."""
@@ -182,6 +184,75 @@ def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
     return rescale(positions, [trained / size for size, trained in pairs])
 
 
+def diagonal(frames: int, height: int, width: int, *, spacing: float = 2.0, start: float = 0.0) -> Tensor:
+    """Lay a video along the diagonal of its three axes:  (τ, τ + y - (H - 1) / 2, τ + x - (W - 1) / 2).
+
+    τ = start + spacing · frame. Frames have their middle on the diagonal, on which text lies, and time has a spacing of
+    its own.
+
+    Args:
+        frames: Number of frames.
+        height: Tokens of a frame along y, H.
+        width: Tokens of a frame along x, W.
+        spacing: Distance of frames.
+        start: Where the first frame lies: that of the text before it, plus 1.
+
+    Returns:
+        `(frames · height · width, 3)`, the last axis fastest.
+
+    References:
+        Wei et al., VideoRoPE, arXiv:2502.05173: diagonal layout and adjustable temporal spacing. Its code rounds the
+        middle of an even number of tokens down.
+
+    Example:
+        >>> diagonal(2, 1, 3)[:, 2].tolist()
+        [-1.0, 0.0, 1.0, 1.0, 2.0, 3.0]
+    """
+    t, y, x = grid(frames, height, width).unbind(-1)
+    along = start + spacing * t
+    return torch.stack([along, along + y - (height - 1) / 2, along + x - (width - 1) / 2], dim=-1)
+
+
+def around_text(height: int, width: int, *, radius: float = 10.0, by_angle: float = 0.5) -> Tensor:
+    """Lay the tokens of an image on a circle across the diagonal of three axes, on which text lies.
+
+    Every token is as far from a text token (t, t, t) as every other:  √(radius² + 3 t²).  Its place on the circle is
+    a mean of two angles: that of the token about the middle of the image, stretched to one turn, and its number.
+
+    Args:
+        height: Tokens along y.
+        width: Tokens along x.
+        radius: That of the circle.
+        by_angle: Weight of the first angle, 0 to 1.
+
+    Returns:
+        `(height · width, 3)`, x fastest, about the origin; `shift` moves them along the diagonal.
+
+    Raises:
+        ValueError: by_angle or radius out of range.
+
+    References:
+        Wang et al., Circle-RoPE: Cone-like Decoupled Rotary Positional Embedding for Large Vision-Language Models,
+        arXiv:2505.16416: circular image token projection.
+
+    Example:
+        >>> around_text(2, 3, radius=2.0).norm(dim=-1).round(decimals=3).unique().tolist()
+        [2.0]
+    """
+    if not 0 <= by_angle <= 1 or not 0 < radius < math.inf:
+        rule = "radius must be above 0 and by_angle 0 to 1"
+        raise ValueError(f"{rule}, got {radius} and {by_angle}")
+    y, x = grid(height, width).unbind(-1)
+    about = torch.atan2(y - (height - 1) / 2, x - (width - 1) / 2)
+    span = about.max() - about.min()
+    stretched = (about - about.min()) * (2 * math.pi / span) if span > 0 else about
+    numbered = torch.arange(height * width) * (2 * math.pi / (height * width))
+    angle = by_angle * stretched + (1 - by_angle) * numbered
+    one = torch.tensor([-1.0, 1.0, 0.0]) / math.sqrt(2)
+    other = torch.tensor([-1.0, -1.0, 2.0]) / math.sqrt(6)
+    return radius * (angle.cos().unsqueeze(-1) * one + angle.sin().unsqueeze(-1) * other)
+
+
 def wrap(positions: Tensor, periods: Periods) -> Tensor:
     """Bring the axes that close into one period about the origin:  p - T round(p / T).
 
@@ -236,6 +307,74 @@ def on_circles(positions: Tensor, periods: Periods) -> Tensor:
             radius = period / (2 * math.pi)
             axes += [radius * (p / radius).cos(), radius * (p / radius).sin()]
     return torch.stack(axes, dim=-1)
+
+
+def on_sphere(places: Tensor) -> Tensor:
+    """Places as unit vectors:  (cos φ cos λ, cos φ sin λ, sin φ),  or  v / |v|.
+
+    Args:
+        places: Latitude φ and longitude λ in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
+
+    Returns:
+        `(..., 3)`; a vector of length 0 stays.
+
+    Raises:
+        ValueError: neither 2 nor 3 numbers; a latitude beyond 90 degrees, where values can be read.
+
+    Example:
+        >>> on_sphere(torch.tensor([[0.0, 90.0], [90.0, 0.0]])).abs().round().tolist()
+        [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+    if places.shape[-1] not in (2, 3):
+        rule = "places must be latitude and longitude in degrees (..., 2) or vectors (..., 3)"
+        raise ValueError(f"{rule}, got {tuple(places.shape)}")
+    wide = _wide(places)
+    if wide.shape[-1] == 3:
+        square = wide.square().sum(dim=-1, keepdim=True)
+        return wide / torch.where(square == 0, 1, square).sqrt()
+    if can_read(wide) and (wide[..., 0].abs() > 90).any():
+        raise ValueError(f"latitudes must be -90 to 90 degrees, got one of {wide[..., 0].abs().max().item():g}")
+    phi, lam = torch.deg2rad(wide).unbind(-1)
+    return torch.stack([phi.cos() * lam.cos(), phi.cos() * lam.sin(), phi.sin()], dim=-1)
+
+
+def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tensor:
+    """Project a sphere onto a plane from the point opposite of a centre: a place at angle γ from it gets 2 tan(γ / 2).
+
+    Angles stay, and near the centre distances in degrees do; far from it they grow without bound. So encodings of two
+    axes can be used for a part of a sphere, poles included. Scores then depend on the difference in this plane, and not
+    on the angle between two places as those of `SphereHarmonics`.
+
+    Args:
+        places: Latitude and longitude in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
+        centre: Latitude and longitude of the centre of the map in degrees; the north pole by default.
+
+    Returns:
+        `(..., 2)` in degrees at the centre: towards the east, and towards the north.
+
+    Raises:
+        ValueError: the place opposite of the centre, which has no image; what `on_sphere` refuses.
+
+    References:
+        Snyder, Map Projections: A Working Manual, 1987, equations 21-2 to 21-4.
+
+    Example:
+        >>> stereographic(torch.tensor([[47.0, 8.0], [48.0, 8.0]]), centre=(47.0, 8.0)).round(decimals=3).abs().tolist()
+        [[0.0, 0.0], [0.0, 1.0]]
+    """
+    vectors = on_sphere(places)
+    phi, lam = (math.radians(each) for each in centre)
+    up = (math.cos(phi) * math.cos(lam), math.cos(phi) * math.sin(lam), math.sin(phi))
+    east = (-math.sin(lam), math.cos(lam), 0.0)
+    north = (-math.sin(phi) * math.cos(lam), -math.sin(phi) * math.sin(lam), math.cos(phi))
+    along_up, along_east, along_north = (
+        sum((v * each for v, each in zip(vectors.unbind(-1), axis, strict=True)), start=torch.zeros(()))
+        for axis in (up, east, north)
+    )
+    if can_read(along_up) and (along_up <= -1 + 1e-6).any():
+        raise ValueError(f"places must have an image, got the one opposite of the centre {tuple(centre)}")
+    stretch = math.degrees(2) / (1 + along_up)
+    return torch.stack([stretch * along_east, stretch * along_north], dim=-1)
 
 
 def check_periods(periods: Periods, num_axes: int) -> None:

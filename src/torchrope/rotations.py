@@ -353,6 +353,44 @@ class Block(Rotation):
         return replace(self, table=self.table.mT, tangent=None)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Expansion(Rotation):
+    """No rotation: queries and keys get other channels, perhaps more of them, whose products are the scores.
+
+    `rotate` applies it, and attention divides scores by √head_dim as before. A subclass says how in `of_queries` and
+    `of_keys`. What only rotations have (`matrix`, `inverse`, another set of positions) is refused.
+    """
+
+    @abstractmethod
+    def of_queries(self, q: Tensor, tokens: Tensor | None) -> Tensor:
+        """Queries `(*batch, heads, tokens, head_dim)` to those of the scores, `(*batch, heads, tokens, channels)`.
+
+        Args:
+            q: Queries, float32 or wider.
+            tokens: What they were projected from, `(*batch, tokens, dim)`, where attention tells it.
+
+        Raises:
+            ValueError: tokens are needed and were not told.
+        """
+
+    @abstractmethod
+    def of_keys(self, k: Tensor) -> Tensor:
+        """Keys to those of the scores, likewise."""
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
+    def blocks(self) -> Tensor:
+        raise ValueError(f"rotation matrices need a rotation, got {type(self).__name__}, which is none")
+
+    def inverse(self) -> "Rotation":
+        raise ValueError(f"the inverse needs a rotation, got {type(self).__name__}, which is none")
+
+    def at(self, positions: Tensor) -> "Rotation":
+        raise ValueError(f"other positions need generators, got {type(self).__name__}, which has none")
+
+
 def _converted(positions: Tensor, like: Tensor) -> Tensor:
     """Positions in the dtype and on the device of others, in memory of their own."""
     if positions.ndim < 2 or positions.shape[-1] != like.shape[-1]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchrope as tr
-from torchrope.encodings.periodic import whole_turns
+from torchrope.encodings.periodic import distinct_turns
 
 WIDE = dict(dtype=torch.float64)
 HEAD = dict(num_heads=2, head_dim=12)
@@ -76,46 +76,87 @@ def test_generators_turn_whole_times_along_axes_that_close_and_stay_along_others
         assert torch.allclose(whole, torch.eye(whole.shape[-1], **WIDE).expand_as(whole), atol=1e-9)
 
 
-def test_frequencies_are_the_nearest_whole_turns() -> None:
-    frequencies = torch.tensor([[[0.4, 0.6, -1.2]], [[0.4, 0.6, -1.2]], [[0.4, 0.6, -1.2]]])
-    rounded = whole_turns(frequencies, (2 * math.pi, None, math.pi))
-    assert torch.allclose(rounded, torch.tensor([[[0.0, 1.0, -1.0]], [[0.4, 0.6, -1.2]], [[0.0, 0.0, -2.0]]]))
+def test_turns_are_the_nearest_whole_ones_and_differ_where_a_pair_sees_one_axis_alone() -> None:
+    along_all = torch.tensor([[[0.4, 0.6, -1.2]], [[0.4, 0.6, -1.2]], [[0.4, 0.6, -1.2]]])
+    turns = distinct_turns(along_all, (2 * math.pi, None, 4 * math.pi))
+    assert turns.tolist() == [[[0, 1, -1]], [[0, 0, 0]], [[1, 1, -2]]]
+    alone = torch.tensor([[[0.3, -1.2, 0.0, 1.4, 7.0], [0.0, 3.0, 3.1, -2.9, 3.2]]])
+    assert distinct_turns(alone, (2 * math.pi,)).tolist() == [[[1, -2, 0, 3, 7], [0, 4, 5, -3, 6]]]
+    assert distinct_turns(torch.zeros(1, 2, 0), (1.0,)).shape == (1, 2, 0)
+
+
+@pytest.mark.parametrize("period", [3.0, 24.0, 1000.0])
+@pytest.mark.parametrize("name", ["axial", "dinov3", "mrope", "golden"])
+def test_no_two_pairs_of_a_head_say_the_same_of_a_lone_axis(name: str, period: float) -> None:
+    turns = closed(name, (period,)).turns
+    assert all(len(set(head.abs().tolist())) == 6 for head in turns[0])
+    assert turns.abs().min() >= 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["axial", "golden"])
-def test_every_property_of_encodings_holds_with_fixed_frequencies(name: str) -> None:
-    tr.testing.check(partial(closed, name, (24.0, None)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixed", "string"])
-def test_every_property_but_that_of_exact_gradients_holds_with_learned_ones(name: str) -> None:
-    def make(period: float = 24.0) -> tr.Periodic:
-        return tr.Periodic(FAMILIES[name](num_axes=2, **HEAD), (period, None))
+@pytest.mark.parametrize("name", ["axial", "golden", "mixed", "string"])
+def test_every_property_of_encodings_holds(name: str) -> None:
+    def make() -> tr.Periodic:
+        return tr.Periodic(FAMILIES[name](num_axes=2, **HEAD), (24.0, None))
 
     for what, holds in tr.testing.PROPERTIES.items():
-        if what == "gradients are exact":  # rounding has none; the gradient that passes it is tested below
+        if name == "string" and what == "gradients are exact":  # sets frequencies that are no whole turns
             continue
         with suppress(tr.testing.DoesNotApply):
-            # By a long period, that a parameter moved by 0.1 turns more often.
-            holds(partial(make, 240.0) if what == "every parameter moves the generators" else make)
+            holds(make)
 
 
 @pytest.mark.parametrize("name", ["mixed", "string"])
-def test_gradients_pass_the_rounding_and_are_exact_elsewhere(name: str) -> None:
-    """To frequencies of both kinds of axes: those of an encoding that has the rounded ones itself."""
+def test_gradients_are_those_of_an_encoding_that_has_the_closed_frequencies_itself(name: str) -> None:
     encoding = closed(name, (24.0, None)).double()
     plain = FAMILIES[name](num_axes=2, **HEAD).double()
     plain.load_state_dict(encoding.encoding.state_dict())
     with torch.no_grad():
-        plain.frequencies.copy_(whole_turns(plain.frequencies, encoding.periods))
+        plain.frequencies[0] = encoding.turns[0] * (2 * math.pi / 24)
     positions = 10 * torch.rand(5, 2, **WIDE)  # within one period: nothing is wrapped
     for each in (encoding, plain):
         scores(each, positions).sin().sum().backward()
-    mine = encoding.encoding.frequencies.grad
-    assert torch.allclose(mine, plain.frequencies.grad, atol=1e-10)
-    assert (mine.abs().amax(dim=(1, 2)) > 1e-3).all()
+    mine, theirs = encoding.encoding.frequencies.grad, plain.frequencies.grad
+    assert torch.allclose(mine[1], theirs[1], atol=1e-10)
+    assert theirs.abs().amax(dim=(1, 2)).min() > 1e-3
+    assert not mine[0].any()
+    if name == "string":
+        assert torch.allclose(encoding.encoding.upper.grad, plain.upper.grad, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["mixed", "string", "comrope-ap2"])
+def test_turns_are_fixed_while_the_frequencies_of_open_axes_learn(name: str) -> None:
+    encoding = closed(name, (24.0, None))
+    before = encoding.generators().detach().clone()
+    optimizer = torch.optim.AdamW(encoding.parameters(), lr=0.3, weight_decay=0.5)
+    positions = torch.tensor([[0.0, 0.0], [5.0, 2.0], [20.0, -1.0]])
+    for _ in range(3):
+        optimizer.zero_grad()
+        scores(encoding, positions).square().sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in encoding.parameters())
+        optimizer.step()
+    assert (encoding.generators()[1] - before[1]).abs().max() > 0.1
+    moved = positions + torch.tensor([24.0, 0.0])
+    assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() < 1e-6
+    if name != "string":  # whose basis learns
+        assert torch.equal(encoding.generators()[0], before[0])
+
+
+@pytest.mark.parametrize("name", ["mixed", "string"])
+def test_turns_are_saved_and_loaded(name: str) -> None:
+    encoding = closed(name)
+    with torch.no_grad():
+        next(encoding.encoding.parameters()).add_(10.0)  # the turns stay
+    other = tr.Periodic(FAMILIES[name](num_axes=3, **HEAD), PERIODS)
+    other.load_state_dict(encoding.state_dict())
+    assert torch.equal(other.generators(), encoding.generators())
+
+
+def test_models_take_the_turns_of_the_encodings_that_they_hold() -> None:
+    model = tr.Transformer(3, num_axes=1, dim=16, depth=2, num_heads=2, encoding="mixed", periods=(24.0,), scale=0.5)
+    for encoding in model.encodings:
+        drawn = distinct_turns(encoding.encoding.frequencies, encoding.periods)
+        assert torch.equal(encoding.turns.double(), drawn.double())
 
 
 def test_positions_have_their_gradient_on_every_axis() -> None:
@@ -126,7 +167,7 @@ def test_positions_have_their_gradient_on_every_axis() -> None:
 
 def test_periodic_takes_over_generators_of_whole_turns_and_refuses_others() -> None:
     encoding, other = closed("mixed"), closed("mixed")
-    encoding.encoding.reset_parameters()
+    encoding.reset_parameters()
     other.set_generators(encoding.generators())
     assert torch.allclose(other.generators(), encoding.generators(), atol=1e-6)
     before = other.encoding.frequencies.clone()

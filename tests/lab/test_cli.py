@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from torchrope.encodings import ABSOLUTE, BIAS, ROTARY
+from torchrope.encodings import ABSOLUTE, BIAS, EXPANDING, ROTARY
 from torchrope.files import UNFINISHED
 from torchrope.lab import cli
 from torchrope.lab.cli import main
@@ -587,7 +587,7 @@ def test_the_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
-    assert {name.strip() for name in told.split(",")} == {*ROTARY, *ABSOLUTE, *BIAS}
+    assert {name.strip() for name in told.split(",")} == {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
 
 
 def test_the_library_imports_torch_alone_and_quickly() -> None:

@@ -56,6 +56,19 @@ CASES: dict[str, Callable[[], Encoding]] = {
     ),
     "mrope-interleaved-N3": partial(tr.InterleavedMRoPE, num_axes=3, num_heads=2, head_dim=16, sections=(4, 2, 2)),
     "mrope-interleaved-N4": partial(tr.InterleavedMRoPE, num_axes=4, num_heads=2, head_dim=12),
+    "mhrope-N1": partial(tr.MultiHeadRoPE, num_axes=1, num_heads=2, head_dim=8),
+    "mhrope-N2-rest": partial(tr.MultiHeadRoPE, num_axes=2, num_heads=3, head_dim=8, rotary_dim=6, sections=(1, 1)),
+    "videorope-N1": partial(tr.VideoRoPE, num_axes=1, num_heads=2, head_dim=8),
+    "videorope-N3": partial(tr.VideoRoPE, num_axes=3, num_heads=2, head_dim=16, sections=(4, 2, 2)),
+    "nd-N1": partial(tr.SimplexRoPE, num_axes=1, num_heads=2, head_dim=8),
+    "nd-N2": partial(tr.SimplexRoPE, num_axes=2, num_heads=2, head_dim=12),
+    "nd-N3-rest-shared": partial(
+        tr.SimplexRoPE, num_axes=3, num_heads=2, head_dim=20, rotary_dim=16, shared_heads=True
+    ),
+    "spiral-N2": partial(tr.SpiralRoPE, num_axes=2, num_heads=2, head_dim=16),
+    "spiral-N2-rest": partial(tr.SpiralRoPE, num_axes=2, num_heads=2, head_dim=14, rotary_dim=12, num_directions=6),
+    "drope-N1": partial(tr.DRoPE, num_axes=1, num_heads=2, head_dim=8),
+    "drope-N3-shared": partial(tr.DRoPE, num_axes=3, num_heads=2, head_dim=12, shared_heads=True),
     "visionllama-N2": partial(tr.VisionLLaMARoPE, num_axes=2, num_heads=2, head_dim=8),
     "visionllama-N3-rest-shared": partial(
         tr.VisionLLaMARoPE, num_axes=3, num_heads=2, head_dim=16, rotary_dim=12, shared_heads=True

@@ -46,6 +46,8 @@ class Encoding(nn.Module, ABC):
     """What it is, in one sentence."""
     source: ClassVar[str] = ""
     """Paper and equation."""
+    reads_places: ClassVar[bool] = False
+    """Whether positions are places in a unit of the encoding's own, which no scale, extent or period changes."""
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 """Relative position bias: a learned number per offset, added to the attention score of two tokens."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -9,7 +10,42 @@ from torch import Tensor, nn
 from torchrope.encodings.resample import resample_axis
 
 
-class RelativePositionBias(nn.Module):
+class ScoreBias(nn.Module, ABC):
+    """What is added to the scores of two tokens of a lattice, for each head.
+
+    Args:
+        sizes: Tokens along each axis at the training size.
+        num_heads: Attention heads.
+
+    Raises:
+        ValueError: a size or num_heads below 1.
+    """
+
+    title: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+
+    def __init__(self, *, sizes: Sequence[int], num_heads: int) -> None:
+        super().__init__()
+        if not sizes or min(sizes) < 1 or num_heads < 1:
+            raise ValueError(f"sizes and num_heads must be 1 or more, got sizes {tuple(sizes)}, num_heads {num_heads}")
+        self.sizes = tuple(sizes)
+        self.num_heads = num_heads
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters, where there are any."""
+
+    @abstractmethod
+    def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
+        """The numbers for all pairs of tokens of a lattice, or of a window: `(num_heads, tokens, tokens)`."""
+
+    def extra_repr(self) -> str:
+        """Show what the module was built with."""
+        return f"sizes={self.sizes}, num_heads={self.num_heads}"
+
+
+class RelativePositionBias(ScoreBias):
     """Add a learned number per head and offset to the scores:  softmax(q^T k / √d + T[p - p']) v.
 
     Other lattices: along an axis with fewer tokens every offset keeps its number; along one with more, the table is
@@ -32,17 +68,13 @@ class RelativePositionBias(nn.Module):
         (torch.Size([169, 3]), torch.Size([3, 49, 49]))
     """
 
-    title: ClassVar[str] = "relative position bias"
-    formula: ClassVar[str] = "softmax(qᵀk/√d + T[p − p′]) v,  T learned"
-    summary: ClassVar[str] = "A learned number per head and offset, added to the scores. The standard of Swin."
-    source: ClassVar[str] = "Liu et al., Swin Transformer, equation 4"
+    title = "relative position bias"
+    formula = "softmax(qᵀk/√d + T[p − p′]) v,  T learned"
+    summary = "A learned number per head and offset, added to the scores. The standard of Swin."
+    source = "Liu et al., Swin Transformer, equation 4"
 
     def __init__(self, *, sizes: Sequence[int], num_heads: int) -> None:
-        super().__init__()
-        if not sizes or min(sizes) < 1 or num_heads < 1:
-            raise ValueError(f"sizes and num_heads must be 1 or more, got sizes {tuple(sizes)}, num_heads {num_heads}")
-        self.sizes = tuple(sizes)
-        self.num_heads = num_heads
+        super().__init__(sizes=sizes, num_heads=num_heads)
         self.table = nn.Parameter(torch.empty(torch.Size(_spans(self.sizes)).numel(), num_heads))
         self.reset_parameters()
 
@@ -84,10 +116,6 @@ class RelativePositionBias(nn.Module):
             elif size > own:
                 table = resample_axis(table, axis, 2 * size - 1, antialias=False)
         return table.flatten(0, -2)
-
-    def extra_repr(self) -> str:
-        """Show what the module was built with."""
-        return f"sizes={self.sizes}, num_heads={self.num_heads}"
 
 
 def _spans(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -86,12 +86,12 @@ class MixedRoPE(Encoding):
 def turned_ladder(like: Tensor, base: float) -> Tensor:
     """The axial ladder turned by one random rotation of the axes per head, `(axes, heads, pairs)` as `like`."""
     num_axes, heads, pairs = like.shape
-    turns = _random_rotations(heads, num_axes)  # (heads, axes, axes)
+    turns = random_rotations(heads, num_axes)  # (heads, axes, axes)
     ladder = axial_ladder(num_axes, pairs, base)  # (axes, pairs)
     return (turns @ ladder.to(turns)).transpose(0, 1)
 
 
-def _random_rotations(count: int, num_axes: int) -> Tensor:
+def random_rotations(count: int, num_axes: int) -> Tensor:
     """Uniform rotations `(count, num_axes, num_axes)`: QR of a Gaussian, signs made unique, determinant 1."""
     q, r = torch.linalg.qr(torch.randn(count, num_axes, num_axes, dtype=torch.float32))
     q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)

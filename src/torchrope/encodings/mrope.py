@@ -1,11 +1,11 @@
-"""M-RoPE: one geometric sequence of frequencies, its pairs of channels divided among time, height and width."""
+"""M-RoPE and its kin: one sequence of frequencies, its pairs or its heads divided among time, height and width."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from torchrope.encodings.fixed import OneAxisPerPair
+from torchrope.encodings.fixed import FixedFrequencies, OneAxisPerPair
 
 
 class MRoPE(OneAxisPerPair):
@@ -59,8 +59,7 @@ class MRoPE(OneAxisPerPair):
             shared_heads=shared_heads,
         )
         pairs = self.num_blocks
-        even = tuple(pairs // num_axes + (axis < pairs % num_axes) for axis in range(num_axes))
-        self.sections = even if sections is None else tuple(sections)
+        self.sections = self._even_sections() if sections is None else tuple(sections)
         if len(self.sections) != num_axes or sum(self.sections) != pairs or min(self.sections) < 0:
             rule = f"sections must be {num_axes} numbers of pairs that add up to {pairs}"
             raise ValueError(f"{rule}, got {self.sections}")
@@ -77,6 +76,10 @@ class MRoPE(OneAxisPerPair):
         theta = self.base ** -(pair.double() / max(self.num_blocks, 1))
         own_axis = self.axis_of_pair() == torch.arange(self.num_axes).unsqueeze(1)
         return theta * own_axis
+
+    def _even_sections(self) -> tuple[int, ...]:
+        pairs = self.num_blocks
+        return tuple(pairs // self.num_axes + (axis < pairs % self.num_axes) for axis in range(self.num_axes))
 
     def _check_sections(self) -> None:
         """Refuse what the allocation cannot hold."""
@@ -123,3 +126,109 @@ class InterleavedMRoPE(MRoPE):
             most = len(range(axis, self.num_blocks, self.num_axes))
             if self.sections[axis] > most:
                 raise ValueError(f"axis {axis} takes at most {most} interleaved pairs, got sections {self.sections}")
+
+
+class VideoRoPE(MRoPE):
+    """Allot the high frequencies of M-RoPE to the axes of space in turn, and the lowest ones to time.
+
+    The first pairs belong to axes 1 ... N - 1 in turn while their sections last, and all later ones to axis 0, whose
+    turns over a video so stay below a period. `torchrope.diagonal` makes the positions that the paper has with it.
+
+    Args:
+        num_axes: Length of a position, N; (time, height, width) in the paper.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, even.
+        sections: Pairs of each axis, such as (16, 24, 24); by default as even as can be, those of space all alike.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        base: Ratio that the ladder of all pairs spans.
+
+    Raises:
+        ValueError: sections that are not one per axis, or do not add up to the pairs, or differ among axes of space.
+
+    References:
+        Wei et al., VideoRoPE: What Makes for Good Video Rotary Position Embedding?, arXiv:2502.05173: low-frequency
+        temporal allocation.
+
+    Example:
+        >>> VideoRoPE(num_axes=3, num_heads=1, head_dim=16, sections=(4, 2, 2)).axis_of_pair().tolist()
+        [1, 2, 1, 2, 0, 0, 0, 0]
+    """
+
+    title = "VideoRoPE"
+    formula = "angle of pair j = p_{axis(j)} · base^(−j/n) fixed,  space in turn first, time last"
+    summary = "M-RoPE whose axes of space have the high frequencies in turn, and time the lowest ones; fixed."
+    source = "Wei et al., VideoRoPE, arXiv:2502.05173"
+
+    def _even_sections(self) -> tuple[int, ...]:
+        each = self.num_blocks // self.num_axes
+        return (self.num_blocks - each * (self.num_axes - 1), *(each for _ in range(self.num_axes - 1)))
+
+    def axis_of_pair(self) -> Tensor:
+        pair, space = torch.arange(self.num_blocks), max(self.num_axes - 1, 1)
+        return torch.where(pair < self.num_blocks - self.sections[0], 1 + pair % space, 0)
+
+    def _check_sections(self) -> None:
+        if len({*self.sections[1:]}) > 1:
+            raise ValueError(f"axes of space must have as many pairs each, got sections {self.sections}")
+
+
+class MultiHeadRoPE(FixedFrequencies):
+    """Give each head to one axis, with the whole ladder:  a_hj = p_{axis(h)} base^(-2j / rotary_dim).
+
+    Where M-RoPE divides the frequencies among the axes, every axis here has all of them, in heads of its own.
+
+    Args:
+        num_axes: Length of a position, N; (time, height, width) in the paper.
+        num_heads: Attention heads, N or more.
+        head_dim: Channels of a head, even.
+        sections: Heads of each axis, such as (2, 3, 3), in order; by default as even as can be. Heads beyond them rest.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        base: Ratio that the ladder spans.
+
+    Raises:
+        ValueError: fewer heads than axes; sections that are not one per axis, or more than there are heads.
+
+    References:
+        Huang et al., Revisiting Multimodal Positional Encoding in Vision-Language Models, arXiv:2510.23095: Multi-Head
+        RoPE. Of grouped queries the heads are those of the keys.
+
+    Example:
+        >>> MultiHeadRoPE(num_axes=2, num_heads=3, head_dim=4).frequencies[0, :, 0].tolist()
+        [1.0, 1.0, 0.0]
+    """
+
+    title = "MHRoPE"
+    formula = "angle of pair j, head h = p_{axis(h)} · base^(−j/n) fixed"
+    summary = "Each head belongs to one axis and has the whole ladder of frequencies; fixed."
+    source = "Huang et al., Revisiting Multimodal Positional Encoding, arXiv:2510.23095"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        sections: Sequence[int] | None = None,
+        rotary_dim: int | None = None,
+        base: float = 10_000.0,
+    ) -> None:
+        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, rotary_dim=rotary_dim)
+        if num_heads < num_axes:
+            raise ValueError(f"MHRoPE gives heads to axes: num_heads must be {num_axes} or more, got {num_heads}")
+        even = tuple(num_heads // num_axes + (axis < num_heads % num_axes) for axis in range(num_axes))
+        self.sections = even if sections is None else tuple(sections)
+        if len(self.sections) != num_axes or sum(self.sections) > num_heads or min(self.sections) < 0:
+            rule = f"sections must be {num_axes} numbers of heads, {num_heads} together at most"
+            raise ValueError(f"{rule}, got {self.sections}")
+        self.base = base
+        self.reset_parameters()
+
+    def ladder(self) -> Tensor:
+        theta = self.base ** -(torch.arange(self.num_blocks).double() / max(self.num_blocks, 1))
+        frequencies = torch.zeros(self._buffer_shape, dtype=torch.float64)
+        first = 0
+        for axis, heads in enumerate(self.sections):
+            frequencies[axis, first : first + heads] = theta
+            first += heads
+        return frequencies

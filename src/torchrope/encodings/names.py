@@ -10,15 +10,23 @@ from typing import Any
 from torchrope.encodings.absolute import AbsoluteEncoding, JitteredAPE, LearnedAPE, SinusoidalAPE
 from torchrope.encodings.axial import AxialRoPE
 from torchrope.encodings.base import Encoding
-from torchrope.encodings.bias import RelativePositionBias
+from torchrope.encodings.bias import RelativePositionBias, ScoreBias
 from torchrope.encodings.comrope import ComRoPEAP, ComRoPELD
 from torchrope.encodings.comrope_baselines import NormalLieRE, VanillaRoPE
 from torchrope.encodings.dinov3 import DINOv3RoPE
+from torchrope.encodings.directional import DRoPE
+from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.encodings.golden import GoldenGateRoPE
+from torchrope.encodings.harope import HARoPE
 from torchrope.encodings.liere import LieRE
+from torchrope.encodings.lookhere import LookHere
 from torchrope.encodings.mixed import MixedRoPE
-from torchrope.encodings.mrope import InterleavedMRoPE, MRoPE
+from torchrope.encodings.mrope import InterleavedMRoPE, MRoPE, MultiHeadRoPE, VideoRoPE
 from torchrope.encodings.none import NoEncoding
+from torchrope.encodings.pape import PaPE, PaPERI
+from torchrope.encodings.simplex import SimplexRoPE
+from torchrope.encodings.sphere import SphereHarmonics
+from torchrope.encodings.spiral import SpiralRoPE
 from torchrope.encodings.string import STRING
 from torchrope.encodings.visionllama import VisionLLaMARoPE
 
@@ -34,17 +42,31 @@ ROTARY: dict[str, type[Encoding]] = {
     "dinov3": DINOv3RoPE,
     "mrope": MRoPE,
     "mrope-interleaved": InterleavedMRoPE,
+    "mhrope": MultiHeadRoPE,
+    "videorope": VideoRoPE,
+    "nd": SimplexRoPE,
+    "spiral": SpiralRoPE,
+    "drope": DRoPE,
     "visionllama": VisionLLaMARoPE,
     "comrope-rope": VanillaRoPE,
     "comrope-liere": NormalLieRE,
 }
+EXPANDING: dict[str, type[ExpandingEncoding]] = {
+    "sphere": SphereHarmonics,
+    "harope": HARoPE,
+    "pape": PaPE,
+    "pape-ri": PaPERI,
+}
+"""Encodings that stand where a rotary one does, and rotate nothing."""
 ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {
     "learned": LearnedAPE,
     "sinusoidal": SinusoidalAPE,
     "learned-jittered": JitteredAPE,
 }
-BIAS: dict[str, type[RelativePositionBias]] = {"bias": RelativePositionBias}
+BIAS: dict[str, type[ScoreBias]] = {"bias": RelativePositionBias, "lookhere": LookHere}
 WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld", "string", "comrope-liere")
+WITH_NUMBER = {**dict.fromkeys(WITH_BLOCKS, "block_size"), "sphere": "max_degree"}
+"""What a number behind the colon is of each encoding that takes one."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +83,24 @@ class Choice:
     name: str
     rotary: Callable[..., Encoding]
     absolute: Callable[..., AbsoluteEncoding] | None = None
-    bias: Callable[..., RelativePositionBias] | None = None
+    bias: Callable[..., ScoreBias] | None = None
 
     @property
-    def parts(self) -> list[type[Encoding] | type[AbsoluteEncoding] | type[RelativePositionBias]]:
+    def parts(self) -> list[type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]]:
         """The named classes: absolute, bias, rotary."""
         rotary: Any = self.rotary.func if isinstance(self.rotary, partial) else self.rotary
         parts: list[Any] = [part for part in (self.absolute, self.bias) if part is not None]
         return parts if parts and rotary is NoEncoding else [*parts, rotary]
 
 
-Own = type[Encoding] | type[AbsoluteEncoding] | type[RelativePositionBias]
+Own = type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]
 
 
 def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
-    """Find encodings by name: one name, `name:block_size`, or an absolute one, "bias" and a rotary one joined by `+`.
+    """Find encodings by name: one name, `name:number`, or an absolute one, "bias" and a rotary one joined by `+`.
 
     Args:
-        name: The name.
+        name: The name; a number is the block size, of "sphere" the largest degree.
         own: Further classes by their names; a rotary one takes a block size where its `__init__` does.
 
     Raises:
@@ -91,13 +113,13 @@ def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
     absolute: list[Any] = []
     bias: list[Any] = []
     rotary: list[Any] = []
-    classes: dict[str, Any] = {**ROTARY, **ABSOLUTE, **BIAS, **(own or {})}
+    classes: dict[str, Any] = {**ROTARY, **EXPANDING, **ABSOLUTE, **BIAS, **(own or {})}
     for part in (each.strip() for each in name.split("+")):
         base, block = _base_and_block(part, own or {})
         found: Any = classes.get(base)
-        kind = next((kind for kind in (Encoding, AbsoluteEncoding, RelativePositionBias) if _is(found, kind)), None)
+        kind = next((kind for kind in (Encoding, AbsoluteEncoding, ScoreBias) if _is(found, kind)), None)
         if kind is Encoding:
-            rotary.append(_with_block_size(base, found, block))
+            rotary.append(_with_number(base, found, block))
         elif kind is None or block:
             raise ValueError(_unknown(part))
         else:
@@ -134,20 +156,21 @@ def _base_and_block(part: str, own: Mapping[str, Own]) -> tuple[str, str]:
     return base, block
 
 
-def _with_block_size(name: str, build: type[Encoding], block: str) -> Callable[..., Encoding]:
-    if not block:
+def _with_number(name: str, build: type[Encoding], number: str) -> Callable[..., Encoding]:
+    if not number:
         return build
-    if name in ROTARY and name not in WITH_BLOCKS:
-        raise ValueError(f"only {', '.join(WITH_BLOCKS)} take a block size, got '{name}:{block}'")
-    if not takes(build, "block_size"):
-        raise ValueError(f"{name} must take block_size to be named with one, got '{name}:{block}'")
-    if not block.isdecimal() or int(block) < 2 or block != str(int(block)):
-        raise ValueError(f"block size must be a whole number of 2 or more, got '{name}:{block}'")
-    return partial(build, block_size=int(block))
+    if (name in ROTARY or name in EXPANDING) and name not in WITH_NUMBER:
+        raise ValueError(f"only {', '.join(WITH_NUMBER)} take a number, got '{name}:{number}'")
+    argument = WITH_NUMBER.get(name, "block_size")
+    if not takes(build, argument):
+        raise ValueError(f"{name} must take {argument} to be named with one, got '{name}:{number}'")
+    if not number.isdecimal() or int(number) < 2 or number != str(int(number)):
+        raise ValueError(f"{argument.replace('_', ' ')} must be a whole number of 2 or more, got '{name}:{number}'")
+    return partial(build, **{argument: int(number)})
 
 
 def _unknown(part: str) -> str:
-    known = [*ROTARY, *ABSOLUTE, *BIAS]
+    known = [*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS]
     near = difflib.get_close_matches(part.partition(":")[0].lower(), known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"encodings are {', '.join(known)}, got {part!r}{hint}"

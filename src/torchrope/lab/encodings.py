@@ -15,7 +15,16 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from torchrope.encodings import ABSOLUTE, BIAS, ROTARY, AbsoluteEncoding, Choice, Encoding, RelativePositionBias
+from torchrope.encodings import (
+    ABSOLUTE,
+    BIAS,
+    EXPANDING,
+    ROTARY,
+    AbsoluteEncoding,
+    Choice,
+    Encoding,
+    ScoreBias,
+)
 from torchrope.encodings import choose as choose_with
 from torchrope.lab.spelling import closest, suggestion
 
@@ -23,7 +32,7 @@ _OWN = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d]\w*)(?::\d+)?")
 _KINDS: dict[type, tuple[str, ...]] = {
     Encoding: ("num_axes", "num_heads", "head_dim"),
     AbsoluteEncoding: ("sizes", "dim"),
-    RelativePositionBias: ("sizes", "num_heads"),
+    ScoreBias: ("sizes", "num_heads"),
 }
 """The classes that an encoding of one's own may be of, and what it is built from."""
 
@@ -53,7 +62,7 @@ def own_parts(name: str) -> list[tuple[str, str]]:
         ([('mypackage.rotations', 'Spiral')], [])
     """
     found = [_OWN.fullmatch(part.strip()) for part in name.split("+")]
-    known = {*ROTARY, *ABSOLUTE, *BIAS}
+    known = {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
     return [(match[1], match[2]) for match in found if match and match[1] not in known]
 
 
@@ -128,7 +137,7 @@ def _class(module: str, name: str) -> Any:
         )
     kind = next((kind for kind in _KINDS if isinstance(found, type) and issubclass(found, kind)), None)
     if kind is None:
-        kinds = "Encoding, AbsoluteEncoding or RelativePositionBias of torchrope.encodings"
+        kinds = "Encoding, AbsoluteEncoding or ScoreBias of torchrope.encodings"
         what = "a class of others" if isinstance(found, type) else type(found).__name__
         raise ValueError(
             f"{full} must be a subclass of {kinds}, got {what}{suggestion(closest(name, _encodings_of(loaded)))}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrope.attention import Attention, Windows, pad_ends
-from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias, choose
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias, choose
 from torchrope.rotations import Rotation
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class PatchEmbed(nn.Module):
 
 def encoding_parameters(model: nn.Module) -> set[str]:
     """The names of the parameters of a model's position encodings of every kind, which weight decay leaves alone."""
-    kinds = (Encoding, AbsoluteEncoding, RelativePositionBias)
+    kinds = (Encoding, AbsoluteEncoding, ScoreBias)
     learned = {each for module in model.modules() if isinstance(module, kinds) for each in module.parameters()}
     return {name for name, parameter in model.named_parameters() if parameter in learned}
 
@@ -204,7 +204,7 @@ def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.M
 def resolve(
     encoding: str | Callable[..., Encoding] | Choice,
     absolute: Callable[..., AbsoluteEncoding] | None,
-    bias: Callable[..., RelativePositionBias] | None,
+    bias: Callable[..., ScoreBias] | None,
 ) -> Choice:
     """Turn a name into what builds the encodings, unless that is given; a name's excludes another of its kind.
 

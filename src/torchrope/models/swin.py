@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention, Windows, fitting, masked, pad_ends, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, RelativePositionBias
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias
+from torchrope.encodings.periodic import close_axes
 from torchrope.models.parts import (
     DropPath,
     DropPathSchedule,
@@ -99,7 +100,7 @@ class Swin(Shareable, nn.Module):
         mlp_ratio: float = 4.0,
         encoding: str | Callable[..., Encoding] = "bias",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
-        bias: Callable[..., RelativePositionBias] | None = None,
+        bias: Callable[..., ScoreBias] | None = None,
         spacing: PerAxis | None = None,
         origin: PerAxis | None = None,
         qkv_bias: bool = True,
@@ -160,8 +161,9 @@ class Swin(Shareable, nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias):
+            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | ScoreBias):
                 module.reset_parameters()
+        close_axes(self)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay must leave alone beside norms and biases: those of encodings."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
-from torchrope.encodings.periodic import has_frequencies
+from torchrope.encodings.periodic import close_axes, has_frequencies
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.parts import Layer, LayerScale, encoding_parameters, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, on_circles, per_axis, rescale, shift
@@ -48,7 +48,8 @@ class Transformer(nn.Module):
             it encodings start in the convention of their papers for `extent / scale` tokens along an axis
             (`Encoding.lattice`); by default a unit of position is what `scale` says for all of them.
         periods: Period of each axis that closes, in the unit of the data, None for one that does not. Encodings that
-            have frequencies become `Periodic`; others, and `SinusoidalAPE`, see places `on_circles`.
+            have frequencies become `Periodic`; others, and `SinusoidalAPE`, see places `on_circles`. `SphereHarmonics`
+            takes places as they are, without scale, extent and periods.
         attention: "softmax", or "linear" for `LinearAttention`, at a cost linear in the number of tokens.
         latents: How many learned latents read the tokens, at learned positions about the mean of each sample's (along
             axes that close, about 0); or positions `(latents, axes)` where they stay, in the unit of the data. 0: none.
@@ -132,8 +133,11 @@ class Transformer(nn.Module):
         head = dict(num_heads=num_heads, head_dim=dim // num_heads)
         self.steps = _steps(depth, reads=count > 0, context=context_dim is not None, output=output)
         self.places, encodings = _encodings(
-            choice, 1 if share_layers else len(self.steps), num_axes, head, units, sizes
+            choice, 1 if share_layers else len(self.steps), num_axes, head, units, sizes, self.scale
         )
+        if encodings[0].reads_places and count and not isinstance(latents, Tensor):
+            rule = f"latents of {type(encodings[0]).__name__} must be places, for it has no learned ones"
+            raise ValueError(f"{rule}, got the number {count}")
         self.encodings = nn.ModuleList(encodings)
         self.absolute_places, self.absolute = _absolute(choice, num_axes, dim, units)
 
@@ -179,6 +183,7 @@ class Transformer(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | Encoding | LayerScale):
                 module.reset_parameters()
+        close_axes(self)
         if self.latents is not None:
             nn.init.trunc_normal_(self.latents, std=0.02, a=-0.04, b=0.04)
         if self.latent_positions is not None:
@@ -481,9 +486,13 @@ def _encodings(
     head: dict[str, int],
     periods: Periods | None,
     sizes: tuple[int, ...] | None,
+    scale: tuple[float, ...],
 ) -> tuple[_Places, list[Encoding]]:
     """Encodings, closed along axes that have a period in units, and the positions that they take."""
     first = choice.rotary(num_axes=num_axes, **head)
+    if first.reads_places:
+        others = [choice.rotary(num_axes=num_axes, **head) for _ in range(count - 1)]
+        return _Places(scale, (0.0,) * num_axes), [first, *others]
     paper: dict[str, Any] = {"spacing": 1.0, "origin": 0.0} if sizes is None else first.lattice(*sizes)
     spacing = per_axis("spacing", paper["spacing"], num_axes)
     origin = per_axis("origin", paper["origin"], num_axes)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import Windows, masked, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, RelativePositionBias
+from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
+from torchrope.encodings.periodic import close_axes
 from torchrope.models.parts import (
     DropPathSchedule,
     Layer,
@@ -112,7 +113,7 @@ class ViT(Shareable, nn.Module):
         mlp_dim: int | None = None,
         encoding: str | Callable[..., Encoding] = "none",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
-        bias: Callable[..., RelativePositionBias] | None = None,
+        bias: Callable[..., ScoreBias] | None = None,
         share_layers: bool = False,
         spacing: PerAxis | None = None,
         origin: PerAxis | None = None,
@@ -190,6 +191,7 @@ class ViT(Shareable, nn.Module):
         for module in (*parts, itself):
             as_convolution = module is self.embed.proj and self.weight_init == "truncated-normal"
             initialize(module, "torch" if as_convolution else self.weight_init)
+        close_axes(self)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay must leave alone beside norms and biases: tokens and encodings."""
@@ -432,7 +434,7 @@ def initialize(module: nn.Module, weight_init: WeightInit) -> None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, LearnedAPE) and weight_init != "xavier":
         _DRAW_TOKENS[weight_init](module.table)
-    elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | RelativePositionBias | LayerScale):
+    elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | ScoreBias | LayerScale):
         module.reset_parameters()
     elif isinstance(module, ViT):
         _DRAW_TOKENS[weight_init](module.prefix_tokens)

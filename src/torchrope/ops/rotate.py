@@ -8,7 +8,7 @@ from torchrope.ops.backends import takes_kernels
 from torchrope.ops.direct import rotate_directly
 from torchrope.ops.layouts import heads_first, warn_of_two_layouts
 from torchrope.ops.library import call
-from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
+from torchrope.rotations import Block, Commuting, Expansion, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import can_read, wide_dtype, with_sets, without_autocast
 
 
@@ -21,6 +21,7 @@ def rotate(
     layout: str | None = None,
     backend: str = "auto",
     scores_only: bool = False,
+    tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k.
 
@@ -40,9 +41,12 @@ def rotate(
         backend: "auto" takes the fastest path that serves; "native" (CPU), "triton" (GPU) and "reference" (plain
             PyTorch, any device, differentiable any number of times) name one.
         scores_only: Allow an orthogonal basis that q and k share to be left out, because only q'^T k' matters.
+        tokens: What queries were projected from, `(batch, tokens, dim)`; `PaPE` alone needs them.
 
     Returns:
         Rotated q and k, each in the layout and dtype it came in. The arithmetic is float32, or float64 for float64.
+        Of an encoding that is no rotation (`SphereHarmonics`, `HARoPE`, `PaPE`) q and k of the scores, whose channels
+        may be more; divide scores by the root of head_dim, not of their number.
 
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; a backend that is
@@ -57,14 +61,20 @@ def rotate(
     """
     if layout is not None or q.is_nested or k.is_nested:
         (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
-        turned_q, turned_k = _rotate(of_q, of_k, rotation, key_rotation, backend, scores_only)
+        turned_q, turned_k = _rotate(of_q, of_k, rotation, key_rotation, backend, scores_only, tokens)
         return restore_q(turned_q), restore_k(turned_k)
     warn_of_two_layouts("q", q, layout)
-    return _rotate(q, k, rotation, key_rotation, backend, scores_only)
+    return _rotate(q, k, rotation, key_rotation, backend, scores_only, tokens)
 
 
 def _rotate(
-    q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation | None, backend: str, scores_only: bool
+    q: Tensor,
+    k: Tensor,
+    rotation: Rotation,
+    key_rotation: Rotation | None,
+    backend: str,
+    scores_only: bool,
+    tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     of_keys = rotation if key_rotation is None else key_rotation
     if backend == "auto" and type(rotation) is Planar and key_rotation is None:
@@ -74,6 +84,8 @@ def _rotate(
     _check("q", q, rotation)
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
+    if isinstance(rotation, Expansion) or isinstance(of_keys, Expansion):
+        return _expand(q, k, rotation, of_keys, backend, tokens)
     if isinstance(rotation, PlanarInBasis) or isinstance(of_keys, PlanarInBasis):
         return _rotate_in_bases(q, k, rotation, key_rotation, backend, scores_only)
     if not _takes_kernels(backend, q, k, rotation, of_keys):
@@ -111,6 +123,8 @@ def rotate_one(
 
 def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) -> Tensor:
     _check("x", x, rotation)
+    if isinstance(rotation, Expansion):
+        raise ValueError(f"one tensor alone needs a rotation, got {type(rotation).__name__}, which is none")
     if rotation.shape[-2] != 1 and x.shape[-3] % rotation.heads:
         raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
     if isinstance(rotation, PlanarInBasis):
@@ -123,6 +137,23 @@ def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) 
     if not _takes_kernels(backend, x, x, rotation, rotation):
         return _rotate_wide(x, rotation)
     return _rotate_alone(x, rotation, scores_only)
+
+
+def _expand(
+    q: Tensor, k: Tensor, rotation: Rotation, of_keys: Rotation, backend: str, tokens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of an encoding that is no rotation, by plain PyTorch."""
+    if type(rotation) is not type(of_keys):
+        came = f"{type(rotation).__name__} and {type(of_keys).__name__}"
+        raise ValueError(f"queries and keys must be encoded by one family, got {came}")
+    if backend not in ("auto", "reference"):
+        raise ValueError(f"backend {backend!r} supports rotations, got {type(rotation).__name__}")
+    assert isinstance(rotation, Expansion)
+    assert isinstance(of_keys, Expansion)
+    wide = torch.promote_types(wide_dtype(q, k), rotation.dtype)
+    with without_autocast(q):
+        told = None if tokens is None else tokens.to(wide)
+        return rotation.of_queries(q.to(wide), told).to(q.dtype), of_keys.of_keys(k.to(wide)).to(k.dtype)
 
 
 def _rotate_in_bases(

@@ -11,7 +11,7 @@ from torchrope.lab.spelling import closest, suggestion
 DataName = Literal[
     "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
     "ucf101", "volumes", "rsna", "kanji", "points", "series", "kanji-strokes", "scenes", "kanji-components", "coco",
-    "ade20k", "segments",
+    "ade20k", "segments", "globe",
 ]  # fmt: skip
 Normalisation = Literal["measured", "imagenet", "half"]
 LARGEST_MAGNITUDE = 30  # of RandAugment
@@ -593,6 +593,36 @@ class KanjiStrokesConfig(TokensConfig, CharactersConfig, AskedConfig):
         super().__post_init__()
         if not 0.1 <= self.spacing < math.inf:
             raise ValueError(f"--data.spacing must be 0.1 or more, got {self.spacing}")
+
+
+@data_set("globe", "globe:Globe", size=1024)
+class GlobeConfig(TokensConfig):
+    """Land or sea at a place of the earth, by the places around it.
+
+    Attributes:
+        root: A .npz file with the map; None is that of the package global-land-mask.
+        points: Places of an example, the one that is asked included.
+        radius: Degrees from the middle of an example's part of the earth to its edge; 180 is the whole earth.
+        places: What positions are: latitude and longitude in "degrees", unit "vectors", or the stereographic "plane".
+        closed: Whether longitude closes, where places are in degrees.
+    """
+
+    root: str | None = None
+    points: int = 48
+    radius: float = 40.0
+    places: Literal["degrees", "vectors", "plane"] = "degrees"
+    closed: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.points < 2:
+            raise ValueError(f"--data.points must be 2 or more, got {self.points}")
+        if not 0 < self.radius <= 180:
+            raise ValueError(f"--data.radius must be above 0 and at most 180 degrees, got {self.radius}")
+        if self.places not in ("degrees", "vectors", "plane"):
+            raise ValueError(f"--data.places must be degrees, vectors or plane, got {self.places!r}")
+        if self.places == "plane" and self.radius > 80:
+            raise ValueError(f"--data.radius must be at most 80 degrees for places of a plane, got {self.radius}")
 
 
 @dataclass

@@ -22,6 +22,7 @@ from torchrope.lab.data.faults import Fault, Skipping
 from torchrope.lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
 from torchrope.lab.data.repeated import Repeated
 from torchrope.lab.data.tensors import HeldSet, TensorSet
+from torchrope.positions import Periods
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
 
@@ -45,6 +46,7 @@ class DataModule(pl.LightningDataModule, ABC):
         input_size: Extent of every axis, in pixels (and frames); () without a lattice.
         scale: Without a lattice, the length that counts as one unit of position along each axis.
         extent: Without a lattice, the length of the training data along each axis.
+        periods: Without a lattice, the period of each axis that closes, None for one that does not; None closes none.
         classes: Names of the classes; a label is an index into them.
         tasks: What can be learned from it: "classify", "segment", "detect". Batches of the last two are lists,
             `torchrope.lab.data.dense` says of what.
@@ -72,6 +74,7 @@ class DataModule(pl.LightningDataModule, ABC):
     lattice: bool = True
     scale: tuple[float, ...] = ()
     extent: tuple[float, ...] = ()
+    periods: Periods | None = None
     tasks: tuple[str, ...] = ("classify",)
     map_classes: tuple[str, ...] = ()
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit

@@ -297,12 +297,18 @@ class TokensModule(DataModule):
         """Measure scale and statistics on the training examples."""
         config = self.config
         train, train_samples, val, val_samples = self.clouds()
-        tokens = measure_tokens(train, val, coordinates=self.with_coordinates, scale=config.scale)
+        scale = self.unit if config.scale is None else config.scale
+        tokens = measure_tokens(train, val, coordinates=self.with_coordinates, scale=scale)
         self.scale, self.extent, self.in_channels = tokens.scale, tokens.extent, tokens.channels
         Turning.of(config.augment, self.axes, self.features)  # refuses what is no axis
         parts = ((train, train_samples), (val, val_samples))
         made = [CloudSet(clouds, samples, tokens, config.size, config.split_seed) for clouds, samples in parts]
         return made[0], made[1]
+
+    @property
+    def unit(self) -> list[float] | None:
+        """The length that counts as one unit of position where no scale is given; None measures it."""
+        return None
 
     @property
     def with_coordinates(self) -> bool:

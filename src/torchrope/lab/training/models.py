@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding
 from torchrope.encodings.names import takes
+from torchrope.encodings.periodic import close_axes
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose
 from torchrope.lab.training.config import TASKS, ModelConfig
@@ -95,6 +96,7 @@ def draw_encodings(model: nn.Module, seed: int) -> None:
         for module in model.modules():
             if isinstance(module, Encoding):
                 module.reset_parameters()
+        close_axes(model)
 
 
 def check_backbone(config: ModelConfig, data: DataModule) -> None:
@@ -194,6 +196,7 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
         share_layers=config.share_layers,
         scale=data.scale,
         extent=data.extent,
+        periods=data.periods,
         attention=config.attention,
         latents=config.latents,
         qkv_bias=config.qkv_bias,

@@ -1,0 +1,123 @@
+"""HARoPE: RoPE-Axial behind a learned linear map of each head."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.encodings.axial import AxialRoPE
+from torchrope.encodings.base import Positions, skew
+from torchrope.encodings.expanding import ExpandingEncoding
+from torchrope.ops import rotate_one
+from torchrope.rotations import Expansion, Rotation, exponential
+from torchrope.tensors import wide_dtype
+
+
+class HARoPE(ExpandingEncoding):
+    """Rotate behind a learned invertible map of each head:  q' = R(p) M_h q,  k' = R(p) M_h^-T k,  M = U diag(s) V^T.
+
+    U and V are exponentials of skew matrices, s = softplus(σ) + 1e-6, and M starts as I: RoPE-Axial. The score
+    q^T M^T R(p' - p) M^-T k is relative, and q^T k at the same place whatever M is. With an orthogonal M this is
+    `STRING` of fixed frequencies. Nothing gets wider.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by 2 N.
+        base: Ratio that the ladder of frequencies spans; 10,000^(1 / N) by default.
+
+    Raises:
+        ValueError: head_dim is not divisible by 2 N.
+
+    References:
+        Li et al., Head-wise Adaptive Rotary Positional Encoding for Fine-Grained Image Generation, arXiv:2510.10489: a
+        map per head by its singular value decomposition. That keys have the inverse transpose is the authors' code.
+
+    Example:
+        >>> sum(p.numel() for p in HARoPE(num_axes=2, num_heads=2, head_dim=8).parameters())
+        128
+    """
+
+    title = "HARoPE"
+    formula = "q′ = R(p) M q,  k′ = R(p) M⁻ᵀ k,  M = U diag(s) Vᵀ learned"
+    summary = "RoPE-Axial behind a learned invertible map of each head; scores stay relative."
+    source = "Li et al., Head-wise Adaptive Rotary Positional Encoding, arXiv:2510.10489"
+
+    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, base: float | None = None) -> None:
+        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
+        self.rotary = AxialRoPE(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, base=base)
+        entries = head_dim * (head_dim - 1) // 2
+        self.left = nn.Parameter(torch.empty(num_heads, entries))
+        self.right = nn.Parameter(torch.empty(num_heads, entries))
+        self.scales = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.reset_parameters()
+
+    @property
+    def relative(self) -> bool:
+        return True
+
+    def reset_parameters(self) -> None:
+        """Start with M = I."""
+        nn.init.zeros_(self.left)
+        nn.init.zeros_(self.right)
+        nn.init.constant_(self.scales, torch.expm1(torch.tensor(1.0 - _LEAST)).log().item())
+        self.rotary.reset_parameters()
+
+    def maps(self) -> tuple[Tensor, Tensor]:
+        """M of queries and M^-T of keys, `(num_heads, head_dim, head_dim)` each, float32 at least."""
+        wide = wide_dtype(self.left)
+        u, v = (exponential(skew(each.to(wide), self.head_dim)) for each in (self.left, self.right))
+        s = (functional.softplus(self.scales.to(wide)) + _LEAST).unsqueeze(-2)
+        return (u * s) @ v.mT, (u / s) @ v.mT
+
+    def forward(self, positions: Positions, *, backend: str = "auto") -> "Mapped":
+        """The rotation of RoPE-Axial and the maps before it."""
+        of_queries, of_keys = self.maps()
+        rotation = self.rotary(positions, backend=backend)
+        return Mapped(
+            rotation=rotation,
+            query_map=of_queries,
+            key_map=of_keys,
+            head_dim=self.head_dim,
+            num_heads=self.num_heads,
+        )
+
+
+_LEAST = 1e-6
+"""Least singular value of M."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Mapped(Expansion):
+    """What `HARoPE` returns.
+
+    Attributes:
+        rotation: What comes behind the maps.
+        query_map: M `(heads, head_dim, head_dim)`.
+        key_map: M^-T, likewise.
+    """
+
+    rotation: Rotation
+    query_map: Tensor
+    key_map: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *batch, _, tokens = self.rotation.shape
+        return (*batch, self.query_map.shape[0], tokens)
+
+    def of_queries(self, q: Tensor, tokens: Tensor | None) -> Tensor:
+        return self._mapped_and_rotated(q, self.query_map)
+
+    def of_keys(self, k: Tensor) -> Tensor:
+        return self._mapped_and_rotated(k, self.key_map)
+
+    def _mapped_and_rotated(self, x: Tensor, of_heads: Tensor) -> Tensor:
+        of_heads = of_heads.repeat_interleave(x.shape[-3] // of_heads.shape[0], dim=0)  # grouped queries
+        return rotate_one(x @ of_heads.to(x.dtype).mT, self.rotation, layout="bhtd")
+
+    def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Any]:
+        rotation = self.rotation[(*batch, heads, tokens)]
+        return {"rotation": rotation, "query_map": self.query_map[heads], "key_map": self.key_map[heads]}

@@ -1,0 +1,92 @@
+"""nD-RoPE: fixed frequencies along the corners of a regular simplex, at several scales."""
+
+import torch
+from torch import Tensor
+
+from torchrope.encodings.fixed import FixedFrequencies
+from torchrope.encodings.mixed import random_rotations
+
+
+class SimplexRoPE(FixedFrequencies):
+    """Turn pairs along the N + 1 corners of a regular simplex, at S scales:  a_si = base^(-s / S) <Q_h u_i, p>.
+
+    The corners are unit vectors with sum_i u_i = 0, <u_i, u_j> = -1 / N and sum_i u_i u_i^T = (N + 1) / N I: all
+    directions count alike, which N axes do too, and no axis is one of them. Two axes: three directions of 120 degrees.
+    Q_h is one random rotation per head, drawn at the start and fixed. One axis has one direction: RoPE.
+
+    Args:
+        num_axes: Length of a position, N.
+        num_heads: Attention heads.
+        head_dim: Channels of a head, divisible by 2 (N + 1), or by 2 with one axis.
+        rotary_dim: Rotate only the first so many channels; all by default.
+        shared_heads: One rotation of the simplex for all heads.
+        base: Ratio that the scales span.
+
+    Raises:
+        ValueError: head_dim is not divisible by 2 (N + 1).
+
+    References:
+        Li et al., nD-RoPE: A Generalized RoPE for n-Dimensional Position Embedding, ICML 2026, arXiv:2606.12146: the
+        simplex and its scales. That a rotation of the simplex is drawn per head, and the base, are those of code that
+        the authors published for a model of places.
+
+    Example:
+        >>> encoding = SimplexRoPE(num_axes=2, num_heads=1, head_dim=6)
+        >>> f = encoding.frequencies[:, 0]  # (axes, corners)
+        >>> (f @ f.T).mul(2).round().div(2).abs().tolist()
+        [[1.5, 0.0], [0.0, 1.5]]
+    """
+
+    title = "nD-RoPE"
+    formula = "angle of pair (s, i) = base^(−s/S) ⟨Q uᵢ, p⟩,  uᵢ the corners of a regular simplex, fixed"
+    summary = "Fixed frequencies along N + 1 directions that form a regular simplex, at several scales."
+    source = "Li et al., nD-RoPE, arXiv:2606.12146"
+
+    def __init__(
+        self,
+        *,
+        num_axes: int,
+        num_heads: int,
+        head_dim: int,
+        rotary_dim: int | None = None,
+        shared_heads: bool = False,
+        base: float = 10_000.0,
+    ) -> None:
+        super().__init__(
+            num_axes=num_axes,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            shared_heads=shared_heads,
+        )
+        corners = num_axes + 1 if num_axes > 1 else 1
+        self._require_divisible(2 * corners, "2·(num_axes + 1)" if num_axes > 1 else "2")
+        self.base = base
+        self.reset_parameters()
+
+    def ladder(self) -> Tensor:
+        corners = simplex(self.num_axes)  # (corners, axes)
+        scales = self.num_blocks // len(corners)
+        theta = self.base ** (-torch.arange(scales, dtype=torch.float64) / max(scales, 1))
+        turns = random_rotations(self.parameter_heads, self.num_axes).double()
+        along = torch.einsum("hab,ib->ahi", turns, corners)
+        return (theta[:, None] * along.unsqueeze(-2)).flatten(-2)  # (axes, heads, scales · corners)
+
+
+def simplex(num_axes: int) -> Tensor:
+    """The corners of a regular simplex about the origin, unit vectors `(num_axes + 1, num_axes)`; (1, 1) for one axis.
+
+    Corner k has zeros behind axis k and the same number in all later corners: Gram-Schmidt of the products -1 / N.
+
+    Example:
+        >>> simplex(2).round(decimals=2).tolist()
+        [[1.0, 0.0], [-0.5, 0.87], [-0.5, -0.87]]
+    """
+    if num_axes == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    corners = torch.zeros(num_axes + 1, num_axes, dtype=torch.float64)
+    for axis in range(num_axes):
+        rest = 1 - corners[axis].square().sum()
+        corners[axis, axis] = rest.sqrt()
+        corners[axis + 1 :, axis] = (-1 / num_axes - corners[axis] @ corners[axis + 1 :].T) / corners[axis, axis]
+    return corners

@@ -1,0 +1,299 @@
+"""Encodings since ComRoPE against the formulas of their papers."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import torchrope as tr
+from torchrope.encodings.simplex import simplex
+
+WIDE = dict(dtype=torch.float64)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), **WIDE)
+
+
+def scores(encoding: tr.Encoding, positions: Tensor, tokens: Tensor | None = None) -> Tensor:
+    q, k = drawn(2, 1, encoding.num_heads, len(positions), encoding.head_dim)
+    q, k = tr.rotate(q, k, encoding(positions), layout="bhtd", tokens=tokens)
+    return q @ k.mT
+
+
+def changed(encoding: tr.Encoding) -> tr.Encoding:
+    """Away from a start at which the encoding is another one."""
+    with torch.no_grad():
+        for index, parameter in enumerate(encoding.parameters()):
+            parameter.add_(0.5 * drawn(*parameter.shape, seed=index))
+    return encoding
+
+
+# nD-RoPE
+
+
+@pytest.mark.parametrize("num_axes", [2, 3, 4, 7])
+def test_the_corners_of_a_simplex_are_balanced_and_equally_far_apart(num_axes: int) -> None:
+    corners = simplex(num_axes)
+    products = corners @ corners.T
+    expected = (1 + 1 / num_axes) * torch.eye(num_axes + 1, **WIDE) - 1 / num_axes
+    assert torch.allclose(products, expected, atol=1e-12)
+    assert corners.sum(dim=0).abs().max() < 1e-12
+
+
+def test_every_direction_has_the_same_energy_at_each_scale_and_heads_have_directions_of_their_own() -> None:
+    encoding = tr.SimplexRoPE(num_axes=3, num_heads=2, head_dim=24, base=1000.0)
+    f = encoding.frequencies.double().unflatten(-1, (3, 4))  # (axes, heads, scales, corners)
+    for scale, size in enumerate((1.0, 0.1, 0.01)):
+        own = f[:, :, scale]
+        assert torch.allclose(own.norm(dim=0), torch.tensor(size, **WIDE), rtol=1e-5)
+        energy = torch.einsum("ahi,bhi->hab", own, own)
+        assert torch.allclose(energy, 4 / 3 * size**2 * torch.eye(3, **WIDE).expand(2, 3, 3), atol=1e-6 * size)
+    assert not torch.allclose(f[:, 0], f[:, 1], atol=1e-2)
+
+
+def test_along_one_axis_it_is_rope() -> None:
+    simplex_rope = tr.SimplexRoPE(num_axes=1, num_heads=2, head_dim=12)
+    rope = tr.AxialRoPE(num_axes=1, num_heads=2, head_dim=12)
+    assert torch.allclose(simplex_rope.frequencies_per_axis().abs(), rope.frequencies_per_axis().expand(-1, 2, -1))
+
+
+# Spiral RoPE
+
+
+def test_two_directions_of_the_spiral_are_rope_axial() -> None:
+    spiral = tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=2)
+    axial = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=16)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of one axis after the other
+    assert torch.allclose(spiral.frequencies[:, 0], axial.frequencies[:, order], atol=1e-6)
+
+
+@pytest.mark.parametrize("directions", [4, 8])
+def test_groups_look_along_uniform_directions_and_share_the_ladder_with_what_is_perpendicular(directions: int) -> None:
+    encoding = tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=64, num_directions=directions)
+    groups = encoding.frequencies[:, 0].double().unflatten(-1, (directions, -1))  # (axes, groups, pairs)
+    angles = torch.atan2(groups[1], groups[0])
+    expected = torch.arange(directions, **WIDE) * math.pi / directions
+    assert torch.allclose(angles, expected.unsqueeze(1).expand_as(angles), atol=1e-5)
+    sizes = groups.norm(dim=0)
+    assert torch.allclose(sizes[: directions // 2], sizes[directions // 2 :], rtol=1e-5)
+    ladder = 100.0 ** (-torch.arange(16, **WIDE) / 16)
+    assert torch.allclose(sizes[: directions // 2].flatten().sort(descending=True).values, ladder, rtol=1e-5)
+
+
+# DRoPE
+
+
+def test_a_heading_closes_and_its_difference_is_what_counts() -> None:
+    encoding = tr.DRoPE(num_axes=3, num_heads=2, head_dim=16).double()
+    positions = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, -2.0], [0.0, 0.0, 0.1]], **WIDE)
+    turned = positions + torch.tensor([0.0, 0.0, 2 * math.pi], **WIDE) * torch.tensor([[1.0], [-2.0], [0.0]], **WIDE)
+    assert torch.allclose(scores(encoding, turned), scores(encoding, positions), atol=1e-10)
+    elsewhere = positions + torch.tensor([7.0, -3.0, 1.0], **WIDE)
+    assert torch.allclose(scores(encoding, elsewhere), scores(encoding, positions), atol=1e-10)
+    alone = tr.DRoPE(num_axes=1, num_heads=1, head_dim=4)(torch.tensor([[0.7]], **WIDE)).angles()
+    assert torch.allclose(alone, torch.full_like(alone, 0.7))
+
+
+# MHRoPE, VideoRoPE, Circle-RoPE
+
+
+def test_each_axis_has_the_whole_ladder_in_heads_of_its_own() -> None:
+    encoding = tr.MultiHeadRoPE(num_axes=3, num_heads=8, head_dim=16, sections=(2, 3, 2))
+    ladder = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=16).frequencies[0]
+    of_head = [0, 0, 1, 1, 1, 2, 2, None]
+    for head, axis in enumerate(of_head):
+        for other in range(3):
+            expected = ladder if other == axis else torch.zeros_like(ladder)
+            assert torch.allclose(encoding.frequencies[other, head], expected)
+
+
+def test_time_has_the_lowest_frequencies_of_videorope() -> None:
+    encoding = tr.VideoRoPE(num_axes=3, num_heads=1, head_dim=128, sections=(16, 24, 24))
+    time, height, width = encoding.frequencies
+    assert [int((each > 0).sum()) for each in (time, height, width)] == [16, 24, 24]
+    assert time[time > 0].max() < min(height[height > 0].min(), width[width > 0].min())
+    assert height[0] > width[1] > height[2]
+
+
+def test_frames_have_their_middle_on_the_diagonal() -> None:
+    places = tr.diagonal(4, 3, 5, spacing=2.0, start=10.0).unflatten(0, (4, 15))
+    assert torch.allclose(places.mean(dim=1), (10 + 2 * torch.arange(4.0)).unsqueeze(1).expand(-1, 3))
+    assert torch.allclose(places[1:] - places[:-1], torch.full((), 2.0))
+    assert torch.allclose(places[0, 5] - places[0, 0], torch.tensor([0.0, 1.0, 0.0]))
+
+
+@pytest.mark.parametrize("by_angle", [0.0, 0.5, 1.0])
+def test_every_token_of_a_circle_is_as_far_from_a_text_token(by_angle: float) -> None:
+    places = tr.around_text(4, 6, radius=3.0, by_angle=by_angle).double()
+    for text in (-2.0, 0.0, 11.0):
+        distance = (places - text).norm(dim=-1)
+        assert torch.allclose(distance, torch.full_like(distance, math.sqrt(9 + 3 * text**2)), rtol=1e-5)
+    if by_angle == 0:
+        assert len(places.round(decimals=4).unique(dim=0)) == 24
+    assert tr.around_text(1, 1).shape == (1, 3)
+
+
+# HARoPE
+
+
+def test_the_maps_of_harope_start_as_none_and_cancel_at_the_same_place() -> None:
+    axial = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=8).double()
+    encoding = tr.HARoPE(num_axes=2, num_heads=2, head_dim=8).double()
+    places = drawn(5, 2, seed=3)
+    assert torch.allclose(scores(encoding, places), scores(axial, places), atol=1e-6)
+    changed(encoding)
+    assert (scores(encoding, places) - scores(axial, places)).abs().max() > 0.1
+    same = places[:1].expand(5, -1)
+    q, k = drawn(2, 1, 2, 5, 8)
+    assert torch.allclose(scores(encoding, same), q @ k.mT, atol=1e-10)
+
+
+def test_harope_is_its_formula_and_serves_grouped_queries() -> None:
+    encoding = changed(tr.HARoPE(num_axes=2, num_heads=2, head_dim=8).double())
+    places, q, k = drawn(5, 2, seed=3), drawn(1, 4, 5, 8), drawn(1, 2, 5, 8, seed=1)
+    of_queries, of_keys = encoding.maps()
+    assert torch.allclose(of_queries.mT @ of_keys, torch.eye(8, **WIDE).expand(2, 8, 8), atol=1e-10)
+    r = encoding.rotary(places).matrix()
+    turned_q, turned_k = tr.rotate(q, k, encoding(places), layout="bhtd")
+    per_query = of_queries.repeat_interleave(2, dim=0)
+    expected_q = torch.einsum("htij,hjk,bhtk->bhti", r[:1].expand(4, -1, -1, -1), per_query, q)
+    expected_k = torch.einsum("htij,hjk,bhtk->bhti", r[:1].expand(2, -1, -1, -1), of_keys, k)
+    assert torch.allclose(turned_q, expected_q, atol=1e-6)
+    assert torch.allclose(turned_k, expected_k, atol=1e-6)
+
+
+# PaPE
+
+
+def test_pape_adds_its_parabolas() -> None:
+    encoding = tr.PaPE(num_axes=2, num_heads=2, head_dim=4, num_parabolas=3).double()
+    places, x = 5 * drawn(6, 2, seed=3), drawn(1, 6, 8, seed=4)
+    a, b = torch.einsum("td,chmd->chtm", x[0], encoding.weight)
+    u = torch.einsum("ta,ahm->htm", places, encoding.directions)
+    way = u.unsqueeze(2) - u.unsqueeze(1)  # (heads, queries, keys, m)
+    added = (-functional.softplus(a).unsqueeze(2) * way.square() + b.unsqueeze(2) * way).sum(dim=-1)
+    q, k = drawn(2, 1, 2, 6, 4)
+    assert torch.allclose(scores(encoding, places, x), q @ k.mT + added, atol=1e-10)
+
+
+def test_pape_ri_is_a_parabola_of_the_distance_which_turns_leave_alone() -> None:
+    encoding = tr.PaPERI(num_axes=3, num_heads=2, head_dim=4).double()
+    places, x = drawn(6, 3, seed=3), drawn(1, 6, 8, seed=4)
+    a = functional.softplus(torch.einsum("td,hd->ht", x[0], encoding.weight[0, :, 0]))
+    q, k = drawn(2, 1, 2, 6, 4)
+    squares = torch.cdist(places, places).square()
+    expected = q @ k.mT - a.unsqueeze(-1) * encoding.scales.square()[:, None, None] * squares
+    assert torch.allclose(scores(encoding, places, x), expected, atol=1e-10)
+    turn, _ = torch.linalg.qr(drawn(3, 3))
+    assert torch.allclose(scores(encoding, places @ turn.T + 2.0, x), expected, atol=1e-10)
+    assert not torch.allclose(scores(encoding, 2 * places, x), expected, atol=1e-2)
+
+
+WIDENING: dict[str, Callable[..., tr.Encoding]] = {"harope": tr.HARoPE, "pape": tr.PaPE, "pape-ri": tr.PaPERI}
+
+
+@pytest.mark.parametrize("name", WIDENING)
+def test_what_is_no_rotation_is_relative_learns_and_is_saved(name: str) -> None:
+    encoding = changed(WIDENING[name](num_axes=2, num_heads=2, head_dim=8).double())
+    places, x = drawn(6, 2, seed=3), drawn(1, 6, 16, seed=4)
+    expected = scores(encoding, places, x)
+    assert encoding.relative
+    assert torch.allclose(scores(encoding, places + torch.tensor([3.0, -1.0], **WIDE), x), expected, atol=1e-6)
+    order = torch.tensor([3, 0, 5, 1, 2, 4])
+    part = encoding(places)[:, order]
+    q, k = drawn(2, 1, 2, 6, 8)
+    q, k = tr.rotate(q[:, :, order], k[:, :, order], part, layout="bhtd", tokens=x[:, order])
+    assert torch.allclose(q @ k.mT, expected[:, :, order][..., order], atol=1e-10)
+    expected.sin().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in encoding.parameters())
+    other = WIDENING[name](num_axes=2, num_heads=2, head_dim=8).double()
+    other.load_state_dict(encoding.state_dict())
+    assert torch.equal(scores(other, places, x), expected)
+    assert scores(encoding, places[:0], x[:, :0]).shape == (1, 2, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["harope", "pape", "pape-ri", "learned+pape", "lookhere", "lookhere+mixed"])
+def test_a_vit_takes_each_by_name_at_any_size_and_several_sizes_as_one(name: str) -> None:
+    model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=32, depth=2, num_heads=4, encoding=name)
+    model = model.eval().double()
+    small, large = drawn(1, 1, 8, 8), drawn(1, 1, 12, 4)
+    alone = torch.cat([model(small), model(large)])
+    assert torch.allclose(model([small[0], large[0]]), alone, atol=1e-10)
+    alone.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.encodings.parameters())
+
+
+@pytest.mark.parametrize("name", ["harope", "pape", "pape-ri"])
+def test_a_transformer_stays_the_same_wherever_the_set_is(name: str) -> None:
+    settings = dict(num_axes=2, num_outputs=3, dim=32, depth=2, num_heads=4, context_dim=4)
+    model = tr.Transformer(5, encoding=name, **settings).double()
+    x, places, context, theirs = drawn(2, 7, 5), drawn(7, 2, seed=1), drawn(2, 4, 4, seed=2), drawn(4, 2, seed=3)
+    expected = model(x, places, context=context, context_positions=theirs)
+    moved = model(x, places + 3, context=context, context_positions=theirs + 3)
+    assert torch.allclose(moved, expected, atol=1e-6)
+    assert not torch.allclose(model(x, places.flip(0), context=context, context_positions=theirs), expected, atol=1e-4)
+
+
+# LookHere
+
+
+@pytest.mark.parametrize("fov", [180, 90])
+def test_a_head_sees_its_field_of_view_and_slopes_with_the_distance(fov: int) -> None:
+    bias = tr.LookHere(sizes=(5, 5), num_heads=12, fov=fov)(5, 5)
+    assert bias.shape == (12, 25, 25)
+    seen = bias.isfinite().unflatten(-1, (5, 5))
+    up = torch.zeros(5, 5, dtype=torch.bool)
+    for y in range(5):
+        for x in range(5):
+            up[y, x] = y <= 2 if fov == 180 else 2 - y >= abs(x - 2)
+    assert torch.equal(seen[0, 12], up)
+    assert [torch.equal(seen[head, 12], seen[0, 12].rot90(turns)) for head, turns in ((1, 2), (2, 1), (3, 3))] == [
+        True
+    ] * 3
+    assert seen[8:].all()
+    distance = torch.cdist(tr.grid(5, 5), tr.grid(5, 5))
+    slopes = [0.5] * 4 + [0.25] * 4 + [0.25, 0.0625, 0.015625, 0.00390625]
+    for head, slope in enumerate(slopes):
+        at = bias[head].isfinite()
+        assert torch.allclose(bias[head][at], -slope * distance[at])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tr.SimplexRoPE(num_axes=2, num_heads=1, head_dim=16), r"divisible by 2·\(num_axes \+ 1\) = 6, got 16"),
+        (lambda: tr.SpiralRoPE(num_axes=3, num_heads=1, head_dim=16), "num_axes must be 2, got 3"),
+        (lambda: tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=3), "even and 2 or more, got 3"),
+        (lambda: tr.DRoPE(num_axes=2, num_heads=1, head_dim=8, heading_pairs=5), "heading_pairs must be 0 to 4, got 5"),
+        (lambda: tr.DRoPE(num_axes=1, num_heads=1, head_dim=8, heading_pairs=2), "takes all 4 pairs, got 2"),
+        (lambda: tr.MultiHeadRoPE(num_axes=3, num_heads=2, head_dim=8), "num_heads must be 3 or more, got 2"),
+        (lambda: tr.MultiHeadRoPE(num_axes=2, num_heads=2, head_dim=8, sections=(2, 1)), r"2 together .* got \(2, 1\)"),
+        (
+            lambda: tr.VideoRoPE(num_axes=3, num_heads=1, head_dim=16, sections=(4, 3, 1)),
+            r"as many pairs each, got sections \(4, 3, 1\)",
+        ),
+        (lambda: tr.around_text(2, 2, by_angle=2.0), "by_angle 0 to 1, got 10.0 and 2.0"),
+        (lambda: tr.PaPE(num_axes=2, num_heads=1, head_dim=8, num_parabolas=0), "num_parabolas must be 1 .* got 0"),
+        (
+            lambda: scores(tr.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2)),
+            "parabolas need the tokens that queries come from.* got none",
+        ),
+        (
+            lambda: scores(tr.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2), drawn(1, 4, 8)),
+            r"tokens of queries .* must have 8 channels, got \(1, 4, 8\)",
+        ),
+        (lambda: tr.HARoPE(num_axes=2, num_heads=1, head_dim=6), "head_dim must be divisible by 2·num_axes = 4, got 6"),
+        (lambda: tr.LookHere(sizes=(2, 2), num_heads=2, fov=45), "fov must be 180 or 90 degrees, got 45"),
+        (lambda: tr.LookHere(sizes=(2, 2), num_heads=2)(3), "LookHere needs 2 sizes, one per axis, got 1"),
+        (lambda: tr.choose("harope:8"), "take a number, got 'harope:8'"),
+        (lambda: tr.choose("bias+lookhere"), "'bias' once"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_line(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as told:
+        call()
+    assert "\n" not in str(told.value)
