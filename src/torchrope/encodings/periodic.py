@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings.base import Encoding, Positions, planar, rounding
+from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.encodings.string import STRING, in_basis
 from torchrope.positions import Periods, check_periods, wrap
 from torchrope.rotations import Planar, PlanarInBasis, Rotation
@@ -182,7 +183,8 @@ def _in_turns(frequencies: Tensor, periods: Periods) -> Tensor:
 
 def has_frequencies(encoding: Encoding) -> bool:
     """Whether an encoding rotates pairs of channels, in their own basis or in another."""
-    return encoding.block_size == 2 or isinstance(encoding, STRING)
+    rotates = not isinstance(encoding, ExpandingEncoding)
+    return isinstance(encoding, STRING) or (rotates and encoding.block_size == 2)
 
 
 def _frequencies(encoding: Encoding) -> Tensor:

@@ -82,7 +82,7 @@ def test_places_are_spread_evenly(root: Path) -> None:
     assert z.square().mean().item() == pytest.approx(1 / 3, abs=0.03)
 
 
-@pytest.mark.parametrize("encoding", ["none", "mixed", "sphere:4", "liere:4", "sinusoidal"])
+@pytest.mark.parametrize("encoding", ["none", "mixed", "sphere:4", "liere:4", "sinusoidal", "pape", "drope"])
 def test_models_read_it_and_the_seam_of_longitudes_is_no_edge(root: Path, encoding: str) -> None:
     data = load(root)
     config = ModelConfig(backbone="transformer", dim=16, depth=1, num_heads=2)
