@@ -55,7 +55,9 @@ class Periodic(Encoding):
     def __init__(self, encoding: Encoding, periods: Periods) -> None:
         if not has_frequencies(encoding):
             hint = "others take positions of torchrope.on_circles"
-            raise ValueError(f"Periodic rounds frequencies, which blocks of 2 and STRING have; {hint}, got {encoding}")
+            raise ValueError(
+                f"Periodic rounds frequencies, which blocks of 2 and STRING have; {hint}, got {type(encoding).__name__}"
+            )
         check_periods(periods, encoding.num_axes)
         super().__init__(
             num_axes=encoding.num_axes,
