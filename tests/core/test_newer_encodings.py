@@ -289,6 +289,10 @@ def test_a_head_sees_its_field_of_view_and_slopes_with_the_distance(fov: int) ->
         (lambda: tr.HARoPE(num_axes=2, num_heads=1, head_dim=6), "head_dim must be divisible by 2·num_axes = 4, got 6"),
         (lambda: tr.LookHere(sizes=(2, 2), num_heads=2, fov=45), "fov must be 180 or 90 degrees, got 45"),
         (lambda: tr.LookHere(sizes=(2, 2), num_heads=2)(3), "LookHere needs 2 sizes, one per axis, got 1"),
+        (
+            lambda: tr.Transformer(3, num_axes=2, attention="linear", encoding="pape"),
+            "linear attention has no scores to add to, got PaPE",
+        ),
         (lambda: tr.choose("harope:8"), "take a number, got 'harope:8'"),
         (lambda: tr.choose("bias+lookhere"), "'bias' once"),
     ],

@@ -211,6 +211,10 @@ def test_circles_keep_the_distance_of_neighbours() -> None:
             r"Periodic rounds frequencies.*others take positions of torchrope.on_circles, got LieRE",
         ),
         (lambda: tr.Periodic(closed("axial").encoding, (1.0,)), r"periods must be one per axis \(3\).*got 1"),
+        (
+            lambda: tr.Periodic(tr.HARoPE(num_axes=1, num_heads=1, head_dim=8), (1.0,)),
+            "others take positions of torchrope.on_circles, got HARoPE",
+        ),
         (lambda: closed("axial", (0.0, None)), r"periods must be above 0 and finite, or None, got \(0.0, None\)"),
         (lambda: tr.wrap(torch.zeros(2, 2), (math.inf, None)), "periods must be above 0 and finite"),
         (lambda: tr.on_circles(torch.zeros(2, 2), (1.0,)), r"periods must be one per axis \(2\).*got 1"),

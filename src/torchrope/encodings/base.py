@@ -48,6 +48,8 @@ class Encoding(nn.Module, ABC):
     """Paper and equation."""
     reads_places: ClassVar[bool] = False
     """Whether positions are places in a unit of the encoding's own, which no scale, extent or period changes."""
+    adds_to_scores: ClassVar[bool] = False
+    """Whether it reads tokens and adds to scores, which linear attention does not have."""
 
     def __init__(
         self,

@@ -166,7 +166,8 @@ def _with_number(name: str, build: type[Encoding], number: str) -> Callable[...,
         raise ValueError(f"{name} must take {argument} to be named with one, got '{name}:{number}'")
     if not number.isdecimal() or int(number) < 2 or number != str(int(number)):
         raise ValueError(f"{argument.replace('_', ' ')} must be a whole number of 2 or more, got '{name}:{number}'")
-    return partial(build, **{argument: int(number)})
+    given: dict[str, Any] = {argument: int(number)}
+    return partial(build, **given)
 
 
 def _unknown(part: str) -> str:

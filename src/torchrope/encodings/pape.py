@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torchrope.tensors import wide_dtype
 
 class ParabolicEncoding(ExpandingEncoding):
     """What `PaPE` and `PaPERI` have in common: parabolas of projected positions, whose shape the query decides."""
+
+    adds_to_scores: ClassVar[bool] = True
 
     weight: Tensor
 

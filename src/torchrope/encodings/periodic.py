@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings.base import Encoding, Positions, planar, rounding
+from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.encodings.string import STRING, in_basis
 from torchrope.positions import Periods, check_periods, wrap
 from torchrope.rotations import Planar, PlanarInBasis, Rotation
@@ -54,7 +55,9 @@ class Periodic(Encoding):
     def __init__(self, encoding: Encoding, periods: Periods) -> None:
         if not has_frequencies(encoding):
             hint = "others take positions of torchrope.on_circles"
-            raise ValueError(f"Periodic rounds frequencies, which blocks of 2 and STRING have; {hint}, got {encoding}")
+            raise ValueError(
+                f"Periodic rounds frequencies, which blocks of 2 and STRING have; {hint}, got {type(encoding).__name__}"
+            )
         check_periods(periods, encoding.num_axes)
         super().__init__(
             num_axes=encoding.num_axes,
@@ -182,7 +185,8 @@ def _in_turns(frequencies: Tensor, periods: Periods) -> Tensor:
 
 def has_frequencies(encoding: Encoding) -> bool:
     """Whether an encoding rotates pairs of channels, in their own basis or in another."""
-    return encoding.block_size == 2 or isinstance(encoding, STRING)
+    rotates = not isinstance(encoding, ExpandingEncoding)
+    return isinstance(encoding, STRING) or (rotates and encoding.block_size == 2)
 
 
 def _frequencies(encoding: Encoding) -> Tensor:

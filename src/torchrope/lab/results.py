@@ -37,6 +37,7 @@ STUDIES = (
     "attention",
     "fourier",
     "kernel",
+    "linear-attention",
     "dense",
 )
 """Names of all studies, in the order of the report."""

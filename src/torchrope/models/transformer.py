@@ -135,6 +135,8 @@ class Transformer(nn.Module):
         self.places, encodings = _encodings(
             choice, 1 if share_layers else len(self.steps), num_axes, head, units, sizes, self.scale
         )
+        if attention == "linear" and encodings[0].adds_to_scores:
+            raise ValueError(f"linear attention has no scores to add to, got {type(encodings[0]).__name__}")
         if encodings[0].reads_places and count and not isinstance(latents, Tensor):
             rule = f"latents of {type(encodings[0]).__name__} must be places, for it has no learned ones"
             raise ValueError(f"{rule}, got the number {count}")

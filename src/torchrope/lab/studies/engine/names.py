@@ -15,10 +15,13 @@ OF_PLACES = ("dense",)
 OF_LATTICES = ("resolution", "pooling", "finetune", "attention", "kernel")
 """Those that need patches on a lattice: `Study.needs_lattice`."""
 
+OF_SETS = ("linear-attention",)
+"""Those of the transformer for tokens at any positions."""
+
 
 def suitable(data: str) -> list[str]:
     """Names of the studies for a data set."""
-    without = OF_LATTICES if data in NAMES_WITHOUT_LATTICE else ()
+    without = OF_LATTICES if data in NAMES_WITHOUT_LATTICE else OF_SETS
     return [name for name in NAMES if (name in OF_PLACES) == (data in NAMES_DENSE) and name not in without]
 
 
