@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from torchrope.encodings import NoEncoding as NoEncoding
     from torchrope.encodings import NormalLieRE as NormalLieRE
     from torchrope.encodings import Periodic as Periodic
+    from torchrope.encodings import PoseAction as PoseAction
+    from torchrope.encodings import PoseEncoding as PoseEncoding
+    from torchrope.encodings import Poses as Poses
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
     from torchrope.encodings import VanillaRoPE as VanillaRoPE
@@ -80,6 +83,7 @@ if TYPE_CHECKING:
     from torchrope.positions import shift as shift
     from torchrope.positions import windows as windows
     from torchrope.positions import wrap as wrap
+    from torchrope.rotations import Action as Action
     from torchrope.rotations import Block as Block
     from torchrope.rotations import Commuting as Commuting
     from torchrope.rotations import Planar as Planar
@@ -107,7 +111,7 @@ _NAMES = {
         "windows",
         "wrap",
     ),
-    "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
+    "torchrope.rotations": ("Action", "Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
     "torchrope.ops": ("rotate", "rotate_one", "skew_exp"),
     "torchrope.encodings": (
         "AbsoluteEncoding",
@@ -126,6 +130,9 @@ _NAMES = {
         "NoEncoding",
         "NormalLieRE",
         "Periodic",
+        "PoseAction",
+        "PoseEncoding",
+        "Poses",
         "RelativePositionBias",
         "STRING",
         "SinusoidalAPE",

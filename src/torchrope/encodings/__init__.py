@@ -26,6 +26,9 @@ from torchrope.encodings.names import Choice as Choice
 from torchrope.encodings.names import choose as choose
 from torchrope.encodings.none import NoEncoding as NoEncoding
 from torchrope.encodings.periodic import Periodic as Periodic
+from torchrope.encodings.poses import PoseAction as PoseAction
+from torchrope.encodings.poses import PoseEncoding as PoseEncoding
+from torchrope.encodings.poses import Poses as Poses
 from torchrope.encodings.scaling import dype as dype
 from torchrope.encodings.scaling import interpolate as interpolate
 from torchrope.encodings.scaling import ntk as ntk
