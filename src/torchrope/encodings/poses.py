@@ -77,7 +77,18 @@ class Poses:
         Scores and outputs do not change under it.
         """
         turned = self.rotation @ _double(rotation).mT.unsqueeze(-3)
-        return replace(self, rotation=turned, translation=self.translation - _apply(turned, _double(translation)[..., None, :]))
+        along = self.translation - _apply(turned, _double(translation).unsqueeze(-2))
+        return replace(self, rotation=turned, translation=along)
+
+    def of_views(self, index: Tensor) -> "Poses":
+        """Some views of each sample, or one several times, by their indices `(batch, views)`."""
+        samples = torch.arange(len(index), device=index.device).unsqueeze(-1)
+
+        def chosen(x: Tensor, ndim: int) -> Tensor:
+            return x.expand(len(index), *x.shape[-ndim - 1 :])[samples, index]
+
+        intrinsics = None if self.intrinsics is None else chosen(self.intrinsics, 2)
+        return Poses(chosen(self.rotation, 2), chosen(self.translation, 1), intrinsics)
 
     def matrices(self, origin: Tensor, unit: float = 1.0) -> tuple[Tensor, Tensor]:
         """P = [K 0; 0 1] [R (R o + t) / unit; 0 1],  from the world about o to a camera, and its inverse.
@@ -167,9 +178,7 @@ class PoseAction(Action):
             rule = "keys must have the encoding and the origin of queries: call it with origin=action.origin"
             raise ValueError(f"{rule}, got others")
 
-    def _apply(
-        self, x: Tensor, views: Tensor, pixels: Rotation | None, layout: str | None, backend: str
-    ) -> Tensor:
+    def _apply(self, x: Tensor, views: Tensor, pixels: Rotation | None, layout: str | None, backend: str) -> Tensor:
         if x.ndim < 3 or x.shape[-1] != self.head_dim:
             raise ValueError(f"x must be (batch, heads, tokens, {self.head_dim}), got {tuple(x.shape)}")
         # A kernel applies any matrix and its transpose; 16 numbers a token are few beside its channels.
