@@ -221,7 +221,8 @@ class PoseEncoding(nn.Module):
 
     Example:
         >>> import torch, torchrope as tr
-        >>> encoding = tr.PoseEncoding(num_heads=2, head_dim=16, pixels=tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=8))
+        >>> pixels = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=8)
+        >>> encoding = tr.PoseEncoding(num_heads=2, head_dim=16, pixels=pixels)
         >>> cameras = tr.Poses(torch.eye(3).expand(5, 3, 3), torch.randn(5, 3))  # 5 views of 4 tokens
         >>> action = encoding(cameras, tr.grid(2, 2).repeat(5, 1))
         >>> q, k, v = torch.randn(3, 1, 2, 20, 16)

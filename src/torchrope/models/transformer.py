@@ -51,9 +51,9 @@ class Transformer(nn.Module):
         periods: Period of each axis that closes, in the unit of the data, None for one that does not. Encodings that
             have frequencies become `Periodic`; others, and `SinusoidalAPE`, see places `on_circles`.
         attention: "softmax", or "linear" for `LinearAttention`, at a cost linear in the number of tokens.
-        poses: How tokens of several views know the poses of their cameras, which `forward` then takes: "action" lets them
-            act as `PoseEncoding` has it, "numbers" adds a learned linear map of the 12 numbers of each [R t].
-            None has no views.
+        poses: How tokens of several views know the poses of their cameras, which `forward` then takes: "action" lets
+            them act as `PoseEncoding` has it, "numbers" adds a learned linear map of the 12 numbers of K [R t], about
+            the mean of the cameras. None has no views.
         pose_dim: Channels of a head that poses act on; by default half of them, rounded down to a multiple of 4.
             `encoding` rotates the others by positions, which then are places in the images.
         pose_unit: Length that counts as one between cameras, in the unit of translations.

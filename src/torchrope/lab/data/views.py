@@ -76,7 +76,7 @@ class Views(DataModule):
         side = config.size // PATCH
         self.scale, self.extent = (1.0, 1.0), (float(side), float(side))
         self.description = (
-            f"Cubes with the real digits 0 to 5 (UCI, from scikit-learn) on their faces, each face seen by one camera at "
+            "Cubes with the real digits 0 to 5 (UCI, from scikit-learn) on their faces, each seen by one camera at "
             f"{config.size}×{config.size} grey pixels; the class is the digit opposite the 0, which only the poses of "
             "the cameras tell."
         )
