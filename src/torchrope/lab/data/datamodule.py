@@ -54,7 +54,7 @@ class DataModule(pl.LightningDataModule, ABC):
             by `at_size`, or "resampled" from what was cut out at the training size.
         pose_numbers: Without a lattice, numbers of a camera's pose behind the position of each token: R, row by row, and
             t, or none.
-        num_views: With them, views of an example, of as many tokens each; a pose is that of the first token.
+        num_views: With them, views of an example, equal in tokens; a pose is that of the first token.
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
