@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from torchrope.encodings import PaPE as PaPE
     from torchrope.encodings import PaPERI as PaPERI
     from torchrope.encodings import Periodic as Periodic
+    from torchrope.encodings import PoseAction as PoseAction
+    from torchrope.encodings import PoseEncoding as PoseEncoding
+    from torchrope.encodings import Poses as Poses
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import ScoreBias as ScoreBias
     from torchrope.encodings import SimplexRoPE as SimplexRoPE
@@ -95,6 +98,7 @@ if TYPE_CHECKING:
     from torchrope.positions import stereographic as stereographic
     from torchrope.positions import windows as windows
     from torchrope.positions import wrap as wrap
+    from torchrope.rotations import Action as Action
     from torchrope.rotations import Block as Block
     from torchrope.rotations import Commuting as Commuting
     from torchrope.rotations import Planar as Planar
@@ -126,7 +130,7 @@ _NAMES = {
         "windows",
         "wrap",
     ),
-    "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
+    "torchrope.rotations": ("Action", "Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
     "torchrope.ops": ("rotate", "rotate_one", "skew_exp"),
     "torchrope.encodings": (
         "AbsoluteEncoding",
@@ -151,6 +155,9 @@ _NAMES = {
         "PaPE",
         "PaPERI",
         "Periodic",
+        "PoseAction",
+        "PoseEncoding",
+        "Poses",
         "RelativePositionBias",
         "STRING",
         "ScoreBias",

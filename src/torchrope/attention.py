@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from torchrope.ops import rotate
 from torchrope.positions import grid, windows
-from torchrope.rotations import Rotation
+from torchrope.rotations import Action, Rotation
 
 
 class Attention(nn.Module):
@@ -50,10 +50,10 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: Rotation | None = None,
+        rotation: Rotation | Action | None = None,
         *,
         context: Tensor | None = None,
-        key_rotation: Rotation | None = None,
+        key_rotation: Rotation | Action | None = None,
         bias: Tensor | Sequence[Tensor | None] | None = None,
         lengths: Sequence[int] | None = None,
         key_lengths: Sequence[int] | None = None,
@@ -63,7 +63,8 @@ class Attention(nn.Module):
 
         Args:
             x: Tokens `(batch, tokens, dim)`.
-            rotation: The rotation of their positions; None rotates nothing.
+            rotation: The rotation of their positions; None rotates nothing. An `Action`, as `PoseEncoding` returns it,
+                acts on values and outputs too.
             context: Tokens `(batch, keys, dim)` of another set, which they attend to; by default to one another.
             key_rotation: The rotation of the context's positions, of the same encoding.
             bias: Added to the scores, broadcast to `(batch, heads, tokens, keys)`; or a boolean mask. With lengths
@@ -108,15 +109,18 @@ class Attention(nn.Module):
         tokens = mixed.transpose(1, 2).flatten(2)
         if within is not None:
             tokens = within.join(tokens).flatten(1, -2)
+        if isinstance(rotation, Action):
+            heads = tokens.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            tokens = rotation.outputs(heads, layout="bhtd").transpose(1, 2).flatten(2)
         return self.dropout(self.proj(tokens))
 
     def weights(
         self,
         x: Tensor,
-        rotation: Rotation | None = None,
+        rotation: Rotation | Action | None = None,
         *,
         context: Tensor | None = None,
-        key_rotation: Rotation | None = None,
+        key_rotation: Rotation | Action | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """How much each token attends to each:  softmax(q^T R(p)^T R(p') k / √d + bias),  without dropout.
@@ -143,12 +147,19 @@ class Attention(nn.Module):
         return scores.softmax(dim=-1)
 
     def _rotated(
-        self, x: Tensor, rotation: Rotation | None, context: Tensor | None, key_rotation: Rotation | None
+        self,
+        x: Tensor,
+        rotation: Rotation | Action | None,
+        context: Tensor | None,
+        key_rotation: Rotation | Action | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, rotated, and values, each `(batch, heads, tokens, head_dim)`."""
+        """Queries, keys and values, rotated or acted on, each `(batch, heads, tokens, head_dim)`."""
         q, k, v = project_heads(self.qkv, self.num_heads, x, context)
         if rotation is not None:
             q, k = rotate(q, k, rotation, key_rotation=key_rotation, layout="bhtd", scores_only=True, tokens=x)
+        of_values = rotation if key_rotation is None else key_rotation
+        if isinstance(of_values, Action):
+            v = of_values.values(v, layout="bhtd")
         return q, k, v
 
 
@@ -170,8 +181,8 @@ def project_heads(
 
 def check_context(
     context: Tensor | None,
-    rotation: Rotation | None,
-    key_rotation: Rotation | None,
+    rotation: Rotation | Action | None,
+    key_rotation: Rotation | Action | None,
     lengths: Sequence[int] | None = None,
     key_lengths: Sequence[int] | None = None,
 ) -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from torchrope.attention import check_context, project_heads, split_samples
 from torchrope.ops import rotate
-from torchrope.rotations import Rotation
+from torchrope.rotations import Action, Rotation
 from torchrope.tensors import wide_dtype, without_autocast
 
 
@@ -86,6 +86,8 @@ def linear_attention(
         raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be 1 or more, got {chunk_size}")
+    if isinstance(rotation, Action):
+        raise ValueError(f"linear attention takes rotations, got a {type(rotation).__name__}, which is none")
     wide = wide_dtype(q, k, v)
     with without_autocast(q):
         unseen = None if key_mask is None else ~key_mask[:, None, :, None]

@@ -1,4 +1,4 @@
-"""Rotations as values: `Planar`, `PlanarInBasis`, `Commuting`, `Block`. Sign and layout are defined here.
+"""Rotations as values: `Planar`, `PlanarInBasis`, `Commuting`, `Block`, and `Action`. Sign and layout are here.
 
 A vector x of `head_dim` channels is cut into consecutive blocks. A planar rotation turns channels (2i, 2i+1), or
 (i, i + n) where its n pairs are laid out in halves, by the angle a_i, counter-clockwise:
@@ -389,6 +389,34 @@ class Expansion(Rotation):
 
     def at(self, positions: Tensor) -> "Rotation":
         raise ValueError(f"other positions need generators, got {type(self).__name__}, which has none")
+
+
+class Action(ABC):
+    """Invertible matrices A of tokens, which need not be orthogonal, for queries, keys, values and outputs.
+
+    q' = A_m^-T q,  k' = A_n k,  so that  q'^T k' = q^T A_m^-1 A_n k,  and  y = A_m^-1 sum_n w_mn A_n v. For rotations
+    A^-T = A = R(p).
+    """
+
+    @abstractmethod
+    def queries(self, q: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+        """A^-T q for queries `(batch, heads, tokens, head_dim)`, with layout and backend as `torchrope.rotate`'s."""
+
+    @abstractmethod
+    def keys(self, k: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+        """A k for keys, likewise."""
+
+    @abstractmethod
+    def values(self, v: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+        """A v for the values of those tokens, likewise."""
+
+    @abstractmethod
+    def outputs(self, y: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+        """A^-1 y for what the queries of those tokens attended to, likewise."""
+
+    @abstractmethod
+    def require_same_frame(self, other: "Rotation | Action") -> None:
+        """Raise ValueError where queries of this action and keys of another one cannot be compared."""
 
 
 def _converted(positions: Tensor, like: Tensor) -> Tensor:

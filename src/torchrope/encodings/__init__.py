@@ -36,6 +36,9 @@ from torchrope.encodings.none import NoEncoding as NoEncoding
 from torchrope.encodings.pape import PaPE as PaPE
 from torchrope.encodings.pape import PaPERI as PaPERI
 from torchrope.encodings.periodic import Periodic as Periodic
+from torchrope.encodings.poses import PoseAction as PoseAction
+from torchrope.encodings.poses import PoseEncoding as PoseEncoding
+from torchrope.encodings.poses import Poses as Poses
 from torchrope.encodings.scaling import dype as dype
 from torchrope.encodings.scaling import interpolate as interpolate
 from torchrope.encodings.scaling import ntk as ntk

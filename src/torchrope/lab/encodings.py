@@ -12,8 +12,9 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torchrope.encodings import (
     ABSOLUTE,
@@ -36,9 +37,23 @@ _KINDS: dict[type, tuple[str, ...]] = {
 }
 """The classes that an encoding of one's own may be of, and what it is built from."""
 
+OfPoses = Literal["action", "numbers"]
+POSES: dict[str, OfPoses] = {"pose": "action", "camera-numbers": "numbers"}
+"""Names for tokens of views: what `torchrope.Transformer` calls each."""
+
+
+def of_poses(name: str) -> OfPoses | None:
+    """What the poses of views do under a name such as "pose+axial"; None where it says nothing of them."""
+    found = [POSES[part.strip()] for part in name.split("+") if part.strip() in POSES]
+    if len(found) > 1:
+        raise ValueError(f"an encoding names {' or '.join(POSES)} at most once, got {name!r}")
+    return found[0] if found else None
+
 
 def choose(name: str) -> Choice:
     """Find encodings by name as `torchrope.choose` does, and classes of loaded modules as "mypackage.module:Class".
+
+    What names of `POSES` stand for is told by `of_poses`; here they are left out.
 
     Args:
         name: Such as "mixed", "learned+mypackage.module:Class", or "mypackage.module:Class:8" for a class that takes a
@@ -48,6 +63,9 @@ def choose(name: str) -> Choice:
         ValueError: what `torchrope.choose` refuses; a module that nothing has imported; no such class in it, or one
             that is no encoding.
     """
+    if of_poses(name) is not None:
+        others = [part for part in name.split("+") if part.strip() not in POSES]
+        return replace(choose("+".join(others) or "none"), name=name)
     own = own_parts(name)
     if not own:
         _check_colon(name)

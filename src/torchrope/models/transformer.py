@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import close_axes, has_frequencies
+from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.parts import Layer, LayerScale, encoding_parameters, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, on_circles, per_axis, rescale, shift
-from torchrope.rotations import Rotation
+from torchrope.rotations import Action, Rotation
 from torchrope.tensors import can_read
 
 
@@ -51,6 +52,12 @@ class Transformer(nn.Module):
             have frequencies become `Periodic`; others, and `SinusoidalAPE`, see places `on_circles`. `SphereHarmonics`
             takes places as they are, without scale, extent and periods.
         attention: "softmax", or "linear" for `LinearAttention`, at a cost linear in the number of tokens.
+        poses: How tokens of several views know the poses of their cameras, which `forward` then takes: "action" lets
+            them act as `PoseEncoding` has it, "numbers" adds a learned linear map of the 12 numbers of K [R t], about
+            the mean of the cameras. None has no views.
+        pose_dim: Channels of a head that poses act on; by default half of them, rounded down to a multiple of 4.
+            `encoding` rotates the others by positions, which then are places in the images.
+        pose_unit: Length that counts as one between cameras, in the unit of translations.
         latents: How many learned latents read the tokens, at learned positions about the mean of each sample's (along
             axes that close, about 0); or positions `(latents, axes)` where they stay, in the unit of the data. 0: none.
         context_dim: Channels of the tokens of another set that every layer attends to, with positions along the same
@@ -97,6 +104,9 @@ class Transformer(nn.Module):
         extent: PerAxis | None = None,
         periods: Periods | None = None,
         attention: Literal["softmax", "linear"] = "softmax",
+        poses: Literal["action", "numbers"] | None = None,
+        pose_dim: int | None = None,
+        pose_unit: float = 1.0,
         latents: int | Tensor = 0,
         context_dim: int | None = None,
         qkv_bias: bool = True,
@@ -130,7 +140,14 @@ class Transformer(nn.Module):
         self.scale = _positive("scale", scale, num_axes)
         units = None if periods is None else _in_units(periods, self.scale)
         sizes = None if extent is None else _sizes(_positive("extent", extent, num_axes), self.scale)
-        head = dict(num_heads=num_heads, head_dim=dim // num_heads)
+        self.poses, self.pose_unit = poses, pose_unit
+        self.pose_dim = _pose_channels(poses, pose_dim, dim // num_heads)
+        self.head_dim = dim // num_heads
+        if poses is not None and (count or context_dim is not None or attention == "linear"):
+            raise ValueError("poses are for softmax attention among tokens, got latents, a context or linear attention")
+        if not 0 < pose_unit < math.inf:
+            raise ValueError(f"pose_unit must be a length above 0, got {pose_unit}")
+        head = dict(num_heads=num_heads, head_dim=self.head_dim - self.pose_dim)
         self.steps = _steps(depth, reads=count > 0, context=context_dim is not None, output=output)
         self.places, encodings = _encodings(
             choice, 1 if share_layers else len(self.steps), num_axes, head, units, sizes, self.scale
@@ -145,6 +162,7 @@ class Transformer(nn.Module):
 
         self.embed = nn.Linear(dim_in, dim)
         self.embed_context = None if context_dim is None else nn.Linear(context_dim, dim)
+        self.embed_poses = nn.Linear(_POSE_NUMBERS, dim) if poses == "numbers" else None
         self.dropout = nn.Dropout(dropout)
         self.latents = nn.Parameter(torch.empty(count, dim)) if count else None
         self.latent_places = _given_places(latents, num_axes) if isinstance(latents, Tensor) else None
@@ -221,6 +239,7 @@ class Transformer(nn.Module):
         context: Tensor | Sequence[Tensor] | None = None,
         context_positions: Tensor | Sequence[Tensor] | None = None,
         context_mask: Tensor | None = None,
+        poses: Poses | None = None,
     ) -> Tensor | list[Tensor]:
         """Answer for each sample, or for each of its tokens.
 
@@ -233,6 +252,8 @@ class Transformer(nn.Module):
             context: Tokens of another set `(batch, m, context_dim)`, or a list, as x.
             context_positions: Theirs, as positions, along the same axes.
             context_mask: Which of them are valid.
+            poses: Those of `(views)` or `(batch, views)`: tokens are those of the first view, then those of the second,
+                as many in each. Poses of views without a valid token count for nothing.
 
         Returns:
             `(batch, num_outputs)` for output "set". For "tokens" `(batch, n, num_outputs)`, 0 for tokens that are not
@@ -243,7 +264,7 @@ class Transformer(nn.Module):
                 positions. On a GPU, which would have to be waited for, and inside torch.compile, values are not looked
                 at.
         """
-        states = self._states(x, positions, mask, context, context_positions, context_mask)
+        states = self._states(x, positions, mask, context, context_positions, context_mask, poses)
         return self._answers(states, self.head)
 
     def features(
@@ -255,9 +276,10 @@ class Transformer(nn.Module):
         context: Tensor | Sequence[Tensor] | None = None,
         context_positions: Tensor | Sequence[Tensor] | None = None,
         context_mask: Tensor | None = None,
+        poses: Poses | None = None,
     ) -> Tensor | list[Tensor]:
         """What the head takes, of dim channels: everything as `forward`."""
-        states = self._states(x, positions, mask, context, context_positions, context_mask)
+        states = self._states(x, positions, mask, context, context_positions, context_mask, poses)
         return self._answers(states, nn.Identity())
 
     def _answers(self, states: "_Set", head: nn.Module) -> Tensor | list[Tensor]:
@@ -276,6 +298,7 @@ class Transformer(nn.Module):
         context: Tensor | Sequence[Tensor] | None,
         context_positions: Tensor | Sequence[Tensor] | None,
         context_mask: Tensor | None,
+        poses: Poses | None,
     ) -> "_Set":
         """What is pooled or answered for, behind the last layer and the norm."""
         sets = {"tokens": self._embedded("tokens", self.embed, x, positions, mask)}
@@ -291,15 +314,42 @@ class Transformer(nn.Module):
             sets["context"] = other
         if self.latents is not None:
             sets["latents"] = self._latents(self.latents, sets["tokens"])
-        return self._through_layers(sets)
+        action = self._action(sets["tokens"], poses)
+        if action is not None and self.embed_poses is not None:
+            sets["tokens"] = _with_numbers(sets["tokens"], self.embed_poses, action)
+            action = None
+        return self._through_layers(sets, action)
 
-    def _through_layers(self, sets: "dict[str, _Set]") -> "_Set":
-        rotations: dict[tuple[int, str], Rotation] = {}  # what layers share is made once
+    def _action(self, tokens: "_Set", poses: Poses | None) -> PoseAction | None:
+        """What the poses of the views do, about the mean of those that have a valid token."""
+        if (poses is None) != (self.poses is None):
+            rule = "poses are for a model that was built with poses=, and are needed there"
+            raise ValueError(f"{rule}, got {'none' if poses is None else 'some'}")
+        if poses is None:
+            return None
+        count, views = tokens.tokens.shape[1], poses.shape[-1]
+        if tokens.lengths is not None:
+            raise ValueError("poses are for tokens (batch, n, dim_in) with as many in each view, got a list of samples")
+        if poses.shape not in ((views,), (tokens.batch, views)) or not views or count % views:
+            rule = f"poses must be (views) or ({tokens.batch}, views), where views divide {count} tokens"
+            raise ValueError(f"{rule}, got {poses.shape}")
+        origin = None
+        if tokens.valid is not None:
+            seen = tokens.valid.unflatten(1, (views, -1)).any(dim=-1)  # (batch, views)
+            first = seen.int().argmax(dim=1, keepdim=True)
+            poses = poses.of_views(torch.where(seen, torch.arange(views, device=seen.device), first))
+            centres = poses.centres().masked_fill(~seen.unsqueeze(-1), 0)
+            origin = (centres.sum(dim=1, keepdim=True) / seen.sum(dim=1)[:, None, None]).detach()
+        return act(poses, count // views, max(self.pose_dim, 4), self.head_dim, self.pose_unit, origin)
+
+    def _through_layers(self, sets: "dict[str, _Set]", action: PoseAction | None) -> "_Set":
+        rotations: dict[tuple[int, str], Rotation | Action] = {}  # what layers share is made once
         for index, (layer, (queries, keys)) in enumerate(zip(self.layers, self.steps, strict=True)):
             encoding = index % len(self.encodings)
             for name in (queries, keys):
                 if (encoding, name) not in rotations:
-                    rotations[encoding, name] = self.encodings[encoding](self.places(sets[name].positions))
+                    rotation = self.encodings[encoding](self.places(sets[name].positions))
+                    rotations[encoding, name] = rotation if action is None else with_pixels(action, rotation)
             own, other = sets[queries], sets[keys]
             across = (None, None, None) if queries == keys else (other.tokens, rotations[encoding, keys], other.lengths)
             tokens = run_layer(
@@ -520,6 +570,32 @@ def _absolute(choice: Choice, num_axes: int, dim: int, periods: Periods | None) 
         rule = "tables of vectors and biases need a lattice, and tokens at any positions have none"
         raise ValueError(f"{rule}; 'sinusoidal' and rotary encodings have values there, got {choice.name!r}")
     return places, built
+
+
+_POSE_NUMBERS = 12
+"""Of the upper three rows of a pose."""
+
+
+def _with_numbers(tokens: _Set, embed: nn.Linear, action: PoseAction) -> _Set:
+    """Tokens with the numbers of their poses added, linearly mapped."""
+    numbers = action.to_camera[..., :3, :].flatten(-2).to(embed.weight.dtype)  # (*batch, views, 12)
+    vectors = embed(numbers).repeat_interleave(action.tokens_per_view, dim=-2)
+    return replace(tokens, tokens=tokens.tokens + vectors)
+
+
+def _pose_channels(poses: str | None, pose_dim: int | None, head_dim: int) -> int:
+    """Channels of a head that poses act on."""
+    if poses not in (None, "action", "numbers"):
+        raise ValueError(f"poses must be 'action', 'numbers' or None, got {poses!r}")
+    if poses != "action":
+        if pose_dim is not None:
+            raise ValueError(f"pose_dim is for poses='action', got {pose_dim} with {poses!r}")
+        return 0
+    channels = head_dim // 8 * 4 if pose_dim is None else pose_dim
+    check_pose_dim(channels, head_dim)
+    if channels == head_dim:
+        raise ValueError(f"pose_dim must leave channels of head_dim = {head_dim} to the encoding, got {channels}")
+    return channels
 
 
 def _linear(dim: int, num_heads: int, qkv_bias: bool, dropout: float) -> LinearAttention:

@@ -8,16 +8,16 @@ from torchrope.ops.backends import takes_kernels
 from torchrope.ops.direct import rotate_directly
 from torchrope.ops.layouts import heads_first, warn_of_two_layouts
 from torchrope.ops.library import call
-from torchrope.rotations import Block, Commuting, Expansion, Planar, PlanarInBasis, Rotation
+from torchrope.rotations import Action, Block, Commuting, Expansion, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import can_read, wide_dtype, with_sets, without_autocast
 
 
 def rotate(
     q: Tensor,
     k: Tensor,
-    rotation: Rotation,
+    rotation: Rotation | Action,
     *,
-    key_rotation: Rotation | None = None,
+    key_rotation: Rotation | Action | None = None,
     layout: str | None = None,
     backend: str = "auto",
     scores_only: bool = False,
@@ -34,7 +34,8 @@ def rotate(
             tokens rotates by the positions of all its tokens end to end, as `Packed` has them.
         k: Keys, same layout. Heads may be fewer (grouped queries): then each key head serves as many query heads,
             and the encoding was built with num_heads = the key heads, or its heads share one rotation.
-        rotation: What an encoding returned for the positions of q, and of k where `key_rotation` is not given.
+        rotation: What an encoding returned for the positions of q, and of k where `key_rotation` is not given; of an
+            `Action`, as `PoseEncoding` returns it, q' = A^-T q and k' = A k.
         key_rotation: The rotation of k, where queries and keys sit at other positions.
         layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`; by default
             the first, with a warning where heads and tokens are equal in number and it cannot be checked.
@@ -59,12 +60,30 @@ def rotate(
         >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
         True
     """
+    if isinstance(rotation, Action) or isinstance(key_rotation, Action):
+        return _act(q, k, rotation, key_rotation, layout, backend)
     if layout is not None or q.is_nested or k.is_nested:
         (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
         turned_q, turned_k = _rotate(of_q, of_k, rotation, key_rotation, backend, scores_only, tokens)
         return restore_q(turned_q), restore_k(turned_k)
     warn_of_two_layouts("q", q, layout)
     return _rotate(q, k, rotation, key_rotation, backend, scores_only, tokens)
+
+
+def _act(
+    q: Tensor,
+    k: Tensor,
+    action: Rotation | Action,
+    key_action: Rotation | Action | None,
+    layout: str | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    of_keys = action if key_action is None else key_action
+    if not (isinstance(action, Action) and isinstance(of_keys, Action)):
+        kinds = f"{type(action).__name__} and {type(of_keys).__name__}"
+        raise ValueError(f"queries and keys must both have poses, or neither, got {kinds}")
+    action.require_same_frame(of_keys)
+    return action.queries(q, layout=layout, backend=backend), of_keys.keys(k, layout=layout, backend=backend)
 
 
 def _rotate(

@@ -11,7 +11,7 @@ from torchrope.lab.spelling import closest, suggestion
 DataName = Literal[
     "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
     "ucf101", "volumes", "rsna", "kanji", "points", "series", "kanji-strokes", "scenes", "kanji-components", "coco",
-    "ade20k", "segments", "globe",
+    "ade20k", "segments", "globe", "views",
 ]  # fmt: skip
 Normalisation = Literal["measured", "imagenet", "half"]
 LARGEST_MAGNITUDE = 30  # of RandAugment
@@ -648,6 +648,16 @@ class KanjiConfig(StrokesConfig, AskedConfig):
     augment: CropAugment = field(default_factory=CropAugment)
 
 
+@data_set("views", "views:Views", size=12)
+class ViewsConfig(DataConfig):
+    """Six views of a cube with digits; without sizes 2000 to train on and 600 to validate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % 6:
+            raise ValueError(f"--data.size must be a multiple of the 6 pixels of a patch, got {self.size}")
+
+
 @data_set("scenes", "scenes:Scenes", size=64)
 class ScenesConfig(HeldConfig):
     """Several digits on a canvas, with boxes, masks and a map; without sizes 2000 to train on and 200 to validate."""
@@ -681,7 +691,7 @@ class SegmentsConfig(ADE20kConfig):
 
 DATA_NAMES = tuple(SETTINGS)
 NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind.augmentation(), SceneAugment))
-NAMES_WITHOUT_LATTICE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind, TokensConfig))
+NAMES_WITHOUT_LATTICE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind, TokensConfig | ViewsConfig))
 NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)
 
 

@@ -54,6 +54,9 @@ class DataModule(pl.LightningDataModule, ABC):
         val_batch_factor: Examples in a batch of validation for each in one of training.
         other_sizes: What validation examples of another size are: "drawn" at it or "read" at it from their files, both
             by `at_size`, or "resampled" from what was cut out at the training size.
+        pose_numbers: Without a lattice, numbers of a camera's pose behind the position of each token: R, row by row,
+            and t, or none.
+        num_views: With them, views of an example, equal in tokens; a pose is that of the first token.
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
@@ -79,6 +82,8 @@ class DataModule(pl.LightningDataModule, ABC):
     map_classes: tuple[str, ...] = ()
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
     other_sizes: Literal["drawn", "read", "resampled"] = "resampled"
+    pose_numbers: int = 0
+    num_views: int = 1
     views: int = 1
     run_seed: int = 0
     tells_spacing: bool = False
@@ -162,7 +167,7 @@ class DataModule(pl.LightningDataModule, ABC):
         """The shape of an input; without a lattice that of the largest one there may be."""
         if self.lattice:
             return (self.in_channels, *self.input_size)
-        return (self.config.size, self.in_channels + self.num_axes)
+        return (self.config.size, self.in_channels + self.num_axes + self.pose_numbers)
 
     @property
     def num_classes(self) -> int:

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from torchrope.encodings import Encoding, NoEncoding
+from torchrope.encodings import Encoding, NoEncoding, PoseEncoding
 from torchrope.encodings.names import takes
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import choose, of_poses
 from torchrope.lab.results import DataFacts
 
 
@@ -43,7 +43,9 @@ def label(encoding: str) -> str:
         'learned APE + LieRE, blocks of 8'
     """
     block = encoding.rpartition(":")[2]
-    return " + ".join(map(_title, choose(encoding).parts)) + (f", blocks of {block}" if block.isdecimal() else "")
+    poses = {"action": [PoseEncoding.title], "numbers": ["numbers of cameras"], None: []}[of_poses(encoding)]
+    others = [_title(part) for part in choose(encoding).parts if not poses or part is not NoEncoding]
+    return " + ".join([*poses, *others]) + (f", blocks of {block}" if block.isdecimal() else "")
 
 
 def label_of(model: nn.Module, rotary: Encoding | None) -> str:

@@ -13,7 +13,8 @@ from torchrope.encodings import Choice, Encoding
 from torchrope.encodings.names import takes
 from torchrope.encodings.periodic import close_axes
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import choose
+from torchrope.lab.data.views import poses_of
+from torchrope.lab.encodings import choose, of_poses
 from torchrope.lab.training.config import TASKS, ModelConfig
 from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
 from torchrope.positions import JitteredLattice, PerAxis, VoxelLattice, per_axis
@@ -25,6 +26,8 @@ class TokenClassifier(Transformer):
 
     Args:
         channels: Numbers of a token, without its position.
+        num_views: With poses, views of an example, one after another; the 12 numbers behind the position of the first
+            token of each are its camera's.
         settings: Those of `Transformer`.
 
     Attributes:
@@ -32,9 +35,10 @@ class TokenClassifier(Transformer):
         channels: As above.
     """
 
-    def __init__(self, channels: int, **settings: Any) -> None:
+    def __init__(self, channels: int, *, num_views: int = 1, **settings: Any) -> None:
         super().__init__(channels, **settings)
-        self.arguments = {"mlp_dim": None, **settings}
+        self.arguments = {"mlp_dim": None, "num_views": num_views, **settings}
+        self.num_views = num_views
         self.channels = channels
 
     @property
@@ -44,10 +48,12 @@ class TokenClassifier(Transformer):
 
     def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
         """Logits `(batch, classes)` of tokens and positions `(batch, n, channels + axes)`; rows of padding are NaN."""
-        tokens, positions = inputs[..., : self.channels], inputs[..., self.channels :]
+        ends = self.channels, self.channels + len(self.scale)
+        tokens, positions, numbers = inputs.tensor_split(ends, dim=-1)
+        poses = None if self.poses is None else poses_of(numbers[:, :: numbers.shape[1] // self.num_views])
         valid = ~positions.isnan().any(dim=-1)
         whole = can_read(valid) and bool(valid.all())  # attention is faster without a mask
-        logits = super().forward(tokens, positions, mask=None if whole else valid)
+        logits = super().forward(tokens, positions, mask=None if whole else valid, poses=poses)
         assert isinstance(logits, Tensor)
         return logits
 
@@ -83,6 +89,8 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
         heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
         raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
     build: dict[str, Callable[..., Model]] = {"vit": build_vit, "swin": build_swin, "transformer": build_transformer}
+    if of_poses(encoding) is not None and not data.pose_numbers:
+        raise ValueError(f"encoding {encoding} is for data with the poses of cameras, got --data {data.name}")
     model = build[config.backbone](encoding, config, data)
     if config.encoding_seed is not None:
         draw_encodings(model, config.encoding_seed)
@@ -198,6 +206,8 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
         extent=data.extent,
         periods=data.periods,
         attention=config.attention,
+        poses=of_poses(encoding),
+        num_views=data.num_views,
         latents=config.latents,
         qkv_bias=config.qkv_bias,
         dropout=config.dropout,
