@@ -52,9 +52,9 @@ class DataModule(pl.LightningDataModule, ABC):
         val_batch_factor: Examples in a batch of validation for each in one of training.
         other_sizes: What validation examples of another size are: "drawn" at it or "read" at it from their files, both
             by `at_size`, or "resampled" from what was cut out at the training size.
-        pose_numbers: Without a lattice, numbers of a camera's pose behind the position of each token: R, row by row, and
+        pose_numbers: Without a lattice, numbers of a camera's pose behind the position of each token: R by rows, and
             t, or none.
-        num_views: With them, views of an example, equal in tokens; a pose is that of the first token.
+        num_views: With them, views of an example, of as many tokens each; the first has the pose.
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
         run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
             how they are changed.
