@@ -293,7 +293,7 @@ def test_names_find_encodings() -> None:
     [
         ("lire", "got 'lire'; did you mean 'liere'"),
         ("comrope-dl", "did you mean 'comrope-"),
-        ("axial:4", "only liere, comrope-ap, comrope-ld, string, comrope-liere take a block size, got 'axial:4'"),
+        ("axial:4", "only liere, comrope-ap, comrope-ld, string, comrope-liere, sphere take a number, got 'axial:4'"),
         ("liere:eight", "block size must be a whole number of 2 or more, got 'liere:eight'"),
         ("mixed+axial", "at most one absolute and one rotary name"),
         ("learned+sinusoidal", "at most one absolute and one rotary name"),

@@ -599,7 +599,7 @@ def test_the_library_imports_torch_alone_and_quickly() -> None:
         "seconds = time.process_time() - started\n"
         "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
         "assert new <= {'torchrope', 'torch'}, new\n"
-        "assert seconds < 0.3, seconds\n"
+        "assert seconds < 0.5, seconds\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

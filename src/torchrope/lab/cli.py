@@ -68,10 +68,11 @@ A comparison that was stopped or killed is resumed by the same command. Short fo
 --epochs N for --optim.epochs N, lists as a,b,c. The defaults below are those of --data, or of --recipe: add either to
 --help to see its own. --print_config prints all settings as YAML, which --config FILE reads.
 
-Encodings: none, learned, sinusoidal, bias, axial, mixed, liere, comrope-ap, comrope-ld, string, golden, dinov3, mrope,
-mrope-interleaved, visionllama, comrope-rope, comrope-liere, learned-jittered; with a block size as liere:8; several
-combined as learned+mixed or bias+axial. A class of your own is mypackage.module:Class, imported where the command line
-names it; where a file names it, add --allow mypackage.
+Encodings: none, learned, sinusoidal, bias, lookhere, axial, mixed, liere, comrope-ap, comrope-ld, string, golden,
+dinov3, mrope, mrope-interleaved, visionllama, comrope-rope, comrope-liere, learned-jittered, nd, spiral, drope, mhrope,
+videorope, harope, pape, pape-ri, sphere; with a block size or degree as liere:8 or sphere:16; several combined as
+learned+mixed or bias+axial. A class of your own is mypackage.module:Class, imported where the command line names it;
+where a file names it, add --allow mypackage.
 """
 
 STUDY = """\
