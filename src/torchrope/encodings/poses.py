@@ -91,7 +91,7 @@ class Poses:
         return Poses(chosen(self.rotation, 2), chosen(self.translation, 1), intrinsics)
 
     def matrices(self, origin: Tensor, unit: float = 1.0) -> tuple[Tensor, Tensor]:
-        """P = [K 0; 0 1] [R (R o + t) / unit; 0 1],  from the world about o to a camera, and its inverse.
+        """`P = [K 0; 0 1] [R (R o + t) / unit; 0 1]`, from the world about o to a camera, and its inverse.
 
         Args:
             origin: o, `(*batch, 1, 3)`.
