@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile
 
 import numpy as np
 
-from torchrope.lab.data.faults import check_claim
-from torchrope.lab.data.tables import check_array
+from torchrope.lab.data.arrays import read_arrays
 
 _PAIR = re.compile(r"\(([^(),]+),([^(),]+)\)")
 _OUTSIDE = re.compile(r":(?![^(]*\))")
@@ -146,14 +145,7 @@ def read_npz(path: Path) -> list[TimeSeries]:
 
     `times` is `(length,)` of all, or `(series, length)`, numbers or dates. NaN is missing, as behind the end of one.
     """
-    with ZipFile(path) as archive:
-        entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
-        check_claim(sum(entry.file_size for entry in entries), path.stat().st_size)
-        for entry in entries:
-            with archive.open(entry) as file:
-                check_array(file, entry.file_size, entry.filename)
-    with np.load(path, allow_pickle=False) as stored:
-        arrays = {name: stored[name] for name in stored.files}
+    arrays = read_arrays(path)
     if not {"values", "labels"} <= {*arrays}:
         raise ValueError(f"it must hold the arrays values and labels, got {', '.join(arrays) or 'none'}")
     values, labels = arrays["values"], arrays["labels"]

@@ -4,12 +4,11 @@ import csv
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
-from zipfile import ZipFile
+from typing import BinaryIO
 
 import numpy as np
 
-from torchrope.lab.data.faults import check_claim
+from torchrope.lab.data.arrays import read_arrays
 
 Columns = dict[str, np.ndarray]
 """Equally long columns by name: float64, or text for the one that is the class."""
@@ -66,14 +65,7 @@ def read_npz(path: Path, label: str | None) -> Columns:
     Those of an array `positions` of up to three columns are x, y, z. The class may be one value `()`. No pickles are
     read, and no more memory is taken than the file holds.
     """
-    with ZipFile(path) as archive:
-        entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
-        check_claim(sum(entry.file_size for entry in entries), path.stat().st_size)
-        for entry in entries:
-            with archive.open(entry) as file:
-                check_array(file, entry.file_size, entry.filename)
-    with np.load(path, allow_pickle=False) as stored:
-        arrays = {name: stored[name] for name in stored.files}
+    arrays = read_arrays(path)
     columns: Columns = {}
     for name, array in arrays.items():
         if name == label:
@@ -90,17 +82,6 @@ def read_npz(path: Path, label: str | None) -> Columns:
         told = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:6])
         raise ValueError(f"arrays must have a row for each point, got {told}")
     return columns
-
-
-def check_array(file: Any, size: int, name: str) -> None:
-    """Raise ValueError where the header of a .npy file claims more than `size` bytes hold."""
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    if dtype.hasobject:
-        raise ValueError(f"arrays must be numbers or text, got {name} of Python objects")
-    if math.prod(shape) * dtype.itemsize > size:
-        raise ValueError(f"{name} claims {math.prod(shape):,} values, more than its {size:,} bytes hold")
 
 
 def read_ply(path: Path, label: str | None) -> Columns:
