@@ -173,12 +173,20 @@ def wider_mlp(lab: Lab, name: str) -> int | None:
 
 
 def averaged(grid: Grid) -> Pooled:
-    """The gain of each rate averaged over encodings, each at 5 % over all rates (Holm)."""
+    """The gain of each rate averaged over encodings, each at 5 % over all rates (Holm).
+
+    Of one encoding these are the differences of its accuracies, with the intervals that all accuracies have.
+    """
     levels = [level for level in next(iter(grid.values())) if all(level in of_one for of_one in grid.values())]
     mean = {level: _mean_right([of_one[level] for of_one in grid.values()]) for level in levels}
 
     def against(base: str) -> dict[Level, Interval]:
-        drawn = {level: drawn_mean(100 * (mean[level] - mean[base])) for level in levels if level != base}
+        others = [level for level in levels if level != base]
+        if len(grid) == 1:
+            (one,) = grid.values()
+            pairs = [(correct(one[level]), correct(one[base])) for level in others]
+            return dict(zip(others, contrasts(pairs), strict=True))
+        drawn = {level: drawn_mean(100 * (mean[level] - mean[base])) for level in others}
         found = together({str(level): each.interval for level, each in drawn.items()})
         return {level: found[str(level)] for level in drawn}
 
@@ -243,8 +251,8 @@ def _pooled_table(pooled: Pooled, names: Sequence[str], seeds: int) -> Table:
                 "against_model": "the baseline" if model is None else verdict_of(model),
             }
         )
-    note = f"Mean over {join_names(names)}. {about_intervals(seeds)} Each column of differences: {HOLM}"
-    return Table("Gain by the rate of the generators, mean over encodings", columns, rows, note=note)
+    note = f"{_of(names)}. {about_intervals(seeds)} Each column of differences: {HOLM}"
+    return Table("Gain by the rate of the generators", columns, rows, note=note)
 
 
 def _rates_table(grid: Grid, seeds: int) -> Table:
@@ -369,12 +377,16 @@ def answer(pooled: Pooled, names: Sequence[str], seeds: int) -> str:
     best = max(learned, key=lambda level: learned[level].estimate)
     known = verdict_of(usual, "gain measurably over frozen ones", "lose measurably to frozen ones", "")
     verb = known or "cannot be told apart from frozen ones"
-    first = f"Mean over {join_names(names)}: generators that learn at the model's rate {verb}, {points(usual)}"
+    first = f"{_of(names)}: generators that learn at the model's rate {verb}, {points(usual)}"
     if best == AS_MODEL:
         return f"{first}.{one_seed(seeds)}"
     so = "measurably " * bool(learned[best].low > 0)
     factor = str(best).removeprefix("× ")
     return f"{first}; at {factor} times that rate {so}{points(learned[best])}.{one_seed(seeds)}"
+
+
+def _of(names: Sequence[str]) -> str:
+    return f"{'Mean over ' * (len(names) > 1)}{join_names(names)}"
 
 
 def _advice(pooled: Pooled, lab: Lab) -> Advice:
@@ -384,7 +396,7 @@ def _advice(pooled: Pooled, lab: Lab) -> Advice:
     if not better:
         return Advice(case, lab.encodings, "no other rate than the model's is measurably better")
     best = max(better, key=lambda level: rates_of[level].estimate)
-    because = f"{best} the model's rate is better by {points(rates_of[best])} than that rate, mean over encodings"
+    because = f"{best} the model's rate is better by {points(rates_of[best])} than that rate"
     return Advice(case, lab.encodings, because)
 
 
