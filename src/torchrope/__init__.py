@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from torchrope.encodings import PoseAction as PoseAction
     from torchrope.encodings import PoseEncoding as PoseEncoding
     from torchrope.encodings import Poses as Poses
+    from torchrope.encodings import RayAction as RayAction
+    from torchrope.encodings import RayEncoding as RayEncoding
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
     from torchrope.encodings import ScoreBias as ScoreBias
     from torchrope.encodings import SimplexRoPE as SimplexRoPE
@@ -158,6 +160,8 @@ _NAMES = {
         "PoseAction",
         "PoseEncoding",
         "Poses",
+        "RayAction",
+        "RayEncoding",
         "RelativePositionBias",
         "STRING",
         "ScoreBias",

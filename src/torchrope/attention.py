@@ -87,6 +87,8 @@ class Attention(nn.Module):
             if context is not None:
                 raise ValueError("windows are for attention among the tokens of one lattice, got a context")
             q, k, v = (_cut_heads(each, within) for each in (q, k, v))
+        if isinstance(rotation, Action) and isinstance(bias, Tensor):
+            bias = rotation.bias(bias)
         dropout = self.attention_dropout if self.training else 0.0
         scale = None if q.shape[-1] == v.shape[-1] else 1 / math.sqrt(v.shape[-1])  # channels that came on top
         if lengths is None:
@@ -143,8 +145,10 @@ class Attention(nn.Module):
         q, k, v = self._rotated(x, rotation, context, key_rotation)
         scores = q @ k.mT / math.sqrt(v.shape[-1])
         if bias is not None:
+            bias = rotation.bias(bias) if isinstance(rotation, Action) else bias
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-        return scores.softmax(dim=-1)
+        weights = scores.softmax(dim=-1)
+        return rotation.join(weights) if isinstance(rotation, Action) else weights
 
     def _rotated(
         self,

@@ -414,6 +414,14 @@ class Action(ABC):
     def outputs(self, y: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
         """A^-1 y for what the queries of those tokens attended to, likewise."""
 
+    def bias(self, bias: Tensor) -> Tensor:
+        """A bias or mask `(batch or 1, heads or 1, queries or 1, keys)` for the scores of `queries` and `keys`."""
+        return bias
+
+    def join(self, x: Tensor) -> Tensor:
+        """What belongs to the tokens of `queries`, such as weights, as `(batch, heads, tokens, ...)`."""
+        return x
+
     @abstractmethod
     def require_same_frame(self, other: "Rotation | Action") -> None:
         """Raise ValueError where queries of this action and keys of another one cannot be compared."""

@@ -39,6 +39,8 @@ from torchrope.encodings.periodic import Periodic as Periodic
 from torchrope.encodings.poses import PoseAction as PoseAction
 from torchrope.encodings.poses import PoseEncoding as PoseEncoding
 from torchrope.encodings.poses import Poses as Poses
+from torchrope.encodings.rays import RayAction as RayAction
+from torchrope.encodings.rays import RayEncoding as RayEncoding
 from torchrope.encodings.scaling import dype as dype
 from torchrope.encodings.scaling import interpolate as interpolate
 from torchrope.encodings.scaling import ntk as ntk

@@ -69,7 +69,7 @@ class Poses:
 
     def centres(self) -> Tensor:
         """Where the cameras are in the world, c = -R^T t, `(*batch, views, 3)`."""
-        return -_apply(self.rotation.mT, self.translation)
+        return -times(self.rotation.mT, self.translation)
 
     def moved(self, rotation: Tensor, translation: Tensor) -> "Poses":
         """The same views of a world that moved:  x_world -> G x_world + h,  for `(*batch, 3, 3)` and `(*batch, 3)`.
@@ -77,7 +77,7 @@ class Poses:
         Scores and outputs do not change under it.
         """
         turned = self.rotation @ _double(rotation).mT.unsqueeze(-3)
-        along = self.translation - _apply(turned, _double(translation).unsqueeze(-2))
+        along = self.translation - times(turned, _double(translation).unsqueeze(-2))
         return replace(self, rotation=turned, translation=along)
 
     def of_views(self, index: Tensor) -> "Poses":
@@ -100,8 +100,8 @@ class Poses:
         Returns:
             Two tensors `(*batch, views, 4, 4)`.
         """
-        along = (_apply(self.rotation, origin) + self.translation) / unit
-        forward, back = _affine(self.rotation, along), _affine(self.rotation.mT, -_apply(self.rotation.mT, along))
+        along = (times(self.rotation, origin) + self.translation) / unit
+        forward, back = _affine(self.rotation, along), _affine(self.rotation.mT, -times(self.rotation.mT, along))
         if self.intrinsics is None:
             return forward, back
         nothing = torch.zeros_like(along)
@@ -373,7 +373,8 @@ def _double(x: Tensor) -> Tensor:
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64, copy=True)
 
 
-def _apply(matrices: Tensor, vectors: Tensor) -> Tensor:
+def times(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """M v for M `(..., 3, 3)` and v `(..., 3)`."""
     return (matrices * vectors.unsqueeze(-2)).sum(dim=-1)  # sums of products: autocast and TensorFloat-32 round matmuls
 
 
