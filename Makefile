@@ -14,13 +14,13 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/torchrope compare --out runs/demo
 
-# Two processes of two threads each would compete for two cores. worksteal keeps the tests of a file, which share
+# A process of one thread on each core, up to four: more would need more memory than they save time. worksteal keeps the tests of a file, which share
 # fixtures, in one process.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow"
 
 slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal -m slow
 	$(BIN)/python tests/support/sanitize.py
 
 sanitize: $(READY)

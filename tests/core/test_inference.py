@@ -288,7 +288,7 @@ class _Moving(Points):
 # absorb
 
 
-@pytest.mark.parametrize("share_layers", [False, True])
+@pytest.mark.parametrize("share_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COMMUTING)
 def test_an_absorbed_model_is_plain_mixed_and_computes_the_same(name: str, share_layers: bool) -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):

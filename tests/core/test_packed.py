@@ -83,6 +83,7 @@ def test_a_model_takes_samples_as_batches_of_one_and_three_axes_too() -> None:
     assert (video(clips) - one_at_a_time(video, clips)).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_it_compiles_into_one_graph() -> None:
     model = image(encoding="mixed").eval()
     torch.compiler.reset()

@@ -147,7 +147,7 @@ def test_unswap_gives_the_model_back(name: str) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("encoding", ["axial", *LEARNED])
 @pytest.mark.parametrize("name", TOWERS)
 def test_scores_are_those_of_rotated_queries_and_keys(name: str, encoding: str, attention: str) -> None:
@@ -368,7 +368,7 @@ def test_layers_called_alone_have_no_place(name: str) -> None:
         layer(torch.randn(1, 16, 32), None)
 
 
-@pytest.mark.parametrize("encoding", ["axial", "comrope-ld:4"])
+@pytest.mark.parametrize("encoding", [pytest.param("axial", marks=pytest.mark.slow), "comrope-ld:4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_saving_loses_nothing(name: str, encoding: str, tmp_path: Path) -> None:
     model, pixels = swap(MODELS[name](), encoding, keep_ape=False, init="paper"), images()

@@ -183,9 +183,10 @@ def test_every_data_set_keeps_the_contract(any_data):
     assert any_data.skipped == []
     assert any_data.description.endswith(".")
     assert any_data.title
+    assert_batches_hold_every_example_once(any_data)
 
 
-def test_batches_hold_every_example_once(any_data):
+def assert_batches_hold_every_example_once(any_data):
     for loader, count in zip((any_data.train_dataloader(), any_data.val_dataloader()), any_data.counts, strict=True):
         batches = list(loader)
         assert sum(len(labels) for _, labels in batches) == count

@@ -43,6 +43,7 @@ TRAINED = (  # of each data set and backbone one, and two heads; the others wait
     "vitdet-coco-mask-rcnn-vit-b",
 )
 A_FEW = [pytest.param(name, marks=() if name in TRAINED else pytest.mark.slow) for name in PAPERS]
+QUICK = ("liere-cifar100-vit-t", "liere-imagenet", "rope-swin-t")  # that train within a second
 CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150, "coco": 80}
 EXAMPLES = {
     "cifar100": 50_000,
@@ -450,7 +451,9 @@ def small(config: RunConfig) -> Any:
     return replace(model, size=None, **tiny, **inputs, **head, **queries)
 
 
-@pytest.mark.parametrize("name", A_FEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PAPERS]
+)
 def test_two_steps_change_the_weights(name: str, miniature_roots: dict[str, Path], tmp_path: Path) -> None:
     config = miniature(name, miniature_roots)
     data = set_up(config)

@@ -206,6 +206,7 @@ def quiet() -> Console:
     return Console(file=io.StringIO())
 
 
+@pytest.mark.slow
 def test_a_comparison_of_time_series_ends_with_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     series(tmp_path / "waves")
