@@ -41,6 +41,7 @@ commands:
   submit     train or compare many times, as jobs of Slurm or on this machine
   evaluate   measure a trained model
   study      repeat a study of the papers on data of your choice; --list names them
+  benchmark  train every encoding on several data sets by one plan, and rank them; check and merge entries of others
   report     write the page of the comparison, the studies and the benchmark in a folder again
   recipes    list the settings that papers trained with, or print one
   bench      measure how fast every encoding is on this machine, beside the reference and other libraries
@@ -129,6 +130,20 @@ All options of --data are taken (docs/data.md). Inputs are normalised as the che
 
 REPORT = """\
 Write the page OUT/report/index.html again, from the results of `torchrope compare`, `study` and `bench` in OUT.
+"""
+
+BENCHMARK = """\
+Train every encoding on several data sets with the same model, schedule and budget, by a plan, and rank them:
+
+  torchrope benchmark two-cores --out record                          the plan that comes along; --list names all
+  torchrope benchmark two-cores --only digits,globe --out record      some of its data sets, as on another machine
+  torchrope benchmark --entries a.json,b.json --out together          ranks over what others measured
+  torchrope benchmark --check a.json                                  whether an entry can be true
+
+The learning rate of each data set is chosen on training examples that are held out for it, the same for all encodings.
+A benchmark that was stopped or killed is resumed by the same command. OUT gets the runs, entry/entry.json, which is
+what others can check, merge and rank, and report/index.html. A plan of your own is a YAML file like those that come
+along, with encodings of your own as mypackage.module:Class: docs/benchmark.md.
 """
 
 RECIPES = "List the recipes, which --recipe NAME of train, compare and study takes, or print one."
@@ -590,6 +605,84 @@ def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
         raise ValueError(message) from None
 
 
+def _benchmark(arguments: list[str]) -> int:
+    from torchrope.lab.benchmark.plan import plans, read_plan
+
+    rest, allow = take_allowed(arguments)
+    options = _benchmark_parser().parse_args(rest)
+    if options.list:
+        width = max(map(len, plans()))
+        for name in plans():
+            print(f"{name:{width}}  {read_plan(name).title}")
+        return 0
+    if options.check:
+        return _check_entries(options.check)
+    if options.plan is None and not options.entries:
+        raise ValueError(f"a plan must be named, {', '.join(plans())} or a YAML file, or --entries, got neither")
+    plan = None if options.plan is None else read_plan(options.plan)
+    if plan is not None:
+        plan = plan.only(options.only) if options.only else plan
+        _find_encodings(plan.encodings, "encodings of the plan", allow)
+    from rich.console import Console
+
+    from torchrope.lab.benchmark.entry import Entry
+    from torchrope.lab.benchmark.run import benchmark, write_results
+
+    others = [Entry.read(file) for file in options.entries or []]
+    command = shlex.join(["torchrope", "benchmark", *arguments])
+    if plan is None:
+        write_results(options.out, None, others, command)
+    else:
+        benchmark(
+            plan,
+            options.out,
+            author=options.author,
+            command=command,
+            console=Console(),
+            parallel=options.parallel,
+            slurm=options.slurm,
+            others=others,
+        )
+    return _write_report(options.out)
+
+
+def _check_entries(files: Sequence[Path]) -> int:
+    from torchrope.lab.benchmark.check import check_against_data
+    from torchrope.lab.benchmark.entry import Entry
+
+    for file in files:
+        entry = Entry.read(file)
+        for found in entry.sets:
+            said = check_against_data(found)
+            print(f"{file}: {found.name}: {len(found.encodings)} encodings, {said}")
+    return 0
+
+
+def _benchmark_parser() -> OneLineParser:
+    usage = "torchrope benchmark [PLAN] [options]"
+    parser = OneLineParser(prog="torchrope benchmark", usage=usage, description=BENCHMARK)
+    parser.add_argument("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
+    parser.add_argument("--list", action="store_true", help="name the plans that come along")
+    parser.add_argument("--only", type=_words, metavar="A,B", help="data sets of the plan (default: all)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("torchrope-benchmark"), help="folder (default: torchrope-benchmark)"
+    )
+    parser.add_argument("--parallel", type=at_least_one, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
+    parser.add_argument("--author", default="", metavar="NAME", help="who runs it, for the entry")
+    parser.add_argument("--entries", type=_files, metavar="A,B", help="entries of others to rank along, JSON files")
+    parser.add_argument("--check", type=_files, metavar="A,B", help="only check whether entries can be true")
+    return parser
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _files(text: str) -> list[Path]:
+    return [Path(word) for word in _words(text)]
+
+
 def _recipes(arguments: list[str]) -> int:
     parser = OneLineParser(prog="torchrope recipes", description=RECIPES)
     parser.add_argument("name", nargs="?", metavar="NAME", type=str, help="print this recipe, as YAML")
@@ -692,6 +785,7 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "submit": _submit,
     "evaluate": _evaluate,
+    "benchmark": _benchmark,
     "report": _report,
     "recipes": _recipes,
     "bench": _bench,

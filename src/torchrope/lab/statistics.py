@@ -165,12 +165,59 @@ def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes.
     """
-    arrays = _arrays(correct)
-    index = {name: at for at, name in enumerate(arrays)}
-    first, second = (np.array([index[pair[side]] for pair in pairs]) for side in (0, 1))
-    compared = _Pairs(_Sums(np.stack(list(arrays.values()))), first, second)
+    compared = _compared(_arrays(correct), pairs)
     tail, _ = _holm(len(pairs), compared.differ)
     return compared.intervals(tail)
+
+
+def differences_over_sets(sets: Sequence[Mapping[str, ArrayLike]], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
+    """Compute the mean over data sets of `differences`, each set counting alike, at 5 % over all pairs (Holm).
+
+    With d_s the difference on set s and l_s, u_s the ends of its interval on the S sets, which share no examples, the
+    ends of the mean are  d - √(Σ (d_s - l_s)²) / S  and  d + √(Σ (u_s - d_s)²) / S. They hold for these data sets: what
+    another data set would show is not in them.
+
+    Args:
+        sets: Right (1) or wrong (0) by name for each data set, as `differences` takes them; the same names in all.
+        pairs: Names, at least one pair.
+
+    Raises:
+        ValueError: there is no set; arrays of a set as `differences` refuses them.
+
+    Source: Zou, Huang and Zhang, Computational Statistics and Data Analysis 53, 2009, equation 5.
+    """
+    if not sets:
+        raise ValueError("differences over data sets need one set at least, got none")
+    compared = [_compared(_arrays(each), pairs) for each in sets]
+
+    def intervals(level: float) -> list[Interval]:
+        ends = np.array([each.intervals((1 - level) / 2) for each in compared])  # (sets, pairs, 3)
+        mean = ends[..., 0].mean(axis=0)
+        below, above = (np.sqrt(((ends[..., at] - ends[..., 0]) ** 2).sum(axis=0)) / len(sets) for at in (1, 2))
+        return [Interval(*map(float, each)) for each in zip(mean, mean - below, mean + above, strict=True)]
+
+    return simultaneous(intervals)
+
+
+def ranks(names: Sequence[str], differ: Mapping[tuple[str, str], Interval]) -> dict[str, tuple[int, int]]:
+    """Compute the best and the worst rank that each name can have, 1 the highest, at the level of the differences.
+
+    The best is 1 more than the names that are measurably ahead, the worst leaves below it those measurably behind.
+
+    Args:
+        names: All of them.
+        differ: Intervals of the first less the second for all pairs of names, in either order.
+
+    Source: Mohamad, Goeman and van Zwet, Journal of the Royal Statistical Society C 68, 2019, section 2.
+    """
+    ahead = dict.fromkeys(names, 0)
+    behind = dict.fromkeys(names, 0)
+    for (one, other), found in differ.items():
+        if found.low > 0 or found.high < 0:
+            first, second = (one, other) if found.low > 0 else (other, one)
+            behind[first] += 1
+            ahead[second] += 1
+    return {name: (1 + ahead[name], len(names) - behind[name]) for name in names}
 
 
 def simultaneous(intervals: Callable[[float], Sequence[Interval]]) -> list[Interval]:
@@ -305,6 +352,12 @@ class Drawn:
 
 
 # ---- variance
+
+
+def _compared(arrays: dict[str, Array], pairs: Sequence[tuple[str, str]]) -> "_Pairs":
+    index = {name: at for at, name in enumerate(arrays)}
+    first, second = (np.array([index[pair[side]] for pair in pairs]) for side in (0, 1))
+    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second)
 
 
 class _Sums:

@@ -14,9 +14,10 @@ from torchrope.lab.conclusion import Conclusion
 from torchrope.lab.data.config import data_config
 from torchrope.lab.results import Findings, StudyResult
 from torchrope.lab.statistics import conclude
-from torchrope.lab.studies.compare import _relative_costs, compare
+from torchrope.lab.studies.compare import compare
 from torchrope.lab.studies.compare_findings import _frames, _remarks
 from torchrope.lab.studies.config import CompareConfig
+from torchrope.lab.studies.engine.measured import relative_costs
 from torchrope.lab.training.config import ModelConfig, OptimConfig
 from torchrope.lab.training.cost import ROUNDS
 
@@ -71,7 +72,7 @@ def test_a_busy_machine_makes_no_claim_that_a_quiet_one_contradicts() -> None:
     wrong = 0
     for _ in range(300):
         seconds = busy(random, {"none": 1.0, "a": 1.10, "b": 1.12})
-        found = conclude(RIGHT, chance=0.1, costs=_relative_costs(seconds))
+        found = conclude(RIGHT, chance=0.1, costs=relative_costs(seconds))
         wrong += found.kind == "cheaper" and found.cheapest == "b"
     assert wrong <= 0.05 * 300
 
@@ -80,15 +81,15 @@ def test_a_quiet_machine_shows_what_costs_less() -> None:
     random = np.random.default_rng(0)
     true = {"none": 1.0, "a": 1.5, "b": 1.1}
     seconds = {name: (value * random.normal(1, 0.02, ROUNDS)).tolist() for name, value in true.items()}
-    found = conclude(RIGHT, chance=0.1, costs=_relative_costs(seconds))
+    found = conclude(RIGHT, chance=0.1, costs=relative_costs(seconds))
     assert (found.kind, found.cheapest) == ("cheaper", "b")
 
 
 def test_costs_are_relative_to_none_where_it_is_there() -> None:
     seconds = {"mixed": [2.0, 4.0], "none": [1.0, 2.0]}
-    assert _relative_costs(seconds)["mixed"].tolist() == [2.0, 2.0]
-    assert _relative_costs({"mixed": [2.0, 4.0]})["mixed"].tolist() == [1.0, 1.0]
-    assert _relative_costs({}) == {}
+    assert relative_costs(seconds)["mixed"].tolist() == [2.0, 2.0]
+    assert relative_costs({"mixed": [2.0, 4.0]})["mixed"].tolist() == [1.0, 1.0]
+    assert relative_costs({}) == {}
 
 
 @pytest.mark.slow

@@ -248,6 +248,8 @@ class DataConfig:
         val_size: Validate on that many examples, chosen likewise.
         batch_size: Examples in one training step.
         split_seed: Decides what is trained on and what is held out, whatever the seed of the run.
+        tuning: Hold out a fifth of the training examples in the place of the validation set, to choose settings on
+            what no result is reported of; of data in memory.
         workers: Processes that load data beside the training; 0 loads in the training process.
         augment: How training inputs are changed at random.
 
@@ -262,6 +264,7 @@ class DataConfig:
     val_size: int | None = None
     batch_size: int = 64
     split_seed: int = 0
+    tuning: bool = False
     workers: int = 0
     augment: Augment = field(default_factory=Augment)
 

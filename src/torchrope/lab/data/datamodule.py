@@ -21,7 +21,7 @@ from torchrope.lab.data.draws import Draws
 from torchrope.lab.data.faults import Fault, Skipping
 from torchrope.lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
 from torchrope.lab.data.repeated import Repeated
-from torchrope.lab.data.tensors import HeldSet, TensorSet
+from torchrope.lab.data.tensors import HeldSet, TensorSet, split_for_tuning
 from torchrope.positions import Periods
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
@@ -327,8 +327,20 @@ class DataModule(pl.LightningDataModule, ABC):
 
     def _made_datasets(self) -> tuple[Dataset, Dataset]:
         if self._datasets is None:
-            self._datasets = self.datasets()
+            train, val = self.datasets()
+            self._datasets = self.tuned(train, val) if self.config.tuning else (train, val)
         return self._datasets
+
+    def tuned(self, train: Any, val: Dataset) -> tuple[Dataset, Dataset]:
+        """Split the training examples where `tuning` is asked for: what is trained on, and what is held out of them.
+
+        Raises:
+            ValueError: they are not in memory, or too few.
+        """
+        if not hasattr(train, "part"):
+            raise ValueError(f"--data.tuning is for data in memory without crops, got --data {self.name}")
+        first, second = split_for_tuning(train.labels, self.config.split_seed)
+        return train.part(first), train.part(second)
 
 
 class RestOf(Sampler[int]):

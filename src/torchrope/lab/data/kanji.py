@@ -8,12 +8,20 @@ from pathlib import Path
 import torch
 from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from torchrope.lab.data.config import KanjiConfig
 from torchrope.lab.data.crops import View, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
-from torchrope.lab.data.tensors import HeldSet, Normalise, TensorSet, balanced_subset, byte_statistics
+from torchrope.lab.data.tensors import (
+    HeldSet,
+    Normalise,
+    TensorSet,
+    balanced_subset,
+    byte_statistics,
+    split_for_tuning,
+)
 
 FEWEST = 60
 """Characters of a class."""
@@ -80,6 +88,10 @@ class Kanji(DataModule):
         held_out = TensorSet(self._draw(val, config.size), self.labels[val], normalise)
         return self._training_set(config.size, normalise), held_out
 
+    def tuned(self, train: HeldSet, val: Dataset) -> tuple[Dataset, Dataset]:
+        """Both as they are: they were drawn from what `tuning` leaves."""
+        return train, val
+
     def at_size(self, size: int) -> "Kanji":
         """The same characters held out, drawn at another size; they are normalised as those of this size are."""
         _, val = self._made_datasets()
@@ -107,10 +119,11 @@ class Kanji(DataModule):
         """Indices of what is trained on and of what is held out."""
         config = self.config
         train, val = split_by_character(self.characters, self.labels.tolist(), config.split_seed)
-        return (
-            train[balanced_subset(self.labels[train], config.train_size, config.split_seed, "train_size")],
-            val[balanced_subset(self.labels[val], config.val_size, config.split_seed, "val_size")],
-        )
+        train = train[balanced_subset(self.labels[train], config.train_size, config.split_seed, "train_size")]
+        if config.tuning:
+            first, second = split_for_tuning(self.labels[train], config.split_seed)
+            return train[first], train[second]
+        return train, val[balanced_subset(self.labels[val], config.val_size, config.split_seed, "val_size")]
 
     def _draw(self, chosen: Tensor, size: int) -> Tensor:
         drawings = [self.characters[index].strokes for index in chosen.tolist()]

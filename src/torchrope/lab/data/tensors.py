@@ -14,6 +14,10 @@ STATISTICS = {
 """Mean and standard deviation of red, green and blue, by name."""
 
 
+TUNING_PARTS = 5
+"""One of so many training examples is held out to choose settings on."""
+
+
 class Normalise:
     """Make bytes ready for a model: (x / 255 - mean) / std, per channel.
 
@@ -76,6 +80,10 @@ class TensorSet(HeldSet):
         chosen = torch.as_tensor(indices, device=self.labels.device)
         inputs = self.inputs[chosen]
         return inputs if self.normalise is None else self.normalise(inputs), self.labels[chosen]
+
+    def part(self, chosen: Tensor) -> "TensorSet":
+        """Some of the examples, by their indices."""
+        return TensorSet(self.inputs[chosen], self.labels[chosen], self.normalise)
 
     @property
     def raw(self) -> "TensorSet":
@@ -173,6 +181,21 @@ def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> T
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     turn = _rank_within_class(labels[order])
     return order[turn.argsort(stable=True)[:size]].sort().values
+
+
+def split_for_tuning(labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of the training examples to go on with, and of a fifth of each class that is held out of them.
+
+    Raises:
+        ValueError: a class has fewer than two examples.
+    """
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    counts = labels.bincount()
+    if (fewest := int(counts[counts > 0].min())) < 2:
+        raise ValueError(f"--data.tuning needs two training examples or more of each class, got {fewest} of one")
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    held_out[order] = _rank_within_class(labels[order]) < (counts[labels[order]] / TUNING_PARTS).ceil()
+    return (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
 
 
 def _rank_within_class(labels: Tensor) -> Tensor:

@@ -170,6 +170,11 @@ class CloudSet(Dataset):
             features, positions = change(features, positions, self.augment, self.turning, self.tokens.scale, draws)
         return self.tokens(features, positions), self.labels[torch.tensor(own)]
 
+    def part(self, chosen: Tensor) -> "CloudSet":
+        """Some of the examples, by their indices."""
+        clouds, samples = ([each[index] for index in chosen.tolist()] for each in (self.clouds, self.samples))
+        return CloudSet(clouds, samples, self.tokens, self.size, self.seed, self.augment, self.turning)
+
     def in_epoch(self, augment: PointAugment, turning: "Turning | None", seed: int) -> "CloudSet":
         """The examples of an epoch: each a function of seed and index alone."""
         return CloudSet(self.clouds, self.samples, self.tokens, self.size, seed, augment, turning)

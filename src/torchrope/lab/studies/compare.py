@@ -2,33 +2,34 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 from rich.console import Console
 
 from torchrope.files import holds_files, read_mapping, write_whole
 from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, data_config
-from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import choose, load_modules
-from torchrope.lab.results import StudyResult, write_json
+from torchrope.lab.results import StudyResult
 from torchrope.lab.statistics import conclude
-from torchrope.lab.studies.compare_findings import Comparison, Measured, findings
+from torchrope.lab.studies.compare_findings import Comparison, findings
 from torchrope.lab.studies.config import SCALES, CompareConfig
 from torchrope.lab.studies.engine.estimates import by_encoding
+from torchrope.lab.studies.engine.measured import (
+    Measured,
+    costs_of,
+    measure_run,
+    relative_costs,
+    work_of_costs,
+)
 from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, describe, facts_of
 from torchrope.lab.training.config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
-from torchrope.lab.training.cost import STEPS, measure_costs
-from torchrope.lab.training.evaluate import correct_at, correct_shuffled, of_other_sizes, scaled_sizes
-from torchrope.lab.training.models import Model, TokenClassifier, build_for_costs
-from torchrope.lab.training.progress import as_clock
-from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
+from torchrope.lab.training.evaluate import scaled_sizes
+from torchrope.lab.training.models import TokenClassifier
 
 RESULTS = "results.json"
 COSTS = "runs/costs.json"
@@ -70,12 +71,13 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
     measured: dict[str, Measured] = {}
 
     def keep(trained: Trained) -> None:
-        measured[trained.run.name] = _measure(trained, lab.data, asked.scales)
+        measured[trained.run.name] = measure_run(trained, lab.data, asked.scales)
         lab.skipped |= trained.skipped
         _write(folder, lab, asked, runs, measured, {}, command)
 
-    lab.train(runs, keep, passes=_passes(lab, runs[0], asked.scales), afterwards=_work_of_costs(folder, asked))
-    costs = _costs(folder, asked, lab)
+    work = work_of_costs(folder / COSTS, asked.encodings, asked.data.batch_size)
+    lab.train(runs, keep, passes=_passes(lab, runs[0], asked.scales), afterwards=work)
+    costs = costs_of(lab, asked.encodings, folder / COSTS)
     return _write(folder, lab, asked, runs, measured, costs, command)
 
 
@@ -114,75 +116,14 @@ def _over(defaults: Any, stored: Any) -> Any:
     return {**defaults, **stored} if isinstance(defaults, dict) and isinstance(stored, dict) else stored
 
 
-def _measure(trained: Trained, data: DataModule, scales: Sequence[float]) -> Measured:
-    """What shuffled patches or positions, and other sizes, leave of a run's accuracy, kept in its folder."""
-    name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{of_other_sizes(data)}"
-    stored = trained.measure(name, partial(_evaluate, scales=scales), data)
-    try:
-        sizes = {tuple(size): _bits(right, len(trained.labels)) for size, right in stored["sizes"]}
-        return Measured(trained, _bits(stored["shuffled"], len(trained.labels)), sizes)
-    except (KeyError, TypeError, ValueError):
-        rule = "a measure must hold right or wrong of every example, shuffled and at other sizes"
-        raise ValueError(f"{rule}, got {trained.folder / 'measures' / name}.json without; delete it") from None
-
-
-def _evaluate(model: Model, data: DataModule, scales: Sequence[float]) -> dict[str, Any]:
-    sizes = correct_at(model, data, scales)
-    return {
-        "shuffled": _text(correct_shuffled(model, data)),
-        "sizes": [[list(size), _text(right)] for size, right in sizes.items()],
-    }
-
-
-def _text(right: Sequence[bool]) -> str:
-    return "".join("1" if each else "0" for each in right)
-
-
-def _bits(text: str, examples: int) -> np.ndarray:
-    if len(text) != examples:
-        raise ValueError(f"one sign an example, got {len(text)} for {examples}")
-    return np.array([sign == "1" for sign in text], dtype=float)
-
-
 def _passes(lab: Lab, run: Run, scales: Sequence[float]) -> float:
-    """Passes over the validation set in `_evaluate`: one of shuffled patches, one at each other size."""
+    """Passes over the validation set in `measure_run`: one of shuffled patches, one at each other size."""
     model = lab.blueprint(run)
     if isinstance(model, TokenClassifier):
         return 1
     trained = math.prod(lab.data.input_size)
     sizes = scaled_sizes(lab.data, model.embed.patch_size, scales)
     return 1 + sum(math.prod(size) / trained for size in sizes if size != tuple(lab.data.input_size))
-
-
-def _known_costs(folder: Path, config: CompareConfig) -> dict[str, Any] | None:
-    """Costs of all encodings, where they have been measured together."""
-    file = folder / COSTS
-    known = read_mapping(file, "costs") if file.exists() else {}
-    whole = all(isinstance(known.get(name), dict) and "seconds" in known[name] for name in config.encodings)
-    return known if whole else None
-
-
-def _work_of_costs(folder: Path, config: CompareConfig) -> float:
-    """Work of `_costs`, in forward passes of one example."""
-    steps = STEPS * len(config.encodings) if _known_costs(folder, config) is None else 0
-    return BACKWARD_AND_FORWARD * config.data.batch_size * steps
-
-
-def _costs(folder: Path, config: CompareConfig, lab: Lab) -> dict[str, Any]:
-    """Costs of all encodings, measured together, unless that has been done."""
-    known = _known_costs(folder, config)
-    if known is not None:
-        return known
-    left = "" if lab.seconds_left is None else f"  (about {as_clock(lab.seconds_left)} left)"
-    told = f"measuring what a training step of each of {len(config.encodings)} models costs{left}"
-    lab.console.print(told, highlight=False, soft_wrap=True)
-    inputs, labels, *_ = next(iter(lab.data.train_dataloader()))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    builders = {name: partial(build_for_costs, name, config.model, lab.data) for name in config.encodings}
-    costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
-    known = {name: asdict(cost) for name, cost in costs.items()}
-    write_json(folder / COSTS, known)
-    return known
 
 
 def _write(
@@ -200,7 +141,7 @@ def _write(
     rights = {name: np.stack([each.correct for each in each_seed]) for name, each_seed in together.items()}
     labels = done[0].trained.labels
     chance = max(np.bincount(labels)) / len(labels)
-    relative = _relative_costs({name: costs[name]["seconds"] for name in rights if name in costs})
+    relative = relative_costs({name: costs[name]["seconds"] for name in rights if name in costs})
     conclusion = conclude(rights, chance=chance, margin=config.margin, costs=relative)
     blueprints = {run.encoding: lab.blueprint(run) for run in runs if run.name in measured}
     comparison = Comparison(conclusion, done, rights, costs, relative, blueprints, lab.data)
@@ -224,11 +165,3 @@ def _with_common_seeds(done: Sequence[Measured]) -> dict[str, list[Trained]]:
     groups = by_encoding(each.trained for each in done)
     common = set.intersection(*({run.seed for run in group} for group in groups.values()))
     return {name: [run for run in group if run.seed in common] for name, group in groups.items()}
-
-
-def _relative_costs(seconds: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """Seconds of a step in each round over those of "none", or of the first encoding without it."""
-    if not seconds:
-        return {}
-    base = np.asarray(seconds["none"] if "none" in seconds else next(iter(seconds.values())))
-    return {name: np.asarray(each) / base for name, each in seconds.items()}

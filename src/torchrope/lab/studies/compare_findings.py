@@ -33,6 +33,7 @@ from torchrope.lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope.lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
+from torchrope.lab.studies.engine.measured import Measured
 from torchrope.lab.studies.engine.pictures import picture
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.training.models import Model
@@ -42,21 +43,6 @@ CLASSES = 30
 SAMPLES = 16
 CONFUSIONS = 10
 _TOP1 = Axis("top1", "Top-1", "%")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A finished run, and what was measured of it.
-
-    Attributes:
-        trained: The run.
-        shuffled: Whether each validation example is right with its patches shuffled.
-        sizes: The same at other sizes than the one trained at.
-    """
-
-    trained: Trained
-    shuffled: np.ndarray
-    sizes: dict[tuple[int, ...], np.ndarray]
 
 
 @dataclass(frozen=True)

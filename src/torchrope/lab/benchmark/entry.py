@@ -1,0 +1,283 @@
+"""An entry: what one run of the benchmark measured, as JSON that others can check, merge and rank."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchrope.files import parse_json
+from torchrope.lab.results import DataFacts, write_json
+from torchrope.lab.schema import build, check_type, short
+
+SCHEMA = 1
+Rights = Sequence[str]
+"""Right or wrong of every validation example, packed as hexadecimal digits, for each seed."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One training to choose the learning rate by.
+
+    Attributes:
+        rate: Factor on the learning rate of the set.
+        top1: Share that is right of the training examples held out for it.
+    """
+
+    rate: float
+    top1: float
+
+
+@dataclass(frozen=True)
+class OfEncoding:
+    """What was measured of one encoding on one data set.
+
+    Attributes:
+        right: At the rate that all encodings have.
+        losses: Validation losses of the same trainings; None where one is not finite.
+        seconds: Of the same trainings.
+        runs: Names of their folders.
+        shuffled: With patches, or positions, in random order.
+        sizes: At other sizes, by size, as "48×48".
+        small: Trained with a share of the examples.
+        tuning: Trainings to choose the rate by.
+        own_rate: The rate that is best for this encoding alone, where it is another.
+        own: At that rate.
+        steps: Seconds of a training step over those of the first encoding, in each round.
+        parameters: Of the encoding.
+    """
+
+    right: Rights
+    losses: Sequence[float | None]
+    seconds: Sequence[float]
+    runs: Sequence[str]
+    shuffled: Rights = ()
+    sizes: Mapping[str, Rights] = field(default_factory=dict)
+    small: Rights = ()
+    tuning: Sequence[Tuned] = ()
+    own_rate: float | None = None
+    own: Rights = ()
+    steps: Sequence[float] = ()
+    parameters: int = 0
+
+
+@dataclass(frozen=True)
+class OfSet:
+    """What was measured on one data set.
+
+    Attributes:
+        name: In the plan.
+        arguments: The options that say which data, model and schedule.
+        data: Facts of the data.
+        fingerprint: Of its examples and their split.
+        chance: Accuracy of the best constant answer.
+        rate: Factor on the learning rate, chosen on other examples, that all encodings have.
+        encodings: By name.
+        command, commit, date: Where the numbers are from.
+        machine, versions: Likewise.
+        notes: What was left out, with the reason.
+    """
+
+    name: str
+    arguments: str
+    data: DataFacts
+    fingerprint: str
+    chance: float
+    rate: float
+    encodings: Mapping[str, OfEncoding]
+    command: str
+    commit: str | None
+    date: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    notes: Sequence[str] = ()
+
+    @property
+    def examples(self) -> int:
+        """Held out."""
+        return self.data.val or 0
+
+    def rights(self, what: str = "right") -> dict[str, np.ndarray]:
+        """Right or wrong, `(seeds, examples)`, by encoding; encodings without it are left out."""
+        found = {name: getattr(each, what) for name, each in self.encodings.items()}
+        return {name: unpack(each, self.examples) for name, each in found.items() if each}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run of the benchmark.
+
+    Attributes:
+        title: Of its plan.
+        author: Who ran it.
+        sets: What was measured, by data set.
+        encodings: Names for people, of encodings that are not the library's.
+    """
+
+    title: str
+    author: str
+    sets: Sequence[OfSet]
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON with a digest, whole or not at all."""
+        stored = {"schema": SCHEMA, **asdict(self)}
+        write_json(path, {**stored, "digest": digest(stored)})
+
+    @staticmethod
+    def read(path: Path) -> "Entry":
+        """Read an entry that `write` wrote, and check all that can be checked without its data.
+
+        Raises:
+            ValueError: it is no entry, was altered, or holds what cannot be; the message names file and entry.
+        """
+        try:
+            stored = parse_json(path.read_text(encoding="utf-8"))
+            check_type(stored, dict, "entry")
+            if stored.get("schema") != SCHEMA:
+                raise ValueError(f"schema must be {SCHEMA}, got {short(stored.get('schema'))}")
+            entry = build(Entry, stored, "entry")
+            told = stored.pop("digest", None)
+            if told != digest(stored):
+                raise ValueError(f"digest must be that of the content, which was altered or cut, got {short(told)}")
+            for each in entry.sets:
+                check_set(each)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path}: {error}") from None
+        return entry
+
+
+def pack(right: Sequence[Any] | np.ndarray) -> str:
+    """Right (1) or wrong (0) of every example as hexadecimal digits, eight examples in two.
+
+    Example:
+        >>> pack([1, 0, 1, 1])
+        'b0'
+    """
+    return np.packbits(np.asarray(right, dtype=bool)).tobytes().hex()
+
+
+def unpack(packed: Rights, examples: int) -> np.ndarray:
+    """What `pack` packed, `(seeds, examples)` of zeros and ones."""
+    rows = [np.frombuffer(bytes.fromhex(row), dtype=np.uint8) for row in packed]
+    return np.stack([np.unpackbits(row)[:examples] for row in rows]).astype(float)
+
+
+def digest(stored: Mapping[str, Any]) -> str:
+    """SHA-256 of the content: it tells an accident, not a forgery."""
+    text = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True).encode()).hexdigest()
+
+
+def check_set(found: OfSet) -> None:
+    """Raise ValueError where the numbers of a data set contradict each other, or cannot be."""
+    where = f"set {found.name}"
+    classes = found.data.num_classes or 0
+    if found.examples < 1 or classes < 2:
+        raise ValueError(f"{where} must have examples of two classes or more, got {found.examples} of {classes}")
+    if not 1 / classes - 1e-9 <= found.chance < 1:
+        raise ValueError(f"{where}: chance must be from 1 / {classes} to below 1, got {found.chance}")
+    if not found.encodings:
+        raise ValueError(f"{where} must have an encoding, got none")
+    counts = {name: len(each.right) for name, each in found.encodings.items()}
+    if len(set(counts.values())) > 1 or not min(counts.values()):
+        raise ValueError(f"{where} must have as many seeds for each encoding, got {short(counts)}")
+    for name, each in found.encodings.items():
+        _check_encoding(f"{where}, {name}", each, found.examples)
+    chosen = common_rate(found.encodings)
+    if chosen is not None and chosen != found.rate:
+        raise ValueError(f"{where}: rate must be the best of tuning, {chosen:g}, got {found.rate:g}")
+
+
+def _check_encoding(where: str, each: OfEncoding, examples: int) -> None:
+    seeds = len(each.right)
+    for what in ("losses", "seconds", "runs"):
+        if len(getattr(each, what)) != seeds:
+            raise ValueError(f"{where}: {what} must be one for each of {seeds} seeds, got {len(getattr(each, what))}")
+    of_all = {"right": each.right, "shuffled": each.shuffled, "small": each.small, "own": each.own}
+    for what, rows in {**of_all, **{f"sizes.{size}": rows for size, rows in each.sizes.items()}}.items():
+        if rows and len(rows) != seeds:
+            raise ValueError(f"{where}: {what} must be of {seeds} seeds, got {len(rows)}")
+        for row in rows:
+            _check_bits(f"{where}: {what}", row, examples)
+    if not all(0 < second < math.inf for second in each.seconds):
+        raise ValueError(f"{where}: seconds must be above 0, got {short(list(each.seconds))}")
+    if each.steps and not all(0 < step < math.inf for step in each.steps):
+        raise ValueError(f"{where}: steps must be above 0, got {short(list(each.steps))}")
+    if (each.own_rate is None) != (not each.own):
+        raise ValueError(f"{where}: own must be there where own_rate is, got one alone")
+    for tuned in each.tuning:
+        if not 0 <= tuned.top1 <= 1 or not 0 < tuned.rate < math.inf:
+            raise ValueError(f"{where}: tuning must be shares at rates above 0, got {short(asdict(tuned))}")
+    for right, loss in zip(unpack(each.right, examples), each.losses, strict=True):
+        # What is classified wrong has a probability of 1/2 at most, so that its cross entropy is ln 2 or more.
+        least = (1 - right.mean()) * math.log(2)
+        if loss is not None and not least - 1e-6 <= loss < math.inf:
+            raise ValueError(
+                f"{where}: a validation loss of {loss:.4g} cannot be with {100 * right.mean():.1f} % right: "
+                f"each wrong answer adds ln 2 or more, {least:.4g} in all"
+            )
+
+
+def _check_bits(where: str, row: str, examples: int) -> None:
+    try:
+        held = bytes.fromhex(row)
+    except ValueError:
+        raise ValueError(f"{where} must be hexadecimal digits, got {short(row)}") from None
+    whole = math.ceil(examples / 8)
+    if len(held) != whole or np.unpackbits(np.frombuffer(held, dtype=np.uint8))[examples:].any():
+        raise ValueError(f"{where} must be of {examples} examples in {2 * whole} digits, got {len(row)}")
+
+
+def common_rate(encodings: Mapping[str, OfEncoding]) -> float | None:
+    """The rate of the highest mean accuracy over the encodings that were tuned; of equals the nearest to 1.
+
+    None where there was nothing to choose.
+    """
+    tuned = [{each.rate: each.top1 for each in found.tuning} for found in encodings.values() if found.tuning]
+    return best_rate(tuned) if tuned else None
+
+
+def best_rate(tuned: Sequence[Mapping[float, float]]) -> float:
+    """The rate of the highest mean accuracy, of those that all have; of equals the nearest to 1."""
+    rates = set.intersection(*(set(each) for each in tuned))
+    if not rates:
+        raise ValueError("tuning must have a rate that all encodings were trained with, got none")
+    mean = {rate: round(sum(each[rate] for each in tuned) / len(tuned), 9) for rate in rates}
+    return min(rates, key=lambda rate: (-mean[rate], abs(math.log(rate)), rate))
+
+
+def merge(entries: Sequence[Entry]) -> Entry:
+    """One entry of several: all their data sets, and on each the encodings of all.
+
+    Raises:
+        ValueError: two have the same set with other data, options, seeds or learning rate, or other numbers of the same
+            encoding.
+    """
+    if not entries:
+        raise ValueError("entries must be one or more, got none")
+    sets: dict[str, OfSet] = {}
+    for entry in entries:
+        for each in entry.sets:
+            sets[each.name] = _joined(sets[each.name], each) if each.name in sets else each
+    authors = dict.fromkeys(entry.author for entry in entries)
+    return Entry(entries[0].title, ", ".join(authors), list(sets.values()))
+
+
+def _joined(one: OfSet, other: OfSet) -> OfSet:
+    for what in ("fingerprint", "arguments", "rate"):
+        if getattr(one, what) != getattr(other, what):
+            came = f"{short(getattr(one, what))} and {short(getattr(other, what))}"
+            raise ValueError(f"entries of set {one.name} must have the same {what}, got {came}")
+    for name in {*one.encodings} & {*other.encodings}:
+        if one.encodings[name].right != other.encodings[name].right:
+            raise ValueError(f"entries of set {one.name} must agree about {name}, got other answers")
+    seeds = {len(each.right) for found in (one, other) for each in found.encodings.values()}
+    if len(seeds) > 1:
+        raise ValueError(f"entries of set {one.name} must have as many seeds, got {sorted(seeds)}")
+    return replace(
+        one, encodings={**other.encodings, **one.encodings}, notes=[*dict.fromkeys([*one.notes, *other.notes])]
+    )

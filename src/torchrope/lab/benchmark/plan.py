@@ -1,0 +1,116 @@
+"""Plans of the benchmark: which encodings are trained on which data sets, how often, at which learning rates."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchrope.files import read_mapping
+from torchrope.lab.options import parse
+from torchrope.lab.schema import build
+from torchrope.lab.studies.engine.config import LabConfig, StudyConfig, fitting
+
+FOLDER = Path(__file__).parent / "plans"
+OF_THE_PLAN = ("encodings", "seeds", "out", "parallel", "slurm", "reference", "checkpoint", "sizes", "data.tuning")
+"""Settings that the plan, or the command line, has for all data sets."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the benchmark trains.
+
+    Attributes:
+        title: For people: what it is for, and on what machine.
+        encodings: Compared on every data set that they are for.
+        sets: By name, the options of `torchrope compare` that say which data, model and schedule.
+        seeds: Trainings of each encoding on each set.
+        rates: Factors on each set's learning rate, of which one is chosen.
+        tuned: Encodings by whose mean accuracy it is chosen, and whose own best rate is tried too; none is all.
+        small: Share of the training examples that every encoding is trained with once more; 0 leaves that out.
+        scales: Other sizes to evaluate at, as multiples of the one trained at, of data on a lattice.
+
+    Raises:
+        ValueError: a number is out of range, or a name is there twice.
+    """
+
+    title: str
+    encodings: Sequence[str]
+    sets: Mapping[str, str]
+    seeds: int = 3
+    rates: Sequence[float] = (1.0,)
+    tuned: Sequence[str] = ()
+    small: float = 0.3
+    scales: Sequence[float] = (0.5, 1.0, 1.5, 2.0)
+
+    def __post_init__(self) -> None:
+        if not self.sets:
+            raise ValueError("a plan must have a data set, got none")
+        if len(self.encodings) < 2 or len(set(self.encodings)) < len(self.encodings):
+            raise ValueError(f"encodings must be two or more, each named once, got {', '.join(self.encodings)}")
+        if unknown := [name for name in self.tuned if name not in self.encodings]:
+            raise ValueError(f"tuned must be among the encodings, got {', '.join(unknown)}")
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be 1 or more, got {self.seeds}")
+        for name, values in (("rates", self.rates), ("scales", self.scales)):
+            if 1 not in values or not all(0 < value < 100 for value in values) or len(set(values)) < len(values):
+                raise ValueError(f"{name} must hold 1, and others above 0 once each, got {list(values)}")
+        if not 0 <= self.small < 1:
+            raise ValueError(f"small must be a share from 0 to below 1, got {self.small}")
+
+    def config(self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None) -> LabConfig:
+        """The settings of one data set.
+
+        Args:
+            name: Of `sets`.
+            out: Folder of the benchmark, whose runs all data sets share.
+            parallel, slurm: As `LabConfig` has them.
+
+        Raises:
+            ValueError: an option is unknown, or is for the plan; the message names the data set.
+        """
+        try:
+            parsed = parse("benchmark", "", StudyConfig, shlex.split(self.sets[name]))
+            if taken := [parsed.name(setting) for setting in OF_THE_PLAN if setting in parsed.given]:
+                raise ValueError(f"{', '.join(taken)} is for the whole benchmark, not for one data set")
+        except ValueError as error:
+            raise ValueError(f"sets.{name} of the plan: {error}") from None
+        config = parsed.config
+        return LabConfig(
+            data=config.data,
+            model=config.model,
+            optim=config.optim,
+            scale=config.scale,
+            encodings=fitting(self.encodings, config.data),
+            seeds=self.seeds,
+            parallel=parallel,
+            slurm=slurm,
+            out=str(out),
+        )
+
+    def only(self, names: Sequence[str]) -> "Plan":
+        """The plan with some of its data sets.
+
+        Raises:
+            ValueError: it has no such set.
+        """
+        if unknown := [name for name in names if name not in self.sets]:
+            raise ValueError(f"--only must name sets of the plan, {', '.join(self.sets)}, got {', '.join(unknown)}")
+        return replace(self, sets={name: self.sets[name] for name in names})
+
+
+def plans() -> list[str]:
+    """Names of the plans that come along."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read_plan(name: str) -> Plan:
+    """Read a plan that comes along, by name, or one of your own, a YAML file.
+
+    Raises:
+        ValueError: there is none, or it is not as it must be.
+    """
+    own = Path(name)
+    file = own if own.suffix in (".yaml", ".yml") else FOLDER / f"{name}.yaml"
+    if not file.is_file():
+        raise ValueError(f"plans are {', '.join(plans())}, or a YAML file, got {name!r}")
+    return build(Plan, read_mapping(file, "plan"), "plan")

@@ -1,0 +1,174 @@
+"""Run a plan: train and measure every encoding on every data set, set by set, and write what came out."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+from rich.console import Console
+
+from torchrope.lab.benchmark.entry import Entry, OfEncoding, OfSet, Tuned, best_rate, check_set, merge, pack
+from torchrope.lab.benchmark.findings import find
+from torchrope.lab.benchmark.plan import Plan
+from torchrope.lab.provenance import provenance
+from torchrope.lab.results import RunFacts, StudyResult
+from torchrope.lab.studies.engine.config import fitting
+from torchrope.lab.studies.engine.estimates import by_encoding
+from torchrope.lab.studies.engine.feasible import feasible
+from torchrope.lab.studies.engine.measured import Measured, costs_of, measure_run, relative_costs
+from torchrope.lab.studies.engine.runs import Trained
+from torchrope.lab.studies.engine.study import Lab, describe
+
+RESULT = "benchmark.json"
+ENTRY = "entry/entry.json"
+SETS = "entry/sets"
+
+
+def benchmark(
+    plan: Plan,
+    out: Path,
+    *,
+    author: str,
+    command: str,
+    console: Console,
+    parallel: int = 1,
+    slurm: str | None = None,
+    others: Sequence[Entry] = (),
+) -> Path:
+    """Train what the plan asks for and is not finished in the folder, and rank the encodings over its data sets.
+
+    Results are written after each data set, so that a benchmark that was stopped can be shown.
+
+    Args:
+        plan: What to train.
+        out: Folder of everything: runs, the entry, the page.
+        author: Who runs it, for the entry.
+        command: How the user started it.
+        console: Where progress goes.
+        parallel, slurm: As `LabConfig` has them.
+        others: Entries that are ranked along.
+
+    Returns:
+        `out/benchmark.json`.
+
+    Raises:
+        ValueError: a setting, the data or another entry is not as it must be.
+        KeyboardInterrupt: stopped; the same call resumes.
+    """
+    configs = {name: plan.config(name, out=out, parallel=parallel, slurm=slurm) for name in plan.sets}
+    found: list[OfSet] = []
+    for name, config in configs.items():
+        console.print(f"[bold]{name}[/]: {plan.sets[name]}", highlight=False, soft_wrap=True)
+        found.append(run_set(name, plan, Lab(config, config.encodings, console), command))
+        Entry(plan.title, author, [found[-1]]).write(out / SETS / f"{name}.json")
+        write_results(out, Entry(plan.title, author, found), others, command, unfinished=[*configs][len(found) :])
+    return out / RESULT
+
+
+def write_results(
+    out: Path, own: Entry | None, others: Sequence[Entry], command: str, unfinished: Sequence[str] = ()
+) -> Path:
+    """Write the entry of a run, and the ranks over it and the entries of others."""
+    if own is not None:
+        own.write(out / ENTRY)
+    together = merge([*([own] if own else []), *others])
+    result = StudyResult(
+        study="benchmark",
+        title="Benchmark",
+        question="Which encoding is best over several data sets, each with the same model and budget for all?",
+        sources=(),
+        findings=find(together),
+        data=None,
+        run=RunFacts(command=command, date=date.today().isoformat(), **provenance()),
+        unfinished=list(unfinished),
+    )
+    result.write(out / RESULT)
+    return out / RESULT
+
+
+def run_set(name: str, plan: Plan, lab: Lab, command: str) -> OfSet:
+    """Choose the learning rate, train every encoding at it, and measure the runs, on one data set."""
+    runs, notes = feasible(lab, lab.runs(lab.encodings))
+    names = list(dict.fromkeys(run.encoding for run in runs))
+    tuning = _tune(lab, plan, names)
+    rate = best_rate(list(tuning.values())) if tuning else 1.0
+    trained = _at_rate(lab, names, rate)
+    scales = plan.scales if lab.data.lattice else [1.0]
+    measured = {name: [measure_run(each, lab.data, scales) for each in group] for name, group in trained.items()}
+    small = _small(lab, plan, names, rate)
+    own = {name: best_rate([tuned]) for name, tuned in tuning.items()}
+    own_runs = {name: _at_rate(lab, [name], best)[name] for name, best in own.items() if best != rate}
+    costs = costs_of(lab, names, Path(lab.config.out) / "runs" / f"costs-{name}.json")
+    relative = relative_costs({each: costs[each]["seconds"] for each in names})
+    labels = next(iter(trained.values()))[0].labels
+    found = OfSet(
+        name=name,
+        arguments=plan.sets[name],
+        data=describe(lab),
+        fingerprint=lab.data.fingerprint,
+        chance=max(Counter(labels).values()) / len(labels),
+        rate=rate,
+        encodings={
+            each: replace(
+                _of_encoding(measured[each]),
+                small=_rights(small.get(each, [])),
+                tuning=[Tuned(factor, top1) for factor, top1 in tuning.get(each, {}).items()],
+                own_rate=own[each] if each in own_runs else None,
+                own=_rights(own_runs.get(each, [])),
+                steps=[round(float(step), 4) for step in relative[each]],
+                parameters=costs[each]["encoding_parameters"],
+            )
+            for each in names
+        },
+        command=command,
+        date=date.today().isoformat(),
+        notes=notes,
+        **{key: value for key, value in provenance().items() if key in ("commit", "machine", "versions")},
+    )
+    check_set(found)
+    return found
+
+
+def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, float]]:
+    """Accuracy at each learning rate on training examples held out for it, by encoding; one training each."""
+    tuned = fitting(plan.tuned, lab.config.data)
+    wanted = [name for name in names if not tuned or name in tuned]
+    if len(plan.rates) == 1 or not wanted:
+        return {}
+    base = lab.config.optim.lr
+    cells = [(name, rate) for rate in plan.rates for name in wanted]
+    trained = lab.train([lab.run(name, data={"tuning": True}, optim={"lr": base * rate}) for name, rate in cells])
+    found: dict[str, dict[float, float]] = {name: {} for name in wanted}
+    for (name, rate), run in zip(cells, trained, strict=True):
+        found[name][rate] = run.top1
+    return found
+
+
+def _at_rate(lab: Lab, names: Sequence[str], rate: float) -> dict[str, list[Trained]]:
+    return by_encoding(lab.train(lab.runs(names, optim={"lr": lab.config.optim.lr * rate})))
+
+
+def _small(lab: Lab, plan: Plan, names: Sequence[str], rate: float) -> dict[str, list[Trained]]:
+    """Runs with a share of the training examples, one of each class at least."""
+    if not plan.small:
+        return {}
+    count = max(round(plan.small * lab.data.counts[0]), lab.data.num_classes)
+    optim = {"lr": lab.config.optim.lr * rate}
+    return by_encoding(lab.train(lab.runs(names, data={"train_size": count}, optim=optim)))
+
+
+def _of_encoding(measured: Sequence[Measured]) -> OfEncoding:
+    trained = [each.trained for each in measured]
+    return OfEncoding(
+        right=_rights(trained),
+        losses=[each.val_loss for each in trained],
+        seconds=[each.seconds for each in trained],
+        runs=[each.folder.name for each in trained],
+        shuffled=[pack(each.shuffled) for each in measured],
+        sizes={"×".join(map(str, size)): [pack(each.sizes[size]) for each in measured] for size in measured[0].sizes},
+    )
+
+
+def _rights(trained: Sequence[Trained]) -> list[str]:
+    return [pack(each.correct) for each in trained]

@@ -1,0 +1,109 @@
+"""What is measured of finished runs beside their accuracy: shuffled, at other sizes, and what training steps cost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrope.files import read_mapping
+from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.results import write_json
+from torchrope.lab.studies.engine.runs import Trained
+from torchrope.lab.studies.engine.study import Lab
+from torchrope.lab.training.cost import STEPS, measure_costs
+from torchrope.lab.training.evaluate import correct_at, correct_shuffled, of_other_sizes
+from torchrope.lab.training.models import Model, build_for_costs
+from torchrope.lab.training.progress import as_clock
+from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished run, and what was measured of it.
+
+    Attributes:
+        trained: The run.
+        shuffled: Whether each validation example is right with its patches shuffled.
+        sizes: The same at other sizes than the one trained at.
+    """
+
+    trained: Trained
+    shuffled: np.ndarray
+    sizes: dict[tuple[int, ...], np.ndarray]
+
+
+def measure_run(trained: Trained, data: DataModule, scales: Sequence[float]) -> Measured:
+    """What shuffled patches or positions, and other sizes, leave of a run's accuracy, kept in its folder.
+
+    Args:
+        trained: The run.
+        data: Its data, set up.
+        scales: Sizes, as multiples of the one trained at.
+    """
+    name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{of_other_sizes(data)}"
+    stored = trained.measure(name, partial(_evaluate, scales=scales), data)
+    try:
+        sizes = {tuple(size): _bits(right, len(trained.labels)) for size, right in stored["sizes"]}
+        return Measured(trained, _bits(stored["shuffled"], len(trained.labels)), sizes)
+    except (KeyError, TypeError, ValueError):
+        rule = "a measure must hold right or wrong of every example, shuffled and at other sizes"
+        raise ValueError(f"{rule}, got {trained.folder / 'measures' / name}.json without; delete it") from None
+
+
+def _evaluate(model: Model, data: DataModule, scales: Sequence[float]) -> dict[str, Any]:
+    sizes = correct_at(model, data, scales)
+    return {
+        "shuffled": _text(correct_shuffled(model, data)),
+        "sizes": [[list(size), _text(right)] for size, right in sizes.items()],
+    }
+
+
+def _text(right: Sequence[bool]) -> str:
+    return "".join("1" if each else "0" for each in right)
+
+
+def _bits(text: str, examples: int) -> np.ndarray:
+    if len(text) != examples:
+        raise ValueError(f"one sign an example, got {len(text)} for {examples}")
+    return np.array([sign == "1" for sign in text], dtype=float)
+
+
+def known_costs(file: Path, names: Sequence[str]) -> dict[str, Any] | None:
+    """Costs of all encodings, where they have been measured together."""
+    known = read_mapping(file, "costs") if file.exists() else {}
+    return known if all(isinstance(known.get(name), dict) and "seconds" in known[name] for name in names) else None
+
+
+def work_of_costs(file: Path, names: Sequence[str], batch_size: int) -> float:
+    """Work of `costs_of`, in forward passes of one example."""
+    steps = STEPS * len(names) if known_costs(file, names) is None else 0
+    return BACKWARD_AND_FORWARD * batch_size * steps
+
+
+def costs_of(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any]:
+    """Costs of a training step with each encoding, measured together, unless that has been done."""
+    known = known_costs(file, names)
+    if known is not None:
+        return known
+    left = "" if lab.seconds_left is None else f"  (about {as_clock(lab.seconds_left)} left)"
+    told = f"measuring what a training step of each of {len(names)} models costs{left}"
+    lab.console.print(told, highlight=False, soft_wrap=True)
+    inputs, labels, *_ = next(iter(lab.data.train_dataloader()))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    builders = {name: partial(build_for_costs, name, lab.config.model, lab.data) for name in names}
+    costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
+    known = {name: asdict(cost) for name, cost in costs.items()}
+    write_json(file, known)
+    return known
+
+
+def relative_costs(seconds: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    """Seconds of a step in each round over those of "none", or of the first encoding without it."""
+    if not seconds:
+        return {}
+    base = np.asarray(seconds["none"] if "none" in seconds else next(iter(seconds.values())))
+    return {name: np.asarray(each) / base for name, each in seconds.items()}

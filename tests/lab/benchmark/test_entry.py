@@ -1,0 +1,176 @@
+"""Entries of the benchmark: what is written comes back, what cannot be is refused, entries merge."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrope.lab.benchmark.entry import (
+    Entry,
+    OfEncoding,
+    OfSet,
+    Tuned,
+    best_rate,
+    check_set,
+    digest,
+    merge,
+    pack,
+    unpack,
+)
+from torchrope.lab.results import DataFacts
+
+EXAMPLES, SEEDS = 101, 3
+
+
+def of_encoding(accuracy: float, seed: int = 0, **others: Any) -> OfEncoding:
+    right = np.random.default_rng(seed).random((SEEDS, EXAMPLES)) < accuracy
+    return OfEncoding(
+        right=[pack(row) for row in right],
+        losses=[1.0] * SEEDS,
+        seconds=[2.0] * SEEDS,
+        runs=[f"run{index}" for index in range(SEEDS)],
+        **others,
+    )
+
+
+def of_set(name: str = "digits", **others: Any) -> OfSet:
+    encodings = {each: of_encoding(0.5 + 0.1 * index, index) for index, each in enumerate(("none", "axial", "mixed"))}
+    return OfSet(
+        **{
+            "name": name,
+            "arguments": "--data digits",
+            "data": DataFacts("digits", "Digits", axes=["y", "x"], num_classes=10, train=1000, val=EXAMPLES),
+            "fingerprint": "f00d",
+            "chance": 0.11,
+            "rate": 1.0,
+            "encodings": encodings,
+            "command": "torchrope benchmark",
+            "commit": "abc",
+            "date": "2026-01-01",
+            "machine": {"cpu": "one"},
+            "versions": {"torch": "2"},
+            **others,
+        }
+    )
+
+
+def altered(entry: Entry, path: Path, change: Callable[[Any], None]) -> Path:
+    """An entry whose content was changed by somebody who knows how the digest is made."""
+    entry.write(path)
+    stored = json.loads(path.read_text())
+    stored.pop("digest")
+    change(stored["sets"][0])
+    path.write_text(json.dumps({**stored, "digest": digest(stored)}))
+    return path
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    tuned = of_encoding(0.9, 5, tuning=[Tuned(1.0, 0.5), Tuned(3.0, 0.4)], sizes={"16×16": of_encoding(0.2).right})
+    entry = Entry("a plan", "me", [of_set(), of_set("other", encodings={"none": tuned, "axial": of_encoding(0.3)})])
+    entry.write(tmp_path / "entry.json")
+    Entry.read(tmp_path / "entry.json").write(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == json.loads((tmp_path / "entry.json").read_text())
+    for found, given in zip(Entry.read(tmp_path / "entry.json").sets, entry.sets, strict=True):
+        assert {name: right.tolist() for name, right in found.rights().items()} == {
+            name: right.tolist() for name, right in given.rights().items()
+        }
+
+
+@pytest.mark.parametrize("examples", [1, 7, 8, 9, 101])
+def test_packed_answers_are_the_answers(examples: int) -> None:
+    right = np.random.default_rng(examples).random((2, examples)) < 0.5
+    assert np.array_equal(unpack([pack(row) for row in right], examples), right)
+
+
+def test_an_altered_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "entry.json"
+    Entry("a plan", "me", [of_set()]).write(file)
+    text = file.read_text()
+    at = text.index(of_set().encodings["mixed"].right[0])
+    file.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
+    with pytest.raises(ValueError, match="digest must be that of the content"):
+        Entry.read(file)
+
+
+def _set(name: str, value: Any, encoding: str | None = None) -> Callable[[Any], None]:
+    def change(stored: Any) -> None:
+        (stored if encoding is None else stored["encodings"][encoding])[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("losses", [0.01] * SEEDS, "none"), "a validation loss of 0.01 cannot be with .* right"),
+        (_set("losses", [-1.0] * SEEDS, "none"), "a validation loss of -1 cannot be"),
+        (_set("right", ["ff"] * SEEDS, "none"), "right must be of 101 examples in 26 digits, got 2"),
+        (_set("right", ["f" * 26] * SEEDS, "none"), "right must be of 101 examples"),  # beyond the last example
+        (_set("right", ["x" * 26] * SEEDS, "none"), "right must be hexadecimal digits"),
+        (_set("right", [], "none"), "as many seeds for each encoding"),
+        (_set("seconds", [0.0] * SEEDS, "none"), "seconds must be above 0"),
+        (_set("runs", ["one"], "none"), "runs must be one for each of 3 seeds, got 1"),
+        (_set("own_rate", 3.0, "none"), "own must be there where own_rate is"),
+        (_set("tuning", [{"rate": 1.0, "top1": 1.5}], "none"), "tuning must be shares at rates above 0"),
+        (_set("tuning", [{"rate": 1.0, "top1": 0.2}, {"rate": 3.0, "top1": 0.4}], "none"), "rate must be the best of"),
+        (_set("chance", 0.05), "chance must be from 1 / 10 to below 1, got 0.05"),
+        (_set("encodings", {}), "set digits must have an encoding, got none"),
+        (_set("encodings", {"none": 3}), "entry.sets\\[0\\].encodings.none must be an object, got 3"),
+        (_set("fingerprint", None), "fingerprint must be text"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(change: Callable[[Any], None], message: str, tmp_path: Path) -> None:
+    file = altered(Entry("a plan", "me", [of_set()]), tmp_path / "entry.json", change)
+    with pytest.raises(ValueError, match=message) as raised:
+        Entry.read(file)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', "\x00"])
+def test_what_is_no_entry_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "entry.json").write_text(text)
+    with pytest.raises(ValueError, match=r"entry\.json"):
+        Entry.read(tmp_path / "entry.json")
+
+
+def test_the_least_loss_is_that_of_wrong_answers_at_one_half() -> None:
+    found = of_encoding(0.5)
+    least = [float(each) * math.log(2) for each in 1 - unpack(found.right, EXAMPLES).mean(axis=1)]
+    check_set(of_set(encodings={"none": replace(found, losses=least)}))
+    with pytest.raises(ValueError, match="a validation loss of"):
+        check_set(of_set(encodings={"none": replace(found, losses=[0.99 * each for each in least])}))
+
+
+def test_entries_merge_by_data_set_and_encoding() -> None:
+    one, other = of_set(), of_set("globe")
+    more = of_set(encodings={"liere": of_encoding(0.7, 9), "none": one.encodings["none"]})
+    merged = merge([Entry("a plan", "me", [one, other]), Entry("a plan", "you", [more])])
+    assert [found.name for found in merged.sets] == ["digits", "globe"]
+    assert {*merged.sets[0].encodings} == {"none", "axial", "mixed", "liere"}
+    assert merged.author == "me, you"
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"fingerprint": "beef"}, "the same fingerprint, got 'f00d' and 'beef'"),
+        ({"arguments": "--data digits --epochs 99"}, "the same arguments"),
+        ({"rate": 3.0}, "the same rate, got 1.0 and 3.0"),
+        ({"encodings": {"none": of_encoding(0.9, 3)}}, "must agree about none, got other answers"),
+    ],
+)
+def test_entries_that_contradict_each_other_do_not_merge(others: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge([Entry("a plan", "me", [of_set()]), Entry("a plan", "you", [of_set(**others)])])
+
+
+def test_the_best_rate_is_that_of_the_highest_mean_and_of_equals_the_nearest_to_one() -> None:
+    assert best_rate([{0.3: 0.5, 1.0: 0.6, 3.0: 0.9}, {0.3: 0.5, 1.0: 0.6, 3.0: 0.4}]) == 3.0
+    assert best_rate([{0.1: 0.5, 2.0: 0.5}]) == 2.0
+    with pytest.raises(ValueError, match="a rate that all encodings were trained with"):
+        best_rate([{0.3: 0.5}, {1.0: 0.5}])
