@@ -548,7 +548,8 @@ class SeriesConfig(TokensConfig, RootConfig):
     """Time series in files of the UCR and UEA archives.
 
     Attributes:
-        problem: Name of the set, as files begin before _TRAIN and _TEST, where root holds several.
+        problem: Name of the set, as files begin before _TRAIN and _TEST, where root holds several; without root one
+            of those in the package aeon, where that is installed.
     """
 
     problem: str | None = None

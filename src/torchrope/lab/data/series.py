@@ -1,5 +1,6 @@
 """Time series to be classified, at regular or irregular times."""
 
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from torchrope.lab.data.images import Sample, choose, existing_folder, hold_out
 from torchrope.lab.data.series_files import READERS, TimeSeries, read_series
 from torchrope.lab.data.tokens import Cloud, TokensModule, counted
 
+PACKAGE = "aeon"
+"""Brings some small sets of the archives along."""
 EXTENSIONS = tuple(READERS)
 LAYOUT = "root/NAME_TRAIN.ts and root/NAME_TEST.ts, or .arff or .npz; or one such file alone"
 
@@ -33,7 +36,7 @@ class Series(TokensModule):
 
     def __init__(self, config: SeriesConfig) -> None:
         super().__init__(config)
-        self.root = existing_folder(config.root, "time series", LAYOUT)
+        self.root = find_folder(config.root, config.problem)
         self.files = find_files(self.root, config.problem)
         title = self.files[0].stem.removesuffix("_TRAIN")
         self.title = f"Time series, {title}"
@@ -62,6 +65,27 @@ class Series(TokensModule):
         several = f" of {len(self.features)} channels" if len(self.features) > 1 else ""
         self.description = f"{len(shown):,} time series{several} with {counted(shown)}, a token at each time."
         return [found[name][0] for name, _ in train], train, [found[name][0] for name, _ in val], val
+
+
+def find_folder(root: str | None, problem: str | None) -> Path:
+    """Find the folder of the files: `root`, or where none is given that of a problem in the package aeon.
+
+    Raises:
+        ValueError: the folder is missing, or neither it nor a problem of the package is named.
+    """
+    if root is not None or problem is None:
+        return existing_folder(root, f"time series, or --data.problem for one of the package {PACKAGE}", LAYOUT)
+    try:
+        everything = Path(str(distribution(PACKAGE).locate_file("aeon/datasets/data")))
+    except PackageNotFoundError:
+        rule = (
+            f"--data.root must be given for time series, or the package {PACKAGE} be installed, which has {problem!r}"
+        )
+        raise ValueError(f"{rule} (pip install --no-deps aeon), got a machine without it") from None
+    known = sorted(folder.name for folder in everything.iterdir() if any(folder.glob("*_TRAIN.ts")))
+    if problem not in known:
+        raise ValueError(f"--data.problem must be one of {', '.join(known)} where no root is given, got {problem!r}")
+    return everything / problem
 
 
 def find_files(root: Path, problem: str | None = None) -> list[Path]:
