@@ -312,9 +312,9 @@ typedef int32_t vi8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 INLINE v8 halves(v4 low, v4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE v8 swap_halves(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
-INLINE v8 all_lanes(float x) { return (v8){x, x, x, x, x, x, x, x}; }
 
-/* Where the rows of a panel are read and written: in their tensors if those are float32, else in scratch. */
+/* Where the rows of a panel are read and written: in their tensors if those are float32, else in scratch. Nothing is
+   fetched ahead: the work on a row is too short to hide it behind, and asking costs more than it saves. */
 typedef struct {
     const float *x[ROWS], *grad[ROWS];
     float *out[ROWS];
@@ -434,7 +434,6 @@ static void turn_token_8(const Basis *p, int64_t set, int64_t head, int64_t toke
     turn_of_token(8, p, set, head, token, w);
     while (next_panel(&walk, &panel)) {
         find_places(&panel, token, n, 1, 0, w, &places);
-        if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t block = 0; block < p->blocks; block++) turn_rows(&places, panel.count, block, w);
         finish_rows(&panel, token, n, p->head_dim, 0, w);
     }
@@ -458,7 +457,7 @@ INLINE void add_products_8(const Basis *p, int64_t head, Workspace w) {
             v8 lower = swap_halves(*(const v8 *)(w.products + 64 * block + 8 * j + 32));
             v8 first = upper + lower, second = upper - lower; /* [re a, im b], [re b, -im a] */
             float cj = w.half_cosine[4 * block + j], sj = w.half_sine[4 * block + j];
-            v8 cosine = cj * ck - sj * sk, sine = sj * ck + cj * sk; /* of half the sums, of half the gaps */
+            v8 cosine = cj * ck - sj * sk, sine = sj * ck + cj * sk;
             v8 x = half * (angular[j] + wk), z = x * x;
             v8 series = half * (1 + z * (-1.0f / 6 + z * (1.0f / 120 + z * (-1.0f / 5040))));
             v8 direct = sine * *(const v8 *)(w.gaps + 32 * block + 8 * j);
@@ -485,7 +484,6 @@ static void turn_token_back_8(const Job *job, int64_t set, int64_t head, int64_t
     turn_of_token(8, p, set, head, token, w);
     while (next_panel(&walk, &panel)) {
         find_places(&panel, token, n, wanted, 1, w, &places);
-        if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t block = 0; block < p->blocks; block++)
             turn_rows_back(&places, panel.count, block, wanted, more, w);
         finish_rows(&panel, token, n, p->head_dim, 1, w);
