@@ -259,6 +259,17 @@ def test_scores_are_the_same_without_the_basis_and_so_are_gradients_of_them() ->
         assert_as_good(fast, plain, truth_of(encoding, inputs, scores=True))
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("b", [4, 8])
+def test_a_token_may_have_more_rows_than_are_turned_together(b: int, scores: bool, dtype: torch.dtype) -> None:
+    encoding = build("ld", b, 2)
+    inputs = make_inputs(encoding, 3, dtype, batch=(37,))
+    fast = outcome(encoding, inputs, backend="native", scores=scores)
+    plain = outcome(encoding, inputs, backend="reference", scores=scores)
+    assert_as_good(fast, plain, truth_of(encoding, inputs, scores=scores))
+
+
 @pytest.mark.parametrize("name", ["comrope-ld:4", "comrope-ap:4", "string:4"])
 def test_two_rotations_of_one_encoding_share_their_basis(name: str) -> None:
     encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=16).requires_grad_(False)

@@ -37,6 +37,7 @@ typedef struct {
     float *less, *sine;               /* cos - 1 and sin of every plane's angle */
     float *half_cosine, *half_sine;   /* of half the angles */
     float *moment;                    /* gradients of the angles */
+    float *gaps;                      /* blocks of eight: 1 / (w_j + w_k) and 1 / (w_j - w_k) */
     double *scale;                    /* s of every block */
     int64_t *returns;                 /* whether a block comes back from the basis: one that never turns must */
     int64_t row, width;
@@ -52,6 +53,7 @@ static Workspace lay_out(const Basis *p, Arena *arena) {
     w.products = take(arena, 4 * p->blocks * b * w.width);
     float **rows[] = {&w.less, &w.sine, &w.half_cosine, &w.half_sine, &w.moment};
     for (int i = 0; i < 5; i++) *rows[i] = take(arena, 4 * (planes + 64));
+    w.gaps = take(arena, 4 * 32 * (b == 8 ? p->blocks : 0));
     w.spill = take(arena, 4 * ROWS * w.width);
     w.sums = take(arena, 4 * 2 * planes * b);
     w.scale = take(arena, 8 * p->blocks);
@@ -80,6 +82,17 @@ static void pad_basis(const void *context, int64_t head, void *memory) {
     }
 }
 
+/* Of every block and plane j, 1 / (w_j + w_k) of the four k, then 1 / (w_j - w_k); infinite ones are not used. */
+static void divide_gaps(const Basis *p, int64_t head, float *gaps) {
+    const float *angular = p->angular + head * p->blocks * 4;
+    for (int64_t i = 0; i < 4 * p->blocks; i++)
+        for (int64_t k = 0; k < 4; k++) {
+            float other = angular[i / 4 * 4 + k];
+            gaps[8 * i + k] = 1 / (angular[i] + other);
+            gaps[8 * i + 4 + k] = 1 / (angular[i] - other);
+        }
+}
+
 static void start_head(const Job *job, int64_t head, Workspace *w) {
     const Basis *p = job->p;
     w->inner = job->matrices + head * floats_of_head(p);
@@ -92,6 +105,7 @@ static void start_head(const Job *job, int64_t head, Workspace *w) {
             around |= p->angular[(head * p->blocks + block) * (p->b / 2) + plane] != 0;
         w->returns[block] = p->outer || !along || !around;
     }
+    if (p->b == 8) divide_gaps(p, head, w->gaps);
 }
 
 /* cos and sin of half the angles; cos - 1 and sin of the angles follow by doubling. */
@@ -128,7 +142,7 @@ INLINE void turn_of_token(int64_t b, const Basis *p, int64_t set, int64_t head, 
    next ones through the zeros that a block is padded with. */
 INLINE void times(int64_t b, int64_t count, int64_t block, const float *matrices, const float *x, float *y,
                   int accumulate, Workspace w) {
-    int64_t width = b == 8 ? 8 : w.width;
+    int64_t width = w.width;
     const float *matrix = matrices + block * b * width;
     x += block * b, y += block * b;
     if (!accumulate || width == b) {
@@ -144,21 +158,6 @@ INLINE void times(int64_t b, int64_t count, int64_t block, const float *matrices
 INLINE void turn_block(int64_t b, int64_t count, int64_t block, const float *x, float *y, float sign, int whole,
                        Workspace w) {
     int64_t pairs = b / 2;
-    if (b == 8) { /* a plane a lane */
-        v4 c = *(const v4 *)(w.less + block * 4), s = sign * *(const v4 *)(w.sine + block * 4);
-        for (int64_t i = 0; i < count; i++) {
-            const v4 *in = (const v4 *)(x + i * w.row + block * 8);
-            v4 *out = (v4 *)(y + i * w.row + block * 8);
-            v4 first = c * in[0] - s * in[1], second = s * in[0] + c * in[1];
-            if (whole) {
-                first += in[0];
-                second += in[1];
-            }
-            out[0] = first;
-            out[1] = second;
-        }
-        return;
-    }
     const float *restrict less = w.less + block * pairs, *restrict sine = w.sine + block * pairs;
     for (int64_t i = 0; i < count; i++) {
         const float *restrict first = x + i * w.row + block * b, *restrict second = first + pairs;
@@ -205,7 +204,7 @@ INLINE float sinc(float x, float sine) {
 /* Daleckii-Krein: the products of a token, split into the parts that commute and anticommute with i,
    times the conjugate of  g(u, v) = s e^(i s (u + v) / 2) sinc(s (u - v) / 2)  at (w_j, w_k) and (w_j, -w_k). */
 INLINE void add_products(int64_t b, const Basis *p, int64_t head, Workspace w) {
-    int64_t pairs = b / 2, area = pairs * pairs, width = b == 8 ? 8 : w.width;
+    int64_t pairs = b / 2, area = pairs * pairs, width = w.width;
     for (int64_t block = 0; block < p->blocks; block++) {
         const float *cosine = w.half_cosine + block * pairs, *sine = w.half_sine + block * pairs;
         const float *angular = p->angular + (head * p->blocks + block) * pairs;
@@ -252,19 +251,9 @@ static void reduce_angles(const Job *job, int64_t set, int64_t head, int64_t tok
 
 /* One block: sum h x'^T, and the gradients of the angles,  gx_2 x_1 - gx_1 x_2  with gx = rot^T h = h + y. */
 INLINE void collect(int64_t b, int64_t count, int64_t block, int more, Workspace w) {
-    int64_t pairs = b / 2, width = b == 8 ? 8 : w.width;
+    int64_t pairs = b / 2, width = w.width;
     product(b, count, width, w.h + block * b, 1, w.row, w.x + block * b, w.row,
             w.products + block * b * width, width, more);
-    if (b == 8) {
-        v4 sum = *(const v4 *)(w.moment + block * 4);
-        for (int64_t i = 0; i < count; i++) {
-            int64_t at = i * w.row + block * 8;
-            const v4 *h = (const v4 *)(w.h + at), *y = (const v4 *)(w.y + at), *x = (const v4 *)(w.x + at);
-            sum += (h[1] + y[1]) * x[0] - (h[0] + y[0]) * x[1];
-        }
-        *(v4 *)(w.moment + block * 4) = sum;
-        return;
-    }
     float *restrict moment = w.moment + block * pairs;
     for (int64_t i = 0; i < count; i++) {
         int64_t at = i * w.row + block * b;
@@ -317,6 +306,197 @@ INLINE void turn_token_back(int64_t b, const Job *job, int64_t set, int64_t head
     if (wanted) reduce_angles(job, set, head, token, part, w);
 }
 
+/* ---- blocks of eight, the most frequent size: a row of a block is one vector, U stays in registers ---- */
+
+typedef int32_t vi8 __attribute__((vector_size(32), aligned(4), may_alias));
+
+INLINE v8 halves(v4 low, v4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
+INLINE v8 swap_halves(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
+
+/* Where the rows of a panel are read and written: in their tensors if those are float32, else in scratch. Nothing is
+   fetched ahead: the work on a row is too short to hide it behind, and asking costs more than it saves. */
+typedef struct {
+    const float *x[ROWS], *grad[ROWS];
+    float *out[ROWS];
+} Places;
+
+INLINE void find_places(const Panel *panel, int64_t token, int64_t n, int with_x, int with_grad, Workspace w,
+                        Places *places) {
+    for (int64_t i = 0; i < panel->count; i++) {
+        const Side *side = panel->side[i];
+        int64_t sample = panel->sample[i], head = panel->head[i];
+        if (with_x) places->x[i] = load_row(&side->x, row_offset(&side->x, sample, head, token), n, w.raw + i * w.row);
+        if (with_grad)
+            places->grad[i] = load_row(&side->grad, row_offset(&side->grad, sample, head, token), n, w.grad + i * w.row);
+        places->out[i] = side->out.dtype == FLOAT32
+                             ? (float *)side->out.data + row_offset(&side->out, sample, head, token)
+                             : w.y + i * w.row;
+    }
+}
+
+INLINE void load_matrix(const float *source, v8 *matrix) {
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) matrix[k] = *(const v8 *)(source + 8 * k);
+}
+
+/* x M for one row */
+INLINE v8 times_matrix(const float *x, const v8 *matrix) {
+    v8 sum = x[0] * matrix[0];
+    _Pragma("GCC unroll 8") for (int k = 1; k < 8; k++) sum += x[k] * matrix[k];
+    return sum;
+}
+
+/* rot x or (rot - 1) x is  c x + s (x with its halves swapped);  c belongs to rot if `whole`. */
+typedef struct {
+    v8 c, s;
+} Turn;
+
+INLINE Turn turn_of_block(int64_t block, float sign, int whole, Workspace w) {
+    v4 less = *(const v4 *)(w.less + 4 * block), sine = sign * *(const v4 *)(w.sine + 4 * block);
+    v4 c = less + (whole ? 1.0f : 0.0f);
+    return (Turn){halves(c, c), halves(-sine, sine)};
+}
+
+INLINE v8 turned(Turn turn, v8 x) { return turn.c * x + turn.s * swap_halves(x); }
+
+/* R x or rot U^T x in one block of the rows of a panel. */
+INLINE void turn_rows(const Places *places, int64_t count, int64_t block, Workspace w) {
+    float changes[ROWS][8];
+    v8 matrix[8];
+    Turn turn = turn_of_block(block, 1, !w.returns[block], w);
+    load_matrix(w.inner + 64 * block, matrix);
+    if (!w.returns[block]) {
+        for (int64_t i = 0; i < count; i++)
+            *(v8 *)(places->out[i] + 8 * block) = turned(turn, times_matrix(places->x[i] + 8 * block, matrix));
+        return;
+    }
+    for (int64_t i = 0; i < count; i++)
+        *(v8 *)changes[i] = turned(turn, times_matrix(places->x[i] + 8 * block, matrix));
+    load_matrix(w.outer + 64 * block, matrix);
+    for (int64_t i = 0; i < count; i++) {
+        v8 x = *(const v8 *)(places->x[i] + 8 * block);
+        *(v8 *)(places->out[i] + 8 * block) = x + times_matrix(changes[i], matrix);
+    }
+}
+
+/* sum h x'^T over the rows of a panel, added to what earlier panels of the token left if `more`. */
+INLINE void multiply_rows(const float (*h)[8], const float (*inside)[8], int64_t count, float *products, int more) {
+    v8 sum[8];
+    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) sum[j] = more ? *(const v8 *)(products + 8 * j) : (v8){0};
+    for (int64_t i = 0; i < count; i++) {
+        v8 row = *(const v8 *)inside[i];
+        _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) sum[j] += h[i][j] * row;
+    }
+    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) *(v8 *)(products + 8 * j) = sum[j];
+}
+
+/* In one block of the rows of a panel: dx = gy + U (rot^T - 1) h or U rot^T h, and sum h x'^T. */
+INLINE void turn_rows_back(const Places *places, int64_t count, int64_t block, int wanted, int more, Workspace w) {
+    float h[ROWS][8], inside[ROWS][8], changes[ROWS][8];
+    v8 matrix[8];
+    int64_t returns = w.returns[block];
+    Turn turn = turn_of_block(block, -1, !returns, w);
+    load_matrix(w.inner + 64 * block, matrix);
+    for (int64_t i = 0; i < count; i++) {
+        const float *grad = places->grad[i] + 8 * block;
+        v8 into = returns ? times_matrix(grad, matrix) : *(const v8 *)grad;
+        *(v8 *)h[i] = into;
+        *(v8 *)changes[i] = turned(turn, into);
+    }
+    if (wanted) {
+        for (int64_t i = 0; i < count; i++) *(v8 *)inside[i] = times_matrix(places->x[i] + 8 * block, matrix);
+        multiply_rows(h, inside, count, w.products + 64 * block, more);
+    }
+    load_matrix(w.outer + 64 * block, matrix);
+    for (int64_t i = 0; i < count; i++) {
+        v8 dx = times_matrix(changes[i], matrix);
+        if (returns) dx += *(const v8 *)(places->grad[i] + 8 * block);
+        *(v8 *)(places->out[i] + 8 * block) = dx;
+    }
+}
+
+/* Rows that were turned in scratch are rounded to their dtype; channels that are not turned pass. */
+INLINE void finish_rows(const Panel *panel, int64_t token, int64_t n, int64_t head_dim, int of_gradient, Workspace w) {
+    for (int64_t i = 0; i < panel->count; i++) {
+        const Side *side = panel->side[i];
+        const Rows *in = of_gradient ? &side->grad : &side->x;
+        if (side->out.dtype == FLOAT32 && n == head_dim) continue;
+        int64_t target = row_offset(&side->out, panel->sample[i], panel->head[i], token);
+        if (side->out.dtype != FLOAT32) store_row(&side->out, target, n, w.y + i * w.row);
+        copy_row(in, row_offset(in, panel->sample[i], panel->head[i], token), &side->out, target, n, head_dim - n);
+    }
+}
+
+static void turn_token_8(const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
+    int64_t n = 8 * p->blocks;
+    Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
+    Panel panel;
+    Places places;
+    turn_of_token(8, p, set, head, token, w);
+    while (next_panel(&walk, &panel)) {
+        find_places(&panel, token, n, 1, 0, w, &places);
+        for (int64_t block = 0; block < p->blocks; block++) turn_rows(&places, panel.count, block, w);
+        finish_rows(&panel, token, n, p->head_dim, 0, w);
+    }
+}
+
+/* As `add_products`, with [w_j + w_k, w_j - w_k] for the four k side by side: `gaps` are their reciprocals. The sums
+   of a pair of vectors are [re a, im b] and [re b, -im a]. The gradients of the angles,
+   sum gx_2 x_1 - gx_1 x_2  with  gx = rot^T h,  come with them: -im a at j = k, before it is weighted. */
+INLINE void add_products_8(const Basis *p, int64_t head, Workspace w) {
+    const vi8 lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (int64_t block = 0; block < p->blocks; block++) {
+        v4 c = *(const v4 *)(w.half_cosine + 4 * block), s = *(const v4 *)(w.half_sine + 4 * block);
+        v8 ck = halves(c, c), sk = halves(s, -s);
+        const float *angular = p->angular + (head * p->blocks + block) * 4;
+        v4 at = *(const v4 *)angular;
+        v8 wk = halves(at, -at), diagonal = {0};
+        float half = 0.5f * (float)w.scale[block];
+        _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {
+            float *sums = w.sums + 64 * block + 16 * j;
+            v8 upper = *(const v8 *)(w.products + 64 * block + 8 * j);
+            v8 lower = swap_halves(*(const v8 *)(w.products + 64 * block + 8 * j + 32));
+            v8 first = upper + lower, second = upper - lower; /* [re a, im b], [re b, -im a] */
+            float cj = w.half_cosine[4 * block + j], sj = w.half_sine[4 * block + j];
+            v8 cosine = cj * ck - sj * sk, sine = sj * ck + cj * sk;
+            v8 x = half * (angular[j] + wk), z = x * x;
+            v8 series = half * (1 + z * (-1.0f / 6 + z * (1.0f / 120 + z * (-1.0f / 5040))));
+            v8 direct = sine * *(const v8 *)(w.gaps + 32 * block + 8 * j);
+            vi8 close = z < 0.09f;
+            v8 far = (v8)(((vi8)series & close) | ((vi8)direct & ~close));
+            v8 plain = cosine * first - sine * swap_halves(second);
+            v8 other = swap_halves(cosine) * second + swap_halves(sine) * swap_halves(first);
+            *(v8 *)sums += swap_halves(far) * plain;
+            *(v8 *)(sums + 8) += far * other;
+            vi8 own = lanes == 4 + j;
+            diagonal = (v8)(((vi8)other & own) | ((vi8)diagonal & ~own));
+        }
+        *(v4 *)(w.moment + 4 * block) = -__builtin_shufflevector(diagonal, diagonal, 4, 5, 6, 7);
+    }
+}
+
+static void turn_token_back_8(const Job *job, int64_t set, int64_t head, int64_t token, int64_t part, Workspace w) {
+    const Basis *p = job->p;
+    int64_t n = 8 * p->blocks;
+    int wanted = p->d_base != NULL, more = 0;
+    Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
+    Panel panel;
+    Places places;
+    turn_of_token(8, p, set, head, token, w);
+    while (next_panel(&walk, &panel)) {
+        find_places(&panel, token, n, wanted, 1, w, &places);
+        for (int64_t block = 0; block < p->blocks; block++)
+            turn_rows_back(&places, panel.count, block, wanted, more, w);
+        finish_rows(&panel, token, n, p->head_dim, 1, w);
+        more = 1;
+    }
+    if (!wanted) return;
+    if (more)
+        add_products_8(p, head, w);
+    else
+        memset(w.moment, 0, 4 * 4 * p->blocks);
+    reduce_angles(job, set, head, token, part, w);
+}
+
 /* The gradient in the basis, as a real matrix: [[re a + re b, im b - im a], [im a + im b, re a - re b]] a pair. */
 static void write_sums(const Job *job, int64_t head, int64_t part, Workspace w) {
     const Basis *p = job->p;
@@ -326,8 +506,9 @@ static void write_sums(const Job *job, int64_t head, int64_t part, Workspace w) 
         float *target = job->inside + ((part * p->heads + head) * p->blocks + block) * b * b;
         for (int64_t j = 0; j < pairs; j++)
             for (int64_t k = 0; k < pairs; k++) {
-                const float *at = sums + j * pairs + k;
-                float ar = at[0], ai = at[area], br = at[2 * area], bi = at[3 * area];
+                const float *at = b == 8 ? sums + 16 * j + k : sums + j * pairs + k;
+                float ar = at[0], ai = b == 8 ? -at[12] : at[area];
+                float br = at[b == 8 ? 8 : 2 * area], bi = at[b == 8 ? 4 : 3 * area];
                 target[2 * j * b + 2 * k] = ar + br;
                 target[2 * j * b + 2 * k + 1] = bi - ai;
                 target[(2 * j + 1) * b + 2 * k] = ai + bi;
@@ -350,7 +531,11 @@ INLINE void basis_part(int64_t b, const Job *job, int64_t item, void *memory, in
     }
     for (int64_t set = 0; set < p->sets; set++)
         for (int64_t token = first; token < last; token++)
-            if (backward)
+            if (b == 8 && backward)
+                turn_token_back_8(job, set, head, token, part, w);
+            else if (b == 8)
+                turn_token_8(p, set, head, token, w);
+            else if (backward)
                 turn_token_back(b, job, set, head, token, part, w);
             else
                 turn_token(b, p, set, head, token, w);

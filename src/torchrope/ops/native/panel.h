@@ -16,12 +16,13 @@ typedef struct {
     const Side *sides;
     int64_t head, heads, set, sets; /* of the rotation */
     int64_t which, sample, member;
+    int64_t group[2]; /* heads of a side that share one of the rotation */
 } Walk;
 
 INLINE int64_t first_sample(const Walk *walk) { return walk->sets == 1 ? 0 : walk->set; }
 
 INLINE Walk walk_over(const Side *sides, int64_t head, int64_t heads, int64_t set, int64_t sets) {
-    Walk walk = {sides, head, heads, set, sets, 0, 0, 0};
+    Walk walk = {sides, head, heads, set, sets, 0, 0, 0, {sides[0].heads / heads, sides[1].heads / heads}};
     walk.sample = first_sample(&walk);
     return walk;
 }
@@ -30,7 +31,7 @@ static int next_panel(Walk *walk, Panel *panel) {
     panel->count = 0;
     while (walk->which < 2 && panel->count < ROWS) {
         const Side *side = &walk->sides[walk->which];
-        int64_t group = side->heads / walk->heads;
+        int64_t group = walk->group[walk->which];
         int64_t last = walk->sets == 1 ? side->batch : walk->set + 1;
         if (!side->batch || !group || walk->sample >= last) {
             walk->which++;
