@@ -8,6 +8,7 @@ from torchrope.ops.backends import takes_kernels
 from torchrope.ops.direct import rotate_directly
 from torchrope.ops.layouts import heads_first, warn_of_two_layouts
 from torchrope.ops.library import call
+from torchrope.ops.norms import Norms, normalise
 from torchrope.rotations import Action, Block, Commuting, Expansion, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import can_read, wide_dtype, with_sets, without_autocast
 
@@ -18,12 +19,13 @@ def rotate(
     rotation: Rotation | Action,
     *,
     key_rotation: Rotation | Action | None = None,
+    norm: Norms | None = None,
     layout: str | None = None,
     backend: str = "auto",
     scores_only: bool = False,
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k.
+    """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k,  or R(p) norm(q) and R(p) norm(k).
 
     The score of tokens at p and p' becomes q^T R(p)^T R(p') k, which depends on p' - p alone where the
     encoding's generators commute.
@@ -37,6 +39,9 @@ def rotate(
         rotation: What an encoding returned for the positions of q, and of k where `key_rotation` is not given; of an
             `Action`, as `PoseEncoding` returns it, q' = A^-T q and k' = A k.
         key_rotation: The rotation of k, where queries and keys sit at other positions.
+        norm: The norms of q and of k over head_dim, None for one without, which come before the rotation. A plain
+            `nn.RMSNorm` or `nn.LayerNorm` is computed in float32 or wider and rounded once, behind the rotation; any
+            other module, or one with hooks, is called.
         layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`; by default
             the first, with a warning where heads and tokens are equal in number and it cannot be checked.
         backend: "auto" takes the fastest path that serves; "native" (CPU), "triton" (GPU) and "reference" (plain
@@ -51,7 +56,7 @@ def rotate(
 
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; a backend that is
-            unknown or cannot serve.
+            unknown or cannot serve; a norm over another shape than head_dim.
 
     Example:
         >>> import torch, torchrope as tr
@@ -61,13 +66,15 @@ def rotate(
         True
     """
     if isinstance(rotation, Action) or isinstance(key_rotation, Action):
-        return _act(q, k, rotation, key_rotation, layout, backend)
+        of_q, of_k = (q, k) if norm is None else (normalise("q", q, norm[0]), normalise("k", k, norm[1]))
+        acted_q, acted_k = _act(of_q, of_k, rotation, key_rotation, layout, backend)
+        return acted_q.to(q.dtype), acted_k.to(k.dtype)
     if layout is not None or q.is_nested or k.is_nested:
         (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
-        turned_q, turned_k = _rotate(of_q, of_k, rotation, key_rotation, backend, scores_only, tokens)
+        turned_q, turned_k = _rotate_normed(of_q, of_k, rotation, key_rotation, norm, backend, scores_only, tokens)
         return restore_q(turned_q), restore_k(turned_k)
     warn_of_two_layouts("q", q, layout)
-    return _rotate(q, k, rotation, key_rotation, backend, scores_only, tokens)
+    return _rotate_normed(q, k, rotation, key_rotation, norm, backend, scores_only, tokens)
 
 
 def _act(
@@ -84,6 +91,24 @@ def _act(
         raise ValueError(f"queries and keys must both have poses, or neither, got {kinds}")
     action.require_same_frame(of_keys)
     return action.queries(q, layout=layout, backend=backend), of_keys.keys(k, layout=layout, backend=backend)
+
+
+def _rotate_normed(
+    q: Tensor,
+    k: Tensor,
+    rotation: Rotation,
+    key_rotation: Rotation | None,
+    norm: Norms | None,
+    backend: str,
+    scores_only: bool,
+    tokens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if norm is None:
+        return _rotate(q, k, rotation, key_rotation, backend, scores_only, tokens)
+    of_q, of_k = normalise("q", q, norm[0]), normalise("k", k, norm[1])
+    wide = torch.promote_types(of_q.dtype, of_k.dtype)  # kernels for GPUs take one dtype
+    turned_q, turned_k = _rotate(of_q.to(wide), of_k.to(wide), rotation, key_rotation, backend, scores_only, tokens)
+    return turned_q.to(q.dtype), turned_k.to(k.dtype)
 
 
 def _rotate(
