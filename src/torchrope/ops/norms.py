@@ -1,23 +1,85 @@
 """Norms of queries and keys over head_dim, in front of their rotation."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.modules import module as _of_all
 
+from torchrope.ops import reference
 from torchrope.tensors import wide_dtype, without_autocast
 
 Norms = tuple[nn.Module | None, nn.Module | None]
 
+NO_NORM, RMS_NORM, LAYER_NORM = 0, 1, 2
+"""Kinds of norms, as the kernels number them."""
 
-def normalise(name: str, x: Tensor, norm: nn.Module | None) -> Tensor:
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm:  x / sqrt(mean(x²) + eps) · weight;  LayerNorm:  (x - mean) / sqrt(var + eps) · weight + bias.
+
+    Attributes:
+        kind: RMS_NORM or LAYER_NORM.
+        weight: `(head_dim,)`, or None for ones.
+        bias: `(head_dim,)` of a LayerNorm, or None for zeros.
+        eps: Added to the mean of squares or the variance.
+    """
+
+    kind: int
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    def wide(self, x: Tensor) -> Tensor:
+        """The norm of x `(..., head_dim)` in the wider dtype of x, the weights and float32."""
+        given = [each for each in (self.weight, self.bias) if each is not None]
+        dtype = wide_dtype(x, *given)
+        weight, bias = (None if each is None else each.to(dtype) for each in (self.weight, self.bias))
+        with without_autocast(x):
+            return reference.normalise(x.to(dtype), self.kind == LAYER_NORM, weight, bias, self.eps)
+
+
+def read(name: str, x: Tensor, module: nn.Module | None) -> Norm | None:
+    """What a module computes that is a plain norm of x over head_dim; None for any other, and for one with hooks.
+
+    Raises:
+        ValueError: a norm over another shape.
+    """
+    if type(module) not in (nn.RMSNorm, nn.LayerNorm) or _is_called(module):
+        return None
+    plain: Any = module
+    shape = tuple(plain.normalized_shape)
+    if shape != x.shape[-1:]:
+        raise ValueError(f"norm of {name} must be over its head_dim {x.shape[-1]}, got one over {shape}")
+    if type(module) is nn.LayerNorm:
+        return Norm(LAYER_NORM, plain.weight, plain.bias, plain.eps)
+    eps = torch.finfo(wide_dtype(x)).eps if plain.eps is None else plain.eps
+    return Norm(RMS_NORM, plain.weight, None, eps)
+
+
+def called(name: str, x: Tensor, module: nn.Module | None) -> Tensor:
+    """What a module that is no plain norm returns; x for None.
+
+    Raises:
+        ValueError: it returned another shape.
+    """
+    if module is None:
+        return x
+    result: Tensor = module(x)
+    if result.shape != x.shape:
+        raise ValueError(f"norm of {name} must keep the shape {tuple(x.shape)}, got {tuple(result.shape)}")
+    return result
+
+
+def normalise(name: str, x: Tensor, module: nn.Module | None) -> Tensor:
     """The norm of x over its last dimension, not rounded to the dtype of x where the norm is a plain one.
-
-    RMSNorm:  x / sqrt(mean(x²) + eps) · weight;  LayerNorm:  (x - mean) / sqrt(var + eps) · weight + bias.
 
     Args:
         name: What x is called in an error.
         x: `(..., head_dim)`.
-        norm: `nn.RMSNorm` or `nn.LayerNorm` over head_dim; any other module, or one with hooks, is called.
+        module: `nn.RMSNorm` or `nn.LayerNorm` over head_dim; any other module, or one with hooks, is called.
 
     Returns:
         In the wider dtype of x, the weights and float32; or what the module returned.
@@ -25,26 +87,17 @@ def normalise(name: str, x: Tensor, norm: nn.Module | None) -> Tensor:
     Raises:
         ValueError: a norm over another shape, or a module that returned one.
     """
-    if norm is None:
-        return x
-    if type(norm) not in (nn.RMSNorm, nn.LayerNorm) or _has_hooks(norm):
-        called: Tensor = norm(x)
-        if called.shape != x.shape:
-            raise ValueError(f"norm of {name} must keep the shape {tuple(x.shape)}, got {tuple(called.shape)}")
-        return called
-    assert isinstance(norm, (nn.RMSNorm, nn.LayerNorm))
-    shape = tuple(norm.normalized_shape)
-    if shape != x.shape[-1:]:
-        raise ValueError(f"norm of {name} must be over its head_dim {x.shape[-1]}, got one over {shape}")
-    with without_autocast(x):
-        wide = wide_dtype(x) if norm.weight is None else torch.promote_types(wide_dtype(x), norm.weight.dtype)
-        weight = None if norm.weight is None else norm.weight.to(wide)
-        if isinstance(norm, nn.RMSNorm):
-            return functional.rms_norm(x.to(wide), shape, weight, norm.eps)
-        bias = None if norm.bias is None else norm.bias.to(wide)
-        return functional.layer_norm(x.to(wide), shape, weight, bias, norm.eps)
+    norm = read(name, x, module)
+    return called(name, x, module) if norm is None else norm.wide(x)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(own) or "forward" in module.__dict__
+def _is_called(module: Any) -> bool:
+    """Whether somebody else takes part in a call of a module: by a hook, or by a forward of this instance."""
+    of_module = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    of_all = (
+        _of_all._global_forward_hooks,
+        _of_all._global_forward_pre_hooks,
+        _of_all._global_backward_hooks,
+        _of_all._global_backward_pre_hooks,
+    )
+    return any(of_module) or any(of_all) or "forward" in module.__dict__

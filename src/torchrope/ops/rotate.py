@@ -8,7 +8,8 @@ from torchrope.ops.backends import takes_kernels
 from torchrope.ops.direct import rotate_directly
 from torchrope.ops.layouts import heads_first, warn_of_two_layouts
 from torchrope.ops.library import call
-from torchrope.ops.norms import Norms, normalise
+from torchrope.ops.native import DTYPES
+from torchrope.ops.norms import NO_NORM, Norm, Norms, called, normalise, read
 from torchrope.rotations import Action, Block, Commuting, Expansion, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import can_read, wide_dtype, with_sets, without_autocast
 
@@ -105,10 +106,76 @@ def _rotate_normed(
 ) -> tuple[Tensor, Tensor]:
     if norm is None:
         return _rotate(q, k, rotation, key_rotation, backend, scores_only, tokens)
-    of_q, of_k = normalise("q", q, norm[0]), normalise("k", k, norm[1])
+    norms = read("q", q, norm[0]), read("k", k, norm[1])
+    of_q, of_k = (
+        x if own is not None else called(name, x, module)
+        for name, x, own, module in zip("qk", (q, k), norms, norm, strict=True)
+    )
+    of_keys = rotation if key_rotation is None else key_rotation
+    if any(norms) and _fuses(backend, of_q, of_k, rotation, of_keys, norms):
+        if key_rotation is None:
+            turned = _rotate_fused(of_q, of_k, rotation, *norms)
+        else:
+            turned = _rotate_fused_alone(of_q, rotation, norms[0]), _rotate_fused_alone(of_k, of_keys, norms[1])
+        return turned[0].to(q.dtype), turned[1].to(k.dtype)
+    of_q, of_k = (x if own is None else own.wide(x) for x, own in zip((of_q, of_k), norms, strict=True))
     wide = torch.promote_types(of_q.dtype, of_k.dtype)  # kernels for GPUs take one dtype
     turned_q, turned_k = _rotate(of_q.to(wide), of_k.to(wide), rotation, key_rotation, backend, scores_only, tokens)
     return turned_q.to(q.dtype), turned_k.to(k.dtype)
+
+
+def _fuses(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    rotation: Rotation,
+    key_rotation: Rotation,
+    norms: tuple[Norm | None, Norm | None],
+) -> bool:
+    """Whether one kernel normalises and rotates: planar rotations, and weights that it reads."""
+    if not (isinstance(rotation, Planar) and isinstance(key_rotation, Planar)):
+        return False
+    _check("q", q, rotation)
+    _check("k", k, key_rotation)
+    _check_heads(q, k, rotation, key_rotation)
+    if rotation.rotary_dim == 0 or key_rotation.rotary_dim == 0:
+        return False
+    given = [x for norm in norms if norm is not None for x in (norm.weight, norm.bias) if x is not None]
+    if q.device.type != "cpu":
+        return False
+    narrow = all(x.dtype in DTYPES and x.device.type == q.device.type for x in given)
+    return narrow and _takes_kernels(backend, q, k, rotation, key_rotation)
+
+
+def _rotate_fused_alone(x: Tensor, rotation: Rotation, norm: Norm | None) -> Tensor:
+    return _rotate_fused(x, _no_samples(x), rotation, norm, None)[0]
+
+
+def _rotate_fused(
+    q: Tensor, k: Tensor, rotation: Rotation, q_norm: Norm | None, k_norm: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """Normalise and rotate both by the kernel, which knows one dimension of samples and weights in float32."""
+    assert isinstance(rotation, Planar)
+    norms = (q_norm, k_norm)
+    weights = [
+        None if x is None else x.to(torch.float32)
+        for norm in norms
+        for x in ((None, None) if norm is None else (norm.weight, norm.bias))
+    ]
+    table = None if rotation.table is None else with_sets(rotation.table, 5)
+    turned = call(
+        "rotate_normed",
+        _with_samples(q),
+        _with_samples(k),
+        with_sets(rotation.positions, 3),
+        rotation.frequencies,
+        table,
+        rotation.halves,
+        *weights,
+        [NO_NORM if norm is None else norm.kind for norm in norms],
+        [0.0 if norm is None else norm.eps for norm in norms],
+    )
+    return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
 
 
 def _rotate(
@@ -254,8 +321,11 @@ def _rotate_wide(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _rotate_alone(x: Tensor, rotation: Rotation, scores_only: bool) -> Tensor:
-    nothing = x.new_empty((*x.shape[:-4], 0, *x.shape[-3:]))
-    return _rotate_fast(x, nothing, rotation, scores_only)[0]
+    return _rotate_fast(x, _no_samples(x), rotation, scores_only)[0]
+
+
+def _no_samples(like: Tensor) -> Tensor:
+    return like.new_empty((*like.shape[:-4], 0, *like.shape[-3:]))
 
 
 def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) -> tuple[Tensor, Tensor]:

@@ -128,6 +128,10 @@ class _Angles(ctypes.Structure):
     _fields_ = _integers("tokens axes heads pairs halves") + _addresses("positions frequencies table")
 
 
+class _Norm(ctypes.Structure):
+    _fields_ = [("kind", _INTEGER), ("eps", ctypes.c_double), *_addresses("weight bias d_weight d_bias")]
+
+
 class _Planar(_Sides):
     _fields_ = [
         ("size", _INTEGER),
@@ -135,7 +139,23 @@ class _Planar(_Sides):
         ("angles", _Angles),
         *_integers("head_dim sets threads"),
         *_addresses("d_frequencies d_positions"),
+        ("norms", _Norm * 2),
     ]
+
+    def set_norms(
+        self, kinds: Sequence[int], eps: Sequence[float], weights: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Describe the norms of q and k; returns memory for the gradients to those of their weights that are wanted."""
+        gradients = [None if w is None else _gradient(w, needed) for w, needed in zip(weights, wanted, strict=True)]
+        for side, kind in enumerate(kinds):
+            of_side = slice(2 * side, 2 * side + 2)
+            default = (torch.ones, torch.zeros)
+            used = [
+                w if w is not None else make(self.head_dim) for w, make in zip(weights[of_side], default, strict=True)
+            ]
+            addresses = (self.keep(w) if kind else 0 for w in used)
+            self.norms[side] = _Norm(kind, eps[side], *addresses, *map(_at, gradients[of_side]))
+        return gradients
 
 
 class _Block(_Sides):
@@ -265,6 +285,56 @@ def rotate_planar_backward(
     call.set(d_positions=_at(d_positions), d_frequencies=_at(d_frequencies))
     call.run("torchrope_planar", 1)
     return (*out, d_positions, d_frequencies)
+
+
+def rotate_normed(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    table: Tensor | None,
+    halves: bool,
+    weights: Sequence[Tensor | None],
+    kinds: Sequence[int],
+    eps: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """Normalise q and k over head_dim, then turn channel pairs as `rotate_planar` does.
+
+    Args:
+        q: As `rotate_planar`'s, with all until halves.
+        weights: Weight and bias of the norm of q, then of that of k, each `(head_dim,)`; None for ones and zeros.
+        kinds: Of q and k: 0 no norm, 1 RMSNorm, which has no bias, 2 LayerNorm.
+        eps: Of q and k: added to the mean of squares or the variance.
+    """
+    call = _planar_arguments(positions, frequencies, table, halves, q.shape[3])
+    call.set_norms(kinds, eps, weights, (False,) * 4)
+    out = call.set_sides(q, k)
+    call.run("torchrope_planar", 0)
+    return out
+
+
+def rotate_normed_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    table: Tensor | None,
+    halves: bool,
+    weights: Sequence[Tensor | None],
+    kinds: Sequence[int],
+    eps: Sequence[float],
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Gradients to q, k, and where wanted to positions, frequencies and the four weights."""
+    call = _planar_arguments(positions, frequencies, table, halves, q.shape[3])
+    of_weights = call.set_norms(kinds, eps, weights, wanted[2:])
+    out = call.set_sides(q, k, grad_q, grad_k)
+    d_positions, d_frequencies = _gradient(positions, wanted[0]), _gradient(frequencies, wanted[1])
+    call.set(d_positions=_at(d_positions), d_frequencies=_at(d_frequencies))
+    call.run("torchrope_planar", 1)
+    return (*out, [d_positions, d_frequencies, *of_weights])
 
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
