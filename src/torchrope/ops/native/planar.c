@@ -29,6 +29,7 @@ typedef struct {
     float *moment_in_turn, *moment_apart; /* gradients of the tile's angles, as cos and sin lie */
     float *row, *row2, *result, *normed;  /* of a head, in float */
     float *d_weights;                     /* of a tile and a side: weight and bias, (2, head_dim) */
+    float *means, *inverses;              /* moments of a strip's rows */
     float *moment;                        /* of one token's angles */
 } Workspace;
 
@@ -57,6 +58,8 @@ static Workspace lay_out(const Job *job, Arena *arena) {
     float **rows[] = {&w.row, &w.row2, &w.result, &w.normed};
     for (int i = 0; i < 4; i++) *rows[i] = take(arena, 4 * p->head_dim);
     if (job->backward) w.d_weights = take(arena, 2 * 4 * p->head_dim);
+    w.means = take(arena, 4 * MOST_TOKENS);
+    w.inverses = take(arena, 4 * MOST_TOKENS);
     w.moment = take(arena, 4 * w.tile.padded);
     return w;
 }
@@ -184,16 +187,25 @@ INLINE const float *read_row(const Rows *rows, int64_t at, int64_t n, int64_t dt
     return scratch;
 }
 
+/* NaN may become another number unless `with_nan`; it returns NaN where there are any, or infinity. */
+INLINE float keep_bf16(uint16_t *target, const float *values, int64_t n, int with_nan) {
+    vf unordered = {0};
+    for (int64_t i = 0; i < n; i += VW) {
+        vf lanes = *(const vf *)(values + i);
+        if (!with_nan) unordered += lanes * 0.0f;
+        *(vshort *)(target + i) = __builtin_convertvector(rounded_to_bf16(lanes, with_nan) >> 16, vshort);
+    }
+    return sum_lanes(unordered);
+}
+
 INLINE void keep_row(const Rows *rows, int64_t at, int64_t n, const float *values, int64_t dtype) {
     if (dtype == FLOAT32) return; /* computed where it lies */
     if (dtype == ANY) {
         store_any(rows, at, n, values);
         return;
     }
-    for (int64_t i = 0; i < n; i += VW) {
-        vu rounded = rounded_to_bf16(*(const vf *)(values + i), 1);
-        *(vshort *)((uint16_t *)rows->data + at + i) = __builtin_convertvector(rounded >> 16, vshort);
-    }
+    float unordered = keep_bf16((uint16_t *)rows->data + at, values, n, 0);
+    if (unordered != unordered) keep_bf16((uint16_t *)rows->data + at, values, n, 1);
 }
 
 /* Where a row of results is computed. */
@@ -201,13 +213,42 @@ INLINE float *place_of(const Rows *rows, int64_t at, int64_t dtype, float *scrat
     return dtype == FLOAT32 ? (float *)rows->data + at : scratch;
 }
 
+/* Of the rows whose squares are infinite or no number. */
+static __attribute__((noinline, cold)) void find_far_moments(const Rows *rows, int64_t at, int64_t count,
+                                                             const Norm *norm, Workspace *w, int64_t n, int kind) {
+    for (int64_t t = 0; t < count; t++) {
+        if (w->inverses[t] > 0) continue;
+        const float *x = load_row(rows, at + t * rows->stride[2], n, w->row);
+        Moments of = moments_far(x, n, kind, (float)norm->eps);
+        w->means[t] = of.mean;
+        w->inverses[t] = of.inverse;
+    }
+}
+
+/* The moments of all rows first: roots and quotients of many rows at a time take no longer than those of one. */
+INLINE void find_moments(const Rows *rows, int64_t at, int64_t count, const Norm *norm, Workspace *w, int64_t n,
+                         int64_t dtype, int kind) {
+    float eps = (float)norm->eps, *inverses = w->inverses;
+    int far = 0;
+    for (int64_t t = 0; t < count; t++) {
+        const float *x = read_row(rows, at + t * rows->stride[2], n, dtype, w->row);
+        float mean = kind == LAYER_NORM ? mean_of(x, n) : 0, square = mean_square(x, mean, n, kind);
+        w->means[t] = mean;
+        inverses[t] = square;
+        far |= !(square <= FLT_MAX);
+    }
+    for (int64_t t = 0; t < count; t++) inverses[t] = 1 / sqrtf(inverses[t] + eps);
+    if (far) find_far_moments(rows, at, count, norm, w, n, kind);
+}
+
 INLINE void turn_normed(Strip s, const Norm *norm, Workspace *w, int64_t n, int64_t pairs, int64_t dtype, int halves,
                         int kind) {
+    find_moments(s.in, s.at, s.count, norm, w, n, dtype, kind);
     for (int64_t t = 0; t < s.count; t++) {
         int64_t target = s.target + t * s.out->stride[2];
         const float *x = read_row(s.in, s.at + t * s.in->stride[2], n, dtype, w->row);
         float *out = place_of(s.out, target, dtype, w->result);
-        normalise_row(x, moments_of(x, n, kind, (float)norm->eps), norm, out, n, kind);
+        normalise_row(x, (Moments){w->means[t], w->inverses[t]}, norm, out, n, kind);
         turn_row(out, NULL, w, t, out, 0, pairs, halves, 0);
         keep_row(s.out, target, n, out, dtype);
     }
@@ -215,16 +256,19 @@ INLINE void turn_normed(Strip s, const Norm *norm, Workspace *w, int64_t n, int6
 
 INLINE void turn_normed_back(Strip s, const Norm *norm, Workspace *w, int64_t n, int64_t pairs, int64_t dtype,
                              int halves, int kind, int moments) {
+    const float *weight = norm->weight;
+    float *d_weights = w->d_weights, *normed = w->normed;
+    find_moments(s.x, s.x_at, s.count, norm, w, n, dtype, kind);
     for (int64_t t = 0; t < s.count; t++) {
         int64_t target = s.target + t * s.out->stride[2];
         const float *grad = read_row(s.in, s.at + t * s.in->stride[2], n, dtype, w->row);
         const float *x = read_row(s.x, s.x_at + t * s.x->stride[2], n, dtype, w->row2);
         float *out = place_of(s.out, target, dtype, w->result);
-        Moments of = moments_of(x, n, kind, (float)norm->eps);
-        if (moments) normalise_row(x, of, norm, w->normed, 2 * pairs, kind);
+        Moments of = {w->means[t], w->inverses[t]};
+        if (moments) normalise_row(x, of, norm, normed, 2 * pairs, kind);
         memcpy(out + 2 * pairs, grad + 2 * pairs, 4 * (n - 2 * pairs));
-        turn_row(grad, w->normed, w, t, out, moments, pairs, halves, 1);
-        normalise_row_back(x, out, of, norm, out, w->d_weights, w->d_weights + n, n, kind);
+        turn_row(grad, normed, w, t, out, moments, pairs, halves, 1);
+        normalise_row_back(x, out, of, weight, out, d_weights, d_weights + n, n, kind);
         keep_row(s.out, target, n, out, dtype);
     }
 }
