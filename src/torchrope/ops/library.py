@@ -243,7 +243,8 @@ def _save_normed(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*tensors, q_weight, q_bias, k_weight, k_bias)
 
 
-def _normed_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+def normed_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+    """Gradients to the inputs of `rotate_normed`."""
     halves, kinds, eps = ctx.settings
     *planar, q_weight, q_bias, k_weight, k_bias = ctx.saved_tensors
     weights = (q_weight, q_bias, k_weight, k_bias)
@@ -253,7 +254,7 @@ def _normed_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     return dq, dk, d_positions, d_frequencies, None, None, *of_weights, None, None
 
 
-_differentiate("rotate_normed", _save_normed, _normed_gradient)
+_differentiate("rotate_normed", _save_normed, normed_gradient)
 
 
 # Commuting: factors (axes, heads, blocks), base and basis (heads, blocks, b, b), angular (heads, blocks, b / 2).

@@ -41,6 +41,13 @@ class Norm:
             return reference.normalise(x.to(dtype), self.kind == LAYER_NORM, weight, bias, self.eps)
 
 
+def as_arguments(norms: tuple[Norm | None, Norm | None]) -> tuple[list[Tensor | None], list[int], list[float]]:
+    """What the kernels take of the norms of q and k: weight and bias of each, their kinds, their eps."""
+    weights = [x for norm in norms for x in ((None, None) if norm is None else (norm.weight, norm.bias))]
+    kinds = [NO_NORM if norm is None else norm.kind for norm in norms]
+    return weights, kinds, [0.0 if norm is None else norm.eps for norm in norms]
+
+
 def read(name: str, x: Tensor, module: nn.Module | None) -> Norm | None:
     """What a module computes that is a plain norm of x over head_dim; None for any other, and for one with hooks.
 

@@ -9,7 +9,7 @@ from torchrope.ops.direct import rotate_directly
 from torchrope.ops.layouts import heads_first, warn_of_two_layouts
 from torchrope.ops.library import call
 from torchrope.ops.native import DTYPES
-from torchrope.ops.norms import NO_NORM, Norm, Norms, called, normalise, read
+from torchrope.ops.norms import Norm, Norms, as_arguments, called, normalise, read
 from torchrope.rotations import Action, Block, Commuting, Expansion, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import can_read, wide_dtype, with_sets, without_autocast
 
@@ -111,6 +111,10 @@ def _rotate_normed(
         x if own is not None else called(name, x, module)
         for name, x, own, module in zip("qk", (q, k), norms, norm, strict=True)
     )
+    if backend == "auto" and type(rotation) is Planar and key_rotation is None and any(norms):
+        turned = rotate_directly(of_q, of_k, rotation, norms)
+        if turned is not None:
+            return turned[0].to(q.dtype), turned[1].to(k.dtype)
     of_keys = rotation if key_rotation is None else key_rotation
     if any(norms) and _fuses(backend, of_q, of_k, rotation, of_keys, norms):
         if key_rotation is None:
@@ -156,12 +160,7 @@ def _rotate_fused(
 ) -> tuple[Tensor, Tensor]:
     """Normalise and rotate both by the kernel, which knows one dimension of samples and weights in float32."""
     assert isinstance(rotation, Planar)
-    norms = (q_norm, k_norm)
-    weights = [
-        None if x is None else x.to(torch.float32)
-        for norm in norms
-        for x in ((None, None) if norm is None else (norm.weight, norm.bias))
-    ]
+    weights, kinds, eps = as_arguments((q_norm, k_norm))
     table = None if rotation.table is None else with_sets(rotation.table, 5)
     turned = call(
         "rotate_normed",
@@ -171,9 +170,9 @@ def _rotate_fused(
         rotation.frequencies,
         table,
         rotation.halves,
-        *weights,
-        [NO_NORM if norm is None else norm.kind for norm in norms],
-        [0.0 if norm is None else norm.eps for norm in norms],
+        *(None if x is None else x.to(torch.float32) for x in weights),
+        kinds,
+        eps,
     )
     return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
 
