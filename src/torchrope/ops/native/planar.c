@@ -20,7 +20,7 @@ typedef struct {
     int64_t token_parts, row_parts, backward, wanted; /* wanted: gradients of angles */
     float *frequencies; /* (token_parts, axes, heads, pairs) or NULL */
     float *positions;   /* (heads, sets, tokens, axes) or NULL */
-    float *weights;     /* (token_parts, heads, 2 sides, weight and bias, head_dim) or NULL */
+    float *weights;     /* (items, 2 sides, weight and bias, head_dim) or NULL */
 } Job;
 
 /* Memory of a thread. */
@@ -341,16 +341,16 @@ INLINE int64_t rows_of(const Planar *p, const Side *side) {
     return samples_of(p, side) * (side->heads / p->angles.heads);
 }
 
-/* Add a tile's gradients of a side's weights to those of the part. */
-static void keep_weights(const Job *job, int64_t part, int64_t head, int64_t which, const Workspace *w) {
+/* Add a tile's gradients of a side's weights to those of the item. */
+static void keep_weights(const Job *job, int64_t item, int64_t which, const Workspace *w) {
     int64_t n = 2 * job->p->head_dim;
-    float *sums = job->weights + ((part * job->p->angles.heads + head) * 2 + which) * n;
+    float *sums = job->weights + (item * 2 + which) * n;
     for (int64_t i = 0; i < n; i++) sums[i] += w->d_weights[i];
 }
 
 /* Turn rows `from` to `to` of a tile of tokens. */
 static void turn_tile(const Job *job, int64_t set, int64_t head, int64_t first, int64_t count, int64_t from, int64_t to,
-                      int64_t part, Workspace *w) {
+                      int64_t item, Workspace *w) {
     const Planar *p = job->p;
     int64_t n = 2 * p->angles.pairs, rest = p->head_dim - n, before = 0;
     fill_tile(&w->tile, set, first, count);
@@ -378,7 +378,7 @@ static void turn_tile(const Job *job, int64_t set, int64_t head, int64_t first, 
                 copy_row(s.in, s.at + t * s.in->stride[2], s.out, s.target + t * s.out->stride[2], n, rest);
         }
         before += rows;
-        if (job->weights && norm->kind) keep_weights(job, part, head, which, w);
+        if (job->weights && norm->kind) keep_weights(job, item, which, w);
     }
 }
 
@@ -429,14 +429,16 @@ static void planar_part(const void *context, int64_t item, void *memory) {
     start_tiles(&w.tile, head);
     for (int64_t axis = 0; job->frequencies && axis < a->axes; axis++)
         memset(job->frequencies + ((part * a->axes + axis) * a->heads + head) * a->pairs, 0, 4 * a->pairs);
-    if (job->weights) memset(job->weights + (part * a->heads + head) * 4 * p->head_dim, 0, 4 * 4 * p->head_dim);
+    if (job->weights) memset(job->weights + item * 4 * p->head_dim, 0, 4 * 4 * p->head_dim);
     for (int64_t set = 0; set < p->sets; set++)
         for (int64_t token = first; token < last; token += w.tile.most) {
             int64_t count = least(w.tile.most, last - token);
-            turn_tile(job, set, head, token, count, from, to, part, &w);
+            turn_tile(job, set, head, token, count, from, to, item, &w);
             if (job->wanted) reduce_tile(job, set, head, token, count, part, &w);
         }
 }
+
+INLINE int64_t items_of(const Job *job) { return job->p->angles.heads * job->token_parts * job->row_parts; }
 
 /* Whether gradients of a norm's weights are wanted. */
 INLINE int has_weights(const Job *job) {
@@ -444,9 +446,9 @@ INLINE int has_weights(const Job *job) {
     return job->backward && (norms[0].d_weight || norms[0].d_bias || norms[1].d_weight || norms[1].d_bias);
 }
 
-/* Sum the gradients of the norms' weights over parts and heads. */
+/* Sum the gradients of the norms' weights over items. */
 static void add_weights(const Job *job) {
-    int64_t n = job->p->head_dim, parts = job->token_parts * job->p->angles.heads;
+    int64_t n = job->p->head_dim, parts = items_of(job);
     for (int64_t part = 1; part < parts; part++)
         for (int64_t i = 0; i < 4 * n; i++) job->weights[i] += job->weights[part * 4 * n + i];
     for (int which = 0; which < 2; which++) {
@@ -457,7 +459,8 @@ static void add_weights(const Job *job) {
 }
 
 /* Enough items for the threads; with sums as many as they always are, whatever the threads: rounding must not depend
-   on them. Rows are parted first: an angle is cheaper than a row that is far from the last one. */
+   on them. Rows are parted first: an angle is cheaper than a row that is far from the last one. Gradients of angles are
+   summed over rows, and only tokens are parted; those of weights are summed over both. */
 static void cut(Job *job) {
     const Planar *p = job->p;
     const Angles *a = &p->angles;
@@ -465,8 +468,11 @@ static void cut(Job *job) {
     int64_t floats = rows * p->sets * a->heads * a->tokens * p->head_dim;
     int64_t threads = floats < SMALL ? 1 : p->threads;
     job->token_parts = job->row_parts = 1;
-    if (job->wanted || has_weights(job)) {
+    if (job->wanted) {
         job->token_parts = parts_of(a->heads, (a->tokens + 7) / 8, 1, threads);
+    } else if (has_weights(job)) {
+        job->row_parts = least(parts_of(a->heads, rows / 4, 1, threads), 16);
+        job->token_parts = parts_of(a->heads * job->row_parts, (a->tokens + 7) / 8, 1, threads);
     } else if (threads > 1) {
         job->row_parts = parts_of(a->heads, rows / 4, 0, threads);
         job->token_parts = parts_of(a->heads * job->row_parts, (a->tokens + 7) / 8, 0, threads);
@@ -480,7 +486,7 @@ API int64_t torchrope_planar(const Planar *p, int64_t backward) {
     cut(&job);
     int64_t numbers = job.wanted && p->d_frequencies ? a->axes * a->heads * a->pairs : 0;
     int64_t places = job.wanted && p->d_positions ? p->sets * a->tokens * a->axes : 0;
-    int64_t weights = has_weights(&job) ? job.token_parts * a->heads * 4 * p->head_dim : 0;
+    int64_t weights = has_weights(&job) ? items_of(&job) * 4 * p->head_dim : 0;
     float *partial = NULL;
     if (numbers || places || weights) {
         partial = allocate(4 * (job.token_parts * numbers + a->heads * places + weights));
@@ -493,7 +499,7 @@ API int64_t torchrope_planar(const Planar *p, int64_t backward) {
     lay_out(&job, &arena);
     int64_t rows = p->sets * (rows_of(p, &p->sides[0]) + rows_of(p, &p->sides[1]));
     int64_t threads = rows * a->heads * a->tokens * p->head_dim < SMALL ? 1 : p->threads;
-    int64_t status = parallel_for(a->heads * job.token_parts * job.row_parts, threads, arena.used, planar_part, &job);
+    int64_t status = parallel_for(items_of(&job), threads, arena.used, planar_part, &job);
     if (status == DONE && numbers) add_parts(job.frequencies, job.token_parts, numbers, p->d_frequencies);
     if (status == DONE && places) add_parts(job.positions, a->heads, places, p->d_positions);
     if (status == DONE && weights) add_weights(&job);
