@@ -472,7 +472,7 @@ static void cut(Job *job) {
         job->token_parts = parts_of(a->heads, (a->tokens + 7) / 8, 1, threads);
     } else if (has_weights(job)) {
         job->row_parts = least(parts_of(a->heads, rows / 4, 1, threads), 16);
-        job->token_parts = parts_of(a->heads * job->row_parts, (a->tokens + 7) / 8, 1, threads);
+        job->token_parts = parts_of(a->heads * job->row_parts, (a->tokens + 31) / 32, 1, threads);
     } else if (threads > 1) {
         job->row_parts = parts_of(a->heads, rows / 4, 0, threads);
         job->token_parts = parts_of(a->heads * job->row_parts, (a->tokens + 7) / 8, 0, threads);
