@@ -296,3 +296,15 @@ def test_a_norm_over_another_shape_is_refused() -> None:
     turn, x = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8)(tr.grid(5)), torch.randn(3, 2, 5, 8)
     with pytest.raises(ValueError, match="norm of k must be over its head_dim 8, got one over"):
         tr.rotate(x, x, turn, norm=(None, nn.RMSNorm(4)))
+
+
+@pytest.mark.parametrize("family", [MixedInHalves, tr.LieRE])
+@pytest.mark.parametrize("kind", NORMS)
+def test_one_tensor_alone_is_normalised_and_rotated_alike(kind, family) -> None:
+    turn, norm = family(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3)), norm_of(kind)
+    x = torch.randn(3, 9, 2, 8).bfloat16()
+    one = tr.rotate_one(x, turn, norm=norm, layout="bthd")
+    both = tr.rotate(x, x, turn, norm=(norm, norm), layout="bthd")
+    assert torch.equal(one, both[0])
+    with pytest.raises(ValueError, match="norm of x must be over its head_dim 8, got one over"):
+        tr.rotate_one(x, turn, norm=nn.RMSNorm(4), layout="bthd")

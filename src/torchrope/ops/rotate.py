@@ -1,7 +1,7 @@
 """`rotate`: apply a rotation to queries and keys, by a kernel or by the reference."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrope.ops import reference
 from torchrope.ops.backends import takes_kernels
@@ -116,6 +116,9 @@ def _rotate_normed(
         if turned is not None:
             return turned[0].to(q.dtype), turned[1].to(k.dtype)
     of_keys = rotation if key_rotation is None else key_rotation
+    _check("q", q, rotation)
+    _check("k", k, of_keys)
+    _check_heads(q, k, rotation, of_keys)
     if any(norms) and _fuses(backend, of_q, of_k, rotation, of_keys, norms):
         if key_rotation is None:
             turned = _rotate_fused(of_q, of_k, rotation, *norms)
@@ -139,9 +142,6 @@ def _fuses(
     """Whether one kernel normalises and rotates: planar rotations, and weights that it reads."""
     if not (isinstance(rotation, Planar) and isinstance(key_rotation, Planar)):
         return False
-    _check("q", q, rotation)
-    _check("k", k, key_rotation)
-    _check_heads(q, k, rotation, key_rotation)
     if rotation.rotary_dim == 0 or key_rotation.rotary_dim == 0:
         return False
     given = [x for norm in norms if norm is not None for x in (norm.weight, norm.bias) if x is not None]
@@ -207,13 +207,20 @@ def _rotate(
 
 
 def rotate_one(
-    x: Tensor, rotation: Rotation, *, layout: str | None = None, backend: str = "auto", scores_only: bool = False
+    x: Tensor,
+    rotation: Rotation,
+    *,
+    norm: nn.Module | Norm | None = None,
+    layout: str | None = None,
+    backend: str = "auto",
+    scores_only: bool = False,
 ) -> Tensor:
-    """Rotate one tensor:  x' = R(p) x.  Queries or keys alone, values, or what attention returns.
+    """Rotate one tensor:  x' = R(p) x,  or R(p) norm(x).  Queries or keys alone, values, or what attention returns.
 
     Args:
         x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions, or jagged in its tokens.
         rotation: What an encoding returned for the positions of x.
+        norm: As one of `rotate`'s.
         layout: As `rotate`'s.
         backend: As `rotate`'s.
         scores_only: As `rotate`'s; queries and keys must agree on it, and share the rotation.
@@ -226,17 +233,35 @@ def rotate_one(
     """
     if layout is not None or x.is_nested:
         own, restore = heads_first("x", x, layout)
-        return restore(_rotate_one(own, rotation, backend, scores_only))
+        return restore(_rotate_one_normed(own, rotation, norm, backend, scores_only))
     warn_of_two_layouts("x", x, layout)
-    return _rotate_one(x, rotation, backend, scores_only)
+    return _rotate_one_normed(x, rotation, norm, backend, scores_only)
 
 
-def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) -> Tensor:
+def _rotate_one_normed(
+    x: Tensor, rotation: Rotation, norm: nn.Module | Norm | None, backend: str, scores_only: bool
+) -> Tensor:
+    if norm is None:
+        return _rotate_one(x, rotation, backend, scores_only)
+    own = read("x", x, norm)
+    if own is None:
+        return _rotate_one(called("x", x, norm), rotation, backend, scores_only).to(x.dtype)
+    _check_one(x, rotation)
+    if _fuses(backend, x, x, rotation, rotation, (own, None)):
+        return _rotate_fused_alone(x, rotation, own)
+    return _rotate_one(own.wide(x), rotation, backend, scores_only).to(x.dtype)
+
+
+def _check_one(x: Tensor, rotation: Rotation) -> None:
     _check("x", x, rotation)
     if isinstance(rotation, Expansion):
         raise ValueError(f"one tensor alone needs a rotation, got {type(rotation).__name__}, which is none")
     if rotation.shape[-2] != 1 and x.shape[-3] % rotation.heads:
         raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
+
+
+def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) -> Tensor:
+    _check_one(x, rotation)
     if isinstance(rotation, PlanarInBasis):
         wide = torch.promote_types(wide_dtype(x), rotation.dtype)
         with without_autocast(x):
