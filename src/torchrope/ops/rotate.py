@@ -145,8 +145,6 @@ def _fuses(
     if rotation.rotary_dim == 0 or key_rotation.rotary_dim == 0:
         return False
     given = [x for norm in norms if norm is not None for x in (norm.weight, norm.bias) if x is not None]
-    if q.device.type != "cpu":
-        return False
     narrow = all(x.dtype in DTYPES and x.device.type == q.device.type for x in given)
     return narrow and _takes_kernels(backend, q, k, rotation, key_rotation)
 
