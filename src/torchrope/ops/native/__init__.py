@@ -369,8 +369,8 @@ def rotate_normed_backward(
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Gradients to q, k, and where wanted to positions, frequencies and the four weights."""
     call = PlanarCall(positions, frequencies, table, halves, q.shape[3])
-    wanted_of_planar = (x if needed else None for x, needed in zip((positions, frequencies), wanted[:2], strict=True))
-    return call.normed_backward(grad_q, grad_k, q, k, *wanted_of_planar, weights, kinds, eps, wanted[2:])
+    of_positions, of_frequencies = (positions if wanted[0] else None), (frequencies if wanted[1] else None)
+    return call.normed_backward(grad_q, grad_k, q, k, of_positions, of_frequencies, weights, kinds, eps, wanted[2:])
 
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
