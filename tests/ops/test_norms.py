@@ -214,6 +214,34 @@ def test_results_are_the_same_bits_whatever_the_number_of_threads(heads: int) ->
             assert_same_bits(one, other)
 
 
+@needs_kernels
+@pytest.mark.parametrize(("heads", "sets"), [(1, ()), (3, ()), (1, (6,))])
+def test_gradients_of_weights_alone_are_those_beside_others_on_any_number_of_threads(heads, sets) -> None:
+    encoding = planar(16, True, heads=heads)
+    norms = (norm_of(nn.RMSNorm, 16), norm_of(nn.LayerNorm, 16))
+    inputs = make_inputs(encoding, 197, batch=(6,), heads=(6, 3), sets=sets)
+    weights = [*norms[0].parameters(), *norms[1].parameters()]
+
+    def gradients(*beside: Tensor) -> list[Tensor]:
+        turned = tr.rotate(q, inputs.k, encoding(inputs.positions), norm=norms)
+        return list(torch.autograd.grad(turned, [q, *weights, *beside], inputs.upstream))
+
+    q = inputs.q.requires_grad_()
+    beside_others = gradients(*encoding.parameters())
+    encoding.requires_grad_(False)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 3, 8):
+            torch.set_num_threads(count)
+            found.append(gradients())
+    finally:
+        torch.set_num_threads(threads)
+    for one, other, expected in zip(found[0], found[1], beside_others, strict=False):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+    assert all(torch.equal(one, other) for one, other in zip(found[0], found[2], strict=True))
+
+
 def test_norms_compile_into_one_graph() -> None:
     encoding, norms = planar(8, True), (norm_of(nn.RMSNorm), norm_of(nn.LayerNorm))
     inputs = make_inputs(encoding, 9)
