@@ -145,6 +145,18 @@ def test_rows_of_zeros_and_of_what_is_no_number_stay_alone(kind, width, dtype) -
         assert each[:, :, [0, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1])
+def test_a_weight_that_is_not_a_number_shows_whatever_its_bits(bits: int) -> None:
+    turn, norm = planar(64, True, turning=32)(tr.grid(4, 1)), norm_of(nn.RMSNorm, 64)
+    norm.weight.data[40] = torch.tensor(bits, dtype=torch.int32).view(F32)
+    x = torch.ones(1, 2, 4, 64, dtype=BF16)
+    turned = tr.rotate(x, x, turn, norm=(norm, norm))[0]
+    assert turned[..., 40].isnan().all()
+    assert turned.isnan().sum() == 8
+    turned = tr.rotate(x, x, planar(64, True)(tr.grid(4, 1)), norm=(norm, norm))[0]
+    assert turned[..., [8, 40]].isnan().all()
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", NORMS)
