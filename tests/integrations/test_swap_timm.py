@@ -317,6 +317,7 @@ COMPILED = [
         pytest.param(name, encoding, marks=pytest.mark.slow)
         for name, encoding in (
             ("vit", "mixed"),
+            ("vit_qk_norm", "mixed"),
             ("vit", "liere:4"),
             ("rope_mixed_ape", "mixed"),
             ("rope_mixed_ape", "liere:4"),
