@@ -1,7 +1,7 @@
 """Scaled dot-product attention that takes a rotation as an argument, global or within windows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.ops import rotate
+from torchrope.ops.norms import normalise
 from torchrope.positions import grid, windows
 from torchrope.rotations import Action, Rotation
 
@@ -24,9 +25,20 @@ class Attention(nn.Module):
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping an output channel.
         attention_dropout: Probability of dropping an attention weight.
+        qk_norm: Makes a norm over head_dim, `nn.RMSNorm` or `nn.LayerNorm` for example: one for queries and one for
+            keys, `q_norm` and `k_norm`, between their projection and the rotation. None, the default, for none.
 
     Raises:
         ValueError: dim is not divisible by num_heads.
+
+    References:
+        Dehghani et al., Scaling Vision Transformers to 22 Billion Parameters (arXiv:2302.05442), section 2: norms of
+        queries and keys.
+
+    Example:
+        >>> attention = Attention(8, 2, qk_norm=nn.RMSNorm)
+        >>> attention.q_norm
+        RMSNorm((4,), eps=None, elementwise_affine=True)
     """
 
     def __init__(
@@ -37,6 +49,7 @@ class Attention(nn.Module):
         qkv_bias: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        qk_norm: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         if dim % num_heads:
@@ -44,6 +57,8 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.attention_dropout = attention_dropout
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.q_norm = None if qk_norm is None else qk_norm(dim // num_heads)
+        self.k_norm = None if qk_norm is None else qk_norm(dim // num_heads)
         self.proj = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -159,8 +174,13 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, rotated or acted on, each `(batch, heads, tokens, head_dim)`."""
         q, k, v = project_heads(self.qkv, self.num_heads, x, context)
+        norm = None if self.q_norm is None and self.k_norm is None else (self.q_norm, self.k_norm)
         if rotation is not None:
-            q, k = rotate(q, k, rotation, key_rotation=key_rotation, layout="bhtd", scores_only=True, tokens=x)
+            q, k = rotate(
+                q, k, rotation, key_rotation=key_rotation, norm=norm, layout="bhtd", scores_only=True, tokens=x
+            )
+        elif norm is not None:
+            q, k = normalise("q", q, norm[0]).to(q.dtype), normalise("k", k, norm[1]).to(k.dtype)
         of_values = rotation if key_rotation is None else key_rotation
         if isinstance(of_values, Action):
             v = of_values.values(v, layout="bhtd")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchrope as tr
 
@@ -51,3 +51,36 @@ def test_weights_are_the_softmax_of_rotated_scores() -> None:
     turned = [torch.einsum("htij,bhtj->bhti", matrix, each) for each in (q, k)]
     scores = turned[0] @ turned[1].mT / math.sqrt(8) + bias
     torch.testing.assert_close(attention.weights(x, rotation, bias=bias), scores.softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
+def test_queries_and_keys_are_normalised_before_they_are_rotated(kind: type[nn.Module], rotated: bool) -> None:
+    attention, x = tr.Attention(16, 2, qk_norm=kind), torch.randn(3, 6, 16)
+    for norm in (attention.q_norm, attention.k_norm):
+        nn.init.normal_(norm.weight)
+    rotation = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8)(tr.grid(6)) if rotated else None
+    q, k, _ = attention.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    q, k = attention.q_norm(q), attention.k_norm(k)
+    turned = (q, k) if rotation is None else tr.rotate(q, k, rotation)
+    weights = (turned[0] @ turned[1].mT / math.sqrt(8)).softmax(-1)
+    torch.testing.assert_close(attention.weights(x, rotation), weights, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attention(x, rotation), attended(attention, x, weights), rtol=1e-4, atol=1e-5)
+    expected = torch.autograd.grad(attended(attention, x, weights).square().sum(), attention.q_norm.weight)
+    found = torch.autograd.grad(attention(x, rotation).square().sum(), attention.q_norm.weight)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_are_called_where_somebody_looks_at_them() -> None:
+    attention, x, seen = tr.Attention(16, 2, qk_norm=nn.RMSNorm), torch.randn(3, 6, 16), []
+    rotation = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8)(tr.grid(6))
+    expected = attention(x, rotation)
+    attention.k_norm.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(attention(x, rotation), expected)
+    assert seen == [1]
+
+
+def test_without_norms_nothing_is_added_to_the_state() -> None:
+    assert set(tr.Attention(16, 2).state_dict()) == {"qkv.weight", "qkv.bias", "proj.weight", "proj.bias"}
+    added = set(tr.Attention(16, 2, qk_norm=nn.RMSNorm).state_dict()) - set(tr.Attention(16, 2).state_dict())
+    assert added == {"q_norm.weight", "k_norm.weight"}

@@ -37,6 +37,15 @@ def planar(dtype: torch.dtype, axes: int) -> None:
     planar.rotate_backward(q, k, q, k, positions, frequencies, True, True)
 
 
+def normed(dtype: torch.dtype, axes: int) -> None:
+    from torchrope.ops.gpu import normed
+
+    q, k = vectors(dtype)
+    given = (torch.zeros(1, 5, axes), torch.zeros(axes, 2, 32), True, [torch.ones(64)] * 4, (1, 2), (1e-6, 1e-6))
+    normed.rotate(q, k, *given)
+    normed.rotate_backward(q, k, q, k, *given, [True] * 6)
+
+
 def block(dtype: torch.dtype, batch: int, b: int) -> None:
     from torchrope.ops.gpu import block
 
@@ -80,6 +89,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
     "planes-b8": lambda: planes(8),
     "planes-b64": lambda: planes(64),
     "planar-bf16": lambda: planar(torch.bfloat16, 2),
+    "normed-bf16": lambda: normed(torch.bfloat16, 2),
     "block-products-bf16-b8": lambda: block(torch.bfloat16, 16, 8),
     "block-products-bf16-b64": lambda: block(torch.bfloat16, 16, 64),
     "block-sums-fp32-b8": lambda: block(torch.float32, 2, 8),
@@ -108,7 +118,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return seen
 
 
-ONE_TARGET = {"planes-b8": "sm_90", "planar-bf16": "gfx942"} | dict.fromkeys(
+ONE_TARGET = {"planes-b8": "sm_90", "planar-bf16": "gfx942", "normed-bf16": "gfx942"} | dict.fromkeys(
     ("block-products-bf16-b8", "block-sums-fp32-b8", "basis-bf16-b8", "skew-exp-b8"), "sm_80"
 )
 COMPILED = [

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchrope as tr
 from torchrope.encodings import Encoding
@@ -40,13 +40,14 @@ _WITHIN_A_TOKEN = ("R q", "R k", "gradient to q", "gradient to k")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What goes in: q and k, their positions, and the gradient that comes back to both."""
+    """What goes in: q and k, their positions and norms, and the gradient that comes back to both."""
 
     q: Tensor
     k: Tensor
     positions: Tensor
     upstream: tuple[Tensor, Tensor]
     key_positions: Tensor | None = None
+    norms: tuple[nn.Module | None, nn.Module | None] | None = None
 
     def double(self) -> "Inputs":
         return Inputs(
@@ -55,7 +56,12 @@ class Inputs:
             positions=self.positions.double(),
             upstream=(self.upstream[0].double(), self.upstream[1].double()),
             key_positions=None if self.key_positions is None else self.key_positions.double(),
+            norms=None if self.norms is None else (_in_double(self.norms[0]), _in_double(self.norms[1])),
         )
+
+
+def _in_double(norm: nn.Module | None) -> nn.Module | None:
+    return None if norm is None else copy.deepcopy(norm).double()
 
 
 def build(family: str, b: int, axes: int, *, heads: int = 2, blocks: int | None = None, **settings: object) -> Encoding:
@@ -116,7 +122,13 @@ def outcome(encoding: Encoding, inputs: Inputs, *, backend: str = "auto", scores
     rotation, *of_keys = (encoding(p, backend=backend) for p in places)
     key_rotation = of_keys[0] if of_keys else None
     turned = tr.rotate(
-        leaves["q"], leaves["k"], rotation, key_rotation=key_rotation, backend=backend, scores_only=scores
+        leaves["q"],
+        leaves["k"],
+        rotation,
+        key_rotation=key_rotation,
+        norm=inputs.norms,
+        backend=backend,
+        scores_only=scores,
     )
     out = {"R q": turned[0], "R k": turned[1]}
     upstream = list(inputs.upstream)
@@ -124,6 +136,8 @@ def outcome(encoding: Encoding, inputs: Inputs, *, backend: str = "auto", scores
         out = {"scores": turned[0] @ turned[1].mT}
         upstream = [inputs.upstream[0] @ inputs.upstream[1].mT]
     sources = leaves | dict(encoding.named_parameters())
+    for name, norm in zip(("norm of q", "norm of k"), inputs.norms or (), strict=False):
+        sources |= {f"{name}: {own}": parameter for own, parameter in norm.named_parameters()} if norm else {}
     gradients = torch.autograd.grad(list(out.values()), list(sources.values()), upstream, materialize_grads=True)
     of_sources = {f"gradient to {name}": g for name, g in zip(sources, gradients, strict=True)}
     return {name: x.detach() for name, x in (out | of_sources).items()}

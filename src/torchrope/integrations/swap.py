@@ -46,7 +46,8 @@ def swap(
     The model is changed in place; its parameters keep their names, those of the encoding come under `rotary`.
     Fine-tuning starts where training ended: with keep_ape=True the outputs of a model that does not rotate stay the
     same bit for bit (init="zeros"), and a model that rotates goes on from its own frequencies, positions and pairs of
-    channels (init="own"), its outputs the same up to rounding.
+    channels (init="own"), its outputs the same up to rounding. A model of timm with norms of q and k is the same up to
+    rounding too: a planar rotation and the norm before it are computed in one pass and rounded once.
 
     Args:
         model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,

@@ -50,9 +50,19 @@ from torchrope.integrations.settings import (
     shown,
 )
 from torchrope.integrations.timm_attention import beit_attention, sam_attention, swin_v2_attention
-from torchrope.integrations.timm_hooks import NoAngle, NoTable, OfLayer, Places, Turn, TurnInWindow, TurnOnLattice
+from torchrope.integrations.timm_hooks import (
+    NoAngle,
+    NormAndTurn,
+    NoTable,
+    OfLayer,
+    Places,
+    Turn,
+    TurnInWindow,
+    TurnOnLattice,
+)
 from torchrope.integrations.timm_rotation import gemma_rotation, own_rotation
 from torchrope.models.parts import encoding_parameters
+from torchrope.ops.norms import PLAIN
 
 # Attention layers that pass q and k through q_norm and k_norm, one after the other: (batch, heads, tokens, head_dim),
 # or with tokens before heads.
@@ -313,6 +323,9 @@ class OfTokens(OfTimm):
             else:
                 hooks.append(layer.q_norm.register_forward_hook(turn.queries))
                 hooks.append(layer.k_norm.register_forward_hook(turn.keys))
+                for norm, keys in ((layer.q_norm, False), (layer.k_norm, True)):
+                    if type(norm) in PLAIN:
+                        hooks.append(Replaced(norm, "forward", NormAndTurn(norm, turn, keys=keys).forward))
         rotary.handles.extend(hooks)
 
     def detach(self, rotary: Rotary) -> None:

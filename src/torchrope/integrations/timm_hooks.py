@@ -4,13 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from timm.layers import LayerNorm, LayerNormFp32, RmsNorm, RmsNormFp32
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchrope.integrations.rotary import Rotary
 from torchrope.ops import rotate, rotate_one
-from torchrope.rotations import Rotation
+from torchrope.ops.norms import LAYER_NORM, PLAIN, RMS_NORM, Norm, describe, is_called
+from torchrope.rotations import Planar, Rotation
+
+PLAIN.update({LayerNorm: LAYER_NORM, LayerNormFp32: LAYER_NORM, RmsNorm: RMS_NORM, RmsNormFp32: RMS_NORM})
 
 
 class Places:
@@ -98,26 +102,62 @@ class Turn:
         self.index = index
         self.tokens_first = tokens_first
         self.rotation: Rotation | None = None
+        self.has_turned = False  # whether the norm that is being called has rotated
 
     def queries(self, norm: nn.Module, args: tuple[Tensor, ...], q: Tensor) -> Tensor:
         """Behind the norm of q."""
+        if self._was_turned():
+            return q
         self.rotation = self.places.rotation(self.index)
         return self._turned(q, self.rotation)
 
     def keys(self, norm: nn.Module, args: tuple[Tensor, ...], k: Tensor) -> Tensor:
         """Behind the norm of k, which follows."""
         rotation, self.rotation = self.rotation, None
+        if self._was_turned():
+            return k
         assert rotation is not None
         return self._turned(k, rotation)
+
+    def with_norm(self, x: Tensor, norm: nn.Module, *, keys: bool) -> Tensor | None:
+        """Normalise and rotate q or k in one pass; None where the rotation needs more than one."""
+        if getattr(self.places.rotary, f"channels{self.index}") is not None:
+            return None
+        rotation = self.rotation if keys else self.places.rotation(self.index)
+        if not isinstance(rotation, Planar):
+            return None
+        self.rotation = rotation
+        turned = self._turned(x, rotation, describe("k" if keys else "q", x, norm))
+        self.has_turned = True
+        return turned
+
+    def _was_turned(self) -> bool:
+        turned, self.has_turned = self.has_turned, False
+        return turned
 
     def __call__(self, q: Tensor, k: Tensor, sizes: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
         """Both at once."""
         rotation = self.places.rotation(self.index)
         return self._turned(q, rotation), self._turned(k, rotation)
 
-    def _turned(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def _turned(self, x: Tensor, rotation: Rotation, norm: Norm | None = None) -> Tensor:
         x = self.places.rotary.in_pairs(x, self.index)
-        return rotate_one(x, rotation, layout="bthd" if self.tokens_first else "bhtd", scores_only=True)
+        return rotate_one(x, rotation, norm=norm, layout="bthd" if self.tokens_first else "bhtd", scores_only=True)
+
+
+class NormAndTurn:
+    """The forward of a norm of q or k that a `Turn` stands behind: both in one pass, unless others look at the norm."""
+
+    def __init__(self, norm: nn.Module, turn: Turn, *, keys: bool) -> None:
+        self.norm = norm
+        self.turn = turn
+        self.keys = keys
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm, rotated where it can be."""
+        turned = None if is_called(self.norm, own_hooks=1) else self.turn.with_norm(x, self.norm, keys=self.keys)
+        result: Tensor = type(self.norm).forward(self.norm, x) if turned is None else turned
+        return result
 
 
 class TurnOnLattice:

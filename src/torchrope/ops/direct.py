@@ -1,5 +1,6 @@
 """Planar rotations on a CPU without dispatch: the kernel and its gradients in few statements."""
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -7,14 +8,18 @@ import torch
 from torch import Tensor
 
 from torchrope.ops import backends, native
-from torchrope.ops.library import is_observed, is_plain, planar_gradient
+from torchrope.ops.library import is_observed, is_plain, normed_gradient, planar_gradient
 from torchrope.ops.native import DTYPES, PlanarCall
+from torchrope.ops.norms import Norm, as_arguments
 from torchrope.rotations import Planar
 from torchrope.tensors import with_sets
 
 
-def rotate_directly(q: Tensor, k: Tensor, rotation: Planar) -> tuple[Tensor, Tensor] | None:
-    """Rotate by the kernel for CPUs, or return None where the general way must check or dispatch."""
+def rotate_directly(
+    q: Tensor, k: Tensor, rotation: Planar, norms: tuple[Norm | None, Norm | None] | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Rotate by the kernel for CPUs, behind norms where there are any, or return None where the general way must check
+    or dispatch."""
     if torch.compiler.is_compiling() or is_observed() or not (is_plain(q) and is_plain(k)):
         return None
     known = rotation.__dict__.get(_KNOWN)
@@ -23,6 +28,8 @@ def rotate_directly(q: Tensor, k: Tensor, rotation: Planar) -> tuple[Tensor, Ten
         rotation.__dict__[_KNOWN] = known
     if known is None or not known.serves(q, k):
         return None
+    if norms is not None:
+        return _normalise_and_rotate(q, k, rotation, known, norms)
     if not torch.is_grad_enabled():
         return known.kernel_for(q, k)(q, k)
     positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
@@ -31,6 +38,22 @@ def rotate_directly(q: Tensor, k: Tensor, rotation: Planar) -> tuple[Tensor, Ten
     if not (q.requires_grad or k.requires_grad or positions.requires_grad or frequencies.requires_grad):
         return known.kernel_for(q, k)(q, k)
     return _Rotate.apply(q, k, with_sets(positions, 3), frequencies, table, rotation.halves, known.kernel)
+
+
+def _normalise_and_rotate(
+    q: Tensor, k: Tensor, rotation: Planar, known: "_Known", norms: tuple[Norm | None, Norm | None]
+) -> tuple[Tensor, Tensor] | None:
+    weights, kinds, eps = as_arguments(norms)
+    given = [x for x in weights if x is not None]
+    if not all(is_plain(x) and x.dtype == torch.float32 for x in given):
+        return None
+    positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, positions, frequencies, *given))):
+        return known.kernel_for(q, k).normed(q, k, weights, kinds, eps)
+    if table is not None and table.requires_grad:
+        return None
+    planar = (with_sets(positions, 3), frequencies, table, rotation.halves)
+    return _NormaliseAndRotate.apply(q, k, *planar, *weights, kinds, eps, known.kernel)
 
 
 class _Rotate(torch.autograd.Function):
@@ -59,6 +82,45 @@ class _Rotate(torch.autograd.Function):
         _, _, of_positions, of_frequencies, *_ = ctx.needs_input_grad
         wanted = (positions if of_positions else None, frequencies if of_frequencies else None)
         return *ctx.kernel.backward(grad_q, grad_k, q, k, *wanted), None, None, None
+
+
+class _NormaliseAndRotate(torch.autograd.Function):
+    """Likewise, behind norms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        frequencies: Tensor,
+        table: Tensor | None,
+        halves: bool,
+        q_weight: Tensor | None,
+        q_bias: Tensor | None,
+        k_weight: Tensor | None,
+        k_bias: Tensor | None,
+        kinds: Sequence[int],
+        eps: Sequence[float],
+        kernel: PlanarCall,
+    ) -> tuple[Tensor, Tensor]:
+        weights = (q_weight, q_bias, k_weight, k_bias)
+        ctx.save_for_backward(q, k, positions, frequencies, table, *weights)
+        ctx.settings, ctx.kernel = (halves, kinds, eps), kernel
+        return kernel.normed(q, k, weights, kinds, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+        if torch.is_grad_enabled() or is_observed() or not (is_plain(grad_q) and is_plain(grad_k)):
+            return *normed_gradient(ctx, grad_q, grad_k), None
+        q, k, positions, frequencies, _, *weights = ctx.saved_tensors
+        _, kinds, eps = ctx.settings
+        needed = ctx.needs_input_grad
+        of_planar = (positions if needed[2] else None, frequencies if needed[3] else None)
+        dq, dk, parameters = ctx.kernel.normed_backward(
+            grad_q, grad_k, q, k, *of_planar, weights, kinds, eps, needed[6:10]
+        )
+        return dq, dk, *parameters[:2], None, None, *parameters[2:], None, None, None
 
 
 _KNOWN = "_known"

@@ -198,6 +198,65 @@ def planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
 _differentiate("rotate_planar", _save_planar, planar_gradient)
 
 
+# Normed: as planar, with weight and bias (head_dim,) of the norm of q and of that of k.
+
+
+_NORMED = (
+    "Tensor q, Tensor k, Tensor positions, Tensor frequencies, Tensor? table, bool halves, Tensor? q_weight,"
+    " Tensor? q_bias, Tensor? k_weight, Tensor? k_bias, int[2] kinds, float[2] eps"
+)
+
+
+@_operator("rotate_normed", f"({_NORMED}) -> (Tensor, Tensor)")
+def _rotate_normed(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *planar, q_weight, q_bias, k_weight, k_bias, kinds, eps = args
+    return kernels(q).rotate_normed(q, k, *planar, (q_weight, q_bias, k_weight, k_bias), kinds, eps)
+
+
+@torch.library.register_fake("torchrope::rotate_normed")
+def _(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return _vectors_like(q, k)
+
+
+@_operator(
+    "rotate_normed_backward",
+    f"(Tensor grad_q, Tensor grad_k, {_NORMED}, bool[6] wanted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _rotate_normed_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    *planar, q_weight, q_bias, k_weight, k_bias, kinds, eps, wanted = args
+    weights = (q_weight, q_bias, k_weight, k_bias)
+    dq, dk, parameters = kernels(q).rotate_normed_backward(grad_q, grad_k, q, k, *planar, weights, kinds, eps, wanted)
+    return (dq, dk, *(_nothing(q) if gradient is None else gradient for gradient in parameters))
+
+
+@torch.library.register_fake("torchrope::rotate_normed_backward")
+def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    positions, frequencies, _, _, *weights, _, _, wanted = args
+    returned = zip((positions, frequencies, *weights), wanted, strict=True)
+    return (*_vectors_like(q, k), *(_nothing(q) if x is None else _float_like(x, needed) for x, needed in returned))
+
+
+def _save_normed(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, halves, q_weight, q_bias, k_weight, k_bias, kinds, eps = inputs
+    ctx.settings = halves, kinds, eps
+    ctx.save_for_backward(*tensors, q_weight, q_bias, k_weight, k_bias)
+
+
+def normed_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
+    """Gradients to the inputs of `rotate_normed`."""
+    halves, kinds, eps = ctx.settings
+    *planar, q_weight, q_bias, k_weight, k_bias = ctx.saved_tensors
+    weights = (q_weight, q_bias, k_weight, k_bias)
+    wanted = [*ctx.needs_input_grad[2:4], *ctx.needs_input_grad[6:10]]
+    dq, dk, *parameters = call("rotate_normed_backward", grad_q, grad_k, *planar, halves, *weights, kinds, eps, wanted)
+    d_positions, d_frequencies, *of_weights = map(_wanted, parameters, wanted)
+    return dq, dk, d_positions, d_frequencies, None, None, *of_weights, None, None
+
+
+_differentiate("rotate_normed", _save_normed, normed_gradient)
+
+
 # Commuting: factors (axes, heads, blocks), base and basis (heads, blocks, b, b), angular (heads, blocks, b / 2).
 
 
@@ -436,7 +495,7 @@ def _only_once(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError("kernels differentiate once; gradients of gradients need backend='reference'")
 
 
-for _name in ("rotate_planar", "rotate_basis", "rotate_block", "exp_generators", "skew_exp"):
+for _name in ("rotate_planar", "rotate_normed", "rotate_basis", "rotate_block", "exp_generators", "skew_exp"):
     torch.library.register_autograd(f"torchrope::{_name}_backward", _only_once)
 
 
@@ -472,7 +531,7 @@ def _one_by_one(name: str) -> Callable:
 
 torch.library.register_vmap("torchrope::skew_exp", _batched)
 torch.library.register_vmap("torchrope::skew_exp_backward", _batched_backward)
-for _name in ("rotate_planar", "rotate_basis", "rotate_block", "exp_generators"):
+for _name in ("rotate_planar", "rotate_normed", "rotate_basis", "rotate_block", "exp_generators"):
     torch.library.register_vmap(f"torchrope::{_name}", _one_by_one(_name))
     torch.library.register_vmap(f"torchrope::{_name}_backward", _one_by_one(f"{_name}_backward"))
 torch.library.register_vmap("torchrope::skew_eig", _one_by_one("skew_eig"))

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torchrope.rotations import Planar, Rotation
 
@@ -15,6 +16,13 @@ def rotate_one(x: Tensor, rotation: Rotation) -> Tensor:
     else:
         turned = _turn_blocks(turning, _spread_over_heads(rotation.blocks(), x.shape[-3], of_head=4))
     return torch.cat([turned, resting], dim=-1) if resting.shape[-1] else turned
+
+
+def normalise(x: Tensor, centred: bool, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm of x over its last dimension where `centred`, else RMSNorm, all of one floating dtype."""
+    if centred:
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def into_basis(x: Tensor, basis: Tensor | None) -> Tensor:

@@ -1,13 +1,15 @@
 """`rotate`: apply a rotation to queries and keys, by a kernel or by the reference."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrope.ops import reference
 from torchrope.ops.backends import takes_kernels
 from torchrope.ops.direct import rotate_directly
 from torchrope.ops.layouts import heads_first, warn_of_two_layouts
 from torchrope.ops.library import call
+from torchrope.ops.native import DTYPES
+from torchrope.ops.norms import Norm, Norms, as_arguments, called, normalise, read
 from torchrope.rotations import Action, Block, Commuting, Expansion, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import can_read, wide_dtype, with_sets, without_autocast
 
@@ -18,12 +20,13 @@ def rotate(
     rotation: Rotation | Action,
     *,
     key_rotation: Rotation | Action | None = None,
+    norm: Norms | None = None,
     layout: str | None = None,
     backend: str = "auto",
     scores_only: bool = False,
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k.
+    """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k,  or R(p) norm(q) and R(p) norm(k).
 
     The score of tokens at p and p' becomes q^T R(p)^T R(p') k, which depends on p' - p alone where the
     encoding's generators commute.
@@ -37,6 +40,9 @@ def rotate(
         rotation: What an encoding returned for the positions of q, and of k where `key_rotation` is not given; of an
             `Action`, as `PoseEncoding` returns it, q' = A^-T q and k' = A k.
         key_rotation: The rotation of k, where queries and keys sit at other positions.
+        norm: The norms of q and of k over head_dim, None for one without, which come before the rotation. A plain
+            `nn.RMSNorm` or `nn.LayerNorm` is computed in float32 or wider and rounded once, behind the rotation; any
+            other module, or one with hooks, is called.
         layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`; by default
             the first, with a warning where heads and tokens are equal in number and it cannot be checked.
         backend: "auto" takes the fastest path that serves; "native" (CPU), "triton" (GPU) and "reference" (plain
@@ -51,7 +57,7 @@ def rotate(
 
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; a backend that is
-            unknown or cannot serve.
+            unknown or cannot serve; a norm over another shape than head_dim.
 
     Example:
         >>> import torch, torchrope as tr
@@ -61,13 +67,15 @@ def rotate(
         True
     """
     if isinstance(rotation, Action) or isinstance(key_rotation, Action):
-        return _act(q, k, rotation, key_rotation, layout, backend)
+        of_q, of_k = (q, k) if norm is None else (normalise("q", q, norm[0]), normalise("k", k, norm[1]))
+        acted_q, acted_k = _act(of_q, of_k, rotation, key_rotation, layout, backend)
+        return acted_q.to(q.dtype), acted_k.to(k.dtype)
     if layout is not None or q.is_nested or k.is_nested:
         (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
-        turned_q, turned_k = _rotate(of_q, of_k, rotation, key_rotation, backend, scores_only, tokens)
+        turned_q, turned_k = _rotate_normed(of_q, of_k, rotation, key_rotation, norm, backend, scores_only, tokens)
         return restore_q(turned_q), restore_k(turned_k)
     warn_of_two_layouts("q", q, layout)
-    return _rotate(q, k, rotation, key_rotation, backend, scores_only, tokens)
+    return _rotate_normed(q, k, rotation, key_rotation, norm, backend, scores_only, tokens)
 
 
 def _act(
@@ -84,6 +92,87 @@ def _act(
         raise ValueError(f"queries and keys must both have poses, or neither, got {kinds}")
     action.require_same_frame(of_keys)
     return action.queries(q, layout=layout, backend=backend), of_keys.keys(k, layout=layout, backend=backend)
+
+
+def _rotate_normed(
+    q: Tensor,
+    k: Tensor,
+    rotation: Rotation,
+    key_rotation: Rotation | None,
+    norm: Norms | None,
+    backend: str,
+    scores_only: bool,
+    tokens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if norm is None:
+        return _rotate(q, k, rotation, key_rotation, backend, scores_only, tokens)
+    norms = read("q", q, norm[0]), read("k", k, norm[1])
+    of_q, of_k = (
+        x if own is not None else called(name, x, module)
+        for name, x, own, module in zip("qk", (q, k), norms, norm, strict=True)
+    )
+    if backend == "auto" and type(rotation) is Planar and key_rotation is None and any(norms):
+        turned = rotate_directly(of_q, of_k, rotation, norms)
+        if turned is not None:
+            return turned[0].to(q.dtype), turned[1].to(k.dtype)
+    of_keys = rotation if key_rotation is None else key_rotation
+    _check("q", q, rotation)
+    _check("k", k, of_keys)
+    _check_heads(q, k, rotation, of_keys)
+    if any(norms) and _fuses(backend, of_q, of_k, rotation, of_keys, norms):
+        if key_rotation is None:
+            turned = _rotate_fused(of_q, of_k, rotation, *norms)
+        else:
+            turned = _rotate_fused_alone(of_q, rotation, norms[0]), _rotate_fused_alone(of_k, of_keys, norms[1])
+        return turned[0].to(q.dtype), turned[1].to(k.dtype)
+    of_q, of_k = (x if own is None else own.wide(x) for x, own in zip((of_q, of_k), norms, strict=True))
+    wide = torch.promote_types(of_q.dtype, of_k.dtype)  # kernels for GPUs take one dtype
+    turned_q, turned_k = _rotate(of_q.to(wide), of_k.to(wide), rotation, key_rotation, backend, scores_only, tokens)
+    return turned_q.to(q.dtype), turned_k.to(k.dtype)
+
+
+def _fuses(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    rotation: Rotation,
+    key_rotation: Rotation,
+    norms: tuple[Norm | None, Norm | None],
+) -> bool:
+    """Whether one kernel normalises and rotates: planar rotations, and weights that it reads."""
+    if not (isinstance(rotation, Planar) and isinstance(key_rotation, Planar)):
+        return False
+    if rotation.rotary_dim == 0 or key_rotation.rotary_dim == 0:
+        return False
+    given = [x for norm in norms if norm is not None for x in (norm.weight, norm.bias) if x is not None]
+    narrow = all(x.dtype in DTYPES and x.device.type == q.device.type for x in given)
+    return narrow and _takes_kernels(backend, q, k, rotation, key_rotation)
+
+
+def _rotate_fused_alone(x: Tensor, rotation: Rotation, norm: Norm | None) -> Tensor:
+    return _rotate_fused(x, _no_samples(x), rotation, norm, None)[0]
+
+
+def _rotate_fused(
+    q: Tensor, k: Tensor, rotation: Rotation, q_norm: Norm | None, k_norm: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """Normalise and rotate both by the kernel, which knows one dimension of samples and weights in float32."""
+    assert isinstance(rotation, Planar)
+    weights, kinds, eps = as_arguments((q_norm, k_norm))
+    table = None if rotation.table is None else with_sets(rotation.table, 5)
+    turned = call(
+        "rotate_normed",
+        _with_samples(q),
+        _with_samples(k),
+        with_sets(rotation.positions, 3),
+        rotation.frequencies,
+        table,
+        rotation.halves,
+        *(None if x is None else x.to(torch.float32) for x in weights),
+        kinds,
+        eps,
+    )
+    return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
 
 
 def _rotate(
@@ -116,13 +205,20 @@ def _rotate(
 
 
 def rotate_one(
-    x: Tensor, rotation: Rotation, *, layout: str | None = None, backend: str = "auto", scores_only: bool = False
+    x: Tensor,
+    rotation: Rotation,
+    *,
+    norm: nn.Module | Norm | None = None,
+    layout: str | None = None,
+    backend: str = "auto",
+    scores_only: bool = False,
 ) -> Tensor:
-    """Rotate one tensor:  x' = R(p) x.  Queries or keys alone, values, or what attention returns.
+    """Rotate one tensor:  x' = R(p) x,  or R(p) norm(x).  Queries or keys alone, values, or what attention returns.
 
     Args:
         x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions, or jagged in its tokens.
         rotation: What an encoding returned for the positions of x.
+        norm: As one of `rotate`'s.
         layout: As `rotate`'s.
         backend: As `rotate`'s.
         scores_only: As `rotate`'s; queries and keys must agree on it, and share the rotation.
@@ -135,17 +231,35 @@ def rotate_one(
     """
     if layout is not None or x.is_nested:
         own, restore = heads_first("x", x, layout)
-        return restore(_rotate_one(own, rotation, backend, scores_only))
+        return restore(_rotate_one_normed(own, rotation, norm, backend, scores_only))
     warn_of_two_layouts("x", x, layout)
-    return _rotate_one(x, rotation, backend, scores_only)
+    return _rotate_one_normed(x, rotation, norm, backend, scores_only)
 
 
-def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) -> Tensor:
+def _rotate_one_normed(
+    x: Tensor, rotation: Rotation, norm: nn.Module | Norm | None, backend: str, scores_only: bool
+) -> Tensor:
+    if norm is None:
+        return _rotate_one(x, rotation, backend, scores_only)
+    own = read("x", x, norm)
+    if own is None:
+        return _rotate_one(called("x", x, norm), rotation, backend, scores_only).to(x.dtype)
+    _check_one(x, rotation)
+    if _fuses(backend, x, x, rotation, rotation, (own, None)):
+        return _rotate_fused_alone(x, rotation, own)
+    return _rotate_one(own.wide(x), rotation, backend, scores_only).to(x.dtype)
+
+
+def _check_one(x: Tensor, rotation: Rotation) -> None:
     _check("x", x, rotation)
     if isinstance(rotation, Expansion):
         raise ValueError(f"one tensor alone needs a rotation, got {type(rotation).__name__}, which is none")
     if rotation.shape[-2] != 1 and x.shape[-3] % rotation.heads:
         raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
+
+
+def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) -> Tensor:
+    _check_one(x, rotation)
     if isinstance(rotation, PlanarInBasis):
         wide = torch.promote_types(wide_dtype(x), rotation.dtype)
         with without_autocast(x):
@@ -229,8 +343,11 @@ def _rotate_wide(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _rotate_alone(x: Tensor, rotation: Rotation, scores_only: bool) -> Tensor:
-    nothing = x.new_empty((*x.shape[:-4], 0, *x.shape[-3:]))
-    return _rotate_fast(x, nothing, rotation, scores_only)[0]
+    return _rotate_fast(x, _no_samples(x), rotation, scores_only)[0]
+
+
+def _no_samples(like: Tensor) -> Tensor:
+    return like.new_empty((*like.shape[:-4], 0, *like.shape[-3:]))
 
 
 def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) -> tuple[Tensor, Tensor]:

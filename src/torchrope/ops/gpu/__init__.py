@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrope.ops.gpu import basis as _basis
 from torchrope.ops.gpu import block as _block
 from torchrope.ops.gpu import exponential as _exponential
+from torchrope.ops.gpu import normed as _normed
 from torchrope.ops.gpu import planar as _planar
 from torchrope.ops.gpu import planes as _planes
 
@@ -38,6 +39,39 @@ def rotate_planar_backward(
         grad_q, grad_k, q, k, positions, frequencies, wanted[1], wanted[0], halves
     )
     return dq, dk, d_positions, d_frequencies
+
+
+def rotate_normed(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    table: Tensor | None,
+    halves: bool,
+    weights: Sequence[Tensor | None],
+    kinds: Sequence[int],
+    eps: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """Normalise over channels, then turn channel pairs. A table is left aside."""
+    return _normed.rotate(q, k, positions, frequencies, halves, weights, kinds, eps)
+
+
+def rotate_normed_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    table: Tensor | None,
+    halves: bool,
+    weights: Sequence[Tensor | None],
+    kinds: Sequence[int],
+    eps: Sequence[float],
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Gradients to q, k, and where wanted to positions, frequencies and the four weights."""
+    return _normed.rotate_backward(grad_q, grad_k, q, k, positions, frequencies, halves, weights, kinds, eps, wanted)
 
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

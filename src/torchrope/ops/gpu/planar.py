@@ -36,7 +36,7 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, halves:
     """
     q, k = contiguous_channels(q), contiguous_channels(k)
     q_out, k_out = empty_rows(q), empty_rows(k)
-    work = _Work(q, k, positions, frequencies)
+    work = Work(q, k, positions, frequencies)
     if work.is_empty:
         return q_out, k_out
     with on_device_of(q):
@@ -77,7 +77,7 @@ def rotate_backward(
     """
     q, k, grad_q, grad_k = map(contiguous_channels, (q, k, grad_q, grad_k))
     q_out, k_out = empty_rows(q), empty_rows(k)
-    work = _Work(q, k, positions, frequencies)
+    work = Work(q, k, positions, frequencies)
     if work.is_empty:
         return (
             q_out,
@@ -109,7 +109,7 @@ def rotate_backward(
     )
 
 
-class _Work:
+class Work:
     """How a rotation is cut into programs: token tiles, rotation heads, sets of positions, and shares of the rows.
 
     Rows are the samples and heads that one set of angles turns.
@@ -134,14 +134,14 @@ class _Work:
 
 
 @triton.jit
-def _share(split, splits, rows):
+def share(split, splits, rows):
     """First and last row of a program."""
     each = tl.cdiv(rows, splits)
     return split * each, tl.minimum((split + 1) * each, rows)
 
 
 @triton.jit
-def _locate(tokens, heads, sets, TOKENS: tl.constexpr):
+def locate(tokens, heads, sets, TOKENS: tl.constexpr):
     """Head, token tile, set of positions and share of the rows; neighbouring programs read neighbouring heads."""
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, TOKENS)
@@ -154,7 +154,7 @@ def _locate(tokens, heads, sets, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _channels(pairs, HALVES: tl.constexpr, PAIRS: tl.constexpr):
+def channels_of(pairs, HALVES: tl.constexpr, PAIRS: tl.constexpr):
     """The channel of each column of a tile, in which the two of a pair are neighbours."""
     column = tl.arange(0, 2 * PAIRS)
     if HALVES:
@@ -163,10 +163,11 @@ def _channels(pairs, HALVES: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _angles(
+def angles_of(
     positions, frequencies, place, head, heads, pairs, token, tokens, pair,
     AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
+    """Angles [TOKENS, PAIRS] of the tokens of a tile, of one rotation head and set of positions."""
     angles = tl.zeros((TOKENS, PAIRS), tl.float32)
     for axis in tl.static_range(AXES):
         position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=token < tokens, other=0.0)
@@ -176,20 +177,21 @@ def _angles(
 
 
 @triton.jit
-def _row(start, row, group, head, stride_sample, stride_head):
+def row_start(start, row, group, head, stride_sample, stride_head):
     """Where a row begins: the row'th of the vectors that share angles, counted over samples and heads of the group."""
     sample = tl.cast(start + row // group, tl.int64)
     return sample * stride_sample + (head * group + row % group) * tl.cast(stride_head, tl.int64)
 
 
 @triton.jit
-def _halves(x, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
+def halves_of(x, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
     """Even and odd channels [TOKENS, PAIRS] in float32."""
     return tl.split(tl.reshape(x.to(tl.float32), (TOKENS, PAIRS, 2)))
 
 
 @triton.jit
-def _whole(even, odd, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
+def whole_of(even, odd, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
+    """Vectors [TOKENS, 2 PAIRS] of even and odd channels."""
     return tl.reshape(tl.join(even, odd), (TOKENS, 2 * PAIRS))
 
 
@@ -200,11 +202,11 @@ def _rotate_rows(
     cos, sin, turning, token, channel, inside, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     for row in range(first, last):
-        here = _row(start, row, group, head, x_sample, x_head)
-        there = _row(start, row, group, head, out_sample, out_head)
+        here = row_start(start, row, group, head, x_sample, x_head)
+        there = row_start(start, row, group, head, out_sample, out_head)
         vectors = tl.load(x + here + token[:, None] * x_token + channel[None, :], mask=inside, other=0.0)
-        even, odd = _halves(vectors, TOKENS, PAIRS)
-        turned = _whole(cos * even - sin * odd, sin * even + cos * odd, TOKENS, PAIRS).to(vectors.dtype)
+        even, odd = halves_of(vectors, TOKENS, PAIRS)
+        turned = whole_of(cos * even - sin * odd, sin * even + cos * odd, TOKENS, PAIRS).to(vectors.dtype)
         result = tl.where(turning[None, :], turned, vectors)
         tl.store(out + there + token[:, None] * out_token + channel[None, :], result, mask=inside)
 
@@ -217,24 +219,24 @@ def _rotate_kernel(
     tokens, channels, pairs, heads, sets, samples, q_group, k_group, splits,
     HALVES: tl.constexpr, AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    head, tile, place, split = _locate(tokens, heads, sets, TOKENS)
+    head, tile, place, split = locate(tokens, heads, sets, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     pair = tl.arange(0, PAIRS)
     turning = tl.arange(0, 2 * PAIRS) < 2 * pairs
-    channel = _channels(pairs, HALVES, PAIRS)
+    channel = channels_of(pairs, HALVES, PAIRS)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
-    angles = _angles(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
+    angles = angles_of(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
     cos = tl.cos(angles)
     sin = tl.sin(angles)
     start = place * samples
     token = token.to(tl.int64)
-    first, last = _share(split, splits, samples * q_group)
+    first, last = share(split, splits, samples * q_group)
     _rotate_rows(
         q, q_out, first, last, start, q_group, head,
         q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
         cos, sin, turning, token, channel, inside, TOKENS, PAIRS,
     )  # fmt: skip
-    first, last = _share(split, splits, samples * k_group)
+    first, last = share(split, splits, samples * k_group)
     _rotate_rows(
         k, k_out, first, last, start, k_group, head,
         k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
@@ -251,21 +253,43 @@ def _rotate_back_rows(
     """Turn gradients back; returns the gradient of the angles [TOKENS, PAIRS]."""
     grad_angles = tl.zeros((TOKENS, PAIRS), tl.float32)
     for row in range(first, last):
-        here = _row(start, row, group, head, grad_sample, grad_head)
-        there = _row(start, row, group, head, out_sample, out_head)
+        here = row_start(start, row, group, head, grad_sample, grad_head)
+        there = row_start(start, row, group, head, out_sample, out_head)
         vectors = tl.load(grad + here + token[:, None] * grad_token + channel[None, :], mask=inside, other=0.0)
-        even, odd = _halves(vectors, TOKENS, PAIRS)
+        even, odd = halves_of(vectors, TOKENS, PAIRS)
         grad_even = cos * even + sin * odd
         grad_odd = cos * odd - sin * even
-        turned = _whole(grad_even, grad_odd, TOKENS, PAIRS).to(out.dtype.element_ty)
+        turned = whole_of(grad_even, grad_odd, TOKENS, PAIRS).to(out.dtype.element_ty)
         result = tl.where(turning[None, :], turned, vectors.to(out.dtype.element_ty))
         tl.store(out + there + token[:, None] * out_token + channel[None, :], result, mask=inside)
         if NEED_ANGLES:
-            origin = _row(start, row, group, head, x_sample, x_head)
+            origin = row_start(start, row, group, head, x_sample, x_head)
             before = tl.load(x + origin + token[:, None] * x_token + channel[None, :], mask=inside, other=0.0)
-            even, odd = _halves(before, TOKENS, PAIRS)
+            even, odd = halves_of(before, TOKENS, PAIRS)
             grad_angles += grad_odd * even - grad_even * odd
     return grad_angles
+
+
+@triton.jit
+def keep_angles(
+    grad_angles, positions, frequencies, per_frequency, per_position, head, tile, place, split, token, pair,
+    tokens, pairs, heads, sets,
+    NEED_FREQUENCIES: tl.constexpr, NEED_POSITIONS: tl.constexpr, AXES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Store what a program adds to the gradients of frequencies and positions."""
+    if NEED_FREQUENCIES:
+        part = (split * sets + place) * tl.cdiv(tokens, TOKENS) + tile
+        for axis in tl.static_range(AXES):
+            position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=token < tokens, other=0.0)
+            total = tl.sum(position[:, None] * grad_angles, axis=0)
+            cell = (tl.cast(part, tl.int64) * AXES + axis) * heads + head
+            tl.store(per_frequency + cell * pairs + pair, total, mask=pair < pairs)
+    if NEED_POSITIONS:
+        for axis in tl.static_range(AXES):
+            frequency = tl.load(frequencies + (axis * heads + head) * pairs + pair, mask=pair < pairs, other=0.0)
+            total = tl.sum(frequency[None, :] * grad_angles, axis=1)
+            cell = ((split * heads + head) * sets + place) * tokens + token.to(tl.int64)
+            tl.store(per_position + cell * AXES + axis, total, mask=token < tokens)
 
 
 @triton.jit
@@ -278,39 +302,30 @@ def _rotate_backward_kernel(
     NEED_FREQUENCIES: tl.constexpr, NEED_POSITIONS: tl.constexpr,
     HALVES: tl.constexpr, AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    head, tile, place, split = _locate(tokens, heads, sets, TOKENS)
+    head, tile, place, split = locate(tokens, heads, sets, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     pair = tl.arange(0, PAIRS)
     turning = tl.arange(0, 2 * PAIRS) < 2 * pairs
-    channel = _channels(pairs, HALVES, PAIRS)
+    channel = channels_of(pairs, HALVES, PAIRS)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
-    angles = _angles(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
+    angles = angles_of(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
     cos = tl.cos(angles)
     sin = tl.sin(angles)
     start = place * samples
     wide = token.to(tl.int64)
-    first, last = _share(split, splits, samples * q_group)
+    first, last = share(split, splits, samples * q_group)
     grad_angles = _rotate_back_rows(
         grad_q, q, q_out, first, last, start, q_group, head,
         gq_sample, gq_head, gq_token, q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
         cos, sin, turning, wide, channel, inside, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
     )  # fmt: skip
-    first, last = _share(split, splits, samples * k_group)
+    first, last = share(split, splits, samples * k_group)
     grad_angles += _rotate_back_rows(
         grad_k, k, k_out, first, last, start, k_group, head,
         gk_sample, gk_head, gk_token, k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
         cos, sin, turning, wide, channel, inside, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
     )  # fmt: skip
-    if NEED_FREQUENCIES:
-        part = (split * sets + place) * tl.cdiv(tokens, TOKENS) + tile
-        for axis in tl.static_range(AXES):
-            position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=token < tokens, other=0.0)
-            total = tl.sum(position[:, None] * grad_angles, axis=0)
-            cell = (tl.cast(part, tl.int64) * AXES + axis) * heads + head
-            tl.store(per_frequency + cell * pairs + pair, total, mask=pair < pairs)
-    if NEED_POSITIONS:
-        for axis in tl.static_range(AXES):
-            frequency = tl.load(frequencies + (axis * heads + head) * pairs + pair, mask=pair < pairs, other=0.0)
-            total = tl.sum(frequency[None, :] * grad_angles, axis=1)
-            cell = ((split * heads + head) * sets + place) * tokens + wide
-            tl.store(per_position + cell * AXES + axis, total, mask=token < tokens)
+    keep_angles(
+        grad_angles, positions, frequencies, per_frequency, per_position, head, tile, place, split, token, pair,
+        tokens, pairs, heads, sets, NEED_FREQUENCIES, NEED_POSITIONS, AXES, TOKENS,
+    )  # fmt: skip

@@ -128,6 +128,10 @@ class _Angles(ctypes.Structure):
     _fields_ = _integers("tokens axes heads pairs halves") + _addresses("positions frequencies table")
 
 
+class _Norm(ctypes.Structure):
+    _fields_ = [("kind", _INTEGER), ("eps", ctypes.c_double), *_addresses("weight bias d_weight d_bias")]
+
+
 class _Planar(_Sides):
     _fields_ = [
         ("size", _INTEGER),
@@ -135,7 +139,32 @@ class _Planar(_Sides):
         ("angles", _Angles),
         *_integers("head_dim sets threads"),
         *_addresses("d_frequencies d_positions"),
+        ("norms", _Norm * 2),
     ]
+
+    def set_norms(
+        self, weights: Sequence[Tensor | None], kinds: Sequence[int], eps: Sequence[float], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Describe the norms of q and k; returns memory for the gradients to those of their weights that are wanted."""
+        gradients = [None if w is None else _gradient(w, needed) for w, needed in zip(weights, wanted, strict=True)]
+        sides = (self._norm(side, weights, kinds[side], eps[side], gradients) for side in (0, 1))
+        _NORMS.pack_into(self, _Planar.norms.offset, *(number for side in sides for number in side))
+        return gradients
+
+    def _norm(
+        self, side: int, weights: Sequence[Tensor | None], kind: int, eps: float, gradients: Sequence[Tensor | None]
+    ) -> tuple[int | float, ...]:
+        """Numbers of a `_Norm`."""
+        if kind == 0:
+            return 0, 0.0, 0, 0, 0, 0
+        weight, bias = weights[2 * side : 2 * side + 2]
+        weight = torch.ones(self.head_dim) if weight is None else weight
+        of_bias = 0 if kind == 1 else self.keep(torch.zeros(self.head_dim) if bias is None else bias)
+        d_weight, d_bias = (_at(gradient) or 0 for gradient in gradients[2 * side : 2 * side + 2])
+        return kind, eps, self.keep(weight), of_bias, d_weight, d_bias
+
+
+_NORMS = struct.Struct(2 * "qdqqqq")
 
 
 class _Block(_Sides):
@@ -209,12 +238,47 @@ class PlanarCall:
         call.run("torchrope_planar", 1)
         return (*out, d_positions, d_frequencies)
 
+    def normed(
+        self, q: Tensor, k: Tensor, weights: Sequence[Tensor | None], kinds: Sequence[int], eps: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise q and k, then rotate them, as `rotate_normed`."""
+        call = self._copy()
+        call.set_norms(weights, kinds, eps, _NONE_WANTED)
+        out = call.set_sides(q, k)
+        call.run("torchrope_planar", 0)
+        return out
+
+    def normed_backward(
+        self,
+        grad_q: Tensor,
+        grad_k: Tensor,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor | None,
+        frequencies: Tensor | None,
+        weights: Sequence[Tensor | None],
+        kinds: Sequence[int],
+        eps: Sequence[float],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """Gradients to q, k, and to positions and frequencies where these are given and to the weights wanted."""
+        call = self._copy()
+        of_weights = call.set_norms(weights, kinds, eps, wanted)
+        out = call.set_sides(q, k, grad_q, grad_k)
+        d_positions, d_frequencies = (None if x is None else _gradient(x, True) for x in (positions, frequencies))
+        call.d_positions, call.d_frequencies = _at(d_positions), _at(d_frequencies)
+        call.run("torchrope_planar", 1)
+        return (*out, [d_positions, d_frequencies, *of_weights])
+
     def _copy(self) -> _Planar:
         """Arguments of one call: another thread may be calling."""
         call = _Planar.from_buffer_copy(self._arguments)
         call.kept = []
         call.threads = torch.get_num_threads()
         return call
+
+
+_NONE_WANTED = (False,) * 4
 
 
 def _planar_arguments(
@@ -265,6 +329,48 @@ def rotate_planar_backward(
     call.set(d_positions=_at(d_positions), d_frequencies=_at(d_frequencies))
     call.run("torchrope_planar", 1)
     return (*out, d_positions, d_frequencies)
+
+
+def rotate_normed(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    table: Tensor | None,
+    halves: bool,
+    weights: Sequence[Tensor | None],
+    kinds: Sequence[int],
+    eps: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """Normalise q and k over head_dim, then turn channel pairs as `rotate_planar` does.
+
+    Args:
+        q: As `rotate_planar`'s, with all until halves.
+        weights: Weight and bias of the norm of q, then of that of k, each `(head_dim,)`; None for ones and zeros.
+        kinds: Of q and k: 0 no norm, 1 RMSNorm, which has no bias, 2 LayerNorm.
+        eps: Of q and k: added to the mean of squares or the variance.
+    """
+    return PlanarCall(positions, frequencies, table, halves, q.shape[3]).normed(q, k, weights, kinds, eps)
+
+
+def rotate_normed_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    table: Tensor | None,
+    halves: bool,
+    weights: Sequence[Tensor | None],
+    kinds: Sequence[int],
+    eps: Sequence[float],
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Gradients to q, k, and where wanted to positions, frequencies and the four weights."""
+    call = PlanarCall(positions, frequencies, table, halves, q.shape[3])
+    of_positions, of_frequencies = (positions if wanted[0] else None), (frequencies if wanted[1] else None)
+    return call.normed_backward(grad_q, grad_k, q, k, of_positions, of_frequencies, weights, kinds, eps, wanted[2:])
 
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
