@@ -26,6 +26,10 @@ class Norm:
         weight: `(head_dim,)`, or None for ones.
         bias: `(head_dim,)` of a LayerNorm, or None for zeros.
         eps: Added to the mean of squares or the variance.
+
+    References:
+        Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv:1910.07467), equation 4. Ba et al., Layer
+        Normalization (arXiv:1607.06450), equation 4.
     """
 
     kind: int

@@ -41,8 +41,9 @@ def rotate(
             `Action`, as `PoseEncoding` returns it, q' = A^-T q and k' = A k.
         key_rotation: The rotation of k, where queries and keys sit at other positions.
         norm: The norms of q and of k over head_dim, None for one without, which come before the rotation. A plain
-            `nn.RMSNorm` or `nn.LayerNorm` is computed in float32 or wider and rounded once, behind the rotation; any
-            other module, or one with hooks, is called.
+            `nn.RMSNorm` or `nn.LayerNorm` is computed in float32 or wider and rounded once, behind the rotation, by
+            the kernel that rotates where that is one of planar rotations; any other module, or one with hooks, is
+            called.
         layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`; by default
             the first, with a warning where heads and tokens are equal in number and it cannot be checked.
         backend: "auto" takes the fastest path that serves; "native" (CPU), "triton" (GPU) and "reference" (plain
