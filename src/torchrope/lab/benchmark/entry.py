@@ -115,7 +115,6 @@ class Entry:
         title: Of its plan.
         author: Who ran it.
         sets: What was measured, by data set.
-        encodings: Names for people, of encodings that are not the library's.
     """
 
     title: str

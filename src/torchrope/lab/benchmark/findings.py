@@ -78,8 +78,14 @@ def differ(sets: Sequence[OfSet], names: Sequence[str]) -> dict[tuple[str, str],
 
 def ranked(sets: Sequence[OfSet], names: Sequence[str]) -> list[str]:
     """Names by their mean accuracy over data sets, the highest first."""
-    means = {name: float(np.mean([found.rights()[name].mean() for found in sets])) for name in names}
+    means = mean_top1(sets)
     return sorted(names, key=lambda name: (-means[name], name))
+
+
+def mean_top1(sets: Sequence[OfSet]) -> dict[str, float]:
+    """Top-1 in percent, the mean over data sets, of the encodings that all of them have."""
+    rights = [found.rights() for found in sets]
+    return {name: 100 * float(np.mean([each[name].mean() for each in rights])) for name in on_every_set(sets)}
 
 
 def between(pairs: Pairs, one: str, other: str) -> Interval:
@@ -129,7 +135,7 @@ def advice(order: Sequence[str], pairs: Pairs, sets: int) -> Advice:
 
 def table_of_ranks(sets: Sequence[OfSet], order: Sequence[str], pairs: Pairs, seeds: int) -> Table:
     """Rank, lead over the model without positions, distance to the best, and cost."""
-    reach = ranks(order, pairs)
+    reach, means = ranks(order, pairs), mean_top1(sets)
     rows: list[Row] = []
     for name in order:
         gap = None if name == order[0] else between(pairs, order[0], name)
@@ -139,7 +145,7 @@ def table_of_ranks(sets: Sequence[OfSet], order: Sequence[str], pairs: Pairs, se
             {
                 **named(name),
                 "rank": f"{reach[name][0]} to {reach[name][1]}",
-                "mean": 100 * float(np.mean([found.rights()[name].mean() for found in sets])),
+                "mean": means[name],
                 **cells("gain", gain),
                 **cells("gap", gap),
                 "verdict": "highest" if gap is None else verdict_of(gap, "behind", "ahead", "not told apart"),
@@ -308,13 +314,10 @@ def figure_of_sets(sets: Sequence[OfSet]) -> Figure:
 
 def figure_of_costs(sets: Sequence[OfSet], order: Sequence[str]) -> list[Figure]:
     """Mean accuracy beside the time of a training step."""
-    rows: list[Row] = []
-    for name in order:
-        step = _step(sets, name)
-        if step is not None:
-            rows.append(
-                {"name": name, "step": step, "mean": 100 * float(np.mean([s.rights()[name].mean() for s in sets]))}
-            )
+    means, steps = mean_top1(sets), {name: _step(sets, name) for name in order}
+    rows: list[Row] = [
+        {"name": name, "step": step, "mean": means[name]} for name, step in steps.items() if step is not None
+    ]
     if not rows:
         return []
     return [

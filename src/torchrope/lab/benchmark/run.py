@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -12,13 +13,13 @@ from torchrope.lab.benchmark.entry import Entry, OfEncoding, OfSet, Tuned, best_
 from torchrope.lab.benchmark.findings import find
 from torchrope.lab.benchmark.plan import Plan
 from torchrope.lab.provenance import provenance
-from torchrope.lab.results import RunFacts, StudyResult
+from torchrope.lab.results import StudyResult
 from torchrope.lab.studies.engine.config import fitting
 from torchrope.lab.studies.engine.estimates import by_encoding
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.measured import Measured, costs_of, measure_run, relative_costs
 from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.studies.engine.study import Lab, describe
+from torchrope.lab.studies.engine.study import Lab, describe, facts_of
 
 RESULT = "benchmark.json"
 ENTRY = "entry/entry.json"
@@ -80,7 +81,7 @@ def write_results(
         sources=(),
         findings=find(together),
         data=None,
-        run=RunFacts(command=command, date=date.today().isoformat(), **provenance()),
+        run=facts_of(command, {}),
         unfinished=list(unfinished),
     )
     result.write(out / RESULT)
@@ -145,8 +146,8 @@ def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, f
     return found
 
 
-def _at_rate(lab: Lab, names: Sequence[str], rate: float) -> dict[str, list[Trained]]:
-    return by_encoding(lab.train(lab.runs(names, optim={"lr": lab.config.optim.lr * rate})))
+def _at_rate(lab: Lab, names: Sequence[str], rate: float, **settings: Any) -> dict[str, list[Trained]]:
+    return by_encoding(lab.train(lab.runs(names, optim={"lr": lab.config.optim.lr * rate}, **settings)))
 
 
 def _small(lab: Lab, plan: Plan, names: Sequence[str], rate: float) -> dict[str, list[Trained]]:
@@ -154,8 +155,7 @@ def _small(lab: Lab, plan: Plan, names: Sequence[str], rate: float) -> dict[str,
     if not plan.small:
         return {}
     count = max(round(plan.small * lab.data.counts[0]), lab.data.num_classes)
-    optim = {"lr": lab.config.optim.lr * rate}
-    return by_encoding(lab.train(lab.runs(names, data={"train_size": count}, optim=optim)))
+    return _at_rate(lab, names, rate, data={"train_size": count})
 
 
 def _of_encoding(measured: Sequence[Measured]) -> OfEncoding:

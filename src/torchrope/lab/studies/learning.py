@@ -376,8 +376,8 @@ def answer(pooled: Pooled, names: Sequence[str], seeds: int) -> str:
     learned = {level: found for level, found in pooled.frozen.items() if level != WIDER}
     best = max(learned, key=lambda level: learned[level].estimate)
     known = verdict_of(usual, "gain measurably over frozen ones", "lose measurably to frozen ones", "")
-    verb = known or "cannot be told apart from frozen ones"
-    first = f"{_of(names)}: generators that learn at the model's rate {verb}, {points(usual)}"
+    compared = known or "cannot be told apart from frozen ones"
+    first = f"{_of(names)}: generators that learn at the model's rate {compared}, {points(usual)}"
     if best == AS_MODEL:
         return f"{first}.{one_seed(seeds)}"
     so = "measurably " * bool(learned[best].low > 0)
