@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import load_modules
 from torchrope.lab.studies.engine.config import LabConfig
@@ -23,6 +24,9 @@ from torchrope.lab.studies.slurm import local_executor, parse_slurm, slurm_execu
 _POLL_SECONDS = 1.0
 
 Submit = Callable[[Sequence[Run], Path], list[Any]]
+
+_KEPT: list[DataModule] = []
+"""The data that this process read last."""
 
 
 def train_runs(
@@ -80,10 +84,18 @@ def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any
     started = time.monotonic()
     load_modules([run.encoding])  # the process that asked for the run has them: it built the model
     store = Store(folder)
-    store.train(run, data, on_epoch)
+    store.train(run, data or _data_of(run), on_epoch)
     trained = store.finished(run)
     assert trained is not None
     return trained.quality, time.monotonic() - started
+
+
+def _data_of(run: Run) -> DataModule:
+    """The data of a run, set up, and kept until a run on other data: those of a study mostly share them."""
+    if not _KEPT or _KEPT[0].config != run.config.data:
+        _KEPT[:] = [make_data(run.config.data)]
+        _KEPT[0].setup()
+    return _KEPT[0]
 
 
 @contextmanager
