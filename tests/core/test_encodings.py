@@ -265,6 +265,15 @@ def test_bad_positions_are_told_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_an_encoding_is_built_on_the_meta_device_without_its_numbers(case: str) -> None:
+    with torch.device("meta"):
+        empty = CASES[case]()
+    assert {name: tuple(p.shape) for name, p in empty.named_parameters()} == {
+        name: tuple(p.shape) for name, p in CASES[case]().named_parameters()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_repr_shows_what_was_asked_for(case: str) -> None:
     encoding = CASES[case]()
     assert f"num_axes={encoding.num_axes}, num_heads={encoding.num_heads}" in repr(encoding)

@@ -1,5 +1,6 @@
 """HARoPE: RoPE-Axial behind a learned linear map of each head."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ class HARoPE(ExpandingEncoding):
         """Start with M = I."""
         nn.init.zeros_(self.left)
         nn.init.zeros_(self.right)
-        nn.init.constant_(self.scales, torch.expm1(torch.tensor(1.0 - _LEAST)).log().item())
+        nn.init.constant_(self.scales, math.log(math.expm1(1.0 - _LEAST)))
         self.rotary.reset_parameters()
 
     def maps(self) -> tuple[Tensor, Tensor]:
