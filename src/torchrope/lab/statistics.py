@@ -191,12 +191,32 @@ def differences_over_sets(sets: Sequence[Mapping[str, ArrayLike]], pairs: Sequen
     compared = [_compared(_arrays(each), pairs) for each in sets]
 
     def intervals(level: float) -> list[Interval]:
-        ends = np.array([each.intervals((1 - level) / 2) for each in compared])  # (sets, pairs, 3)
-        mean = ends[..., 0].mean(axis=0)
-        below, above = (np.sqrt(((ends[..., at] - ends[..., 0]) ** 2).sum(axis=0)) / len(sets) for at in (1, 2))
-        return [Interval(*map(float, each)) for each in zip(mean, mean - below, mean + above, strict=True)]
+        return _mean_over_sets(np.array([each.intervals((1 - level) / 2) for each in compared]))
 
     return simultaneous(intervals)
+
+
+def difference_over_sets(pairs: Sequence[tuple[ArrayLike, ArrayLike]], *, level: float = 0.95) -> Interval:
+    """Compute the mean over data sets of `difference_interval`, each set counting alike, as `differences_over_sets`.
+
+    Args:
+        pairs: What is compared on each data set, right (1) or wrong (0), as `difference_interval` takes it.
+        level: Of confidence.
+
+    Raises:
+        ValueError: there is no set; arrays of a set as `difference_interval` refuses them.
+    """
+    if not pairs:
+        raise ValueError("differences over data sets need one set at least, got none")
+    ends = np.array([[difference_interval(one, other, level=level)] for one, other in pairs])
+    return _mean_over_sets(ends)[0]
+
+
+def _mean_over_sets(ends: Array) -> list[Interval]:
+    """Average estimates and their intervals `(sets, pairs, 3)` over sets that share no examples."""
+    mean = ends[..., 0].mean(axis=0)
+    below, above = (np.sqrt(((ends[..., at] - ends[..., 0]) ** 2).sum(axis=0)) / len(ends) for at in (1, 2))
+    return [Interval(*map(float, each)) for each in zip(mean, mean - below, mean + above, strict=True)]
 
 
 def ranks(names: Sequence[str], differ: Mapping[tuple[str, str], Interval]) -> dict[str, tuple[int, int]]:

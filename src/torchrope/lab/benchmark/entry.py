@@ -80,6 +80,8 @@ class OfSet:
         command, commit, date: Where the numbers are from.
         machine, versions: Likewise.
         notes: What was left out, with the reason.
+        trainings, seconds: How many models were trained, those for tuning, with fewer examples and at own rates
+            included, and how long they took together.
     """
 
     name: str
@@ -95,6 +97,8 @@ class OfSet:
     machine: Mapping[str, Any]
     versions: Mapping[str, Any]
     notes: Sequence[str] = ()
+    trainings: int = 0
+    seconds: float = 0.0
 
     @property
     def examples(self) -> int:
@@ -181,6 +185,8 @@ def check_set(found: OfSet) -> None:
         raise ValueError(f"{where}: chance must be from 1 / {classes} to below 1, got {found.chance}")
     if not found.encodings:
         raise ValueError(f"{where} must have an encoding, got none")
+    if not (found.trainings >= 0 and 0 <= found.seconds < math.inf):
+        raise ValueError(f"{where}: trainings and seconds must be 0 or more, got {found.trainings}, {found.seconds}")
     counts = {name: len(each.right) for name, each in found.encodings.items()}
     if len(set(counts.values())) > 1 or not min(counts.values()):
         raise ValueError(f"{where} must have as many seeds for each encoding, got {short(counts)}")
@@ -278,5 +284,9 @@ def _joined(one: OfSet, other: OfSet) -> OfSet:
     if len(seeds) > 1:
         raise ValueError(f"entries of set {one.name} must have as many seeds, got {sorted(seeds)}")
     return replace(
-        one, encodings={**other.encodings, **one.encodings}, notes=[*dict.fromkeys([*one.notes, *other.notes])]
+        one,
+        encodings={**other.encodings, **one.encodings},
+        notes=[*dict.fromkeys([*one.notes, *other.notes])],
+        trainings=one.trainings + other.trainings,
+        seconds=one.seconds + other.seconds,
     )

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def write_results(
         sources=(),
         findings=find(together),
         data=None,
-        run=facts_of(command, {}),
+        run=facts_of(command, {}, sum(found.seconds for found in together.sets) or None),
         unfinished=list(unfinished),
     )
     result.write(out / RESULT)
@@ -92,7 +93,8 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> OfSet:
     """Choose the learning rate, train every encoding at it, and measure the runs, on one data set."""
     runs, notes = feasible(lab, lab.runs(lab.encodings))
     names = list(dict.fromkeys(run.encoding for run in runs))
-    tuning = _tune(lab, plan, names)
+    tuned = _tune(lab, plan, names)
+    tuning = {name: {factor: each.top1 for factor, each in of.items()} for name, of in tuned.items()}
     rate = best_rate(list(tuning.values())) if tuning else 1.0
     trained = _at_rate(lab, names, rate)
     scales = plan.scales if lab.data.lattice else [1.0]
@@ -100,6 +102,10 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> OfSet:
     small = _small(lab, plan, names, rate)
     own = {name: best_rate([tuned]) for name, tuned in tuning.items()}
     own_runs = {name: _at_rate(lab, [name], best)[name] for name, best in own.items() if best != rate}
+    every = [
+        *(each for of in tuned.values() for each in of.values()),
+        *chain(*trained.values(), *small.values(), *own_runs.values()),
+    ]
     costs = costs_of(lab, names, Path(lab.config.out) / "runs" / f"costs-{name}.json")
     relative = relative_costs({each: costs[each]["seconds"] for each in names})
     labels = next(iter(trained.values()))[0].labels
@@ -125,14 +131,16 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> OfSet:
         command=command,
         date=date.today().isoformat(),
         notes=notes,
+        trainings=len(every),
+        seconds=round(sum(each.seconds for each in every), 1),
         **{key: value for key, value in provenance().items() if key in ("commit", "machine", "versions")},
     )
     check_set(found)
     return found
 
 
-def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, float]]:
-    """Accuracy at each learning rate on training examples held out for it, by encoding; one training each."""
+def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, Trained]]:
+    """Runs at each learning rate, tested on training examples held out for it, by encoding; one training each."""
     tuned = fitting(plan.tuned, lab.config.data)
     wanted = [name for name in names if not tuned or name in tuned]
     if len(plan.rates) == 1 or not wanted:
@@ -140,9 +148,9 @@ def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, f
     base = lab.config.optim.lr
     cells = [(name, rate) for rate in plan.rates for name in wanted]
     trained = lab.train([lab.run(name, data={"tuning": True}, optim={"lr": base * rate}) for name, rate in cells])
-    found: dict[str, dict[float, float]] = {name: {} for name in wanted}
+    found: dict[str, dict[float, Trained]] = {name: {} for name in wanted}
     for (name, rate), run in zip(cells, trained, strict=True):
-        found[name][rate] = run.top1
+        found[name][rate] = run
     return found
 
 

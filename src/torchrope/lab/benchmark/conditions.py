@@ -1,0 +1,92 @@
+"""Conditions that a benchmark measures each encoding under, and how encodings differ under them over data sets."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+
+from torchrope.lab.benchmark.entry import OfEncoding, OfSet, Rights, unpack
+from torchrope.lab.conclusion import Interval
+from torchrope.lab.statistics import differences_over_sets
+from torchrope.lab.studies.engine.estimates import in_percent
+
+Condition = Literal["trained", "small", "shuffled", "smallest", "largest"]
+TITLES: dict[Condition, str] = {
+    "trained": "As trained",
+    "small": "Fewer examples",
+    "shuffled": "In random order",
+    "smallest": "Smallest size",
+    "largest": "Largest size",
+}
+"""Sizes are those of data on a lattice, evaluated without more training."""
+
+
+def accuracies(found: OfSet, condition: Condition) -> dict[str, np.ndarray]:
+    """Right or wrong of a data set under a condition, `(seeds, examples)` by encoding; without those that lack it."""
+    packed = {name: _packed(each, condition) for name, each in found.encodings.items()}
+    return {name: unpack(rights, found.examples) for name, rights in packed.items() if rights}
+
+
+def _packed(each: OfEncoding, condition: Condition) -> Rights:
+    if condition in ("smallest", "largest"):
+        in_order = sorted(each.sizes, key=lambda size: int(np.prod([int(side) for side in size.split("×")])))
+        return each.sizes[in_order[0 if condition == "smallest" else -1]] if in_order else ()
+    return {"trained": each.right, "small": each.small, "shuffled": each.shuffled}[condition]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Encodings in the order of their mean accuracy over data sets, and how each pair differs.
+
+    Attributes:
+        order: Names, the highest mean first.
+        means: Top-1 in percent by name, the mean over data sets.
+        pairs: Differences in points, the mean over data sets, at 5 % over all pairs (Holm).
+        sets: How many data sets.
+    """
+
+    order: Sequence[str]
+    means: Mapping[str, float]
+    pairs: Mapping[tuple[str, str], Interval]
+    sets: int
+
+    def difference(self, one: str, other: str) -> Interval:
+        """Top-1 of one less that of the other, in points."""
+        if (one, other) in self.pairs:
+            return self.pairs[one, other]
+        estimate, low, high = self.pairs[other, one]
+        return Interval(-estimate, -high, -low)
+
+    @property
+    def best(self) -> str:
+        """The encoding of the highest mean."""
+        return self.order[0]
+
+    @property
+    def tied(self) -> list[str]:
+        """Names that are not measurably behind the best, which is not among them."""
+        return [name for name in self.order[1:] if self.difference(self.best, name).low <= 0]
+
+    @property
+    def behind(self) -> list[str]:
+        """Names that are measurably behind the best."""
+        return [name for name in self.order[1:] if self.difference(self.best, name).low > 0]
+
+
+def rank(sets: Sequence[OfSet], condition: Condition = "trained") -> Ranking | None:
+    """Rank the encodings that all data sets have, over those data sets that were measured under the condition.
+
+    Returns:
+        None if fewer than two encodings are on all data sets, or no data set has the condition.
+    """
+    measured = [rights for found in sets if (rights := accuracies(found, condition))]
+    names = [name for name in measured[0] if all(name in rights for rights in measured)] if measured else []
+    if len(names) < 2:
+        return None
+    pairs = list(combinations(names, 2))
+    common = [{name: rights[name] for name in names} for rights in measured]
+    differences = dict(zip(pairs, map(in_percent, differences_over_sets(common, pairs)), strict=True))
+    means = {name: 100 * float(np.mean([rights[name].mean() for rights in common])) for name in names}
+    return Ranking(sorted(names, key=lambda name: (-means[name], name)), means, differences, len(measured))

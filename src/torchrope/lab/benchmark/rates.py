@@ -1,0 +1,100 @@
+"""What a learning rate of its own brings an encoding, and whether it changes the order."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchrope.lab.benchmark.entry import OfSet
+from torchrope.lab.results import Column, Row, Table
+from torchrope.lab.studies.engine.estimates import (
+    HOLM,
+    NAMES,
+    VERDICT,
+    cells,
+    contrasts,
+    named,
+    verdict_of,
+    with_interval,
+)
+
+
+def tables_of_rates(sets: Sequence[OfSet]) -> list[Table]:
+    """The order of tuned encodings at the rate of all and at their own, and the gain on each set."""
+    return [*_order(sets), *_gains(sets)]
+
+
+def order_changes(sets: Sequence[OfSet]) -> str | None:
+    """One sentence on what own rates change in the order of tuned encodings; None if fewer than two were tuned."""
+    means = _means(sets)
+    if len(means) < 2:
+        return None
+    common, own = _ordered(means, 0), _ordered(means, 1)
+    if common == own:
+        return f"With learning rates of their own the {len(means)} tuned encodings keep their order: {', '.join(own)}."
+    return f"At the common learning rate the order is {', '.join(common)}; at rates of their own {', '.join(own)}."
+
+
+def _means(sets: Sequence[OfSet]) -> dict[str, tuple[float, float]]:
+    """Mean top-1 in percent at the rate of all and at their own, of encodings tuned on all sets."""
+    names = [name for name in sets[0].encodings if all(_tuned(found, name) for found in sets)]
+    found: dict[str, tuple[float, float]] = {}
+    for name in names:
+        common = [each.rights()[name].mean() for each in sets]
+        own = [each.rights("own").get(name, each.rights()[name]).mean() for each in sets]
+        found[name] = (100 * float(np.mean(common)), 100 * float(np.mean(own)))
+    return found
+
+
+def _tuned(found: OfSet, name: str) -> bool:
+    return name in found.encodings and bool(found.encodings[name].tuning)
+
+
+def _ordered(means: dict[str, tuple[float, float]], at: int) -> list[str]:
+    return sorted(means, key=lambda name: (-means[name][at], name))
+
+
+def _order(sets: Sequence[OfSet]) -> list[Table]:
+    means = _means(sets)
+    if len(means) < 2:
+        return []
+    common, own = _ordered(means, 0), _ordered(means, 1)
+    rows: list[Row] = [
+        {
+            **named(name),
+            "common": means[name][0],
+            "common_place": common.index(name) + 1,
+            "own": means[name][1],
+            "own_place": own.index(name) + 1,
+        }
+        for name in common
+    ]
+    columns = (
+        *NAMES,
+        Column("common", "Mean top-1 at the common rate", "%", 1),
+        Column("common_place", "Place", digits=0),
+        Column("own", "Mean top-1 at its own rate", "%", 1),
+        Column("own_place", "Place", digits=0),
+    )
+    note = "Means over all data sets. Where the own rate is the common one, the same runs count."
+    return [Table("The order at the common learning rate and at learning rates of their own", columns, rows, note=note)]
+
+
+def _gains(sets: Sequence[OfSet]) -> list[Table]:
+    rows: list[Row] = []
+    for found in sets:
+        own, common = found.rights("own"), found.rights()
+        gains = contrasts([(own[name], common[name]) for name in own])
+        for name, gain in zip(own, gains, strict=True):
+            row: Row = {"set": found.data.title, "common": found.rate, "rate": found.encodings[name].own_rate}
+            rows.append({**named(name), **row, **cells("gain", gain), "verdict": verdict_of(gain)})
+    if not rows:
+        return []
+    columns = (
+        *NAMES,
+        Column("set", "Data set"),
+        Column("common", "Rate of all", "×", 2),
+        Column("rate", "Own rate", "×", 2),
+        with_interval("gain", "Gain at its own rate", "points", 1),
+        VERDICT,
+    )
+    return [Table("A learning rate of its own", columns, rows, note=f"{HOLM} Of each data set separately.")]

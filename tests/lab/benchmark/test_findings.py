@@ -1,0 +1,147 @@
+"""What a benchmark's entry shows: rankings under conditions, gains by axes, claims of papers, learning rates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_entry import EXAMPLES, SEEDS, of_encoding, of_set
+
+from torchrope.lab.benchmark.claims import CLAIMS, table_of_claims
+from torchrope.lab.benchmark.conditions import accuracies, rank
+from torchrope.lab.benchmark.effects import by_axes, effects
+from torchrope.lab.benchmark.entry import Entry, OfSet, Tuned, pack
+from torchrope.lab.benchmark.findings import find
+from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
+from torchrope.lab.encodings import choose
+from torchrope.lab.results import MOST_WORDS, Row
+from torchrope.lab.statistics import difference_over_sets, differences_over_sets
+
+
+def packed(accuracy: float, seed: int = 0) -> list[str]:
+    """Answers of which a share is right, the same examples first for every accuracy of a seed."""
+    drawn = np.random.default_rng(seed).random((SEEDS, EXAMPLES))
+    return [pack(row < accuracy) for row in drawn]
+
+
+def measured(shares: Mapping[str, float], **conditions: Mapping[str, float]) -> OfSet:
+    """A data set with these accuracies, and those under other conditions ("largest" among them)."""
+    encodings = {}
+    for name, share in shares.items():
+        others: dict[str, Any] = {key: packed(each[name]) for key, each in conditions.items() if key != "largest"}
+        if "largest" in conditions:
+            others["sizes"] = {"8×8": packed(share), "16×16": packed(conditions["largest"][name])}
+        encodings[name] = replace(of_encoding(0.5), right=packed(share), **others)
+    return of_set(encodings=encodings)
+
+
+def on_axes(found: OfSet, axes: Sequence[str], name: str = "digits") -> OfSet:
+    return replace(found, name=name, data=replace(found.data, axes=axes))
+
+
+def row_of(rows: Sequence[Row], **wanted: str) -> Row:
+    (row,) = [each for each in rows if all(each[key] == value for key, value in wanted.items())]
+    return row
+
+
+def test_ranking_uses_the_accuracies_of_its_condition() -> None:
+    found = measured(
+        {"none": 0.2, "axial": 0.9}, largest={"none": 0.6, "axial": 0.1}, small={"none": 0.1, "axial": 0.5}
+    )
+    assert [rank([found], each).best for each in ("trained", "small", "largest", "smallest")] == [  # type: ignore[union-attr]
+        "axial",
+        "axial",
+        "none",
+        "axial",
+    ]
+    assert rank([found], "shuffled") is None
+    assert accuracies(found, "shuffled") == {}
+
+
+def test_difference_over_sets_is_that_of_a_single_pair() -> None:
+    sets = [{"a": np.eye(3, 40), "b": np.ones((3, 40))}, {"a": np.ones((3, 9)), "b": np.eye(3, 9)}]
+    (together,) = differences_over_sets(sets, [("a", "b")])
+    assert difference_over_sets([(each["a"], each["b"]) for each in sets]) == pytest.approx(together)
+    with pytest.raises(ValueError, match="one set at least, got none"):
+        difference_over_sets([])
+
+
+def test_gains_are_grouped_by_the_axes_of_the_data() -> None:
+    images, series = ("height", "width"), ("time",)
+    sets = [
+        on_axes(measured({"none": 0.2, "axial": 0.9, "learned": 0.7}), images, "one"),
+        on_axes(measured({"none": 0.2, "axial": 0.8, "learned": 0.7}), images, "two"),
+        on_axes(measured({"none": 0.5, "axial": 0.5}), series, "three"),
+    ]
+    assert {key: len(group) for key, group in by_axes(sets).items()} == {"height × width": 2, "time": 1}
+    (table,), (figure,) = effects(sets, ["axial", "none"])
+    axial, learned = (row_of(table.rows, name=name) for name in ("axial", "learned"))
+    means = [np.mean([each.rights()["axial"].mean() - each.rights()["none"].mean() for each in sets[:2]])]
+    assert axial["gain0"] == pytest.approx(100 * means[0])
+    assert axial["gain0_low"] > 0  # type: ignore[operator]
+    assert axial["gain1"] == pytest.approx(0)
+    assert learned["gain0"] is not None
+    assert learned["gain1"] is None
+    assert len(figure.rows) == 5
+
+
+def test_effects_need_a_model_without_positions() -> None:
+    assert effects([measured({"axial": 0.5, "mixed": 0.6})], []) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("ahead", "behind", "verdict"), [(0.9, 0.3, "confirmed"), (0.3, 0.9, "contradicted"), (0.5, 0.5, "cannot tell")]
+)
+def test_claims_are_judged_by_the_interval(ahead: float, behind: float, verdict: str) -> None:
+    found = on_axes(measured({"mixed": ahead, "axial": behind}), ("height", "width"))
+    (table,) = table_of_claims([found])
+    assert [row["verdict"] for row in table.rows] == [verdict]
+    assert table_of_claims([on_axes(found, ("time",))]) == []  # the paper is about images
+
+
+def test_claims_name_encodings_that_exist() -> None:
+    for claim in CLAIMS:
+        assert choose(claim.ahead).name != choose(claim.behind).name
+
+
+def tuned(found: OfSet, rates: Mapping[str, float], own: Mapping[str, float]) -> OfSet:
+    """The set with tuning at 1 and 3, and answers at a rate of their own for those in `own`."""
+    encodings = {
+        name: replace(
+            each,
+            tuning=[Tuned(1.0, 1 - rates[name]), Tuned(3.0, rates[name])] if name in rates else [],
+            own_rate=3.0 if name in own else None,
+            own=packed(own[name]) if name in own else (),
+        )
+        for name, each in found.encodings.items()
+    }
+    return replace(found, encodings=encodings)
+
+
+def test_rates_of_their_own_can_change_the_order() -> None:
+    found = tuned(measured({"none": 0.1, "axial": 0.5, "mixed": 0.6}), {"axial": 0.9, "mixed": 0.1}, {"axial": 0.95})
+    order, gains = tables_of_rates([found])
+    assert [(row["name"], row["common_place"], row["own_place"]) for row in order.rows] == [
+        ("mixed", 1, 2),
+        ("axial", 2, 1),
+    ]
+    assert [row["verdict"] for row in gains.rows] == ["better"]
+    changed = order_changes([found]) or ""
+    assert 0 <= changed.find("mixed, axial") < changed.find("axial, mixed")
+    kept = order_changes([tuned(found, {"axial": 0.9, "mixed": 0.1}, {})]) or ""
+    assert "mixed, axial" in kept
+    assert "axial, mixed" not in kept
+    assert order_changes([measured({"none": 0.1, "axial": 0.5})]) is None
+
+
+def test_advice_names_the_cheapest_that_is_not_behind() -> None:
+    shares = {"none": 0.1, "axial": 0.8, "mixed": 0.8, "liere": 0.8}
+    found = measured(shares)
+    steps = {"none": [0.5], "axial": [1.2], "mixed": [1.1], "liere": [2.0]}
+    cheap = replace(found, encodings={name: replace(e, steps=steps[name]) for name, e in found.encodings.items()})
+    findings = find(Entry("plan", "me", [cheap]))
+    by_case = {advice.case: advice.encodings for advice in findings.advice}
+    assert by_case["The least cost"] == ["mixed"]
+    assert len(findings.answer.split()) <= MOST_WORDS
+    assert "none" not in next(iter(by_case.values()))
