@@ -457,7 +457,8 @@ def runs(text: str) -> Iterator[tuple[int | None, int]]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, whole or not at all; NaN and infinity become null."""
-    write_whole(path, json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    write_whole(path, text + "\n")
 
 
 def _check_answer(answer: str) -> None:

@@ -109,9 +109,9 @@ def _set(name: str, value: Any, encoding: str | None = None) -> Callable[[Any], 
     [
         (_set("losses", [0.01] * SEEDS, "none"), "a validation loss of 0.01 cannot be with .* right"),
         (_set("losses", [-1.0] * SEEDS, "none"), "a validation loss of -1 cannot be"),
-        (_set("right", ["ff"] * SEEDS, "none"), "right must be of 101 examples in 26 digits, got 2"),
-        (_set("right", ["f" * 26] * SEEDS, "none"), "right must be of 101 examples"),  # beyond the last example
-        (_set("right", ["x" * 26] * SEEDS, "none"), "right must be hexadecimal digits"),
+        (_set("right", ["/w=="] * SEEDS, "none"), "right must be of 101 examples in 13 bytes, got 1"),
+        (_set("right", [pack([1] * 104)] * SEEDS, "none"), "right must be of 101 examples"),  # beyond the last example
+        (_set("right", ["?" * 26] * SEEDS, "none"), "right must be base64"),
         (_set("right", [], "none"), "as many seeds for each encoding"),
         (_set("seconds", [0.0] * SEEDS, "none"), "seconds must be above 0"),
         (_set("runs", ["one"], "none"), "runs must be one for each of 3 seeds, got 1"),

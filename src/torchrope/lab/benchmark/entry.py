@@ -1,5 +1,6 @@
 """An entry: what one run of the benchmark measured, as JSON that others can check, merge and rank."""
 
+import base64
 import hashlib
 import json
 import math
@@ -16,7 +17,7 @@ from torchrope.lab.schema import build, check_type, short
 
 SCHEMA = 1
 Rights = Sequence[str]
-"""Right or wrong of every validation example, packed as hexadecimal digits, for each seed."""
+"""Right or wrong of every validation example, eight to a byte in base64, for each seed."""
 
 
 @dataclass(frozen=True)
@@ -154,18 +155,18 @@ class Entry:
 
 
 def pack(right: Sequence[Any] | np.ndarray) -> str:
-    """Right (1) or wrong (0) of every example as hexadecimal digits, eight examples in two.
+    """Right (1) or wrong (0) of every example, eight to a byte, in base64.
 
     Example:
         >>> pack([1, 0, 1, 1])
-        'b0'
+        'sA=='
     """
-    return np.packbits(np.asarray(right, dtype=bool)).tobytes().hex()
+    return base64.b64encode(np.packbits(np.asarray(right, dtype=bool)).tobytes()).decode("ascii")
 
 
 def unpack(packed: Rights, examples: int) -> np.ndarray:
     """What `pack` packed, `(seeds, examples)` of zeros and ones."""
-    rows = [np.frombuffer(bytes.fromhex(row), dtype=np.uint8) for row in packed]
+    rows = [np.frombuffer(base64.b64decode(row), dtype=np.uint8) for row in packed]
     return np.stack([np.unpackbits(row)[:examples] for row in rows]).astype(float)
 
 
@@ -229,12 +230,12 @@ def _check_encoding(where: str, each: OfEncoding, examples: int) -> None:
 
 def _check_bits(where: str, row: str, examples: int) -> None:
     try:
-        held = bytes.fromhex(row)
+        held = base64.b64decode(row, validate=True)
     except ValueError:
-        raise ValueError(f"{where} must be hexadecimal digits, got {short(row)}") from None
+        raise ValueError(f"{where} must be base64, got {short(row)}") from None
     whole = math.ceil(examples / 8)
     if len(held) != whole or np.unpackbits(np.frombuffer(held, dtype=np.uint8))[examples:].any():
-        raise ValueError(f"{where} must be of {examples} examples in {2 * whole} digits, got {len(row)}")
+        raise ValueError(f"{where} must be of {examples} examples in {whole} bytes, got {len(held)}")
 
 
 def common_rate(encodings: Mapping[str, OfEncoding]) -> float | None:
