@@ -539,7 +539,7 @@ def _report(arguments: list[str]) -> int:
     if options.readme is not None:
         from torchrope.lab.report.readme import write_readme
 
-        write_readme(options.readme, options.out / "results.json")
+        write_readme(options.readme, options.out)
     return _write_report(options.out)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from torchrope.lab.benchmark.effects import by_axes, effects
 from torchrope.lab.benchmark.entry import Entry, OfSet, Tuned, pack
 from torchrope.lab.benchmark.findings import find
 from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
+from torchrope.lab.benchmark.run import ENTRY, write_results
 from torchrope.lab.encodings import choose
+from torchrope.lab.report.readme import write_readme
 from torchrope.lab.results import MOST_WORDS, Row
 from torchrope.lab.statistics import difference_over_sets, differences_over_sets
 
@@ -145,3 +148,16 @@ def test_advice_names_the_cheapest_that_is_not_behind() -> None:
     assert by_case["The least cost"] == ["mixed"]
     assert len(findings.answer.split()) <= MOST_WORDS
     assert "none" not in next(iter(by_case.values()))
+
+
+def test_readme_has_the_ranks_of_a_benchmark(tmp_path: Path) -> None:
+    entry = Entry("plan", "me", [measured({"none": 0.1, "axial": 0.8, "mixed": 0.9})])
+    write_results(tmp_path, None, [entry], "torchrope benchmark --entries a.json")
+    (merged,) = Entry.read(tmp_path / ENTRY).sets
+    assert merged.encodings["mixed"].right == entry.sets[0].encodings["mixed"].right
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results:begin -->\n<!-- results:end -->\nafter\n")
+    write_readme(readme, tmp_path)
+    lines = readme.read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")][2:] == ["| mixed", "| axial", "| none"]
+    assert (lines[0], lines[-1]) == ("before", "after")

@@ -18,7 +18,7 @@ from torchrope.lab import cli, report
 from torchrope.lab.report import looks, plots, read, tables
 from torchrope.lab.report import page as page_module
 from torchrope.lab.report.page import write_report
-from torchrope.lab.report.readme import encodings_and_results, insert_between_markers
+from torchrope.lab.report.readme import insert_between_markers, main_table
 from torchrope.lab.report.tables import written
 from torchrope.lab.results import (
     Advice,
@@ -826,7 +826,7 @@ def test_results_that_cannot_be_drawn_leave_the_old_page(tmp_path, monkeypatch):
 
 def test_readme_block_has_the_table_and_where_it_comes_from(tmp_path):
     result("compare").write(tmp_path / "results.json")
-    block = encodings_and_results(tmp_path / "results.json").splitlines()
+    block = main_table(tmp_path / "results.json").splitlines()
     names = [line.split(" | ")[0].removeprefix("| ") for line in block if line.startswith("| ")][2:]
     assert names == list(ENCODINGS)
     assert "1,437" in block[-1]
@@ -834,8 +834,8 @@ def test_readme_block_has_the_table_and_where_it_comes_from(tmp_path):
 
 
 def test_readme_block_is_of_a_comparison(tmp_path):
-    with pytest.raises(ValueError, match=r"shows the results\.json of `torchrope compare`, got accuracy in"):
-        encodings_and_results(save(tmp_path, result()) / "accuracy-digits.json")
+    with pytest.raises(ValueError, match=r"`torchrope compare` or `torchrope benchmark`, got accuracy in"):
+        main_table(save(tmp_path, result()) / "accuracy-digits.json")
 
 
 def test_block_goes_between_its_markers_and_nothing_else_moves():

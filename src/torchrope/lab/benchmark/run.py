@@ -71,10 +71,9 @@ def benchmark(
 def write_results(
     out: Path, own: Entry | None, others: Sequence[Entry], command: str, unfinished: Sequence[str] = ()
 ) -> Path:
-    """Write the entry of a run, and the ranks over it and the entries of others."""
-    if own is not None:
-        own.write(out / ENTRY)
+    """Write the entry of a run, or that of others merged, and the ranks over all of them."""
     together = merge([*([own] if own else []), *others])
+    (own or together).write(out / ENTRY)
     result = StudyResult(
         study="benchmark",
         title="Benchmark",

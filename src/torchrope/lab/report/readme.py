@@ -1,40 +1,52 @@
 """Write the results table of the README, and put it between its markers."""
 
 from pathlib import Path
+from typing import Any
 
 from torchrope.files import write_whole
 from torchrope.lab.report.chapters import data_sentence, run_facts
 from torchrope.lab.report.tables import escape_markdown, show_table
 from torchrope.lab.results import StudyResult
 
-_SHOWN = ("name", "top1", "spread", "verdict", "shuffled", "ratio")
+_SHOWN = {
+    "compare": ("name", "top1", "spread", "verdict", "shuffled", "ratio"),
+    "benchmark": ("name", "rank", "mean", "gain", "gap", "step"),
+}
+"""Columns by the name of the study."""
 
 
-def encodings_and_results(results: Path) -> str:
-    """Write the main table of a comparison in Markdown, with its answer and where it comes from.
+def main_table(results: Path) -> str:
+    """Write the main table of a comparison or a benchmark in Markdown, with its answer and where it comes from.
 
     Raises:
-        ValueError: the file is missing, damaged, or no comparison's.
+        ValueError: the file is missing, damaged, or of another study.
     """
     study = StudyResult.read(results).plain()
-    if study["study"] != "compare":
-        raise ValueError(f"the README shows the results.json of `torchrope compare`, got {study['study']} in {results}")
+    if study["study"] not in _SHOWN:
+        rule = "the README shows the result of `torchrope compare` or `torchrope benchmark`"
+        raise ValueError(f"{rule}, got {study['study']} in {results}")
     table = study["findings"]["tables"][0]
-    shown = show_table({**table, "columns": [each for each in table["columns"] if each["key"] in _SHOWN]}, {})
+    columns = [each for each in table["columns"] if each["key"] in _SHOWN[study["study"]]]
+    answer = escape_markdown(study["findings"]["answer"])
+    source = escape_markdown(_source(study))
+    return f"{show_table({**table, 'columns': columns}, {}).markdown()}\n\n{answer}\n\n{source}"
+
+
+def _source(study: dict[str, Any]) -> str:
+    """Which data, machine and day a result is from."""
     facts = dict(run_facts(study["run"]))
     told = [f"{name}: {facts[name]}." for name in ("Seeds", "Machine", "Date") if name in facts]
-    sentences = escape_markdown(" ".join([data_sentence(study["data"]), *told]))
-    answer = escape_markdown(study["findings"]["answer"])
-    return f"{shown.markdown()}\n\n{answer}\n\n{sentences}"
+    return " ".join([*([data_sentence(study["data"])] if study["data"] else []), *told])
 
 
-def write_readme(path: Path, results: Path) -> None:
-    """Put the table of a comparison's `results.json` between the markers of a Markdown file.
+def write_readme(path: Path, folder: Path) -> None:
+    """Put the table of the comparison or benchmark in a folder between the markers of a Markdown file.
 
     Raises:
         ValueError: the file does not hold the markers, or the results cannot be read.
     """
-    block = encodings_and_results(results)
+    benchmark = folder / "benchmark.json"
+    block = main_table(benchmark if benchmark.exists() else folder / "results.json")
     write_whole(path, insert_between_markers(path.read_text(encoding="utf-8"), "results", block))
 
 
