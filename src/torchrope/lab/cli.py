@@ -622,7 +622,8 @@ def _benchmark(arguments: list[str]) -> int:
     plan = None if options.plan is None else read_plan(options.plan)
     if plan is not None:
         plan = plan.only(options.only) if options.only else plan
-        _find_encodings(plan.encodings, "encodings of the plan", allow)
+        plan = plan.comparing(options.encodings) if options.encodings else plan
+        _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", allow)
     from rich.console import Console
 
     from torchrope.lab.benchmark.entry import Entry
@@ -664,13 +665,16 @@ def _benchmark_parser() -> OneLineParser:
     parser.add_argument("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
     parser.add_argument("--list", action="store_true", help="name the plans that come along")
     parser.add_argument("--only", type=_words, metavar="A,B", help="data sets of the plan (default: all)")
+    parser.add_argument("--encodings", type=_words, metavar="A,B", help="compare these instead of the plan's")
     parser.add_argument(
         "--out", type=Path, default=Path("torchrope-benchmark"), help="folder (default: torchrope-benchmark)"
     )
     parser.add_argument("--parallel", type=at_least_one, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
     parser.add_argument("--author", default="", metavar="NAME", help="who runs it, for the entry")
-    parser.add_argument("--entries", type=_files, metavar="A,B", help="entries of others to rank along, JSON files")
+    parser.add_argument(
+        "--entries", type=_files, metavar="A,B", help="entries to rank along, whose learning rates are taken"
+    )
     parser.add_argument("--check", type=_files, metavar="A,B", help="only check whether entries can be true")
     return parser
 

@@ -52,7 +52,7 @@ def test_every_plan_that_comes_along_can_be_run(name: str) -> None:
     [
         ("seeds: 0", "plan: seeds must be 1 or more, got 0"),
         ("rates: [3.0]", "rates must hold 1, and others above 0 once each, got \\[3.0\\]"),
-        ("encodings: [none, none]", "two or more, each named once, got none, none"),
+        ("encodings: [none, none]", "one or more, each named once, got none, none"),
         ("tuned: [liere]", "tuned must be among the encodings, got liere"),
         ("sets: {}", "a plan must have a data set, got none"),
         ("sets: {a: --data digits --seeds 3}", "sets.a of the plan: --seeds is for the whole benchmark"),
@@ -85,7 +85,7 @@ def test_some_sets_of_a_plan() -> None:
 # From start to page
 
 
-def test_a_benchmark_goes_on_where_it_was_and_others_can_check_it(
+def test_a_benchmark_resumes_and_others_check_it_and_join_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "plan.yaml").write_text(TINY)
@@ -112,6 +112,14 @@ def test_a_benchmark_goes_on_where_it_was_and_others_can_check_it(
     alone = ["--entries", str(tmp_path / "out" / "entry" / "sets" / "digits.json")]
     assert main(["benchmark", *alone, "--out", str(tmp_path / "merged")]) == 0
     assert StudyResult.read(tmp_path / "merged" / "benchmark.json").findings == result.findings
+
+    joined = ["--encodings", "mixed", "--entries", str(tmp_path / "out" / "entry" / "entry.json")]
+    assert main(["benchmark", str(tmp_path / "plan.yaml"), *joined, "--out", str(tmp_path / "theirs")]) == 0
+    (theirs,) = Entry.read(tmp_path / "theirs" / "entry" / "entry.json").sets
+    assert [*theirs.encodings] == ["mixed"]
+    assert theirs.rate == found.rate
+    ranked = StudyResult.read(tmp_path / "theirs" / "benchmark.json").findings.tables[0].rows
+    assert {row["name"] for row in ranked} == {"none", "axial", "mixed"}
 
 
 def test_an_entry_of_other_data_is_refused() -> None:

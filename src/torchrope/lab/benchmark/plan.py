@@ -45,8 +45,8 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.sets:
             raise ValueError("a plan must have a data set, got none")
-        if len(self.encodings) < 2 or len(set(self.encodings)) < len(self.encodings):
-            raise ValueError(f"encodings must be two or more, each named once, got {', '.join(self.encodings)}")
+        if not self.encodings or len(set(self.encodings)) < len(self.encodings):
+            raise ValueError(f"encodings must be one or more, each named once, got {', '.join(self.encodings)}")
         if unknown := [name for name in self.tuned if name not in self.encodings]:
             raise ValueError(f"tuned must be among the encodings, got {', '.join(unknown)}")
         if self.seeds < 1:
@@ -96,6 +96,10 @@ class Plan:
         if unknown := [name for name in names if name not in self.sets]:
             raise ValueError(f"--only must name sets of the plan, {', '.join(self.sets)}, got {', '.join(unknown)}")
         return replace(self, sets={name: self.sets[name] for name in names})
+
+    def comparing(self, encodings: Sequence[str]) -> "Plan":
+        """The plan with other encodings."""
+        return replace(self, encodings=encodings, tuned=[name for name in self.tuned if name in encodings])
 
 
 def plans() -> list[str]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from torchrope.lab.benchmark.entry import Entry, OfEncoding, OfSet, Tuned, best_rate, check_set, merge, pack
 from torchrope.lab.benchmark.findings import find
 from torchrope.lab.benchmark.plan import Plan
+from torchrope.lab.conclusion import BASELINE
 from torchrope.lab.provenance import provenance
 from torchrope.lab.results import StudyResult
 from torchrope.lab.studies.engine.config import fitting
@@ -49,7 +50,8 @@ def benchmark(
         command: How the user started it.
         console: Where progress goes.
         parallel, slurm: As `LabConfig` has them.
-        others: Entries that are ranked along.
+        others: Entries that are ranked along. A data set that one of them has is trained at its learning rate, without
+            tuning, so that both can be merged.
 
     Returns:
         `out/benchmark.json`.
@@ -59,10 +61,11 @@ def benchmark(
         KeyboardInterrupt: stopped; the same call resumes.
     """
     configs = {name: plan.config(name, out=out, parallel=parallel, slurm=slurm) for name in plan.sets}
+    rates = {each.name: each.rate for entry in others for each in entry.sets}
     found: list[OfSet] = []
     for name, config in configs.items():
         console.print(f"[bold]{name}[/]: {plan.sets[name]}", highlight=False, soft_wrap=True)
-        found.append(run_set(name, plan, Lab(config, config.encodings, console), command))
+        found.append(run_set(name, plan, Lab(config, config.encodings, console), command, rates.get(name)))
         Entry(plan.title, author, [found[-1]]).write(out / SETS / f"{name}.json")
         write_results(out, Entry(plan.title, author, found), others, command, unfinished=[*configs][len(found) :])
     return out / RESULT
@@ -88,13 +91,13 @@ def write_results(
     return out / RESULT
 
 
-def run_set(name: str, plan: Plan, lab: Lab, command: str) -> OfSet:
-    """Choose the learning rate, train every encoding at it, and measure the runs, on one data set."""
+def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = None) -> OfSet:
+    """Train and measure every encoding on one data set, at the learning rate given or else the best of tuning."""
     runs, notes = feasible(lab, lab.runs(lab.encodings))
     names = list(dict.fromkeys(run.encoding for run in runs))
-    tuned = _tune(lab, plan, names)
+    tuned = _tune(lab, plan, names) if rate is None else {}
     tuning = {name: {factor: each.top1 for factor, each in of.items()} for name, of in tuned.items()}
-    rate = best_rate(list(tuning.values())) if tuning else 1.0
+    rate = rate or (best_rate(list(tuning.values())) if tuning else 1.0)
     trained = _at_rate(lab, names, rate)
     scales = plan.scales if lab.data.lattice else [1.0]
     measured = {name: [measure_run(each, lab.data, scales) for each in group] for name, group in trained.items()}
@@ -105,8 +108,9 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> OfSet:
         *(each for of in tuned.values() for each in of.values()),
         *chain(*trained.values(), *small.values(), *own_runs.values()),
     ]
-    costs = costs_of(lab, names, Path(lab.config.out) / "runs" / f"costs-{name}.json")
-    relative = relative_costs({each: costs[each]["seconds"] for each in names})
+    costed = list(dict.fromkeys([BASELINE, *names]))
+    costs = costs_of(lab, costed, Path(lab.config.out) / "runs" / f"costs-{name}.json")
+    relative = relative_costs({each: costs[each]["seconds"] for each in costed})
     labels = next(iter(trained.values()))[0].labels
     found = OfSet(
         name=name,
