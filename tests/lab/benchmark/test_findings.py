@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchrope.lab.benchmark.run import ENTRY, write_results
 from torchrope.lab.encodings import choose
 from torchrope.lab.report.readme import write_readme
 from torchrope.lab.results import MOST_WORDS, Row
-from torchrope.lab.statistics import difference_over_sets, differences_over_sets
+from torchrope.lab.statistics import contrasts_over_sets, differences_over_sets
 
 
 def packed(accuracy: float, seed: int = 0) -> list[str]:
@@ -62,12 +63,23 @@ def test_ranking_uses_the_accuracies_of_its_condition() -> None:
     assert accuracies(found, "shuffled") == {}
 
 
-def test_difference_over_sets_is_that_of_a_single_pair() -> None:
-    sets = [{"a": np.eye(3, 40), "b": np.ones((3, 40))}, {"a": np.ones((3, 9)), "b": np.eye(3, 9)}]
-    (together,) = differences_over_sets(sets, [("a", "b")])
-    assert difference_over_sets([(each["a"], each["b"]) for each in sets]) == pytest.approx(together)
+def test_contrasts_over_sets_of_their_own_are_differences_over_those() -> None:
+    generator = np.random.default_rng(0)
+    sets = [
+        {
+            name: (generator.random((3, 60)) < share).astype(float)
+            for name, share in (("a", 0.5), ("b", 0.6), ("c", 0.9))
+        }
+        for _ in range(3)
+    ]
+    everywhere = [(one, other, range(3)) for one, other in combinations("abc", 2)]
+    assert contrasts_over_sets(sets, everywhere) == differences_over_sets(sets, list(combinations("abc", 2)))
+    forward, backward, single = contrasts_over_sets(sets, [("a", "c", [0, 2]), ("c", "a", [0, 2]), ("b", "c", [1])])
+    assert forward.estimate == pytest.approx(np.mean([sets[at]["a"].mean() - sets[at]["c"].mean() for at in (0, 2)]))
+    assert (forward.low, forward.high) == pytest.approx((-backward.high, -backward.low))
+    assert single.estimate == pytest.approx(sets[1]["b"].mean() - sets[1]["c"].mean())
     with pytest.raises(ValueError, match="one set at least, got none"):
-        difference_over_sets([])
+        contrasts_over_sets(sets, [("a", "b", [])])
 
 
 def test_gains_are_grouped_by_the_axes_of_the_data() -> None:

@@ -2,16 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
-
-from torchrope.lab.benchmark.conditions import TITLES, Condition, accuracies
+from torchrope.lab.benchmark.conditions import TITLES, Condition, Contrast, contrasted, having
 from torchrope.lab.benchmark.entry import OfSet
 from torchrope.lab.conclusion import Interval
 from torchrope.lab.results import Column, Row, Table
-from torchrope.lab.statistics import difference_over_sets
-from torchrope.lab.studies.engine.estimates import HOLM, VERDICT, cells, in_percent, together, verdict_of, with_interval
+from torchrope.lab.studies.engine.estimates import HOLM, VERDICT, cells, verdict_of, with_interval
 
 _ROPE_VIT = "RoPE-ViT (Heo et al., arXiv:2403.13298)"
 _LIERE = "LieRE (Ostmeier et al., arXiv:2406.10322)"
@@ -55,13 +51,13 @@ CLAIMS = (
 
 def table_of_claims(sets: Sequence[OfSet]) -> list[Table]:
     """Each claim whose two encodings were measured on data with as many axes, with the difference measured."""
-    compared = [(claim, pairs) for claim in CLAIMS if (pairs := _pairs(sets, claim))]
-    if not compared:
+    contrasts = {claim: each for claim in CLAIMS if (each := _contrast(claim, sets)).sets}
+    if not contrasts:
         return []
-    measured = together({str(at): partial(_difference, pairs) for at, (_, pairs) in enumerate(compared)})
+    measured = contrasted(list(contrasts.values()))
     rows = [
-        _row(claim, len(pairs), in_percent(interval))
-        for (claim, pairs), interval in zip(compared, measured.values(), strict=True)
+        _row(claim, len(each.sets), difference)
+        for (claim, each), difference in zip(contrasts.items(), measured, strict=True)
     ]
     columns = (
         Column("claim", "Claim"),
@@ -79,14 +75,11 @@ def table_of_claims(sets: Sequence[OfSet]) -> list[Table]:
     return [Table("Claims of the papers", columns, rows, note=note)]
 
 
-def _pairs(sets: Sequence[OfSet], claim: Claim) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Right or wrong with either encoding, on the data sets that the claim is about."""
-    rights = [accuracies(found, claim.condition) for found in sets if len(found.data.axes) in claim.axes]
-    return [(each[claim.ahead], each[claim.behind]) for each in rights if {claim.ahead, claim.behind} <= {*each}]
-
-
-def _difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], level: float) -> Interval:
-    return difference_over_sets(pairs, level=level)
+def _contrast(claim: Claim, sets: Sequence[OfSet]) -> Contrast:
+    """The two encodings on the data sets that the claim is about."""
+    about = [found for found in sets if len(found.data.axes) in claim.axes]
+    measured = having(about, (claim.ahead, claim.behind), claim.condition)
+    return Contrast(claim.ahead, claim.behind, measured, claim.condition)
 
 
 def _row(claim: Claim, sets: int, measured: Interval) -> Row:

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchrope.lab.benchmark.entry import OfEncoding, OfSet, Rights, unpack
 from torchrope.lab.conclusion import Interval
-from torchrope.lab.statistics import differences_over_sets
+from torchrope.lab.statistics import contrasts_over_sets, differences_over_sets
 from torchrope.lab.studies.engine.estimates import in_percent
 
 Condition = Literal["trained", "small", "shuffled", "smallest", "largest"]
@@ -90,3 +90,37 @@ def rank(sets: Sequence[OfSet], condition: Condition = "trained") -> Ranking | N
     differences = dict(zip(pairs, map(in_percent, differences_over_sets(common, pairs)), strict=True))
     means = {name: 100 * float(np.mean([rights[name].mean() for rights in common])) for name in names}
     return Ranking(sorted(names, key=lambda name: (-means[name], name)), means, differences, len(measured))
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Two encodings to compare over data sets.
+
+    Attributes:
+        one, other: Their names.
+        sets: Data sets that have both under the condition.
+        condition: That they are measured under.
+    """
+
+    one: str
+    other: str
+    sets: Sequence[OfSet]
+    condition: Condition = "trained"
+
+
+def contrasted(contrasts: Sequence[Contrast]) -> list[Interval]:
+    """Top-1 of one less that of the other, in points, the mean over sets; at 5 % over all contrasts (Holm)."""
+    if not contrasts:
+        return []
+    keys = list(dict.fromkeys((found.name, each.condition) for each in contrasts for found in each.sets))
+    by_key = {(found.name, each.condition): found for each in contrasts for found in each.sets}
+    rights = [accuracies(by_key[key], key[1]) for key in keys]
+    wanted = [
+        (each.one, each.other, [keys.index((found.name, each.condition)) for found in each.sets]) for each in contrasts
+    ]
+    return [in_percent(interval) for interval in contrasts_over_sets(rights, wanted)]
+
+
+def having(sets: Sequence[OfSet], names: Sequence[str], condition: Condition = "trained") -> list[OfSet]:
+    """Data sets on which all of these encodings were measured under the condition."""
+    return [found for found in sets if {*names} <= {*accuracies(found, condition)}]

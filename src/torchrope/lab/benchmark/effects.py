@@ -1,16 +1,12 @@
 """What encodings gain over a model without positions, by the axes of the data and by how many examples it has."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-import numpy as np
-
-from torchrope.lab.benchmark.conditions import Condition, accuracies
+from torchrope.lab.benchmark.conditions import Condition, Contrast, contrasted, having
 from torchrope.lab.benchmark.entry import OfSet
 from torchrope.lab.conclusion import BASELINE, Interval
 from torchrope.lab.results import Axis, Figure, Row, Table
-from torchrope.lab.statistics import difference_over_sets
-from torchrope.lab.studies.engine.estimates import NAMES, cells, in_percent, named, together, with_interval
+from torchrope.lab.studies.engine.estimates import NAMES, cells, named, with_interval
 
 _EACH_ROW_OVER_ALL = "An interval excludes 0 where the gain is measurable, at 5 % over the whole table (Holm)."
 
@@ -48,21 +44,16 @@ Gains = Mapping[str, Mapping[str, Interval]]
 
 def _gains(names: Sequence[str], groups: Mapping[str, tuple[Sequence[OfSet], Condition]]) -> Gains:
     """Gain over none in points by group and encoding, of encodings that all data sets of the group have."""
-    pairs: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
-    for key, (sets, condition) in groups.items():
-        rights = [accuracies(found, condition) for found in sets]
-        for name in names:
-            if rights and all({name, BASELINE} <= {*each} for each in rights):
-                pairs[key, name] = [(each[name], each[BASELINE]) for each in rights]
-    found = together({str(at): partial(_difference, each) for at, each in enumerate(pairs.values())})
+    contrasts = {
+        (key, name): Contrast(name, BASELINE, sets, condition)
+        for key, (sets, condition) in groups.items()
+        for name in names
+        if len(having(sets, (name, BASELINE), condition)) == len(sets)
+    }
     gains: dict[str, dict[str, Interval]] = {key: {} for key in groups}
-    for (key, name), interval in zip(pairs, found.values(), strict=True):
-        gains[key][name] = in_percent(interval)
+    for (key, name), gain in zip(contrasts, contrasted(list(contrasts.values())), strict=True):
+        gains[key][name] = gain
     return gains
-
-
-def _difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], level: float) -> Interval:
-    return difference_over_sets(pairs, level=level)
 
 
 def _table(title: str, names: Sequence[str], gains: Gains, titles: Mapping[str, str]) -> Table:
