@@ -46,7 +46,7 @@ clean:
 	rm -rf .venv runs site build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # Made anew where the versions or the extras change; a broken install leaves no mark.
-$(READY): pyproject.toml constraints.txt $(wildcard src/torchrope/ops/native/*.[ch])
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/torchrope/ops/native/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	touch $@

@@ -3,6 +3,7 @@
 import warnings
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -66,6 +67,13 @@ def _hindrance(backend: str, tensors: tuple[Tensor, ...]) -> str | None:
     if serving == "native":
         return None if LIBRARY is not None else _NOT_BUILT
     return None if _HAS_TRITON else "needs the package triton"
+
+
+def cpu_path() -> str:
+    """What computes rotations of CPU tensors on this machine: the compiled kernels, or plain PyTorch."""
+    if LIBRARY is None:
+        return "plain PyTorch (no kernels were built for this processor)"
+    return f"compiled kernels ({Path(LIBRARY._name).name})"
 
 
 @cache
