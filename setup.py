@@ -1,7 +1,7 @@
 """Declare the CPU kernels: the same C sources, compiled once for each instruction set of the target processor.
 
-Everything else is in pyproject.toml. `TORCHROPE_NO_KERNELS=1` leaves the kernels out, for the wheel of processors and systems
-that have no wheel of their own; torchrope then computes with plain PyTorch.
+Everything else is in pyproject.toml. `TORCHROPE_NO_KERNELS=1` leaves the kernels out, for the wheel of systems
+that have none of their own; torchrope then computes with plain PyTorch.
 """
 
 import os
