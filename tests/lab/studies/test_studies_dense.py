@@ -96,7 +96,7 @@ def test_a_score_is_the_mean_over_seeds_in_every_draw() -> None:
         return lambda weights: factor * weights[:, 0] / weights.sum(axis=1)
 
     both = draw([seed(1.0), seed(3.0)], 5, draws=40)
-    assert both.whole == pytest.approx([0.2, 0.6])
+    assert both.on_all == pytest.approx([0.2, 0.6])
     assert both.mean == pytest.approx(0.4)
     weights = resample(5, draws=40)
     assert both.draws == pytest.approx(np.outer([1, 3], weights[:, 0] / 5))
@@ -140,7 +140,7 @@ def test_what_images_or_seeds_explain_is_a_tie() -> None:
     assert verdict_of((one - other).interval()) == "tied"
     apart, close = of_images(np.full(50, 0.9), np.full(50, 0.7)), of_images(np.full(50, 0.75), np.full(50, 0.65))
     assert apart.mean == pytest.approx(0.8)
-    assert spread(apart.whole.tolist()) == pytest.approx(0.1 * 2**0.5)
+    assert spread(apart.on_all.tolist()) == pytest.approx(0.1 * 2**0.5)
     assert verdict_of((apart - close).interval()) == "tied"
     assert list(rank({"a": apart, "b": close}).values()) == ["tied", "tied"]
 
@@ -394,7 +394,7 @@ def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.Monke
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
     runs = here.train(here.runs(["learned"], model={"head": "faster-rcnn"}))
     outcome = measured(runs, Detect(), sizes_of(here.data))
-    assert outcome.scores["learned"][0].whole.shape == (2,)
+    assert outcome.scores["learned"][0].on_all.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]
 

@@ -278,7 +278,7 @@ def _tables(outcome: Outcome, sizes: Sequence[AtSize], reference: str, seeds: in
     at_first, at_last = outcome.verdicts(0), outcome.verdicts(last)
     rows = []
     for name, scores in ((name, outcome.scores[name]) for name in at_first):
-        deviation = spread((100 * scores[0].whole).tolist())
+        deviation = spread((100 * scores[0].on_all).tolist())
         measures = _at([each.interval() for each in scores])
         rows.append({**named(name), **measures, "spread": deviation, "first": at_first[name], "last": at_last[name]})
     verdicts = [Column("first", f"Verdict at {sizes[0].title}")]
@@ -423,7 +423,7 @@ def _as_at_the_end(outcome: Outcome) -> Check:
     far = max(
         abs(float(reached) - each.curve[-1][outcome.task.curve])
         for name, runs in outcome.trained.items()
-        for reached, each in zip(outcome.scores[name][0].whole, runs, strict=True)
+        for reached, each in zip(outcome.scores[name][0].on_all, runs, strict=True)
     )
     rule = f"{outcome.task.title}: {outcome.task.measure} from records of each image is what the training ended with"
     return Check(rule, far <= SAME, f"at most {100 * far:.2f} points apart")
