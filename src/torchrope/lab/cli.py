@@ -671,7 +671,9 @@ def _benchmark_parser() -> OneLineParser:
     parser.add_argument("--parallel", type=at_least_one, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
     parser.add_argument("--author", default="", metavar="NAME", help="author that the entry names")
-    parser.add_argument("--entries", type=_files, metavar="A,B", help="entries of other runs to rank as well, JSON files")
+    parser.add_argument(
+        "--entries", type=_files, metavar="A,B", help="entries of other runs to rank as well, JSON files"
+    )
     parser.add_argument("--check", type=_files, metavar="A,B", help="only check entries for consistency")
     return parser
 
@@ -753,9 +755,7 @@ def _bench_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--encodings", type=as_list, metavar="A,B,C", help="by name (default: those above that fit the shape)"
     )
-    parser.add_argument(
-        "--threads", type=at_least_one, metavar="N", help="threads on the CPU (default: torch's)"
-    )
+    parser.add_argument("--threads", type=at_least_one, metavar="N", help="threads on the CPU (default: torch's)")
     parser.add_argument(
         "--rounds", type=at_least_one, default=21, metavar="N", help="rounds that medians are over (default: 21)"
     )

@@ -329,7 +329,9 @@ def _answer(at: Size, rows: Sequence[dict[str, Any]], seeds: int) -> str:
     ties = tied_with([row["name"] for row in rows if row["furthest"] == "tied" and row is not far])
     others = sum(row["sharpest"] == "tied" and row is not sharp for row in rows)
     nats = f"{sharp['name']}, {_written(sharp, 'entropy')} nats" + (f" ({others} tied)" if others else "")
-    longest = f"At {_shown(at)} attention distance is largest in {far['name']}, {_written(far, 'distance')} patches{ties}"
+    longest = (
+        f"At {_shown(at)} attention distance is largest in {far['name']}, {_written(far, 'distance')} patches{ties}"
+    )
     return f"{longest}; entropy is lowest in {nats}.{one_seed(seeds)}"
 
 

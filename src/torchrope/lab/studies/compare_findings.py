@@ -189,7 +189,9 @@ def _sizes(of: Comparison) -> Table | None:
 
 
 def _made_at(of: Comparison) -> str:
-    return {"drawn": "rendered at", "read": "read from their files at", "resampled": "resampled to"}[of.data.other_sizes]
+    return {"drawn": "rendered at", "read": "read from their files at", "resampled": "resampled to"}[
+        of.data.other_sizes
+    ]
 
 
 def _at_sizes(of: Comparison) -> list[dict[str, Any]]:
@@ -444,9 +446,7 @@ def notes(of: Comparison) -> list[str]:
         "longer training or other data may rank them differently.",
     ]
     if of.conclusion.seeds == 1:
-        found.append(
-            "One training each: no interval includes variation between training runs. --seeds 3 measures it."
-        )
+        found.append("One training each: no interval includes variation between training runs. --seeds 3 measures it.")
     return found
 
 

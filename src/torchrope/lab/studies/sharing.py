@@ -102,7 +102,7 @@ def _advice(moved: Changes, lab: Lab) -> Advice:
     worse = {name for (name, _), found in moved.items() if found.high < 0}
     free = [name for name in names if name not in worse]
     if not free:
-        return Advice(f"Sharing an encoding on {lab.data.title}", names, "for each, some sharing measurably lowers it")
+        return Advice(f"Sharing an encoding on {lab.data.title}", names, "each loses accuracy with some sharing")
     because = "no sharing across heads, layers or both measurably costs accuracy"
     return Advice(f"Few parameters for the encoding on {lab.data.title}", free, because)
 
