@@ -97,8 +97,8 @@ interrupted run. --recipe NAME sets a paper's training settings; --trainer.* are
 Data with boxes or masks need a matching head: --data scenes --model.head faster-rcnn. Short forms: --data NAME for
 --data.name NAME, --epochs N for --optim.epochs N, lists as a,b,c.
 
-Classes named in a configuration are imported from torchrope, torch, torchvision and timm only; --allow adds packages, as
-in --allow pytorch_lightning for Lightning's callbacks. A user-defined encoding is given as
+Classes named in a configuration are imported from torchrope, torch, torchvision and timm only; --allow adds packages,
+as in --allow pytorch_lightning for Lightning's callbacks. A user-defined encoding is given as
 --encoding mypackage.module:Class; if a file and not the command line names it, add --allow mypackage.
 """
 

@@ -181,7 +181,8 @@ def _boxes(
         name, score = classes[box["kind"]], box.get("score")
         tooltip = _title(name if score is None else f"{name}, {100 * score:.0f} %")
         yield f'<g><rect {frame} stroke="#fff" stroke-width="3.4" stroke-opacity="0.75"/>'
-        yield f'<rect {frame} {colours[box["kind"]].stroke} stroke-width="1.8" pointer-events="all">{tooltip}</rect></g>'
+        stroke = f'{colours[box["kind"]].stroke} stroke-width="1.8"'
+        yield f'<rect {frame} {stroke} pointer-events="all">{tooltip}</rect></g>'
         short = _cut(name, 12 * CHARACTER) + ("" if score is None else f" {100 * score:.0f}")
         left = max(1.0, min(x, width - CHARACTER * len(short)))
         names.append(_over(left, y - 3 if y > 13 else y + 12, short))

@@ -303,8 +303,8 @@ def _note(data: DataModule, reference: str) -> str:
     _, count = data.counts
     used = len(range(0, count, _step(count)))
     return (
-        "Distance between a patch and the patches it attends to, weighted by attention, and entropy of attention: means "
-        f"over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples. "
+        "Distance between a patch and the patches it attends to, weighted by attention, and entropy of attention: "
+        f"means over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples. "
         f"Verdicts are at 5 % over all pairs at a size, differences to {reference} over all encodings (Holm)."
     )
 

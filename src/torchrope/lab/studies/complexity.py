@@ -635,7 +635,7 @@ def _checks(
             f"largest difference {off:.4f} G over {len(base)} cells",
         ),
         Check(
-            "The encodings of ViT-Base have 580,608 parameters with LieRE, 64,512 in blocks of 8, 9,216 with RoPE-Mixed",
+            "Encodings of ViT-Base have 580,608 parameters with LieRE, 64,512 in blocks of 8, 9,216 with RoPE-Mixed",
             counts == known,
             ", ".join(f"{name} {count:,}" for name, count in counts.items()),
         ),

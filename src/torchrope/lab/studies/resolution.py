@@ -544,7 +544,7 @@ def _figures(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Fi
     figures = (
         ("top1-by-size", "Top-1 by inference size", Axis("top1", "Top-1", "%"), lines, None,
          f"All are trained at {_shown(sizes.trained)}, 1 on the axis. Bands are 95 % intervals."),
-        ("changes-by-size", "Effect of changes at other sizes", Axis("points", "Change of top-1", "points"), changed, "what",
+        ("changes-by-size", "Effect of changes by size", Axis("points", "Change of top-1", "points"), changed, "what",
          "Paired differences to the same encoding without the change; above zero the change improves accuracy."),
     )  # fmt: skip
     return [

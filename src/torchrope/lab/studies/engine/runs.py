@@ -56,7 +56,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Identifies the run: a hash of settings that differ from the defaults, so that new settings do not change it."""
+        """Hash of the settings that differ from the defaults, so that new settings do not change it."""
         settings = flat(plain(self.config))
         defaults = flat(plain(RunConfig(data=type(self.config.data)()))) | {"data.name": "digits"}
         left_out = {*MAY_CHANGE, *_ELSEWHERE}
