@@ -21,7 +21,7 @@ def test_the_library_example_runs_as_printed(capsys: pytest.CaptureFixture[str])
     assert len([line for line in EXAMPLES[0].splitlines() if line]) <= 12
 
 
-def test_the_three_steps_to_an_encoding_of_ones_own_run_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_encoding_example_runs_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("readme")  # a home for the class, or it could not be pickled
     monkeypatch.setitem(sys.modules, "readme", module)
     for example in EXAMPLES[1:]:

@@ -53,7 +53,7 @@ def test_miou_of_records_is_that_of_torchmetrics() -> None:
     assert whole(mean_iou(counted(predicted, truth)), 6) == pytest.approx(theirs.item(), abs=1e-7)
 
 
-def test_classes_that_are_nowhere_do_not_count() -> None:
+def test_miou_ignores_classes_in_no_image() -> None:
     predicted, truth = (each.clamp(max=1) for each in maps(ignored=0))
     theirs = MulticlassJaccardIndex(2)(predicted, truth)
     assert whole(mean_iou(counted(predicted, truth)), 6) == pytest.approx(theirs.item(), abs=1e-7)
@@ -134,7 +134,7 @@ def test_of_equal_scores_hardly_any_is_called_behind() -> None:
     assert wrong <= 10
 
 
-def test_what_images_or_seeds_explain_is_a_tie() -> None:
+def test_differences_explained_by_noise_are_ties() -> None:
     random = np.random.default_rng(0)
     one, other = of_images(random.random(50)), of_images(random.random(50))
     assert verdict_of((one - other).interval()) == "tied"
@@ -216,7 +216,7 @@ class Photographs:
 
 @pytest.mark.parametrize("zoom", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("task", [Segment(), Detect()], ids=lambda task: task.name)
-def test_what_is_said_of_an_enlarged_image_comes_back_to_its_pixels(task: Any, zoom: float) -> None:
+def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) -> None:
     data: Any = Photographs()
     [(image, target, found)] = predictions(Knowing(data, sizes_of(data)[:1]), task, data, zoom)
     assert image.shape == (3, 37, 51)
@@ -359,7 +359,7 @@ def test_leads_are_over_the_reference_named_and_over_mixed(tmp_path: Path, monke
 
 
 def test_a_reference_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^--reference must be an encoding that the model can have, got liere:5: "):
+    with pytest.raises(ValueError, match=r"^--reference must be an encoding that the model supports, got liere:5: "):
         dense.find(lab(tmp_path, "mixed", reference="liere:5"))
 
 
@@ -372,7 +372,7 @@ def test_a_measure_other_than_that_of_the_training_is_told(tmp_path: Path, monke
     assert found.advice == []
 
 
-def test_only_what_the_data_has_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_trains_only_the_tasks_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "learned", "mixed")
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
     monkeypatch.setattr(type(here.data), "tasks", ("segment",))

@@ -285,8 +285,8 @@ def _end(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 _NOTE = (
     "σ is the standard deviation of the elements above the diagonal. The distance from commuting is "
     "‖AB − BA‖ / (‖A‖ ‖B‖), the mean over pairs of axes, blocks, heads and layers: 0 if the generators commute, "
-    "at most 1. The distance from the start is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals are over the heads of "
-    "all layers; verdicts on families that need not commute are at 5 % over all of them (Holm)."
+    "at most 1. The distance from the start is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals are over the "
+    "heads of all layers; verdicts on families that need not commute are at 5 % over all of them (Holm)."
 )
 _UNITS = (
     "The unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "
