@@ -1,4 +1,4 @@
-"""The code in docs/ runs as printed, links lead somewhere, figures and numbers are those of the library."""
+"""The code in docs/ runs as printed, links resolve, figures and numbers are those of the library."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""Tests of the command line."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""An encoding of one's own by name: found, imported only where it was typed or allowed, and told in one line."""
+"""User-defined encodings by name: found, imported only if typed or allowed, errors in one line."""
 
 import json
 import sys

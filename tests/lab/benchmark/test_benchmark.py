@@ -1,4 +1,4 @@
-"""The benchmark: plans, one run of it from start to page, and what is said of ranks."""
+"""The benchmark: plans, a complete run, and claims about ranks."""
 
 import json
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""Entries of the benchmark: what is written comes back, what cannot be is refused, entries merge."""
+"""Entries of the benchmark: round trip, consistency checks, and merging."""
 
 import json
 import math

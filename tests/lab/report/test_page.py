@@ -1,4 +1,4 @@
-"""The page over a comparison and studies: what it says and draws, damaged files, and how it looks in a browser."""
+"""The report: contents, figures, damaged files, and its behaviour in a browser."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Pictures of predictions: on the page, in files beside it, and read from JSON that anybody may have written."""
+"""Pictures of predictions: on the page, as files, and read from untrusted JSON."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What `torchrope evaluate` prints: the measures of one model, aligned."""
+"""The table that `torchrope evaluate` prints."""
 
 from torchrope.lab.report.evaluation import evaluation_table
 

@@ -1,4 +1,4 @@
-"""Studies of trained models that are read from files: frequencies, generators and attention at the end of training."""
+"""Studies of trained models that are read from files: frequencies, generators and attention."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The comparison: what its answer rests on, claims of cost under noise, remarks, and samples."""
+"""The comparison: its conclusion, cost claims under noise, notes, and samples."""
 
 import io
 import json

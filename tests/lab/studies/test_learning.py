@@ -1,4 +1,4 @@
-"""Study of learned generators: which runs it asks for, and that its differences follow from the predictions."""
+"""The study of learned generators: its runs, and differences computed from their predictions."""
 
 from io import StringIO
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The estimate of the time left, and what is shown of it with and without a terminal."""
+"""The estimate of the time left, and its display with and without a terminal."""
 
 from io import StringIO
 

@@ -1,4 +1,4 @@
-"""The study of input sizes: which sizes, what is changed for them, and what contradicts the papers."""
+"""The study of input sizes: sizes, changes for other sizes, and contradictions with the papers."""
 
 import json
 from io import StringIO

@@ -1,4 +1,4 @@
-"""Studies: runs that are trained once for whoever asks, wherever they train, and results that JSON keeps."""
+"""Studies: runs trained once and shared, in this or other processes, and results stored as JSON."""
 
 import json
 import sys

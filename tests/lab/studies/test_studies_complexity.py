@@ -1,4 +1,4 @@
-"""The study of complexity: counts against formulas, widths worked out by hand, and the papers' cells."""
+"""The study of complexity: counts against formulas, hand-computed values, and the papers' tables."""
 
 import io
 import json

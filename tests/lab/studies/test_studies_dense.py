@@ -1,4 +1,4 @@
-"""The study of segmentation and detection: measures with their intervals, sizes, pictures, and what is said of them."""
+"""The study of segmentation and detection: measures with intervals, sizes, pictures and answers."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""The study of kernels: scores by offset against brute force, and absolute parts that must or must not be there."""
+"""The study of kernels: scores by offset against brute force, and their absolute parts."""
 
 import io
 import itertools

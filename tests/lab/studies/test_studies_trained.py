@@ -1,4 +1,4 @@
-"""Studies that look into trained runs: shuffled inputs, other sizes, generators, attention."""
+"""Studies that evaluate trained runs: shuffled inputs, other input sizes, generators, attention."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Studies over a grid of trainings: which runs they ask for, and that what they say follows from the numbers."""
+"""Studies over a grid of runs: the runs they plan, and findings computed from known predictions."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Sweeps: which runs they are, what Slurm is asked for, and that they really run."""
+"""Sweeps: their runs, the request to Slurm, and runs on this machine."""
 
 import shlex
 from pathlib import Path
