@@ -493,7 +493,7 @@ class TestReference:
         leads = by(titled(findings, "Ahead of axial"), "name", "share")
         assert leads[("liere", 40)]["change"] == pytest.approx(20)
         assert leads[("learned", 100)]["change"] == pytest.approx(-10)
-        assert findings.answer.startswith("1 of 2 encodings measurably need less data for the accuracy of axial")
+        assert findings.answer.startswith("1 of 2 encodings measurably need less data to match axial")
         assert findings.figures[1].title == "Ahead of axial"
 
     def test_reference_sets_the_target_of_times(self) -> None:

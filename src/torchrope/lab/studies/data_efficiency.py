@@ -204,12 +204,12 @@ def _needed_table(needed: Sequence[dict[str, Any]], reference: str) -> Table:
 
 def _answer(needed: Sequence[dict[str, Any]], reference: str, lead: _Lead | None, seeds: int) -> str:
     less = sorted((row for row in needed if row["verdict"] == "needs less"), key=lambda row: row["needs"])
-    target = f"the accuracy of {described(reference)} with all of it"
+    target = f"to match {described(reference)} with all of it"
     end = f"{lead.clause if lead else ''}.{one_seed(seeds)}"
     if not less:
-        return f"This run cannot tell whether any encoding needs less data for {target}{end}"
+        return f"This run cannot tell whether any encoding needs less data {target}{end}"
     share = written([less[0][key] for key in ("needs", "needs_low", "needs_high")], " %", 0)
-    claim = f"{len(less)} of {len(needed)} encodings measurably need less data for {target}"
+    claim = f"{len(less)} of {len(needed)} encodings measurably need less data {target}"
     return f"{claim}, {less[0]['name']} the least with {share}{end}"
 
 

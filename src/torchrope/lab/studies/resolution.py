@@ -575,7 +575,7 @@ def _answer(right: dict[str, Right], effects: Effects, sizes: Sizes, seeds: int)
     better = {key: found[farthest] for key, found in effects.items() if farthest in found and found[farthest].low > 0}
     clause = ""
     if effects:
-        clause = f"; {len(better)} of {len(effects)} changes measurably improve accuracy"
+        clause = f"; {len(better)} of {len(effects)} changes measurably help"
     if better:
         what, name = max(better, key=lambda key: better[key].estimate)
         clause += f", most {what} for {name}"
