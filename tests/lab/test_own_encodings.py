@@ -142,7 +142,7 @@ def test_label_is_the_title_of_the_class_or_its_name(package: Path) -> None:
         ("broken:Spiral", r"got broken: RuntimeError: two lines \(broken.py, line 2\)"),
         ("own_package.turns:helper", "must be a subclass of Encoding, AbsoluteEncoding or .*, got int"),
         ("own_package.turns:Path", "must be a subclass of .*, got a class of others"),
-        ("own_package.turns:Unfinished", "must have all methods, got no generators"),
+        ("own_package.turns:Unfinished", "must implement all methods, got no generators"),
         ("own_package.turns:Greedy", "must be built from num_axes, num_heads, head_dim alone, got: missing .* 'speed'"),
         ("own_package.turns:Spiral:8", "must take block_size to be named with one, got 'own_package.turns:Spiral:8'"),
         ("own_package.turns:Blocks:1", "block size must be a whole number of 2 or more, got"),

@@ -243,9 +243,7 @@ def rights(**shares: float) -> dict[str, resolution.Right]:
 def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
     right = rights(learned=0.8, axial=0.3, mixed=0.2, none=0.1)
     [note] = resolution.contradictions(right, {}, SIZES)
-    assert note.startswith(
-        "This contradicts the papers: at 16 × 16 learned, a table that is resampled, is ahead of 2 of 2"
-    )
+    assert note.startswith("This contradicts the papers: at 16 × 16 learned, a resampled table, is ahead of 2 of 2")
     assert "of the closest, axial, by 50.0 points [" in note
     assert "figure 4" in note
     assert note.count(". ") == 1  # two sentences

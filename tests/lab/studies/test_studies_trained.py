@@ -411,7 +411,7 @@ def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
     reach = {row["name"]: row["distance"] for row in table["rows"] if row["size"] == "8 × 8"}
     assert beside["learned"] is None
     assert beside["mixed"] == pytest.approx(reach["mixed"] - reach["learned"])
-    assert "At 8 × 8 attention reaches furthest in" in found["answer"]
+    assert "At 8 × 8 attention distance is largest in" in found["answer"]
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:8", "string:8", "bias+comrope-ld", "none"])
