@@ -94,7 +94,7 @@ def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path
     estimates = [re.sub(r"[\d:]+ (?=left|elapsed)", "T ", line) for line in printed.splitlines() if "left)" in line]
     assert estimates[0].startswith("run 1 of 4: none seed 0, epoch 1/1, top-1 ")
     assert len(estimates) == 1 + 4 + 1  # the first epoch, each run, and the costs
-    assert estimates[-1] == "measuring the costs of a training step of 2 models costs  (about T left)"
+    assert estimates[-1] == "measuring the costs of a training step of 2 models  (about T left)"
     assert all(line.count("about T left") == 1 for line in estimates)
 
     results = StudyResult.read(out / "results.json")

@@ -48,7 +48,7 @@ def test_sweep_is_the_product_of_its_axes() -> None:
         (["--sweep=out=a,b", "--", "train"], "name each option once, and never out, got out"),
         (
             ["--sweep=encoding=liere:8,liere-8", "--", "train"],
-            "folders of their own, got torchrope-train/",
+            "different folders, got torchrope-train/",
         ),
         (["--", "bench"], "submit runs train or compare, got 'bench'"),
         ([], "submit runs train or compare, got 'nothing'"),
