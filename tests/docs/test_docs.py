@@ -1,4 +1,4 @@
-"""The code in docs/ runs as printed, links lead somewhere, figures and numbers are those of the library."""
+"""The code in docs/ runs as printed, links resolve, figures and numbers are those of the library."""
 
 import re
 import runpy
@@ -30,7 +30,7 @@ def test_a_block_of_code_runs_as_printed(page: str, block: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), link
 

@@ -1,4 +1,4 @@
-"""The examples run, and what the pages say of them is what they measured."""
+"""The examples run, and their numbers in the docs are those measured."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`make docs`: the site builds without a warning, is whole, and asks the network for nothing."""
+"""`make docs`: the site builds without a warning, is complete, and loads nothing from the network."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""What tests of the laboratory share."""
+"""Fixtures shared by the tests of the laboratory."""
 
 from collections.abc import Iterator
 from functools import cache

@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""Tests of the command line."""
 
 import csv
 import json
@@ -94,7 +94,7 @@ def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path
     estimates = [re.sub(r"[\d:]+ (?=left|elapsed)", "T ", line) for line in printed.splitlines() if "left)" in line]
     assert estimates[0].startswith("run 1 of 4: none seed 0, epoch 1/1, top-1 ")
     assert len(estimates) == 1 + 4 + 1  # the first epoch, each run, and the costs
-    assert estimates[-1] == "measuring what a training step of each of 2 models costs  (about T left)"
+    assert estimates[-1] == "measuring the costs of a training step of 2 models  (about T left)"
     assert all(line.count("about T left") == 1 for line in estimates)
 
     results = StudyResult.read(out / "results.json")
@@ -115,7 +115,7 @@ def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path
     sizes = [column.title for column in tables_of(results)["Accuracy at other input sizes"].columns[2:]]
     assert sizes == ["8×8 (trained)", "12×12"]
     assert costs["learned+liere:4"]["encoding_parameters"] == 16 * 16 + 2 * 4 * 6
-    kinds = {row["name"]: row["kind"] for row in tables_of(results)["What each encoding is"].rows}
+    kinds = {row["name"]: row["kind"] for row in tables_of(results)["The encodings"].rows}
     assert kinds == {"none": "not rotary", "learned+liere:4": "rotary, not relative"}
     assert Conclusion.from_dict(results.conclusion).sentence() == results.findings.answer
     assert results.run.config["data"]["train_size"] == 80
@@ -124,7 +124,7 @@ def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_compare_does_nothing_twice_and_grows_by_encodings_and_seeds(tmp_path: Path, run: Run) -> None:
+def test_compare_skips_finished_runs_and_adds_encodings_and_seeds(tmp_path: Path, run: Run) -> None:
     first = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
     again = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
     assert "run 1 of 1" in first[1]
@@ -152,7 +152,7 @@ def test_runs_are_shared_with_studies_of_the_folder(tmp_path: Path, run: Run) ->
 
 
 @pytest.mark.slow
-def test_a_comparison_that_is_stopped_is_reported_as_far_as_it_came(
+def test_interrupted_comparison_reports_its_finished_runs(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["compare", *SMALL, "--encodings=none,mixed", "--out", tmp_path]
@@ -175,7 +175,7 @@ def test_a_comparison_that_is_stopped_is_reported_as_far_as_it_came(
     assert StudyResult.read(tmp_path / "results.json").unfinished == []
 
 
-def test_a_folder_of_another_configuration_is_refused_untouched(compared: Path, run: Run) -> None:
+def test_compare_refuses_a_folder_of_another_configuration(compared: Path, run: Run) -> None:
     before = {path: path.read_bytes() for path in compared.rglob("*") if path.is_file()}
     status, _, error = run("compare", *SMALL, "--encodings", "none", "--optim.lr", 0.5, "--out", compared)
     assert status == 2
@@ -184,7 +184,7 @@ def test_a_folder_of_another_configuration_is_refused_untouched(compared: Path, 
     assert {path: path.read_bytes() for path in compared.rglob("*") if path.is_file()} == before
 
 
-def test_a_folder_of_somebody_elses_files_is_refused(tmp_path: Path, run: Run) -> None:
+def test_compare_refuses_a_folder_with_unrelated_files(tmp_path: Path, run: Run) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     status, _, error = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
     assert status == 2
@@ -193,7 +193,7 @@ def test_a_folder_of_somebody_elses_files_is_refused(tmp_path: Path, run: Run) -
 
 
 @pytest.mark.slow
-def test_a_configuration_file_and_the_command_line_say_the_same(tmp_path: Path, run: Run) -> None:
+def test_configuration_file_equals_the_command_line(tmp_path: Path, run: Run) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data: {name: motion, train_size: 24, val_size: 16}\noptim: {epochs: 1, warmup_epochs: 0}\n")
     run(
@@ -215,7 +215,7 @@ def test_a_configuration_file_and_the_command_line_say_the_same(tmp_path: Path, 
     assert stored["model"]["patch_size"] == [1, 4, 4]  # from the recipe of the data set
 
 
-def test_train_and_evaluate_go_on_where_they_were(tmp_path: Path, run: Run) -> None:
+def test_train_resumes_and_evaluate_reads_the_run(tmp_path: Path, run: Run) -> None:
     options = [option for option in SMALL if not option.startswith("--scales")]
     quiet = ["--trainer.enable_progress_bar=false"]
     assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
@@ -246,7 +246,7 @@ class Enough(Exception):
     """Raised in place of training."""
 
 
-def test_compare_computes_as_it_is_told_and_older_folders_go_on(
+def test_compare_applies_scale_settings_and_resumes_older_folders(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(config: RunConfig, *_: object, **__: object) -> None:
@@ -296,7 +296,7 @@ def die_in_replacement(monkeypatch: pytest.MonkeyPatch, number: int, *, behind: 
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("number", [1, 2])
-def test_compare_killed_in_any_write_before_the_first_training_goes_on(
+def test_compare_killed_during_an_early_write_resumes(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, number: int, behind: bool
 ) -> None:
     def train(*_: object, **__: object) -> None:
@@ -317,7 +317,7 @@ def test_compare_killed_in_any_write_before_the_first_training_goes_on(
 
 
 @pytest.mark.slow
-def test_compare_and_its_report_remove_what_killed_writes_left_anywhere(compared: Path, run: Run) -> None:
+def test_compare_removes_temporary_files_of_killed_writes(compared: Path, run: Run) -> None:
     command = ["compare", *SMALL, "--encodings=none", "--out", compared]
     for name in ("runs/costs.json", "runs/*/result.json", "runs/*/measures/*.json"):
         [file] = compared.glob(name)
@@ -349,7 +349,7 @@ def test_lists_may_be_written_with_commas(command: str, run: Run, capsys: pytest
         assert told["model"]["spacing"] == [0.5, 1.0]
 
 
-def test_report_writes_the_page_anew(compared: Path, tmp_path: Path, run: Run) -> None:
+def test_report_rebuilds_the_page(compared: Path, tmp_path: Path, run: Run) -> None:
     page = compared / "report" / "index.html"
     written = page.read_bytes()
     page.unlink()
@@ -393,7 +393,7 @@ def test_report_writes_the_page_anew(compared: Path, tmp_path: Path, run: Run) -
         ("compare --out /dev/full", "/dev/full"),
     ],
 )
-def test_a_users_mistake_is_told_in_one_line(
+def test_user_mistake_is_reported_in_one_line(
     arguments: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -409,7 +409,7 @@ def test_a_users_mistake_is_told_in_one_line(
     "content",
     [b"\xff\xfe\x00", b"model: &a {dim: *a}"],
 )
-def test_a_bad_configuration_file_is_told_in_one_line(command: str, content: bytes, tmp_path: Path, run: Run) -> None:
+def test_bad_configuration_file_is_reported_in_one_line(command: str, content: bytes, tmp_path: Path, run: Run) -> None:
     bad = tmp_path / "mine.yaml"
     bad.write_bytes(content)
     status, _, error = run(command, "--config", bad, "--out", tmp_path / "out")
@@ -465,21 +465,21 @@ def test_a_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content:
     assert file.name in error or str(compared) in error
 
 
-def test_train_refuses_a_folder_of_somebody_else(tmp_path: Path, run: Run) -> None:
+def test_train_refuses_a_folder_with_unrelated_files(tmp_path: Path, run: Run) -> None:
     (tmp_path / "config.yaml").write_text("thesis: years of work\n")
     status, _, error = run("train", *[o for o in SMALL if "scales" not in o], "--out", tmp_path)
     assert (status, error.count("\n")) == (2, 1)
     assert (tmp_path / "config.yaml").read_text() == "thesis: years of work\n"
 
 
-def test_one_epoch_is_enough_to_ask_for(tmp_path: Path, run: Run) -> None:
+def test_epochs_may_be_one(tmp_path: Path, run: Run) -> None:
     options = [option for option in SMALL if "warmup" not in option and "scales" not in option]
     quiet = "--trainer.enable_progress_bar=false"
     assert run("train", *options, quiet, "--encoding=none", "--out", tmp_path)[0] == 0
 
 
 @pytest.mark.slow
-def test_a_size_by_name_puts_the_recipes_size_aside(tmp_path: Path, run: Run) -> None:
+def test_model_size_replaces_the_size_of_the_recipe(tmp_path: Path, run: Run) -> None:
     sizes = [
         "--model.size=small",
         "--model.depth=1",
@@ -522,7 +522,7 @@ def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_pa
 
 
 @pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "digits"], ["--help"], ["study", "--list"]])
-def test_nobody_has_to_read_all_that_is_printed(arguments: list[str]) -> None:
+def test_closed_output_pipe_exits_with_141(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "torchrope", *arguments]
@@ -532,7 +532,7 @@ def test_nobody_has_to_read_all_that_is_printed(arguments: list[str]) -> None:
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-def test_another_broken_pipe_is_told(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_broken_pipe_other_than_stdout_is_reported(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     def broken(_: object) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
@@ -572,7 +572,7 @@ def test_help_of_compare_names_every_encoding_and_the_defaults_of_the_data(
 
 
 @pytest.mark.parametrize("arguments", ["--help", "compare --help", "bench --help", "--version"])
-def test_help_waits_for_no_heavy_import(arguments: str) -> None:
+def test_help_imports_no_heavy_package(arguments: str) -> None:
     script = (
         "import sys, torchrope.lab.cli\n"
         f"try: torchrope.lab.cli.main({arguments.split()})\n"
@@ -590,7 +590,7 @@ def test_the_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> No
     assert {name.strip() for name in told.split(",")} == {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
 
 
-def test_the_library_imports_torch_alone_and_quickly() -> None:
+def test_library_imports_only_torch_and_quickly() -> None:
     script = (
         "import sys, time, torch\n"
         "before, started = set(sys.modules), time.process_time()\n"
@@ -606,7 +606,7 @@ def test_the_library_imports_torch_alone_and_quickly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_an_ended_comparison_goes_on_where_it_was(tmp_path: Path, end: signal.Signals) -> None:
+def test_interrupted_comparison_resumes(tmp_path: Path, end: signal.Signals) -> None:
     options = [*SMALL, "--epochs=5000", "--encodings=mixed", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "torchrope", "compare", *options]
 

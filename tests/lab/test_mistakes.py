@@ -1,4 +1,4 @@
-"""Mistakes on the command line and in files: one line on stderr, which names the option as it was written."""
+"""Errors on the command line and in files: one line on stderr that names the option as the user wrote it."""
 
 from pathlib import Path
 

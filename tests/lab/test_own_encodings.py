@@ -1,4 +1,4 @@
-"""An encoding of one's own by name: found, imported only where it was typed or allowed, and told in one line."""
+"""User-defined encodings by name: found, imported only if typed or allowed, errors in one line."""
 
 import json
 import sys
@@ -125,7 +125,7 @@ def test_names_of_own_classes_are_found_beside_the_librarys(package: Path) -> No
         choose("liere:eight")  # the library's names come first
 
 
-def test_people_read_the_title_of_the_class_itself_or_its_name(package: Path) -> None:
+def test_label_is_the_title_of_the_class_or_its_name(package: Path) -> None:
     load_modules(["own_package.turns:Blocks"])
     assert label("learned+own_package.turns:Blocks:4") == "learned APE + LieRE of my own, blocks of 4"
     assert label("own_package.turns:Table+own_package.turns:Spiral") == "Table + Spiral"
@@ -142,7 +142,7 @@ def test_people_read_the_title_of_the_class_itself_or_its_name(package: Path) ->
         ("broken:Spiral", r"got broken: RuntimeError: two lines \(broken.py, line 2\)"),
         ("own_package.turns:helper", "must be a subclass of Encoding, AbsoluteEncoding or .*, got int"),
         ("own_package.turns:Path", "must be a subclass of .*, got a class of others"),
-        ("own_package.turns:Unfinished", "must have all methods, got no generators"),
+        ("own_package.turns:Unfinished", "must implement all methods, got no generators"),
         ("own_package.turns:Greedy", "must be built from num_axes, num_heads, head_dim alone, got: missing .* 'speed'"),
         ("own_package.turns:Spiral:8", "must take block_size to be named with one, got 'own_package.turns:Spiral:8'"),
         ("own_package.turns:Blocks:1", "block size must be a whole number of 2 or more, got"),
@@ -150,7 +150,7 @@ def test_people_read_the_title_of_the_class_itself_or_its_name(package: Path) ->
         ("mixed+own_package.turns:Spiral", "at most one absolute and one rotary name"),
     ],
 )
-def test_what_is_no_encoding_is_told_in_one_line_before_anything_is_made(
+def test_invalid_encoding_is_refused_in_one_line(
     name: str, message: str, package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in (
@@ -167,7 +167,7 @@ def test_what_is_no_encoding_is_told_in_one_line_before_anything_is_made(
     assert not (package / "asked").exists()
 
 
-def test_heads_that_share_need_a_class_that_can(package: Path) -> None:
+def test_shared_heads_need_a_class_that_supports_them(package: Path) -> None:
     load_modules(["own_package.turns:Spiral"])
     sharing = ModelConfig(share_heads=True)
     with pytest.raises(ValueError, match=r"share_heads is for encodings that take shared_heads, got own_package.turns"):
@@ -201,7 +201,7 @@ def test_a_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys
     assert main([*TRAIN, "--config=run/config.yaml", "--allow=own_package", "--out=run"]) == 0  # finished already
 
 
-def test_modules_that_are_loaded_are_no_way_to_other_code(package: Path) -> None:
+def test_loaded_modules_give_no_access_to_other_code(package: Path) -> None:
     for name in ("os:system", "subprocess:Popen", "torch.hub:load", "__main__:x"):
         with pytest.raises(ValueError, match=r"must be a subclass of|must have a class"):
             choose(name)
@@ -212,7 +212,9 @@ def test_modules_that_are_loaded_are_no_way_to_other_code(package: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_comparison_goes_on_and_its_report_needs_no_code(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_resumes_and_its_report_needs_no_user_code(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name, compare = "learned+own_package.turns:Spiral", ["compare", *SMALL, "--scales=[1.0]", "--out=out"]
     assert main([*compare, f"--encodings=none,{name}"]) == 0
     rows = {row["name"]: row for row in StudyResult.read(Path("out/results.json")).findings.tables[0].rows}
@@ -240,7 +242,7 @@ def test_a_comparison_goes_on_and_its_report_needs_no_code(package: Path, capsys
 
 
 @pytest.mark.slow
-def test_studies_train_it_in_other_processes(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_defined_encoding_trains_in_other_processes(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "own_package.turns:Spiral,own_package.turns:Blocks"
     asked = ["study", "capacity", *SMALL, "--model.num_heads=2", "--out=out"]  # blocks of 2, 4 and 8
     assert main([*asked, f"--encodings={names}", "--parallel=2"]) == 0, capsys.readouterr().err
@@ -252,7 +254,7 @@ def test_studies_train_it_in_other_processes(package: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_bench_measures_it(package: Path) -> None:
+def test_bench_measures_a_user_defined_encoding(package: Path) -> None:
     names = ["own_package.turns:Spiral", "own_package.turns:Blocks:4"]
     assert main([*BENCH, f"--encodings={','.join(names)}"]) == 0
     bench = json.loads(Path("out/bench.json").read_text())
@@ -264,7 +266,7 @@ def test_bench_refuses_one_that_is_not_rotary(package: Path, capsys: pytest.Capt
     assert "bench measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err
 
 
-def test_the_library_imports_none_of_it(package: Path) -> None:
+def test_library_imports_no_user_code(package: Path) -> None:
     with pytest.raises(ValueError, match="encodings are none"):
         tr.choose("own_package.turns:Spiral")
     assert tr.choose("mine:M:4", {"mine:M": tr.LieRE}).rotary(num_axes=1, num_heads=1, head_dim=4).block_size == 4

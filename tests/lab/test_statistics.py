@@ -72,7 +72,7 @@ def test_all_right_and_all_wrong_have_width(seeds: int, examples: int) -> None:
     assert all_wrong == pytest.approx((0, 0, 1 - wilson))
 
 
-def test_48_of_48() -> None:
+def test_accuracy_interval_of_48_of_48() -> None:
     assert accuracy_interval([1] * 48).low == pytest.approx(0.926, abs=5e-4)
 
 
@@ -277,7 +277,7 @@ def test_the_bootstrap_of_a_difference_is_paired() -> None:
 # ---- conclusions
 
 
-def test_real_volumes_cannot_tell() -> None:
+def test_conclude_few_volumes_is_cannot_tell() -> None:
     found = conclude(mri(), chance=0.125)
     assert found.kind == "cannot-tell"
     assert (found.best, found.tied, found.behind) == ("mixed", ("liere:8", "none", "learned"), ())
@@ -753,8 +753,8 @@ def test_what_is_needed_is_part_of_the_dictionary() -> None:
         (lambda: difference_interval([1], [2]), "must be zeros and ones, got 2"),
         (lambda: median_interval([]), "finite numbers"),
         (lambda: median_interval([math.nan]), "finite numbers"),
-        (lambda: bootstrap([], 3), "needs a statistic"),
-        (lambda: bootstrap([np.sum], 0), "needs a statistic"),
+        (lambda: bootstrap([], 3), "needs at least one statistic"),
+        (lambda: bootstrap([np.sum], 0), "needs at least one statistic"),
         (lambda: bootstrap([lambda weights: weights[:, 0] * math.nan], 3), "finite numbers"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The commands of `torchrope`. Heavy imports wait until a command needs them."""
+"""Command line of `torchrope`. Heavy packages are imported only by the commands that need them."""
 
 import argparse
 import json
@@ -33,80 +33,79 @@ from torchrope.lab.options import (
 HELP = """\
 usage: torchrope COMMAND [options]
 
-Rotary position encodings for data with any number of axes, and the tool to choose among them.
+Rotary position encodings for data with any number of axes, and a tool to compare them.
 
 commands:
-  compare    train the same model once per encoding and report which one suits the data, and what it costs
+  compare    train the same model once per encoding; report accuracy and cost of each
   train      train one model
-  submit     train or compare many times, as jobs of Slurm or on this machine
+  submit     run train or compare several times, as Slurm jobs or on this machine
   evaluate   measure a trained model
   study      repeat a study of the papers on data of your choice; --list names them
-  benchmark  train every encoding on several data sets by one plan, and rank them; check and merge entries of others
-  report     write the page of the comparison, the studies and the benchmark in a folder again
-  recipes    list the settings that papers trained with, or print one
-  bench      measure how fast every encoding is on this machine, beside the reference and other libraries
+  benchmark  train every encoding on several data sets and rank them; check and merge entries of other runs
+  report     rebuild the HTML page from the results in a folder
+  recipes    list the training settings of papers, or print one
+  bench      measure the speed of every encoding, of the reference and of other libraries on this machine
 
-  torchrope COMMAND --help    explains a command
-  torchrope --version         prints the version
+  torchrope COMMAND --help    print the options of a command
+  torchrope --version         print the version
 
 first steps:
   torchrope compare                                    handwritten digits, about four minutes on two CPU cores
   torchrope compare --data motion                      moving digits: time, height, width
-  torchrope compare --data images --data.root DIR      your own images, a folder per class
+  torchrope compare --data images --data.root DIR      your own images, one folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
-  torchrope compare --data kanji                       characters drawn from their strokes at any size
+  torchrope compare --data kanji                       kanji, rendered from their strokes at any size
   torchrope compare --data kanji-strokes               the same as points (t, x, y) along their strokes
   torchrope compare --data points --data.root DIR      your own sets of points; series: time series (docs/data.md)
   torchrope study dense                                segmentation and detection, on scenes of handwritten digits
-  torchrope compare --recipe liere-cifar100-vit-b      the settings of a paper; torchrope recipes lists them
+  torchrope compare --recipe liere-cifar100-vit-b      training settings of a paper; torchrope recipes lists them
 """
 
 COMPARE = """\
 Train the same transformer once per position encoding, on the same data, seeds and schedule, and write
-OUT/report/index.html: which encoding suits the data, and what it costs.
+OUT/report/index.html with the accuracy and the cost of each encoding.
 
-A comparison that was stopped or killed is resumed by the same command. Short forms: --data NAME for --data.name NAME,
---epochs N for --optim.epochs N, lists as a,b,c. The defaults below are those of --data, or of --recipe: add either to
---help to see its own. --print_config prints all settings as YAML, which --config FILE reads.
+The same command resumes an interrupted comparison. Short forms: --data NAME for --data.name NAME, --epochs N for
+--optim.epochs N, lists as a,b,c. Defaults depend on --data and --recipe: combine either with --help to see them.
+--print_config prints all settings as YAML, which --config FILE reads.
 
 Encodings: none, learned, sinusoidal, bias, lookhere, axial, mixed, liere, comrope-ap, comrope-ld, string, golden,
 dinov3, mrope, mrope-interleaved, visionllama, comrope-rope, comrope-liere, learned-jittered, nd, spiral, drope, mhrope,
 videorope, harope, pape, pape-ri, sphere; with a block size or degree as liere:8 or sphere:16; several combined as
-learned+mixed or bias+axial. A class of your own is mypackage.module:Class, imported where the command line names it;
-where a file names it, add --allow mypackage.
+learned+mixed or bias+axial. A user-defined class is given as mypackage.module:Class; if a file and not the command line
+names it, add --allow mypackage.
 """
 
 STUDY = """\
-Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is one that --list names, several
-as a,b,c, or all. OUT gets the runs, one JSON file per study, and OUT/report/index.html over all studies in it.
+Repeat a study of the papers on data of your choice: torchrope study NAME, with a NAME of --list, several as a,b,c, or
+all. Writes the runs and one JSON file per study to OUT, and OUT/report/index.html over all studies in OUT.
 
-Studies share runs: what one has trained no other trains again. A study that was stopped or killed is resumed by the
-same command. The defaults below are those of --data, or of --recipe: add either to --help to see its own. The data are
-digits by default, scenes for the study dense (segmentation and detection). Each study has its own list of encodings
-unless --encodings names others; a class of your own is mypackage.module:Class.
+Studies share runs: a run that several studies need is trained once. The same command resumes an interrupted study.
+Defaults depend on --data and --recipe: combine either with --help to see them. The default data set is digits, for the
+study dense (semantic segmentation and object detection) scenes. Each study has a default list of encodings, which
+--encodings replaces; a user-defined class is given as mypackage.module:Class.
 
---reference mixed measures against RoPE-Mixed in place of a learned absolute encoding; it is for accuracy,
+--reference mixed measures against RoPE-Mixed instead of a learned absolute encoding; it applies to accuracy,
 data-efficiency, training-efficiency, capacity, model-size, attention and dense. --checkpoint FILE, several as A,B or
-given several times, is for fourier, generators and attention: they read published checkpoints, files of torchrope.save
-or folders of runs, beside the runs of --encodings, or in their place where none is named.
+repeated, applies to fourier, generators and attention: it adds published checkpoints, files of torchrope.save or run
+folders to the runs of --encodings, or replaces these runs if --encodings is not given.
 """
 
 TRAIN = """\
-Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. A run that was stopped or killed is
-resumed by the same command. --recipe NAME takes a paper's settings, --trainer.* are the options of Lightning's Trainer.
-Data with boxes or masks need a head for them: --data scenes --model.head faster-rcnn. Short forms: --data NAME for
+Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. The same command resumes an
+interrupted run. --recipe NAME sets a paper's training settings; --trainer.* are the options of Lightning's Trainer.
+Data with boxes or masks need a matching head: --data scenes --model.head faster-rcnn. Short forms: --data NAME for
 --data.name NAME, --epochs N for --optim.epochs N, lists as a,b,c.
 
-Classes that a configuration names are imported from torchrope, torch, torchvision and timm alone; --allow adds
-packages, as in --allow pytorch_lightning for Lightning's callbacks. An encoding of your own is
---encoding mypackage.module:Class, imported where the command line names it; where a file names it, add
---allow mypackage.
+Classes named in a configuration are imported from torchrope, torch, torchvision and timm only; --allow adds packages,
+as in --allow pytorch_lightning for Lightning's callbacks. A user-defined encoding is given as
+--encoding mypackage.module:Class; if a file and not the command line names it, add --allow mypackage.
 """
 
 SUBMIT = """\
-Submit `torchrope train` or `torchrope compare` to Slurm, once or as a sweep: one job array, each run in a folder of its
-own below the command's --out. The output of the jobs is in OUT-jobs. A run that reaches its time limit saves a
-checkpoint and is queued again.
+Submit `torchrope train` or `torchrope compare` to Slurm, once or as a sweep: one job array, with one subfolder of the
+command's --out per run. The output of the jobs is in OUT-jobs. A run that reaches its time limit saves a checkpoint and
+is requeued.
 
   torchrope submit --slurm partition=gpu,time=1440,gpus_per_node=8,ntasks_per_node=8 \\
       --sweep encoding=mixed,liere:8 --sweep seed=0,1,2 -- train --data cifar100 --out runs/cifar
@@ -117,51 +116,51 @@ Measure a trained model on its validation data, print a table and write FOLDER/e
 input sizes and with shuffled patches; mIoU for semantic segmentation; AP for object detection. --crop, --scales and
 --flip are for semantic segmentation, --sizes to --positions for classification.
 
-At another size pictures and videos in files are read again, kanji are drawn again, and other data are resampled from
-the size trained at; the table says which.
+At another input size, images and videos in files are read again at that size, kanji are rendered again, and other data
+are resampled from the training size; the table shows which.
 
-A published checkpoint, of those that torchrope.load_published reads, is measured on data that are named:
+A published checkpoint in a format that torchrope.load_published reads needs --data:
 
   torchrope evaluate deit_small.pth --data imagenet --data.root DIR --sizes 160,224,288 --crop-ratio 1.0
 
-All options of --data are taken (docs/data.md). Inputs are normalised as the checkpoint's family is, or as
---data.normalise says. --load tells what the file does not, as in --load input_size=224.
+All options of --data apply (docs/data.md). Inputs are normalised as in the checkpoint's family, or as --data.normalise
+sets. --load passes options to load_published that the file does not determine, as in --load input_size=224.
 """
 
 REPORT = """\
-Write the page OUT/report/index.html again, from the results of `torchrope compare`, `study` and `bench` in OUT.
+Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, `benchmark` and `bench` in OUT.
 """
 
 BENCHMARK = """\
-Train every encoding on several data sets with the same model, schedule and budget, by a plan, and rank them:
+Train every encoding on several data sets with the same model, schedule and budget, as a plan sets them, and rank them:
 
-  torchrope benchmark two-cores --out record                          the plan that comes along; --list names all
-  torchrope benchmark two-cores --only digits,globe --out record      some of its data sets, as on another machine
-  torchrope benchmark --entries a.json,b.json --out together          ranks over what others measured
-  torchrope benchmark --check a.json                                  whether an entry can be true
+  torchrope benchmark two-cores --out record                          an included plan; --list lists all
+  torchrope benchmark two-cores --only digits,globe --out record      some of its data sets
+  torchrope benchmark --entries a.json,b.json --out together          ranks over entries of other runs
+  torchrope benchmark --check a.json                                  check an entry for consistency
 
-The learning rate of each data set is chosen on training examples that are held out for it, the same for all encodings.
-A benchmark that was stopped or killed is resumed by the same command. OUT gets the runs, entry/entry.json, which is
-what others can check, merge and rank, and report/index.html. A plan of your own is a YAML file like those that come
-along, with encodings of your own as mypackage.module:Class: docs/benchmark.md.
+The learning rate of each data set is chosen on held-out training examples and is the same for all encodings. The same
+command resumes an interrupted benchmark. Writes to OUT: the runs, entry/entry.json, which others can check, merge and
+rank, and report/index.html. A plan of your own is a YAML file in the format of the included ones, with user-defined
+encodings as mypackage.module:Class: docs/benchmark.md.
 """
 
-RECIPES = "List the recipes, which --recipe NAME of train, compare and study takes, or print one."
+RECIPES = "List the recipes for --recipe NAME of train, compare and study, or print one."
 
 BENCH = """\
-Measure how fast rotations are built and applied on this machine, forward and backward, and write OUT/bench.json and
-OUT/report/index.html, which also shows the comparison and the studies that are in OUT.
+Measure how long building and applying rotations takes on this machine, forward and backward, and write OUT/bench.json
+and OUT/report/index.html, which also shows the comparison and the studies in OUT.
 
-First every encoding must agree with the float64 reference, in values and gradients; otherwise the differences are
-printed and nothing is measured. Then torchrope, its reference, the compiled reference, and other libraries where they
-are installed (timm, rotary-embedding-torch) are measured in one process, taking turns. Columns with the unit "×" are
-speedups of torchrope over each.
+First every encoding is compared with the float64 reference, in values and gradients; if one is wrong, the differences
+are printed and nothing is measured. Then torchrope, its reference, the compiled reference, and the other libraries that
+are installed (timm, rotary-embedding-torch) are measured in one process, in interleaved rounds. Columns with the unit
+"×" are speedups of torchrope over each.
 
-Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; with another block size as liere:16; a class of your
-own as mypackage.module:Class.
+Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; with another block size as liere:16; a user-defined
+class as mypackage.module:Class.
 
-Tokens lie on a lattice as nearly square as their number allows, with a class token in front where that helps: 65 tokens
-are 8x8 and a class token.
+Tokens form a lattice that is as nearly square as their number allows, preceded by a class token if that makes it more
+nearly square: 65 tokens are 8x8 and a class token.
 """
 
 _NOT_OF_TRAINER = {
@@ -172,15 +171,15 @@ _NOT_OF_TRAINER = {
     "reload_dataloaders_every_n_epochs",
     "use_distributed_sampler",
 }
-"""Options of Lightning's Trainer that follow from other options of a run."""
+"""Options of Lightning's Trainer that other options of a run determine."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `torchrope`.
 
     Returns:
-        The exit status: 0, 1 where `bench` found a wrong result, 2 for a user's mistake (printed in one line), 130
-        where Ctrl-C stopped it, 141 where its output is no longer read, as in `torchrope recipes | head`.
+        The exit status: 0 for success, 1 if `bench` found a wrong result, 2 for a user's mistake (printed in one
+        line), 130 after Ctrl-C, 141 if the output pipe was closed, as in `torchrope recipes | head`.
     """
     try:
         try:
@@ -188,12 +187,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         return 141
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command; a user's mistake becomes one line."""
+    """Run a command; print a user's mistake in one line."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0
@@ -211,7 +210,7 @@ def _run(arguments: list[str]) -> int:
         return 130
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
-            print(flush=True)  # raises it again, if it is of the output
+            print(flush=True)  # raises again if stdout is the broken pipe
         return _fail(f" {command}", error)
 
 
@@ -231,7 +230,7 @@ def _compare(arguments: list[str]) -> int:
     parsed = _parse_compare(arguments)
     config = parsed.config
     runs = f"{len(config.encodings)} encodings x {config.seeds} seeds"
-    print(f"comparing {runs} on {config.data.name}; everything goes to {config.out}", flush=True)  # before torch loads
+    print(f"comparing {runs} on {config.data.name}; output folder: {config.out}", flush=True)  # before torch loads
     _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
     from rich.console import Console
 
@@ -250,8 +249,8 @@ def _study(arguments: list[str]) -> int:
     from torchrope.lab.studies.engine.names import OF_PLACES, suitable
 
     chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
-    own = ["--data=scenes"] if names in OF_PLACES and not chosen else []
-    parsed = parse("study", STUDY, StudyConfig, [*own, *joined(options, "--checkpoint")])
+    default_data = ["--data=scenes"] if names in OF_PLACES and not chosen else []
+    parsed = parse("study", STUDY, StudyConfig, [*default_data, *joined(options, "--checkpoint")])
     config = parsed.config
     _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
     if config.reference:
@@ -260,16 +259,16 @@ def _study(arguments: list[str]) -> int:
 
     from torchrope.lab.studies.engine.study import check_taken, run_study
 
-    asked = suitable(config.data.name) if names == "all" else names.split(",")
+    studies = suitable(config.data.name) if names == "all" else names.split(",")
     for setting in ("reference", "checkpoint", "sizes"):
         if getattr(config, setting):
-            check_taken(asked, setting, parsed.name(setting))
+            check_taken(studies, setting, parsed.name(setting))
     if config.checkpoint:
         from torchrope.lab.encodings import load_modules
         from torchrope.lab.studies.engine.checkpoints import encodings_of_runs
 
         load_modules(encodings_of_runs(config.checkpoint), parsed.allow)
-    for name in asked:
+    for name in studies:
         command = shlex.join(["torchrope", "study", name, *options])
         print(f"{name}:")
         run_study(name, config, command=command, console=Console())
@@ -282,12 +281,12 @@ def _list_studies() -> int:
     width = max(map(len, NAMES))
     for name in NAMES:
         print(f"{name:{width}}  {summary(name)}")
-    print("\ntorchrope study NAME [--data DATA] runs one; torchrope study --help has the options")
+    print("\ntorchrope study NAME [--data DATA] runs one; torchrope study --help prints the options")
     return 0
 
 
 def _study_names(arguments: list[str]) -> tuple[str, list[str]]:
-    """The studies, which come first, and the options behind."""
+    """Split the arguments of `torchrope study` into the names of studies, which come first, and the options."""
     from torchrope.lab.studies.engine.names import NAMES
 
     if arguments and not arguments[0].startswith("-"):
@@ -308,7 +307,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
 
     def add(parser: Any) -> None:
         parser.set_defaults({"scale.logs": ["csv", "tensorboard"]})
-        parser.add_argument("--out", type=str, default="torchrope-train", help="folder of everything that it leaves")
+        parser.add_argument("--out", type=str, default="torchrope-train", help="output folder")
         parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip=_NOT_OF_TRAINER)
 
     return parse("train", TRAIN, RunConfig, arguments, add)
@@ -329,7 +328,7 @@ def _train(arguments: list[str]) -> int:
     out = Path(parsed.others["out"])
     data = make_data(parsed.config.data)
     check_patches(parsed.config.model, data)
-    training_sizes(parsed.config.optim, parsed.config.model, data)  # refuses those that patches do not divide
+    training_sizes(parsed.config.optim, parsed.config.model, data)  # raises for sizes that patches do not divide
     data.setup()
     trainer = {name: value for name, value in parsed.others["trainer"].as_dict().items() if value is not None}
     if trainer.setdefault("enable_progress_bar", True):
@@ -345,7 +344,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()) -> None:
-    """Find encodings by name. Modules of the user's own are imported where they were typed, or --allow names them."""
+    """Check that encodings exist; import modules of user-defined ones if typed on the command line, or in --allow."""
     from torchrope.lab.encodings import choose, load_modules
 
     load_modules(names, None if option.startswith("--") else allow)
@@ -385,7 +384,7 @@ def _evaluate_parser() -> OneLineParser:
     parser.add_argument(
         "folder",
         type=Path,
-        help="what `torchrope train --out` wrote, a run's folder in OUT/runs, or the file of a published checkpoint",
+        help="output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint",
     )
     parser.add_argument(
         "--sizes",
@@ -394,19 +393,19 @@ def _evaluate_parser() -> OneLineParser:
         help="input sizes in pixels per side (default: about half to twice)",
     )
     parser.add_argument(
-        "--crop-ratio", type=share_of_a_side, metavar="R", help="share of the shorter side that is shown, such as 0.875"
+        "--crop-ratio", type=share_of_a_side, metavar="R", help="centre crop over the shorter side, such as 0.875"
     )
     parser.add_argument(
         "--window-size",
         type=window_size,
         metavar="N",
-        help="tokens of a Swin's window at other sizes; grow: in proportion to the input (default: as trained)",
+        help="window size of a Swin at other sizes, in tokens; grow: in proportion to the input (default: as trained)",
     )
     parser.add_argument(
         "--positions",
         type=one_of(("spacing", "range")),
         default="spacing",
-        help="what other sizes keep: the spacing of patches, or the range of positions, as ComRoPE's code does",
+        help="positions at other sizes: keep the spacing of patches, or the range of positions, as ComRoPE's code does",
     )
     parser.add_argument(
         "--crop", type=at_least_one, metavar="N", help="sliding-window inference in windows of N pixels"
@@ -421,13 +420,13 @@ def _evaluate_parser() -> OneLineParser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
     parser.add_argument(
-        "--allow", action="append", metavar="A,B", help="modules that the run's encoding may be imported from"
+        "--allow", action="append", metavar="A,B", help="modules from which the run's encoding may be imported"
     )
     return parser
 
 
 def _apart(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments without some options, and these with their values."""
+    """Split arguments into those without some options, and these options with their values."""
     rest: list[str] = []
     taken: list[str] = []
     into = rest
@@ -444,13 +443,13 @@ def _apart(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], l
 def _evaluate_run(
     options: argparse.Namespace, of_data: Sequence[str], allow: Sequence[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Measure a run: its data and the measures."""
+    """Measure a run; return its data and the measures."""
     from torchrope.lab.training.evaluate import keep_range
     from torchrope.lab.training.run import load
 
     for typed, option in ((of_data, "--data"), (options.load, "--load")):
         if typed:
-            raise ValueError(f"{option} is for the file of a checkpoint, got {options.folder}, which is none")
+            raise ValueError(f"{option} is for the file of a checkpoint, got the folder {options.folder}")
     config, data, module = load(options.folder, allow=allow, crop_ratio=options.crop_ratio)
     model, task = module.model, config.model.task
     of_segments = {name: value for name in ("crop", "scales", "flip") if (value := getattr(options, name))}
@@ -471,13 +470,13 @@ def _evaluate_run(
 
 
 def _evaluate_checkpoint(options: argparse.Namespace, of_data: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Measure a published checkpoint: its data and the measures."""
+    """Measure a published checkpoint; return its data and the measures."""
     from torchrope.lab.training.config import EvaluationConfig
     from torchrope.lab.training.published import load_checkpoint
 
     wrong = [name for name in ("crop", "scales", "flip") if getattr(options, name)]
     if wrong:
-        raise ValueError(f"--{wrong[0]} is for semantic segmentation, got the file of a checkpoint that classifies")
+        raise ValueError(f"--{wrong[0]} is for semantic segmentation, got the file of a classifier's checkpoint")
     if not any(option.startswith("--data") for option in of_data):
         raise ValueError(f"a checkpoint is evaluated on --data NAME, got none for {options.folder}")
     parsed = parse("evaluate", EVALUATE, EvaluationConfig, of_data)
@@ -485,16 +484,16 @@ def _evaluate_checkpoint(options: argparse.Namespace, of_data: Sequence[str]) ->
     if options.crop_ratio is not None:
         config = with_crop_ratio(config, options.crop_ratio)
     given = [name.removeprefix("data.") for name in parsed.given]
-    told = dict(map(_told, options.load))
+    load_options = dict(map(_load_option, options.load))
     model, data = load_checkpoint(
-        options.folder, config, given=given, options=told, ranged=options.positions == "range"
+        options.folder, config, given=given, options=load_options, ranged=options.positions == "range"
     )
     normalised = getattr(data.config, "normalise", None)
     return data, {**_measured(options, model, data), **({"normalise": normalised} if normalised else {})}
 
 
-def _told(text: str) -> tuple[str, Any]:
-    """An option of load_published and its value: numbers and lists as JSON has them, or a word."""
+def _load_option(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE of --load; a value is a JSON number, a list as A,B, or text."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--load must be NAME=VALUE as in input_size=224, got {text!r}")
@@ -503,7 +502,7 @@ def _told(text: str) -> tuple[str, Any]:
 
 
 def _measured(options: argparse.Namespace, model: Any, data: Any) -> dict[str, Any]:
-    """The measures of a classifier, with what was asked for."""
+    """Measure a classifier; return the measures with the options given."""
     from torchrope.lab.studies.config import SCALES
     from torchrope.lab.training.evaluate import evaluate, scaled_sizes, square_sizes, windows_at
 
@@ -519,10 +518,10 @@ def _measured(options: argparse.Namespace, model: Any, data: Any) -> dict[str, A
             raise ValueError(f"sizes is for data on a lattice, got {data.name}")
     except ValueError as error:
         raise ValueError(f"--{str(error).replace('_', '-', 1)}") from None
-    asked = {"crop_ratio": options.crop_ratio, "window_size": options.window_size}
-    asked |= {"positions": "range"} if options.positions == "range" else {}
+    given = {"crop_ratio": options.crop_ratio, "window_size": options.window_size}
+    given |= {"positions": "range"} if options.positions == "range" else {}
     measures = evaluate(model, data, sizes, options.window_size).measures()
-    return {**measures, **{name: value for name, value in asked.items() if value is not None}}
+    return {**measures, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _report(arguments: list[str]) -> int:
@@ -534,7 +533,9 @@ def _report(arguments: list[str]) -> int:
         default=Path("torchrope-compare"),
         help="folder of the results (default: torchrope-compare)",
     )
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="also write the table between FILE's markers")
+    parser.add_argument(
+        "--readme", type=Path, metavar="FILE", help="also write the results table between the markers in FILE"
+    )
     options = parser.parse_args(arguments)
     if options.readme is not None:
         from torchrope.lab.report.readme import write_readme
@@ -569,8 +570,8 @@ def _submit(arguments: list[str]) -> int:
     if options.dry_run:
         print(*(shlex.join(["torchrope", *job.arguments]) for job in jobs), sep="\n")
         return 0
-    above = jobs[0].out.parent if options.sweep else jobs[0].out
-    logs = above.with_name(f"{above.name}-jobs")
+    folder = jobs[0].out.parent if options.sweep else jobs[0].out
+    logs = folder.with_name(f"{folder.name}-jobs")
     if options.cluster == "local":
         failed = run_here(jobs, run_submitted, logs, options.parallel or 1, print)
         return 1 if failed else 0
@@ -581,14 +582,14 @@ def _submit(arguments: list[str]) -> int:
 
 
 def run_submitted(arguments: list[str]) -> None:
-    """Run `torchrope` as a job, which fails where the command does."""
+    """Run `torchrope` in a job; raise RuntimeError if the command fails."""
     status = main(arguments)
     if status:
         raise RuntimeError(f"torchrope {shlex.join(arguments)} ended with status {status}")
 
 
 def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
-    """Parse a command of a sweep, so that a mistake is found before it waits in a queue."""
+    """Parse a command of a sweep, so that mistakes are found before it is queued."""
     try:
         if arguments[0] == "train":
             parsed = _parse_train(arguments[1:])
@@ -600,8 +601,8 @@ def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
         message = str(error)
         axis = next((name for name in swept if f"--{name}" in message), None)
         if axis is not None:
-            own = message.startswith(f"--{axis}")
-            message = f"--sweep {message.removeprefix('--') if own else f'{axis}: {message}'}"
+            starts_with_axis = message.startswith(f"--{axis}")
+            message = f"--sweep {message.removeprefix('--') if starts_with_axis else f'{axis}: {message}'}"
         raise ValueError(message) from None
 
 
@@ -653,9 +654,9 @@ def _check_entries(files: Sequence[Path]) -> int:
 
     for file in files:
         entry = Entry.read(file)
-        for found in entry.sets:
-            said = check_against_data(found)
-            print(f"{file}: {found.name}: {len(found.encodings)} encodings, {said}")
+        for data_set in entry.sets:
+            outcome = check_against_data(data_set)
+            print(f"{file}: {data_set.name}: {len(data_set.encodings)} encodings, {outcome}")
     return 0
 
 
@@ -663,7 +664,7 @@ def _benchmark_parser() -> OneLineParser:
     usage = "torchrope benchmark [PLAN] [options]"
     parser = OneLineParser(prog="torchrope benchmark", usage=usage, description=BENCHMARK)
     parser.add_argument("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
-    parser.add_argument("--list", action="store_true", help="name the plans that come along")
+    parser.add_argument("--list", action="store_true", help="list the included plans")
     parser.add_argument("--only", type=_words, metavar="A,B", help="data sets of the plan (default: all)")
     parser.add_argument("--encodings", type=_words, metavar="A,B", help="compare these instead of the plan's")
     parser.add_argument(
@@ -671,11 +672,14 @@ def _benchmark_parser() -> OneLineParser:
     )
     parser.add_argument("--parallel", type=at_least_one, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
-    parser.add_argument("--author", default="", metavar="NAME", help="who runs it, for the entry")
+    parser.add_argument("--author", default="", metavar="NAME", help="author that the entry names")
     parser.add_argument(
-        "--entries", type=_files, metavar="A,B", help="entries to rank along, whose learning rates are taken"
+        "--entries",
+        type=_files,
+        metavar="A,B",
+        help="entries of other runs to rank as well; their learning rates are used",
     )
-    parser.add_argument("--check", type=_files, metavar="A,B", help="only check whether entries can be true")
+    parser.add_argument("--check", type=_files, metavar="A,B", help="only check entries for consistency")
     return parser
 
 
@@ -700,7 +704,7 @@ def _recipes(arguments: list[str]) -> int:
     width = max(map(len, names))
     for name in names:
         print(f"{name:{width}}  {recipes.summary(name)}")
-    print("\ntorchrope recipes NAME prints one; train --recipe NAME and compare --recipe NAME take its settings")
+    print("\ntorchrope recipes NAME prints one; train --recipe NAME and compare --recipe NAME use its settings")
     return 0
 
 
@@ -737,7 +741,7 @@ def _bench_parser() -> argparse.ArgumentParser:
 
     def shape(text: str) -> dict[str, int]:
         sizes = parse_shape(text)
-        Setting(**sizes)  # type: ignore[arg-type]  # refuses sizes below 1
+        Setting(**sizes)  # type: ignore[arg-type]  # raises for sizes below 1
         return sizes
 
     parser = OneLineParser(prog="torchrope bench", usage="torchrope bench [options]", description=BENCH)
@@ -749,18 +753,16 @@ def _bench_parser() -> argparse.ArgumentParser:
         metavar="BATCH,HEADS,TOKENS,HEAD_DIM",
         help="of q and k (default: 8,12,65,64)",
     )
-    parser.add_argument("--axes", type=at_least_one, default=2, metavar="N", help="length of a position (default: 2)")
+    parser.add_argument("--axes", type=at_least_one, default=2, metavar="N", help="axes of a position (default: 2)")
     parser.add_argument(
         "--dtype", type=one_of(DTYPES), default="float32", help=f"{', '.join(DTYPES)} (default: float32)"
     )
     parser.add_argument(
         "--encodings", type=as_list, metavar="A,B,C", help="by name (default: those above that fit the shape)"
     )
+    parser.add_argument("--threads", type=at_least_one, metavar="N", help="threads on the CPU (default: torch's)")
     parser.add_argument(
-        "--threads", type=at_least_one, metavar="N", help="threads on the CPU (default: torch's own number)"
-    )
-    parser.add_argument(
-        "--rounds", type=at_least_one, default=21, metavar="N", help="medians are over so many (default: 21)"
+        "--rounds", type=at_least_one, default=21, metavar="N", help="rounds that medians are over (default: 21)"
     )
     parser.add_argument("--out", type=Path, default=Path("torchrope-bench"), help="folder (default: torchrope-bench)")
     return parser

@@ -1,6 +1,6 @@
-"""What a comparison of encodings has shown: the kind of answer, its numbers, its sentence, and its form as JSON.
+"""Conclusion of a comparison of encodings: its kind, its numbers, its sentence, and its JSON form.
 
-`torchrope.lab.statistics.conclude` makes conclusions, and its docstring has the rules.
+`torchrope.lab.statistics.conclude` computes conclusions; its docstring gives the rules.
 """
 
 import numbers
@@ -13,7 +13,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 BASELINE = "none"
 """The name of the model without positions."""
 ERROR_RATE = 0.05
-"""Of all claims "behind" of one conclusion together, and of each other claim."""
+"""Bound on the error rate: family-wise over all claims "behind" of one conclusion, and of each other claim."""
 
 
 class Interval(NamedTuple):
@@ -26,13 +26,13 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Needed:
-    """What a further run would need to show a gap, if it is real, with a power of 80 %.
+    """Sample size that a further run needs to show a gap, if it is real, with a power of 80 %.
 
     Attributes:
-        gap: Between the best encoding and `behind`, the largest seen.
-        behind: The encoding of the lowest accuracy.
-        examples: So many more examples held out, with as many seeds; None where no number is enough.
-        seeds: So many more seeds, on the same examples; None where 100 are not enough, or there is one seed.
+        gap: Between the best encoding and `behind`, the largest observed.
+        behind: The encoding with the lowest accuracy.
+        examples: Additional validation examples, with the same number of seeds; None if no number is enough.
+        seeds: Additional seeds, on the same examples; None if 100 are not enough, or this run has one seed.
     """
 
     gap: float
@@ -43,25 +43,25 @@ class Needed:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What a comparison has shown. The best, `tied` and `behind` are together all names, each once.
+    """Conclusion of a comparison. `best`, `tied` and `behind` together contain every name once.
 
     Attributes:
-        kind: One of `KINDS`; `conclude` has the rules.
-        best: The name of the highest accuracy; None for "nothing-learned".
-        tied: Names that cannot be told apart from the best, the highest accuracy first.
-        behind: Names measurably behind the best, the highest accuracy first.
-        cheapest: The one of the best and `tied` that costs measurably less than each other; None but for "cheaper".
-        intervals: 95 % interval of each accuracy by itself, `(low, high)`.
+        kind: One of `KINDS`; `conclude` gives the rules.
+        best: The name with the highest accuracy; None for "nothing-learned".
+        tied: Names that cannot be told apart from the best, by decreasing accuracy.
+        behind: Names measurably behind the best, by decreasing accuracy.
+        cheapest: The one of the best and `tied` that costs measurably less than each other; None unless "cheaper".
+        intervals: 95 % interval of each accuracy separately, `(low, high)`.
         gains: Difference of each accuracy over that of "none" with its 95 % interval; empty without "none".
-        gaps: Difference of the best over each other with its interval, which excludes 0 where that is behind. Holm's
-            procedure sets its level, 95 % or more.
+        gaps: Accuracy of the best minus that of each other name, with an interval that excludes 0 if that name is
+            behind. Holm's procedure sets its level, 95 % or more.
         detectable: The smallest gap to the best that this run shows with a power of 80 %, the median over the tied, or
-            over all where none is tied; None where it shows no gap.
-        needed: For "cannot-tell", what would show the largest gap seen; None where there is none.
-        examples: Held out.
-        seeds: Trainings of each encoding.
-        chance: Accuracy of the best constant answer.
-        margin: Differences within it do not matter.
+            over all if none is tied; None if it shows no gap.
+        needed: For "cannot-tell", the sample size that would show the largest observed gap; None if there is no gap.
+        examples: Number of validation examples.
+        seeds: Training runs per encoding.
+        chance: Accuracy of the best constant prediction.
+        margin: Differences within it count as irrelevant.
 
     Raises:
         ValueError: a value is of another type or kind, or contradicts another.
@@ -86,15 +86,15 @@ class Conclusion:
         _check(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` reads: dictionaries, lists, strings, numbers and None alone, as JSON holds them."""
+        """Return a dictionary that `from_dict` reads and JSON can represent."""
         return {name: _plain(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Any) -> "Conclusion":
-        """Read what `as_dict` returned.
+        """Build a conclusion from the dictionary that `as_dict` returned.
 
         Raises:
-            ValueError: an entry is missing, unknown, or not of its type; in one line.
+            ValueError: an entry is missing, unknown, or of the wrong type; in one line.
         """
         given = _entries(values, "conclusion", [field.name for field in fields(cls)])
         intervals = _mapping(given["intervals"], "intervals")
@@ -114,7 +114,7 @@ class Conclusion:
         )
 
     def sentence(self) -> str:
-        """Say it in at most two sentences and 50 words, for names of one word."""
+        """Describe the conclusion in at most two sentences and 50 words, if names are single words."""
         return _SENTENCES[self.kind](self)
 
 
@@ -187,13 +187,13 @@ def _need(it: Conclusion) -> str:
 
 
 def _gain(it: Conclusion) -> str:
-    """The gap of the best to "none", with the interval that decides whether "none" is behind."""
+    """Return the clause on the gap of the best to "none", with the interval that decides if "none" is behind."""
     gap = it.gaps.get(BASELINE)
     return f"; {it.best} gains {_interval(gap)} over none" if gap else ""
 
 
 def one_seed(seeds: int) -> str:
-    """Write what intervals leave out where there is one seed, to end an answer with; empty for several."""
+    """Return the caveat that ends an answer from one seed; empty for several seeds."""
     return " With one training each, variation between training runs is not included." if seeds == 1 else ""
 
 
@@ -212,7 +212,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Write names in a sentence: "a", "a and b", "a, b and c", "a, b, c and 4 others"."""
+    """Join names for a sentence: "a", "a and b", "a, b and c", "a, b, c and 4 others"."""
     shown = [*names] if len(names) <= 4 else [*names[:3], f"{len(names) - 3} others"]
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
@@ -277,8 +277,8 @@ def _check(it: Conclusion) -> None:
         ordered = all(map(is_number, _numbers(ends, 2, f"intervals of {name!r}"))) and 0 <= ends[0] <= ends[1] <= 1
         require(ordered, f"intervals of {name!r} must be two numbers from 0 to 1, the lower first", ends)
     for what in ("gains", "gaps"):
-        known = _mapping(getattr(it, what), what)
-        for name, each in known.items():
+        differences = _mapping(getattr(it, what), what)
+        for name, each in differences.items():
             require(name in it.intervals, f"{what} must be of names that have intervals", name)
             low_first = all(map(is_number, each)) and -1 <= each[1] <= each[2] <= 1 and -1 <= each[0] <= 1
             require(low_first, f"{what} of {name!r} must be an estimate and the ends, from -1 to 1", each)
@@ -299,7 +299,7 @@ def _check(it: Conclusion) -> None:
     )
     if it.needed is not None:
         need = it.needed
-        require(isinstance(need, Needed), "needed must be None or what is needed", need)
+        require(isinstance(need, Needed), "needed must be None or an instance of Needed", need)
         require(is_number(need.gap) and 0 < need.gap <= 1, "gap must be above 0 and at most 1", need.gap)
         require(isinstance(need.behind, str) and need.behind in it.intervals, "behind must be a name", need.behind)
         for what in ("examples", "seeds"):
@@ -339,23 +339,26 @@ _FITS: dict[str, Callable[[Conclusion], bool]] = {
 
 
 def can_show_learning(examples: int, names: int, chance: float) -> bool:
-    """Whether a model that is right on all examples is measurably above chance: (5 % / names)^(1 / examples) is."""
+    """Return whether a model that is right on all examples is measurably above chance.
+
+    The lower bound of its accuracy is (5 % / names)^(1 / examples).
+    """
     return bool((ERROR_RATE / names) ** (1 / examples) > chance)
 
 
 def share(value: Any, what: str) -> float:
-    """Return a number from 0 to 1, or raise a ValueError that names what it is."""
+    """Return a number from 0 to 1, or raise a ValueError that begins with `what`."""
     if not is_number(value) or not 0 <= value <= 1:
         raise ValueError(f"{what} must be a number from 0 to 1, got {short(value)}")
     return float(value)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, which True is not."""
+    """Return whether a value is a real number; booleans are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def short(value: Any) -> str:
-    """Write a value into an error: one line of 60 characters at most."""
+    """Format a value for an error message: one line of at most 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

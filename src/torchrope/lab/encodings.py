@@ -1,7 +1,7 @@
 """Encodings by name in the laboratory: those of the library, and user-defined classes as "mypackage.module:Class".
 
-Importing a module runs it. `load_modules` imports those that a command line names or allows; `choose` imports nothing
-and finds classes in modules that are loaded, so that a stored configuration cannot start code.
+Importing a module runs its code. `load_modules` imports the modules that a command line names or allows; `choose`
+imports nothing and only finds classes in loaded modules, so that a stored configuration cannot run code.
 """
 
 import importlib
@@ -35,65 +35,65 @@ _KINDS: dict[type, tuple[str, ...]] = {
     AbsoluteEncoding: ("sizes", "dim"),
     ScoreBias: ("sizes", "num_heads"),
 }
-"""The classes that an encoding of one's own may be of, and what it is built from."""
+"""Base classes of user-defined encodings, and the keyword arguments that each is built with."""
 
 OfPoses = Literal["action", "numbers"]
 POSES: dict[str, OfPoses] = {"pose": "action", "camera-numbers": "numbers"}
-"""Names for tokens of views: what `torchrope.Transformer` calls each."""
+"""Encoding names for tokens of camera views, and the value of `torchrope.Transformer`'s argument for each."""
 
 
 def of_poses(name: str) -> OfPoses | None:
-    """What the poses of views do under a name such as "pose+axial"; None where it says nothing of them."""
-    found = [POSES[part.strip()] for part in name.split("+") if part.strip() in POSES]
-    if len(found) > 1:
+    """Return how an encoding such as "pose+axial" uses the poses of camera views; None if it does not."""
+    uses = [POSES[part.strip()] for part in name.split("+") if part.strip() in POSES]
+    if len(uses) > 1:
         raise ValueError(f"an encoding names {' or '.join(POSES)} at most once, got {name!r}")
-    return found[0] if found else None
+    return uses[0] if uses else None
 
 
 def choose(name: str) -> Choice:
-    """Find encodings by name as `torchrope.choose` does, and classes of loaded modules as "mypackage.module:Class".
+    """Parse an encoding's name as `torchrope.choose` does, also classes of loaded modules as "mypackage.module:Class".
 
-    What names of `POSES` stand for is told by `of_poses`; here they are left out.
+    Names of `POSES` are ignored here; `of_poses` reads them.
 
     Args:
-        name: Such as "mixed", "learned+mypackage.module:Class", or "mypackage.module:Class:8" for a class that takes a
-            block_size.
+        name: For example "mixed", "learned+mypackage.module:Class", or "mypackage.module:Class:8" for a class that
+            takes a block_size.
 
     Raises:
-        ValueError: what `torchrope.choose` refuses; a module that nothing has imported; no such class in it, or one
-            that is no encoding.
+        ValueError: `torchrope.choose` refuses the name, its module is not loaded, or the module has no such class or
+            one that is not an encoding.
     """
     if of_poses(name) is not None:
         others = [part for part in name.split("+") if part.strip() not in POSES]
         return replace(choose("+".join(others) or "none"), name=name)
-    own = own_parts(name)
-    if not own:
+    user_defined = own_parts(name)
+    if not user_defined:
         _check_colon(name)
-    return choose_with(name, {f"{module}:{kind}": _class(module, kind) for module, kind in own})
+    return choose_with(name, {f"{module}:{kind}": _class(module, kind) for module, kind in user_defined})
 
 
 def own_parts(name: str) -> list[tuple[str, str]]:
-    """Module and class of each part of a name that is a class of one's own.
+    """Return module and class of each part of a name that is a user-defined class.
 
     Example:
         >>> own_parts("learned+mypackage.rotations:Spiral:8"), own_parts("learned+liere:8")
         ([('mypackage.rotations', 'Spiral')], [])
     """
-    found = [_OWN.fullmatch(part.strip()) for part in name.split("+")]
-    known = {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
-    return [(match[1], match[2]) for match in found if match and match[1] not in known]
+    matches = [_OWN.fullmatch(part.strip()) for part in name.split("+")]
+    builtin = {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
+    return [(match[1], match[2]) for match in matches if match and match[1] not in builtin]
 
 
 def load_modules(encodings: Iterable[str], allow: Sequence[str] | None = None) -> None:
-    """Import the modules of encodings of one's own; the working directory is looked at last.
+    """Import the modules of user-defined encodings; the working directory is searched last.
 
     Args:
         encodings: Names as `choose` takes them.
-        allow: Modules and packages that may be imported; others are left alone. None is for names that the user has
-            typed: all of them.
+        allow: Modules and packages that may be imported; others are skipped. None, for names that the user typed,
+            allows all.
 
     Raises:
-        ValueError: a module that cannot be imported.
+        ValueError: a module cannot be imported.
     """
     for name in encodings:
         for module, _ in own_parts(name):
@@ -113,24 +113,24 @@ def _load(module: str) -> None:
     try:
         importlib.invalidate_caches()
         importlib.import_module(module)
-    except Exception as error:  # it may raise anything
+    except Exception as error:  # user code may raise anything
         rule = f"encodings of your own must be in a module that can be imported, got {module}"
-        raise ValueError(f"{rule}: {_told(error)}{_near_module(module, error)}") from error
+        raise ValueError(f"{rule}: {_describe_error(error)}{_near_module(module, error)}") from error
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
 
 
-def _told(error: Exception) -> str:
-    """An error of somebody's module, and the line that raised it."""
+def _describe_error(error: Exception) -> str:
+    """Format an error of a user's module, with the line that raised it."""
     line = traceback.extract_tb(error.__traceback__)[-1]
-    own = not isinstance(error, SyntaxError) and "importlib" not in line.filename
-    place = f" ({os.path.basename(line.filename)}, line {line.lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
+    raised_by_module = not isinstance(error, SyntaxError) and "importlib" not in line.filename
+    location = f" ({os.path.basename(line.filename)}, line {line.lineno})" if raised_by_module else ""
+    return f"{type(error).__name__}: {error}{location}"
 
 
 def _near_module(module: str, error: Exception) -> str:
-    """The nearest name beside the first part of a module's name that there is not."""
+    """Suggest an existing module that is spelled like the first missing part of a module's name."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if not missing or not f"{module}.".startswith(f"{missing}."):
         return ""
@@ -138,16 +138,16 @@ def _near_module(module: str, error: Exception) -> str:
     path = getattr(sys.modules.get(above), "__path__", None) if above else None
     if above and path is None:
         return ""
-    there = [f"{above}." * bool(above) + each.name for each in pkgutil.iter_modules(path)]
-    return suggestion(closest(missing, there, cutoff=0.7))
+    modules = [f"{above}." * bool(above) + each.name for each in pkgutil.iter_modules(path)]
+    return suggestion(closest(missing, modules, cutoff=0.7))
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of a loaded module; nothing is imported, not by a module's `__getattr__` either."""
+    """Return a class of a loaded module, and check it; nothing is imported, not by a module's `__getattr__` either."""
     full, loaded = f"{module}:{name}", sys.modules.get(module)
     if loaded is None:
-        rule = f"{full!r} is code of {module}, which is imported where the command line names it"
-        raise ValueError(f"{rule} or says --allow {module}, got neither")
+        rule = f"{full!r} is code of {module}, which is imported if the command line names it"
+        raise ValueError(f"{rule} or has --allow {module}, got neither")
     found = vars(loaded).get(name)
     if found is None:
         raise ValueError(
@@ -156,16 +156,16 @@ def _class(module: str, name: str) -> Any:
     kind = next((kind for kind in _KINDS if isinstance(found, type) and issubclass(found, kind)), None)
     if kind is None:
         kinds = "Encoding, AbsoluteEncoding or ScoreBias of torchrope.encodings"
-        what = "a class of others" if isinstance(found, type) else type(found).__name__
+        what = "an unrelated class" if isinstance(found, type) else type(found).__name__
         raise ValueError(
             f"{full} must be a subclass of {kinds}, got {what}{suggestion(closest(name, _encodings_of(loaded)))}"
         )
     if inspect.isabstract(found):
-        raise ValueError(f"{full} must have all methods, got no {', '.join(sorted(found.__abstractmethods__))}")
+        raise ValueError(f"{full} must implement all methods, got no {', '.join(sorted(found.__abstractmethods__))}")
     try:
         inspect.signature(found).bind(**dict.fromkeys(_KINDS[kind]))
     except TypeError as error:
-        raise ValueError(f"{full} must be built from {', '.join(_KINDS[kind])} alone, got: {error}") from None
+        raise ValueError(f"{full} must be built from {', '.join(_KINDS[kind])} only, got: {error}") from None
     return found
 
 
@@ -174,10 +174,10 @@ def _encodings_of(module: ModuleType) -> list[str]:
 
 
 def _check_colon(name: str) -> None:
-    """Refuse "mypackage.module.Class" with a hint."""
+    """Raise ValueError with a hint for "mypackage.module.Class"."""
     for part in name.split("+"):
         module, dot, kind = part.strip().partition(":")[0].rpartition(".")
         if dot and module and kind:
             raise ValueError(
-                f"an encoding of your own is named module:Class, got {part!r}; did you mean '{module}:{kind}'?"
+                f"a user-defined encoding is named module:Class, got {part!r}; did you mean '{module}:{kind}'?"
             )

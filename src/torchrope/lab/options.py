@@ -1,4 +1,4 @@
-"""Options of the commands that train: command line, YAML files and recipes, parsed by jsonargparse into dataclasses.
+"""Parse the options of commands from command line, YAML files and recipes into dataclasses, with jsonargparse.
 
 An error is one line that names an option as the user wrote it: `--epochs`, or `optim.epochs in mine.yaml`.
 """
@@ -44,7 +44,7 @@ class Given:
 
     @property
     def typed(self) -> bool:
-        """Whether it stands on the command line and not in a file."""
+        """Whether it was given on the command line and not in a file."""
         return self.name.startswith("--")
 
 
@@ -53,9 +53,9 @@ class Parsed(Generic[Config]):
     """The options of a command.
 
     Attributes:
-        config: Its settings.
-        others: What `add` of `parse` added, by name, instantiated.
-        given: What the user gave, by full name, as "optim.epochs".
+        config: The settings.
+        others: Values of the options that `add` of `parse` added, by name, instantiated.
+        given: Settings that the user gave, by full name, as "optim.epochs".
         allow: Modules and packages that --allow names.
     """
 
@@ -65,7 +65,7 @@ class Parsed(Generic[Config]):
     allow: list[str]
 
     def name(self, setting: str) -> str:
-        """A setting as the user wrote it."""
+        """Return a setting's name as the user wrote it."""
         return self.given[setting].name if setting in self.given else f"--{setting}"
 
 
@@ -76,17 +76,17 @@ def parse(
     arguments: Sequence[str],
     add: Callable[[Any], None] | None = None,
 ) -> Parsed[Config]:
-    """Parse the options of a command into a dataclass, over the recipe named or that of the data set.
+    """Parse the options of a command into a dataclass; defaults are those of the recipe, or of the data set.
 
     Args:
         command: Its name.
         description: Shown by --help, which then exits, as --print_config does.
         config: The dataclass.
-        arguments: What the user typed behind the command.
+        arguments: The words after the command.
         add: Adds more options to the parser.
 
     Raises:
-        ValueError: an option or a value that the command does not take, in one line.
+        ValueError: the command does not have an option or does not accept a value, in one line.
     """
     from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
@@ -125,7 +125,10 @@ def parse(
 
 
 def take_allowed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without --allow, and the modules and packages that it names; files cannot allow anything."""
+    """Split arguments into those without --allow, and the modules and packages that it names.
+
+    Configuration files cannot contain --allow.
+    """
     only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     only.add_argument("--allow", action="append", default=[])
     known, others = only.parse_known_args(arguments)
@@ -133,7 +136,7 @@ def take_allowed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def joined(arguments: Sequence[str], option: str) -> list[str]:
-    """The arguments with an option that takes a list once, its values in order, wherever it was given.
+    """Merge the occurrences of an option that takes a list into one, with its values in order.
 
     Example:
         >>> joined(["--checkpoint", "a", "--seeds=3", "--checkpoint=b,c"], "--checkpoint")
@@ -148,21 +151,21 @@ def joined(arguments: Sequence[str], option: str) -> list[str]:
 
 
 def as_list(text: str) -> list[Any]:
-    """The values of a list that is written with commas, numbers as numbers."""
+    """Parse a list that is written with commas, numbers as numbers."""
     return [_as_number(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A question about the name that is spelled most like a word, or nothing."""
+    """Return "; did you mean ...?" for the name that is spelled most like a word, empty if none is similar."""
     names = list(known)
     plain = {name.lstrip("-"): name for name in names}
-    wanted = word.lstrip("-").replace("-", "_") if word.startswith("--") else word
-    inner = [name for name in names if name.rpartition(".")[2] == wanted]
-    return suggestion(inner[0] if inner else plain.get(closest(wanted, plain, cutoff=0.6) or ""))
+    setting = word.lstrip("-").replace("-", "_") if word.startswith("--") else word
+    inner = [name for name in names if name.rpartition(".")[2] == setting]
+    return suggestion(inner[0] if inner else plain.get(closest(setting, plain, cutoff=0.6) or ""))
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """For the commands with few options: mistakes are ValueErrors of one line."""
+    """An ArgumentParser that raises a ValueError of one line for a mistake."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -176,13 +179,13 @@ class OneLineParser(argparse.ArgumentParser):
         option = re.match(r"argument (--[\w\-]+): (.*)", message)
         if not option:
             raise ValueError(f"{message}; {self.format_usage().strip()}")
-        said = option[2].replace("expected one argument", "needs a value, got none")
-        said = said.replace("ignored explicit argument", "takes no value, got")
-        raise ValueError(said if said.startswith(option[1]) else f"{option[1]} {said}")
+        reason = option[2].replace("expected one argument", "needs a value, got none")
+        reason = reason.replace("ignored explicit argument", "takes no value, got")
+        raise ValueError(reason if reason.startswith(option[1]) else f"{option[1]} {reason}")
 
 
 def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """For argparse: convert text by a function whose ValueErrors are shown."""
+    """Return an argparse type that calls a function and shows the messages of its ValueErrors."""
 
     def call(text: str) -> Any:
         try:
@@ -194,7 +197,7 @@ def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def one_of(names: Sequence[str]) -> Callable[[str], str]:
-    """For argparse: one of some names."""
+    """Return an argparse type for one of some names."""
 
     def check(name: str) -> str:
         if name not in names:
@@ -206,7 +209,7 @@ def one_of(names: Sequence[str]) -> Callable[[str], str]:
 
 @checked
 def at_least_one(text: str) -> int:
-    """For argparse: a whole number of 1 or more."""
+    """Argparse type: a whole number of 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"must be a whole number of 1 or more, got {text!r}")
     return int(text)
@@ -214,7 +217,7 @@ def at_least_one(text: str) -> int:
 
 @checked
 def factors(text: str) -> list[float]:
-    """For argparse: factors as 0.75,1,1.25."""
+    """Argparse type: factors as 0.75,1,1.25."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -226,7 +229,7 @@ def factors(text: str) -> list[float]:
 
 @checked
 def whole_numbers(text: str) -> list[int]:
-    """For argparse: whole numbers of 1 or more as 144,192,224."""
+    """Argparse type: whole numbers of 1 or more as 144,192,224."""
     values = [part.strip() for part in text.split(",")]
     if not all(value.isdecimal() and int(value) > 0 for value in values):
         raise ValueError(f"must be whole numbers of 1 or more as in 144,192,224, got {text!r}")
@@ -235,7 +238,7 @@ def whole_numbers(text: str) -> list[int]:
 
 @checked
 def share_of_a_side(text: str) -> float:
-    """For argparse: a number above 0 and at most 1."""
+    """Argparse type: a number above 0 and at most 1."""
     try:
         value = float(text)
     except ValueError:
@@ -247,7 +250,7 @@ def share_of_a_side(text: str) -> float:
 
 @checked
 def window_size(text: str) -> int | Literal["grow"]:
-    """For argparse: a whole number of 1 or more, or "grow"."""
+    """Argparse type: a whole number of 1 or more, or "grow"."""
     if text == "grow":
         return "grow"
     if not text.isdecimal() or int(text) < 1:
@@ -256,7 +259,7 @@ def window_size(text: str) -> int | Literal["grow"]:
 
 
 def _split(arguments: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Options and their values, in order."""
+    """Pair options with their values, in order."""
     pairs: list[tuple[str, str | None]] = []
     words = list(arguments)
     while words:
@@ -277,7 +280,7 @@ def _full_name(option: str) -> str:
 
 
 def _given(typed: Sequence[tuple[str, str | None]], groups: set[str]) -> dict[str, Given]:
-    """What the command line and its files set, by full name; the last one counts."""
+    """Return the settings of the command line and its files by full name; the last one counts."""
     given: dict[str, Given] = {}
     for option, value in typed:
         if option in _WITHOUT_VALUE:
@@ -299,13 +302,13 @@ def _given(typed: Sequence[tuple[str, str | None]], groups: set[str]) -> dict[st
 
 
 def _recipe(given: dict[str, Given]) -> dict[str, Any]:
-    """The recipe named, or the one of the data set."""
+    """Return the settings of the recipe that is named, or of the data set's."""
     named = [given[name].value for name in ("recipe", "data.name") if name in given]
     return recipes.settings(next(filter(None, named), "digits"))
 
 
 def _of_data(config: type, name: str | None) -> type:
-    """The dataclass with the settings of a data set in the place of those that all have."""
+    """Return the config dataclass with `data` of the type of a data set."""
     kind = SETTINGS[name or "digits"]
     fields_of_data = [("data", kind, field(default_factory=kind))]
     return make_dataclass(config.__name__, fields_of_data, bases=(config,), namespace={"__doc__": config.__doc__})
@@ -318,7 +321,7 @@ def _parser_settings(command: str, description: str) -> dict[str, Any]:
     set_loader(_BOUNDED, _load_bounded, (YAMLError, ValueError))
 
     class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        """Types and defaults with every option, paragraphs as they are written."""
+        """Prints types and defaults with every option, and paragraphs unchanged."""
 
     return {
         "prog": f"torchrope {command}",
@@ -332,7 +335,7 @@ def _parser_settings(command: str, description: str) -> dict[str, Any]:
 
 
 def _show_short_forms(parser: argparse.ArgumentParser) -> None:
-    """Show short forms in the help; `_as_jsonargparse` writes them out before the parser sees them."""
+    """Show short forms in the help; `_as_jsonargparse` expands them before the parser runs."""
     for action in parser._actions:
         if action.dest == "data":
             action.metavar, action.help = "NAME", "Short for --data.name."
@@ -342,14 +345,14 @@ def _show_short_forms(parser: argparse.ArgumentParser) -> None:
 
 
 def _load_bounded(text: str) -> Any:
-    """YAML as jsonargparse reads it, from files of any option and from values, without what grows by aliases."""
+    """Parse YAML of files and values as jsonargparse does, and refuse aliases that expand without bound."""
     from jsonargparse import get_loader
 
     return parse_yaml(text, get_loader("yaml"))
 
 
 def _defaults(recipe: dict[str, Any], known: set[str], given: dict[str, Given]) -> dict[str, Any]:
-    """What a recipe sets of a command's parts; a size by name that the user gave replaces the recipe's numbers."""
+    """Return the settings of a recipe that a command has, without its model sizes if the user gave model.size."""
     parts = {name.partition(".")[0] for name in known}
     settings = flat({name: value for name, value in recipe.items() if name in parts})
     sized = "model.size" in given and given["model.size"].value not in (None, "null")
@@ -357,15 +360,15 @@ def _defaults(recipe: dict[str, Any], known: set[str], given: dict[str, Given]) 
 
 
 def _values(config: type, above: str = "") -> dict[str, Any]:
-    """The settings of a dataclass by full name, and their types."""
-    found: dict[str, Any] = {}
+    """Return the types of the settings of a dataclass, by full name."""
+    types: dict[str, Any] = {}
     for name, kind in get_type_hints(config).items():
-        found |= _values(kind, f"{above}{name}.") if is_dataclass(kind) else {f"{above}{name}": kind}  # type: ignore[arg-type]
-    return found
+        types |= _values(kind, f"{above}{name}.") if is_dataclass(kind) else {f"{above}{name}": kind}  # type: ignore[arg-type]
+    return types
 
 
 def _check(given: dict[str, Given], parser: argparse.ArgumentParser) -> None:
-    """Refuse options that the command does not have, and options without a value."""
+    """Raise ValueError for options that the command does not have, and for options without a value."""
     known = {action.dest for action in parser._actions}
     groups = {name.rpartition(".")[0] for name in known if not name.endswith(".help")}
     for name, each in given.items():
@@ -379,7 +382,7 @@ def _check(given: dict[str, Given], parser: argparse.ArgumentParser) -> None:
 
 
 def _unknown(name: str, given: dict[str, Given], parser: argparse.ArgumentParser) -> str:
-    """Say of an option that there is not whose it is, or which one is spelled like it."""
+    """Explain an unknown option: the data sets that have it, or the option that is spelled most like it."""
     each = given[name]
     whose = takers(name.removeprefix("data.")) if name.startswith("data.") else []
     if whose:
@@ -392,7 +395,7 @@ def _unknown(name: str, given: dict[str, Given], parser: argparse.ArgumentParser
 
 
 def _as_jsonargparse(option: str, value: str | None, values: dict[str, Any]) -> str:
-    """An option by its full name, with lists as JSON."""
+    """Rewrite an option for jsonargparse: its full name, lists as JSON."""
     if option in _WITHOUT_VALUE or value is None:
         return option if value is None else f"{option}={value}"
     name = _full_name(option)
@@ -403,7 +406,7 @@ def _as_jsonargparse(option: str, value: str | None, values: dict[str, Any]) -> 
 
 
 def _names(text: str) -> list[str]:
-    """The values of a list of names, which a number may be too, as of a folder."""
+    """Split a list of names; a name that is a number, as of a folder, remains text."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -419,14 +422,14 @@ def _as_number(text: str) -> Any:
 
 
 def _explain(message: str, given: dict[str, Given], values: dict[str, Any]) -> str:
-    """What jsonargparse refused, in one line."""
+    """Rewrite an error of jsonargparse as rule and value, in one line."""
     found = re.search(r'Parser key "([\w.]+)":(.*)', message, re.DOTALL)
     if not found:
         return message
     each = given.get(found[1], Given(f"--{found[1]}", None))
     denied = re.search(r"Importing '([\w.]+)' is not allowed", message)
     if denied:
-        return f"{each.name} imports from {', '.join(_ALLOWED)} alone, unless --allow names more, got {denied[1]!r}"
+        return f"{each.name} imports from {', '.join(_ALLOWED)} only, unless --allow names more, got {denied[1]!r}"
     if found[1] not in values:
         return f"{each.name}: {found[2]}"
     kind = values[found[1]]
@@ -437,7 +440,7 @@ def _explain(message: str, given: dict[str, Given], values: dict[str, Any]) -> s
 
 
 def _describe(kind: Any) -> str:
-    """The values of a type, in words."""
+    """Describe the values of a type in words."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
@@ -451,14 +454,14 @@ def _describe(kind: Any) -> str:
 
 
 def _literals(kind: Any) -> list[Any]:
-    """The names in a type such as `list[Literal["a", "b"]]`."""
+    """Return the names in a type such as `list[Literal["a", "b"]]`."""
     if get_origin(kind) is Literal:
         return [*get_args(kind)]
     return [name for part in get_args(kind) for name in _literals(part)]
 
 
 def _build(kind: type, settings: Any, given: dict[str, Given], above: str = "") -> Any:
-    """Build a dataclass of parsed settings; a value that it refuses is told with the option's name."""
+    """Build a dataclass from parsed settings; errors begin with the option's name."""
     hints = get_type_hints(kind)
     values = {
         f.name: _build(hints[f.name], settings[f.name], given, f"{above}{f.name}.")
@@ -473,7 +476,7 @@ def _build(kind: type, settings: Any, given: dict[str, Given], above: str = "") 
 
 
 def _with_option(message: str, above: str, known: Iterable[str], given: dict[str, Given]) -> str:
-    """A message that begins with a setting of a dataclass, with the setting as the user wrote it."""
+    """Replace the setting at the start of a message by the option as the user wrote it."""
     begins = re.match(r"(--)?([\w.]*\w)", message)
     if begins is None:
         return message

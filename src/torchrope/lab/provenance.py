@@ -1,4 +1,4 @@
-"""Where numbers come from: versions, commit, machine."""
+"""Provenance of results: versions, commit and machine."""
 
 import importlib.metadata
 import os
@@ -16,12 +16,12 @@ PACKAGES = ("torch", "torchvision", "pytorch-lightning", "torchmetrics", "scikit
 
 
 def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
-    """Versions, commit and machine of this process."""
+    """Return versions, commit and machine of this process."""
     return {"torchrope": __version__, "commit": commit(), "versions": versions(packages), "machine": machine()}
 
 
 def commit() -> str | None:
-    """The commit of the source that runs, marked "-dirty" where it was changed; None outside a repository."""
+    """Return the commit of the running source, with "-dirty" after local changes; None outside a repository."""
     here = Path(__file__).parent
     try:
         _git(here, "ls-files", "--error-unmatch", Path(__file__).name)
@@ -31,7 +31,7 @@ def commit() -> str | None:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Python and those of the packages that are installed."""
+    """Return the versions of Python and of those packages that are installed."""
     installed = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -42,7 +42,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, and the accelerator where there is one."""
+    """Return processor, cores, memory, and the accelerator if there is one."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu(),

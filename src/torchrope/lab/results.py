@@ -1,7 +1,7 @@
-"""The one schema of results: what a comparison or a study found, as dataclasses that JSON keeps and gives back.
+"""Schema of the results of comparisons and studies: dataclasses that are stored as JSON.
 
-`StudyResult.write` and `StudyResult.read` are the two ends. What is read is checked against the same dataclasses that
-were written, so that a damaged or hostile file is refused in one line that names the entry.
+`StudyResult.write` writes them and `StudyResult.read` reads them. A file is checked against the dataclasses when it is
+read, so that a damaged or hostile file raises an error of one line that names the entry.
 """
 
 import json
@@ -42,8 +42,8 @@ STUDIES = (
 )
 """Names of all studies, in the order of the report."""
 MOST_WORDS, MOST_SENTENCES = 50, 2
-"""Of an answer."""
-_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # no page may hold them
+"""Bounds on the length of an answer."""
+_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # not allowed in HTML
 _PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]+={0,2}")
 _LARGEST_SIDE = 4096  # pixels of a picture
 _LARGEST = 1e300  # beyond, drawing overflows
@@ -54,11 +54,11 @@ class Column:
     """One column of a table.
 
     Attributes:
-        key: Where a row keeps its value.
-        title: For people.
+        key: Key of its value in a row.
+        title: Displayed.
         unit: Of the values, such as "%", "ms" or "rad"; empty for words and counts.
         digits: Decimals shown; None for words. Large counts get separators.
-        low, high: Keys of the 95 % interval's ends, where there is one.
+        low, high: Keys of the 95 % interval's ends; None without an interval.
     """
 
     key: str
@@ -76,9 +76,9 @@ class Table:
     Attributes:
         title: What it shows.
         columns: Its columns, the first one names the row.
-        rows: A value a column, None where there is none.
+        rows: A value per column, None if missing.
         source: Where published numbers are from, paper and table; empty for measured ones.
-        note: What must be known to read it.
+        note: Explanation for the reader.
     """
 
     title: str
@@ -96,11 +96,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Axis:
-    """What a direction, or the colour, of a figure means.
+    """The x axis, the y axis or the colour scale of a figure.
 
     Attributes:
-        key: Where a row keeps its value.
-        title: For people, without the unit.
+        key: Key of its value in a row.
+        title: Displayed, without the unit.
         unit: Of the values.
         scale: "linear", "log", or "category" for names, in the order of the rows.
         zero: Whether 0 is shown, so that lengths are in proportion.
@@ -115,21 +115,21 @@ class Axis:
 
 @dataclass(frozen=True)
 class Figure:
-    """The numbers of a figure, one row a mark; the report decides how it looks.
+    """The numbers of a figure, one row per mark; the report chooses its style.
 
     Attributes:
-        name: For files, unique within a study: "accuracy-by-size".
+        name: Of its file, unique within a study: "accuracy-by-size".
         kind: "lines" joins the points of a series; "points" does not; "bars" stand on zero; "cells" colours a cell at
             (x, y) by `colour`.
         title: What is drawn.
-        alt: What a reader who does not see it should know: what is on the axes, and what comes out.
+        alt: Alternative text: what is on the axes, and the result.
         x, y: The axes.
         rows: The numbers.
         series: Key of the name that colour and marker show, most often an encoding's.
         panel: Key of the name of each of several small figures.
         low, high: Keys of the 95 % interval's ends of y.
-        colour: For "cells": what the colour means; values around zero are drawn so.
-        caption: How to read it.
+        colour: For "cells": the colour scale; diverging if values lie on both sides of zero.
+        caption: Explanation for the reader.
     """
 
     name: str
@@ -148,7 +148,9 @@ class Figure:
 
     def __post_init__(self) -> None:
         if (self.kind == "cells") != (self.colour is not None):
-            raise ValueError(f"colour is for cells, and cells need it, got kind {self.kind!r} of {short(self.name)}")
+            raise ValueError(
+                f"colour is for kind cells, which requires it, got kind {self.kind!r} of {short(self.name)}"
+            )
         axes = [axis for axis in (self.x, self.y, self.colour) if axis]
         ends = [key for key in (self.low, self.high) if key]
         named = [key for key in (self.series, self.panel) if key]
@@ -163,7 +165,7 @@ class Box:
     Attributes:
         left, top, right, bottom: In pixels of the picture, from its upper left corner.
         kind: Index of its class in `Pictures.classes`.
-        score: The model's confidence, 0 to 1; None of a true one.
+        score: The model's confidence, 0 to 1; None for a ground-truth box.
     """
 
     left: float
@@ -176,12 +178,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Panel:
-    """What is laid over a picture: the truth, or what one model says.
+    """Overlay of a picture: the ground truth, or the prediction of one model.
 
     Attributes:
         name: "truth", or an encoding's.
         boxes: Drawn in their order.
-        map: Class of every pixel in reading order, as runs "class:length" with blanks between, "-" for pixels without
+        map: Class of every pixel in row-major order, as runs "class:length" separated by blanks, "-" for pixels without
             one: "-:40 3:12 -:12".
     """
 
@@ -197,10 +199,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """One image, and what is said of it.
+    """One image with its overlays.
 
     Attributes:
-        title: What it is: "64 × 64, as in training".
+        title: Displayed: "64 × 64, as in training".
         image: A PNG file in base64.
         width, height: Its pixels.
         panels: Shown side by side, the truth first.
@@ -226,15 +228,15 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures with boxes or maps on them, predicted ones beside true ones; the report decides how they look.
+    """Pictures with predicted and ground-truth boxes or maps; the report chooses their style.
 
     Attributes:
         name: For files, unique among the figures and pictures of a study.
         title: What is seen.
-        alt: What a reader who does not see it should know.
+        alt: Alternative text.
         classes: Names that boxes and maps refer to.
-        rows: One a picture.
-        caption: How to read it.
+        rows: One per picture.
+        caption: Explanation for the reader.
     """
 
     name: str
@@ -253,10 +255,10 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Check:
-    """A rule that the numbers must fulfil.
+    """A condition that the numbers must satisfy.
 
     Attributes:
-        rule: What must hold.
+        rule: The condition.
         holds: Whether it does.
         measured: The number that decides it.
     """
@@ -268,11 +270,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to choose in a case, for the front page.
+    """Which encodings to choose in a case, for the page's table of recommendations.
 
     Attributes:
         case: "small images, trained from scratch", "larger images than in training".
-        encodings: Names, the first choice first; those not told apart from it follow.
+        encodings: Names, the first choice first, then those that cannot be told apart from it.
         because: The measured reason, with its uncertainty.
     """
 
@@ -283,17 +285,17 @@ class Advice:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study found.
+    """Findings of a study.
 
     Attributes:
         answer: The study's question answered in at most two sentences and 50 words: one claim with its uncertainty.
         tables: What was measured, the main table first.
         figures: The numbers to draw.
-        pictures: Images with what is true and what is predicted on them.
-        published: What papers report for the same question.
-        checks: What must hold, and whether it does.
-        notes: What a reader must know: what was left out, what differs from the papers.
-        advice: For the front page.
+        pictures: Images with ground truth and predictions.
+        published: Results of papers for the same question.
+        checks: Conditions that the numbers must satisfy, and whether they do.
+        notes: Remarks: what was left out, what differs from the papers.
+        advice: For the page's table of recommendations.
 
     Raises:
         ValueError: the answer is too long, or two figures have the same name.
@@ -315,23 +317,23 @@ class Findings:
             raise ValueError(f"figures must have different names, got {short(names)}")
 
     def plain(self) -> dict[str, Any]:
-        """As dicts, lists, numbers and strings; NaN and infinity become None."""
+        """Return dicts, lists, numbers and strings; NaN and infinity become None."""
         return _finite(asdict(self))
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The data that numbers are from.
+    """Description of the data that was used.
 
     Attributes:
         name: As `--data` takes it.
-        title: For people.
+        title: Displayed.
         description: What it is, in a sentence.
         axes: Names of its axes.
         input_size: Of an example.
-        num_classes, train, val: Counts of classes, and of examples to train on and held out.
+        num_classes, train, val: Counts of classes, of training examples and of validation examples.
         classes: Names of classes.
-        chance: Accuracy of the best constant answer.
+        chance: Accuracy of the best constant prediction.
         skipped: Files that could not be read, each with the reason.
     """
 
@@ -350,12 +352,12 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """How to run it again, and where the numbers are from.
+    """How to repeat a run, and the provenance of its numbers.
 
     Attributes:
         command: As the user typed it.
-        date: Of its end.
-        seconds: Of all trainings together.
+        date: On which it ended.
+        seconds: Sum over all training runs.
         config: All settings.
         torchrope, commit, versions, machine: From `provenance`.
     """
@@ -372,19 +374,19 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """A finished study, as `<study>[-<data>].json` keeps it, or a comparison, as `results.json` does.
+    """A finished study, stored in `<study>[-<data>].json`, or a comparison, stored in `results.json`.
 
     Attributes:
         study: Its name.
-        title: For people.
-        question: What it asks.
-        sources: Papers and their tables or figures that ask it.
-        findings: What it found.
-        data: What it is about; None where no data was needed.
-        run: How to run it again, and where the numbers are from.
-        conclusion: What a comparison has shown, as `Conclusion.as_dict` writes it; None of other studies. The answer of
-            the findings is then its sentence, whatever answer was given.
-        unfinished: Runs that were asked for and are missing.
+        title: Displayed.
+        question: Its question.
+        sources: Papers with the tables or figures that address the question.
+        findings: Its findings.
+        data: The data used; None if no data is needed.
+        run: How to repeat it, and the provenance of its numbers.
+        conclusion: For a comparison, the dictionary of `Conclusion.as_dict`, whose sentence replaces the answer of the
+            findings; None for other studies.
+        unfinished: Requested runs that are missing.
 
     Raises:
         ValueError: the conclusion cannot be read.
@@ -406,11 +408,11 @@ class StudyResult:
             object.__setattr__(self, "findings", replace(self.findings, answer=answer))
 
     def plain(self) -> dict[str, Any]:
-        """As JSON keeps it."""
+        """Return the dictionary that is stored as JSON."""
         return {"schema": SCHEMA, **_finite(asdict(self))}
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, whole or not at all; NaN and infinity become null."""
+        """Write JSON atomically; NaN and infinity become null."""
         write_json(path, self.plain())
 
     @staticmethod
@@ -418,7 +420,7 @@ class StudyResult:
         """Read what `write` wrote.
 
         Raises:
-            ValueError: it is no JSON, of another schema, or lacks a part; the message names the file and the entry.
+            ValueError: it is not JSON, has another schema, or lacks an entry; the message names the file and the entry.
         """
         try:
             stored = _showable(parse_json(path.read_text(encoding="utf-8")))
@@ -431,7 +433,7 @@ class StudyResult:
 
 
 def check_result(stored: Any) -> StudyResult:
-    """Build a result from what JSON gave, or raise a ValueError that names the entry which is not as it must be."""
+    """Build a result from parsed JSON, or raise a ValueError that names the invalid entry."""
     check_type(stored, dict, "study")
     if stored.get("schema") != SCHEMA:
         raise ValueError(f"schema must be {SCHEMA!r}, got {short(stored.get('schema'))}")
@@ -439,10 +441,10 @@ def check_result(stored: Any) -> StudyResult:
 
 
 def runs(text: str) -> Iterator[tuple[int | None, int]]:
-    """Read a map: class, or None, and length of every run.
+    """Parse a map: yield class, or None, and length of every run.
 
     Raises:
-        ValueError: it is no map.
+        ValueError: the text is not a map.
 
     Example:
         >>> list(runs("-:40 3:12"))
@@ -456,13 +458,13 @@ def runs(text: str) -> Iterator[tuple[int | None, int]]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON, whole or not at all; NaN and infinity become null."""
+    """Write JSON atomically; NaN and infinity become null."""
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_whole(path, text + "\n")
 
 
 def _check_answer(answer: str) -> None:
-    """Raise ValueError for more words or sentences than an answer may have; dots within names and numbers end none."""
+    """Raise ValueError if an answer is too long; dots within names and numbers do not end a sentence."""
     words, sentences = len(answer.split()), len(re.findall(r"[.!?](?=\s|$)", answer))
     if words > MOST_WORDS or sentences > MOST_SENTENCES:
         rule = f"an answer must have at most {MOST_SENTENCES} sentences and {MOST_WORDS} words"
@@ -470,7 +472,7 @@ def _check_answer(answer: str) -> None:
 
 
 def _check_rows(rows: Sequence[Row], keys: Sequence[str], numbers: Sequence[str], of: str) -> None:
-    """Raise ValueError unless every row has the keys, and finite numbers or nothing under those that are drawn."""
+    """Raise ValueError unless every row has the keys, with numbers or None under those that are drawn."""
     for index, row in enumerate(rows):
         if missing := [key for key in keys if key not in row]:
             rule = f"rows of {short(of)} must have {', '.join(dict.fromkeys(keys))}"
@@ -486,7 +488,7 @@ def _is_count(text: str) -> bool:
 
 
 def _showable(value: Any) -> Any:
-    """Numbers that are not finite become None; characters that no page may hold become the sign for that."""
+    """Replace numbers that are not finite by None, and characters that HTML does not allow by U+FFFD."""
     if isinstance(value, dict):
         return {_showable(key): _showable(item) for key, item in value.items()}
     if isinstance(value, list):

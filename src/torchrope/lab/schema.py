@@ -1,4 +1,4 @@
-"""Dataclasses from what JSON holds: every value is checked against its type, and an error names its entry."""
+"""Build dataclasses from parsed JSON: every value is checked against its type, and an error names its entry."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -13,12 +13,12 @@ _SCALARS = {float, int, str, bool}
 
 
 def build(kind: type[Kind], value: Any, where: str) -> Kind:
-    """Build a dataclass, and those within it, of what JSON gave. Names that it does not have are left out.
+    """Build a dataclass, and nested ones, from a parsed JSON object. Unknown names are ignored.
 
     Args:
-        kind: The dataclass. What has a default may be absent or null.
-        value: An object.
-        where: What it is called.
+        kind: The dataclass. Fields with a default may be absent or null.
+        value: The object.
+        where: Its name in error messages.
 
     Raises:
         ValueError: a name is missing, a value is of another type, or the dataclass refuses it, in one line.
@@ -40,7 +40,7 @@ def build(kind: type[Kind], value: Any, where: str) -> Kind:
 
 
 def check_type(value: Any, kind: type, where: str) -> None:
-    """Raise ValueError unless a value is of a type, and a number finite; true and false are no numbers."""
+    """Raise ValueError unless a value is of a type, and a number finite; true and false are not numbers."""
     accepted = (int, float) if kind is float else kind
     is_bool_for_number = isinstance(value, bool) and kind is not bool
     if not isinstance(value, accepted) or is_bool_for_number:
@@ -48,11 +48,11 @@ def check_type(value: Any, kind: type, where: str) -> None:
     if isinstance(value, int | float):
         largest = _LARGEST[float if isinstance(value, float) else int]
         if not abs(value) <= largest:  # nor NaN
-            raise ValueError(f"{where} must lie within ±{largest:g}, got {short(value)}")
+            raise ValueError(f"{where} must be within ±{largest:g}, got {short(value)}")
 
 
 def short(value: Any) -> str:
-    """A value for an error: at most 60 characters."""
+    """Format a value for an error message: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -83,7 +83,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def _convert_union(kinds: Sequence[Any], value: Any, where: str) -> Any:
-    """The first that fits; for scalars alone, any of them."""
+    """Convert to the first type that fits; a union of scalars accepts any of them."""
     if value is None and NoneType in kinds:
         return None
     others = [kind for kind in kinds if kind is not NoneType]

@@ -1,32 +1,32 @@
-"""Confidence intervals, ties and conclusions: what a comparison of encodings has shown.
+"""Statistics of a comparison of encodings: confidence intervals, multiple comparisons and the conclusion.
 
 `conclude` takes right-or-wrong arrays `(seeds, examples)` by name and returns a `Conclusion`, whose kind is one of a
-closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `bootstrap` are the intervals that it and
-the studies use. `differences` and `simultaneous` correct intervals for the number of comparisons, so that one excludes
-0 exactly where a difference is claimed. Accuracies, gaps and margins are shares of 1; a point is 0.01.
+closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `bootstrap` compute the intervals that it
+and the studies use. `differences` and `simultaneous` correct intervals for the number of comparisons, so that one
+excludes 0 exactly if a difference is claimed. Accuracies, gaps and margins are shares of 1; a point is 0.01.
 
 Variance. With S seeds and n examples, X `(S, n)` is right or wrong, or the difference of two encodings on the same
-seeds and examples. Seeds and examples are samples both, so X is a two-way random-effects model with one value in a
-cell, of mean squares M_seed, M_example and M_rest (Searle, Casella and McCulloch, Variance Components, 1992, ch. 4):
+seeds and examples. Both seeds and examples are samples, so X follows a two-way random-effects model with one value per
+cell, with mean squares M_seed, M_example and M_rest (Searle, Casella and McCulloch, Variance Components, 1992, ch. 4):
 
     effective examples = n S u / V,  V = max(M_seed + max(M_example - M_rest, 0), u),  M_seed = max(own, mean, M_rest),
 
 with u the variance of one entry of X. These are n for seeds that agree on every example, n S for entries that are all
-independent, and less than n where trainings differ by more than examples explain. `own` is the pair's mean square of
+independent, and less than n if training runs differ by more than examples explain. `own` is the pair's mean square of
 seeds. From 3 or 5 seeds it is too uncertain for many comparisons, so `mean` is the mean of own / M_rest over all pairs
-of encodings, times the pair's M_rest; an accuracy by itself, and one pair, have `own` alone. For the mean squares two
+of encodings, times the pair's M_rest; a single accuracy, and a single pair, use `own` only. For the mean squares two
 examples are added to X, one right in all seeds and one wrong in all (for differences +1 and -1, as Agresti and Min do,
-Statistics in Medicine 24, 2005), so that variances are not 0 where all answers are right.
+Statistics in Medicine 24, 2005), so that variances are not 0 if all answers are right.
 
 Intervals. One accuracy: Wilson's (JASA 22, 1927). A difference: Tango's score interval for paired proportions
-(Statistics in Medicine 17, 1998), which excludes 0 where McNemar's test rejects. Both take effective examples for
+(Statistics in Medicine 17, 1998), which excludes 0 if McNemar's test rejects. Both use effective examples in place of
 examples, as Korn and Graubard do for clustered samples (Survey Methodology 24, 1998), and the quantile of Student's t
 with (k - 1) (S - 1) (V / M_seed)² degrees of freedom (Satterthwaite, Biometrics Bulletin 2, 1946), k the number of
-encodings from which M_seed is estimated, and 2 for an accuracy by itself. With one seed they are Wilson's and Tango's
-own intervals of n examples. They then hold for the models that were trained: variation between training runs is not in
-them.
+encodings from which M_seed is estimated, and 2 for a single accuracy. With one seed they are Wilson's and Tango's
+original intervals of n examples. They then hold for the models that were trained: variation between training runs is
+not included.
 
-How far this holds is measured by `benchmarks/calibration.py`; the tables are in `docs/statistics.md`.
+`benchmarks/calibration.py` measures the coverage of these intervals; the tables are in `docs/statistics.md`.
 """
 
 import math
@@ -55,13 +55,13 @@ from torchrope.lab.conclusion import (
 )
 
 POWER = 0.8
-"""With which `detectable` and `needed` would be shown."""
+"""Power of the test at the gap `detectable` and at the sample size `needed`."""
 MOST_SEEDS = 100
-"""More than these are not proposed."""
+"""Largest number of seeds that `needed` proposes."""
 
 Array = NDArray[np.float64]
 Statistic = Callable[[np.ndarray], np.ndarray]
-"""Of weighted examples: weights `(draws, examples)`, whole numbers, to values `(draws,)`."""
+"""Maps weights of examples `(draws, examples)`, whole numbers, to values `(draws,)`."""
 
 
 def conclude(
@@ -73,7 +73,7 @@ def conclude(
 ) -> Conclusion:
     """Conclude what a comparison of encodings has shown. The first rule that holds decides the kind:
 
-    1. "cannot-tell": there is one name alone, or so few examples that a model which is right on all of them is not
+    1. "cannot-tell": there is only one name, or so few examples that a model which is right on all of them is not
        measurably above chance (4 examples of two classes): such a run cannot show that anything was learned.
     2. "nothing-learned": no accuracy is measurably above chance, by exact one-sided lower bounds (Clopper and
        Pearson's) of level 1 - 5 % / k: among k models at chance, any is called learned in at most 5 % of runs.
@@ -85,22 +85,23 @@ def conclude(
     4. "best": all other names are behind the name of the highest accuracy. The best is chosen from the data, so all
        k (k - 1) / 2 pairs are tested, at 5 % in all by Holm's procedure (Scandinavian Journal of Statistics 6, 1979):
        the chance to call any of k equal encodings behind is at most 5 %.
-    5. "tied", or "cheaper" where one of the tied costs measurably less than each other of them: several cannot be told
+    5. "tied", or "cheaper" if one of the tied costs measurably less than each other of them: several cannot be told
        apart from the best, and another is behind, or the 95 % intervals of all differences lie within ±margin.
     6. "cannot-tell": otherwise.
 
     Args:
         correct: Right (1) or wrong (0) by name, `(seeds, examples)`, or `(examples,)` for one seed; the same seeds and
             the same examples in the same order for all names.
-        chance: Accuracy of the best constant answer: the share of the most frequent class.
-        margin: Differences within it do not matter.
+        chance: Accuracy of the best constant prediction: the share of the most frequent class.
+        margin: Differences within it count as irrelevant.
         costs: By name, for all names or some: costs of rounds relative to the same reference, `(rounds,)`, the same
             rounds for all, or an `Interval` of such a ratio. Rounds are compared in pairs by the exact interval of the
-            median ratio, at 5 % over all pairs; intervals must not overlap. Names without costs make no claim.
+            median ratio, at 5 % over all pairs; of an `Interval`, the ends are compared. If one of the tied has no
+            costs, "cheaper" is not claimed.
 
     Raises:
-        ValueError: arrays are empty, not of zeros and ones, or of different shapes; chance or margin is not in its
-            range; costs are not positive or of unknown names.
+        ValueError: arrays are empty, not of zeros and ones, or of different shapes; chance or margin is out of range;
+            costs are not positive or of unknown names.
 
     Example:
         >>> right = {"none": [1, 0] * 100, "mixed": [1] * 190 + [0] * 10, "axial": [1] * 188 + [0] * 12}
@@ -118,7 +119,7 @@ def conclude(
 
 
 def accuracy_interval(correct: ArrayLike, *, level: float = 0.95) -> Interval:
-    """Compute accuracy with Wilson's interval, over examples and, where there are several, seeds.
+    """Compute accuracy with Wilson's interval, over examples and, if there are several, seeds.
 
     Args:
         correct: Right (1) or wrong (0), `(seeds, examples)` or `(examples,)`.
@@ -139,7 +140,7 @@ def accuracy_interval(correct: ArrayLike, *, level: float = 0.95) -> Interval:
 
 
 def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> Interval:
-    """Compute the accuracy of a less that of b with Tango's interval, paired over examples and seeds.
+    """Compute the accuracy of a minus that of b with Tango's interval, paired over examples and seeds.
 
     Args:
         a, b: Right (1) or wrong (0), `(seeds, examples)` or `(examples,)`, of the same seeds and examples.
@@ -154,14 +155,14 @@ def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> I
 
 
 def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
-    """Compute the accuracy of the first of each pair less that of the second, at 5 % over all pairs (Holm).
+    """Compute the accuracy of the first of each pair minus that of the second, at 5 % over all pairs (Holm).
 
     Args:
         correct: Right (1) or wrong (0) by name, as `conclude` takes it.
         pairs: Names, at least one pair.
 
     Returns:
-        Tango's intervals at the level at which the procedure ends: one excludes 0 where the difference is measurable.
+        Tango's intervals at the level at which the procedure ends: one excludes 0 if the difference is measurable.
 
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes.
@@ -172,18 +173,18 @@ def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str
 
 
 def differences_over_sets(sets: Sequence[Mapping[str, ArrayLike]], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
-    """Compute the mean over data sets of `differences`, each set counting alike, at 5 % over all pairs (Holm).
+    """Compute the unweighted mean of `differences` over data sets, at 5 % over all pairs (Holm).
 
     With d_s the difference on set s and l_s, u_s the ends of its interval on the S sets, which share no examples, the
-    ends of the mean are  d - √(Σ (d_s - l_s)²) / S  and  d + √(Σ (u_s - d_s)²) / S. They hold for these data sets: what
-    another data set would show is not in them.
+    ends of the mean are  d - √(Σ (d_s - l_s)²) / S  and  d + √(Σ (u_s - d_s)²) / S. They hold for these data sets:
+    variation between data sets is not included.
 
     Args:
         sets: Right (1) or wrong (0) by name for each data set, as `differences` takes them; the same names in all.
         pairs: Names, at least one pair.
 
     Raises:
-        ValueError: there is no set; arrays of a set as `differences` refuses them.
+        ValueError: there is no set, or `differences` refuses the arrays of one.
 
     Source: Zou, Huang and Zhang, Computational Statistics and Data Analysis 53, 2009, equation 5.
     """
@@ -237,13 +238,14 @@ def _mean_over_sets(found: Sequence[Interval]) -> Interval:
 
 
 def ranks(names: Sequence[str], differ: Mapping[tuple[str, str], Interval]) -> dict[str, tuple[int, int]]:
-    """Compute the best and the worst rank that each name can have, 1 the highest, at the level of the differences.
+    """Compute confidence intervals of ranks, 1 the highest, at the level of the differences.
 
-    The best is 1 more than the names that are measurably ahead, the worst leaves below it those measurably behind.
+    The best rank is 1 plus the number of names that are measurably ahead, the worst the number of names minus those
+    measurably behind.
 
     Args:
-        names: All of them.
-        differ: Intervals of the first less the second for all pairs of names, in either order.
+        names: All names.
+        differ: Intervals of the first minus the second for all pairs of names, in either order.
 
     Source: Mohamad, Goeman and van Zwet, Journal of the Royal Statistical Society C 68, 2019, section 2.
     """
@@ -261,10 +263,10 @@ def simultaneous(intervals: Callable[[float], Sequence[Interval]]) -> list[Inter
     """Compute intervals of several differences, at 5 % over all of them by Holm's procedure.
 
     Args:
-        intervals: From a level of confidence to the intervals of all differences, one at least.
+        intervals: Maps a level of confidence to the intervals of all differences, at least one.
 
     Returns:
-        Those of the level at which the procedure ends: one excludes 0 where the difference is measurable.
+        Intervals at the level at which the procedure ends: one excludes 0 if the difference is measurable.
     """
 
     def differ(tail: float) -> NDArray[np.bool_]:
@@ -278,7 +280,7 @@ def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
     """Compute the median with its exact interval by order statistics, which assumes no distribution.
 
     Args:
-        values: `(count,)`. Ends are infinite where they are too few for the level: fewer than 6 for 95 %.
+        values: `(count,)`. Ends are infinite if there are too few for the level: fewer than 6 for 95 %.
         level: Of confidence.
 
     Raises:
@@ -296,20 +298,20 @@ def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
 def bootstrap(
     statistics: Sequence[Statistic], examples: int, *, level: float = 0.95, draws: int = 1000, seed: int = 0
 ) -> Interval:
-    """Compute the mean of a statistic over seeds with its bootstrap interval, where there is no closed form: mIoU, AP.
+    """Compute the mean of a statistic without a closed form (mIoU, AP) over seeds, with its bootstrap interval.
 
     With d the distance from the estimate to a percentile of the mean over seeds, drawn over examples, and V_draws the
     variance of the draws, the end of the interval is √(d² V_examples / V_draws + z² V_seeds) t / z away. V_seeds is the
-    variance of the mean between trainings, V_examples what examples alone add, and t Student's quantile with
-    Satterthwaite's degrees of freedom.
+    variance of the mean between training runs, V_examples the contribution of examples alone, and t Student's quantile
+    with Satterthwaite's degrees of freedom.
     With one seed this is the expanded percentile interval (Hesterberg, American Statistician 69, 2015). Draws are the
     same for the same `examples` and `seed`, so that a difference of two statistics on the same examples is paired: pass
-    `lambda weights: one(weights) - other(weights)`. Where no draw differs from another, as for a perfect score, the
-    interval has no width and shows nothing.
+    `lambda weights: one(weights) - other(weights)`. If all draws are equal, as for a perfect score, the interval has
+    zero width and carries no information.
 
     Args:
-        statistics: For each training, from weights of examples `(draws, examples)` to its values `(draws,)`.
-        examples: How many there are.
+        statistics: For each training run, maps weights of examples `(draws, examples)` to values `(draws,)`.
+        examples: Number of examples.
         level: Of confidence.
         draws: Of the bootstrap.
         seed: Of the draws.
@@ -319,60 +321,62 @@ def bootstrap(
             not between 0 and 1.
     """
     drawn = draw(statistics, examples, draws=draws, seed=seed)
-    _finite(drawn.whole, "a statistic")
+    _finite(drawn.on_all, "a statistic")
     _finite(drawn.draws.ravel(), "a statistic")
     return drawn.interval(level)
 
 
 def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, seed: int = 0) -> "Drawn":
-    """Compute a statistic of each training on all examples and on bootstrap draws of them, as `bootstrap` takes it."""
+    """Compute the statistic of each training run on all examples and on bootstrap draws, arguments as `bootstrap`."""
     if not statistics or examples < 1 or draws < 2:
         raise ValueError(
-            "a bootstrap needs a statistic, an example and two draws at least, "
+            "a bootstrap needs at least one statistic, one example and two draws, "
             f"got {len(statistics)}, {examples} and {draws}"
         )
     weights = resample(examples, draws=draws, seed=seed)
-    whole = [float(each(np.ones((1, examples), dtype=int))[0]) for each in statistics]
-    return Drawn(np.array(whole), np.stack([each(weights) for each in statistics]), examples)
+    on_all = [float(each(np.ones((1, examples), dtype=int))[0]) for each in statistics]
+    return Drawn(np.array(on_all), np.stack([each(weights) for each in statistics]), examples)
 
 
 def resample(examples: int, *, draws: int = 1000, seed: int = 0) -> np.ndarray:
-    """Draw examples with replacement: how often each draw takes each example, `(draws, examples)`."""
+    """Draw examples with replacement; return how often each draw contains each example, `(draws, examples)`."""
     return np.random.default_rng(seed).multinomial(examples, np.full(examples, 1 / examples), draws)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A statistic of each training, on all examples and on bootstrap draws of them.
+    """A statistic of each training run, on all examples and on bootstrap draws of them.
 
     Attributes:
-        whole: On all examples, `(seeds,)`.
+        on_all: On all examples, `(seeds,)`.
         draws: In each draw of `resample`, `(seeds, draws)`; the same draws for all statistics of the same examples.
-        examples: How many there are.
+        examples: Number of examples.
     """
 
-    whole: Array
+    on_all: Array
     draws: Array
     examples: int
 
     @property
     def mean(self) -> float:
-        """Over trainings."""
-        return float(np.mean(self.whole))
+        """Mean over training runs, on all examples."""
+        return float(np.mean(self.on_all))
 
     def __sub__(self, other: "Drawn") -> "Drawn":
-        """The difference to another on the same examples, paired, of as many trainings as both have."""
-        seeds = min(len(self.whole), len(other.whole))
-        return Drawn(self.whole[:seeds] - other.whole[:seeds], self.draws[:seeds] - other.draws[:seeds], self.examples)
+        """Return the paired difference to another on the same examples, over the seeds that both have."""
+        seeds = min(len(self.on_all), len(other.on_all))
+        return Drawn(
+            self.on_all[:seeds] - other.on_all[:seeds], self.draws[:seeds] - other.draws[:seeds], self.examples
+        )
 
     def interval(self, level: float = 0.95) -> Interval:
-        """The mean over trainings with the interval of `bootstrap`."""
+        """Return the mean over training runs with the interval of `bootstrap`."""
         tail = (1 - _level(level)) / 2
-        mean, estimate, seeds = self.draws.mean(axis=0), self.mean, len(self.whole)
+        mean, estimate, seeds = self.draws.mean(axis=0), self.mean, len(self.on_all)
         low, high = np.quantile(mean, (tail, 1 - tail))
         of_examples = float(mean.var()) * self.examples / max(self.examples - 1, 1)
         of_rest = float(self.draws.var(axis=1).mean() - mean.var()) / max(seeds - 1, 1)
-        of_seeds = max(float(np.var(self.whole, ddof=1)) / seeds, of_rest) if seeds > 1 else 0.0
+        of_seeds = max(float(np.var(self.on_all, ddof=1)) / seeds, of_rest) if seeds > 1 else 0.0
         of_examples = max(of_examples - of_rest, 0.0)
         variance = of_seeds + of_examples
         if not variance:
@@ -406,9 +410,9 @@ class _Sums:
         self.by_seed = right.sum(axis=2)
         self.right = self.by_seed.sum(axis=1)
         self.both = np.einsum("ase,bse->ab", right, right, optimize=True)
-        """Answers that both of a pair have right, `(k, k)`."""
+        """Number of answers that are right with both encodings of a pair, `(k, k)`."""
         self.products = by_example @ by_example.T
-        """Of the numbers of seeds that have an example right, summed over examples, `(k, k)`."""
+        """Products of the two encodings' numbers of seeds that are right, summed over examples, `(k, k)`."""
 
     @property
     def answers(self) -> int:
@@ -421,7 +425,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Spread:
-    """How uncertain means are: `effective` examples, degrees of freedom, and the mean squares, all `(means,)`."""
+    """Uncertainty of means: `effective` examples, degrees of freedom, and the mean squares, all `(means,)`."""
 
     effective: Array
     freedom: Array
@@ -430,24 +434,24 @@ class _Spread:
     of_rest: Array
 
     def quantile(self, tail: float) -> Array:
-        """Student's quantile that is exceeded with this probability; the normal one with one seed."""
+        """Return Student's quantile that is exceeded with this probability; the normal one with one seed."""
         return _student(self.freedom, tail)
 
 
 def _student(freedom: Array, tail: float) -> Array:
-    """Student's quantile that is exceeded with this probability, the normal one for infinite degrees of freedom."""
+    """Compute Student's quantile exceeded with this probability, the normal one for infinite degrees of freedom."""
     return -np.where(np.isinf(freedom), ndtri(tail), stdtrit(np.minimum(freedom, 1e9), tail))
 
 
 def _spread(by_seed: Array, squares: Array, products: Array, examples: int, compared: int) -> _Spread:
-    """Effective examples and degrees of freedom of means; the two added examples are in the sums already.
+    """Compute effective examples and degrees of freedom of means from sums that include the two added examples.
 
     Args:
         by_seed: Sums over examples, `(means, seeds)`.
         squares: Sums of squares of all entries, `(means,)`.
         products: Sums over examples of the squared sum over seeds, `(means,)`.
-        examples: Without the two.
-        compared: Encodings, less one, from which the variance between seeds is estimated; 1 for each mean by itself.
+        examples: Without the two added ones.
+        compared: Encodings, minus one, from which the variance between seeds is estimated; 1 for each mean separately.
     """
     seeds, held = by_seed.shape[1], examples + 2
     level = by_seed.sum(axis=1) ** 2 / (seeds * held)
@@ -471,7 +475,7 @@ def _spread(by_seed: Array, squares: Array, products: Array, examples: int, comp
 
 
 def _accuracy_spread(sums: _Sums) -> _Spread:
-    """Of each accuracy by itself; the variance between its seeds is its own."""
+    """Compute the spread of each accuracy separately, with the variance between its own seeds."""
     return _spread(
         sums.by_seed + 1,
         sums.right + sums.seeds,
@@ -482,7 +486,7 @@ def _accuracy_spread(sums: _Sums) -> _Spread:
 
 
 class _Pairs:
-    """Differences of pairs of encodings, by default all of them, `(pairs,)`: the first of a pair less the second."""
+    """Differences of pairs of encodings, by default all of them, `(pairs,)`: the first of a pair minus the second."""
 
     def __init__(
         self, sums: _Sums, first: NDArray[np.intp] | None = None, second: NDArray[np.intp] | None = None
@@ -493,7 +497,7 @@ class _Pairs:
         signs = np.eye(sums.names)
         both = sums.both[one, other]
         self.gained = (sums.right[one] - both) / sums.answers
-        """Share of answers that the first alone has right."""
+        """Share of answers that are right with the first only."""
         self.lost = (sums.right[other] - both) / sums.answers
         squared = sums.products.diagonal()
         self.spread = _spread(
@@ -517,24 +521,24 @@ class _Pairs:
         return self.gained + self.lost
 
     def differ(self, tail: float) -> NDArray[np.bool_]:
-        """Whether intervals that leave out this probability at each end exclude 0: McNemar's test."""
+        """Return whether intervals with this tail probability at each end exclude 0: McNemar's test."""
         return self.difference**2 * self.spread.effective > self.unequal * self.spread.quantile(tail) ** 2
 
     def intervals(self, tail: float, which: NDArray[np.intp] | slice = slice(None)) -> list[Interval]:
-        """Tango's intervals that leave out this probability at each end, of all pairs or those of `which`."""
+        """Compute Tango's intervals with this tail probability at each end, of all pairs or those of `which`."""
         quantile = self.spread.quantile(tail)[which]
         low, high = _tango(self.gained[which], self.lost[which], self.spread.effective[which], quantile)
         return [Interval(*map(float, each)) for each in zip(self.difference[which], low, high, strict=True)]
 
     def detectable(self, tail: float) -> Array:
-        """The difference that is shown with power: infinite where none is."""
+        """Compute the smallest difference that is shown with `POWER`; infinite if there is none."""
         reach = (self.spread.quantile(tail) + self.spread.quantile(1 - POWER)) ** 2 / self.spread.effective
         gap = np.maximum(np.sqrt(reach * self.unequal), reach)  # [pairs]: answers that differ are at least the gap
         return np.where(gap <= 1, gap, np.inf)
 
 
 def _wilson(share: Array, examples: Array, quantile: Array) -> tuple[Array, Array]:
-    """Ends of Wilson's interval."""
+    """Compute the ends of Wilson's interval."""
     squared = quantile**2 / examples
     centre = (share + squared / 2) / (1 + squared)
     half = np.sqrt(squared * (share * (1 - share) + squared / 4)) / (1 + squared)
@@ -542,7 +546,7 @@ def _wilson(share: Array, examples: Array, quantile: Array) -> tuple[Array, Arra
 
 
 def _tango(gained: Array, lost: Array, examples: Array, quantile: Array) -> tuple[Array, Array]:
-    """Ends of Tango's interval of gained - lost, by bisection of equation 10 of the paper."""
+    """Compute the ends of Tango's interval of gained - lost, by bisection of equation 10 of the paper."""
     difference = gained - lost
 
     def inside(at: Array) -> NDArray[np.bool_]:
@@ -561,26 +565,26 @@ def _tango(gained: Array, lost: Array, examples: Array, quantile: Array) -> tupl
 
 
 def _holm(count: int, differ: Callable[[float], NDArray[np.bool_]]) -> tuple[float, NDArray[np.bool_]]:
-    """The tail at which Holm's procedure over so many differences ends, and which of them are measurable.
+    """Run Holm's procedure; return the tail at which it ends, and which differences are measurable.
 
     Args:
-        count: Of differences.
-        differ: Whether intervals that leave out a probability at each end exclude 0, `(count,)`.
+        count: Number of differences.
+        differ: Whether intervals with a tail probability at each end exclude 0, `(count,)`.
     """
-    found = np.zeros(count, dtype=bool)
+    rejected = np.zeros(count, dtype=bool)
     while True:
-        tail = ERROR_RATE / 2 / max(int((~found).sum()), 1)
+        tail = ERROR_RATE / 2 / max(int((~rejected).sum()), 1)
         now = differ(tail)
-        if now.sum() <= found.sum():
-            return tail, found
-        found = now
+        if now.sum() <= rejected.sum():
+            return tail, rejected
+        rejected = now
 
 
 # ---- conclusions
 
 
 class _Comparison:
-    """Encodings from the highest accuracy to the lowest, and all differences between them."""
+    """Encodings by decreasing accuracy, and all differences between them."""
 
     def __init__(self, arrays: dict[str, Array]) -> None:
         means = {name: float(right.mean()) for name, right in arrays.items()}
@@ -592,7 +596,7 @@ class _Comparison:
         tail, differ = _holm(len(self.pairs), self.pairs.differ)
         last = len(self.names) - 1
         behind = [name for name, differs in zip(self.names[1:], differ[:last], strict=True) if differs]
-        gaps = self.pairs.intervals(tail, slice(last))  # pairs of the first come first
+        gaps = self.pairs.intervals(tail, slice(last))  # the first `last` pairs are those of the best
         of_best = self.pairs.detectable(tail)[:last]
         unshown = of_best[~differ[:last]]
         detectable = float(np.median(unshown if unshown.size else of_best)) if last else math.inf
@@ -660,7 +664,7 @@ class _Comparison:
         return gains
 
     def _needed(self, tail: float) -> Needed | None:
-        """What shows the gap between the first and the last, which is the largest."""
+        """Compute the sample size that shows the gap between the first and the last, which is the largest."""
         last, pairs, sums = len(self.names) - 2, self.pairs, self.sums
         gap = float(pairs.difference[last])
         if gap <= 0:
@@ -691,7 +695,7 @@ class _Comparison:
 
 
 def _lower_bound(right: ArrayLike, examples: ArrayLike, tail: float) -> Array:
-    """Clopper and Pearson's one-sided lower bound, of real numbers too."""
+    """Compute Clopper and Pearson's one-sided lower bound, also for fractional counts."""
     right, examples = np.asarray(right, dtype=float), np.asarray(examples, dtype=float)
     return np.where(right > 0, betaincinv(np.maximum(right, 1e-300), examples - right + 1, tail), 0.0)
 
@@ -705,7 +709,7 @@ def _negative(interval: Interval) -> Interval:
 
 
 def _with_costs(conclusion: Conclusion, costs: dict[str, Interval | Array]) -> Conclusion:
-    """The conclusion as "cheaper" where one of the tied costs measurably less than each other."""
+    """Return the conclusion as "cheaper" if one of the tied costs measurably less than each other."""
     tied = [name for name in (conclusion.best, *conclusion.tied) if name is not None]
     if not all(name in costs for name in tied):
         return conclusion
@@ -724,7 +728,7 @@ def _costs_less(one: Interval | Array, other: Interval | Array, level: float) ->
     return median_interval(np.log(one) - np.log(other), level=level).high < 0
 
 
-# ---- what comes in
+# ---- input checks
 
 
 def _arrays(correct: Mapping[str, ArrayLike]) -> dict[str, Array]:
@@ -766,7 +770,7 @@ def _real(values: ArrayLike, what: str) -> Array:
 def _finite(values: ArrayLike, what: str) -> Array:
     array = _real(values, what)
     if array.ndim != 1 or not array.size or not np.isfinite(array).all():
-        raise ValueError(f"{what} must be one or more finite numbers in a row, got {short(values)}")
+        raise ValueError(f"{what} must be a 1D array of finite numbers, got {short(values)}")
     return array
 
 

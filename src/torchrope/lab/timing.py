@@ -1,4 +1,4 @@
-"""Time and memory of steps, side by side in one process."""
+"""Measure time and memory of functions, interleaved in one process."""
 
 import ctypes
 import json
@@ -21,7 +21,7 @@ Name = TypeVar("Name", bound=Hashable)
 _SHORTEST_SAMPLE = 0.05
 _MOST_REPEATS = 5000
 _BEYOND_CACHES = 64 * 2**20
-"""Bytes, more than the caches of a processor hold."""
+"""Bytes, more than the caches of a processor."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Quartiles:
 
 
 def interleaved_seconds(works: Mapping[Name, Work], *, rounds: int, device: str) -> dict[Name, list[float]]:
-    """Time pieces of work in turn, so that other load on the machine affects all equally.
+    """Time functions in interleaved rounds, so that other load on the machine affects all equally.
 
-    Each round takes one sample of each, beginning with another one every time; a sample repeats short work for
-    50 milliseconds. One untimed call warms up and the fastest of three others sets the repeats.
+    Each round takes one sample of each and starts with a different one; a sample repeats short functions for
+    50 milliseconds. One untimed call warms up and the fastest of three more sets the number of repeats.
 
     Args:
-        works: What to time, by name.
+        works: The functions to time, by name.
         rounds: Samples of each.
-        device: Where it runs; CUDA is waited for.
+        device: Where they run; CUDA is synchronised.
 
     Returns:
         Seconds of one call, a number per round and name.
@@ -51,7 +51,7 @@ def interleaved_seconds(works: Mapping[Name, Work], *, rounds: int, device: str)
         work()
     repeats = {name: _repeats(work, device) for name, work in works.items()}
     seconds: dict[Name, list[float]] = {name: [] for name in works}
-    for name in _in_turn(list(works), rounds):
+    for name in _rotated_rounds(list(works), rounds):
         seconds[name].append(_seconds(works[name], repeats[name], device))
     return seconds
 
@@ -59,12 +59,12 @@ def interleaved_seconds(works: Mapping[Name, Work], *, rounds: int, device: str)
 def interleaved_cold_seconds(
     works: Mapping[Name, Callable[[], Work]], *, rounds: int, device: str
 ) -> dict[Name, list[float]]:
-    """Time single calls in turn, each on memory of its own and after the caches were filled with something else.
+    """Time single calls in interleaved rounds, each on newly prepared memory and with cold caches.
 
     Args:
-        works: What prepares a call, by name.
+        works: Functions that prepare a call, by name.
         rounds: Calls of each.
-        device: Where it runs; CUDA is waited for.
+        device: Where they run; CUDA is synchronised.
 
     Returns:
         Seconds of a call, a number per round and name.
@@ -73,7 +73,7 @@ def interleaved_cold_seconds(
         prepare()()
     other = torch.empty(_BEYOND_CACHES, dtype=torch.uint8, device=device)
     seconds: dict[Name, list[float]] = {name: [] for name in works}
-    for name in _in_turn(list(works), rounds):
+    for name in _rotated_rounds(list(works), rounds):
         work = works[name]()
         other.fill_(1)
         seconds[name].append(_seconds(work, 1, device))
@@ -81,7 +81,7 @@ def interleaved_cold_seconds(
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Median and quartiles of at least one value."""
+    """Compute median and quartiles of at least one value."""
     if len(values) == 1:
         return Quartiles(values[0], values[0], values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -89,25 +89,25 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Quartiles:
-    """Quartiles of the ratios round by round, in which a slow moment cancels."""
+    """Compute quartiles of the ratios of each round, in which a temporary slowdown cancels."""
     return quartiles([a / b for a, b in zip(over, under, strict=True)])
 
 
 def milliseconds(seconds: Sequence[float]) -> Quartiles:
-    """Quartiles in milliseconds."""
+    """Compute quartiles in milliseconds."""
     return quartiles([1e3 * value for value in seconds])
 
 
 def slope(sizes: Sequence[int], times: Sequence[float]) -> float:
-    """Exponent of a power law through the points, by least squares of the logarithms."""
+    """Fit the exponent of a power law by least squares of the logarithms."""
     return statistics.linear_regression([math.log(size) for size in sizes], [math.log(t) for t in times]).slope
 
 
 def peak_bytes(work: Work, device: str) -> int:
-    """Most memory that a piece of work holds at once, beyond what was held before.
+    """Measure the peak memory of a function, beyond what was allocated before.
 
-    On the CPU every allocation of PyTorch's allocator counts, scratch inside operators too; what a library such as
-    MKL takes for itself does not.
+    On the CPU every allocation of PyTorch's allocator counts, scratch memory inside operators too; memory that a
+    library such as MKL allocates itself does not.
     """
     work()
     if device == "cuda":
@@ -125,10 +125,10 @@ def peak_bytes(work: Work, device: str) -> int:
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Let glibc keep memory that is freed, as allocators for training do, so that repeated work meets no new pages.
+    """Make glibc keep freed memory, as caching allocators do, so that repeated calls cause no page faults.
 
-    By default it gives large blocks back to the system, and page faults take longer than a rotation. Afterwards large
-    blocks are new memory every time. Other C libraries are left alone.
+    By default glibc returns large blocks to the system, and page faults take longer than a rotation. On exit large
+    blocks are again new memory every time. Other C libraries are not affected.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -142,12 +142,12 @@ def freed_memory_kept() -> Iterator[None]:
             set_option(_M_TRIM_THRESHOLD, 128 * 2**10)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Compute with so many threads; None leaves the number alone."""
+    """Set the number of threads of PyTorch within the context; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if count is None else count)
     try:
@@ -157,7 +157,7 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def _cpu_allocations(work: Work) -> list[int]:
-    """Bytes of every allocation, negative where they are given back, in order of time."""
+    """Return the bytes of every allocation, and as negative numbers of every deallocation, in order of time."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = work()
@@ -170,8 +170,8 @@ def _cpu_allocations(work: Work) -> list[int]:
     return [int(event["args"]["Bytes"]) for event in sorted(on_cpu, key=lambda event: event["ts"])]
 
 
-def _in_turn(names: Sequence[Name], rounds: int) -> Iterator[Name]:
-    """All names in each round, which begins with another one every time."""
+def _rotated_rounds(names: Sequence[Name], rounds: int) -> Iterator[Name]:
+    """Yield all names in each round, each round starting with the next name."""
     for index in range(rounds):
         first = index % len(names)
         yield from names[first:]

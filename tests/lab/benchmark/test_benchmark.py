@@ -1,4 +1,4 @@
-"""The benchmark: plans, one run of it from start to page, and what is said of ranks."""
+"""The benchmark: plans, a complete run, and claims about ranks."""
 
 import json
 from itertools import combinations
@@ -37,7 +37,7 @@ sets:
 
 
 @pytest.mark.parametrize("name", plans())
-def test_every_plan_that_comes_along_can_be_run(name: str) -> None:
+def test_included_plans_can_be_run(name: str) -> None:
     plan = read_plan(name)
     for encoding in plan.encodings:
         choose(encoding)
@@ -51,7 +51,7 @@ def test_every_plan_that_comes_along_can_be_run(name: str) -> None:
     ("change", "message"),
     [
         ("seeds: 0", "plan: seeds must be 1 or more, got 0"),
-        ("rates: [3.0]", "rates must hold 1, and others above 0 once each, got \\[3.0\\]"),
+        ("rates: [3.0]", "rates must contain 1, and others above 0 once each, got \\[3.0\\]"),
         ("encodings: [none, none]", "one or more, each named once, got none, none"),
         ("tuned: [liere]", "tuned must be among the encodings, got liere"),
         ("sets: {}", "a plan must have a data set, got none"),
@@ -85,7 +85,7 @@ def test_some_sets_of_a_plan() -> None:
 # From start to page
 
 
-def test_a_benchmark_resumes_and_others_check_it_and_join_it(
+def test_benchmark_resumes_and_its_entry_is_checked_and_joined(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "plan.yaml").write_text(TINY)
@@ -108,7 +108,7 @@ def test_a_benchmark_resumes_and_others_check_it_and_join_it(
 
     capsys.readouterr()
     assert main(["benchmark", "--check", str(tmp_path / "out" / "entry" / "entry.json")]) == 0
-    assert "of the same data as here" in capsys.readouterr().out
+    assert "same data as on this machine" in capsys.readouterr().out
     alone = ["--entries", str(tmp_path / "out" / "entry" / "sets" / "digits.json")]
     assert main(["benchmark", *alone, "--out", str(tmp_path / "merged")]) == 0
     assert StudyResult.read(tmp_path / "merged" / "benchmark.json").findings == result.findings
@@ -123,13 +123,13 @@ def test_a_benchmark_resumes_and_others_check_it_and_join_it(
 
 
 def test_an_entry_of_other_data_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"fingerprint must be .*, those of the data here, got f00d"):
+    with pytest.raises(ValueError, match=r"fingerprint must be .*, as in the local data, got f00d"):
         check_against_data(of_set(arguments="--data digits"))
     assert "this machine lacks" in check_against_data(of_set(arguments="--data images --data.root /nowhere"))
 
 
 @pytest.mark.parametrize("name", ["digits", "motion", "globe", "views"])
-def test_what_rates_are_chosen_on_is_no_result(name: str) -> None:
+def test_rate_is_chosen_on_other_examples_than_results(name: str) -> None:
     settings = dict(train_size=100, val_size=20)
     usual, tuning = (make_data(data_config(name, tuning=each, **settings)) for each in (False, True))
     train, _ = usual._made_datasets()

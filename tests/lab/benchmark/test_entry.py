@@ -1,4 +1,4 @@
-"""Entries of the benchmark: what is written comes back, what cannot be is refused, entries merge."""
+"""Entries of the benchmark: round trip, consistency checks, and merging."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def altered(entry: Entry, path: Path, change: Callable[[Any], None]) -> Path:
     return path
 
 
-def test_what_is_written_comes_back(tmp_path: Path) -> None:
+def test_entry_round_trip(tmp_path: Path) -> None:
     tuned = of_encoding(0.9, 5, tuning=[Tuned(1.0, 0.5), Tuned(3.0, 0.4)], sizes={"16×16": of_encoding(0.2).right})
     entry = Entry("a plan", "me", [of_set(), of_set("other", encodings={"none": tuned, "axial": of_encoding(0.3)})])
     entry.write(tmp_path / "entry.json")
@@ -124,7 +124,7 @@ def _set(name: str, value: Any, encoding: str | None = None) -> Callable[[Any], 
         (_set("fingerprint", None), "fingerprint must be text"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(change: Callable[[Any], None], message: str, tmp_path: Path) -> None:
+def test_inconsistent_entry_is_refused_in_one_line(change: Callable[[Any], None], message: str, tmp_path: Path) -> None:
     file = altered(Entry("a plan", "me", [of_set()]), tmp_path / "entry.json", change)
     with pytest.raises(ValueError, match=message) as raised:
         Entry.read(file)
@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused_in_one_line(change: Callable[[Any], None], me
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', "\x00"])
-def test_what_is_no_entry_is_refused(text: str, tmp_path: Path) -> None:
+def test_file_that_is_not_an_entry_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "entry.json").write_text(text)
     with pytest.raises(ValueError, match=r"entry\.json"):
         Entry.read(tmp_path / "entry.json")

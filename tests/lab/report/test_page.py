@@ -1,4 +1,4 @@
-"""The page over a comparison and studies: what it says and draws, damaged files, and how it looks in a browser."""
+"""The report: contents, figures, damaged files, and its behaviour in a browser."""
 
 import json
 import math
@@ -247,7 +247,7 @@ def hostile_page(tmp_path_factory):
     return write_report(save(tmp_path_factory.mktemp("hostile"), hostile(), result()))
 
 
-def test_page_tells_everything_that_a_study_found(page):
+def test_page_contains_all_findings_of_a_study(page):
     tags = Tags(page.read_text(encoding="utf-8"))
     markdown = (page.parent / "report.md").read_text(encoding="utf-8").replace("\\", "")
     told = [
@@ -261,7 +261,7 @@ def test_page_tells_everything_that_a_study_found(page):
         assert text in markdown
 
 
-def test_page_orders_studies_as_the_issue_does_and_links_each_from_advice_and_contents(page):
+def test_page_orders_studies_and_links_them(page):
     tags = Tags(page.read_text(encoding="utf-8"))
     ids = [attributes["id"] for _, attributes in tags.found if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -290,19 +290,19 @@ def test_page_loads_nothing_and_is_allowed_nothing_else(page):
     assert "unsafe-eval" not in policy
 
 
-def test_every_figure_has_a_drawing_words_and_numbers(page):
+def test_every_figure_has_a_drawing_alt_text_and_table(page):
     html = page.read_text(encoding="utf-8")
     tags = Tags(html)
     drawings = [attributes for attributes in tags.of("div") if attributes.get("class") == "drawing"]
     assert len(drawings) == len(tags.of("figure")) == 8
     assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in drawings)
-    assert html.count("The numbers as a table") == 8
+    assert html.count("Data table") == 8
     plotted = [json.loads(each) for each in re.findall(r'class="plot">(.*?)</script>', html)]
     assert [len(each["rows"]) for each in plotted] == [7, 49, 7, 49, 6, 3, 16, 162]
     assert dict(zip((key for key, _ in plotted[1]["columns"]), plotted[1]["rows"][0], strict=True)) == curves().rows[0]
 
 
-def test_drawings_are_files_too_and_their_ids_are_their_own(page):
+def test_drawings_are_also_files_with_unique_ids(page):
     markdown = (page.parent / "report.md").read_text(encoding="utf-8")
     named = re.findall(r"\]\((figures/[a-z0-9-]+\.svg)\)", markdown)
     assert len(named) == len(set(named)) == 8
@@ -394,7 +394,7 @@ def test_any_figure_is_drawn(figure):
         (3.2e-7, None, "3.2e−07"), (96.0, 1, "96.0"), (0, 2, "0.00"),
     ],
 )  # fmt: skip
-def test_values_are_written_for_people(value, digits, text):
+def test_values_are_formatted(value, digits, text):
     assert written(value, digits) == text
 
 
@@ -468,7 +468,7 @@ def damaged_figure(change):
         (damaged_figure(lambda f: f.update(kind="pie")), "figures[0].kind must be one of lines"),
         (
             damaged_figure(lambda f: f.update(colour=None, kind="cells")),
-            "colour is for cells, and cells need it",
+            "colour is for kind cells, which requires it",
         ),
         (damaged_figure(lambda f: f["x"].update(scale="log2")), "x.scale must be one of linear"),
         (
@@ -480,10 +480,10 @@ def damaged_figure(change):
         (damaged(lambda s: s["findings"]["checks"][0].update(holds="yes")), "holds must be true or false, got 'yes'"),
         (damaged(lambda s: s["run"].update(config=[])), "study.run.config must be an object, got []"),
         (damaged(lambda s: s["data"].update(train=10**400)), "whole numbers must fit into 64 bits, got one of 1329"),
-        (damaged(lambda s: s["data"].update(train=10**16)), "study.data.train must lie within ±1e+15, got 1000"),
+        (damaged(lambda s: s["data"].update(train=10**16)), "study.data.train must be within ±1e+15, got 1000"),
     ],
 )
-def test_damage_is_told_in_one_line_and_nothing_is_written(tmp_path, text, message):
+def test_damaged_results_are_refused_and_nothing_is_written(tmp_path, text, message):
     (tmp_path / "accuracy-digits.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
         write_report(tmp_path)
@@ -497,7 +497,7 @@ def test_folder_without_studies_and_one_with_a_study_twice_are_refused(tmp_path)
         write_report(tmp_path)
     save(tmp_path, result())
     (tmp_path / "copy.json").write_text((tmp_path / "accuracy-digits.json").read_text())
-    with pytest.raises(ValueError, match=r"once for each data set, got accuracy-digits\.json and copy\.json"):
+    with pytest.raises(ValueError, match=r"once per data set, got accuracy-digits\.json and copy\.json"):
         write_report(tmp_path)
 
 
@@ -512,7 +512,7 @@ def test_two_tasks_of_one_data_set_are_two_parts_of_a_study(tmp_path):
     assert other["data"]["title"] in tags.text
 
 
-def test_command_writes_the_page_and_tells_the_answers(tmp_path, capsys):
+def test_command_writes_the_page_and_prints_the_answers(tmp_path, capsys):
     save(tmp_path, result(), result("kernel", None))
     assert cli.main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -520,7 +520,7 @@ def test_command_writes_the_page_and_tells_the_answers(tmp_path, capsys):
     assert f"report: {tmp_path}/report/index.html" in printed
 
 
-def test_command_tells_what_is_not_installed(tmp_path, capsys, monkeypatch):
+def test_command_names_a_missing_package(tmp_path, capsys, monkeypatch):
     save(tmp_path, result(figures=[points()]))
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert cli.main(["report", str(tmp_path)]) == 0
@@ -545,7 +545,7 @@ def seen(browser):
 class TestInChromium:
     """What readers see, in a real browser."""
 
-    def test_all_figures_are_drawn_without_a_complaint_or_a_request(self, browser, page):
+    def test_figures_are_drawn_without_warning_or_request(self, browser, page):
         browser.open(page)
         browser.draw_all()
         assert seen(browser) == ([], [])
@@ -611,7 +611,7 @@ class TestInChromium:
 
     @pytest.mark.parametrize("width", [360, 800, 1280])
     @pytest.mark.parametrize("which", ["page", "hostile_page"])
-    def test_nothing_is_wider_than_the_window(self, browser, request, which, width):
+    def test_page_fits_the_window_width(self, browser, request, which, width):
         browser.open(request.getfixturevalue(which), width)
         browser.draw_all()
         assert browser.run("document.documentElement.scrollWidth") <= width
@@ -626,7 +626,7 @@ class TestInChromium:
         browser.resize(420)
         browser.wait_for(f"{svg} < {before} - 50")
 
-    def test_dark_paper_has_light_ink_and_figures_follow(self, browser, page):
+    def test_dark_mode_recolours_text_and_figures(self, browser, page):
         def colours(dark):
             browser.open(page, dark=dark)
             browser.draw_all()
@@ -643,7 +643,7 @@ class TestInChromium:
         assert dark[0] == "rgb(22, 25, 29)"
         assert dark[1] == dark[3]
 
-    def test_downloads_hold_the_numbers_and_the_drawing(self, browser, page, tmp_path):
+    def test_downloads_contain_the_numbers_and_the_drawing(self, browser, page, tmp_path):
         browser.open(page)
         browser.draw_all()
         browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
@@ -661,7 +661,7 @@ class TestInChromium:
         ElementTree.parse(tmp_path / "accuracy-digits-curves.svg")
         assert (tmp_path / "accuracy-digits-curves.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_spreadsheets_read_no_formula_from_names(self, browser, hostile_page, tmp_path):
+    def test_csv_escapes_formulas_in_names(self, browser, hostile_page, tmp_path):
         browser.open(hostile_page)
         browser.draw_all()
         browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
@@ -688,7 +688,7 @@ class TestInChromium:
         browser.wait_for(f"{labels} === {json.dumps(before)}")
         assert browser.problems == []
 
-    def test_hovering_tells_the_values(self, browser, page):
+    def test_hovering_shows_the_values(self, browser, page):
         browser.open(page)
         browser.draw_all()
         browser.run("document.querySelector('figure').scrollIntoView({block: 'center'})")
@@ -714,7 +714,7 @@ class TestInChromium:
             == "rgb(31, 35, 40)"
         )
 
-    def test_what_can_be_used_can_be_reached_and_has_a_name(self, browser, page):
+    def test_controls_are_focusable_and_labelled(self, browser, page):
         browser.open(page)
         browser.draw_all()
         nameless = browser.run(
@@ -762,7 +762,7 @@ def test_a_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_pa
     shown = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Comparison: data called digits" in shown.text
     assert "Not finished yet: mixed seed 1" in shown.text
-    assert "What to choose for which case" not in shown.text
+    assert "Recommended encodings by case" not in shown.text
     assert "mixed seed 1" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
 
 
@@ -795,12 +795,12 @@ def test_significant_digits_need_no_exponent(number, text):
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.25, "4.25 s"), (210, "3 min 30 s"), (7300, "2 h 1 min")])
-def test_duration_is_one_a_person_can_judge(seconds, text):
+def test_duration_is_formatted_in_readable_units(seconds, text):
     assert tables.duration(seconds) == text
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_failed_write_leaves_the_old_page_and_no_litter(tmp_path, monkeypatch, failing):
+def test_failed_write_leaves_the_old_page_and_no_temporary_file(tmp_path, monkeypatch, failing):
     old = write_report(save(tmp_path, result())).read_text(encoding="utf-8")
     before = sorted(path.name for path in (tmp_path / "report").rglob("*"))
 
@@ -824,7 +824,7 @@ def test_results_that_cannot_be_drawn_leave_the_old_page(tmp_path, monkeypatch):
     assert (tmp_path / "report" / "index.html").read_text(encoding="utf-8") == old
 
 
-def test_readme_block_has_the_table_and_where_it_comes_from(tmp_path):
+def test_readme_block_has_the_table_and_provenance(tmp_path):
     result("compare").write(tmp_path / "results.json")
     block = main_table(tmp_path / "results.json").splitlines()
     names = [line.split(" | ")[0].removeprefix("| ") for line in block if line.startswith("| ")][2:]
@@ -838,7 +838,7 @@ def test_readme_block_is_of_a_comparison(tmp_path):
         main_table(save(tmp_path, result()) / "accuracy-digits.json")
 
 
-def test_block_goes_between_its_markers_and_nothing_else_moves():
+def test_block_replaces_only_the_text_between_markers():
     text = "a\n<!-- results:begin -->\nold\n<!-- results:end -->\nz <!-- other:begin --><!-- other:end -->\n"
     once = insert_between_markers(text, "results", "| new |\n")
     assert once == text.replace("old", "| new |")
@@ -855,5 +855,5 @@ def test_block_goes_between_its_markers_and_nothing_else_moves():
     ],
 )
 def test_text_without_both_markers_is_refused(text):
-    with pytest.raises(ValueError, match="must hold <!-- results:begin -->"):
+    with pytest.raises(ValueError, match="must contain <!-- results:begin -->"):
         insert_between_markers(text, "results", "block")

@@ -1,4 +1,4 @@
-"""Pictures of predictions: on the page, in files beside it, and read from JSON that anybody may have written."""
+"""Pictures of predictions: on the page, as files, and read from untrusted JSON."""
 
 import base64
 import json
@@ -117,7 +117,7 @@ def test_a_map_is_drawn_pixel_for_pixel():
     assert torch.equal(painted, labels)
 
 
-def test_regions_are_named_once_each_and_specks_are_not():
+def test_large_regions_are_labelled_once():
     labels = torch.zeros(32, 32, dtype=torch.long)
     labels[2:12, 2:6] = labels[8:12, 2:12] = labels[2:12, 10:12] = 3  # a U is one region
     labels[20:30, 4:14] = 3  # below it, and apart

@@ -1,4 +1,4 @@
-"""What `torchrope evaluate` prints: the measures of one model, aligned."""
+"""The table that `torchrope evaluate` prints."""
 
 from torchrope.lab.report.evaluation import evaluation_table
 
@@ -51,4 +51,4 @@ def test_detection_and_segmentation_have_the_interval_of_their_measure() -> None
     named = {"miou": 0.4, "interval": [0.3, 0.5], "images": 2, "crop": 48, "scales": [0.75, 1.0], "flip": True}
     lines = evaluation_table(named, (64, 64)).splitlines()
     assert lines[2] == "mIoU     40.0 [30.0, 50.0]"
-    assert lines[4] == "2 images, windows of 48 pixels, sizes × 0.75, 1, mirrored too"
+    assert lines[4] == "2 images, windows of 48 pixels, sizes × 0.75, 1, horizontal-flip augmentation"

@@ -1,4 +1,4 @@
-"""Answers of all studies are short, however many encodings, seeds and axes there are and however long names are."""
+"""Answers of all studies stay within the word limit for any number of encodings, seeds and axes, and long names."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Studies of trained models that are read from files: frequencies, generators and attention at the end of training."""
+"""Studies of trained models that are read from files: frequencies, generators and attention."""
 
 import json
 import os
@@ -156,7 +156,7 @@ def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Pat
 
 def test_a_file_without_rotation_alone_is_refused(tmp_path: Path, out: Path) -> None:
     path = vit(tmp_path, "ape.safetensors", "learned")
-    with pytest.raises(ValueError, match=r"^fourier is of rotary encodings, got ape\.safetensors$"):
+    with pytest.raises(ValueError, match=r"^fourier needs rotary encodings, got ape\.safetensors$"):
         fourier.find(lab(out, checkpoint=[str(path)]))
 
 
@@ -168,7 +168,7 @@ def test_generators_of_a_run_are_those_of_its_folder_without_their_start(out: Pa
     for key in ("end", "end_low", "patch", "patch_high", "apart", "block"):
         assert read[key] == pytest.approx(own[key])
     assert {read[key] for key in ("start", "apart_start", "moved", "moved_low", "path")} == {None}
-    assert read["verdict"] == "start not known"
+    assert read["verdict"] == "start unknown"
     assert generators._ENDS_ALONE in found.notes
     assert "liere:8" in found.answer
     by_layer = kept(found)["figures"][0]["rows"]
@@ -185,12 +185,12 @@ def test_files_alone_train_nothing_and_are_told_apart(
     found = generators.find(here)
     assert {name: row["verdict"] for name, row in rows_of(found).items()} == {
         "rope_mixed.pth": "commutes",
-        run.folder.name: "start not known",
+        run.folder.name: "start unknown",
     }
     assert found.answer.startswith(f"The generators of {run.folder.name} are furthest from commuting, 0.")
-    assert "axial.safetensors is left out: it has no generators that learn." in found.notes
+    assert "axial.safetensors is left out: it has no learned generators." in found.notes
     fixed = generators.find(lab(out, checkpoint=[str(paths[-1])]))
-    assert fixed.answer == "No encoding named has generators that learn."
+    assert fixed.answer == "None of the encodings has learned generators."
     commuting = generators.find(lab(out, checkpoint=[str(paths[0])]))
     assert commuting.answer.startswith("All generators commute by construction")
 
@@ -244,14 +244,18 @@ def test_attention_refuses_what_does_not_fit(made: dict[str, int], message: str,
 
 def test_attention_refuses_a_swin(tmp_path: Path, out: Path) -> None:
     tr.save(tr.Swin((8, 8), patch_size=1, in_channels=1, dim=8, depths=(1,), num_heads=(1,)), tmp_path / "swin")
-    with pytest.raises(ValueError, match=r"^--checkpoint must hold a ViT for attention, got a Swin in "):
+    with pytest.raises(ValueError, match=r"^--checkpoint must contain a ViT for attention, got a Swin in "):
         attention.find(lab(out, checkpoint=[str(tmp_path / "swin")]))
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.pth").write_text("no weights")
-    for name, rule in (("empty", "a folder must hold"), ("text.pth", "text.pth"), ("gone", "that is there")):
+    for name, rule in (
+        ("empty", "a folder must contain"),
+        ("text.pth", "text.pth"),
+        ("gone", "existing file or folder"),
+    ):
         with pytest.raises(ValueError, match=rule) as refused:
             read_checkpoints([str(tmp_path / name)])
         assert str(refused.value).startswith("--checkpoint ")
@@ -286,7 +290,7 @@ def test_encodings_of_runs_are_known_before_they_are_imported(run: Trained, tmp_
     assert encodings_of_runs([str(tmp_path), str(ape), str(run.folder)]) == ["mine.own:Spiral", "liere:8"]
 
 
-def test_files_stand_in_the_place_of_the_studys_own_runs(tmp_path: Path, run: Trained) -> None:
+def test_checkpoints_replace_the_default_runs(tmp_path: Path, run: Trained) -> None:
     file = run_study("generators", config(tmp_path, checkpoint=[str(run.folder)]), command="", console=QUIET)
     written = json.loads(file.read_text())
     assert [row["name"] for row in written["findings"]["tables"][0]["rows"]] == [run.folder.name]

@@ -1,4 +1,4 @@
-"""The comparison: what its answer rests on, claims of cost under noise, remarks, and samples."""
+"""The comparison: its conclusion, cost claims under noise, notes, and samples."""
 
 import io
 import json
@@ -67,7 +67,7 @@ def busy(random: np.random.Generator, true: dict[str, float]) -> dict[str, list[
 
 
 @pytest.mark.slow
-def test_a_busy_machine_makes_no_claim_that_a_quiet_one_contradicts() -> None:
+def test_noisy_timings_make_no_cost_claim() -> None:
     random = np.random.default_rng(0)
     wrong = 0
     for _ in range(300):
@@ -77,7 +77,7 @@ def test_a_busy_machine_makes_no_claim_that_a_quiet_one_contradicts() -> None:
     assert wrong <= 0.05 * 300
 
 
-def test_a_quiet_machine_shows_what_costs_less() -> None:
+def test_clear_timings_show_the_cheaper_encoding() -> None:
     random = np.random.default_rng(0)
     true = {"none": 1.0, "a": 1.5, "b": 1.1}
     seconds = {name: (value * random.normal(1, 0.02, ROUNDS)).tolist() for name, value in true.items()}

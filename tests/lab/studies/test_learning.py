@@ -1,4 +1,4 @@
-"""Study of learned generators: which runs it asks for, and that its differences follow from the predictions."""
+"""The study of learned generators: its runs, and differences computed from their predictions."""
 
 from io import StringIO
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_the_rate_of_generators_is_a_factor_on_that_of_their_layer() -> None:
     assert len({faster[each.upper] for each in model.encodings}) == 3
 
 
-def test_arms_differ_in_what_they_say_alone(tmp_path: Path) -> None:
+def test_arms_differ_only_in_the_named_setting(tmp_path: Path) -> None:
     lab = a_lab(tmp_path)
     plan = rates(lab, ["mixed"])["mixed"]
     assert {level: runs[0].config.optim.encoding_lr for level, runs in plan.items()} == {
@@ -113,7 +113,7 @@ def test_arms_differ_in_what_they_say_alone(tmp_path: Path) -> None:
     assert len({run.key for runs in starts.values() for run in runs}) == 3 * 2
 
 
-def test_the_best_start_is_not_measured_on_the_examples_that_chose_it() -> None:
+def test_best_start_is_measured_on_other_examples() -> None:
     rng = np.random.default_rng(0)
     chance = rng.integers(0, 2, (6, 4, 20_000)).astype(float)  # (starts, seeds, examples), all starts alike
     assert abs(best_start(chance).mean() - 0.5) < 0.005  # 2 standard deviations are 0.0035
@@ -140,7 +140,7 @@ def test_study_of_tiny_models(tmp_path: Path) -> None:
     assert any("axial" in note for note in findings.notes)
 
 
-def test_nothing_to_learn_is_an_answer(tmp_path: Path) -> None:
+def test_study_without_learned_generators_has_an_answer(tmp_path: Path) -> None:
     findings = find_study("learning").find(a_lab(tmp_path, encodings=["axial", "none"]))
     assert "axial" in findings.answer
     assert not findings.tables

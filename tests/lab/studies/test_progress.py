@@ -1,4 +1,4 @@
-"""The estimate of the time left, and what is shown of it with and without a terminal."""
+"""The estimate of the time left, and its display with and without a terminal."""
 
 from io import StringIO
 
@@ -28,7 +28,7 @@ def test_work_that_was_timed_takes_its_own_rate_and_other_work_the_mean_of_all()
     assert seconds_left([Part(left=9, done=1, seconds=2, processes=3), Part(left=1)]) == pytest.approx(6 + 2)
 
 
-def test_nothing_is_estimated_before_anything_was_timed_and_nothing_is_left_of_nothing() -> None:
+def test_seconds_left_needs_a_timed_part() -> None:
     assert seconds_left([Part(left=4), Part(left=1)]) is None
     assert seconds_left([]) is None
     assert seconds_left([Part(left=0, done=4, seconds=3)]) == 0
@@ -45,7 +45,7 @@ def plain_console() -> Console:
 WORK = Workload(epoch=10, evaluation=5, afterwards=20)
 
 
-def test_without_a_terminal_the_first_epoch_and_every_run_have_one_line_with_one_estimate_of_all_that_is_left() -> None:
+def test_progress_without_terminal_prints_one_line_per_run() -> None:
     runs, console = [run_of("mixed", seed) for seed in (0, 1)], plain_console()
     with StudyProgress([(run, 0) for run in runs], 1, WORK, console) as progress:
         progress.begin(runs[0])

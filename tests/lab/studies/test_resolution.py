@@ -1,4 +1,4 @@
-"""The study of input sizes: which sizes, what is changed for them, and what contradicts the papers."""
+"""The study of input sizes: sizes, changes for other sizes, and contradictions with the papers."""
 
 import json
 from io import StringIO
@@ -64,7 +64,7 @@ def found(out: Path) -> dict[str, Any]:
 
 def test_mixed_sizes_are_an_arm_with_paired_effects_at_every_size(out: Path, found: dict[str, Any]) -> None:
     plain = rows(found, "Top-1 by inference size")
-    mixed = rows(found, "What training across mixed sizes changes")
+    mixed = rows(found, "Effect of training across mixed sizes")
     assert {*mixed} == {"learned", "comrope-ld"}
     assert {row["what"] for row in mixed.values()} == {"mixed sizes"}
     configs = [path.read_text() for path in out.glob("runs/*/config.yaml")]
@@ -73,24 +73,22 @@ def test_mixed_sizes_are_an_arm_with_paired_effects_at_every_size(out: Path, fou
         for name, row in mixed.items():
             assert row[f"{key}_low"] <= row[key] <= row[f"{key}_high"]
             assert plain[name][key] + row[key] >= -1e-9  # what it is added to is the plain run's
-    assert any(
-        note.startswith("Mixed sizes: every step of the training draws one of 6, 8 and 10") for note in found["notes"]
-    )
+    assert any(note.startswith("Mixed sizes: every training step draws one of 6, 8 and 10") for note in found["notes"])
 
 
-def test_where_all_runs_are_mixed_or_sizes_fall_together_the_arm_is_left_out(out: Path) -> None:
+def test_mixed_sizes_are_skipped_if_all_runs_are_mixed(out: Path) -> None:
     here = lab(out, "mixed", optim=OptimConfig(epochs=1, warmup_epochs=0, sizes=[6, 8]))
     runs, [note] = resolution.mixed_sizes(here, ["mixed"], (2, 2))
     assert not runs
     assert "--optim.sizes" in note
     runs, [note] = resolution.mixed_sizes(lab(out, "mixed"), ["mixed"], (4, 4))
     assert not runs
-    assert note == "No training across mixed sizes: patches of 4 leave 8 alone."
+    assert note == "No training across mixed sizes: with patches of 4 the only size is 8."
 
 
-def test_sizes_that_are_asked_for_are_evaluated_beside_that_of_the_training(found: dict[str, Any]) -> None:
+def test_sizes_option_adds_to_the_training_size(found: dict[str, Any]) -> None:
     columns = [column["title"] for column in found["tables"][0]["columns"]]
-    assert columns[2:] == ["4 × 4", "8 × 8", "16 × 16", "Largest against trained", "Verdict"]
+    assert columns[2:] == ["4 × 4", "8 × 8", "16 × 16", "Largest minus training size", "Verdict"]
     assert "16 × 16 (2 times the training size)" in found["answer"]
 
 
@@ -112,8 +110,8 @@ def test_a_size_that_is_added_measures_itself_alone(out: Path, found: dict[str, 
 def test_smaller_sizes_alone_are_answered_at_the_smallest(out: Path, found: dict[str, Any]) -> None:
     smaller = kept(resolution.find(lab(out, "learned", "comrope-ld", sizes=[4])))
     assert "4 × 4 (0.5 times the training size)" in smaller["answer"]
-    assert "What scaled frequencies change" not in {table["title"] for table in smaller["tables"]}
-    assert "Smallest against trained" in {column["title"] for column in smaller["tables"][0]["columns"]}
+    assert "Effect of scaled frequencies" not in {table["title"] for table in smaller["tables"]}
+    assert "Smallest minus training size" in {column["title"] for column in smaller["tables"][0]["columns"]}
     assert not smaller["advice"]
 
 
@@ -121,12 +119,10 @@ def test_smaller_sizes_alone_are_answered_at_the_smallest(out: Path, found: dict
     ("sizes", "message"),
     [
         ([9], "--sizes must be multiples of --model.patch_size 2, got 9"),
-        ([8], "--sizes must name one beside that of the training, got 8"),
+        ([8], "--sizes must include one other than the training size, got 8"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_in_one_line_before_anything_is_trained(
-    tmp_path: Path, sizes: list[int], message: str
-) -> None:
+def test_sizes_invalid_are_refused_before_training(tmp_path: Path, sizes: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         resolution.find(lab(tmp_path, "mixed", sizes=sizes))
     assert not list(tmp_path.rglob("*.ckpt"))
@@ -157,7 +153,7 @@ def test_rescaled_positions_are_comropes_at_every_size(encoding: str, side: int)
     torch.testing.assert_close(model.positions((count, count)), torch.cartesian_prod(line, line))
 
 
-def test_rescaling_leaves_the_trained_model_alone_and_changes_nothing_at_the_size_trained() -> None:
+def test_rescaling_is_the_identity_at_the_training_size() -> None:
     model, x = vit("comrope-ld"), torch.randn(2, 1, 8, 8, dtype=torch.float64)
     before = model(x)
     rescaled_for(model, (16, 16))
@@ -194,7 +190,7 @@ def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
 
 
 def test_rescaled_positions_are_an_arm_at_every_other_size(found: dict[str, Any]) -> None:
-    arm = rows(found, "What positions in [0, 1] change")
+    arm = rows(found, "Effect of positions in [0, 1]")
     assert {*arm} == {"comrope-ld"}
     assert {"at4x4", "at16x16"} < {*arm["comrope-ld"]}
     assert "at8x8" not in arm["comrope-ld"]
@@ -215,7 +211,7 @@ def test_grown_windows_keep_their_number(side: int, window: int) -> None:
     assert torch.allclose(InWindows(model, grown)(x), model(x)) == (side == 16)
 
 
-def test_windows_that_were_the_whole_lattice_stay_it_in_every_stage() -> None:
+def test_grown_windows_keep_covering_the_lattice() -> None:
     model = swin(window_size=7)  # lattices of 8 and 4
     assert window_at(model, (32, 32), (16, 16)) == (14, 14)
     whole = swin(window_size=8)
@@ -228,9 +224,9 @@ def test_windows_that_were_the_whole_lattice_stay_it_in_every_stage() -> None:
 def test_a_swin_has_grown_windows_and_mixed_sizes_as_arms(tmp_path: Path) -> None:
     found = kept(resolution.find(lab(tmp_path, "bias", "mixed", model=SWIN, sizes=[16])))
     titles = {table["title"] for table in found["tables"]}
-    assert {"What windows that grow with the input change", "What training across mixed sizes changes"} < titles
-    assert {*rows(found, "What windows that grow with the input change")} == {"bias", "mixed"}
-    assert not any(title.startswith(("What positions", "What scaled")) for title in titles)
+    assert {"Effect of windows that grow with the input", "Effect of training across mixed sizes"} < titles
+    assert {*rows(found, "Effect of windows that grow with the input")} == {"bias", "mixed"}
+    assert not any(title.startswith(("Effect of positions", "Effect of scaled")) for title in titles)
 
 
 def rights(**shares: float) -> dict[str, resolution.Right]:
@@ -244,20 +240,18 @@ def rights(**shares: float) -> dict[str, resolution.Right]:
     }  # fmt: skip
 
 
-def test_a_table_ahead_of_rotary_encodings_is_named_as_a_contradiction_with_numbers() -> None:
+def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
     right = rights(learned=0.8, axial=0.3, mixed=0.2, none=0.1)
     [note] = resolution.contradictions(right, {}, SIZES)
-    assert note.startswith(
-        "This contradicts the papers: at 16 × 16 learned, a table that is resampled, is ahead of 2 of 2"
-    )
-    assert "of axial, the closest, by 50.0 points [" in note
+    assert note.startswith("This contradicts the papers: at 16 × 16 learned, a resampled table, is ahead of 2 of 2")
+    assert "of the closest, axial, by 50.0 points [" in note
     assert "figure 4" in note
     assert note.count(". ") == 1  # two sentences
 
 
 def test_a_table_that_is_not_ahead_of_all_says_of_how_many() -> None:
     [note] = resolution.contradictions(rights(learned=0.5, axial=0.9, mixed=0.2, liere_8=0.49), {}, SIZES)
-    assert "is ahead of 1 of 3 rotary encodings, of mixed, the closest, by 30.0 points" in note
+    assert "is ahead of 1 of 3 rotary encodings, of the closest, mixed, by 30.0 points" in note
 
 
 @pytest.mark.parametrize(
@@ -278,7 +272,7 @@ def test_without_larger_sizes_there_is_nothing_to_contradict() -> None:
     assert resolution.contradictions(right, {}, resolution.Sizes(((4, 4), (8, 8)), (8, 8), 0)) == []
 
 
-def test_rescaling_that_helps_lieres_encodings_contradicts_its_section_and_no_others() -> None:
+def test_rescaling_note_is_only_for_liere_and_mixed() -> None:
     helps, not_measurable = Interval(40.0, 30.0, 50.0), Interval(1.0, -2.0, 4.0)
     effects: resolution.Effects = {
         ("interpolation", "mixed"): {(16, 16): helps},
@@ -306,12 +300,10 @@ def kanji(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_kanji_are_drawn_at_up_to_four_times_the_size_and_the_page_says_so(
-    kanji: dict[str, Any], found: dict[str, Any]
-) -> None:
+def test_kanji_are_rendered_at_four_times_the_size(kanji: dict[str, Any], found: dict[str, Any]) -> None:
     assert "64 × 64 (4 times the training size)" in kanji["answer"]
     assert {row["scale"] for row in kanji["figures"][0]["rows"]} == {1, 4}
-    drawn = "Trained at 16 × 16; inputs are drawn anew at every size, so that larger ones have more detail."
+    drawn = "Trained at 16 × 16; inputs are rendered at every size, so that larger ones have more detail."
     assert drawn in kanji["notes"]
     assert kanji["tables"][0]["note"].startswith(drawn)
     resampled = "Trained at 8 × 8; inputs of other sizes are resampled from it"

@@ -1,4 +1,4 @@
-"""Studies: runs that are trained once for whoever asks, wherever they train, and results that JSON keeps."""
+"""Studies: runs trained once and shared, in this or other processes, and results stored as JSON."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ def stamps(out: Path) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("runs/*/result.json")}
 
 
-def test_a_run_is_trained_once_whoever_asks(tmp_path: Path) -> None:
+def test_run_is_trained_once_for_all_studies(tmp_path: Path) -> None:
     first = lab(tmp_path)
     [none, mixed] = first.train([first.run("none"), first.run("mixed")])
     before = stamps(tmp_path)
@@ -72,7 +72,7 @@ def test_a_run_is_trained_once_whoever_asks(tmp_path: Path) -> None:
         ({"model": ModelConfig(checkpoint_layers=True)}, True),
     ],
 )
-def test_a_run_is_known_by_what_changes_its_numbers(changed: dict, same: bool) -> None:
+def test_run_key_depends_on_settings_that_change_results(changed: dict, same: bool) -> None:
     defaults = RunConfig(scale=ScaleConfig(on_nan="ignore"))
     assert (Run(replace(defaults, **changed)).name == Run(defaults).name) == same
 
@@ -155,7 +155,7 @@ def test_a_study_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert written["run"]["config"]["encodings"][0] == "none"
 
 
-def test_every_study_is_there_and_says_what_it_is() -> None:
+def test_every_study_exists_with_a_summary() -> None:
     for name in NAMES:
         assert file_of(name).exists()
         assert summary(name).endswith(".")
@@ -182,7 +182,7 @@ def test_results_refuse_rows_that_lack_a_value() -> None:
         Table("t", [Column("name", "Name")], [{"x": 1}])
     with pytest.raises(ValueError, match=r"rows of 'f' must have x, y, got rows\[0\] without y"):
         Figure("f", "lines", "t", "alt", Axis("x", "X"), Axis("y", "Y"), [{"x": 1}])
-    with pytest.raises(ValueError, match="colour is for cells"):
+    with pytest.raises(ValueError, match="colour is for kind cells"):
         Figure("f", "cells", "t", "alt", Axis("x", "X"), Axis("y", "Y"), [])
 
 

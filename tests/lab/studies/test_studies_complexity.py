@@ -1,4 +1,4 @@
-"""The study of complexity: counts against formulas, widths worked out by hand, and the papers' cells."""
+"""The study of complexity: counts against formulas, hand-computed values, and the papers' tables."""
 
 import io
 import json
@@ -115,13 +115,13 @@ def test_cells_of_the_smallest_model_agree_with_table_5(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_all_that_must_hold_holds(found: Findings) -> None:
+def test_complexity_checks_hold(found: Findings) -> None:
     assert len(found.checks) == 5
     assert [check.rule for check in found.checks if not check.holds] == []
 
 
 @pytest.mark.slow
-def test_cells_that_cannot_be_right_are_told_and_all_others_agree(found: Findings) -> None:
+def test_impossible_published_cells_are_reported(found: Findings) -> None:
     cells = {row["name"]: row for row in found.tables[2].rows}
     assert len(cells) == 15
     wrong = {name: row["verdict"] for name, row in cells.items() if row["verdict"] != "agrees"}
@@ -141,7 +141,7 @@ def test_published_cells_are_the_papers(found: Findings) -> None:
 
 
 @pytest.mark.slow
-def test_claims_of_the_texts_stand_beside_counts(found: Findings) -> None:
+def test_published_claims_are_compared_with_counts(found: Findings) -> None:
     claims = {row["name"]: row for row in found.tables[3].rows}
     one_set = claims["LieRE's parameters, one set for all layers and heads"]
     assert one_set["ours"] == one_set["published"] == "4,032"
@@ -181,11 +181,11 @@ def test_the_answer_says_which_cells_are_reproduced(found: Findings) -> None:
 
 
 @pytest.mark.slow
-def test_an_encoding_that_learns_nothing_is_told(found: Findings) -> None:
+def test_answer_without_learned_parameters(found: Findings) -> None:
     rows = [row for row in found.tables[0].rows if row["encoding"] == "axial"]
-    assert complexity._answer(rows, []).startswith("The encodings asked for learn nothing.")
+    assert complexity._answer(rows, []).startswith("The encodings have no learned parameters.")
 
 
-def test_it_is_listed_with_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_complexity_is_listed_with_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "--list"]) == 0
     assert "complexity" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The study of segmentation and detection: measures with their intervals, sizes, pictures, and what is said of them."""
+"""The study of segmentation and detection: measures with intervals, sizes, pictures and answers."""
 
 import json
 from functools import partial
@@ -53,7 +53,7 @@ def test_miou_of_records_is_that_of_torchmetrics() -> None:
     assert whole(mean_iou(counted(predicted, truth)), 6) == pytest.approx(theirs.item(), abs=1e-7)
 
 
-def test_classes_that_are_nowhere_do_not_count() -> None:
+def test_miou_ignores_classes_in_no_image() -> None:
     predicted, truth = (each.clamp(max=1) for each in maps(ignored=0))
     theirs = MulticlassJaccardIndex(2)(predicted, truth)
     assert whole(mean_iou(counted(predicted, truth)), 6) == pytest.approx(theirs.item(), abs=1e-7)
@@ -96,7 +96,7 @@ def test_a_score_is_the_mean_over_seeds_in_every_draw() -> None:
         return lambda weights: factor * weights[:, 0] / weights.sum(axis=1)
 
     both = draw([seed(1.0), seed(3.0)], 5, draws=40)
-    assert both.whole == pytest.approx([0.2, 0.6])
+    assert both.on_all == pytest.approx([0.2, 0.6])
     assert both.mean == pytest.approx(0.4)
     weights = resample(5, draws=40)
     assert both.draws == pytest.approx(np.outer([1, 3], weights[:, 0] / 5))
@@ -134,13 +134,13 @@ def test_of_equal_scores_hardly_any_is_called_behind() -> None:
     assert wrong <= 10
 
 
-def test_what_images_or_seeds_explain_is_a_tie() -> None:
+def test_differences_explained_by_noise_are_ties() -> None:
     random = np.random.default_rng(0)
     one, other = of_images(random.random(50)), of_images(random.random(50))
     assert verdict_of((one - other).interval()) == "tied"
     apart, close = of_images(np.full(50, 0.9), np.full(50, 0.7)), of_images(np.full(50, 0.75), np.full(50, 0.65))
     assert apart.mean == pytest.approx(0.8)
-    assert spread(apart.whole.tolist()) == pytest.approx(0.1 * 2**0.5)
+    assert spread(apart.on_all.tolist()) == pytest.approx(0.1 * 2**0.5)
     assert verdict_of((apart - close).interval()) == "tied"
     assert list(rank({"a": apart, "b": close}).values()) == ["tied", "tied"]
 
@@ -216,7 +216,7 @@ class Photographs:
 
 @pytest.mark.parametrize("zoom", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("task", [Segment(), Detect()], ids=lambda task: task.name)
-def test_what_is_said_of_an_enlarged_image_comes_back_to_its_pixels(task: Any, zoom: float) -> None:
+def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) -> None:
     data: Any = Photographs()
     [(image, target, found)] = predictions(Knowing(data, sizes_of(data)[:1]), task, data, zoom)
     assert image.shape == (3, 37, 51)
@@ -359,7 +359,7 @@ def test_leads_are_over_the_reference_named_and_over_mixed(tmp_path: Path, monke
 
 
 def test_a_reference_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^--reference must be an encoding that the model can have, got liere:5: "):
+    with pytest.raises(ValueError, match=r"^--reference must be an encoding that the model supports, got liere:5: "):
         dense.find(lab(tmp_path, "mixed", reference="liere:5"))
 
 
@@ -372,7 +372,7 @@ def test_a_measure_other_than_that_of_the_training_is_told(tmp_path: Path, monke
     assert found.advice == []
 
 
-def test_only_what_the_data_has_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_trains_only_the_tasks_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "learned", "mixed")
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
     monkeypatch.setattr(type(here.data), "tasks", ("segment",))
@@ -394,7 +394,7 @@ def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.Monke
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
     runs = here.train(here.runs(["learned"], model={"head": "faster-rcnn"}))
     outcome = measured(runs, Detect(), sizes_of(here.data))
-    assert outcome.scores["learned"][0].whole.shape == (2,)
+    assert outcome.scores["learned"][0].on_all.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]
 

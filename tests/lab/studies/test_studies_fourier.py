@@ -104,7 +104,7 @@ def test_one_axis_a_block_reconstructs_sums(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixed", "liere:4", "comrope-ld"])
-def test_more_axes_a_block_do_not(name: str) -> None:
+def test_blocks_of_several_axes_are_not_sums(name: str) -> None:
     found = heads(name)
     assert not found.one_axis
     assert fourier._bend(best_fit(found.functions[0])[0], found.sizes) > 1e-3
@@ -115,7 +115,7 @@ def test_blocks_that_do_not_commute_span_more_than_frequencies() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"shared_heads": True}])
-def test_nothing_that_turns_is_one_constant(settings: dict[str, Any]) -> None:
+def test_no_rotation_is_one_constant(settings: dict[str, Any]) -> None:
     found = heads("none", **settings)
     fit, dimension = best_fit(found.functions[0])
     assert dimension == 1
@@ -123,7 +123,7 @@ def test_nothing_that_turns_is_one_constant(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(transform(found.blocks[0], 16), torch.ones(20, 20, dtype=torch.float64))
 
 
-def test_channels_that_do_not_turn_add_a_constant() -> None:
+def test_unrotated_channels_add_a_constant() -> None:
     found = heads("mixed", head_dim=16, rotary_dim=8)
     whole = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
     assert found.functions.shape[-1] == 4 * 4 + 1
@@ -155,7 +155,7 @@ def test_findings_hold_and_show_a_cross_for_axial(tmp_path: Path, monkeypatch: p
     assert rows["axial"]["heads"] == 1
     assert rows["axial"]["fit_lines"] > rows["mixed"]["fit_lines_high"]
     assert rows["liere:8"]["fit_outside_high"] < rows["mixed"]["fit_outside_low"]
-    assert found.notes[0] == "learned left out: no rotary encoding."
+    assert found.notes[0] == "learned left out: not rotary."
     assert found.notes[1].startswith("liere:32 left out: head_dim must be divisible by block_size = 32")
     assert f"most with axial, {rows['axial']['fit_outside']:.1f} %" in found.answer
     cells = [row for row in found.figures[0].rows if row["panel"] == "RoPE-Axial, ViT-B, initialisation, best fit"]
@@ -164,7 +164,7 @@ def test_findings_hold_and_show_a_cross_for_axial(tmp_path: Path, monkeypatch: p
     json.dumps(found.plain())
 
 
-def test_runs_that_are_there_are_shown_and_none_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fourier_shows_finished_runs_and_trains_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fourier, "LATTICE", (3, 3))
     mine = lab(tmp_path, ["mixed"])
     monkeypatch.setattr(mine, "train", lambda _: pytest.fail("trained"))
@@ -179,5 +179,5 @@ def test_runs_that_are_there_are_shown_and_none_is_trained(tmp_path: Path, monke
 
 
 def test_an_absolute_encoding_alone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^fourier is of rotary encodings, got learned$"):
+    with pytest.raises(ValueError, match=r"^fourier needs rotary encodings, got learned$"):
         fourier.find(lab(tmp_path, ["learned"]))

@@ -1,4 +1,4 @@
-"""The study of kernels: scores by offset against brute force, and absolute parts that must or must not be there."""
+"""The study of kernels: scores by offset against brute force, and their absolute parts."""
 
 import io
 import itertools
@@ -93,7 +93,7 @@ def test_commuting_encodings_have_no_absolute_part(encoding: str, sizes: tuple[i
 
 @pytest.mark.parametrize("encoding", ["liere:4", "liere", "learned"])
 @pytest.mark.parametrize("sizes", [(4, 5), (2, 3, 4)])
-def test_others_have_one_in_every_head(encoding: str, sizes: tuple[int, ...]) -> None:
+def test_noncommuting_encodings_have_an_absolute_part_in_every_head(encoding: str, sizes: tuple[int, ...]) -> None:
     shares = [head.share for layer in kernels(vit(encoding, sizes), sizes) for head in layer]
     assert min(shares) > 0.01
 
@@ -115,7 +115,7 @@ def test_axial_scores_are_mean_cosines() -> None:
         torch.testing.assert_close(head.mean, (head.offsets.double() @ frequencies).cos().mean(dim=1))
 
 
-def test_channels_that_do_not_turn_count() -> None:
+def test_unrotated_channels_count() -> None:
     partial = tr.MixedRoPE(num_axes=2, num_heads=1, head_dim=8, rotary_dim=4)
     model = vit("none", dim=16)
     model.encodings = torch.nn.ModuleList([partial])
@@ -193,7 +193,7 @@ def test_findings_on_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert rows["mixed, trained"]["heads"] == 2 * 2 * 2
     free = rows["liere:8, initialisation"]
     assert 1 < free["absolute_low"] <= free["absolute"] <= free["absolute_high"] <= free["most"]
-    assert "mixed depend on the offset alone" in found.answer
+    assert "mixed depend only on the offset" in found.answer
     assert f"{rows['liere:8, trained']['absolute']:.1f} % [" in found.answer
     assert {figure.name for figure in found.figures} == {
         "kernel",
@@ -237,11 +237,11 @@ def test_what_the_model_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.
     assert {row["encoding"] for row in found.tables[0].rows} == {"mixed"}
     assert "absolute part" not in found.answer  # all commute
     assert "one training each" in found.answer
-    with pytest.raises(ValueError, match=r"^kernel needs an encoding that the model allows, got liere:12$"):
+    with pytest.raises(ValueError, match=r"^kernel needs an encoding that the model supports, got liere:12$"):
         kernel.find(study(tmp_path, ["liere:12"], "digits", monkeypatch))
 
 
-def test_windows_are_refused(tmp_path: Path) -> None:
+def test_swin_is_refused(tmp_path: Path) -> None:
     config = StudyConfig(model=ModelConfig(backbone="swin", size="tiny"), encodings=["mixed"], out=str(tmp_path))
-    with pytest.raises(ValueError, match=r"^kernel reads the layers of backbone vit, got swin$"):
+    with pytest.raises(ValueError, match=r"^kernel needs model.backbone vit, got swin$"):
         kernel.find(Lab(config, [], Console(file=io.StringIO())))

@@ -1,4 +1,4 @@
-"""Studies that look into trained runs: shuffled inputs, other sizes, generators, attention."""
+"""Studies that evaluate trained runs: shuffled inputs, other input sizes, generators, attention."""
 
 import json
 import math
@@ -85,7 +85,7 @@ def test_frames_are_permuted_whole_and_each_clip_on_its_own() -> None:
         shuffle_along(clips, axis=0, extent=4, generator=torch.Generator())
 
 
-def test_shuffling_tells_a_bag_of_patches_from_a_model_that_knows_places(out: Path) -> None:
+def test_shuffling_separates_position_dependence(out: Path) -> None:
     found = kept(shuffle.find(lab(out, "none", "mixed", optim=OptimConfig(epochs=5, warmup_epochs=0, lr=1e-2))))
     [check] = found["checks"]
     assert check["holds"], check
@@ -102,7 +102,7 @@ def test_shuffling_tells_a_bag_of_patches_from_a_model_that_knows_places(out: Pa
     assert len(found["figures"][0]["rows"]) == 4
 
 
-def test_a_model_that_places_matter_to_fails_the_check_of_none(out: Path) -> None:
+def test_position_dependent_model_fails_the_check_of_none(out: Path) -> None:
     here = lab(out, "none")
     [trained] = here.train([here.run("none")])
     result = {shuffle.INTACT: {"predicted": [1, 2]}, shuffle.PATCHES: {"predicted": [1, 3], "apart": 0.1}}
@@ -197,16 +197,16 @@ def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dic
         "10 × 10",
         "12 × 12",
         "16 × 16",
-        "Largest against trained",
+        "Largest minus training size",
         "Verdict",
     ]
     assert {table["title"] for table in others} == {
-        "What a second stage changes",
-        "What training across mixed sizes changes",
-        "What perturbation changes",
-        "What scaled frequencies change",
-        "What positions in [0, 1] change",
-        "What two encodings together change",
+        "Effect of a second stage",
+        "Effect of training across mixed sizes",
+        "Effect of perturbation",
+        "Effect of scaled frequencies",
+        "Effect of positions in [0, 1]",
+        "Effect of combining two encodings",
     }
     by_name = {row["name"]: row for row in main["rows"]}
     pairs = {(row["name"], row["what"]): row for row in others[-1]["rows"]}
@@ -283,7 +283,7 @@ def learned(out: Path) -> dict[str, Any]:
     return kept(generators.find(lab(out, "mixed", "liere:8", "comrope-ap:4", "comrope-ld", "learned")))
 
 
-def test_generators_tells_those_that_commute_from_those_that_are_free(learned: dict[str, Any]) -> None:
+def test_generators_separates_commuting_families(learned: dict[str, Any]) -> None:
     rows = {row["name"]: row for row in learned["tables"][0]["rows"]}
     assert {name: row["apart"] > 1e-9 for name, row in rows.items()} == {
         "mixed": False,
@@ -298,7 +298,7 @@ def test_generators_tells_those_that_commute_from_those_that_are_free(learned: d
         "comrope-ld": 8,
     }
     assert [check["holds"] for check in learned["checks"]] == [True, True]
-    assert "learned is left out: it has no generators that learn." in learned["notes"]
+    assert "learned is left out: it has no learned generators." in learned["notes"]
     assert "the distance from commuting" in learned["answer"]
     assert {name for name, row in rows.items() if row["verdict"] == "commutes"} == {
         "mixed",
@@ -411,7 +411,7 @@ def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
     reach = {row["name"]: row["distance"] for row in table["rows"] if row["size"] == "8 × 8"}
     assert beside["learned"] is None
     assert beside["mixed"] == pytest.approx(reach["mixed"] - reach["learned"])
-    assert "At 8 × 8 attention reaches furthest in" in found["answer"]
+    assert "At 8 × 8 attention distance is largest in" in found["answer"]
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:8", "string:8", "bias+comrope-ld", "none"])
@@ -456,7 +456,7 @@ def test_attention_to_every_patch_alike_has_the_distance_and_entropy_of_uniform_
     torch.testing.assert_close(found["front"], torch.full((1, 2), front / (front + 6)))
 
 
-def test_attention_that_stays_where_it_is_has_neither_distance_nor_entropy(out: Path) -> None:
+def test_attention_to_itself_has_no_distance_or_entropy(out: Path) -> None:
     here = lab(out)
     model = build_model("bias", ModelConfig(patch_size=[2], pool="mean", **SMALL), here.data).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Studies over a grid of trainings: which runs they ask for, and that what they say follows from the numbers."""
+"""Studies over a grid of runs: the runs they plan, and findings computed from known predictions."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -257,7 +257,7 @@ class TestDataEfficiency:
         leads = by(titled(findings, "Ahead"), "name", "share")
         assert leads[("mixed", 30)]["change"] == pytest.approx(55)
         assert leads[("mixed", 100)]["change"] == pytest.approx(20)
-        [slope] = titled(findings, "How that lead").rows
+        [slope] = titled(findings, "Slope of the lead").rows
         assert slope["verdict"] == "rises"
 
     def test_parts_without_every_class_are_left_out(self) -> None:
@@ -377,7 +377,7 @@ class TestCapacity:
         findings, lab = found("capacity", lambda run: 0.5, ["liere", "mixed"], model=model)
         assert [run.encoding for run in lab.asked] == ["liere:2", "liere:4", "liere:8", "liere:16", "liere"]
         assert any("blocks of 32, which do not divide" in note for note in findings.notes)
-        assert any("mixed, whose blocks" in note for note in findings.notes)
+        assert any("mixed, which have no choice" in note for note in findings.notes)
 
     def test_three_axes(self) -> None:
         motion = data_config(name="motion", train_size=20, val_size=20)
@@ -414,7 +414,7 @@ class TestSharing:
         assert rows[("liere:8", "layers")]["verdict"] == "tied"
         assert "in 1 of 6 cases and lowers it in 4" in findings.answer
         assert "-20.0 points [" in findings.answer
-        assert any("axial and learned, which learn nothing" in note for note in findings.notes)
+        assert any("axial and learned, which have no learned parameters" in note for note in findings.notes)
 
 
 class TestModelSize:
@@ -449,7 +449,7 @@ class TestModelSize:
     def test_leads_that_grow_with_the_width_rise(self) -> None:
         model = ModelConfig(dim=64, depth=1, num_heads=4, mlp_dim=8, patch_size=[4])
         findings, _ = found("model-size", self.hits, ["mixed", "axial"], model=model)
-        lead = by(titled(findings, "How that lead"), "name")
+        lead = by(titled(findings, "Slope of the lead"), "name")
         assert lead[("mixed",)]["trend"] == pytest.approx(10)
         assert lead[("axial",)]["verdict"] == "not measurable"
         assert {row["verdict"] for row in titled(findings, "Top-1").rows if row["name"] == "mixed"} == {
@@ -474,7 +474,7 @@ class TestReference:
         return {"learned": 0.4, "axial": 0.5, "mixed": 0.6, "liere": 0.7, "string": 0.55}.get(encoding, 0.5)
 
     @pytest.mark.parametrize("name", WITH_REFERENCE)
-    def test_it_is_trained_and_named_in_the_place_of_learned(self, name: str) -> None:
+    def test_reference_is_trained_in_place_of_learned(self, name: str) -> None:
         findings, lab = found(name, self.hits, ["liere"], reference="axial")
         assert {run.encoding.partition(":")[0] for run in lab.asked} == {"liere", "axial"}
         assert "learned absolute" not in texts(findings)
@@ -488,15 +488,15 @@ class TestReference:
         own = {lab.run(lab.reference or "").key for lab in (with_axial, with_mixed)}
         assert keys[0] - own == keys[1] - own
 
-    def test_leads_are_over_it(self) -> None:
+    def test_reference_is_the_base_of_leads(self) -> None:
         findings, _ = found("data-efficiency", self.hits, ["learned", "liere"], reference="axial")
         leads = by(titled(findings, "Ahead of axial"), "name", "share")
         assert leads[("liere", 40)]["change"] == pytest.approx(20)
         assert leads[("learned", 100)]["change"] == pytest.approx(-10)
-        assert findings.answer.startswith("1 of 2 encodings measurably need less data for what axial reaches")
+        assert findings.answer.startswith("1 of 2 encodings measurably need less data to match axial")
         assert findings.figures[1].title == "Ahead of axial"
 
-    def test_times_are_those_until_its_end(self) -> None:
+    def test_reference_sets_the_target_of_times(self) -> None:
         findings, _ = found("training-efficiency", self.hits, ["learned", "liere"], reference="axial")
         rows = by(findings.tables[0], "name")
         assert rows[("axial",)]["verdict"] == "the reference"
@@ -504,7 +504,7 @@ class TestReference:
         assert rows[("learned",)]["verdict"] == "does not reach it"
         assert {row["name"] for row in findings.figures[0].rows} == {"axial", "learned", "liere", "end of axial"}
 
-    def test_block_sizes_stand_beside_it(self) -> None:
+    def test_reference_is_compared_with_block_sizes(self) -> None:
         findings, lab = found("capacity", self.hits, ["liere"], reference="mixed")
         rows = by(titled(findings, "Ahead of mixed"), "name", "block_size")
         assert list(rows) == [("liere", size) for size in (2, 4, 8, 16)]
@@ -514,15 +514,15 @@ class TestReference:
         assert ("liere", 8) not in by(titled(one_of_them, "Ahead of liere:8"), "name", "block_size")
 
     @pytest.mark.parametrize("name", WITH_REFERENCE)
-    def test_one_that_cannot_be_is_refused_before_any_is_trained(self, name: str) -> None:
+    def test_reference_the_model_lacks_is_refused_before_training(self, name: str) -> None:
         lab = FakeLab(self.hits, ["mixed"], reference="liere:5")
         with pytest.raises(
-            ValueError, match=r"^--reference must be an encoding that the model can have, got liere:5: "
+            ValueError, match=r"^--reference must be an encoding that the model supports, got liere:5: "
         ):
             find_study(name).find(lab)
         assert not lab.asked
 
-    def test_studies_without_one_refuse_it(self) -> None:
+    def test_reference_is_refused_by_studies_without_one(self) -> None:
         check_taken(["sharing", "accuracy"], "reference")
         with pytest.raises(ValueError, match=r"^reference is for the studies accuracy, .*, got sharing, pooling$"):
             check_taken(["sharing", "pooling"], "reference")
@@ -531,7 +531,7 @@ class TestReference:
 class TestAgainstMixed:
     hits = staticmethod(TestReference.hits)
 
-    def test_each_is_compared_with_mixed_beside_the_same(self) -> None:
+    def test_mixed_counterparts_share_the_other_parts(self) -> None:
         names = ["none", "axial", "mixed", "liere:8", "mixed+learned", "learned+string", "bias+liere", "comrope-ap:2"]
         assert mixed_counterparts(names) == {
             "liere:8": "mixed",
@@ -563,14 +563,14 @@ class TestAgainstMixed:
         [row] = titled(never, "Sooner than RoPE-Mixed").rows
         assert (row["sooner"], row["verdict"]) == (None, "not reached by mixed")
 
-    def test_there_is_nothing_where_mixed_was_not_trained_or_is_the_reference(self) -> None:
+    def test_mixed_table_is_absent_without_mixed_or_if_reference(self) -> None:
         for settings in ({"encodings": ["liere"]}, {"encodings": ["mixed", "liere"], "reference": "mixed"}):
             findings, _ = found("accuracy", self.hits, **settings)
             assert not any(table.title == "Ahead of RoPE-Mixed" for table in findings.tables)
 
 
 class TestTrainingLoss:
-    def test_it_is_that_of_the_last_epoch_over_seeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_train_loss_is_of_the_last_epoch_over_seeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def with_losses(run: Run) -> Trained:
             trained = faked(run, 0.5)
             last = float("nan") if run.encoding == "liere" else 1.0 + run.seed
@@ -640,7 +640,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
 
 
 class TestFinetune:
-    def test_learned_encodings_leave_the_pretrained_model_as_it_was(self, tuned: tuple[Findings, Path]) -> None:
+    def test_zero_initialised_encodings_do_not_change_the_model(self, tuned: tuple[Findings, Path]) -> None:
         findings, _ = tuned
         [check] = findings.checks
         assert check.holds
@@ -654,7 +654,7 @@ class TestFinetune:
         assert 0 < rows[("learned+mixed",)]["angle"] < 1  # it has moved from zero
         assert any("sinusoidal, which are not rotary" in note for note in findings.notes)
 
-    def test_all_go_on_from_the_same_run_for_as_long(self, tuned: tuple[Findings, Path]) -> None:
+    def test_fine_tuning_starts_from_the_same_run_for_all(self, tuned: tuple[Findings, Path]) -> None:
         _, out = tuned
         curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
         assert sorted(curves.values()) == [1, 1, 1, 1, 5]

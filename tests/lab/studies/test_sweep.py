@@ -1,4 +1,4 @@
-"""Sweeps: which runs they are, what Slurm is asked for, and that they really run."""
+"""Sweeps: their runs, the request to Slurm, and runs on this machine."""
 
 import shlex
 from pathlib import Path
@@ -24,7 +24,7 @@ TINY = [
 ]
 
 
-def test_a_sweep_is_the_product_of_its_axes_each_in_a_folder_of_its_own() -> None:
+def test_sweep_is_the_product_of_its_axes() -> None:
     axes = [parse_sweep("encoding=mixed,liere:8"), parse_sweep("optim.betas=[0.9,0.99],[0.9,0.95]")]
     jobs = sweep(["train", "--out", "old", "--data=digits", "--out=runs"], axes)
     assert [job.arguments[2:-1] for job in jobs] == [
@@ -48,7 +48,7 @@ def test_a_sweep_is_the_product_of_its_axes_each_in_a_folder_of_its_own() -> Non
         (["--sweep=out=a,b", "--", "train"], "name each option once, and never out, got out"),
         (
             ["--sweep=encoding=liere:8,liere-8", "--", "train"],
-            "folders of their own, got torchrope-train/",
+            "different folders, got torchrope-train/",
         ),
         (["--", "bench"], "submit runs train or compare, got 'bench'"),
         ([], "submit runs train or compare, got 'nothing'"),
@@ -59,7 +59,7 @@ def test_a_sweep_is_the_product_of_its_axes_each_in_a_folder_of_its_own() -> Non
         (["--parallel", "0", "--", "train"], "--parallel must be a whole number of 1 or more, got '0'"),
     ],
 )
-def test_mistakes_are_told_in_one_line_before_anything_is_submitted(
+def test_mistakes_are_reported_before_submission(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["submit", *arguments]) == 2
@@ -79,21 +79,21 @@ def test_a_dry_run_prints_commands_that_can_be_run(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_slurm_gets_one_array_that_is_warned_by_the_signal_we_answer(
+def test_slurm_array_gets_the_signal_that_we_handle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("submitit")
     command = ["--sweep=seed=0,1,2", "--parallel=2", "--", *TINY, f"--out={tmp_path}/runs"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["submit", "--slurm=time=30", *command]) == 2
-    assert "jobs need Slurm, got a machine without srun; cluster local runs here" in capsys.readouterr().err
+    assert "jobs need Slurm, got a machine without srun; --cluster local runs jobs here" in capsys.readouterr().err
     for name, text in {"srun": "", "sbatch": f'/bin/cp "$1" {tmp_path}/sent\necho Submitted batch job 77\n'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
         (tmp_path / name).chmod(0o755)
     assert main(["submit", *command]) == 2
     assert main(["submit", "--slurm=time=30,gpu=8", *command]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == "torchrope submit: --slurm must say time=MINUTES, got nothing"
+    assert told[0] == "torchrope submit: --slurm must include time=MINUTES, got nothing"
     assert told[1].endswith("got 'gpu'")
     assert not (tmp_path / "sent").exists()
     assert main(["submit", "--slurm=partition=gpu,time=30", "--slurm=gpus-per-node=8", *command]) == 0

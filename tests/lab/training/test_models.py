@@ -85,7 +85,7 @@ def test_a_swin_is_compared(tmp_path: Path) -> None:
     options += ["--model.window_size=[4]", "--data.train_size=40", "--data.val_size=20", "--epochs=1"]
     assert main(["compare", *options, "--encodings=bias,mixed", "--scales=[1,1.5]", f"--out={tmp_path}"]) == 0
     tables = {table.title: table for table in StudyResult.read(tmp_path / "results.json").findings.tables}
-    kinds = {row["name"]: row["kind"] for row in tables["What each encoding is"].rows}
+    kinds = {row["name"]: row["kind"] for row in tables["The encodings"].rows}
     assert kinds == {"bias": "not rotary", "mixed": "rotary, relative"}
     assert {row["name"]: row["encoding_parameters"] for row in tables["Costs"].rows}["mixed"] == 8 + 16
 

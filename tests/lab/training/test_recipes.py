@@ -103,7 +103,7 @@ def macs(name: str, encoding: str) -> float:
 
 
 def published_flops(name: str) -> float:
-    """As fvcore counts LieRE's model: multiply-adds, and 5 for each number that a LayerNorm gives."""
+    """As fvcore counts LieRE's model: multiply-adds, and 5 per LayerNorm output."""
     model = built(name, "learned")
     tokens = model.num_prefix + math.prod(model.embed.lattice((32, 32)))
     dim = model.prefix_tokens.shape[-1]

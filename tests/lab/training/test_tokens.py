@@ -148,8 +148,8 @@ def test_a_setting_that_a_backbone_does_not_read_is_refused(settings: dict[str, 
         ("train --data.points 5", "--data.points is for globe, got --data points"),
         ("train --data.augment.flip true", "--data.augment.flip is for digits"),
         ("compare --scales 0.5,2", "--scales is for data on a lattice"),
-        ("study resolution", "Input size is about patches on a lattice, got points, whose tokens are at any positions"),
-        ("study dense", "needs data to segment or detect, got points"),
+        ("study resolution", "Input size needs patches on a lattice, got points, whose tokens are at any positions"),
+        ("study dense", "needs data for the task segment or detect, got points"),
     ],
 )
 def test_what_needs_a_lattice_is_refused_in_one_line(
@@ -221,7 +221,7 @@ def test_a_comparison_of_time_series_ends_with_a_page(tmp_path: Path, capsys: py
     assert "Costs" in titles
     assert not any("input sizes" in title for title in titles)
     assert not result.findings.pictures
-    assert "exchanged among its tokens" in (result.findings.tables[0].note or "")
+    assert "permuted among its tokens" in (result.findings.tables[0].note or "")
 
 
 def test_the_encodings_compared_by_default_are_those_that_tokens_can_have(folder: Path) -> None:

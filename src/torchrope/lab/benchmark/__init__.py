@@ -1,1 +1,1 @@
-"""The benchmark: every encoding on several data sets by one plan, entries of others beside it, and ranks over all."""
+"""The benchmark: train every encoding on several data sets, merge entries of other runs, and rank the encodings."""

@@ -1,4 +1,4 @@
-"""Checks of an entry that need its data: the same examples, split and classes as they are here."""
+"""Check an entry against its data on this machine: examples, split and classes must be the same."""
 
 import shlex
 
@@ -8,23 +8,27 @@ from torchrope.lab.options import parse
 from torchrope.lab.studies.engine.config import StudyConfig
 
 
-def check_against_data(found: OfSet) -> str:
-    """Compare an entry's data set with the same data here.
+def check_against_data(measured: OfSet) -> str:
+    """Compare an entry's data set with the same data on this machine.
 
     Returns:
-        What was found, for people: that it is the same, or why it was not checked.
+        The outcome in words: the data is the same, or the reason why it was not checked.
 
     Raises:
-        ValueError: the data is here and is other data.
+        ValueError: the data on this machine differs.
     """
     try:
-        data = make_data(parse("benchmark", "", StudyConfig, shlex.split(found.arguments)).config.data)
+        data = make_data(parse("benchmark", "", StudyConfig, shlex.split(measured.arguments)).config.data)
         data.setup()
     except (ValueError, OSError, ImportError) as error:
         return f"not checked against its data, which this machine lacks: {' '.join(str(error).split())}"
-    told = {"fingerprint": found.fingerprint, "validation examples": found.data.val, "classes": found.data.num_classes}
-    here = {"fingerprint": data.fingerprint, "validation examples": data.counts[1], "classes": data.num_classes}
-    for name, value in told.items():
-        if value != here[name]:
-            raise ValueError(f"set {found.name}: {name} must be {here[name]}, those of the data here, got {value}")
-    return "of the same data as here"
+    of_entry = {
+        "fingerprint": measured.fingerprint,
+        "validation examples": measured.data.val,
+        "classes": measured.data.num_classes,
+    }
+    local = {"fingerprint": data.fingerprint, "validation examples": data.counts[1], "classes": data.num_classes}
+    for name, value in of_entry.items():
+        if value != local[name]:
+            raise ValueError(f"set {measured.name}: {name} must be {local[name]} as in the local data, got {value}")
+    return "same data as on this machine"

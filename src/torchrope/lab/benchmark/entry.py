@@ -1,4 +1,4 @@
-"""An entry: what one run of the benchmark measured, as JSON that others can check, merge and rank."""
+"""Entry of the benchmark: the measurements of one run, as JSON that others can check, merge and rank."""
 
 import base64
 import hashlib
@@ -17,16 +17,16 @@ from torchrope.lab.schema import build, check_type, short
 
 SCHEMA = 1
 Rights = Sequence[str]
-"""Right or wrong of every validation example, eight to a byte in base64, for each seed."""
+"""For each seed, whether each validation example is right: one bit each, in base64."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """One training to choose the learning rate by.
+    """One training run for choosing the learning rate.
 
     Attributes:
         rate: Factor on the learning rate of the set.
-        top1: Share that is right of the training examples held out for it.
+        top1: Accuracy on the held-out training examples.
     """
 
     rate: float
@@ -35,21 +35,21 @@ class Tuned:
 
 @dataclass(frozen=True)
 class OfEncoding:
-    """What was measured of one encoding on one data set.
+    """Measurements of one encoding on one data set.
 
     Attributes:
-        right: At the rate that all encodings have.
-        losses: Validation losses of the same trainings; None where one is not finite.
-        seconds: Of the same trainings.
+        right: At the rate that is common to all encodings.
+        losses: Validation losses of the same runs; None for a loss that is not finite.
+        seconds: Training times of the same runs.
         runs: Names of their folders.
         shuffled: With patches, or positions, in random order.
-        sizes: At other sizes, by size, as "48×48".
+        sizes: At other input sizes, by size, as "48×48".
         small: Trained with a share of the examples.
-        tuning: Trainings to choose the rate by.
-        own_rate: The rate that is best for this encoding alone, where it is another.
+        tuning: Runs for choosing the rate.
+        own_rate: The best rate for this encoding alone, if it differs from the common one.
         own: At that rate.
         steps: Seconds of a training step over those of the first encoding, in each round.
-        parameters: Of the encoding.
+        parameters: Number of parameters of the encoding.
     """
 
     right: Rights
@@ -68,18 +68,18 @@ class OfEncoding:
 
 @dataclass(frozen=True)
 class OfSet:
-    """What was measured on one data set.
+    """Measurements on one data set.
 
     Attributes:
         name: In the plan.
-        arguments: The options that say which data, model and schedule.
-        data: Facts of the data.
-        fingerprint: Of its examples and their split.
-        chance: Accuracy of the best constant answer.
-        rate: Factor on the learning rate, chosen on other examples, that all encodings have.
+        arguments: The options that set data, model and schedule.
+        data: Description of the data.
+        fingerprint: Hash of its examples and their split.
+        chance: Accuracy of the best constant prediction.
+        rate: Factor on the learning rate, common to all encodings and chosen on held-out training examples.
         encodings: By name.
-        command, commit, date: Where the numbers are from.
-        machine, versions: Likewise.
+        command, commit, date: Provenance of the numbers.
+        machine, versions: The machine and the package versions that they were measured with.
         notes: What was left out, with the reason.
         trainings, seconds: How many models were trained, those for tuning, with fewer examples and at own rates
             included, and how long they took together.
@@ -103,11 +103,11 @@ class OfSet:
 
     @property
     def examples(self) -> int:
-        """Held out."""
+        """Number of validation examples."""
         return self.data.val or 0
 
     def rights(self, what: str = "right") -> dict[str, np.ndarray]:
-        """Right or wrong, `(seeds, examples)`, by encoding; encodings without it are left out."""
+        """Return right-or-wrong arrays, `(seeds, examples)`, by encoding; encodings without one are left out."""
         found = {name: getattr(each, what) for name, each in self.encodings.items()}
         return {name: unpack(each, self.examples) for name, each in found.items() if each}
 
@@ -127,16 +127,16 @@ class Entry:
     sets: Sequence[OfSet]
 
     def write(self, path: Path) -> None:
-        """Write it as JSON with a digest, whole or not at all."""
+        """Write JSON with a digest, atomically."""
         stored = {"schema": SCHEMA, **asdict(self)}
         write_json(path, {**stored, "digest": digest(stored)})
 
     @staticmethod
     def read(path: Path) -> "Entry":
-        """Read an entry that `write` wrote, and check all that can be checked without its data.
+        """Read an entry that `write` wrote, and check everything that does not need its data.
 
         Raises:
-            ValueError: it is no entry, was altered, or holds what cannot be; the message names file and entry.
+            ValueError: it is not an entry, was altered, or is inconsistent; the message names the file and the set.
         """
         try:
             stored = parse_json(path.read_text(encoding="utf-8"))
@@ -155,7 +155,7 @@ class Entry:
 
 
 def pack(right: Sequence[Any] | np.ndarray) -> str:
-    """Right (1) or wrong (0) of every example, eight to a byte, in base64.
+    """Pack right (1) or wrong (0) of every example into one bit each, in base64.
 
     Example:
         >>> pack([1, 0, 1, 1])
@@ -165,19 +165,19 @@ def pack(right: Sequence[Any] | np.ndarray) -> str:
 
 
 def unpack(packed: Rights, examples: int) -> np.ndarray:
-    """What `pack` packed, `(seeds, examples)` of zeros and ones."""
+    """Unpack what `pack` returned for each seed, to zeros and ones `(seeds, examples)`."""
     rows = [np.frombuffer(base64.b64decode(row), dtype=np.uint8) for row in packed]
     return np.stack([np.unpackbits(row)[:examples] for row in rows]).astype(float)
 
 
 def digest(stored: Mapping[str, Any]) -> str:
-    """SHA-256 of the content: it tells an accident, not a forgery."""
+    """Compute SHA-256 of the content: it detects accidental changes, not forgery."""
     text = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True).encode()).hexdigest()
 
 
 def check_set(found: OfSet) -> None:
-    """Raise ValueError where the numbers of a data set contradict each other, or cannot be."""
+    """Raise ValueError if the numbers of a data set contradict each other or are impossible."""
     where = f"set {found.name}"
     classes = found.data.num_classes or 0
     if found.examples < 1 or classes < 2:
@@ -239,16 +239,13 @@ def _check_bits(where: str, row: str, examples: int) -> None:
 
 
 def common_rate(encodings: Mapping[str, OfEncoding]) -> float | None:
-    """The rate of the highest mean accuracy over the encodings that were tuned; of equals the nearest to 1.
-
-    None where there was nothing to choose.
-    """
+    """Return the rate of the highest mean accuracy over the tuned encodings, None without any; ties: nearest to 1."""
     tuned = [{each.rate: each.top1 for each in found.tuning} for found in encodings.values() if found.tuning]
     return best_rate(tuned) if tuned else None
 
 
 def best_rate(tuned: Sequence[Mapping[float, float]]) -> float:
-    """The rate of the highest mean accuracy, of those that all have; of equals the nearest to 1."""
+    """Return the rate of the highest mean accuracy among those that all have; ties: nearest to 1."""
     rates = set.intersection(*(set(each) for each in tuned))
     if not rates:
         raise ValueError("tuning must have a rate that all encodings were trained with, got none")
@@ -257,7 +254,7 @@ def best_rate(tuned: Sequence[Mapping[float, float]]) -> float:
 
 
 def merge(entries: Sequence[Entry]) -> Entry:
-    """One entry of several: all their data sets, and on each the encodings of all.
+    """Merge entries into one: all data sets, with the encodings of all entries.
 
     Raises:
         ValueError: two have the same set with other data, options, seeds or learning rate, or other numbers of the same

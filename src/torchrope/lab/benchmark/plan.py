@@ -1,4 +1,4 @@
-"""Plans of the benchmark: which encodings are trained on which data sets, how often, at which learning rates."""
+"""Plans of the benchmark: encodings, data sets, number of seeds and learning rates."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from torchrope.lab.studies.engine.config import LabConfig, StudyConfig, fitting
 
 FOLDER = Path(__file__).parent / "plans"
 OF_THE_PLAN = ("encodings", "seeds", "out", "parallel", "slurm", "reference", "checkpoint", "sizes", "data.tuning")
-"""Settings that the plan, or the command line, has for all data sets."""
+"""Settings that the plan or the command line sets for all data sets, so that a data set must not."""
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,17 @@ class Plan:
     """What the benchmark trains.
 
     Attributes:
-        title: For people: what it is for, and on what machine.
-        encodings: Compared on every data set that they are for.
-        sets: By name, the options of `torchrope compare` that say which data, model and schedule.
-        seeds: Trainings of each encoding on each set.
+        title: Displayed: its purpose and machine.
+        encodings: Compared on every data set that they apply to.
+        sets: By name, the options of `torchrope compare` that set data, model and schedule.
+        seeds: Training runs of each encoding on each set.
         rates: Factors on each set's learning rate, of which one is chosen.
-        tuned: Encodings by whose mean accuracy it is chosen, and whose own best rate is tried too; none is all.
-        small: Share of the training examples that every encoding is trained with once more; 0 leaves that out.
-        scales: Other sizes to evaluate at, as multiples of the one trained at, of data on a lattice.
+        tuned: Encodings whose mean accuracy decides which, and whose own best rate is tried too; empty for all.
+        small: Share of the training examples for an additional run of every encoding; 0 for none.
+        scales: Input sizes to evaluate at, as multiples of the training size, for data on a lattice.
 
     Raises:
-        ValueError: a number is out of range, or a name is there twice.
+        ValueError: a number is out of range, or a name occurs twice.
     """
 
     title: str
@@ -53,12 +53,12 @@ class Plan:
             raise ValueError(f"seeds must be 1 or more, got {self.seeds}")
         for name, values in (("rates", self.rates), ("scales", self.scales)):
             if 1 not in values or not all(0 < value < 100 for value in values) or len(set(values)) < len(values):
-                raise ValueError(f"{name} must hold 1, and others above 0 once each, got {list(values)}")
+                raise ValueError(f"{name} must contain 1, and others above 0 once each, got {list(values)}")
         if not 0 <= self.small < 1:
             raise ValueError(f"small must be a share from 0 to below 1, got {self.small}")
 
     def config(self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None) -> LabConfig:
-        """The settings of one data set.
+        """Return the settings of one data set.
 
         Args:
             name: Of `sets`.
@@ -88,7 +88,7 @@ class Plan:
         )
 
     def only(self, names: Sequence[str]) -> "Plan":
-        """The plan with some of its data sets.
+        """Return the plan with some of its data sets.
 
         Raises:
             ValueError: it has no such set.
@@ -103,18 +103,18 @@ class Plan:
 
 
 def plans() -> list[str]:
-    """Names of the plans that come along."""
+    """Return the names of the included plans."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def read_plan(name: str) -> Plan:
-    """Read a plan that comes along, by name, or one of your own, a YAML file.
+    """Read an included plan by name, or a plan from a YAML file.
 
     Raises:
-        ValueError: there is none, or it is not as it must be.
+        ValueError: there is none, or it is invalid.
     """
-    own = Path(name)
-    file = own if own.suffix in (".yaml", ".yml") else FOLDER / f"{name}.yaml"
+    path = Path(name)
+    file = path if path.suffix in (".yaml", ".yml") else FOLDER / f"{name}.yaml"
     if not file.is_file():
         raise ValueError(f"plans are {', '.join(plans())}, or a YAML file, got {name!r}")
     return build(Plan, read_mapping(file, "plan"), "plan")

@@ -1,4 +1,4 @@
-"""Run a plan: train and measure every encoding on every data set, set by set, and write what came out."""
+"""Run a plan: train and measure every encoding on every data set, and write the entry and the ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -39,26 +39,26 @@ def benchmark(
     slurm: str | None = None,
     others: Sequence[Entry] = (),
 ) -> Path:
-    """Train what the plan asks for and is not finished in the folder, and rank the encodings over its data sets.
+    """Train the runs of a plan that are not finished yet, and rank the encodings over its data sets.
 
-    Results are written after each data set, so that a benchmark that was stopped can be shown.
+    Results are written after each data set, so that an interrupted benchmark can be reported.
 
     Args:
         plan: What to train.
-        out: Folder of everything: runs, the entry, the page.
-        author: Who runs it, for the entry.
-        command: How the user started it.
-        console: Where progress goes.
-        parallel, slurm: As `LabConfig` has them.
-        others: Entries that are ranked along. A data set that one of them has is trained at its learning rate, without
-            tuning, so that both can be merged.
+        out: Output folder of the runs, the entry and the page.
+        author: Author that the entry names.
+        command: The user's command line.
+        console: For progress.
+        parallel, slurm: As in `LabConfig`.
+        others: Entries to rank as well. On their data sets their learning rates are used, without tuning, so that
+            entries can be merged.
 
     Returns:
         `out/benchmark.json`.
 
     Raises:
-        ValueError: a setting, the data or another entry is not as it must be.
-        KeyboardInterrupt: stopped; the same call resumes.
+        ValueError: a setting, the data or another entry is invalid.
+        KeyboardInterrupt: interrupted; the same call resumes.
     """
     configs = {name: plan.config(name, out=out, parallel=parallel, slurm=slurm) for name in plan.sets}
     rates = {each.name: each.rate for entry in others for each in entry.sets}
@@ -74,7 +74,7 @@ def benchmark(
 def write_results(
     out: Path, own: Entry | None, others: Sequence[Entry], command: str, unfinished: Sequence[str] = ()
 ) -> Path:
-    """Write the entry of a run, or that of others merged, and the ranks over all of them."""
+    """Write the entry of a run, or the merged entry of others, and the ranks over all of them."""
     together = merge([*([own] if own else []), *others])
     (own or together).write(out / ENTRY)
     result = StudyResult(
@@ -143,7 +143,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
 
 
 def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, Trained]]:
-    """Runs at each learning rate, tested on training examples held out for it, by encoding; one training each."""
+    """Train one run at each learning rate and evaluate it on held-out training examples, by encoding."""
     tuned = fitting(plan.tuned, lab.config.data)
     wanted = [name for name in names if not tuned or name in tuned]
     if len(plan.rates) == 1 or not wanted:
@@ -162,7 +162,7 @@ def _at_rate(lab: Lab, names: Sequence[str], rate: float, **settings: Any) -> di
 
 
 def _small(lab: Lab, plan: Plan, names: Sequence[str], rate: float) -> dict[str, list[Trained]]:
-    """Runs with a share of the training examples, one of each class at least."""
+    """Train with a share of the training examples, at least one per class."""
     if not plan.small:
         return {}
     count = max(round(plan.small * lab.data.counts[0]), lab.data.num_classes)

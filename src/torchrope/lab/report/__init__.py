@@ -1,1 +1,1 @@
-"""Turn results, `<study>[-<data>].json`, into tables, figures and one HTML page; no model is imported."""
+"""Render results, `<study>[-<data>].json`, as tables, figures and one HTML page, without importing models."""

@@ -1,4 +1,4 @@
-"""Results as a reader sees them: chapters of studies, each with its drawn figures and written tables."""
+"""Arrange results into chapters, one per study, with rendered figures and formatted tables."""
 
 import json
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from torchrope.lab.report.plots import Plot, plot, slug, svg
 from torchrope.lab.report.read import Study
 from torchrope.lab.report.tables import Cell, Shown, count, duration, percent, show_table, size
 
-# A static drawing of more marks is left to the page's script and to report.md.
+# Figures with more marks have no static drawing on the page, only in report.md.
 MANY = 2000
-# Longer tables of a figure's numbers are in its CSV.
+# Longer tables of a figure's numbers are only in its CSV.
 LONG = 400
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure, or pictures, as the page and the Markdown show them.
+    """A rendered figure or pictures, for the page and for Markdown.
 
     Attributes:
         name: Of the file, and the id on the page.
-        figure: As the study wrote it.
-        svg: The drawing that needs no script.
-        plot: The specification of a figure; None of pictures.
-        numbers: The numbers of a figure as a table; None where they are too many.
+        figure: The dictionary of the `Figure` or `Pictures`.
+        svg: Static drawing.
+        plot: The specification of a figure; None for pictures.
+        numbers: The numbers of a figure as a table; None if there are too many.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A study with all data sets that it ran on, and what papers report."""
+    """A study on all its data sets, and published results."""
 
     id: str
     title: str
@@ -65,7 +65,7 @@ class Chapter:
 
 
 def arrange(studies: Sequence[Study], looks: dict[str, Look]) -> list[Chapter]:
-    """Draw every figure, write every table, and put what belongs to one study together."""
+    """Render every figure and table, and group results by study."""
     taken: set[str] = set()
     chapters: dict[str, list[Study]] = {}
     for study in studies:
@@ -74,7 +74,7 @@ def arrange(studies: Sequence[Study], looks: dict[str, Look]) -> list[Chapter]:
 
 
 def terminal_text(study: Study) -> str:
-    """What a terminal shows of a result: the main table of a comparison or a benchmark, and every answer."""
+    """Format a result for the terminal: the answer, with the main table of a comparison or of `torchrope bench`."""
     findings, data = study["findings"], study.get("data")
     main = next(iter(findings["tables"]), None)
     if main and study["study"] == "compare":
@@ -90,7 +90,7 @@ def terminal_text(study: Study) -> str:
 
 
 def title_of(chapters: Sequence[Chapter]) -> str:
-    """The question of a page over one study, and what several have in common."""
+    """Return the title of a page."""
     if len(chapters) == 1:
         on = {part.data for part in chapters[0].parts}
         return f"{chapters[0].title}: {', '.join(on)}" if len(on) == 1 and "" not in on else chapters[0].title
@@ -98,7 +98,7 @@ def title_of(chapters: Sequence[Chapter]) -> str:
 
 
 def advice_table(chapters: Sequence[Chapter], looks: dict[str, Look]) -> list[dict[str, Any]]:
-    """What to choose for which case, over all studies, in their order."""
+    """Collect the advice of all studies, in order."""
     return [
         {
             "case": advice["case"],
@@ -160,18 +160,18 @@ def _draw(figure: dict[str, Any], name: str, looks: dict[str, Look]) -> Drawn:
 
 
 def data_sentence(data: dict[str, Any]) -> str:
-    """What the data is, and how much there is of it."""
+    """Describe the data and its size."""
     facts = [
-        f"{count(data['train'])} examples to train on" if data.get("train") is not None else "",
-        f"{count(data['val'])} to validate" if data.get("val") is not None else "",
+        f"{count(data['train'])} training examples" if data.get("train") is not None else "",
+        f"{count(data['val'])} validation examples" if data.get("val") is not None else "",
         f"{count(data['num_classes'])} classes" if data.get("num_classes") is not None else "",
         f"inputs of {size(data['input_size'])}" if data.get("input_size") else "",
         f"{' × '.join(data['axes'])}" if data.get("axes") else "",
-        f"guessing scores {percent(data['chance'])} %" if data.get("chance") is not None else "",
+        f"chance {percent(data['chance'])} %" if data.get("chance") is not None else "",
     ]
-    told = ", ".join(fact for fact in facts if fact)
+    listed = ", ".join(fact for fact in facts if fact)
     described = data.get("description") or ""
-    return " ".join(filter(None, [described, f"{told[0].upper()}{told[1:]}." if told else ""]))
+    return " ".join(filter(None, [described, f"{listed[0].upper()}{listed[1:]}." if listed else ""]))
 
 
 def _unique(wanted: str, taken: set[str]) -> str:
@@ -182,13 +182,13 @@ def _unique(wanted: str, taken: set[str]) -> str:
 
 
 def all_drawn(chapters: Sequence[Chapter]) -> list[Drawn]:
-    """Every figure and every picture."""
+    """Return every figure and every picture."""
     parts = [part for chapter in chapters for part in chapter.parts]
     return [drawn for part in parts for drawn in (*part.drawn, *part.shots)]
 
 
 def run_facts(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a reader needs to repeat the run, apart from the command and the configuration."""
+    """Return the provenance of a run, apart from its command and configuration."""
     seeds = (run.get("config") or {}).get("seeds")
     facts = [
         ("Commit", run.get("commit") or "not recorded"),

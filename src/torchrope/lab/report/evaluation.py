@@ -1,4 +1,4 @@
-"""The measures of one trained model as a table for a terminal."""
+"""Format the measures of one trained model as a table for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,17 +12,17 @@ _ASKED = {
     "positions": "{} of positions as trained",
     "normalise": "normalised: {}",
 }
-"""What was asked for of a classifier, in words."""
+"""Formats of the options of a classifier's evaluation."""
 
 
 def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> str:
-    """Lay out what `torchrope evaluate` measured, without a final newline.
+    """Format the measures of `torchrope evaluate` as a table, without a final newline.
 
     Args:
-        measures: Of a classifier: top1, interval, val_loss, shuffled_top1, resolutions, and what was asked for
+        measures: Of a classifier: top1, interval, val_loss, shuffled_top1, resolutions, and the options given
             (crop_ratio, window_size, positions, normalise). Of others: miou, or ap and ap50, the interval of the first,
             and images, their number.
-        trained_at: The input size of training; () of tokens at any positions.
+        trained_at: The training input size; () for tokens at any positions.
     """
     return _of_classifier(measures, list(trained_at)) if "top1" in measures else _of_images(measures)
 
@@ -33,7 +33,7 @@ def _of_classifier(measures: Mapping[str, Any], trained_at: list[int]) -> str:
             f"{size(trained_at)} (trained)" if trained_at else "as trained",
             MISSING,
             _with_interval(measures["top1"], measures),
-            _told(measures["val_loss"]),
+            _loss(measures["val_loss"]),
         ],
         [
             f"{size(trained_at)}, patches shuffled" if trained_at else "positions shuffled",
@@ -50,7 +50,7 @@ def _of_classifier(measures: Mapping[str, Any], trained_at: list[int]) -> str:
 
 
 def _inputs(at: Mapping[str, Any]) -> str:
-    """Whether inputs were drawn, read or resampled, and how many of smaller originals."""
+    """Describe whether inputs were rendered, read or resampled, and how many are of smaller originals."""
     return f"{at['inputs']}, {at['enlarged']} enlarged" if at["enlarged"] else str(at["inputs"])
 
 
@@ -60,8 +60,8 @@ def _of_images(measures: Mapping[str, Any]) -> str:
         [_TITLES[name], _with_interval(measures[name], measures) if name == named[0] else percent(measures[name])]
         for name in named
     ]
-    asked = {"crop": "windows of {} pixels", "scales": "sizes × {}", "flip": "mirrored too"}
-    how = [words.format(_listed(measures[name])) for name, words in asked.items() if name in measures]
+    options = {"crop": "windows of {} pixels", "scales": "sizes × {}", "flip": "horizontal-flip augmentation"}
+    how = [words.format(_listed(measures[name])) for name, words in options.items() if name in measures]
     table = aligned_table(["measure", "% [95 %]"], rows, [False, False])
     return f"{table}\n\n" + ", ".join([f"{measures['images']} images", *how])
 
@@ -71,7 +71,7 @@ def _with_interval(share: float, measures: Mapping[str, Any]) -> str:
     return f"{percent(share)} [{percent(low)}, {percent(high)}]"
 
 
-def _told(number: float | None) -> str:
+def _loss(number: float | None) -> str:
     return MISSING if number is None else f"{number:.3f}"
 
 

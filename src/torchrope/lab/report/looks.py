@@ -1,10 +1,10 @@
-"""Give every encoding one colour, marker and dash on all pages: colours that colour-blind readers tell apart."""
+"""Assign every encoding one colour, marker and dash pattern in all figures, from a colour-blind-safe palette."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Okabe and Ito without yellow, then three darker hues from Tol's muted palette; the same hues, lighter, on dark paper.
+# Okabe and Ito without yellow, then three darker hues from Tol's muted palette; the same hues, lighter, for dark mode.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#7A7A00", "#332288"]
 DARK_COLOURS = ["#4BA6E0", "#F0813A", "#2FBF95", "#E09AC2", "#F0B63C", "#8ACBF2", "#D9709F", "#BDBD4A", "#9C8CF0"]
 PLAIN, DARK_PLAIN = "#6b6b6b", "#a8a8a8"
@@ -16,7 +16,7 @@ SHAPES = (
 )  # fmt: skip
 PLAIN_SHAPE = "M-1,-.75L-.75,-1L0,-.25L.75,-1L1,-.75L.25,0L1,.75L.75,1L0,.25L-.75,1L-1,.75L-.25,0Z"
 
-# Places in the palette: what is compared most often comes first and never shares a colour.
+# Order in the palette: the first nine, which are compared most often, have different colours.
 ORDER = (
     "learned",
     "axial",
@@ -41,11 +41,11 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Look:
-    """How a name is drawn.
+    """Style of an encoding in figures.
 
     Attributes:
-        place: Of its colour in `COLOURS`; -1 is `PLAIN`.
-        shape: Of a marker: a name that Vega knows, or an SVG path.
+        place: Index of its colour in `COLOURS`; -1 is `PLAIN`.
+        shape: Of a marker: a shape name of Vega, or an SVG path.
         dash: Lengths of dashes and gaps of a line, in pixels.
     """
 
@@ -55,12 +55,12 @@ class Look:
 
     @property
     def colour(self) -> str:
-        """On white paper."""
+        """In light mode."""
         return PLAIN if self.place < 0 else COLOURS[self.place]
 
 
 def page_looks(studies: Sequence[dict[str, Any]]) -> dict[str, Look]:
-    """One look for every encoding that any study of a page names, also under the label that a table gives it."""
+    """Assign a look to every encoding in the studies of a page, by name and by its label in tables."""
     names: list[str] = []
     labels: dict[str, str] = {}
     for study in studies:
@@ -75,7 +75,7 @@ def page_looks(studies: Sequence[dict[str, Any]]) -> dict[str, Look]:
 
 
 def encoding_looks(names: Iterable[str]) -> dict[str, Look]:
-    """Give every encoding its look: known ones theirs, others what is left, in their order; `none` is always grey."""
+    """Assign looks: fixed ones to encodings in `ORDER`, the remaining ones to others; `none` is always grey."""
     others = [name for name in dict.fromkeys(names) if name != "none"]
     places = {name: ORDER.index(name) for name in others if name in ORDER}
     free = (place for place in range(len(ORDER) + len(others)) if place not in places.values())
@@ -84,7 +84,7 @@ def encoding_looks(names: Iterable[str]) -> dict[str, Look]:
 
 
 def numbered(place: int) -> Look:
-    """The look of a place: all are different for the first ninety."""
+    """Return the look with an index; the first ninety are different."""
     return Look(
         place=place % len(COLOURS),
         shape=SHAPES[place % len(SHAPES)],
@@ -93,10 +93,10 @@ def numbered(place: int) -> Look:
 
 
 def look_class(value: Any, looks: dict[str, Look]) -> str:
-    """Class of the colour of an encoding in the page's style; empty for any other value."""
+    """Return the CSS class of the colour of an encoding; empty for any other value."""
     return colour_class(looks[value].place) if isinstance(value, str) and value in looks else ""
 
 
 def colour_class(place: int) -> str:
-    """Of the page's style, for a place in the palette."""
+    """Return the CSS class of an index in the palette."""
     return "plain" if place < 0 else f"c{place}"

@@ -1,4 +1,4 @@
-"""Write a report as Markdown: the same tables, the figures as files beside it."""
+"""Render a report as Markdown, with its tables and links to its figures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from torchrope.lab.report.tables import Shown, escape_markdown, markdown_table
 
 
 def render_markdown(chapters: Sequence[Chapter], advice: Sequence[dict[str, Any]]) -> str:
-    """Write the whole report; figures are referred to as `figures/<name>.svg`."""
+    """Render the report; figures are linked as `figures/<name>.svg`."""
     sections = [
         f"# {escape_markdown(title_of(chapters))}",
-        *(["## What to choose for which case", _advice(advice)] if len(chapters) > 1 else []),
+        *(["## Recommended encodings by case", _advice(advice)] if len(chapters) > 1 else []),
         *(section for chapter in chapters for section in _chapter(chapter)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -19,7 +19,7 @@ def render_markdown(chapters: Sequence[Chapter], advice: Sequence[dict[str, Any]
 
 def _advice(advice: Sequence[dict[str, Any]]) -> str:
     if not advice:
-        return "None of the studies here gives advice."
+        return "None of these studies gives a recommendation."
     rows = [
         [
             row["case"],
@@ -33,8 +33,8 @@ def _advice(advice: Sequence[dict[str, Any]]) -> str:
 
 
 def _chapter(chapter: Chapter) -> list[str]:
-    sources = f"Asked by: {'; '.join(map(escape_markdown, chapter.sources))}." if chapter.sources else ""
-    published = ["### What papers report"] if chapter.published else []
+    sources = f"Question from: {'; '.join(map(escape_markdown, chapter.sources))}." if chapter.sources else ""
+    published = ["### Published results"] if chapter.published else []
     return [
         f"## {escape_markdown(chapter.title)}",
         f"*{escape_markdown(chapter.question)}*",
@@ -83,7 +83,7 @@ def _checks(checks: Sequence[dict[str, Any]]) -> list[str]:
     if not checks:
         return []
     rows = [[check["rule"], "holds" if check["holds"] else "does not hold", check["measured"]] for check in checks]
-    return ["#### What must hold", markdown_table(["Rule", "", "Measured"], rows, [False] * 3)]
+    return ["#### Checks", markdown_table(["Rule", "", "Measured"], rows, [False] * 3)]
 
 
 def _unfinished(missing: Sequence[str]) -> str:

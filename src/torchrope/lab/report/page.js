@@ -1,5 +1,5 @@
 "use strict";
-// Draws every figure where it comes into view, sorts tables, and hands out SVG, PNG and CSV. Text is only ever set as text.
+// Draws figures when they scroll into view, sorts tables, and offers SVG, PNG and CSV downloads. Uses textContent only.
 (() => {
   const tip = document.getElementById("tip");
   const missing = "\u2013";
@@ -12,7 +12,7 @@
     return digits ? String(Number(value.toPrecision(digits))) : value.toLocaleString("en");
   };
 
-  const tell = (plot, handler, event, item) => {
+  const showTooltip = (plot, handler, event, item) => {
     const datum = item && item.datum;
     if (!datum || !("c0" in datum)) {
       tip.hidden = true;
@@ -72,7 +72,7 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   };
 
-  // A spreadsheet takes text that begins so for a formula.
+  // Spreadsheets evaluate text that begins with these characters as a formula.
   const quoted = (value) => {
     if (value === null || value === undefined) return "";
     if (typeof value !== "string") return String(value);
@@ -90,7 +90,7 @@
     return log ? ends.map(Math.exp) : ends;
   };
 
-  // A row of buttons below a drawing, and what adds one.
+  // Returns the row of buttons below a drawing, and a function that adds a button.
   const toolbar = (figure) => {
     const tools = document.createElement("div");
     tools.className = "tools";
@@ -148,7 +148,7 @@
       stage.className = "live";
       const made = await vegaEmbed(stage, fitted(this.plot, this.width), {
         mode: "vega-lite", renderer: "svg", actions: false, ast: true, defaultStyle: false, hover: false,
-        tooltip: (...given) => tell(this.plot, ...given),
+        tooltip: (...given) => showTooltip(this.plot, ...given),
       });
       if (this.view) this.view.finalize();
       this.view = made.view;
@@ -180,7 +180,7 @@
       heading.append(button);
       heading.setAttribute("aria-sort", "none");
       button.addEventListener("click", () => {
-        // Numbers are most wanted from the largest down, words from A on.
+        // The first click sorts numbers in descending, words in ascending order.
         const numeric = heading.classList.contains("n");
         const first = numeric ? "descending" : "ascending";
         const second = numeric ? "ascending" : "descending";
@@ -235,7 +235,7 @@
   document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
 
-  // What is printed, or looked for, is open.
+  // Collapsed details are opened for printing.
   window.addEventListener("beforeprint", () => {
     document.querySelectorAll("details.again").forEach((element) => { element.open = true; });
   });

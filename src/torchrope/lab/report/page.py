@@ -1,4 +1,4 @@
-"""Write the page of the results in a folder: one HTML file that opens offline, and Markdown."""
+"""Write the report of the results in a folder: one self-contained HTML file, and Markdown."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ from torchrope.lab.report.read import read_studies
 
 
 def write_report(out: Path) -> Path:
-    """Write `out/report/index.html`, `report.md` and `figures/*.svg` from what is in `out`.
+    """Write `out/report/index.html`, `report.md` and `figures/*.svg` from the results in `out`.
 
-    Everything is rendered before anything is written, and every file is written whole or not at all.
+    Everything is rendered before anything is written, and every file is written atomically.
 
     Args:
-        out: The folder that `torchrope compare`, `torchrope study` or `torchrope bench` filled.
+        out: Output folder of `torchrope compare`, `torchrope study` or `torchrope bench`.
 
     Returns:
         The path of the page.
@@ -51,7 +51,7 @@ def write_report(out: Path) -> Path:
 
 
 def render_page(chapters: Sequence[Chapter], looks: dict[str, Look]) -> str:
-    """Render the HTML page: style, scripts and figures inside it."""
+    """Render the HTML page, with style, scripts and figures inline."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     template = environment.from_string(_shipped("page.html"))
     scripts = [_library(), _shipped("page.js")]
@@ -71,7 +71,7 @@ def render_page(chapters: Sequence[Chapter], looks: dict[str, Look]) -> str:
 
 
 def _library() -> str:
-    """Vega, Vega-Lite and vega-embed as one script without outside addresses to load from."""
+    """Return Vega, Vega-Lite and vega-embed as one script that loads nothing from the network."""
     import vl_convert
 
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
@@ -79,7 +79,7 @@ def _library() -> str:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """What the page may do: run its own scripts as they are written here, show pictures inside it, and nothing else."""
+    """Return the Content-Security-Policy: only the page's own scripts, by hash, and inline images."""
     hashes = (b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{each}'" for each in hashes)
     rules = ("default-src 'none'", f"script-src {allowed}", "style-src 'unsafe-inline'", "img-src data: blob:")
@@ -87,7 +87,7 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def _colours() -> str:
-    """Colours of encodings, and of the figures on dark paper: drawings name colours, the page says what they mean."""
+    """Return CSS rules for the colours of encodings and for figures in dark mode, where drawings are recoloured."""
     pairs = {PLAIN: DARK_PLAIN, **dict(zip(COLOURS, DARK_COLOURS, strict=True))}
     dots = [f".dot.{colour_class(place)} {{ background: {colour}; }}" for place, colour in enumerate(pairs, start=-1)]
     drawn = {**pairs, PAPER: "none", INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--line)"}

@@ -1,4 +1,4 @@
-"""Draw images with boxes and maps on them as SVG: the truth beside predictions, one legend for all."""
+"""Draw images with boxes and segmentation maps as SVG: ground truth next to predictions, with one legend."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ SIDE, GAP, ACROSS = 256, 14, 4
 LINE = 20  # of text
 CHARACTER = 6.6  # mean width of one
 MASK = 0.7  # opacity of maps
-NAMED = 150  # area from which a region of a map has its name on it
+NAMED = 150  # smallest area of a region of a map that is labelled
 
 
 def sheet(pictures: dict[str, Any], name: str) -> str:
-    """Draw all rows below each other and the legend below them, as SVG text whose ids begin with a name.
+    """Draw all rows and the legend below them, as SVG text whose ids begin with a name.
 
     Args:
-        pictures: As a study wrote them.
+        pictures: The dictionary of a `Pictures`.
         name: Unique on the page.
     """
     kinds = sorted(_kinds(pictures))
@@ -48,7 +48,7 @@ def sheet(pictures: dict[str, Any], name: str) -> str:
 
 @dataclass(frozen=True)
 class _Colour:
-    """How a class is painted: colours come again after the ninth, then hatched or dashed."""
+    """Colour of a class: after nine classes colours repeat, hatched or dashed."""
 
     look: Look
     round: int
@@ -80,7 +80,7 @@ def _kinds(pictures: dict[str, Any]) -> set[int]:
 
 
 def _across(panels: int) -> int:
-    """Panels in a line, so that lines are equally long or nearly so."""
+    """Return the number of panels per line that makes lines about equally long."""
     return math.ceil(panels / math.ceil(panels / ACROSS)) if panels else 1
 
 
@@ -109,7 +109,7 @@ def _row(
 
 
 def _map(text: str, width: int, scale: float, colours: Mapping[int, _Colour], classes: Sequence[str]) -> Iterator[str]:
-    """One path a class, and its name on every region that is large enough."""
+    """Yield one path per class, and its name on every region that is large enough."""
     bars = list(_bars(text, width))
     for kind in sorted({bar.kind for bar in bars}):
         path = "".join(
@@ -128,7 +128,7 @@ def _map(text: str, width: int, scale: float, colours: Mapping[int, _Colour], cl
 
 @dataclass(frozen=True)
 class _Bar:
-    """Pixels of one class beside each other in one line."""
+    """Adjacent pixels of one class in one line."""
 
     y: int
     x: int
@@ -148,7 +148,7 @@ def _bars(text: str, width: int) -> Iterator[_Bar]:
 
 
 def _regions(bars: Sequence[_Bar]) -> list[list[_Bar]]:
-    """Bars that touch, from top to bottom, by class."""
+    """Group bars into connected regions of one class, each sorted from top to bottom."""
     region: dict[_Bar, list[_Bar]] = {}
     above: list[_Bar] = []
     for _, line in groupby(bars, key=lambda bar: bar.y):
@@ -172,16 +172,17 @@ def _boxes(
     colours: Mapping[int, _Colour],
     classes: Sequence[str],
 ) -> Iterator[str]:
-    """Frames on a white edge, their names above them, or inside where there is no room above."""
+    """Yield boxes with a white outline, and their names above them, or inside if they do not fit above."""
     names = []
     for box in boxes:
         x, y = box["left"] * scale, box["top"] * scale
         wide, high = max(0.0, box["right"] * scale - x), max(0.0, box["bottom"] * scale - y)
         frame = f'x="{_short(x)}" y="{_short(y)}" width="{_short(wide)}" height="{_short(high)}" fill="none"'
         name, score = classes[box["kind"]], box.get("score")
-        told = _title(name if score is None else f"{name}, {100 * score:.0f} %")
+        tooltip = _title(name if score is None else f"{name}, {100 * score:.0f} %")
         yield f'<g><rect {frame} stroke="#fff" stroke-width="3.4" stroke-opacity="0.75"/>'
-        yield f'<rect {frame} {colours[box["kind"]].stroke} stroke-width="1.8" pointer-events="all">{told}</rect></g>'
+        stroke = f'{colours[box["kind"]].stroke} stroke-width="1.8"'
+        yield f'<rect {frame} {stroke} pointer-events="all">{tooltip}</rect></g>'
         short = _cut(name, 12 * CHARACTER) + ("" if score is None else f" {100 * score:.0f}")
         left = max(1.0, min(x, width - CHARACTER * len(short)))
         names.append(_over(left, y - 3 if y > 13 else y + 12, short))
@@ -189,7 +190,7 @@ def _boxes(
 
 
 def _over(x: float, y: float, text: str, anchor: str = "start") -> str:
-    """Text that can be read on any picture."""
+    """Return text with a white outline, legible on any picture."""
     return (
         f'<text x="{_short(x)}" y="{_short(y)}" text-anchor="{anchor}" font-size="11" font-weight="600" fill="#000" '
         f'stroke="#fff" stroke-width="2.6" stroke-linejoin="round" paint-order="stroke" pointer-events="none">'
@@ -212,8 +213,8 @@ def _legend(entries: Sequence[tuple[_Colour, str]], width: float) -> tuple[str, 
 
 def _text(x: float, y: float, text: str, width: float, weight: str = "400") -> str:
     shown = _cut(text, width)
-    told = _title(text) if shown != text else ""
-    return f'<text x="{x:g}" y="{y:g}" fill="{INK}" font-weight="{weight}">{escape(shown)}{told}</text>'
+    tooltip = _title(text) if shown != text else ""
+    return f'<text x="{x:g}" y="{y:g}" fill="{INK}" font-weight="{weight}">{escape(shown)}{tooltip}</text>'
 
 
 def _title(text: str) -> str:

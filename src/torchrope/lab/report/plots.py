@@ -1,4 +1,4 @@
-"""Turn a study's figure into a Vega-Lite specification and its columns: what the page draws, and SVG beside it."""
+"""Convert a study's figure to a Vega-Lite specification, and render it as SVG."""
 
 import json
 import math
@@ -14,7 +14,7 @@ Spec = dict[str, Any]
 Figure = dict[str, Any]
 
 FONT = "Arial, 'Liberation Sans', Helvetica, sans-serif"
-# The page finds these by their value, and draws them otherwise on dark paper.
+# The page's CSS matches these values to recolour figures in dark mode.
 PAPER, INK, SOFT, GRID = "#ffffff", "#1f2328", "#8a8a8b", "#e6e6e7"
 WIDTH, HEIGHT, PANEL_HEIGHT = 640, 320, 200
 CONFIG: Spec = {
@@ -36,14 +36,14 @@ CONFIG: Spec = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure, ready to be drawn.
+    """A Vega-Lite specification of a figure, and its data.
 
     Attributes:
-        spec: A Vega-Lite specification of fields `c0`, `c1`, ...; names that people gave are values in it, never code.
-        columns: Key and title of every field, in their order.
-        rows: The numbers, a list a mark.
-        panels: Small figures side by side; 0 is one large one.
-        zoom: Axes and fields that zooming changes: ("x", "c0").
+        spec: A Vega-Lite specification of fields `c0`, `c1`, ...; user-given names are values in it, never code.
+        columns: Key and title of every field, in order.
+        rows: The numbers, one list per mark.
+        panels: Number of small figures side by side; 0 for one large figure.
+        zoom: Axes that can be zoomed, and their fields: ("x", "c0").
     """
 
     spec: Spec
@@ -53,22 +53,22 @@ class Plot:
     zoom: list[tuple[str, str]]
 
     def with_data(self) -> Spec:
-        """The specification and its numbers in one, as it stands outside of the page."""
+        """Return the specification with its data inline."""
         values = [{f"c{index}": value for index, value in enumerate(row)} for row in self.rows]
         return {**self.spec, "data": {"values": values}}
 
     def as_json(self) -> str:
-        """What the page's script reads; no character of it can end a script."""
+        """Return JSON for the page's script, escaped so that it cannot close the script element."""
         text = json.dumps(vars(self), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda sign: f"\\u{ord(sign[0]):04x}", text)
 
 
 def plot(figure: Figure, looks: Mapping[str, Look]) -> Plot:
-    """Specify how a figure is drawn.
+    """Build the specification of a figure.
 
     Args:
-        figure: As a study wrote it.
-        looks: Those of the page's encodings, by name; other series get what is left.
+        figure: The dictionary of a `Figure`.
+        looks: Of the page's encodings, by name; other series get unused looks.
     """
     names = _Fields(figure)
     panels = names.distinct("panel")
@@ -90,7 +90,7 @@ def plot(figure: Figure, looks: Mapping[str, Look]) -> Plot:
 
 
 def svg(drawn: Plot, name: str) -> str:
-    """Draw a plot as SVG text whose ids begin with a name: the same text for the same numbers.
+    """Render a plot as SVG text whose ids begin with a name; the output is deterministic.
 
     Raises:
         ImportError: vl-convert-python is not installed.
@@ -102,19 +102,19 @@ def svg(drawn: Plot, name: str) -> str:
 
 
 def _without_touch(spec: Spec) -> Spec:
-    """Leave out what is there for the mouse alone."""
+    """Remove the transparent layers that only serve tooltips."""
     if "spec" in spec:
         return {**spec, "spec": _without_touch(spec["spec"])}
     return {**spec, "layer": [layer for layer in spec["layer"] if layer["mark"].get("opacity") != 0]}
 
 
 def slug(*parts: str) -> str:
-    """A file name or an id from names: lower-case letters, digits and single hyphens."""
+    """Build a file name or an id from names: lower-case letters, digits and single hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")[:80].strip("-") or "figure"
 
 
 class _Fields:
-    """The fields of a figure: every key of its rows under a name that holds nothing of what people wrote."""
+    """Maps the keys of a figure's rows to field names `c0`, `c1`, ..., which contain no user-given text."""
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure
@@ -131,25 +131,25 @@ class _Fields:
         return part in self.keys
 
     def distinct(self, part: str) -> list[Any]:
-        """The values of a part in the order of the rows; none where the figure does not have it."""
+        """Return the distinct values of a part in the order of the rows; empty if the figure does not have it."""
         if part not in self:
             return []
         return list(dict.fromkeys(row[self.keys[part]] for row in self.figure["rows"]))
 
     def numbers(self, part: str) -> list[float]:
-        """The numbers of a part."""
+        """Return the numbers of a part."""
         values = (row[self.keys[part]] for row in self.figure["rows"]) if part in self else ()
         return [value for value in values if isinstance(value, int | float)]
 
     def columns(self) -> list[tuple[str, str]]:
-        """Key and title of every field."""
+        """Return key and title of every field."""
         axes = [self.figure[part] for part in ("x", "y", "colour") if self.figure.get(part)]
         titles = {axis["key"]: with_unit(axis) for axis in axes}
         ends = {self.keys.get("low"): "low end", self.keys.get("high"): "high end"}
         return [(key, titles.get(key) or ends.get(key) or key) for key in self.order]
 
     def rows(self) -> list[list[Any]]:
-        """The numbers, a list a row."""
+        """Return the numbers, one list per row."""
         return [[row.get(key) for key in self.order] for row in self.figure["rows"]]
 
 
@@ -183,7 +183,7 @@ def _layers(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> list[S
 
 
 def _every_few(names: _Fields) -> Spec:
-    """Long lines have a marker on every few of their points."""
+    """Return a transform that keeps about eight markers of a long line."""
     few = math.ceil(len(names.distinct("x")) / 8)
     if few < 3:
         return {}
@@ -247,7 +247,7 @@ def _ends(figure: Figure, names: _Fields, part: str) -> list[float]:
 
 
 def _along(figure: Figure) -> str:
-    """The axis that intervals lie along: y, but x where y holds names."""
+    """Return the axis of the intervals: y, or x if y is categorical."""
     return "x" if figure["y"]["scale"] == "category" and figure["x"]["scale"] != "category" else "y"
 
 
@@ -273,8 +273,8 @@ def _series(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> tuple[
         return {"color": {"value": single.colour}}, {"shape": {"value": single.shape}}, {}
     values = names.distinct("series")
     chosen = _chosen(values, looks)
-    told = names["series"] in (names[part] for part in ("x", "y") if figure[part]["scale"] == "category")
-    legend = None if told else {"orient": "bottom", "title": None, "columns": 4, "symbolStrokeWidth": 1.8}
+    on_axis = names["series"] in (names[part] for part in ("x", "y") if figure[part]["scale"] == "category")
+    legend = None if on_axis else {"orient": "bottom", "title": None, "columns": 4, "symbolStrokeWidth": 1.8}
     channel = {"field": names["series"], "type": "nominal", "legend": legend}
 
     def scaled(look: Any) -> Spec:
@@ -288,14 +288,14 @@ def _series(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> tuple[
 
 
 def _chosen(values: Sequence[Any], looks: Mapping[str, Look]) -> dict[Any, Look]:
-    """Looks of a figure's series: those of encodings, and for other names what the figure does not use yet."""
+    """Return the looks of a figure's series: those of encodings, and unused ones for other names."""
     known = {value: looks[value] for value in values if value in looks}
     free = (look for place in range(90) if (look := numbered(place)) not in known.values())
     return {value: known[value] if value in known else next(free) for value in values}
 
 
 def _offset(figure: Figure, names: _Fields, part: str) -> Spec:
-    """Series that share a category stand side by side in it."""
+    """Return an offset channel that places the series of a category side by side."""
     if "series" not in names or figure[part]["scale"] != "category" or figure["kind"] == "lines":
         return {}
     if names["series"] == names[part]:
@@ -319,7 +319,7 @@ def _interval(figure: Figure, names: _Fields, along: str, base: Spec, colour: Sp
 
 
 def _on_floor(figure: Figure, names: _Fields, along: str, base: Spec) -> Spec:
-    """Bars stand on zero, which a logarithmic axis does not have: there they stand on a power of ten below all."""
+    """Set the baseline of bars on a logarithmic axis, which has no zero, to a power of ten below all values."""
     if figure[along]["scale"] != "log":
         return base
     numbers = [value for part in (along, "low") for value in names.numbers(part) if value > 0]
@@ -378,7 +378,7 @@ def _panel_width(figure: Figure, across: int) -> int:
 
 
 def _for_inlining(text: str, name: str) -> str:
-    """Shorten numbers, and make ids the same in every process and unique on a page of several figures."""
+    """Shorten numbers, and make ids deterministic and unique within a page."""
     ids = {found: f"{name}-{index}" for index, found in enumerate(dict.fromkeys(re.findall(r'\bid="([^"]+)"', text)))}
     parts = re.split(r"(>[^<]+</text>)", text)
     return "".join(part if part.endswith("</text>") else _short_markup(part, ids) for part in parts)

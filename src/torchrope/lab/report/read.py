@@ -1,4 +1,4 @@
-"""Read the results in a folder, `<study>[-<data>].json`, and refuse in one line what the report cannot show."""
+"""Read the results in a folder, `<study>[-<data>].json`."""
 
 from pathlib import Path
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 from torchrope.lab.results import STUDIES, StudyResult
 
 Study = dict[str, Any]
-"""What `StudyResult.plain` gives."""
+"""The dictionary of `StudyResult.plain`."""
 
 ORDER = ("compare", *STUDIES)
-"""Of the report; a benchmark and studies of users come after these."""
+"""Order of the studies in the report; a benchmark and user-defined studies come after these."""
 
 
 def read_studies(folder: Path) -> list[Study]:
     """Read the comparison, every study and the benchmark of a folder, in the order of the report.
 
     Args:
-        folder: Where `torchrope compare`, `torchrope study` and `torchrope bench` wrote.
+        folder: Output folder of `torchrope compare`, `torchrope study` or `torchrope bench`.
 
     Raises:
-        ValueError: there is none, or one is no JSON, of another schema, or lacks a part.
+        ValueError: there is none, or one is not JSON, has another schema, or lacks an entry.
     """
     files = sorted(path for path in folder.glob("*.json") if path.is_file())
     if not files:
@@ -37,7 +37,7 @@ def _check_once(studies: list[Study], files: list[Path]) -> None:
     for study, file in zip(studies, files, strict=True):
         key = (study["study"], (study.get("data") or {}).get("title"))
         if key in seen:
-            raise ValueError(f"a study is there once for each data set, got {seen[key].name} and {file.name}")
+            raise ValueError(f"a study must occur once per data set, got {seen[key].name} and {file.name}")
         seen[key] = file
 
 

@@ -43,7 +43,7 @@ def write_readme(path: Path, folder: Path) -> None:
     """Put the table of the comparison or benchmark in a folder between the markers of a Markdown file.
 
     Raises:
-        ValueError: the file does not hold the markers, or the results cannot be read.
+        ValueError: the file lacks the markers, or the results cannot be read.
     """
     benchmark = folder / "benchmark.json"
     block = main_table(benchmark if benchmark.exists() else folder / "results.json")
@@ -51,14 +51,14 @@ def write_readme(path: Path, folder: Path) -> None:
 
 
 def insert_between_markers(text: str, name: str, block: str) -> str:
-    """Replace what stands between `<!-- name:begin -->` and `<!-- name:end -->` by `block`.
+    """Replace the text between `<!-- name:begin -->` and `<!-- name:end -->` by `block`.
 
     Raises:
-        ValueError: the text does not hold each marker once, begin before end.
+        ValueError: the text does not contain each marker once, begin before end.
     """
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         found = f"{text.count(begin)} begin and {text.count(end)} end"
-        raise ValueError(f"the text must hold {begin} and then {end} once each, got {found}")
+        raise ValueError(f"the text must contain {begin} and then {end} once each, got {found}")
     before, after = text.split(begin)[0], text.split(end)[1]
     return f"{before}{begin}\n{block.strip()}\n{end}{after}"

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and tables as text: for the terminal and for Markdown."""
+"""Format numbers and tables as text, for the terminal and for Markdown."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Cell:
-    """A value of a table as people read it.
+    """A formatted value of a table.
 
     Attributes:
-        text: What is shown.
-        interval: Its 95 % interval, shown below it; empty where there is none.
-        sort: What sorting goes by: a number, or None where there is none.
-        look: Class of the colour of an encoding; empty for anything else.
+        text: The text shown.
+        interval: Its 95 % interval, shown below it; empty without one.
+        sort: Number to sort by, None if the value is not a number.
+        look: CSS class of the colour of an encoding; empty for anything else.
     """
 
     text: str
@@ -29,7 +29,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Shown:
-    """A table as people read it."""
+    """A formatted table."""
 
     title: str
     headings: list[str]
@@ -39,11 +39,11 @@ class Shown:
     note: str = ""
 
     def aligned(self) -> str:
-        """For a terminal."""
+        """Return the table as aligned text for a terminal."""
         return aligned_table(self.headings, self._texts(), self.numeric)
 
     def markdown(self) -> str:
-        """In Markdown, without title, source and note."""
+        """Return the table in Markdown, without title, source and note."""
         return markdown_table(self.headings, self._texts(), self.numeric)
 
     def _texts(self) -> list[list[str]]:
@@ -51,7 +51,7 @@ class Shown:
 
 
 def show_table(table: dict[str, Any], looks: dict[str, Look]) -> Shown:
-    """Write the cells of a table for people."""
+    """Format the cells of a table."""
     columns = table["columns"]
     return Shown(
         title=table["title"],
@@ -64,12 +64,12 @@ def show_table(table: dict[str, Any], looks: dict[str, Look]) -> Shown:
 
 
 def with_unit(named: dict[str, Any]) -> str:
-    """The title of a column or an axis with its unit: "Top-1, %"."""
+    """Return the title of a column or an axis with its unit: "Top-1, %"."""
     return f"{named['title']}, {named['unit']}" if named.get("unit") else named["title"]
 
 
 def written(value: Any, digits: int | None = None) -> str:
-    """Write a value of a table: a missing one is a dash, a large number has its thousands apart."""
+    """Format a value of a table: a missing one is a dash, large numbers have thousands separators."""
     if value is None:
         return MISSING
     if isinstance(value, bool):
@@ -84,17 +84,17 @@ def written(value: Any, digits: int | None = None) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share of one as a percentage: 0.9612 is 96.1."""
+    """Format a share of one as a percentage: 0.9612 is 96.1."""
     return f"{100 * share:.1f}"
 
 
 def count(number: float) -> str:
-    """Write a whole number with thousands apart: 210000 is 210,000."""
+    """Format a whole number with thousands separators: 210000 is 210,000."""
     return f"{number:,.0f}"
 
 
 def significant(number: float) -> str:
-    """Write three significant digits without an exponent: 0.031234 is 0.0312."""
+    """Format three significant digits without an exponent: 0.031234 is 0.0312."""
     if number == 0:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(number))))
@@ -102,12 +102,12 @@ def significant(number: float) -> str:
 
 
 def size(lengths: list[int]) -> str:
-    """Write the lengths of the axes: [8, 8] is 8×8."""
+    """Format the lengths of the axes: [8, 8] is 8×8."""
     return "×".join(str(length) for length in lengths)
 
 
 def duration(seconds: float) -> str:
-    """Write a time a person can judge: 210 is 3 min 30 s."""
+    """Format a duration in hours, minutes or seconds: 210 is 3 min 30 s."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     if hours:
@@ -116,7 +116,7 @@ def duration(seconds: float) -> str:
 
 
 def aligned_table(headings: list[str], rows: list[list[str]], numeric: list[bool]) -> str:
-    """Lay cells out in columns for a terminal, without a final newline."""
+    """Align cells in columns for a terminal, without a final newline."""
     texts = [[_one_line(cell) for cell in column] for column in zip(headings, *rows, strict=True)]
     aligned = [_align(cells, is_number) for cells, is_number in zip(texts, numeric, strict=True)]
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
@@ -125,14 +125,14 @@ def aligned_table(headings: list[str], rows: list[list[str]], numeric: list[bool
 
 
 def markdown_table(headings: list[str], rows: list[list[str]], numeric: list[bool]) -> str:
-    """Lay cells out as a Markdown table; the text of every cell is escaped."""
+    """Format cells as a Markdown table; the text of every cell is escaped."""
     rule = ["---:" if is_number else "---" for is_number in numeric]
     escaped = [[escape_markdown(cell) for cell in cells] for cells in [headings, *rows]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [escaped[0], rule, *escaped[1:]])
 
 
 def escape_markdown(text: str) -> str:
-    """Put text on one line and keep Markdown from reading any of it as markup."""
+    """Join text to one line and escape Markdown markup."""
     return "".join(f"\\{sign}" if sign in r"\`*_[]<>|#" else sign for sign in _one_line(text))
 
 

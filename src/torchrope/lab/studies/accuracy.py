@@ -1,4 +1,4 @@
-"""Which encoding classifies best: top-1 and loss with intervals (LieRE tables 1, 2 and 6; ComRoPE table 3)."""
+"""Classification accuracy and loss of each encoding (LieRE tables 1, 2 and 6; ComRoPE table 3)."""
 
 from collections import Counter
 from typing import Any
@@ -65,9 +65,9 @@ PUBLISHED = (
         liere | 70.0 (69.1-70.9) | 69.3 (68.9-69.7) | 44.7 (44.3-45.1)
         """,
         ("Encoding", "CIFAR-100", "ImageNet-1k", "UCF101"),
-        note="The interval of the absolute encoding on CIFAR-100 is not even about its value: 64.8 may be meant. "
-        "ImageNet's cell of LieRE with blocks of 8 is left open in the paper; the authors' answer to the reviews has "
-        "69.6 (69.2-70.0) there, and otherwise the same cells.",
+        note="The interval of the absolute encoding on CIFAR-100 is not symmetric about its value: 64.8 may be meant. "
+        "The paper leaves the ImageNet cell of LieRE with blocks of 8 empty; the authors' answer to the reviews gives "
+        "69.6 (69.2-70.0), and otherwise the same cells.",
     ),
     published(
         "Top-1 before the correction of a parameter tensor's memory layout",
@@ -80,9 +80,9 @@ PUBLISHED = (
         liere, shared | 69.9 (68.9-70.8) | 69.5 (69.1-69.9) | 53.6 (53.2-54.0)
         """,
         ("Encoding", "CIFAR-100", "ImageNet-1k", "UCF101"),
-        note="The two tables of the answer have no titles: the other one, taken for the one after, has the cells of "
-        "the second version's table 1. RoPE-Mixed changes with the correction by 5.1 points on CIFAR-100 and 2.9 on "
-        "ImageNet. On UCF101 clips became 8 frames long in place of 32 at the same time.",
+        note="The two tables of the answer have no titles: the other one, assumed to be after the correction, has the "
+        "cells of the second version's table 1. The correction changes RoPE-Mixed by 5.1 points on CIFAR-100 and 2.9 "
+        "on ImageNet. On UCF101 the clip length changed from 32 to 8 frames at the same time.",
     ),
     published(
         "Validation loss, LieRE's second version",
@@ -97,8 +97,8 @@ PUBLISHED = (
         ("Encoding", "CIFAR-100", "ImageNet-1k", "UCF101"),
         unit="",
         digits=2,
-        note="The interval of the absolute encoding on CIFAR-100 ends at its value, and that of LieRE with blocks of "
-        "64 there is not even about its own: 1.37 (1.32-1.42) may be meant. The caption calls the losses top-1.",
+        note="On CIFAR-100 the interval of the absolute encoding ends at its value, and that of LieRE with blocks of "
+        "64 is not symmetric about its value: 1.37 (1.32-1.42) may be meant. The caption calls the losses top-1.",
     ),
     published(
         "Top-1, LieRE's first version",
@@ -137,7 +137,7 @@ def find(lab: Lab) -> Findings:
                 "verdict": verdict(conclusion, name),
             }
         )
-    beside_mixed = differences_from(
+    over_mixed = differences_from(
         rights, {name: other for name, other in mixed_counterparts(rights).items() if other != lab.reference}
     )
     return Findings(
@@ -145,11 +145,11 @@ def find(lab: Lab) -> Findings:
         tables=[
             Table("Top-1 and loss", COLUMNS, rows, note=_note(len(lab.seeds))),
             *_ahead_of_reference(rights, lab.reference),
-            *difference_tables(AHEAD_OF_MIXED, beside_mixed, WITH_SAME),
+            *difference_tables(AHEAD_OF_MIXED, over_mixed, WITH_SAME),
         ],
         figures=[top1_by_encoding(rights, conclusion.chance), top1_curves(groups)],
         published=PUBLISHED,
-        notes=mixed_notes(beside_mixed.values()),
+        notes=mixed_notes(over_mixed.values()),
         advice=_advice(conclusion, rows, lab),
     )
 
@@ -159,7 +159,7 @@ def _advice(conclusion: Conclusion, rows: list[dict[str, Any]], lab: Lab) -> lis
         return []
     best = next(row for row in rows if row["name"] == conclusion.best)
     reached = percent([best["top1"], best["low"], best["high"]])
-    case = f"Classification over {' × '.join(lab.data.axes)}, at the size trained on"
+    case = f"Classification over {' × '.join(lab.data.axes)}, at the training size"
     because = f"{conclusion.best} reaches {reached} on {lab.data.title}"
     return [Advice(case, [conclusion.best, *conclusion.tied], because)]
 
@@ -171,8 +171,8 @@ def _ahead_of_reference(rights: dict[str, np.ndarray], reference: str | None) ->
 
 
 def _note(seeds: int) -> str:
-    rule = "An encoding is behind where the interval of the paired difference excludes 0, at 5 % over all pairs (Holm)."
-    return f"{about_intervals(seeds)} {rule} Top-1 and validation loss are of the validation set. {ABOUT_TRAIN_LOSS}"
+    rule = "An encoding is behind if the interval of the paired difference excludes 0, at 5 % over all pairs (Holm)."
+    return f"{about_intervals(seeds)} {rule} Top-1 and validation loss are on the validation set. {ABOUT_TRAIN_LOSS}"
 
 
 STUDY = Study(

@@ -47,7 +47,7 @@ Measured = dict[str, dict[Size, dict[str, np.ndarray]]]
 
 SCALES = (128 / 224, 384 / 224)
 EXAMPLES = 512
-SCORES = 2**25  # held at a time
+SCORES = 2**25  # in memory at a time
 UNIFORM = "uniform attention"
 SLACK = 1e-3
 
@@ -77,11 +77,11 @@ def find(lab: Lab) -> Findings:
     titles = {**{name: label(name) for name in names}, **{each.name: each.title for each in checkpoints}}
     at = tuple(lab.data.input_size)
     rows = {size: _rows(found, titles, reference, size, lattices[size]) for size in sizes}
-    every = [row for of_size in rows.values() for row in of_size]
+    all_rows = [row for of_size in rows.values() for row in of_size]
     note = _note(lab.data, reference)
     return Findings(
         answer=_answer(at, rows[at], len(lab.seeds)),
-        tables=[Table("Attention by input size, mean over layers", _columns(reference), every, note=note)],
+        tables=[Table("Attention by input size, mean over layers", _columns(reference), all_rows, note=note)],
         figures=[_figure(kind, found, lattices, at) for kind in ("distance", "entropy")],
         checks=_checks(found, lattices),
         notes=[*notes, *warned(checkpoints), *_NOTES, *([_ABOUT_CHECKPOINTS] if checkpoints else [])],
@@ -89,47 +89,47 @@ def find(lab: Lab) -> Findings:
 
 
 def _fitting(checkpoint: Checkpoint, data: DataModule) -> ViT:
-    """The model of a checkpoint, where the device is, if it takes the inputs of the data.
+    """Return the model of a checkpoint, on the device, after checking that it fits the data.
 
     Raises:
-        ValueError: it is no ViT, or of another size or number of channels.
+        ValueError: it is not a ViT, or has another input size or number of channels.
     """
     model = checkpoint.model
     if not isinstance(model, ViT):
         raise ValueError(
-            f"--checkpoint must hold a ViT for attention, got a {type(model).__name__} in {checkpoint.path}"
+            f"--checkpoint must contain a ViT for attention, got a {type(model).__name__} in {checkpoint.path}"
         )
     takes, given = (model.embed.in_channels, *model.arguments["input_size"]), (data.in_channels, *data.input_size)
     if takes != given:
-        rule = f"--checkpoint must take the inputs of --data {data.name}, {_inputs(given)}"
-        raise ValueError(f"{rule}, got one of {_inputs(takes)} in {checkpoint.path}")
+        rule = f"--checkpoint must have the input shape of --data {data.name}, {_inputs(given)}"
+        raise ValueError(f"{rule}, got {_inputs(takes)} in {checkpoint.path}")
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _inputs(shape: Sequence[int]) -> str:
-    """Channels and sizes for people."""
+    """Describe channels and sizes of inputs."""
     channels, *sizes = shape
     return f"{channels} channel{'s' if channels > 1 else ''} of {_shown(tuple(sizes))}"
 
 
 def _check_patches(checkpoint: Checkpoint, model: ViT, patch_size: Sequence[int]) -> None:
-    """Refuse a model whose distances are in other patches than those beside it."""
+    """Raise ValueError if a model has another patch size than the other models."""
     if model.embed.patch_size != tuple(patch_size):
         rule = f"models that are compared must have the same patches, {_shown(tuple(patch_size))}"
         raise ValueError(f"{rule}, got {_shown(model.embed.patch_size)} in {checkpoint.path}")
 
 
 def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str, Any]:
-    """Distance and entropy of the attention among patches of some validation examples, at several input sizes.
+    """Measure distance and entropy of the attention among patches on validation examples, at several input sizes.
 
     Args:
-        model: Trained.
+        model: Trained model.
         data: Its data.
         sizes: Of the inputs.
 
     Returns:
-        For each size `distance`, `entropy` and `front`, the weight on class and register tokens, lists of a
-        list a layer of a number an example, means over heads and patches.
+        For each size `distance`, `entropy` and `front`, the weight on class and register tokens: nested lists
+        `(layers, examples)`, means over heads and patches.
     """
     device = next(model.parameters()).device
     found: dict[str, Any] = {}
@@ -144,9 +144,10 @@ def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str,
 
 @torch.no_grad()
 def described(model: ViT, inputs: Tensor) -> dict[str, Tensor]:
-    """Distance, entropy and weight on prefix tokens of what each layer attends to, `(layers, batch)` each.
+    """Compute distance and entropy of each layer's attention, and its weight on prefix tokens, `(layers, batch)` each.
 
-    Among patches alone: weights on class and register tokens are left out, and the others made to add up to 1.
+    Distance and entropy are among patches: weights on class and register tokens are left out, and the others
+    renormalised to sum to 1.
 
     Args:
         model: In evaluation mode.
@@ -169,7 +170,7 @@ def described(model: ViT, inputs: Tensor) -> dict[str, Tensor]:
 
 @contextmanager
 def attended(model: ViT) -> Iterator[Any]:
-    """Note what every attention is given; what is yielded computes their weights, layer by layer, after a forward."""
+    """Record the inputs of every attention; yields a function that computes the weights of each layer after forward."""
     given: list[tuple[Attention, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(module: Attention, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -189,13 +190,13 @@ def attended(model: ViT) -> Iterator[Any]:
 
 
 def distances(lattice: Sequence[int]) -> Tensor:
-    """Euclidean distances between the patches of a lattice, `(patches, patches)`, in patches."""
+    """Compute Euclidean distances between the patches of a lattice, `(patches, patches)`, in patches."""
     positions = grid(*lattice)
     return (positions[:, None] - positions).norm(dim=-1)
 
 
 def _examples(model: ViT, data: DataModule, size: Size) -> Iterator[Tensor]:
-    """Batches of validation inputs, EXAMPLES at most and evenly chosen, small enough for their scores."""
+    """Yield batches of at most EXAMPLES evenly spaced validation inputs, small enough for their scores."""
     _, count = data.counts
     step = _step(count)
     tokens = model.num_prefix + math.prod(model.embed.lattice(size))
@@ -224,13 +225,13 @@ def _shown(size: Size) -> str:
 
 
 def _pooled(trained: Sequence[Trained], sizes: Sequence[Size]) -> dict[Size, dict[str, np.ndarray]]:
-    """Measures at each size, `(seeds, layers, examples)`."""
+    """Return the measures at each size, `(seeds, layers, examples)`."""
     name = "-".join(["attention", str(EXAMPLES), *(_name(size) for size in sizes)])
     return _arrays([each.measure(name, partial(_of_vit, sizes=sizes)) for each in trained], sizes)
 
 
 def _arrays(results: Sequence[dict[str, Any]], sizes: Sequence[Size]) -> dict[Size, dict[str, np.ndarray]]:
-    """What `measure` gave for each seed, as arrays."""
+    """Convert the results of `measure` for each seed to arrays."""
     return {
         size: {
             key: np.array([result[_name(size)][key] for result in results]) for key in ("distance", "entropy", "front")
@@ -245,12 +246,12 @@ def _of_vit(model: ViT | Swin, data: DataModule, *, sizes: Sequence[Size]) -> di
 
 
 def _mean(values: np.ndarray, factor: float = 1.0) -> Drawn:
-    """The mean over layers of `(seeds, layers, examples)`."""
+    """Compute the mean over layers of `(seeds, layers, examples)`."""
     return drawn_mean(factor * values.mean(axis=1))
 
 
 def _farthest(lattice: Sequence[int]) -> float:
-    """The mean distance of attention that is uniform."""
+    """Compute the mean distance of uniform attention."""
     return distances(lattice).mean().item()
 
 
@@ -302,24 +303,24 @@ def _note(data: DataModule, reference: str) -> str:
     _, count = data.counts
     used = len(range(0, count, _step(count)))
     return (
-        "Distance between a patch and those it attends to, weighted by attention, and entropy of that attention: means "
-        f"over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples. "
+        "Distance between a patch and the patches it attends to, weighted by attention, and entropy of attention: "
+        f"means over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples. "
         f"Verdicts are at 5 % over all pairs at a size, differences to {reference} over all encodings (Holm)."
     )
 
 
 _NOTES = (
-    "Attention among patches: weight on class and register tokens is reported separately, and these tokens are no "
-    "queries. RoPE-ViT does not describe how it treats them.",
-    "Figures 2 and 3 of the paper print no numbers beside their axes.",
-    "Inputs are resampled from the size trained on; sizes are the paper's 128, 224 and 384 over 224, in whole patches. "
+    "Attention among patches: weight on class and register tokens is reported separately, and these tokens are not "
+    "used as queries. RoPE-ViT does not describe how it treats them.",
+    "Figures 2 and 3 of the paper print no numbers except on their axes.",
+    "Inputs are resampled from the training size; sizes are the paper's 128, 224 and 384 over 224, in whole patches. "
     "The number of frames is unchanged.",
 )
 
 
 _ABOUT_CHECKPOINTS = (
-    "Checkpoints see the validation inputs of the data as they are normalised there, which may differ from how they "
-    "were trained. They may have seen these inputs."
+    "Checkpoints get the validation inputs with the normalisation of the data, which may differ from that of their "
+    "training. These inputs may be in their training data."
 )
 
 
@@ -328,8 +329,10 @@ def _answer(at: Size, rows: Sequence[dict[str, Any]], seeds: int) -> str:
     ties = tied_with([row["name"] for row in rows if row["furthest"] == "tied" and row is not far])
     others = sum(row["sharpest"] == "tied" and row is not sharp for row in rows)
     nats = f"{sharp['name']}, {_written(sharp, 'entropy')} nats" + (f" ({others} tied)" if others else "")
-    reach = f"At {_shown(at)} attention reaches furthest in {far['name']}, {_written(far, 'distance')} patches{ties}"
-    return f"{reach}; entropy is lowest in {nats}.{one_seed(seeds)}"
+    longest = (
+        f"At {_shown(at)} attention distance is largest in {far['name']}, {_written(far, 'distance')} patches{ties}"
+    )
+    return f"{longest}; entropy is lowest in {nats}.{one_seed(seeds)}"
 
 
 def _written(row: dict[str, Any], key: str) -> str:
@@ -393,7 +396,7 @@ def _checks(found: Measured, lattices: dict[Size, Size]) -> list[Check]:
 
 STUDY = Study(
     title="Attention distance and entropy",
-    question="How far and how sharply do models with each encoding attend, layer by layer?",
+    question="What are the distance and the entropy of attention in each layer, with each encoding?",
     sources=(f"{ROPE_VIT}, figures 2 and 3",),
     find=find,
     needs_lattice=True,

@@ -1,4 +1,4 @@
-"""What larger blocks of generators add: sizes 2 to 64 (LieRE figure 2a; second version, figure 4a)."""
+"""Accuracy by block size, 2 to 64, of families with blocks (LieRE figure 2a; second version, figure 4a)."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ FACTOR = Factor("block_size", "Block size", scale="log")
 
 PUBLISHED = (
     published(
-        "Top-1 by block size, ViT-B; the figures print no numbers, these are of other tables",
+        "Top-1 by block size, ViT-B; the figures print no numbers, these are from other tables",
         f"{LIERE_2}, tables 1 and 2",
         """
         mixed, blocks of 2 | 68.8 | 46.3
@@ -48,9 +48,9 @@ PUBLISHED = (
         liere, blocks of 64 | 70.0 | 44.7
         """,
         ("Encoding", "CIFAR-100", "UCF101"),
-        note="Blocks of 48 do not divide the heads of 64 channels: the authors' code then rotates 48 of 64 and says "
-        "nothing. RoPE-Mixed and LieRE with blocks of 2 are the same function, drawn at first from other "
-        "distributions. The first version saw top-1 grow all the way, the second one finds 8 best.",
+        note="A block size of 48 does not divide the head_dim of 64: the authors' code then rotates 48 of 64 channels "
+        "without a warning. RoPE-Mixed and LieRE with blocks of 2 are the same function with other initial "
+        "distributions. In the first version top-1 grows up to the largest size, in the second 8 is best.",
     ),
 )
 
@@ -91,7 +91,7 @@ def find(lab: Lab) -> Findings:
 
 
 def _beside(lab: Lab, grid: Grid, reference: str) -> Changes:
-    """How far every block size is ahead of an encoding without sizes, or of one size; that one itself left out."""
+    """Compare every block size with a reference encoding, leaving out the reference's own runs."""
     runs = lab.train(lab.runs([reference]))
     others: Grid = {
         name: {level: each for level, each in levels.items() if each[0].run.key != runs[0].run.key}
@@ -103,14 +103,14 @@ def _beside(lab: Lab, grid: Grid, reference: str) -> Changes:
 
 
 def _head_dim(lab: Lab, name: str) -> int:
-    """Channels of a head; of a Swin all stages have as many, or the first one's count."""
+    """Return head_dim; of a Swin that of the first stage."""
     return next(each.head_dim for each in lab.blueprint(lab.run(f"{name}:2")).modules() if isinstance(each, Encoding))
 
 
 def _runs(lab: Lab, name: str, size: int, head_dim: int) -> Sequence[Run]:
-    """LieRE's own default is the whole head: the name without a size, so that the run is the one others train."""
-    whole = name == "liere" and size == head_dim
-    return lab.runs([name if whole else f"{name}:{size}"])
+    """Return the runs of a block size; LieRE of size head_dim is named without a size, to share other studies' runs."""
+    default_size = name == "liere" and size == head_dim
+    return lab.runs([name if default_size else f"{name}:{size}"])
 
 
 def _parameter_figure(grid: Grid, parameters: Table) -> Figure:
@@ -125,7 +125,7 @@ def _parameter_figure(grid: Grid, parameters: Table) -> Figure:
         series="name",
         low="low",
         high="high",
-        caption="A mark is a block size, the smallest on the left; intervals are 95 % over validation examples.",
+        caption="Each mark is a block size, the smallest on the left; intervals are 95 % over validation examples.",
     )
 
 
@@ -140,10 +140,10 @@ def _left_out(lab: Lab, head_dim: int) -> list[str]:
     small = [str(size) for size in BLOCKS if size < head_dim and head_dim % size]
     large = [str(size) for size in BLOCKS if size > head_dim]
     others = [name for name in lab.encodings if not _has_sizes(name)]
-    notes = [f"Heads have {head_dim} channels."]
-    notes += [f"Left out: blocks of {join_names(small)}, which do not divide them."] if small else []
-    notes += [f"Left out: blocks of {join_names(large)}, which are larger."] if large else []
-    notes += [f"Left out: {join_names(others)}, whose blocks have one size or none."] if others else []
+    notes = [f"head_dim is {head_dim}."]
+    notes += [f"Left out: blocks of {join_names(small)}, which do not divide head_dim."] if small else []
+    notes += [f"Left out: blocks of {join_names(large)}, which are larger than head_dim."] if large else []
+    notes += [f"Left out: {join_names(others)}, which have no choice of block size."] if others else []
     return notes
 
 
@@ -156,9 +156,9 @@ def _advice(lab: Lab, name: str, levels: dict) -> Advice:
 
 
 def _has_sizes(name: str) -> bool:
-    """Whether a name stands for blocks of several sizes; one of one's own where its class takes block_size."""
-    own = [":".join(part) for part in own_parts(name)] == [name]
-    return name in WITH_BLOCKS or (own and takes(choose(name).rotary, "block_size"))
+    """Return whether an encoding has a choice of block size; a user-defined one if its class takes block_size."""
+    user_defined = [":".join(part) for part in own_parts(name)] == [name]
+    return name in WITH_BLOCKS or (user_defined and takes(choose(name).rotary, "block_size"))
 
 
 def _size_of(name: str) -> int:
@@ -167,7 +167,7 @@ def _size_of(name: str) -> int:
 
 STUDY = Study(
     title="Capacity",
-    question="Does an encoding gain from larger blocks, which can rotate in more ways?",
+    question="Does accuracy improve with larger blocks, which represent more rotations?",
     sources=(f"{LIERE_1}, figure 2a", f"{LIERE_2}, figure 4a"),
     find=find,
     encodings=("liere", "comrope-ld"),

@@ -1,4 +1,4 @@
-"""Which encoding suits the data, and at what cost: the study behind `torchrope compare`."""
+"""The study of `torchrope compare`: accuracy and cost of each encoding on the user's data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -37,61 +37,59 @@ MAY_GROW = ("encodings", "seeds", "out", "parallel", "slurm", "margin")
 
 
 def compare(config: CompareConfig, *, command: str, console: Console, allow: Sequence[str] = ()) -> Path:
-    """Train, evaluate and measure every encoding; do nothing twice that is finished in the folder.
+    """Train, evaluate and measure every encoding, skipping what is finished in the folder.
 
-    `results.json` is written after every run, so that a stopped comparison can be reported.
+    `results.json` is written after every run, so that an interrupted comparison can be reported.
 
     Args:
-        config: What to compare, and where to leave it.
-        command: How the user started it, for the report.
-        console: Where progress goes.
-        allow: Modules that may be imported for encodings that the folder was asked for before.
+        config: Settings.
+        command: The user's command line, for the report.
+        console: For progress.
+        allow: Modules that may be imported for encodings of earlier calls on the folder.
 
     Returns:
         The folder's `results.json`.
 
     Raises:
-        ValueError: a setting, the data or the folder is not as it must be; nothing was trained then.
-        KeyboardInterrupt: stopped; the same call resumes with the epoch that was interrupted.
+        ValueError: a setting, the data or the folder is invalid; raised before anything is trained.
+        KeyboardInterrupt: interrupted; the same call resumes with the interrupted epoch.
     """
     check_spacing(config.model, config.data)
     check_scales(config)
     folder = Path(config.out)
-    asked = _grown(folder, config)
-    load_modules(asked.encodings, allow)
-    for name in asked.encodings:
-        choose(name)  # refuses what was allowed once and is not now
-    lab = Lab(asked, asked.encodings, console)
-    runs = [lab.run(name, seed) for seed in lab.seeds for name in asked.encodings]
+    config = _extended(folder, config)
+    load_modules(config.encodings, allow)
+    for name in config.encodings:
+        choose(name)  # raises for modules that were allowed in an earlier call and are not now
+    lab = Lab(config, config.encodings, console)
+    runs = [lab.run(name, seed) for seed in lab.seeds for name in config.encodings]
     for run in runs:
-        lab.blueprint(run)  # refuses a bad setting before anything is written
-    write_whole(
-        folder / CONFIG, yaml.safe_dump(plain(asked), sort_keys=False)
-    )  # the folder now belongs to this comparison
+        lab.blueprint(run)  # raises for a bad setting before anything is written
+    write_whole(folder / CONFIG, yaml.safe_dump(plain(config), sort_keys=False))
     measured: dict[str, Measured] = {}
 
     def keep(trained: Trained) -> None:
-        measured[trained.run.name] = measure_run(trained, lab.data, asked.scales)
+        measured[trained.run.name] = measure_run(trained, lab.data, config.scales)
         lab.skipped |= trained.skipped
-        _write(folder, lab, asked, runs, measured, {}, command)
+        _write(folder, lab, config, runs, measured, {}, command)
 
-    work = work_of_costs(folder / COSTS, asked.encodings, asked.data.batch_size)
-    lab.train(runs, keep, passes=_passes(lab, runs[0], asked.scales), afterwards=work)
-    costs = costs_of(lab, asked.encodings, folder / COSTS)
-    return _write(folder, lab, asked, runs, measured, costs, command)
+    work = work_of_costs(folder / COSTS, config.encodings, config.data.batch_size)
+    lab.train(runs, keep, passes=_passes(lab, runs[0], config.scales), afterwards=work)
+    costs = costs_of(lab, config.encodings, folder / COSTS)
+    return _write(folder, lab, config, runs, measured, costs, command)
 
 
 def check_scales(config: CompareConfig) -> None:
-    """Refuse other input sizes of data that have none."""
+    """Raise ValueError if --scales is given for data without a lattice."""
     if config.data.name in NAMES_WITHOUT_LATTICE and config.scales != SCALES:
         raise ValueError(f"--scales is for data on a lattice, got {config.scales} with --data {config.data.name}")
 
 
-def _grown(folder: Path, config: CompareConfig) -> CompareConfig:
-    """The configuration with all encodings and seeds that the folder was ever asked for.
+def _extended(folder: Path, config: CompareConfig) -> CompareConfig:
+    """Add the encodings and seeds of earlier calls on the folder to the configuration.
 
     Raises:
-        ValueError: the folder belongs to another configuration, or holds files that nothing here wrote.
+        ValueError: the folder was written with another configuration, or contains unrelated files.
     """
     file = folder / CONFIG
     if not file.exists():
@@ -99,17 +97,17 @@ def _grown(folder: Path, config: CompareConfig) -> CompareConfig:
             raise ValueError(f"--out must be a new folder, an empty one, or one of torchrope compare, got {folder}")
         return config
     stored = read_mapping(file, CONFIG)
-    known = {"encodings", "seeds", "data", "model", "optim"} <= set(stored)
-    if not known or not isinstance(stored["data"], dict):
+    is_of_compare = {"encodings", "seeds", "data", "model", "optim"} <= set(stored)
+    if not is_of_compare or not isinstance(stored["data"], dict):
         raise ValueError(f"{file} must be a configuration of torchrope compare, got something else")
     data = data_config(stored["data"].get("name", "digits"))
-    mine, defaults = plain(config), plain(CompareConfig(data=data))  # settings that are younger than the folder
-    theirs = {**defaults, **{key: _over(defaults.get(key), value) for key, value in stored.items()}}
-    if different := differences(theirs, mine, but=(*MAY_GROW, *MAY_CHANGE)):
+    defaults = plain(CompareConfig(data=data))  # for settings that were added after the folder was written
+    earlier = {**defaults, **{key: _over(defaults.get(key), value) for key, value in stored.items()}}
+    if different := differences(earlier, plain(config), but=(*MAY_GROW, *MAY_CHANGE)):
         rule = "--out must be a new folder or one of the same configuration"
         raise ValueError(f"{rule}, got {folder} with {different}")
-    encodings = list(dict.fromkeys([*theirs["encodings"], *config.encodings]))
-    return replace(config, encodings=encodings, seeds=max(theirs["seeds"], config.seeds))
+    encodings = list(dict.fromkeys([*earlier["encodings"], *config.encodings]))
+    return replace(config, encodings=encodings, seeds=max(earlier["seeds"], config.seeds))
 
 
 def _over(defaults: Any, stored: Any) -> Any:
@@ -117,7 +115,7 @@ def _over(defaults: Any, stored: Any) -> Any:
 
 
 def _passes(lab: Lab, run: Run, scales: Sequence[float]) -> float:
-    """Passes over the validation set in `measure_run`: one of shuffled patches, one at each other size."""
+    """Count the passes over the validation set in `measure_run`: one with shuffled patches, one per other size."""
     model = lab.blueprint(run)
     if isinstance(model, TokenClassifier):
         return 1
@@ -135,7 +133,7 @@ def _write(
     costs: Mapping[str, Any],
     command: str,
 ) -> Path:
-    """Write what has been measured as `results.json`."""
+    """Write the results of the finished runs to `results.json`."""
     done = [measured[run.name] for run in runs if run.name in measured]
     together = _with_common_seeds(done)
     rights = {name: np.stack([each.correct for each in each_seed]) for name, each_seed in together.items()}
@@ -161,7 +159,7 @@ def _write(
 
 
 def _with_common_seeds(done: Sequence[Measured]) -> dict[str, list[Trained]]:
-    """Runs by encoding, of the seeds that all encodings have finished."""
+    """Group runs by encoding, with the seeds that all encodings have finished."""
     groups = by_encoding(each.trained for each in done)
     common = set.intersection(*({run.seed for run in group} for group in groups.values()))
     return {name: [run for run in group if run.seed in common] for name, group in groups.items()}

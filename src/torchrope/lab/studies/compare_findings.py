@@ -1,4 +1,4 @@
-"""Tables, figures, pictures and notes of a comparison, from its runs."""
+"""Tables, figures, pictures and notes of a comparison."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.training.models import Model
 
 CLASSES = 30
-"""Most classes that tables and figures show one by one."""
+"""Largest number of classes that tables and figures show individually."""
 SAMPLES = 16
 CONFUSIONS = 10
 _TOP1 = Axis("top1", "Top-1", "%")
@@ -47,16 +47,16 @@ _TOP1 = Axis("top1", "Top-1", "%")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What has been measured so far.
+    """Measurements of a comparison, finished or not.
 
     Attributes:
-        conclusion: What it shows.
+        conclusion: Its conclusion.
         done: Its finished runs.
-        rights: Right or not by encoding, `(seeds, examples)`, of the seeds that all have.
-        costs: Of a training step by encoding, as `measure_costs` gives them; empty until all runs are finished.
+        rights: Right or wrong by encoding, `(seeds, examples)`, over the seeds that all have.
+        costs: Of a training step by encoding, as `measure_costs` returns them; empty until all runs are finished.
         relative: Seconds of a step in each round over those of the base, by encoding.
-        blueprints: Models without numbers, by encoding.
-        data: Set up.
+        blueprints: Models on the meta device, by encoding.
+        data: The data, set up.
     """
 
     conclusion: Conclusion
@@ -69,12 +69,12 @@ class Comparison:
 
     @property
     def ordered(self) -> list[str]:
-        """Encodings, the highest accuracy first."""
+        """Encodings by decreasing accuracy."""
         return sorted(self.rights, key=lambda name: (-self.rights[name].mean(), name))
 
     @property
     def groups(self) -> dict[str, list[Measured]]:
-        """Finished runs by encoding, in that order."""
+        """Finished runs by encoding, by decreasing accuracy."""
         return {name: [each for each in self.done if each.trained.encoding == name] for name in self.ordered}
 
     @property
@@ -84,12 +84,12 @@ class Comparison:
 
     @property
     def base(self) -> str:
-        """What costs are relative to."""
+        """The encoding that costs are relative to."""
         return BASELINE if BASELINE in self.relative else next(iter(self.relative), "")
 
 
 def findings(of: Comparison) -> Findings:
-    """All that a comparison shows, its answer first."""
+    """Build the findings of a comparison."""
     return Findings(
         answer=of.conclusion.sentence(),
         tables=tables(of),
@@ -101,13 +101,13 @@ def findings(of: Comparison) -> Findings:
 
 
 def tables(of: Comparison) -> list[Table]:
-    """The main table first."""
+    """Build all tables, the main table first."""
     found = [_results(of), _gains(of), _sizes(of), _costs(of), _classes(of), _confusions(of)]
     return [*(table for table in found if table is not None), _encodings(of)]
 
 
 def figures(of: Comparison) -> list[Figure]:
-    """Accuracy, its curves, other sizes, costs, and confusions."""
+    """Build the figures: accuracy, learning curves, other input sizes, costs, and confusions."""
     accuracy = [top1_by_encoding(of.rights, of.conclusion.chance), top1_curves(of.trained)]
     found = [*accuracy, _losses(of), _by_size(of), _by_cost(of), _confusion(of)]
     return [figure for figure in found if figure is not None]
@@ -147,9 +147,9 @@ def _results(of: Comparison) -> Table:
 
 
 def _results_note(conclusion: Conclusion, lattice: bool) -> str:
-    runs = "one training each" if conclusion.seeds == 1 else f"{conclusion.seeds} trainings each"
-    shuffled = "patches in random order" if lattice else "the positions of an example exchanged among its tokens"
-    over = "examples" if conclusion.seeds == 1 else "examples and trainings"
+    runs = "one training each" if conclusion.seeds == 1 else f"{conclusion.seeds} seeds each"
+    shuffled = "patches in random order" if lattice else "the positions of an example permuted among its tokens"
+    over = "examples" if conclusion.seeds == 1 else "examples and seeds"
     return (
         f"Intervals are 95 % over {over}, from {conclusion.examples:,} examples and {runs}. Behind: the interval of "
         "the paired difference excludes 0 at 5 % over all pairs of encodings (Holm). Shuffled: "
@@ -163,10 +163,10 @@ def _gains(of: Comparison) -> Table | None:
         return None
     rows = [{**named(name), **cells("gain", in_percent(gains[name]))} for name in of.ordered if name in gains]
     return Table(
-        "What position adds",
+        "Gain over no positions",
         (*NAMES, with_interval("gain", "Gain over none", "points", 1)),
         rows,
-        note="Paired differences of accuracy over the model without positions, each interval of 95 % by itself.",
+        note="Paired differences of accuracy to the model without positions, each with a separate 95 % interval.",
     )
 
 
@@ -184,12 +184,14 @@ def _sizes(of: Comparison) -> Table | None:
         rows.append({**named(name), **shares})
     trained = "×".join(map(str, of.data.input_size))
     columns = [with_interval(size, f"{size} (trained)" if size == trained else size, "%", 1) for size in sizes]
-    note = f"The same inputs {_made_at(of)} sizes that the model was not trained at, without further training."
+    note = f"The same inputs {_made_at(of)} sizes other than the training size, without further training."
     return Table("Accuracy at other input sizes", (*NAMES, *columns), rows, note=note)
 
 
 def _made_at(of: Comparison) -> str:
-    return {"drawn": "drawn at", "read": "read from their files at", "resampled": "resampled to"}[of.data.other_sizes]
+    return {"drawn": "rendered at", "read": "read from their files at", "resampled": "resampled to"}[
+        of.data.other_sizes
+    ]
 
 
 def _at_sizes(of: Comparison) -> list[dict[str, Any]]:
@@ -238,8 +240,8 @@ def _costs(of: Comparison) -> Table | None:
         Column("memory", "Peak memory", "MB", 1),
     )
     note = (
-        "Models take turns in short rounds in one process; ratios are of the same round, medians with exact 95 % "
-        "intervals. Operations are matrix products, attention and exponentials. Larger models have smaller ratios."
+        "Models are timed in one process in short interleaved rounds; ratios are within a round, medians with exact "
+        "95 % intervals. Operations are matrix products, attention and exponentials. Larger models have smaller ratios."
     )
     return Table("Costs", columns, rows, note=note)
 
@@ -262,7 +264,7 @@ def _classes(of: Comparison) -> Table | None:
 
 
 def _pairs(of: Comparison) -> Counter[tuple[int, int]]:
-    """How often the best encoding takes a class for another, over its runs."""
+    """Count true and predicted classes with the best encoding, over its runs."""
     runs = [each.trained for each in of.groups[of.ordered[0]]]
     return Counter(pair for run in runs for pair in zip(run.labels, run.predicted, strict=True))
 
@@ -278,7 +280,7 @@ def _confusions(of: Comparison) -> Table | None:
         {"true": str(names[true]), "predicted": str(names[predicted]), "share": 100 * count / (runs * counts[true])}
         for (true, predicted), count in wrong
     ]
-    columns = (Column("true", "Class"), Column("predicted", "Taken for"), Column("share", "Of its examples", "%", 1))
+    columns = (Column("true", "Class"), Column("predicted", "Predicted"), Column("share", "Of its examples", "%", 1))
     return Table(f"Most frequent confusions of {of.ordered[0]}", columns, rows)
 
 
@@ -297,12 +299,12 @@ def _encodings(of: Comparison) -> Table:
         )
     columns = (
         *NAMES,
-        Column("summary", "What it is"),
+        Column("summary", "Description"),
         Column("formula", "Formula"),
         Column("source", "Source"),
         Column("kind", "Kind"),
     )
-    return Table("What each encoding is", columns, rows)
+    return Table("The encodings", columns, rows)
 
 
 def _kind(parts: Sequence[Any], blueprint: Model) -> str:
@@ -343,8 +345,8 @@ def _by_size(of: Comparison) -> Figure | None:
         name="sizes",
         kind="lines",
         title="Accuracy at other input sizes",
-        alt="Top-1 over the size of the inputs, as a multiple of the size trained at, one line per encoding.",
-        x=Axis("scale", "Size, as a multiple of the size trained at"),
+        alt="Top-1 over the size of the inputs, as a multiple of the training size, one line per encoding.",
+        x=Axis("scale", "Size, as a multiple of the training size"),
         y=_TOP1,
         rows=[{key: row[key] for key in keys} for row in rows],
         series="name",
@@ -406,7 +408,7 @@ def _confusion(of: Comparison) -> Figure | None:
 
 
 def pictures(of: Comparison) -> list[Pictures]:
-    """Training examples as the model sees them, after augmentation."""
+    """Build a picture of training examples after augmentation."""
     inputs, labels, *_ = next(iter(of.data.train_dataloader()))
     if inputs.ndim not in (4, 5):
         return []
@@ -418,7 +420,7 @@ def pictures(of: Comparison) -> list[Pictures]:
     return [
         Pictures(
             name="samples",
-            title="Training examples as the model sees them",
+            title="Training examples after augmentation",
             alt=f"{len(shown)} training examples after augmentation.",
             classes=[str(name) for name in of.data.classes],
             rows=[picture("In reading order", sheet, [Panel("inputs")])],
@@ -428,28 +430,28 @@ def pictures(of: Comparison) -> list[Pictures]:
 
 
 def _frames(inputs: Tensor) -> Tensor:
-    """Images `(batch, 1 or 3, height, width)`: of clips and volumes the middle slice, of many channels the first."""
+    """Select images `(batch, 1 or 3, height, width)`: the middle slice of clips and volumes, else the first channel."""
     images = inputs if inputs.ndim == 4 else inputs[:, :, inputs.shape[2] // 2]
     images = images if images.shape[1] in (1, 3) else images[:, :1]
     side = max(images.shape[-2:])
-    larger = max(1, -(-40 // side))  # of 8 pixels each one is drawn as 5 by 5
+    larger = max(1, -(-40 // side))  # for a side of 8 pixels, each pixel is drawn as 5 by 5
     return torch.nn.functional.interpolate(images.float(), scale_factor=larger)
 
 
 def notes(of: Comparison) -> list[str]:
-    """What must be known to read it."""
+    """Write the notes of a comparison."""
     found = [
         *_remarks(of),
-        "One small model and one set of training settings for all encodings, tuned for none of them: larger models, "
-        "longer training or other data may order them differently.",
+        "All encodings have the same small model and training settings, tuned for none of them: larger models, "
+        "longer training or other data may rank them differently.",
     ]
     if of.conclusion.seeds == 1:
-        found.append("One training each: variation between training runs is in no interval. --seeds 3 measures it.")
+        found.append("One training each: no interval includes variation between training runs. --seeds 3 measures it.")
     return found
 
 
 def _remarks(of: Comparison) -> list[str]:
-    """Whose curve still rises, and whose validation loss has risen again."""
+    """Note encodings whose accuracy is still rising, and those that over-fit."""
     rising, over = [], []
     for name, runs in of.trained.items():
         accuracy = [mean for _, mean, _, _ in over_epochs(runs, "val_top1")]
@@ -468,13 +470,13 @@ def _remarks(of: Comparison) -> list[str]:
 
 
 def advice(of: Comparison) -> list[Advice]:
-    """What to choose, where the conclusion names something."""
+    """Recommend encodings, if the conclusion names any."""
     conclusion = of.conclusion
     if conclusion.kind not in ("best", "tied", "cheaper"):
         return []
     first = conclusion.cheapest or conclusion.best or ""
     equal = [name for name in (conclusion.best, *conclusion.tied) if name and name != first]
-    case = f"{of.data.title}, at the size trained on"
+    case = f"{of.data.title}, at the training size"
     reached = percent(in_percent(accuracy_interval(of.rights[first])))
     return [Advice(case, [first, *equal], f"{first} reaches {reached}")]
 

@@ -1,4 +1,4 @@
-"""What each encoding costs, counted and by formula (LieRE table 5; ComRoPE table 7; RoPE-ViT, computation costs)."""
+"""Parameters and operations of each encoding, counted and by formula (LieRE table 5; ComRoPE table 7; RoPE-ViT)."""
 
 import math
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ from torchrope.models import Swin, ViT
 from torchrope.rotations import Block, Commuting, PlanarInBasis, Rotation
 
 NORM_OPERATIONS = 5
-"""What LieRE's counter, fvcore, takes for each number that a LayerNorm gives."""
+"""Operations that LieRE's counter, fvcore, counts for each output element of a LayerNorm."""
 EXP_PRODUCTS = 5
-"""Matrix products of an exponential, as `count_flops` takes them."""
+"""Matrix products that `count_flops` counts for a matrix exponential."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Size:
     """A model and its input, without an encoding.
 
     Attributes:
-        name: Of the recipe that it is from.
-        title: For people.
+        name: Of its recipe.
+        title: Displayed.
         model: The model.
-        data: What a model needs to know of the data: input_size, in_channels, num_classes, axes.
+        data: Attributes of the data that a model needs: input_size, in_channels, num_classes, axes.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Size:
 
     @property
     def input_shape(self) -> torch.Size:
-        """Of one example, with its batch axis."""
+        """Shape of a batch of one example."""
         return torch.Size((1, self.data.in_channels, *self.data.input_size))
 
 
@@ -75,7 +75,7 @@ TABLE_5 = (
 
 
 def sizes() -> list[Size]:
-    """The sizes of the papers and of the recipes, each once."""
+    """List the models of the papers and of the recipes."""
     pixels, clip = (224, 224), (8, 224, 224)
     return [
         *(_size(recipe, f"{title}, 32x32", (32, 32), 100) for title, recipe in TABLE_5),
@@ -96,15 +96,15 @@ def sizes() -> list[Size]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model costs.
+    """Parameters and operations of a model.
 
     Attributes:
-        parameters: Numbers that are learned.
+        parameters: Learned parameters.
         encoding_parameters: Those of its encodings.
-        by_formula: The same from the formulas of this file.
-        flops: Operations of a forward pass, a multiply-add is two: products of matrices and exponentials.
-        rotating: Multiply-adds that rotate queries and keys, block by block.
-        norms: Numbers that LayerNorms give.
+        by_formula: The same from `parameters_by_formula`.
+        flops: Operations of a forward pass, two per multiply-add: matrix products and exponentials.
+        rotating: Multiply-adds of rotating queries and keys, block by block.
+        norms: Output elements of all LayerNorms.
     """
 
     parameters: int
@@ -116,14 +116,14 @@ class Costs:
 
 
 def costs(size: Size, encoding: str) -> Costs:
-    """Count on the meta device, where nothing is computed.
+    """Count parameters and operations on the meta device, without computing anything.
 
     Args:
         size: A model and its input.
         encoding: A name, as `torchrope.encodings.choose` takes it.
 
     Raises:
-        ValueError: the encoding refuses the size.
+        ValueError: the encoding does not support the size.
     """
     build = partial(build_model, encoding, size.model, size.data)
     with torch.device("meta"):
@@ -140,7 +140,7 @@ def costs(size: Size, encoding: str) -> Costs:
 
 
 def _work(model: nn.Module, inputs: torch.Tensor) -> tuple[int, int]:
-    """Multiply-adds that rotate, and numbers that are normalised, in a forward pass."""
+    """Count multiply-adds of rotations and output elements of LayerNorms in a forward pass."""
     rotating, norms = [], []
 
     def attended(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -161,7 +161,7 @@ def _work(model: nn.Module, inputs: torch.Tensor) -> tuple[int, int]:
 
 
 def block_size_of(rotation: Rotation) -> int:
-    """Channels that a rotation mixes with each other."""
+    """Return the block size of a rotation."""
     if isinstance(rotation, Block):
         return rotation.table.shape[-1]
     if isinstance(rotation, Commuting):
@@ -170,7 +170,7 @@ def block_size_of(rotation: Rotation) -> int:
 
 
 def parameters_by_formula(model: ViT | Swin) -> int:
-    """What the encodings of a model learn, from its widths alone.
+    """Compute the number of learned parameters of a model's encodings from its widths.
 
     For each encoding over N axes of d = heads · head_dim channels, blocks of b:
 
@@ -178,7 +178,7 @@ def parameters_by_formula(model: ViT | Swin) -> int:
         ComRoPE-AP  d (b - 1) / 2       ComRoPE-LD  d (b - 1) / 2 + N d / b
         STRING      N d / 2 + d (b - 1) / 2
 
-    a learned absolute one n d for n positions, a bias heads Π (2 s - 1) for windows of s, others nothing.
+    A learned absolute encoding has n d for n positions, a bias heads Π (2 s - 1) for windows of s, others 0.
     """
     return sum(_learned(module) for module in model.modules())
 
@@ -202,11 +202,11 @@ def _learned(module: nn.Module) -> int:
 
 
 def products_by_formula(size: Size) -> int:
-    """Multiply-adds of a ViT's matrix products without positions, from its widths alone.
+    """Compute the multiply-adds of a ViT's matrix products without positions from its widths.
 
         n_p C |patch| d + L (4 n d² + 2 n² d + 2 n d m) + d classes
 
-    for n_p patches, n tokens with those in front, L layers, d channels, m of them in the MLP.
+    for n_p patches, n tokens including prefix tokens, L layers, d channels, MLP width m.
     """
     with torch.device("meta"):
         model = build_model("none", size.model, size.data)
@@ -220,7 +220,7 @@ def products_by_formula(size: Size) -> int:
 
 
 def table_5_count(without: Costs, with_encoding: Costs) -> int:
-    """Operations as LieRE's table 5 counts them: multiply-adds are one, LayerNorms 5 a number, exponentials nothing.
+    """Count operations as in LieRE's table 5: 1 per multiply-add, 5 per LayerNorm output, 0 for exponentials.
 
     Args:
         without: Of the model without a rotary encoding.
@@ -243,10 +243,10 @@ PUBLISHED_FLOPS = published(
     unit="G",
     digits=3,
     note="Multiply-adds, not FLOPs. The cell of ViT-Tiny with LieRE in blocks of 64 cannot be right: rotating alone "
-    "takes 0.038 G. ViT-Tiny of 22 M parameters is another model than the one of 0.963 G, which has 14 M.",
+    "takes 0.038 G. The ViT-Tiny with 22 M parameters is not the model with 0.963 G, which has 14 M.",
 )
 PUBLISHED_SHARES = published(
-    "The same over absolute positions",
+    "Additional operations over absolute positions",
     f"{LIERE_2}, table 5",
     """
     axial (VisionLlama RoPE) | 0.001 | 0.002 | 0.000
@@ -256,8 +256,7 @@ PUBLISHED_SHARES = published(
     """,
     ("Encoding", "ViT-Tiny", "ViT-Base", "ViT-Large"),
     digits=3,
-    note="ViT-Large with blocks of 8: 19.882 is 0.131 % over 19.856, so that 0.065 % contradicts the operations beside "
-    "it.",
+    note="ViT-Large with blocks of 8: 19.882 is 0.131 % over 19.856, so that 0.065 % contradicts the operations.",
 )
 PUBLISHED_FORMULAS = Table(
     "Extra parameters and complexity, ComRoPE",
@@ -280,8 +279,8 @@ PUBLISHED_FORMULAS = Table(
         },
     ],
     source=f"{COMROPE}, table 7",
-    note="The cell of ComRoPE-LD's parameters cannot be right: its own shapes, (h, d/hb, b, b) and (N, h, d/hb), hold "
-    "L d (b + N/b). All count whole blocks, of which the strict upper triangles suffice. d/h is the price of rotating "
+    note="The cell of ComRoPE-LD's parameters cannot be right: its own shapes, (h, d/hb, b, b) and (N, h, d/hb), have "
+    "L d (b + N/b). All count full blocks, of which the strict upper triangles suffice. The term d/h is for rotating "
     "with dense matrices; block by block it is b.",
 )
 PUBLISHED_COSTS = published(
@@ -296,19 +295,19 @@ PUBLISHED_COSTS = published(
     ("What", "Published"),
     unit="",
     digits=2,
-    note="1.8 M counts one operation for each complex product of queries and keys; in real numbers such a product is "
+    note="1.8 M counts one operation per complex product of queries and keys; in real numbers such a product has "
     "four multiplications and two additions, six times as many: 10.84 M, 0.06 % of 17.6 G.",
 )
 
 REASONS = {
     ("ViT-Tiny", "liere"): "cannot be right: rotating 65 tokens takes 2 L n d b = 0.038 G, 3.98 %; "
-    "the published 0.007 G would be blocks of about 12",
-    ("ViT-Large", "liere:8"): "operations agree; the percentage contradicts them, 19.882 over 19.856 is 0.131 %",
+    "the published 0.007 G corresponds to blocks of about 12",
+    ("ViT-Large", "liere:8"): "operations agree; the percentage does not, 19.882 over 19.856 is 0.131 %",
 }
 
 
 def compare_table_5(measured: dict[tuple[str, str], Costs]) -> list[dict[str, Any]]:
-    """LieRE's table 5 cell by cell beside the same count here.
+    """Compare the cells of LieRE's table 5 with the same counts here.
 
     Args:
         measured: Costs by column of the table ("ViT-Base") and encoding, "none" among them.
@@ -328,7 +327,7 @@ def compare_table_5(measured: dict[tuple[str, str], Costs]) -> list[dict[str, An
             theirs, share = row[f"value{index}"], shares.get(row["name"], {}).get(f"value{index}")
             assert isinstance(theirs, float)
             ours_share = 100 * (ours - base) / base
-            step = 1.1e-3  # a unit of the last digit printed, cut or rounded
+            step = 1.1e-3  # a unit of the last printed digit, truncated or rounded
             fits = abs(ours / 1e9 - theirs) < step
             fits_share = not isinstance(share, float) or abs(ours_share - share) < 100 * step / base_published
             rows.append(
@@ -347,7 +346,7 @@ def compare_table_5(measured: dict[tuple[str, str], Costs]) -> list[dict[str, An
 
 
 def find(lab: Lab) -> Findings:
-    """Count every size with every encoding, and hold the papers' numbers against the counts."""
+    """Count every size with every encoding, and compare published numbers with the counts."""
     rows: list[dict[str, Any]] = []
     measured: dict[tuple[str, str], Costs] = {}
     refused: dict[str, list[str]] = {}
@@ -374,8 +373,8 @@ def find(lab: Lab) -> Findings:
         published=(PUBLISHED_FLOPS, PUBLISHED_SHARES, PUBLISHED_FORMULAS, PUBLISHED_COSTS),
         checks=_checks(rows, cells, measured),
         notes=[
-            "Counted on the meta device and exact: no training, no timing, no interval.",
-            "Exponentials are counted as five products of matrices; kernels make commuting and small blocks cheaper "
+            "Counts are exact, from the meta device, without training or timing.",
+            "Exponentials are counted as five matrix products; kernels for commuting and small blocks cost less "
             "than that, by factoring each block once.",
             *(f"Left out, {encoding} ({join_names(where)})" for encoding, where in refused.items()),
         ],
@@ -415,19 +414,19 @@ def _table(rows: Sequence[Row]) -> Table:
             Column("flops_share", "Over none", "%", 3),
         ),
         rows,
-        note="For one example. Multiply-adds are counted as LieRE's table 5 does: one for each, 5 for each number that "
-        "a LayerNorm gives, 2 L n d b to rotate queries and keys, nothing for making rotations. FLOPs are two for each "
-        "multiply-add of matrix products, exponentials included, without LayerNorms and without element-wise work, as "
-        "rotations by angles are. Rotations are made once for a batch: with more examples their share shrinks.",
+        note="For one example. Multiply-adds are counted as in LieRE's table 5: 1 each, 5 per LayerNorm output, "
+        "2 L n d b to rotate queries and keys, 0 for building rotations. FLOPs are 2 per multiply-add of matrix "
+        "products, including exponentials, without LayerNorms and element-wise operations, such as rotations by "
+        "angles. Rotations are built once per batch: with more examples their share decreases.",
     )
 
 
 def _formulas() -> Table:
-    """ComRoPE's table 7 worked out for ViT-Base, N = 2, blocks of 8."""
+    """Evaluate ComRoPE's table 7 for ViT-Base, N = 2, blocks of 8."""
     size = next(each for each in sizes() if each.name == "liere-imagenet")
     depth, d, heads, axes, b = 12, 768, 12, 2, 8
     tokens = math.prod(side // 16 for side in size.data.input_size)
-    asked = (
+    families = (
         ("absolute", "learned", tokens * d, "n d"),
         ("RoPE", "axial", 0, "0"),
         ("LieRE", "liere:8", depth * axes * d * b, "L N d (b - 1)/2"),
@@ -435,10 +434,10 @@ def _formulas() -> Table:
         ("ComRoPE-LD", "comrope-ld:8", depth * d * b // axes + depth * d * axes // b, "L d ((b - 1)/2 + N/b)"),
     )
     rows: list[dict[str, Any]] = []
-    for name, encoding, theirs, stored in asked:
-        rotary, own = name != "absolute", 2 if name == "RoPE" else b
-        terms = depth * tokens * d * (own * axes + own**2 + d // heads) if rotary else tokens * d
-        blockwise = depth * tokens * d * (own * axes + own**2 + own) if rotary else tokens * d
+    for name, encoding, theirs, stored in families:
+        rotary, block = name != "absolute", 2 if name == "RoPE" else b
+        terms = depth * tokens * d * (block * axes + block**2 + d // heads) if rotary else tokens * d
+        blockwise = depth * tokens * d * (block * axes + block**2 + block) if rotary else tokens * d
         shapes = depth * d * b + depth * d * axes // b if name == "ComRoPE-LD" else theirs
         count = costs(size, encoding).encoding_parameters
         rows.append(
@@ -464,9 +463,9 @@ def _formulas() -> Table:
             Column("blockwise", "Block by block, L n d (bN + b² + b)", "M", 1),
         ),
         rows,
-        note="What is learned here are the strict upper triangles, (b - 1)/2b of whole blocks. The table's cell of "
-        "ComRoPE-LD, L d (b/N + N/b), is not what the shapes beside it hold, L d (b + N/b). Operations are orders of "
-        "growth with all constants 1.",
+        note="Learned here are the strict upper triangles, (b - 1)/2b of full blocks. The table's cell of ComRoPE-LD, "
+        "L d (b/N + N/b), differs from the size of the shapes that the paper gives, L d (b + N/b). Operations are "
+        "orders of growth with all constants 1.",
     )
 
 
@@ -482,14 +481,14 @@ def _table_5(cells: Sequence[Row]) -> Table:
             Column("verdict", "Verdict"),
         ),
         cells,
-        note="A cell agrees where it differs by no more than a unit of its last digit: published numbers are partly "
-        "rounded and partly cut, and percentages were taken from them. Fixed frequencies are counted as nothing, as "
-        "in the paper's row of VisionLlama; counted as the others are they would take what RoPE-Mixed takes.",
+        note="A cell agrees if it differs by at most a unit of its last digit: published numbers are partly rounded "
+        "and partly truncated, and percentages were computed from them. Fixed frequencies count as 0, as in the "
+        "paper's row of VisionLlama; counted as the others they would have the operations of RoPE-Mixed.",
     )
 
 
 def published_claims(measured: dict[tuple[str, str], Costs]) -> list[dict[str, Any]]:
-    """Numbers of the papers' texts beside counts.
+    """Compare numbers in the texts of papers with counts.
 
     Args:
         measured: As `compare_table_5` takes it, and by recipe for other sizes.
@@ -507,7 +506,7 @@ def published_claims(measured: dict[tuple[str, str], Costs]) -> list[dict[str, A
     image = costs(imagenet, "mixed")
     with_class = costs(base, "liere")
 
-    # fvcore takes the product of the first factor's shape: one head's matrices where heads share them.
+    # fvcore multiplies the shape of the first factor, which is that of one head if heads share matrices.
     layers, tokens, head_dim = 12, 65, 64
     artefact = table_5_count(without["ViT-Base"], without["ViT-Base"]) + 2 * layers * tokens * head_dim * head_dim
     complex_products = 2 * 196 * (768 // 2) * 12  # of queries and keys, each a channel pair of a patch in a layer
@@ -601,7 +600,7 @@ def _claims(claims: Sequence[Row]) -> Table:
 
 def _answer(rows: Sequence[dict[str, Any]], cells: Sequence[Row]) -> str:
     base = [row for row in rows if row["size"] == sizes()[1].title and row["own"]]
-    claim = "The encodings asked for learn nothing."
+    claim = "The encodings have no learned parameters."
     if base:
         most, slowest = (max(base, key=lambda row: row[key]) for key in ("own", "macs_share"))
         claim = (
@@ -636,18 +635,18 @@ def _checks(
             f"largest difference {off:.4f} G over {len(base)} cells",
         ),
         Check(
-            "ViT-Base learns 580,608 numbers with LieRE, 64,512 in blocks of 8, 9,216 with RoPE-Mixed",
+            "Encodings of ViT-Base have 580,608 parameters with LieRE, 64,512 in blocks of 8, 9,216 with RoPE-Mixed",
             counts == known,
             ", ".join(f"{name} {count:,}" for name, count in counts.items()),
         ),
         Check(
-            "Counted parameters are those of the formulas, for every size and encoding",
+            "Counted parameters equal the formulas, for every size and encoding",
             not differing,
             f"{len(rows) - len(differing)} of {len(rows)} rows"
             + (f"; not {join_names(differing)}" if differing else ""),
         ),
         Check(
-            "Counted products are those of the formula, for every size of the table",
+            "Counted products equal the formula, for every size of the table",
             formula == counted,
             ", ".join(f"{column} {count:,}" for column, count in counted.items()),
         ),
@@ -660,7 +659,7 @@ def _checks(
 
 
 def _rotation_flops(size: Size, encoding: str) -> int:
-    """FLOPs of making and applying a LieRE's rotations in a ViT."""
+    """Compute the FLOPs of building and applying LieRE's rotations in a ViT."""
     with torch.device("meta"):
         model = build_model(encoding, size.model, size.data)
     assert isinstance(model, ViT)
@@ -676,10 +675,10 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
         return []
     shown = [{key: row[key] for key in ("size", "encoding", "own", "own_share", "macs_share")} for row in drawn]
     figures = (
-        ("parameters-by-size", "own_share", "Share of the parameters that the encoding learns", "Of all parameters",
+        ("parameters-by-size", "own_share", "The encoding's share of the parameters", "Of all parameters",
          "Counted, exact."),
-        ("operations-by-size", "macs_share", "Multiply-adds that rotating adds", "Over no encoding",
-         "Counted as in LieRE's table 5, without making the rotations; exact."),
+        ("operations-by-size", "macs_share", "Additional multiply-adds of rotating", "Over no encoding",
+         "Counted as in LieRE's table 5, without building the rotations; exact."),
     )  # fmt: skip
     return [
         Figure(
@@ -698,7 +697,7 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
 
 
 def _capacity() -> Figure:
-    """Parameters by block size in ViT-Base."""
+    """Build a figure of parameters by block size in ViT-Base."""
     base = sizes()[1]
     rows: list[dict[str, Any]] = []
     for family in ("liere", "comrope-ap", "comrope-ld", "string"):
@@ -707,7 +706,7 @@ def _capacity() -> Figure:
                 with torch.device("meta"):
                     count = count_encoding_parameters(build_model(f"{family}:{b}", base.model, base.data))
             except ValueError:
-                continue  # more blocks than axes can share
+                continue  # the block size does not fit the number of axes
             rows.append({"family": label(f"{family}:{b}").partition(",")[0], "block": b, "parameters": count})
     return Figure(
         name="parameters-by-block",

@@ -1,4 +1,4 @@
-"""Settings of `torchrope compare`, as plain values: imports no torch."""
+"""Settings of `torchrope compare`. Does not import torch."""
 
 from dataclasses import dataclass, field
 
@@ -10,14 +10,14 @@ SCALES = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
 
 @dataclass
 class CompareConfig(LabConfig):
-    """The same model trained once per encoding and seed, and what is measured beside accuracy.
+    """Settings of a comparison, which trains the same model once per encoding and seed.
 
     Attributes:
-        encodings: Names, see `torchrope.encodings.choose`. By default data without a lattice have sinusoidal vectors
-            in the place of a learned table.
-        scales: Sizes to evaluate at, as multiples of the training size.
-        margin: Differences of accuracy within it do not matter, as a share of 1.
-        out: Folder of everything that the comparison leaves; studies share its runs.
+        encodings: Names, see `torchrope.encodings.choose`. The default list has sinusoidal instead of learned for data
+            without a lattice.
+        scales: Input sizes to evaluate at, as multiples of the training size.
+        margin: Differences of accuracy within it count as irrelevant, as a share of 1.
+        out: Output folder; studies share its runs.
     """
 
     encodings: list[str] = field(default_factory=lambda: list(ENCODINGS))
@@ -28,7 +28,7 @@ class CompareConfig(LabConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.task != "classify":
-            raise ValueError(f"compare is for model.head classify (others: study dense), got {self.model.head!r}")
+            raise ValueError(f"compare needs model.head classify (for others: study dense), got {self.model.head!r}")
         if self.encodings == ENCODINGS:
             self.encodings = fitting(ENCODINGS, self.data)
         if not self.encodings:

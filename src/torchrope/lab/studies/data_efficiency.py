@@ -1,4 +1,4 @@
-"""How much training data each encoding needs: 30 % to all of it (LieRE figure 2b; second version, figure 3b)."""
+"""Accuracy with 30 % to 100 % of the training data (LieRE figure 2b; second version, figure 3b)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,12 +52,12 @@ from torchrope.lab.studies.engine.study import Lab, Study
 
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 CLAIMED = 40
-"""The share of the data for which the first version of LieRE prints a lead."""
+"""The share of the data, in percent, for which the first version of LieRE reports a lead."""
 FACTOR = Factor("share", "Training data", "%")
 
 PUBLISHED = (
     published(
-        "What the texts say; the figures print no numbers",
+        "Claims in the texts; the figures print no numbers",
         f"{LIERE_1}, sections 4.2.1 and 5.2 and figure 2b; {LIERE_2}, abstract and section 1.1",
         """
         liere ahead of the others with 40 % of CIFAR-100 | 4.47
@@ -65,39 +65,39 @@ PUBLISHED = (
         """,
         ("Claim", "Value"),
         digits=2,
-        note="4.47 % does not say whether points or a ratio is meant. The first version compares the best epoch of "
-        "each run on the validation set itself; here it is the last one.",
+        note="It is not stated whether 4.47 % are points or a ratio. The first version compares the best epoch of "
+        "each run on the validation set itself; here the last epoch is compared.",
     ),
 )
 
 
 def find(lab: Lab) -> Findings:
-    """Train every encoding on growing parts of the training data."""
+    """Train every encoding on increasing shares of the training data."""
     reference = reference_of(lab)
     names = list(dict.fromkeys([reference, *lab.encodings]))
     sizes = _sizes(lab.data.counts[0], lab.data.num_classes)
     plan: Plan = {name: {share: _runs(lab, name, share, sizes[share]) for share in sizes} for name in names}
     grid, notes = train_grid(lab, plan)
     ahead = leads(grid, all_but(reference, grid))
-    beside_mixed, about_mixed = mixed_tables(grid, FACTOR, reference)
+    over_mixed, about_mixed = mixed_tables(grid, FACTOR, reference)
     needed = _needed(grid, reference)
     slopes = trends(grid, lambda share: -log2(share / 100), reference)
     lead = _lead_as_claimed(grid)
     seeds = len(lab.seeds)
-    note = f"{about_intervals(seeds)} Smaller parts lie within larger ones, with balanced classes."
+    note = f"{about_intervals(seeds)} Smaller subsets are contained in larger ones, with balanced classes."
     return Findings(
         answer=_answer(needed, reference, lead, seeds),
         tables=[
             _needed_table(needed, reference),
-            top1_table("Top-1 by part of the training data", grid, FACTOR, note),
+            top1_table("Top-1 by share of the training data", grid, FACTOR, note),
             contrast_table(f"Ahead of {described(reference)}", ahead, FACTOR, "Ahead"),
-            *beside_mixed,
-            trend_table("How that lead depends on the data", slopes, "Lead gained per halving of the data"),
+            *over_mixed,
+            trend_table("Slope of the lead over the amount of data", slopes, "Lead gained per halving of the data"),
         ],
         figures=[top1_figure(grid, FACTOR, _alt(grid)), lead_figure(FACTOR, ahead, reference, "the same examples")],
         published=PUBLISHED,
         notes=[
-            "All runs take the same number of epochs, so that less data also means fewer steps.",
+            "All runs have the same number of epochs, so that less data also means fewer steps.",
             *([lead.note] if lead else []),
             *about_mixed,
             *_unmeasured(sizes),
@@ -109,11 +109,11 @@ def find(lab: Lab) -> Findings:
 
 @dataclass(frozen=True)
 class _Lead:
-    """What LieRE is ahead by with the share of the data for which its paper prints a lead.
+    """Lead of LieRE with the share of the data for which its paper reports a lead.
 
     Attributes:
-        name: Of LieRE's encodings the one whose least lead is largest.
-        nearest: The encoding of another family that it leads least.
+        name: The LieRE encoding whose smallest lead is largest.
+        nearest: The encoding of another family with the smallest difference.
         found: That lead in points, at 5 % over all pairs.
         others: Encodings of other families.
     """
@@ -125,21 +125,21 @@ class _Lead:
 
     @property
     def clause(self) -> str:
-        """The end of an answer's first sentence; empty where the lead is not measurable."""
+        """The end of an answer's first sentence; empty if the lead is not measurable."""
         return f"; at {CLAIMED} % {self.name} leads all others by {points(self.found)}" if self.found.low > 0 else ""
 
     @property
     def note(self) -> str:
-        """The measured lead beside the printed one."""
+        """A sentence on the measured and the published lead."""
         return (
             f"With {CLAIMED} % of the data {self.name} is ahead of {self.nearest}, the nearest of {self.others} "
             f"encodings of other families, by {points(self.found)}, at 5 % over all pairs (Holm). {LIERE_1}, section "
-            "5.2, prints a lead of 4.47 % over all comparable methods."
+            "5.2, reports a lead of 4.47 % over all comparable methods."
         )
 
 
 def _lead_as_claimed(grid: Grid) -> _Lead | None:
-    """How far LieRE is ahead of all other families with 40 % of the data; None where either was not trained."""
+    """Compute the lead of LieRE over all other families with 40 % of the data; None if either was not trained."""
     rights = rights_at(grid, CLAIMED)
     own = [name for name in rights if issubclass(choose(name).parts[-1], LieRE)]
     others = [name for name in rights if name not in own]
@@ -153,7 +153,7 @@ def _lead_as_claimed(grid: Grid) -> _Lead | None:
 
 
 def _sizes(total: int, classes: int) -> dict[float, int]:
-    """Training examples by share; a part without every class is left out."""
+    """Compute training examples by share; a subset without every class is left out."""
     sizes = {share: round(share * total / 100) for share in SHARES}
     return {share: size for share, size in sizes.items() if size >= classes}
 
@@ -164,20 +164,20 @@ def _runs(lab: Lab, name: str, share: float, size: int) -> Sequence[Run]:
 
 
 def _needed(grid: Grid, reference: str) -> list[dict[str, Any]]:
-    """The share of the data with which every encoding does what the reference does with all of it."""
+    """Compute the share of the data with which every encoding reaches the reference trained on all of it."""
     target = correct(grid[reference][100]).mean(axis=0)
-    again = resamples(len(target))
-    reached = {name: _reached(levels, target, again) for name, levels in grid.items() if name != reference}
+    weights = resamples(len(target))
+    reached = {name: _reached(levels, target, weights) for name, levels in grid.items() if name != reference}
     spared = together({name: partial(_spared, *found) for name, found in reached.items()})
     return [_row(name, 100 - reached[name][0], spared[name]) for name in reached]
 
 
-def _reached(levels: Mapping[Level, Any], target: np.ndarray, again: np.ndarray) -> tuple[float, np.ndarray]:
-    """The share of the data that is not needed, measured and in every draw; minus infinity where all is too little."""
+def _reached(levels: Mapping[Level, Any], target: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
+    """Compute the share of the data not needed, measured and in every draw; minus infinity if all is too little."""
     shares = np.array(list(levels), dtype=float)
     right = np.stack([correct(runs).mean(axis=0) for runs in levels.values()])  # [shares, examples]
     [measured] = first_reach(shares, right.mean(axis=1)[None], target.mean()[None])
-    return 100 - float(measured), 100 - first_reach(shares, again @ right.T, again @ target)
+    return 100 - float(measured), 100 - first_reach(shares, weights @ right.T, weights @ target)
 
 
 def _spared(measured: float, draws: np.ndarray, level: float) -> Interval:
@@ -194,9 +194,9 @@ def _row(name: str, needs: float, spared: Interval) -> dict[str, Any]:
 
 def _needed_table(needed: Sequence[dict[str, Any]], reference: str) -> Table:
     note = (
-        f"Where top-1 first reaches that of {described(reference, 'the')} trained on all of the data, interpolated "
-        "between the parts trained on. Validation examples are drawn anew for both; at 5 % over all rows (Holm). Ends "
-        f"stay within {SHARES[0]} and 100, for that or less and that or more."
+        f"Share of the data at which top-1 first reaches that of {described(reference, 'the')} trained on all of it, "
+        "interpolated between the shares trained on. Bootstrap over validation examples, the same for both; at 5 % "
+        f"over all rows (Holm). Ends are clipped to {SHARES[0]} and 100."
     )
     title = f"Data needed for the top-1 of {described(reference)} with all of it"
     return Table(title, (*NAMES, with_interval("needs", "Data needed", "%", 0), VERDICT), list(needed), note=note)
@@ -204,22 +204,22 @@ def _needed_table(needed: Sequence[dict[str, Any]], reference: str) -> Table:
 
 def _answer(needed: Sequence[dict[str, Any]], reference: str, lead: _Lead | None, seeds: int) -> str:
     less = sorted((row for row in needed if row["verdict"] == "needs less"), key=lambda row: row["needs"])
-    wanted = f"what {described(reference)} reaches with all of it"
+    target = f"to match {described(reference)} with all of it"
     end = f"{lead.clause if lead else ''}.{one_seed(seeds)}"
     if not less:
-        return f"This run cannot tell whether any encoding needs less data for {wanted}{end}"
+        return f"This run cannot tell whether any encoding needs less data {target}{end}"
     share = written([less[0][key] for key in ("needs", "needs_low", "needs_high")], " %", 0)
-    claim = f"{len(less)} of {len(needed)} encodings measurably need less data for {wanted}"
+    claim = f"{len(less)} of {len(needed)} encodings measurably need less data {target}"
     return f"{claim}, {less[0]['name']} the least with {share}{end}"
 
 
 def _alt(grid: Grid) -> str:
-    return f"Top-1 in percent over the part of the training data, one line for each of {len(grid)} encodings."
+    return f"Top-1 in percent over the share of the training data, one line for each of {len(grid)} encodings."
 
 
 def _unmeasured(sizes: dict[float, int]) -> list[str]:
     missing = [f"{share} %" for share in SHARES if share not in sizes]
-    return [f"Left out: {join_names(missing)}, which would not hold an example of each class."] if missing else []
+    return [f"Left out: {join_names(missing)}, with too few examples for one of each class."] if missing else []
 
 
 def _advice(grid: Grid, lab: Lab) -> Advice:

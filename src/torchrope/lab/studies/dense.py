@@ -1,4 +1,4 @@
-"""Segmentation and detection, also at sizes not trained on: mIoU and box AP (RoPE-ViT tables 1 to 4)."""
+"""Semantic segmentation and object detection, also at larger sizes: mIoU and box AP (RoPE-ViT tables 1 to 4)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -60,9 +60,9 @@ from torchrope.lab.training.config import TASKS
 
 SCALES = (1.0, 1.5, 2.0)
 PICTURED = 2
-"""Validation images shown at the size trained on; one fewer at the largest size."""
+"""Validation images shown at the training size; one fewer at the largest size."""
 SAME = 0.005
-"""What rounding may change in a measure."""
+"""Tolerance of measures for rounding."""
 
 PUBLISHED = (
     published(
@@ -73,8 +73,8 @@ PUBLISHED = (
         ViT-L | 51.1 | 52.2 | 52.9 | 52.5 | 52.8
         """,
         ("Backbone", "learned (APE)", "axial", "mixed", "learned+axial", "learned+mixed"),
-        note="Without intervals or number of trainings. The gain is put down to extrapolation in the layers of global "
-        "attention, which no number here separates from the better pre-training.",
+        note="Without intervals or number of training runs. The paper attributes the gain to extrapolation in the "
+        "layers of global attention; no number here separates that from better pre-training.",
     ),
     published(
         "Box AP, MS-COCO, DINO-Swin, 12 epochs",
@@ -85,8 +85,8 @@ PUBLISHED = (
         Swin-B | 54.2 | 54.4 | 54.5 | 54.7 | 54.5
         """,
         ("Backbone", "bias (RPB)", "axial", "mixed", "bias+axial", "bias+mixed"),
-        note="Without intervals; most differences are 0.1 to 0.3 points. The text has it that the bias does little "
-        "beside mixed, but bias+mixed is the best Swin-S and loses to mixed alone on Swin-T.",
+        note="Without intervals; most differences are 0.1 to 0.3 points. The text says that the bias has little effect "
+        "with mixed, but bias+mixed is the best Swin-S and behind mixed alone on Swin-T.",
     ),
     published(
         "mIoU, ADE20k, UperNet on ViT, 160,000 steps at 512",
@@ -121,10 +121,10 @@ class AtSize:
     """A size that models are evaluated at.
 
     Attributes:
-        scale: Over that of the training.
+        scale: As a multiple of the training size.
         title: "96 × 96", or "1.5 times".
-        data: Whose validation images are predicted.
-        zoom: How much larger they are made first.
+        data: Data with the validation images.
+        zoom: Factor by which images are enlarged first.
     """
 
     scale: float
@@ -139,19 +139,19 @@ class AtSize:
 
     @property
     def where(self) -> str:
-        """Within a sentence."""
-        return "at the size trained on" if self.trained else f"at {self.scale:g} times the size trained on"
+        """Phrase within a sentence."""
+        return "at the training size" if self.trained else f"at {self.scale:g} times the training size"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a task.
+    """Results of a task.
 
     Attributes:
         task: The task.
         scores: By encoding, one per size.
         trained: The runs, by encoding.
-        measured: What was measured of each run, one per size, by encoding and seed.
+        measured: Stored results of each run, one per size, by encoding and seed.
     """
 
     task: Task
@@ -160,24 +160,24 @@ class Outcome:
     measured: dict[str, list[list[dict[str, Any]]]]
 
     def at(self, size: int) -> dict[str, Drawn]:
-        """Of all encodings at a size, by its number."""
+        """Return the scores of all encodings at a size, by its index."""
         return {name: scores[size] for name, scores in self.scores.items()}
 
     def verdicts(self, size: int) -> dict[str, str]:
-        """Whether each encoding is the best, tied or behind, by name, the best first."""
+        """Return whether each encoding is best, tied or behind, by name, the best first."""
         return rank(self.at(size))
 
     def best(self, size: int) -> list[str]:
-        """The best, and those not told apart from it."""
+        """Return the best encoding and those tied with it."""
         return [name for name, verdict in self.verdicts(size).items() if verdict != "behind"]
 
     def written(self, name: str, size: int) -> str:
-        """What an encoding reaches: "87.5 % [83.6, 90.8]"."""
+        """Format the score of an encoding: "87.5 % [83.6, 90.8]"."""
         return percent(in_percent(self.scores[name][size].interval()))
 
 
 def find(lab: Lab) -> Findings:
-    """Train every encoding below a head for each task that the data has, and evaluate at several sizes."""
+    """Train every encoding with a head for each task of the data, and evaluate at several sizes."""
     tasks = [task for task in (Segment(), Detect()) if task.name in lab.data.tasks]
     reference = lab.reference or TABLE
     if lab.reference:
@@ -205,18 +205,18 @@ def find(lab: Lab) -> Findings:
 
 
 def runs_of(lab: Lab, task: Task) -> list[Run]:
-    """A run of each encoding and seed below the head that the user names for a task, or the task's own."""
+    """Plan a run of each encoding and seed, with the configured head if it is for the task, otherwise its default."""
     names = dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])])
     return lab.runs(list(names), model=_below(lab, task))
 
 
 def _below(lab: Lab, task: Task) -> dict[str, Any]:
-    """What differs from the configured model below the head of a task."""
+    """Return the model settings that select the head of a task."""
     return {} if TASKS[lab.config.model.head] == task.name else {"head": task.head, "num_queries": None}
 
 
 def sizes_of(data: DataModule) -> list[AtSize]:
-    """The size trained on and larger ones: larger canvases with more digits, or images enlarged of other data."""
+    """Return the training size and larger ones: for scenes larger canvases with more digits, else enlarged images."""
     if not isinstance(data, Scenes):
         return [AtSize(scale, f"{scale:g} times", data, scale) for scale in SCALES]
     found = []
@@ -247,7 +247,7 @@ def _score(task: Task, seeds: Sequence[Sequence[dict[str, Any]]], at: int) -> Dr
 
 
 def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[AtSize]) -> dict[str, Any]:
-    """What is kept of a model's predictions at every size, and what is shown of the first ones.
+    """Compute per-image records of a model's predictions at every size, and panels of the first images.
 
     Returns:
         `{"sizes": [{"records": ..., "panels": ...}, ...]}`, one per size.
@@ -269,7 +269,7 @@ def _columns(sizes: Sequence[AtSize], unit: str) -> list[Column]:
 
 
 def _at(found: Sequence[Interval]) -> dict[str, float | None]:
-    """The cells of `_columns`."""
+    """Return the cells of `_columns`."""
     return {key: value for at, each in enumerate(found) for key, value in cells(f"at{at}", in_percent(each)).items()}
 
 
@@ -278,7 +278,7 @@ def _tables(outcome: Outcome, sizes: Sequence[AtSize], reference: str, seeds: in
     at_first, at_last = outcome.verdicts(0), outcome.verdicts(last)
     rows = []
     for name, scores in ((name, outcome.scores[name]) for name in at_first):
-        deviation = spread((100 * scores[0].whole).tolist())
+        deviation = spread((100 * scores[0].on_all).tolist())
         measures = _at([each.interval() for each in scores])
         rows.append({**named(name), **measures, "spread": deviation, "first": at_first[name], "last": at_last[name]})
     verdicts = [Column("first", f"Verdict at {sizes[0].title}")]
@@ -290,14 +290,14 @@ def _tables(outcome: Outcome, sizes: Sequence[AtSize], reference: str, seeds: in
             [*NAMES, *_columns(sizes, "%"), *over, *verdicts],
             rows,
             note=f"Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied "
-            "where the interval of the difference on the same images holds 0, at 5 % over all pairs (Holm).",
+            "if the interval of the difference on the same images contains 0, at 5 % over all pairs (Holm).",
         )
     ]
-    beside = (
+    comparisons = (
         (described(reference), _ahead(outcome, all_but(reference, outcome.scores)), ""),
         ("RoPE-Mixed", _ahead_of_mixed(outcome, reference), f" {WITH_SAME}"),
     )
-    for other, ahead, note in beside:
+    for other, ahead, note in comparisons:
         lines = [
             {**named(name), **_at(found), "first": verdict_of(found[0]), "last": verdict_of(found[last])}
             for name, found in ahead.items()
@@ -310,7 +310,7 @@ def _tables(outcome: Outcome, sizes: Sequence[AtSize], reference: str, seeds: in
 
 
 def _ahead(outcome: Outcome, others: Mapping[str, str]) -> dict[str, list[Interval]]:
-    """How far encodings are ahead of the others named with them at each size, at 5 % over all encodings at a size."""
+    """Compute the lead of encodings over their counterparts at each size, at 5 % over all encodings at a size."""
     scores = outcome.scores
     pairs = {name: other for name, other in others.items() if other in scores}
     at_sizes = [
@@ -321,7 +321,7 @@ def _ahead(outcome: Outcome, others: Mapping[str, str]) -> dict[str, list[Interv
 
 
 def _ahead_of_mixed(outcome: Outcome, reference: str) -> dict[str, list[Interval]]:
-    """The same of those that learn more than frequencies, against RoPE-Mixed, where that is not the reference."""
+    """Compute the lead of encodings that learn more than frequencies over RoPE-Mixed, unless it is the reference."""
     pairs = {name: other for name, other in mixed_counterparts(outcome.scores).items() if other != reference}
     return _ahead(outcome, pairs)
 
@@ -355,7 +355,7 @@ def _figures(outcomes: Sequence[Outcome], sizes: Sequence[AtSize], reference: st
             kind="lines",
             title=title,
             alt=f"{title}: {measures} at {len(sizes)} sizes, one line per encoding.",
-            x=Axis("scale", "Size over that of the training", "times"),
+            x=Axis("scale", "Size over training size", "times"),
             y=y,
             rows=rows,
             series="name",
@@ -370,7 +370,7 @@ def _figures(outcomes: Sequence[Outcome], sizes: Sequence[AtSize], reference: st
 
 
 def _reached(outcome: Outcome) -> dict[str, list[Interval]]:
-    """What every encoding reaches at each size."""
+    """Return the score of every encoding at each size."""
     return {name: [each.interval() for each in scores] for name, scores in outcome.scores.items()}
 
 
@@ -385,8 +385,8 @@ def _pictures(outcome: Outcome, sizes: Sequence[AtSize]) -> Pictures:
             rows.append(picture(f"{size.title}, {target['name']}", image, panels))
     return Pictures(
         name=f"{task.name}-pictures",
-        title=f"{task.title}: truth and predictions",
-        alt=f"{len(rows)} validation images with the truth and what each encoding predicts.",
+        title=f"{task.title}: ground truth and predictions",
+        alt=f"{len(rows)} validation images with the ground truth and the predictions with each encoding.",
         classes=list(task.classes(sizes[0].data)),
         rows=rows,
         caption=f"The first validation images of each size. {task.shown}",
@@ -415,7 +415,7 @@ def _checks(outcome: Outcome, sizes: Sequence[AtSize]) -> list[Check]:
 def _truth_is_perfect(task: Task, data: DataModule) -> Check:
     records = [task.record(task.truth(target), target) for _, target in examples(data)]
     reached = task.weigh(records)(np.ones((1, len(records))))
-    rule = f"{task.title}: the truth taken for a prediction has a {task.measure} of 100"
+    rule = f"{task.title}: the ground truth as prediction has a {task.measure} of 100"
     return Check(rule, abs(float(reached[0]) - 1) <= SAME, f"{100 * reached[0]:.2f} on {len(records)} images")
 
 
@@ -423,23 +423,23 @@ def _as_at_the_end(outcome: Outcome) -> Check:
     far = max(
         abs(float(reached) - each.curve[-1][outcome.task.curve])
         for name, runs in outcome.trained.items()
-        for reached, each in zip(outcome.scores[name][0].whole, runs, strict=True)
+        for reached, each in zip(outcome.scores[name][0].on_all, runs, strict=True)
     )
-    rule = f"{outcome.task.title}: {outcome.task.measure} from records of each image is what the training ended with"
+    rule = f"{outcome.task.title}: {outcome.task.measure} from per-image records equals that at the end of training"
     return Check(rule, far <= SAME, f"at most {100 * far:.2f} points apart")
 
 
 def _adds_up(outcome: Outcome) -> Check:
     counts = [total(at["records"]) for seeds in outcome.measured.values() for seed in seeds for at in seed]
     wrong = sum(predicted != true for predicted, true in counts)
-    rule = f"{outcome.task.title}: over all classes as many pixels are predicted as have a true class"
+    rule = f"{outcome.task.title}: over all classes predicted and true pixels are equally many"
     return Check(rule, not wrong, f"{sum(true for _, true in counts):,} pixels, {wrong} of {len(counts)} counts differ")
 
 
 def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:
     notes = [outcome.task.about for outcome in outcomes]
     heads = {outcome.task.name: next(iter(outcome.trained.values()))[0].run.config.model.head for outcome in outcomes}
-    notes.append("Backbones start from random weights; the paper's were trained on ImageNet-1k before.")
+    notes.append("Backbones are randomly initialised; the paper's were pretrained on ImageNet-1k.")
     if "detect" in heads:
         notes.append(
             f"The detector is {heads['detect']}; the paper's is DINO, whose ViT attends within windows in most layers. "
@@ -449,8 +449,8 @@ def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:
         notes.append(f"The segmenter is {heads['segment']}. Evaluation at several scales at once is left out.")
     if isinstance(lab.data, Scenes):
         notes.append(
-            "A larger canvas holds more digits of the same sizes; in the paper larger images show larger objects. Each "
-            "size has scenes of its own, so that values at different sizes cannot be compared."
+            "A larger canvas contains more digits of the same sizes; in the paper larger images show larger objects. "
+            "Each size has different scenes, so that values at different sizes cannot be compared."
         )
     else:
         notes.append("Images are enlarged for larger sizes, and predictions are resampled to their own pixels.")
@@ -470,7 +470,7 @@ def _advice(outcome: Outcome, sizes: Sequence[AtSize], lab: Lab) -> list[Advice]
 
 STUDY = Study(
     title="Segmentation and detection",
-    question="Which encoding segments and detects best, and which keeps doing so on images larger than in training?",
+    question="Which encoding is best for segmentation and detection, also on images larger than in training?",
     sources=tuple(f"{ROPE_VIT}, table {number}" for number in (1, 2, 3, 4)),
     find=find,
     tasks=("segment", "detect"),

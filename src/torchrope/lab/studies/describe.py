@@ -1,4 +1,4 @@
-"""What results say of their data and encodings, for people."""
+"""Descriptions of data and encodings for results."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from torchrope.lab.results import DataFacts
 
 
 def describe_data(data: DataModule) -> DataFacts:
-    """Name, sizes, counts and classes of data that is set up, and the files left out of it."""
+    """Return name, sizes, counts and classes of data that is set up, and the files skipped."""
     train, val = data.counts
     return DataFacts(
         name=data.name,
@@ -31,12 +31,12 @@ def describe_data(data: DataModule) -> DataFacts:
 
 
 def describe_skipped(faults: Mapping[str, str]) -> list[str]:
-    """Files that could not be read, each with the reason."""
+    """List files that could not be read, each with the reason."""
     return [f"{path} ({reason})" for path, reason in faults.items()]
 
 
 def label(encoding: str) -> str:
-    """An encoding's name for people.
+    """Return the display name of an encoding.
 
     Example:
         >>> label("learned+liere:8")
@@ -49,10 +49,10 @@ def label(encoding: str) -> str:
 
 
 def label_of(model: nn.Module, rotary: Encoding | None) -> str:
-    """The encodings of a model for people.
+    """Return the display name of a model's encodings.
 
     Args:
-        model: A `ViT` or `Swin`, whose absolute encoding and bias are told too, or another library's.
+        model: A `ViT` or `Swin`, whose absolute encoding and bias are included, or another library's.
         rotary: Its rotary encoding.
 
     Example:
@@ -71,5 +71,5 @@ def label_of(model: nn.Module, rotary: Encoding | None) -> str:
 
 
 def _title(part: type) -> str:
-    """The title of a class itself, not of its base class, or its name."""
+    """Return the title that a class defines itself, not its base class, or its name."""
     return vars(part).get("title") or part.__name__

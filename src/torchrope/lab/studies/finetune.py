@@ -1,4 +1,4 @@
-"""What a rotary encoding adds to a model trained without one, by a short fine-tuning (ComRoPE table 4)."""
+"""Gain of adding a rotary encoding to a model trained without one, after short fine-tuning (ComRoPE table 4)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -45,9 +45,9 @@ SHARE_OF_EPOCHS = 0.25
 SHARE_OF_LR = 0.3
 """ComRoPE fine-tunes with 3e-4, where it trains from scratch with 1e-3 (supplement B.2 and table 5)."""
 
-TURN = (
-    "The angle is the largest between opposite corners, mean over layers and heads; an encoding that starts at zero "
-    "rotates little after few steps."
+ABOUT_ANGLE = (
+    "The angle is the largest rotation angle between opposite corners, mean over layers and heads; a zero-initialised "
+    "encoding rotates little after few steps."
 )
 
 COLUMNS = (
@@ -73,14 +73,14 @@ PUBLISHED = (
         """,
         ("Encoding", "Top-1"),
         digits=2,
-        note="One training each and no intervals: on 50,000 images the standard error of one such number is about 0.18 "
+        note="One training each and no intervals: on 50,000 images the standard error of one number is about 0.18 "
         "points, so that unpaired the five cannot be told apart.",
     ),
 )
 
 
 def find(lab: Lab) -> Findings:
-    """Put encodings into a trained model with a learned absolute one, and train all for as long again."""
+    """Add rotary encodings to a trained model with a learned absolute one, and fine-tune with and without them."""
     names, left_out = _swaps(lab)
     plan = {name: [fine_tuned(lab, name, seed) for seed in lab.seeds] for name in [BASELINE, *names]}
     starts = lab.train(lab.runs([BASELINE]))
@@ -96,14 +96,19 @@ def find(lab: Lab) -> Findings:
     return Findings(
         answer=change_sentence("adding a rotary encoding before fine-tuning", "accuracy", gains, seeds),
         tables=[
-            Table("Before and after fine-tuning", COLUMNS, rows, note=f"{about_intervals(seeds)} Gains: {HOLM} {TURN}")
+            Table(
+                "Before and after fine-tuning",
+                COLUMNS,
+                rows,
+                note=f"{about_intervals(seeds)} Gains: {HOLM} {ABOUT_ANGLE}",
+            )
         ],
         figures=[_figure(rows)],
         published=PUBLISHED,
         checks=[_check(starts, {name: right_after[name] for name in learn})] if learn else [],
         notes=[
             f"Epochs of fine-tuning: {optim.epochs}, after {lab.config.optim.epochs}, at a rate of {optim.lr:.2g}. "
-            "The learned absolute encoding stays in the model, whichever rotary encoding joins it.",
+            "The learned absolute encoding remains in the model with every rotary encoding.",
             *left_out,
         ],
         advice=[_advice(gains, lab)],
@@ -111,7 +116,7 @@ def find(lab: Lab) -> Findings:
 
 
 def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
-    """Names with the absolute encoding that the pretrained model has, and a note on those that cannot be swapped in."""
+    """Combine rotary encodings with the pretrained model's absolute one, and note those that cannot be swapped in."""
     names, others = [], []
     for name in lab.encodings:
         choice = choose(name)
@@ -121,12 +126,12 @@ def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
             rotary = next(part for part in name.split("+") if choose(part).absolute is None)
             names.append(f"{BASELINE}+{rotary}")
     left_out = [name for name in others if name not in ("none", BASELINE)]
-    notes = [f"Left out: {join_names(left_out)}, which are not rotary or bring a bias."] if left_out else []
+    notes = [f"Left out: {join_names(left_out)}, which are not rotary or have a bias."] if left_out else []
     return list(dict.fromkeys(names)) or [f"{BASELINE}+mixed"], notes
 
 
 def fine_tuned(lab: Lab, name: str, seed: int, **optim: Any) -> Run:
-    """A quarter of the epochs more, at a lower rate, from the trained model without the encoding.
+    """Plan a run of a quarter of the epochs, at a lower rate, from the trained model without the encoding.
 
     Args:
         lab: Of the study.
@@ -134,13 +139,13 @@ def fine_tuned(lab: Lab, name: str, seed: int, **optim: Any) -> Run:
         seed: Of both runs.
         optim: Further settings of the optimiser that differ.
     """
-    whole = lab.config.optim
-    lr = SHARE_OF_LR * whole.lr
+    pretraining = lab.config.optim
+    lr = SHARE_OF_LR * pretraining.lr
     shorter = {
-        "epochs": max(1, round(SHARE_OF_EPOCHS * whole.epochs)),
+        "epochs": max(1, round(SHARE_OF_EPOCHS * pretraining.epochs)),
         "lr": lr,
-        "min_lr": min(whole.min_lr, lr),
-        "warmup_epochs": SHARE_OF_EPOCHS * whole.warmup_epochs,
+        "min_lr": min(pretraining.min_lr, lr),
+        "warmup_epochs": SHARE_OF_EPOCHS * pretraining.warmup_epochs,
     }
     return lab.run(name, seed, optim={**shorter, **optim}, after=lab.run(BASELINE, seed))
 
@@ -154,7 +159,7 @@ def _parameters(lab: Lab, name: str) -> int:
 
 
 def _right_after(starts: Sequence[Trained], tuned: Sequence[Run]) -> np.ndarray:
-    """Right or not with the encoding put in and nothing trained, `(seeds, examples)`."""
+    """Evaluate with the encoding swapped in and no training: right or wrong, `(seeds, examples)`."""
     rights = []
     for start, run in zip(starts, tuned, strict=True):
         swapped = run.encoding.replace(":", "-")
@@ -164,10 +169,10 @@ def _right_after(starts: Sequence[Trained], tuned: Sequence[Run]) -> np.ndarray:
 
 
 def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, start: Trained) -> dict[str, Any]:
-    """What the pretrained model predicts with another encoding in it."""
-    with_it = build_model(run.encoding, run.config.model, data)
-    start_from(with_it, start.folder)
-    _, logits = predict_views_or_one(with_it.to(next(model.parameters()).device).eval(), data)
+    """Predict with the pretrained model after swapping an encoding in."""
+    swapped = build_model(run.encoding, run.config.model, data)
+    start_from(swapped, start.folder)
+    _, logits = predict_views_or_one(swapped.to(next(model.parameters()).device).eval(), data)
     return {"predicted": logits.argmax(dim=-1).tolist()}
 
 
@@ -185,15 +190,15 @@ def _row(name: str, runs: Sequence[Trained], gain: Interval | None, before: np.n
 
 
 def angle_across(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
-    """The largest angle of a rotation between opposite corners of the input, mean over layers and heads."""
+    """Compute the largest rotation angle between opposite corners of the input, mean over layers and heads."""
     sizes = model.embed.lattice(data.input_size)
     angles = []
     for encoding in (each for each in model.modules() if isinstance(each, Encoding)):
         generators = encoding.generators().detach()  # [axes, heads, blocks, b, b]
         spacing = per_axis("spacing", encoding.lattice(*sizes)["spacing"], len(sizes))
         across = [width * (size - 1) for width, size in zip(spacing, sizes, strict=True)]
-        turned = torch.einsum("n,n...->...", generators.new_tensor(across), generators)
-        angles.append(torch.linalg.matrix_norm(turned, ord=2).amax(dim=-1).mean().item())
+        exponent = torch.einsum("n,n...->...", generators.new_tensor(across), generators)
+        angles.append(torch.linalg.matrix_norm(exponent, ord=2).amax(dim=-1).mean().item())
     return {"radians": fmean(angles)}
 
 
@@ -201,9 +206,9 @@ def _check(starts: Sequence[Trained], right_after: dict[str, np.ndarray]) -> Che
     before = correct(starts)
     changed = {name: int((after != before).sum()) for name, after in right_after.items()}
     return Check(
-        rule="A learned rotary encoding that starts at zero leaves the pretrained model unchanged",
+        rule="A zero-initialised rotary encoding does not change the pretrained model",
         holds=not any(changed.values()),
-        measured="answers that became right or wrong: "
+        measured="predictions that became right or wrong: "
         + ", ".join(f"{name} {count}" for name, count in changed.items()),
     )
 
@@ -219,7 +224,7 @@ def _figure(rows: Sequence[dict[str, Any]]) -> Figure:
         name="before-and-after",
         kind="points",
         title="Top-1 before and after fine-tuning",
-        alt=f"Top-1 in percent of {len(rows)} models right after an encoding was put in, and after fine-tuning.",
+        alt=f"Top-1 in percent of {len(rows)} models right after an encoding was swapped in, and after fine-tuning.",
         x=Axis("when", "When", scale="category"),
         y=Axis("top1", "Top-1", "%"),
         rows=marks,
@@ -241,7 +246,7 @@ def _advice(gains: Mapping[str, Interval], lab: Lab) -> Advice:
 
 STUDY = Study(
     title="Fine-tuning",
-    question="What does a rotary encoding add to a model that was trained without one?",
+    question="Does adding a rotary encoding before fine-tuning improve a model that was trained without one?",
     sources=(f"{COMROPE}, table 4",),
     find=find,
     needs_lattice=True,

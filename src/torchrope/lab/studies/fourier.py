@@ -1,4 +1,4 @@
-"""How well frequencies, or blocks, locate a point: its reconstruction from them (RoPE-ViT figure 1)."""
+"""Reconstruction of a point from an encoding's frequencies or blocks (RoPE-ViT figure 1)."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ LATTICE = (14, 14)
 HEADS, HEAD_DIM = 12, 64
 """ViT-B at 224x224 pixels with patches of 16x16, as in the paper."""
 REACH = 1e-6
-"""Directions of a span that are weaker than this share of its strongest do not count: they would need huge weights."""
+"""Singular values below this share of the largest are dropped, because they would need huge weights."""
 EXACT = 1e-9
 FIT, TRANSFORM = "best fit", "transform and back"
 
@@ -40,12 +40,12 @@ class Heads:
         encoding: Its name.
         state: "initialisation" or "trained", with the setting.
         sizes: Tokens along each axis.
-        blocks: R `(heads, tokens, n, b, b)`, heads of all seeds; 1 where they are alike. Channels that do not turn are
-            left out.
+        blocks: R `(heads, tokens, n, b, b)`, heads of all seeds, or one if they are equal. Unrotated channels are left
+            out.
         head_dim: Channels of a head.
-        one_axis: Whether each block turns with one axis alone.
+        one_axis: Whether each block depends on one axis only.
         per_seed: Heads of one seed.
-        title: For people; by default that of the encoding's name.
+        title: Displayed; by default that of the encoding's name.
     """
 
     encoding: str
@@ -75,15 +75,15 @@ def heads_of(
     origin: PerAxis | None = None,
     title: str = "",
 ) -> Heads:
-    """The rotations of a lattice, in float64.
+    """Compute the rotations of a lattice in float64.
 
     Args:
         encodings: Of one layer, one per seed.
         sizes: Tokens along each axis.
         name: The encoding's.
-        state: For people.
-        spacing, origin: Of the lattice; by default as the encoding's paper has it.
-        title: For people; by default that of the name.
+        state: Displayed.
+        spacing, origin: Of the lattice; by default as in the encoding's paper.
+        title: Displayed; by default that of the name.
     """
     found = []
     with torch.no_grad():
@@ -97,10 +97,10 @@ def heads_of(
             )
             exact = copy.deepcopy(encoding).cpu().double()
             found.append(exact(positions, backend="reference").blocks().double())
-            turning = exact.generators().abs().amax(dim=(-1, -2)) > 0  # (axes, heads, blocks)
+            nonzero = exact.generators().abs().amax(dim=(-1, -2)) > 0  # (axes, heads, blocks)
     alike = bool((found[0].shape[0] == 1) and all(torch.equal(found[0], each) for each in found))
     blocks = found[0] if alike else torch.cat(found)
-    one_axis = not isinstance(encodings[0], NoEncoding) and bool((turning.sum(dim=0) <= 1).all())
+    one_axis = not isinstance(encodings[0], NoEncoding) and bool((nonzero.sum(dim=0) <= 1).all())
     return Heads(name, state, tuple(sizes), blocks, encodings[0].head_dim, one_axis, len(found[0]), title)
 
 
@@ -120,10 +120,10 @@ def best_fit(functions: Tensor) -> tuple[Tensor, int]:
 
 
 def transform(blocks: Tensor, head_dim: int) -> Tensor:
-    """Reconstruct every point by transforming it with the encoding's frequencies and back:  tr(R(p₀)^T R(p)) / d.
+    """Reconstruct every point by the transform with the encoding's frequencies and its inverse:  tr(R(p₀)^T R(p)) / d.
 
     For blocks of 2 this is the mean of cos θ·(p - p₀) over the frequencies θ: the discrete Fourier transform of a point
-    and its inverse, with these frequencies alone.
+    and its inverse, with these frequencies only.
 
     Args:
         blocks: `(tokens, n, b, b)`.
@@ -133,30 +133,30 @@ def transform(blocks: Tensor, head_dim: int) -> Tensor:
         `(points, tokens)`.
     """
     flat = blocks.flatten(1)
-    still = head_dim - blocks.shape[-3] * blocks.shape[-1]
-    return (flat @ flat.mT + still) / head_dim
+    unrotated = head_dim - blocks.shape[-3] * blocks.shape[-1]
+    return (flat @ flat.mT + unrotated) / head_dim
 
 
 def sharpness(reconstructions: Tensor, sizes: Sequence[int]) -> dict[str, float]:
-    """How sharp reconstructions of points are, mean over the points.
+    """Measure the sharpness of reconstructions of points, mean over the points.
 
     Args:
-        reconstructions: One a point, `(points, tokens)`, points row-major as the tokens.
+        reconstructions: One per point, `(points, tokens)`, points row-major as the tokens.
         sizes: Tokens along each axis.
 
     Returns:
-        peak: what is left of a point's 1; outside: share of the energy, the sum of squares, that is not in the point;
-        lines: share of that which lies on lines along the axes through the point; width: root mean square distance
+        peak: value at the point, originally 1; outside: share of the energy, the sum of squares, outside the point;
+        lines: share of that energy on lines along the axes through the point; width: root mean square distance
         from the point, in tokens, weighted by energy.
     """
     positions = grid(*sizes, dtype=torch.float64)
     apart = positions.unsqueeze(1) - positions  # (points, tokens, axes)
     energy = reconstructions.square()
-    whole = energy.sum(dim=1).clamp(min=torch.finfo(energy.dtype).tiny)
+    of_point = energy.sum(dim=1).clamp(min=torch.finfo(energy.dtype).tiny)
     away = energy * ~torch.eye(len(energy), dtype=torch.bool)
     on_lines = away * ((apart != 0).sum(dim=-1) == 1)
-    outside = away.sum(dim=1) / whole
-    spread = (energy * apart.square().sum(dim=-1)).sum(dim=1) / whole
+    outside = away.sum(dim=1) / of_point
+    spread = (energy * apart.square().sum(dim=-1)).sum(dim=1) / of_point
     total = float(away.sum())
     return {
         "peak": float(reconstructions.diagonal().mean()),
@@ -167,7 +167,7 @@ def sharpness(reconstructions: Tensor, sizes: Sequence[int]) -> dict[str, float]
 
 
 def all_frequencies(sizes: Sequence[int]) -> Heads:
-    """One head with every frequency of a lattice's discrete Fourier transform, 2π k / size along each axis."""
+    """Build one head with every frequency of a lattice's discrete Fourier transform, 2π k / size along each axis."""
     count = math.prod(sizes)
     encoding = MixedRoPE(num_axes=len(sizes), num_heads=1, head_dim=2 * count).double()
     waves = grid(*sizes, dtype=torch.float64) * 2 * math.pi / torch.tensor(sizes, dtype=torch.float64)
@@ -176,17 +176,17 @@ def all_frequencies(sizes: Sequence[int]) -> Heads:
 
 
 def find(lab: Lab) -> Findings:
-    """Reconstruct points from each encoding, at the start and where a run of the same lab is trained."""
+    """Reconstruct points from each encoding, at initialisation and from finished runs in the same folder."""
     rotary = [name for name in lab.encodings if issubclass(choose(name).parts[-1], Encoding)]
     checkpoints = read_checkpoints(lab.checkpoints, lab.encodings)
     rotating = [each for each in checkpoints if each.sites]
     if not rotary and not rotating:
         names = [*lab.encodings, *(each.name for each in checkpoints)]
-        raise ValueError(f"fourier is of rotary encodings, got {', '.join(names)}")
+        raise ValueError(f"fourier needs rotary encodings, got {', '.join(names)}")
     notes = warned(checkpoints)
     notes += [f"{each.name} left out: it has no rotary encoding." for each in checkpoints if not each.sites]
     if left_out := [name for name in lab.encodings if name not in rotary]:
-        notes.append(f"{join_names(left_out)} left out: no rotary encoding.")
+        notes.append(f"{join_names(left_out)} left out: not rotary.")
     measured = []
     for name in rotary:
         try:
@@ -215,7 +215,7 @@ def _at_start(name: str, seed: int) -> Encoding:
 
 
 def _trained(lab: Lab, name: str) -> list[Heads]:
-    """The first layer of runs that another study has trained, and of the same models before."""
+    """Return the first layer of finished runs, trained and at initialisation."""
     if lab.config.model.backbone != "vit":
         return []
     runs = [lab.store.finished(lab.run(name, seed)) for seed in lab.seeds]
@@ -240,7 +240,7 @@ def _trained(lab: Lab, name: str) -> list[Heads]:
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Heads:
-    """The first layer of a checkpoint, on the lattice that it was trained on."""
+    """Return the first layer of a checkpoint, on its training lattice."""
     first = checkpoint.sites[0]
     state = f"checkpoint, {'x'.join(map(str, first.sizes))} tokens"
     return heads_of(
@@ -264,14 +264,14 @@ def _row(heads: Heads) -> dict[str, Any]:
     fits = [best_fit(each) for each in heads.functions]
     fitted = [sharpness(projector, heads.sizes) for projector, _ in fits]
     back = [sharpness(transform(each, heads.head_dim), heads.sizes) for each in heads.blocks]
-    together = heads.functions[: heads.per_seed].transpose(0, 1).flatten(1)
+    all_heads = heads.functions[: heads.per_seed].transpose(0, 1).flatten(1)
     row: dict[str, Any] = {
         "name": f"{heads.title or heads.encoding}, {heads.state}",
         "encoding": heads.encoding,
         "state": heads.state,
         "tokens": math.prod(heads.sizes),
         "dimension": float(np.mean([dimension for _, dimension in fits])),
-        "together": _dimension_of_many(together),
+        "together": _dimension_of_many(all_heads),
         "heads": len(heads.blocks),
     }
     for prefix, values in (("fit", fitted), ("back", back)):
@@ -282,7 +282,7 @@ def _row(heads: Heads) -> dict[str, Any]:
 
 
 def _dimension_of_many(functions: Tensor) -> int:
-    """The dimension of a span of very many functions, by their Gram matrix over tokens."""
+    """Compute the dimension of the span of many functions from their Gram matrix over tokens."""
     strength = torch.linalg.eigvalsh(functions @ functions.mT)
     return int((strength > REACH**2 * strength[-1]).sum())
 
@@ -308,12 +308,12 @@ def _table(rows: Sequence[Row]) -> Table:
         "from the matrix coefficients of R(p), cosines and sines for blocks of 2, without directions weaker than "
         f"{REACH:g} of the strongest. Transform and back is the paper's: tr(R(p₀)ᵀR(p))/d. Energy is the sum of "
         "squares, width the root mean square distance from the point. Intervals are over the heads of one layer and "
-        "all seeds; where all heads are equal there is one, without interval.",
+        "all seeds; if all heads are equal, one is shown without interval.",
     )
 
 
 def _percent(row: dict[str, Any]) -> str:
-    """The energy outside the point, with an interval where there are several heads."""
+    """Format the energy outside the point, with an interval if there are several heads."""
     found = [row[f"fit_outside{end}"] for end in ("", "_low", "_high")]
     return f"{found[0]:.1f} %" if row["heads"] == 1 else percent(found)
 
@@ -357,7 +357,10 @@ def _checks(measured: Sequence[Heads]) -> list[Check]:
 
 
 def _bend(reconstructions: Tensor, sizes: Sequence[int]) -> float:
-    """f(x, y) - f(x', y) - f(x, y') + f(x', y') over the last two axes, the largest: 0 for sums of functions of one."""
+    """Return the largest mixed difference over the last two axes, which is 0 for sums of functions of one axis.
+
+    The mixed difference is f(x, y) - f(x', y) - f(x, y') + f(x', y') for adjacent x, x' and y, y'.
+    """
     lattice = reconstructions.unflatten(1, tuple(sizes))
     return float(lattice.diff(dim=-1).diff(dim=-2).abs().max())
 
@@ -365,25 +368,25 @@ def _bend(reconstructions: Tensor, sizes: Sequence[int]) -> float:
 def _notes(measured: Sequence[Heads]) -> list[str]:
     states = [heads.state for heads in measured]
     trained = any("trained" in state for state in states)
-    source = "those of runs in the same folder, of their first layer" if trained else "shown where the folder has runs"
+    source = "the first layers of runs in the same folder" if trained else "shown if the folder has runs"
     about_runs = (
         f"ViT-B here is at initialisation, 14x14 tokens, 12 heads of 64 channels; trained encodings are {source}."
     )
     about_checkpoints = (
-        "Checkpoints are shown as they are, of their first layer, on the lattice or window that they were trained "
-        "with; shares of energy on lattices of different sizes cannot be compared."
+        "Of checkpoints the first layer is shown, on their training lattice or window; shares of energy on lattices of "
+        "different sizes cannot be compared."
     )
     return [
         "RoPE-ViT's figure prints no numbers; it shows axial frequencies, and those of RoPE-Mixed trained on ImageNet.",
         *([about_runs] if any("initialisation" in state for state in states) else []),
         *([about_checkpoints] if any(state.startswith("checkpoint") for state in states) else []),
-        "For blocks larger than 2 the span of their coefficients is more than one query and one key can reach, which "
-        "weight the b² coefficients by a product of their channels.",
+        "For blocks larger than 2 the span of the coefficients is larger than what one query and one key can "
+        "represent, which weight the b² coefficients by a product of their channels.",
     ]
 
 
 def _maps(measured: Sequence[Heads]) -> Figure:
-    """The middle point, reconstructed by the first head; of more than two axes, the plane through the point."""
+    """Build maps of the middle point's reconstruction by the first head; for more than two axes, a plane through it."""
     rows: list[dict[str, Any]] = []
     for heads in measured:
         middle = tuple(size // 2 for size in heads.sizes)
@@ -442,7 +445,7 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Figure:
 
 STUDY = Study(
     title="Locating a point",
-    question="How sharply can an encoding's frequencies, or its blocks, locate a point?",
+    question="How sharply can a point be reconstructed from an encoding's frequencies or blocks?",
     sources=(f"{ROPE_VIT}, figure 1",),
     find=find,
     encodings=("axial", "mixed", "golden", "liere:8", "liere", "comrope-ap", "comrope-ld", "string"),

@@ -1,4 +1,4 @@
-"""What generators learn: their elements, and how far they are from commuting (ComRoPE table 8, figure 8)."""
+"""Elements of trained generators, and their distance from commuting (ComRoPE table 8, figure 8)."""
 
 import copy
 import itertools
@@ -41,7 +41,7 @@ from torchrope.positions import PerAxis, per_axis
 
 START, END = "start", "end"
 WHEN = {START: "At the start", END: "Trained"}
-KEPT = 20_000  # elements of a run that its density is drawn from
+KEPT = 20_000  # elements of a run that are stored for its density
 BINS = 60
 COMMUTES = 1e-9
 
@@ -51,11 +51,11 @@ COLUMNS = (
     Column("start", "σ at the start", "rad per unit", 3),
     with_interval("end", "σ trained", "rad per unit", 3),
     with_interval("patch", "σ trained", "rad per patch", 3),
-    Column("apart_start", "From commuting, at the start", digits=3),
-    with_interval("apart", "From commuting, trained", digits=3),
+    Column("apart_start", "Distance from commuting, at the start", digits=3),
+    with_interval("apart", "Distance from commuting, trained", digits=3),
     with_interval("moved", "Change", digits=3),
     VERDICT,
-    with_interval("path", "Distance from the start over its length", "%", 1),
+    with_interval("path", "Distance from the start over initial norm", "%", 1),
 )
 
 PUBLISHED = (
@@ -70,25 +70,25 @@ PUBLISHED = (
         ("Encoding", "Blocks of 2", "Blocks of 4", "Blocks of 8"),
         unit="rad per unit",
         digits=3,
-        note="Without intervals; figure 8 prints no numbers. The text speaks of variance, the table of standard "
-        "deviations. The supplement names no unit of position; in the published code an image is 1 long.",
+        note="Without intervals; figure 8 prints no numbers. The text says variance, the table standard deviation. The "
+        "supplement does not give the unit of position; in the published code an image has length 1.",
     ),
 )
 
 
 def find(lab: Lab) -> Findings:
-    """Read the generators of the runs of the accuracy study, of other block sizes, and of checkpoints."""
+    """Summarise the generators of the runs of the accuracy study, of other block sizes, and of checkpoints."""
     checkpoints = read_checkpoints(lab.checkpoints, lab.encodings)
     possible, notes = feasible(lab, lab.runs(lab.encodings))
     runs = [run for run in possible if any(_learn(lab.blueprint(run)))]
     fixed = dict.fromkeys(run.encoding for run in possible if run not in runs)
-    notes += [f"{name} is left out: it has no generators that learn." for name in fixed]
+    notes += [f"{name} is left out: it has no learned generators." for name in fixed]
     learned = [each for each in checkpoints if any(_learns(site.encoding) for site in each.sites)]
     none = [each.name for each in checkpoints if each not in learned]
-    notes += [f"{name} is left out: it has no generators that learn." for name in none]
+    notes += [f"{name} is left out: it has no learned generators." for name in none]
     notes += warned(checkpoints)
     if not runs and not learned:
-        return Findings("No encoding named has generators that learn.", notes=notes)
+        return Findings("None of the encodings has learned generators.", notes=notes)
     trained = lab.train(runs) if runs else []
     found = {each.run.key: each.measure("generators-moved", _measure(each.run)) for each in trained}
     groups = {name: [found[each.run.key] for each in of_one] for name, of_one in by_encoding(trained).items()}
@@ -115,9 +115,9 @@ def summarised(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
         encodings: Of each layer, with the spacing of its patches.
 
     Returns:
-        Lists of one entry a layer and head: `layer`, `apart` as `from_commuting`, and number, sum and sum of squares
-        of the elements per unit of position (`moments`) and per patch (`patch_moments`); `elements` per patch, KEPT of
-        them at most; `block`, their size.
+        Lists with one entry per layer and head: `layer`, `apart` as `from_commuting`, and number, sum and sum of
+        squares of the elements per unit of position (`moments`) and per patch (`patch_moments`); `elements` per patch,
+        at most KEPT of them; `block`, the block size.
     """
     found: dict[str, Any] = {"layer": [], "apart": [], "moments": [], "patch_moments": []}
     elements = []
@@ -125,29 +125,29 @@ def summarised(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
         a = copy.deepcopy(encoding).double().generators().detach()
         steps = torch.tensor(per_axis("spacing", spacing, len(a)), dtype=a.dtype).reshape(-1, 1, 1, 1, 1)
         for head in range(encoding.parameter_heads):
-            own, in_patches = strict_upper(a[:, head]), strict_upper((a * steps)[:, head])
+            per_unit, per_patch = strict_upper(a[:, head]), strict_upper((a * steps)[:, head])
             found["layer"].append(layer)
             found["apart"].append(from_commuting(a[:, head]).mean().item())
-            found["moments"].append(_moments(own))
-            found["patch_moments"].append(_moments(in_patches))
-            elements.append(in_patches)
-    every = torch.cat(elements)
+            found["moments"].append(_moments(per_unit))
+            found["patch_moments"].append(_moments(per_patch))
+            elements.append(per_patch)
+    all_elements = torch.cat(elements)
     first = encodings[0][0]
     return {
         **found,
-        "elements": every[:: max(1, -(-len(every) // KEPT))].tolist(),
+        "elements": all_elements[:: max(1, -(-len(all_elements) // KEPT))].tolist(),
         "block": first.block_size,
     }
 
 
 def from_commuting(generators: Tensor) -> Tensor:
-    """How far generators are from commuting:  ‖A B - B A‖ / (‖A‖ ‖B‖), Frobenius norms; 0 where one of them is 0.
+    """Compute the distance of generators from commuting:  ‖A B - B A‖ / (‖A‖ ‖B‖), Frobenius norms; 0 if A or B is 0.
 
     Args:
         generators: `(axes, blocks, b, b)`.
 
     Returns:
-        One number a pair of axes and block, `(axes (axes - 1) / 2, blocks)`; 0 to 1 for skew matrices.
+        One number per pair of axes and block, `(axes (axes - 1) / 2, blocks)`; 0 to 1 for skew matrices.
 
     References:
         Bloch and Iserles, Commutators of skew-symmetric matrices, 2005: the bound.
@@ -160,7 +160,7 @@ def from_commuting(generators: Tensor) -> Tensor:
 
 
 def strict_upper(generators: Tensor) -> Tensor:
-    """The elements above the diagonal of generators `(axes, blocks, b, b)`, flat, without blocks that are zero."""
+    """Return the elements above the diagonal of generators `(axes, blocks, b, b)`, flat, without zero blocks."""
     nonzero = generators.flatten(2).any(dim=-1)
     return upper_triangle(generators[nonzero]).flatten()
 
@@ -175,13 +175,13 @@ def _measure(run: Run) -> Any:
 
 
 def encodings_of(model: Model) -> list[tuple[Encoding, PerAxis]]:
-    """Encodings layer by layer on the CPU, with the spacing of patches, in a Swin of a stage's tokens, or of units."""
+    """Return the encodings of all layers on the CPU, with the spacing of patches, in a Swin of a stage's tokens."""
     parts: list[Any] = list(model.stages) if isinstance(model, Swin) else [model]
     return [(copy.deepcopy(each).cpu(), part.spacing) for part in parts for each in part.encodings]
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is known of a model without its start."""
+    """Summarise a checkpoint, whose initialisation is unknown."""
     return {END: summarised([(site.encoding, site.spacing) for site in checkpoint.sites])}
 
 
@@ -194,7 +194,7 @@ def _learns(encoding: Encoding) -> bool:
 
 
 def travelled(before: Sequence[tuple[Encoding, PerAxis]], after: Sequence[tuple[Encoding, PerAxis]]) -> list[float]:
-    """How far training moved the generators,  ‖A' - A‖ / ‖A‖  over all axes, one number a layer and head."""
+    """Compute the change of generators by training,  ‖A' - A‖ / ‖A‖  over all axes, one number per layer and head."""
     shares = []
     for (one, _), (other, _) in zip(before, after, strict=True):
         a, b = (copy.deepcopy(each).double().generators().detach().flatten(2) for each in (one, other))
@@ -209,12 +209,12 @@ def _moments(elements: Tensor) -> list[float]:
 
 
 def _pooled(results: Sequence[dict[str, Any]], when: str, key: str) -> np.ndarray:
-    """One entry a seed, layer and head."""
+    """Stack the entries of all seeds, layers and heads."""
     return np.array([entry for each in results for entry in each[when][key]], dtype=float)
 
 
 def deviation(moments: np.ndarray) -> Drawn:
-    """Standard deviation of all elements, also for bootstrap draws of the heads.
+    """Compute the standard deviation of all elements, also for bootstrap draws of the heads.
 
     Args:
         moments: Number, sum and sum of squares of each head's elements, `(heads, 3)`.
@@ -229,17 +229,17 @@ def deviation(moments: np.ndarray) -> Drawn:
 
 
 def mean(values: np.ndarray) -> Drawn:
-    """Mean over heads, of values `(heads,)`, also for bootstrap draws of them."""
+    """Compute the mean over heads of values `(heads,)`, also for bootstrap draws of the heads."""
     return draw([partial(weighted_mean, values)], len(values), draws=RESAMPLES)
 
 
 def _cells(key: str, found: Drawn) -> dict[str, float | None]:
-    """With an interval where there are several heads."""
+    """Return cells with an interval if there are several heads."""
     return cells(key, found.interval() if found.examples > 1 else (found.mean, None, None))
 
 
 def _moved(groups: dict[str, list[dict[str, Any]]]) -> dict[str, Interval]:
-    """How much further from commuting training moved generators, at 5 % over all families (Holm)."""
+    """Compute the change of the distance from commuting by training, at 5 % over all families (Holm)."""
     apart = {name: _pooled(of, END, "apart") - _pooled(of, START, "apart") for name, of in groups.items()}
     return together({name: mean(values).interval for name, values in apart.items() if len(values) > 1})
 
@@ -259,7 +259,7 @@ def _row(name: str, results: list[dict[str, Any]], moved: Interval | None) -> di
 
 
 def _row_of_checkpoint(checkpoint: Checkpoint, results: Sequence[dict[str, Any]], relative: bool) -> dict[str, Any]:
-    """The end alone: of the start nothing is known."""
+    """Build the row of a checkpoint, whose initialisation is unknown."""
     return {
         "encoding": checkpoint.title,
         "name": checkpoint.name,
@@ -267,13 +267,13 @@ def _row_of_checkpoint(checkpoint: Checkpoint, results: Sequence[dict[str, Any]]
         "start": None,
         "apart_start": None,
         **cells("moved", None),
-        "verdict": "commutes" if relative else "start not known",
+        "verdict": "commutes" if relative else "start unknown",
         **cells("path", None),
     }
 
 
 def _end(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Cells of trained generators."""
+    """Build the cells of trained generators."""
     return {
         "block": results[0][END]["block"],
         **_cells("end", deviation(_pooled(results, END, "moments"))),
@@ -283,17 +283,17 @@ def _end(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 _NOTE = (
-    "σ is the standard deviation of the elements above the diagonal. From commuting is ‖AB − BA‖ / (‖A‖ ‖B‖), the mean "
-    "over pairs of axes, blocks, heads and layers: 0 where the generators commute, 1 at most. Distance is "
-    "‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals are over the heads of all layers; verdicts on those that "
-    "need not commute are at 5 % over all of them (Holm)."
+    "σ is the standard deviation of the elements above the diagonal. The distance from commuting is "
+    "‖AB − BA‖ / (‖A‖ ‖B‖), the mean over pairs of axes, blocks, heads and layers: 0 if the generators commute, "
+    "at most 1. The distance from the start is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals are over the "
+    "heads of all layers; verdicts on families that need not commute are at 5 % over all of them (Holm)."
 )
 _UNITS = (
-    "A unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "
-    "ComRoPE, as in their papers; rad per patch can be compared among all.",
-    "Blocks that an axis has no part in, as in ComRoPE-AP, are not counted among its elements.",
+    "The unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "
+    "ComRoPE, as in their papers; rad per patch is comparable for all.",
+    "Blocks that do not depend on an axis, as in ComRoPE-AP, are not counted among its elements.",
 )
-_ENDS_ALONE = "Checkpoints hold no start: columns that need it are empty for them."
+_ENDS_ALONE = "Checkpoints do not contain their initialisation: columns that need it are empty for them."
 
 
 def _answer(moved: dict[str, Interval], seeds: int) -> str:
@@ -309,7 +309,7 @@ def _answer_of_checkpoints(rows: Sequence[dict[str, Any]]) -> str:
     furthest = max(free, key=lambda row: row["apart"])
     low, high = furthest["apart_low"], furthest["apart_high"]
     value = f"{furthest['apart']:.3f}" if low is None else written([furthest["apart"], low, high], digits=3)
-    return f"The generators of {furthest['name']} are furthest from commuting, {value} where 1 is the most possible."
+    return f"The generators of {furthest['name']} are furthest from commuting, {value} of at most 1."
 
 
 def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
@@ -324,7 +324,7 @@ def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
     return Figure(
         name="from-commuting",
         kind="lines",
-        title="How far generators are from commuting",
+        title="Distance of generators from commuting",
         alt=f"‖AB − BA‖ / (‖A‖ ‖B‖) by layer, at the start and trained, one line for each of {len(groups)} encodings.",
         x=Axis("layer", "Layer"),
         y=Axis("apart", "‖AB − BA‖ / (‖A‖ ‖B‖)"),
@@ -333,12 +333,12 @@ def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
         panel="when",
         low="apart_low",
         high="apart_high",
-        caption="0 commutes. Bands are 95 % intervals over heads.",
+        caption="0: the generators commute. Bands are 95 % intervals over heads.",
     )
 
 
 def _known(results: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """When generators are known: of a checkpoint at the end alone."""
+    """Return the times at which generators are known: for a checkpoint only the end."""
     return {when: title for when, title in WHEN.items() if when in results[0]}
 
 
@@ -364,17 +364,17 @@ def _densities(groups: dict[str, list[dict[str, Any]]]) -> list[Figure]:
         Figure(
             name="density-log",
             title="Density of the elements, logarithmic",
-            alt=f"{alt}, on a logarithmic scale, which shows the tails.",
+            alt=f"{alt}, on a logarithmic scale that shows the tails.",
             y=Axis("density", "Density", scale="log"),
             rows=[row for row in rows if row["density"] > 0],
-            caption="Bins without an element are left out.",
+            caption="Empty bins are left out.",
             **settings,
         ),
     ]
 
 
 def _density(elements: np.ndarray) -> list[tuple[float, float]]:
-    """Middles of bins and the densities in them."""
+    """Compute the centres of histogram bins and their densities."""
     if not len(elements):
         return []
     density, edges = np.histogram(elements, bins=BINS, density=True)
@@ -402,7 +402,7 @@ def _checks(groups: dict[str, list[dict[str, Any]]], relative: dict[str, bool]) 
 
 STUDY = Study(
     title="Learned generators",
-    question="What do generators learn, and do those that are free to learn to commute?",
+    question="How are trained generators distributed, and do unconstrained ones become closer to commuting?",
     sources=(f"{COMROPE}, table 8 and figure 8",),
     find=find,
     encodings=(

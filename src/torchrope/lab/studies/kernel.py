@@ -1,4 +1,4 @@
-"""The score between two tokens by their offset, and its part that depends on position (in none of the papers)."""
+"""Attention scores by offset of two tokens, and their dependence on absolute position (in none of the papers)."""
 
 import copy
 import itertools
@@ -25,9 +25,9 @@ from torchrope.positions import grid
 from torchrope.rotations import block_diagonal
 
 EXACT = 1e-9
-"""Absolute parts below this are rounding: everything is computed in float64."""
+"""Absolute parts below this are rounding errors of float64."""
 SHOWN = 1e-3
-"""Absolute parts above this are no rounding."""
+"""Absolute parts above this are not rounding errors."""
 HEADS_DRAWN = 4
 STATES = ("initialisation", "trained", "trained, with its projections")
 MEASURE = "kernel-1"
@@ -38,11 +38,11 @@ class Kernel:
     """The scores of all pairs of tokens of one head, sorted by offset.
 
     Attributes:
-        offsets: p' - p in tokens, `(offsets, axes)`, key minus query; every one of the lattice.
-        mean: Score at each, mean over the pairs that have it, `(offsets,)`.
-        absolute: Root mean square of what pairs of that offset deviate from their mean by, over that of the whole,
-            `(offsets,)`; NaN where one pair alone has the offset.
-        share: The same over all pairs.
+        offsets: p' - p in tokens, `(offsets, axes)`, key minus query; all offsets of the lattice.
+        mean: Mean score of the pairs with each offset, `(offsets,)`.
+        absolute: Root mean square deviation of the scores of pairs with an offset from their mean, over the root mean
+            square score, `(offsets,)`; NaN if only one pair has the offset.
+        share: The same ratio over all pairs.
     """
 
     offsets: Tensor
@@ -52,7 +52,7 @@ class Kernel:
 
 
 def pair_indices(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Tensor, Tensor]]:
-    """For every offset of a lattice, the queries and the keys that have it.
+    """Yield the pairs of queries and keys for every offset of a lattice.
 
     Args:
         sizes: Tokens along each axis.
@@ -72,7 +72,7 @@ def pair_indices(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Tensor
 def rotary_kernel(
     matrices: Tensor, sizes: Sequence[int], *, query_weight: Tensor | None = None, key_weight: Tensor | None = None
 ) -> Kernel:
-    """The kernel of one head's rotations:  q^T R(p)^T R(p') k  over contents.
+    """Compute the kernel of one head's rotations:  q^T R(p)^T R(p') k  over contents.
 
     Without weights contents are isotropic, E q k^T = I for equal ones: the mean score is tr(R(p)^T R(p')) / d, 1 at
     offset 0. With weights contents c are isotropic and q = W_q c, k = W_k c: the mean score of equal contents is
@@ -80,7 +80,7 @@ def rotary_kernel(
     score is a Frobenius norm: |W_q^T (K - K̄) W_k| over |W_q^T K W_k|, K = R(p)^T R(p'), K̄ its mean at an offset.
 
     Args:
-        matrices: R `(tokens, d, d)`, or its blocks `(tokens, n, b, b)` where there are no weights.
+        matrices: R `(tokens, d, d)`, or without weights its blocks `(tokens, n, b, b)`.
         sizes: Tokens along each axis.
         query_weight, key_weight: W_q and W_k, `(d, channels)`.
     """
@@ -104,7 +104,7 @@ def rotary_kernel(
 
 
 def scalar_kernel(scores: Tensor, sizes: Sequence[int]) -> Kernel:
-    """The kernel of an encoding whose part of the score is a number for each pair of tokens.
+    """Compute the kernel of an encoding that contributes one number to the score of each pair of tokens.
 
     Args:
         scores: `(tokens, tokens)`, queries before keys.
@@ -112,14 +112,14 @@ def scalar_kernel(scores: Tensor, sizes: Sequence[int]) -> Kernel:
     """
 
     def of_pairs(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        own = scores[queries, keys]
-        return own.mean(), own - own.mean(), own
+        of_offset = scores[queries, keys]
+        return of_offset.mean(), of_offset - of_offset.mean(), of_offset
 
     return _by_offset(of_pairs, sizes)
 
 
 def _by_offset(scores: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], sizes: Sequence[int]) -> Kernel:
-    """The kernel of mean score, deviations from it and scores themselves of the pairs of each offset."""
+    """Compute the kernel from a function that returns mean, deviations and scores of pairs of one offset."""
     offsets, counts, sums = [], [], []
     for offset, queries, keys in pair_indices(sizes):
         average, deviations, each = scores(queries, keys)
@@ -129,7 +129,7 @@ def _by_offset(scores: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     mean, deviation, whole = torch.stack(sums).unbind(dim=1)
     pairs = torch.tensor(counts, dtype=mean.dtype)
     several = pairs > 1
-    # As a variance's: deviations from the mean of n pairs are too small by (n - 1) / n.
+    # Bessel's correction: squared deviations from the mean of n pairs are too small by (n - 1) / n.
     unbiased = torch.where(several, deviation * pairs / (pairs - 1).clamp(min=1), torch.nan)
     absolute = (unbiased / whole.clamp(min=torch.finfo(mean.dtype).tiny)).sqrt()
     share = (unbiased[several].sum() / whole[several].sum().clamp(min=torch.finfo(mean.dtype).tiny)).sqrt()
@@ -137,23 +137,23 @@ def _by_offset(scores: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def _square_root(weight: Tensor) -> Tensor:
-    """C of `(d, d)` with C C^T = W W^T."""
+    """Compute C `(d, d)` with C C^T = W W^T."""
     values, vectors = torch.linalg.eigh(weight @ weight.mT)
     return vectors * values.clamp(min=0).sqrt()
 
 
 def kernels(model: ViT, sizes: Sequence[int], *, projections: bool = False) -> list[list[Kernel]]:
-    """The kernels of a model's layers and heads, in float64.
+    """Compute the kernels of a model's layers and heads, in float64.
 
-    A rotary encoding has one for each layer and head; a bias its numbers over the largest of them; an absolute one,
-    which the first layer alone is given, the scalar products of its vectors over their mean square. Where a name
-    brings several, the rotary one is measured.
+    A rotary encoding has one for each layer and head; for a bias it is its values over the largest of them; for an
+    absolute encoding, which only the first layer receives, the scalar products of its vectors over their mean square.
+    Of a combination, the rotary part is measured.
 
     Args:
         model: A vision transformer.
         sizes: Tokens along each axis.
-        projections: Whether contents pass the layer's own projections to queries and keys, with the gains and biases
-            before them; for rotary encodings alone.
+        projections: Whether contents pass through the layer's projections to queries and keys, with the gains and
+            biases before them; for rotary encodings only.
 
     Returns:
         Layers of heads.
@@ -171,7 +171,7 @@ def kernels(model: ViT, sizes: Sequence[int], *, projections: bool = False) -> l
 
 
 def rotates(model: ViT) -> bool:
-    """Whether a model has a rotary encoding."""
+    """Return whether a model has a rotary encoding."""
     return not isinstance(model.encodings[0], NoEncoding)
 
 
@@ -190,7 +190,7 @@ def _of_layer(model: ViT, layer: int, positions: Tensor, sizes: Sequence[int], p
 
 
 def projected(layer: Any) -> Tensor:
-    """What takes normed contents, and 1 for the biases, to queries and keys, `(2, heads, head_dim, dim + 1)`."""
+    """Return the map of normalised contents, and 1 for biases, to queries and keys, `(2, heads, head_dim, dim + 1)`."""
     qkv, norm = layer.attention.qkv, layer.norm1
     weight, gain, shift = (each.detach().cpu().double() for each in (qkv.weight, norm.weight, norm.bias))
     bias = weight.new_zeros(len(weight)) if qkv.bias is None else qkv.bias.detach().cpu().double()
@@ -205,7 +205,7 @@ def _of_bias(bias: Any, sizes: Sequence[int]) -> list[Kernel]:
 
 
 def plain_kernels(layers: Sequence[Sequence[Kernel]]) -> dict[str, Any]:
-    """Kernels as JSON keeps them: offsets once, then a list a layer of what heads have."""
+    """Convert kernels to values that JSON can represent: offsets once, then nested lists of layers and heads."""
     return {
         "offsets": layers[0][0].offsets.tolist(),
         "mean": [[head.mean.tolist() for head in layer] for layer in layers],
@@ -219,7 +219,7 @@ def _or_none(value: float) -> float | None:
 
 
 def measure(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
-    """Both views of a trained model, on the lattice that it was trained on."""
+    """Measure a trained model with and without its projections, on its training lattice."""
     assert isinstance(model, ViT)
     lattice = model.embed.lattice(data.input_size)
     views = {"trained": plain_kernels(kernels(model, lattice))}
@@ -235,7 +235,7 @@ class View:
     Attributes:
         encoding: Its name.
         state: One of `STATES`.
-        runs: What `plain_kernels` gives, one per seed.
+        runs: Results of `plain_kernels`, one per seed.
     """
 
     encoding: str
@@ -254,7 +254,7 @@ class View:
 
     @property
     def absolute(self) -> np.ndarray:
-        """Absolute parts `(seeds · layers · heads, offsets)`, NaN where one pair has the offset."""
+        """Absolute parts `(seeds · layers · heads, offsets)`, NaN if only one pair has the offset."""
         return self._all("absolute")
 
     @property
@@ -267,7 +267,7 @@ class View:
 
 
 def commutes(encoding: str, num_axes: int, head_dim: int) -> bool | None:
-    """Whether scores of a rotary encoding must be relative; None where it has no rotary part."""
+    """Return whether scores of a rotary encoding must be relative; None if it has no rotary part."""
     choice = choose(encoding)
     if not any(issubclass(part, Encoding) for part in choice.parts):
         return None
@@ -275,19 +275,19 @@ def commutes(encoding: str, num_axes: int, head_dim: int) -> bool | None:
 
 
 def find(lab: Lab) -> Findings:
-    """Measure kernels at the start of training and at its end, in the runs of the accuracy study."""
+    """Measure kernels of the runs of the accuracy study, at initialisation and trained."""
     if lab.config.model.backbone != "vit":
-        raise ValueError(f"kernel reads the layers of backbone vit, got {lab.config.model.backbone}")
+        raise ValueError(f"kernel needs model.backbone vit, got {lab.config.model.backbone}")
     runs, notes = feasible(lab, lab.runs(lab.encodings))
     if not runs:
-        raise ValueError(f"kernel needs an encoding that the model allows, got {', '.join(lab.encodings)}")
+        raise ValueError(f"kernel needs an encoding that the model supports, got {', '.join(lab.encodings)}")
     trained = by_encoding(lab.train(runs))
     views: list[View] = []
     for name, of_name in trained.items():
         views.append(View(name, "initialisation", [_at_start(lab, name, seed) for seed in lab.seeds]))
         finite = [run for run in of_name if run.val_loss is not None and np.isfinite(run.val_loss)]
         if len(finite) < len(of_name):
-            notes.append(f"{name}: {len(of_name) - len(finite)} of {len(of_name)} trainings diverged and are left out.")
+            notes.append(f"{name}: {len(of_name) - len(finite)} of {len(of_name)} runs diverged and are left out.")
         measured = [run.measure(MEASURE, measure) for run in finite]
         states = [state for state in STATES[1:] if measured and state in measured[0]]
         views += [View(name, state, [each[state] for each in measured]) for state in states]
@@ -331,20 +331,20 @@ def _table(rows: Sequence[Row]) -> Table:
             Column("relative", "Commuting"),
             with_interval("absolute", "Absolute part", "%", 2),
             Column("most", "Largest of a head", "%", 2),
-            with_interval("neighbour", "Score of neighbours", "", 3),
+            with_interval("neighbour", "Score of adjacent tokens", "", 3),
             Column("heads", "Heads", digits=0),
         ),
         rows,
         note="The absolute part is the root mean square deviation of the scores of pairs with the same offset from "
         "their mean, over contents and pairs, relative to the scores. Intervals are over the heads of all layers and "
-        "seeds, which are not independent where they were trained together. A token's score with itself is 1; mean "
-        "scores are over isotropic contents, or over the layer's own projections of them.",
+        "seeds, which are not independent if they were trained together. A token's score with itself is 1; mean "
+        "scores are over isotropic contents, or over the layer's projections of them.",
     )
 
 
 def _answer(rows: Sequence[dict[str, Any]], relative: Mapping[str, bool | None], seeds: int) -> str:
     commuting = [name for name, holds in relative.items() if holds and name != "none"]
-    exact = f"Scores of {join_names(commuting)} depend on the offset alone, to rounding" if commuting else ""
+    exact = f"Scores of {join_names(commuting)} depend only on the offset, up to rounding" if commuting else ""
     free = [row for row in rows if relative[row["encoding"]] is False]
     if not free:
         return f"{exact or 'No rotary encoding was measured'}.{one_seed(seeds)}"
@@ -358,7 +358,7 @@ def _answer(rows: Sequence[dict[str, Any]], relative: Mapping[str, bool | None],
 def _checks(views: Sequence[View], relative: Mapping[str, bool | None]) -> list[Check]:
     commuting = [float(view.shares.max()) for view in views if relative[view.encoding]]
     free = [(view, float(view.shares.min())) for view in views if relative[view.encoding] is False]
-    turned = [view for view in views if relative[view.encoding] is not None and view.state != STATES[2]]
+    rotary = [view for view in views if relative[view.encoding] is not None and view.state != STATES[2]]
     checks = []
     if commuting:
         checks.append(
@@ -377,8 +377,8 @@ def _checks(views: Sequence[View], relative: Mapping[str, bool | None]) -> list[
                 f"smallest {100 * least:.2f} % over {len(free)} measurements",
             )
         )
-    if turned:
-        off = max(float(np.abs(view.heads[:, (view.offsets == 0).all(axis=1)] - 1).max()) for view in turned)
+    if rotary:
+        off = max(float(np.abs(view.heads[:, (view.offsets == 0).all(axis=1)] - 1).max()) for view in rotary)
         checks.append(Check("A token's score with itself is 1 for every rotation", off < EXACT, f"off by {off:.1e}"))
     return checks
 
@@ -388,11 +388,11 @@ def _notes(relative: Mapping[str, bool | None]) -> list[str]:
     scalars = [name for name, holds in relative.items() if holds is None]
     return [
         "Class and register tokens are left out.",
-        *([f"Of {join_names(joined)} the rotary part is measured, or the bias where there is none."] if joined else []),
+        *([f"Of {join_names(joined)} the rotary part is measured, or the bias without one."] if joined else []),
         *(
             [
-                f"{join_names(scalars)}: measured are scalar products of the vectors that are added, over their mean "
-                "square, or the numbers of a bias over its largest; contents and projections are left out."
+                f"{join_names(scalars)}: measured are scalar products of the added vectors, over their mean square, "
+                "or the values of a bias over the largest; contents and projections are left out."
             ]
             if scalars
             else []
@@ -401,10 +401,10 @@ def _notes(relative: Mapping[str, bool | None]) -> list[str]:
 
 
 def _slices(axes: Sequence[str], offsets: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """The planes of offsets that a figure shows: all of two axes; of more, at 0 and 1 along those before the last two.
+    """Yield the planes of offsets in a figure: all offsets of two axes; of more axes those at 0 and 1 along the first.
 
     Yields:
-        What to add to a panel's name, and which offsets are in it.
+        Suffix of the panel's name, and a mask of its offsets.
     """
     outer = offsets[:, :-2]
     if not outer.shape[1]:
@@ -441,8 +441,8 @@ def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
         ("kernel-heads", "Score by offset, heads of the first layer", "Mean score", "", heads,
          "Heads of the first layer, trained, of the first seed.", "heads differ in direction and reach"),
         ("kernel-absolute", "Absolute part by offset", "Absolute part", "%", absolutes,
-         "How far pairs with the same offset differ, relative to the scores; mean over heads and layers. Offsets that "
-         "one pair alone has are left out, and so are encodings without any.", "zero for all others, to rounding"),
+         "Deviation of pairs with the same offset, relative to the scores; mean over heads and layers. Offsets of a "
+         "single pair and encodings without absolute part are left out.", "zero for all others, up to rounding"),
     ]  # fmt: skip
     return [
         Figure(
@@ -500,8 +500,8 @@ def _by_distance(views: Sequence[View]) -> Figure:
 
 STUDY = Study(
     title="Score by offset",
-    question="How do scores depend on the offset of two tokens, and how much on absolute position?",
-    sources=("In none of the papers: what LieRE's generators add that do not commute",),
+    question="How do attention scores depend on the offset of two tokens, and how much on absolute position?",
+    sources=("In none of the papers: the effect of LieRE's generators that do not commute",),
     find=find,
     needs_lattice=True,
     encodings=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"),

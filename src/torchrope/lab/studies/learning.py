@@ -1,4 +1,4 @@
-"""Whether learned generators matter: frozen at their start, at several learning rates, drawn anew (LieRE's reviews)."""
+"""Accuracy with frozen generators, several learning rates of generators, and several seeds (reviews of LieRE)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,11 +48,11 @@ RATES = (0.1, 1, 10, 50, 200)
 """Factors on the learning rate of the generators."""
 TUNED_RATES = (1, 10, 50, 200)
 STARTS = 3
-"""Draws of the generators for each seed of the model."""
+"""Initialisations of the generators for each seed of the model."""
 FIXED = "axial"
 FACTOR = Factor("rate", "Rate of the generators", scale="category")
 _LEVEL = Column("rate", "Rate of the generators")
-_MOVED = Column("moved", "Distance from the start over its length", "%", 1)
+_MOVED = Column("moved", "Distance from the start over initial norm", "%", 1)
 _AHEAD = with_interval("ahead", "Ahead of frozen generators", "points", 1)
 
 
@@ -61,8 +61,8 @@ class Pooled:
     """Differences averaged over encodings, in points, by rate.
 
     Attributes:
-        frozen: From frozen generators.
-        model: From generators that learn at the model's rate.
+        frozen: Relative to frozen generators.
+        model: Relative to generators trained at the model's rate.
     """
 
     frozen: Mapping[Level, Interval]
@@ -70,29 +70,31 @@ class Pooled:
 
 
 def find(lab: Lab) -> Findings:
-    """Train each encoding with frozen and learning generators, from several starts, and fine-tune it after a swap."""
+    """Train each encoding with frozen and learned generators, with several initialisations, and after a swap."""
     names = [name for name in lab.encodings if num_generator_parameters(lab, name)]
     fixed = [name for name in lab.encodings if name not in names]
     if not names:
-        return Findings(f"No generators of {join_names(fixed)} learn.")
+        return Findings(f"There are no learned generators in {join_names(fixed)}.")
     grid, notes = train_grid(lab, {**rates(lab, names), FIXED: {FROZEN: lab.runs([FIXED])}})
     reference = grid.pop(FIXED, {}).get(FROZEN, [])
-    kept = {name: levels for name, levels in grid.items() if {FROZEN, AS_MODEL} <= {*levels}}
-    starts, _ = train_grid(lab, restarts(lab, list(kept)))
-    tuned = fine_tunings(lab, list(kept))
-    pooled = averaged(kept)
+    complete = {name: levels for name, levels in grid.items() if {FROZEN, AS_MODEL} <= {*levels}}
+    starts, _ = train_grid(lab, restarts(lab, list(complete)))
+    tuned = fine_tunings(lab, list(complete))
+    pooled = averaged(complete)
     seeds = len(lab.seeds)
-    left_out = [f"Left out: {join_names(fixed)}, whose generators do not learn."] if fixed else []
+    left_out = [f"Left out: {join_names(fixed)}, whose generators are not learned."] if fixed else []
     return Findings(
-        answer=answer(pooled, list(kept), seeds),
+        answer=answer(pooled, list(complete), seeds),
         tables=[
-            _pooled_table(pooled, list(kept), seeds),
-            _rates_table(kept, seeds),
-            *([_fixed_table(kept, reference)] if reference else []),
+            _pooled_table(pooled, list(complete), seeds),
+            _rates_table(complete, seeds),
+            *([_fixed_table(complete, reference)] if reference else []),
             _starts_table(starts, seeds),
             *([_tuned_table(tuned, seeds)] if tuned else []),
         ],
-        figures=[top1_figure(kept, FACTOR, f"Top-1 of {join_names(list(kept))} by the rate of the generators.")],
+        figures=[
+            top1_figure(complete, FACTOR, f"Top-1 of {join_names(list(complete))} by the rate of the generators.")
+        ],
         notes=[*_NOTES, *left_out, *notes],
         advice=[_advice(pooled, lab)],
     )
@@ -102,7 +104,7 @@ def find(lab: Lab) -> Findings:
 
 
 def rates(lab: Lab, names: Sequence[str]) -> Plan:
-    """Runs of each encoding with frozen generators, at each rate, and frozen with as many parameters in the MLP."""
+    """Plan runs of each encoding with frozen generators, at each rate, and frozen with a parameter-matched MLP."""
     plan: dict[str, dict[Level, Sequence[Run]]] = {}
     for name in names:
         plan[name] = {FROZEN: lab.runs([name], optim={"encoding_lr": 0.0})}
@@ -114,7 +116,7 @@ def rates(lab: Lab, names: Sequence[str]) -> Plan:
 
 
 def restarts(lab: Lab, names: Sequence[str]) -> Plan:
-    """Runs with frozen generators, those of the model's own seed first, then drawn from others; all else the same."""
+    """Plan runs with frozen generators that differ only in the generators' seed, the model's seed first."""
     frozen: dict[str, Any] = {"optim": {"encoding_lr": 0.0}}
 
     def started(name: str, start: int) -> list[Run]:
@@ -126,9 +128,9 @@ def restarts(lab: Lab, names: Sequence[str]) -> Plan:
 
 
 def fine_tunings(lab: Lab, names: Sequence[str]) -> Grid:
-    """Runs that continue a model with a learned absolute encoding, a rotary one added at zero, at each rate.
+    """Fine-tune a model with a learned absolute encoding after adding a zero-initialised rotary one, at each rate.
 
-    Without a lattice there is no such model, and no run.
+    Empty without a lattice, where there is no such model.
     """
     if not lab.data.lattice:
         return {}
@@ -147,19 +149,19 @@ def fine_tunings(lab: Lab, names: Sequence[str]) -> Grid:
 
 
 def level_of(rate: float) -> str:
-    """The level of a factor on the rate."""
+    """Name the level of a factor on the rate."""
     return f"× {rate:g}"
 
 
 def num_generator_parameters(lab: Lab, name: str) -> int:
-    """Learned numbers of the rotary encodings of a model, over all layers and heads."""
+    """Count the learned parameters of a model's rotary encodings, over all layers and heads."""
     model = lab.blueprint(lab.run(name))
     found = {each for module in model.modules() if isinstance(module, Encoding) for each in module.parameters()}
     return sum(parameter.numel() for parameter in found)
 
 
 def wider_mlp(lab: Lab, name: str) -> int | None:
-    """The MLP width whose additional weights are as many as the generators' numbers, rounded up; None for a Swin."""
+    """Compute the MLP width that adds as many parameters as the generators have, rounded up; None for a Swin."""
     model = lab.blueprint(lab.run(name))
     if isinstance(model, Swin):
         return None
@@ -173,9 +175,9 @@ def wider_mlp(lab: Lab, name: str) -> int | None:
 
 
 def averaged(grid: Grid) -> Pooled:
-    """The gain of each rate averaged over encodings, each at 5 % over all rates (Holm).
+    """Average the gain of each rate over encodings, each at 5 % over all rates (Holm).
 
-    Of one encoding these are the differences of its accuracies, with the intervals that all accuracies have.
+    For one encoding these are the differences of its accuracies, with Tango's intervals.
     """
     levels = [level for level in next(iter(grid.values())) if all(level in of_one for of_one in grid.values())]
     mean = {level: _mean_right([of_one[level] for of_one in grid.values()]) for level in levels}
@@ -194,19 +196,19 @@ def averaged(grid: Grid) -> Pooled:
 
 
 def _mean_right(groups: Sequence[Sequence[Trained]]) -> np.ndarray:
-    """Share of the encodings that are right, `(seeds, examples)`, of as many seeds as all have."""
+    """Compute the share of the encodings that are right, `(seeds, examples)`, over the seeds that all have."""
     seeds = min(len(runs) for runs in groups)
     return np.mean([correct(runs)[:seeds] for runs in groups], axis=0)
 
 
 def best_start(right: np.ndarray) -> np.ndarray:
-    """Right or not with the best of several starts, chosen on the other half of the examples.
+    """Return right or wrong with the best of several initialisations, chosen on the other half of the examples.
 
     Args:
         right: `(starts, seeds, examples)`.
 
     Returns:
-        `(seeds, examples)`; even examples with the start that is best on the odd ones, and the other way round.
+        `(seeds, examples)`; even examples with the initialisation that is best on the odd ones, and vice versa.
     """
     _, seeds, examples = right.shape
     halves = np.arange(examples) % 2
@@ -219,7 +221,7 @@ def best_start(right: np.ndarray) -> np.ndarray:
 
 
 def moved(model: Model, data: DataModule, *, run: Run) -> dict[str, Any]:
-    """How far training moved the generators, a share of their length for each layer and head."""
+    """Compute the change of generators by training relative to their initial norm, for each layer and head."""
     return {"shares": travelled(encodings_of(untrained(run, data)), encodings_of(model))}
 
 
@@ -286,7 +288,7 @@ def _fixed_table(grid: Grid, reference: Sequence[Trained]) -> Table:
         for (name, level), each in zip(keys, found, strict=True)
     ]
     columns = (*NAMES, _LEVEL, with_interval("ahead", f"Ahead of {FIXED}", "points", 1), VERDICT)
-    note = f"What is gained already with frozen generators is the random start's, not learned. {HOLM}"
+    note = f"A gain with frozen generators is due to the random initialisation, not to learning. {HOLM}"
     return Table(f"Against fixed generators: {FIXED}", columns, rows, note=note)
 
 
@@ -320,8 +322,8 @@ def _starts_table(grid: Grid, seeds: int) -> Table:
         VERDICT,
     )
     note = (
-        f"Frozen generators, drawn {STARTS} times for each seed, all else the same. The best start is chosen on one "
-        f"half of the validation examples and measured on the other. {about_intervals(seeds)} {HOLM}"
+        f"Frozen generators, initialised {STARTS} times for each seed, all else the same. The best initialisation is "
+        f"chosen on one half of the validation examples and measured on the other. {about_intervals(seeds)} {HOLM}"
     )
     return Table("Random restarts", columns, rows, note=note)
 
@@ -360,10 +362,10 @@ def _tuned_table(grid: Grid, seeds: int) -> Table:
     )
 
 
-_FAR = "Distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained, the mean over layers and heads."
+_FAR = "The distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained, the mean over layers and heads."
 _NOTES = (
-    "Frozen generators stay as they were drawn; × r is r times the model's learning rate (optim.encoding_lr). The "
-    "wider MLP has as many additional weights as the generators have numbers, so that parameters are matched.",
+    "Frozen generators keep their initial values; × r is r times the model's learning rate (optim.encoding_lr). The "
+    "wider MLP has as many additional parameters as the generators have.",
 )
 
 
@@ -371,18 +373,20 @@ _NOTES = (
 
 
 def answer(pooled: Pooled, names: Sequence[str], seeds: int) -> str:
-    """What learning the generators brings over frozen ones, at the model's rate and at the best one."""
+    """Describe the gain of learned over frozen generators, at the model's rate and at the best rate."""
     usual = pooled.frozen[AS_MODEL]
     learned = {level: found for level, found in pooled.frozen.items() if level != WIDER}
     best = max(learned, key=lambda level: learned[level].estimate)
-    known = verdict_of(usual, "gain measurably over frozen ones", "lose measurably to frozen ones", "")
-    compared = known or "cannot be told apart from frozen ones"
-    first = f"{_of(names)}: generators that learn at the model's rate {compared}, {points(usual)}"
+    measurable = verdict_of(
+        usual, "are measurably better than frozen ones", "are measurably worse than frozen ones", ""
+    )
+    compared = measurable or "cannot be told apart from frozen ones"
+    first = f"{_of(names)}: generators trained at the model's rate {compared}, {points(usual)}"
     if best == AS_MODEL:
         return f"{first}.{one_seed(seeds)}"
-    so = "measurably " * bool(learned[best].low > 0)
+    adverb = "measurably " * bool(learned[best].low > 0)
     factor = str(best).removeprefix("× ")
-    return f"{first}; at {factor} times that rate {so}{points(learned[best])}.{one_seed(seeds)}"
+    return f"{first}; at {factor} times that rate {adverb}{points(learned[best])}.{one_seed(seeds)}"
 
 
 def _of(names: Sequence[str]) -> str:
@@ -402,7 +406,7 @@ def _advice(pooled: Pooled, lab: Lab) -> Advice:
 
 STUDY = Study(
     title="Learning",
-    question="Do generators need to learn, and how fast?",
+    question="Do learned generators improve over frozen ones, and at which learning rate?",
     sources=(f"{LIERE_REVIEWS}, additional parameters",),
     find=find,
     encodings=("mixed", "liere:8", "comrope-ld"),

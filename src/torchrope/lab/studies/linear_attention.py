@@ -1,4 +1,4 @@
-"""What each encoding loses or keeps where attention is linear in the number of tokens (RoFormer, section 3.3)."""
+"""Accuracy of each encoding with linear instead of softmax attention (RoFormer, section 3.3)."""
 
 from torchrope.lab.results import Advice, Findings
 from torchrope.lab.studies.engine.estimates import about_intervals, at_best, change_sentence
@@ -43,8 +43,8 @@ def find(lab: Lab) -> Findings:
             top1_figure(grid, FACTOR, f"Top-1 in percent of {len(grid)} encodings, with softmax and linear attention.")
         ],
         notes=[
-            "Linear attention rotates positive features of queries and keys in the numerator alone, so that weights "
-            "may be negative and need not add up to 1. What adds to scores (pape, pape-ri) has none to add to.",
+            "Linear attention rotates positive features of queries and keys only in the numerator, so that weights "
+            "may be negative and need not sum to 1. Terms added to scores (pape, pape-ri) do not exist in it.",
             *notes,
         ],
         advice=[_advice(grid, moved, lab)],
@@ -61,7 +61,7 @@ def _advice(grid: Grid, moved: Changes, lab: Lab) -> Advice:
 
 STUDY = Study(
     title="Linear attention",
-    question="What does each encoding lose or keep where attention is linear in the number of tokens?",
+    question="How does linear attention change the accuracy of each encoding?",
     sources=("Su et al., RoFormer, section 3.3",),
     find=find,
 )

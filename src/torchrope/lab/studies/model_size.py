@@ -1,4 +1,4 @@
-"""Whether the size of the model changes what an encoding gains (LieRE's second version, table 4 and figure 3a)."""
+"""Accuracy by width of the model (LieRE's second version, table 4 and figure 3a)."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ PUBLISHED = (
         liere | 65.3 (64.4-66.3) | 70.0 (69.1-69.7) | 68.9 (68.0-69.8)
         """,
         ("Encoding", "ViT-Tiny", "ViT-Base", "ViT-Large"),
-        note="The interval printed for liere on ViT-Base, 69.1-69.7, does not hold its value; table 1 has 69.1-70.9. "
+        note="The interval printed for liere on ViT-Base, 69.1-69.7, does not contain its value; table 1: 69.1-70.9. "
         "The cell of mixed on ViT-Large repeats that on ViT-Base. The text calls the lead of LieRE significant at all "
         "three sizes; the intervals of mixed and liere:8 overlap at each.",
     ),
@@ -55,7 +55,7 @@ def find(lab: Lab) -> Findings:
     plan: Plan = {name: {width: lab.runs([name], model=model) for width, model in sizes.items()} for name in names}
     grid, notes = train_grid(lab, plan)
     ahead = leads(grid, all_but(reference, grid))
-    beside_mixed, about_mixed = mixed_tables(grid, FACTOR, reference)
+    over_mixed, about_mixed = mixed_tables(grid, FACTOR, reference)
     slopes = trends(grid, reference=reference)
     seeds = len(lab.seeds)
     return Findings(
@@ -63,8 +63,8 @@ def find(lab: Lab) -> Findings:
         tables=[
             top1_table("Top-1 by width of the model", grid, FACTOR, about_intervals(seeds)),
             contrast_table(f"Ahead of {described(reference)}", ahead, FACTOR, "Ahead"),
-            *beside_mixed,
-            trend_table("How that lead depends on the width", slopes, "Lead gained per doubling of the width"),
+            *over_mixed,
+            trend_table("Slope of the lead over the width", slopes, "Lead gained per doubling of the width"),
             _size_table(lab, grid, reference),
         ],
         figures=[top1_figure(grid, FACTOR, _alt(grid)), lead_figure(FACTOR, ahead, reference, "the same model")],
@@ -75,39 +75,39 @@ def find(lab: Lab) -> Findings:
 
 
 def _sizes(lab: Lab) -> dict[float, dict[str, Any]]:
-    """What differs from the configured model, by width: sizes by name where one is named, else fewer heads or more."""
+    """Return model settings by width: named sizes if the model has one, otherwise with fewer or more heads."""
     model = lab.config.model
     if model.size is not None:
         table = SWIN_SIZES if model.backbone == "swin" else SIZES
-        own = dict.fromkeys(("dim", "depth", "num_heads", "mlp_dim", "depths", "stage_heads"))
-        return {table[size]["dim"]: {**own, "size": size} for size in BY_NAME}
+        unset = dict.fromkeys(("dim", "depth", "num_heads", "mlp_dim", "depths", "stage_heads"))
+        return {table[size]["dim"]: {**unset, "size": size} for size in BY_NAME}
     built = lab.blueprint(lab.run("none")).arguments
     return {built["dim"] * heads // _heads(built): _scaled(built, heads) for heads in _three(_heads(built))}
 
 
 def _heads(built: dict[str, Any]) -> int:
-    """Heads of the first stage."""
+    """Return the number of heads, of a Swin in its first stage."""
     heads = built["num_heads"]
     return heads if isinstance(heads, int) else heads[0]
 
 
 def _three(heads: int) -> list[int]:
-    """A quarter of the heads, half and all of them; where there are too few, all, twice and four times."""
+    """Return a quarter, half and all of the heads; for fewer than 3 heads once, twice and four times as many."""
     if heads < 3:
         return [heads, 2 * heads, 4 * heads]
     return [max(1, heads // 4), max(2, heads // 2), heads]
 
 
 def _scaled(built: dict[str, Any], heads: int) -> dict[str, Any]:
-    """Width, heads and the MLP in proportion, so that heads keep their channels; nothing where nothing changes."""
-    whole = _heads(built)
-    if heads == whole:
+    """Scale width and MLP with the number of heads, so that head_dim is constant; empty if nothing changes."""
+    configured = _heads(built)
+    if heads == configured:
         return {}
-    dim = built["dim"] * heads // whole
+    dim = built["dim"] * heads // configured
     if "depths" in built:
-        return {"dim": dim, "stage_heads": [each * heads // whole for each in built["num_heads"]]}
+        return {"dim": dim, "stage_heads": [each * heads // configured for each in built["num_heads"]]}
     mlp_dim = built["mlp_dim"] or 4 * built["dim"]
-    return {"dim": dim, "num_heads": heads, "mlp_dim": mlp_dim * heads // whole}
+    return {"dim": dim, "num_heads": heads, "mlp_dim": mlp_dim * heads // configured}
 
 
 def _size_table(lab: Lab, grid: Grid, reference: str) -> Table:
@@ -142,8 +142,8 @@ def _alt(grid: Grid) -> str:
 
 def _how(lab: Lab) -> str:
     if lab.config.model.size is not None:
-        return f"Sizes are {join_names(BY_NAME)}; they differ in width, and large in depth too."
-    return "Sizes differ in width, with heads as wide as configured and an MLP in proportion; not in depth."
+        return f"Sizes are {join_names(BY_NAME)}; they differ in width, and large also in depth."
+    return "Sizes differ in width, with head_dim as configured and the MLP in proportion; depth is the same."
 
 
 def _advice(grid: Grid, lab: Lab, reference: str) -> list[Advice]:
@@ -157,7 +157,7 @@ def _advice(grid: Grid, lab: Lab, reference: str) -> list[Advice]:
 
 STUDY = Study(
     title="Model size",
-    question="Does the size of the model change what an encoding gains?",
+    question="Does the lead of an encoding depend on the size of the model?",
     sources=(f"{LIERE_2}, table 4 and figure 3a",),
     find=find,
     encodings=("learned", "axial", "mixed", "liere:8", "liere"),

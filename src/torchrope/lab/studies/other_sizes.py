@@ -1,4 +1,4 @@
-"""Trained models adapted to inputs of another size, without training: frequencies, positions, windows."""
+"""Adapt trained models to another input size without training: scaled frequencies, positions or windows."""
 
 import copy
 
@@ -12,11 +12,11 @@ from torchrope.positions import JitteredLattice, per_axis
 Size = tuple[int, ...]
 
 METHODS = {"ntk": "NTK", "yarn": "YaRN", "interpolate": "interpolation"}
-FINE = 1_000_000  # patches along an axis; spacings and origins of patches are nothing then
+FINE = 1_000_000  # patches along an axis, so many that one patch is negligible
 
 
 def methods_for(model: ViT | Swin, encoding: str) -> list[str]:
-    """The ways to scale a rotary encoding without an absolute one or a bias; none for others."""
+    """Return the methods for scaling a rotary encoding without absolute encoding or bias; empty for others."""
     if "+" in encoding or isinstance(model, Swin) or isinstance(model.encodings[0], NoEncoding):
         return []
     with_frequencies = isinstance(model.encodings[0], STRING) or model.encodings[0].block_size == 2
@@ -24,16 +24,16 @@ def methods_for(model: ViT | Swin, encoding: str) -> list[str]:
 
 
 def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
-    """A copy of a trained model whose encodings are scaled for inputs of a larger size.
+    """Return a copy of a trained model whose encodings are scaled for a larger input size.
 
     Args:
-        model: Trained.
-        size: Of the inputs.
-        trained: Of those in training.
+        model: Trained model.
+        size: The larger input size.
+        trained: The training input size.
         method: A key of `METHODS`.
 
     Raises:
-        ValueError: what `extend` refuses.
+        ValueError: `extend` refuses the model or the size.
     """
     lattice = model.embed.lattice(trained)
     factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
@@ -43,36 +43,36 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
 
 
 def ends_of_lattice(model: ViT, trained: Size) -> str | None:
-    """The range of the positions that a model was trained with, "[0, 1]", where its encoding's paper has a fixed one.
+    """Return the range of a model's training positions, "[0, 1]", if its encoding's paper fixes that range.
 
-    None where the unit is a patch, where positions were set otherwise, and where voxels place them.
+    None if the unit of position is a patch, or positions are set otherwise or given by voxels.
     """
     lattice = model.embed.lattice(trained)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
-    own, fine = encoding.lattice(*lattice), encoding.lattice(*(FINE for _ in lattice))
-    as_in_paper = (model.spacing, model.origin) == (own["spacing"], own["origin"])
-    if own == fine or not as_in_paper or not isinstance(model.place, JitteredLattice | None):
+    of_paper, fine = encoding.lattice(*lattice), encoding.lattice(*(FINE for _ in lattice))
+    as_in_paper = (model.spacing, model.origin) == (of_paper["spacing"], of_paper["origin"])
+    if of_paper == fine or not as_in_paper or not isinstance(model.place, JitteredLattice | None):
         return None
     spacing, origin = (per_axis(name, fine[name], len(lattice))[0] for name in ("spacing", "origin"))
     return f"[{round(origin, 3):g}, {round(origin + FINE * spacing, 3):g}]"
 
 
 def rescaled_for(model: ViT, size: Size) -> ViT:
-    """A copy of a trained model whose positions at a size have the range of those in training."""
-    again = copy.deepcopy(model)
+    """Return a copy of a trained model whose positions at a size have the range of the training positions."""
+    rescaled = copy.deepcopy(model)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
-    own = encoding.lattice(*model.embed.lattice(size))
-    for places in (again, again.place):
-        if places is not None:
-            places.spacing, places.origin = own["spacing"], own["origin"]  # type: ignore[union-attr]
-    return again
+    lattice = encoding.lattice(*model.embed.lattice(size))
+    for module in (rescaled, rescaled.place):
+        if module is not None:
+            module.spacing, module.origin = lattice["spacing"], lattice["origin"]  # type: ignore[union-attr]
+    return rescaled
 
 
 class InWindows(nn.Module):
-    """A Swin that attends in windows of another size than in training.
+    """A Swin with another window size than in training.
 
     Args:
-        model: Trained.
+        model: Trained model.
         window: Tokens of a window along each axis.
     """
 
@@ -87,6 +87,6 @@ class InWindows(nn.Module):
 
 
 def window_at(model: Swin, size: Size, trained: Size) -> tuple[int, ...]:
-    """The window that is as much larger than that of the training as the lattice of patches is."""
+    """Scale the training window size by the ratio of the patch lattices."""
     lattices = zip(model.stages[0].window, model.embed.lattice(size), model.embed.lattice(trained), strict=True)  # type: ignore
     return tuple(max(1, round(part * now / then)) for part, now, then in lattices)

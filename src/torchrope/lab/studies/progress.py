@@ -1,4 +1,4 @@
-"""Progress of a study: which run of how many, how far, how well, and one estimate of the time left."""
+"""Progress display of a study: runs, epochs, quality and the estimated time left."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _QUALITIES = {"val_top1": "top-1", "val_miou": "mIoU", "val_ap": "AP"}
 
 
-def told_quality(row: Mapping[str, float]) -> str:
-    """How good a model is after an epoch, from the row of its learning curve: "top-1 97.2 %"."""
+def describe_quality(row: Mapping[str, float]) -> str:
+    """Format the quality of a model after an epoch, from a row of its learning curve: "top-1 97.2 %"."""
     name = next(name for name in _QUALITIES if name in row)
     return f"{_QUALITIES[name]} {100 * row[name]:.1f} %"
 
@@ -28,11 +28,11 @@ class Workload:
     """The work of a study, in forward passes of one example; a training step of an example is three.
 
     Attributes:
-        epoch: Of an epoch of a run, with its validation.
-        evaluation: Of what follows the epochs of each run.
-        afterwards: Of what follows all runs.
+        epoch: Of one epoch of a run, with its validation.
+        evaluation: After the epochs of each run.
+        afterwards: After all runs.
         processes: Runs that train at the same time.
-        left: What an estimate is followed by: "left" where the above is all that is done, or else what it is of.
+        left: Text after an estimate: "left" if it covers all work, otherwise what it covers.
     """
 
     epoch: float
@@ -43,16 +43,16 @@ class Workload:
 
 
 class StudyProgress(AbstractContextManager):
-    """A bar over all epochs that are left; without a terminal a line after the first epoch and after every run.
+    """A progress bar over all remaining epochs; without a terminal, a line after the first epoch and every run.
 
-    The time left is estimated from what this start has timed: of epochs with runs of the same kind (`Run.kind`) where
-    there are some, otherwise with all.
+    The time left is estimated from epochs timed since this start: those of runs of the same kind (`Run.kind`) if there
+    are any, otherwise all.
 
     Args:
-        runs: Runs that are not finished, with the number of epochs that each has had already.
-        finished: Number of runs that an earlier start has finished.
-        work: What there is to do.
-        console: Where to write.
+        runs: Unfinished runs, with the number of epochs that each has finished.
+        finished: Number of runs finished by an earlier start.
+        work: The work of the study.
+        console: Output.
     """
 
     def __init__(self, runs: Sequence[tuple["Run", int]], finished: int, work: Workload, console: Console) -> None:
@@ -77,53 +77,53 @@ class StudyProgress(AbstractContextManager):
         self.display.bar.stop()
 
     def begin(self, run: "Run") -> None:
-        """A run starts, or goes on, and no other is under way."""
+        """Report that a run starts or resumes, as the only one."""
         self.begun = run
         self._show(self._numbered(run))
 
     def epoch(self, run: "Run", row: Mapping[str, float]) -> None:
-        """An epoch of a run ended, with this row of its learning curve."""
+        """Report a finished epoch of a run, with its row of the learning curve."""
         first = not any(self.timed.values())
         self._done(run, int(row["epoch"]))
         self.epochs[run.kind].add(self.work.epoch, row["seconds"])
         self.timed[run.key] += row["seconds"]
         ended = self.total - len(self.epochs_left)
         title = self._numbered(run) if run == self.begun else f"{ended} of {self.total} runs done: {run}"
-        described = f"{title}, epoch {row['epoch']:.0f}/{run.config.optim.epochs}, {told_quality(row)}"
+        described = f"{title}, epoch {row['epoch']:.0f}/{run.config.optim.epochs}, {describe_quality(row)}"
         self._show(described)
         if first and not self.display.is_bar:
             self.display.line(described, seconds=self.seconds_left())
 
     def follow(self, run: "Run", curve: Sequence[Mapping[str, float]]) -> None:
-        """Count the epochs that a run of another process has had since the last call, from its learning curve."""
-        known = run.config.optim.epochs - self.epochs_left[run.key]
-        for row in curve[known:]:
+        """Report the epochs that a run in another process has finished since the last call, from its curve."""
+        reported = run.config.optim.epochs - self.epochs_left[run.key]
+        for row in curve[reported:]:
             self.epoch(run, row)
 
     def end(self, run: "Run", quality: str, seconds: float) -> None:
-        """A run is finished and measured, and this good; this start spent so many seconds on all of it."""
-        title, whole = self._numbered(run), self.epochs_left[run.key] == 0
+        """Report a run that is finished and measured, with its quality and the seconds that this start spent on it."""
+        title, all_timed = self._numbered(run), self.epochs_left[run.key] == 0
         self._done(run, run.config.optim.epochs)
         del self.epochs_left[run.key]
         self.evaluation.left -= self.work.evaluation
-        if whole and self.work.evaluation:  # else another process has trained it meanwhile
+        if all_timed and self.work.evaluation:  # otherwise another process has trained it
             self.evaluation.add(self.work.evaluation, seconds - self.timed[run.key])
         self._show(title)
         elapsed = f"{as_clock(time.monotonic() - self.started)} elapsed"
         self.display.line(f"{title}: {quality}", elapsed, seconds=self.seconds_left())
 
     def seconds_left(self) -> float | None:
-        """The time left until all is done; None where no epoch has been timed in this start."""
+        """Estimate the time left; None before an epoch has been timed in this start."""
         for part in (*self.epochs.values(), self.evaluation):
             part.processes = max(1, min(self.work.processes, len(self.epochs_left)))
         return seconds_left([*self.epochs.values(), self.evaluation, self.afterwards])
 
     def _numbered(self, run: "Run") -> str:
-        """A run with its number: runs under way are numbered as they end."""
+        """Return a run with its number; runs are numbered in the order in which they end."""
         return f"run {self.total - len(self.epochs_left) + 1} of {self.total}: {run}"
 
     def _done(self, run: "Run", epochs: int) -> None:
-        """Take epochs that a run has had off what is left."""
+        """Subtract the finished epochs of a run from the work left."""
         left = run.config.optim.epochs - epochs
         self.epochs[run.kind].left -= self.work.epoch * (self.epochs_left[run.key] - left)
         self.epochs_left[run.key] = left

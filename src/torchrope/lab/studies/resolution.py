@@ -1,4 +1,4 @@
-"""Accuracy at other input sizes, and what helps (LieRE fig. 2, ComRoPE table 3, RoPE-ViT figs. 4-6, table 5)."""
+"""Accuracy at other input sizes, and methods to improve it (LieRE fig. 2, ComRoPE table 3, RoPE-ViT figs. 4-6)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,9 +52,9 @@ from torchrope.lab.training.sizes import size_of
 from torchrope.models import Swin, ViT
 
 Size = tuple[int, ...]
-Right = dict[Size, np.ndarray]  # right or not, (seeds, examples)
+Right = dict[Size, np.ndarray]  # right or wrong, (seeds, examples)
 Adapt = Callable[[Any, Size], nn.Module]
-"""From a trained model and a size to the model that is evaluated there."""
+"""Maps a trained model and a size to the model that is evaluated at that size."""
 
 SCALES = (0.5, 0.75, 1.25, 1.5, 2.0)
 MIXED_SCALES = (0.75, 1.0, 1.25)
@@ -64,25 +64,25 @@ STAGE_LR = 0.1  # of the first stage's
 JITTER = 1.0
 MIXED, RESCALED, GROWN = "mixed sizes", "positions in", "windows grown"
 TITLES = {
-    **dict.fromkeys(METHODS.values(), "What scaled frequencies change"),
-    MIXED: "What training across mixed sizes changes",
-    GROWN: "What windows that grow with the input change",
+    **dict.fromkeys(METHODS.values(), "Effect of scaled frequencies"),
+    MIXED: "Effect of training across mixed sizes",
+    GROWN: "Effect of windows that grow with the input",
 }
-"""Of the tables of changes that are not named as they are."""
+"""Titles of the tables of changes, for changes whose name does not fit into the default title."""
 HOW_SIZED = {
-    "drawn": "are drawn anew at every size, so that larger ones have more detail",
-    "read": "are read from their files at every size, so that larger ones have the detail that the files have",
+    "drawn": "are rendered at every size, so that larger ones have more detail",
+    "read": "are read from their files at every size, so that larger ones have the detail of the files",
     "resampled": "of other sizes are resampled from it, so that larger ones have no more detail, unlike in papers",
 }
 TABLE_IN_PAPERS = (
-    "RoPE-ViT finds the opposite at every size above that of the training (figure 4; 80.9 against 77.6 % at twice the "
+    "RoPE-ViT finds the opposite at every size above the training size (figure 4; 80.9 against 77.6 % at twice the "
     "size, table 5), and LieRE no loss at twice the size (section 5.1; 71.7 after 69.3 %), both trained on "
-    "random-resized crops and evaluated on photographs that have the detail."
+    "random-resized crops and evaluated on photographs with detail at that size."
 )
 STAGED = ("learned", "axial", "mixed", "liere:8", "comrope-ld")
 JITTERED = ("mixed", "liere:8", "comrope-ld")
 ZOOMED_OTHERWISE = ("motion",)
-SAME = 0.005  # of the predictions may be ties within rounding
+SAME = 0.005  # share of the predictions that rounding may change
 
 PUBLISHED = (
     published(
@@ -95,8 +95,8 @@ PUBLISHED = (
         mixed, second stage | 63.1 (62.7-63.5) | 68.2 (67.8-68.6) | 71.2 (70.8-71.6) | 73.3 (72.9-73.6) | 73.3 (72.9-73.7) | 71.7 (71.3-72.1)
         """,  # noqa: E501
         ("Encoding", "192", "224", "256", "320", "384", "448"),
-        note="The answer to reviewers has the second stage at 240, the paper at 256; the paper speaks of 196 in place "
-        "of 192. RoPE-Mixed is called naver there.",
+        note="The answer to reviewers gives 240 as the size of the second stage, the paper 256; the paper gives 196 "
+        "for 192. RoPE-Mixed is called naver there.",
     ),
     published(
         "Top-1 by inference size, UCF101, trained at 224",
@@ -115,9 +115,9 @@ PUBLISHED = (
         """,
         ("Encoding", "112", "128", "192", "224", "256", "320", "384", "448", "512"),
         digits=2,
-        note="Without intervals. At 320 the paper marks 74.22 as the best though 74.58 is higher. Accuracy rises again "
+        note="Without intervals. At 320 the paper marks 74.22 as the best although 74.58 is higher. Accuracy increases "
         "from 320 to 384 in every row. In the published code the absolute encoding is part of every variant by "
-        "default; over images it cannot tell columns apart, over these clips it can.",
+        "default; it does not distinguish columns of images, but does for these clips.",
     ),
     published(
         "Top-1 by inference size, ImageNet-1k, ViT-S trained at 224",
@@ -139,9 +139,9 @@ class Sizes:
     """The input sizes that models are evaluated at.
 
     Attributes:
-        all: From small to large.
-        trained: That of the training, one of them.
-        axis: The axis whose size gives the scale, the first but time.
+        all: In increasing order.
+        trained: The training size, one of them.
+        axis: The axis whose size defines the scale, the first other than time.
     """
 
     all: tuple[Size, ...]
@@ -150,15 +150,15 @@ class Sizes:
 
     @classmethod
     def of(cls, data: DataModule, patch_size: Sequence[int], asked: Sequence[int] = ()) -> "Sizes":
-        """About half to twice the size of the training along every axis but time, in whole patches.
+        """Choose sizes of about half to twice the training size along every axis except time, in whole patches.
 
         Args:
-            data: Tells the size of the training.
+            data: The data, with the training size.
             patch_size: Extent of a patch along each axis.
-            asked: Pixels per side of other sizes in the place of these.
+            asked: Pixels per side of the sizes to use instead.
 
         Raises:
-            ValueError: the patch does not divide a size that was asked for, or that of the training alone was.
+            ValueError: the patch size does not divide a size, or only the training size is given.
         """
         trained = tuple(data.input_size)
         axis = next((index for index, name in enumerate(data.axes) if name != "time"), 0)
@@ -166,32 +166,32 @@ class Sizes:
             return cls(tuple(scaled_sizes(data, patch_size, SCALES)), trained, axis)
         others = {size_of(pixels, data, patch_size, "--sizes") for pixels in asked}
         if others == {trained}:
-            raise ValueError(f"--sizes must name one beside that of the training, got {trained[-1]}")
+            raise ValueError(f"--sizes must include one other than the training size, got {trained[-1]}")
         return cls(tuple(sorted({*others, trained})), trained, axis)
 
     @property
     def others(self) -> tuple[Size, ...]:
-        """All but that of the training."""
+        """All sizes except the training size."""
         return tuple(size for size in self.all if size != self.trained)
 
     @property
     def larger(self) -> tuple[Size, ...]:
-        """Those above that of the training."""
+        """Sizes above the training size."""
         return tuple(size for size in self.all if size > self.trained)
 
     @property
     def farthest(self) -> Size:
-        """The one that answers are about: the largest, or where none is above that of the training the smallest."""
+        """The size of the answer: the largest, or the smallest if none is above the training size."""
         return self.all[-1] if self.larger else self.all[0]
 
     def scale(self, size: Size) -> float:
-        """Over that of the training."""
+        """Return a size as a multiple of the training size."""
         return size[self.axis] / self.trained[self.axis]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A modification of an encoding, and what it is compared with.
+    """A modification of an encoding, and the results with and without it.
 
     Attributes:
         what: Its name: "a second stage", "perturbation", "NTK".
@@ -207,7 +207,7 @@ class Change:
 
 
 def find(lab: Lab) -> Findings:
-    """Evaluate runs of the accuracy study, and some of its own, at several sizes."""
+    """Evaluate the runs of the accuracy study and modified ones at several sizes."""
     plain, notes = feasible(lab, lab.runs(lab.encodings))
     if not plain:
         return Findings(NONE_POSSIBLE, notes=notes)
@@ -251,14 +251,14 @@ def find(lab: Lab) -> Findings:
 
 
 def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """Runs that continue at a larger size, for a share of the epochs, with a smaller learning rate.
+    """Plan runs that continue at a larger size, for a share of the epochs, with a smaller learning rate.
 
     Args:
         lab: Of the study.
         names: Encodings that can be trained.
 
     Returns:
-        The runs, and notes on what is left out.
+        The runs, and a note on them or on the reason why there are none.
     """
     data, optim = lab.data, lab.config.optim
     if data.name in ZOOMED_OTHERWISE:
@@ -266,7 +266,7 @@ def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]
     *_, height, width = data.input_size if len(data.input_size) > 1 else (0, 1)
     patch = on_lattice(lab.blueprint(lab.run(names[0]))).embed.patch_size[-1]
     if height != width:
-        return [], [f"No second stage: it needs inputs as high as wide, got {_key(data.input_size)}."]
+        return [], [f"No second stage: it needs square inputs, got {_key(data.input_size)}."]
     side = patch * max(width // patch + 1, round(STAGE_SCALE * width / patch))
     try:
         make_data(lab.run(names[0], data={"size": side}).config.data)
@@ -297,7 +297,7 @@ def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]
 
 
 def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tuple[list[Run], list[str]]:
-    """Runs whose every step draws one of three sizes: about 0.75, 1 and 1.25 times that of the training.
+    """Plan runs that draw one of three sizes at every step: about 0.75, 1 and 1.25 times the training size.
 
     Args:
         lab: Of the study.
@@ -305,49 +305,51 @@ def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tu
         patch_size: Extent of a patch along each axis.
 
     Returns:
-        The runs, and a note on what they are, or on why there are none.
+        The runs, and a note on them or on the reason why there are none.
 
     References:
-        Tian et al., ResFormer, arXiv:2212.00776, whose batches have every picture at all sizes, with a consistency loss
-        between them; the question of a reviewer of LieRE at ICLR 2025 after data of varying sizes, which its authors
-        answered by a second stage.
+        Tian et al., ResFormer, arXiv:2212.00776, whose batches contain every image at all sizes, with a consistency
+        loss between them; a reviewer of LieRE at ICLR 2025 asked for data of varying sizes, and the authors answered
+        with a second stage.
     """
     if lab.config.optim.sizes:
-        return [], ["All runs are trained across mixed sizes, as --optim.sizes says, so that none is compared with it."]
+        return [], ["No comparison with mixed sizes: --optim.sizes trains all runs across mixed sizes."]
     if lab.data.axes[-1] == "time":
-        return [], ["No training across mixed sizes: the length in time is kept."]
+        return [], ["No training across mixed sizes: the length in time is not changed."]
     patch = patch_size[-1]
     sides = sorted({patch * max(1, round(scale * lab.data.input_size[-1] / patch)) for scale in MIXED_SCALES})
-    told = [str(side) for side in sides]
+    side_names = [str(side) for side in sides]
     if len(sides) < len(MIXED_SCALES):
-        return [], [f"No training across mixed sizes: patches of {patch} leave {join_names(told)} alone."]
+        return [], [
+            f"No training across mixed sizes: with patches of {patch} the only size is {join_names(side_names)}."
+        ]
     runs = lab.runs(_chosen(lab, names, STAGED), optim={"sizes": sides})
     note = (
-        f"Mixed sizes: every step of the training draws one of {join_names(told)} pixels a side, and there are as many "
-        "steps as without; ResFormer (Tian et al., CVPR 2023) has all sizes in a batch and a loss between them."
+        f"Mixed sizes: every training step draws one of {join_names(side_names)} pixels a side, with the same number "
+        "of steps; ResFormer (Tian et al., CVPR 2023) has all sizes in a batch and a loss between them."
     )
     return runs, [note] if runs else []
 
 
 def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """Runs whose patches move within their cells in training, as ComRoPE's with intensity 1."""
+    """Plan runs with positions jittered within their patches in training, as ComRoPE's perturbation of intensity 1."""
     if lab.config.model.backbone == "swin" or lab.config.model.jitter:
-        return [], ["Perturbation is compared on a ViT whose configuration has none."]
+        return [], ["No perturbation: it is compared on a ViT with model.jitter 0."]
     rotary = [name for name in _chosen(lab, names, JITTERED) if choose(name).rotary is not NoEncoding]
     runs = lab.runs(rotary, model={"jitter": JITTER})
     note = (
-        "Perturbation moves what rotary encodings read; an absolute encoding, other than in ComRoPE, is not perturbed."
+        "Perturbation changes the positions of rotary encodings; unlike in ComRoPE, absolute encodings are unperturbed."
     )
     return runs, [note] if runs else []
 
 
 def measured(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
-    """Which validation examples are right at every size, by encoding."""
+    """Return right or wrong of the validation examples at every size, by encoding."""
     return {name: _right(runs, lab, "top1", sizes.all) for name, runs in by_encoding(trained).items()}
 
 
 def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict[tuple[str, str], Right], list[str]]:
-    """Which examples are right at the larger sizes with frequencies scaled for them, by encoding and method."""
+    """Return right or wrong at the larger sizes with scaled frequencies, by encoding and method, and notes."""
     if lab.config.model.backbone == "swin":
         return {}, ["Scaled frequencies are left out: positions of a Swin are those within a window."]
     found: dict[tuple[str, str], Right] = {}
@@ -362,16 +364,16 @@ def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict
     if found:
         notes.append(
             "NTK and YaRN need frequencies, which blocks of 2 and STRING have; larger blocks are only interpolated. "
-            "YaRN includes its temperature. No method trains."
+            "YaRN includes its temperature. All methods are without training."
         )
     return found, notes
 
 
 def rescaled(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[tuple[str, str], Right]:
-    """Which examples are right at other sizes with positions of the range trained, by encoding and name of that range.
+    """Return right or wrong at other sizes with positions rescaled to the training range, by encoding and range.
 
     References:
-        Yu et al., ComRoPE, table 3 of the supplement, whose code divides positions by the patches of the present size.
+        Yu et al., ComRoPE, table 3 of the supplement, whose code divides positions by the number of patches.
     """
     found = {}
     for name, runs in by_encoding(trained).items():
@@ -382,7 +384,7 @@ def rescaled(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[tuple[s
 
 
 def grown(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
-    """Which examples are right at other sizes with windows of a Swin as much larger or smaller, by encoding.
+    """Return right or wrong at other sizes with a Swin's windows scaled by the input size, by encoding.
 
     References:
         Heo et al., RoPE-ViT, figures 5 and 6.
@@ -399,10 +401,10 @@ def grown(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right
 def _right(
     runs: Sequence[Trained], lab: Lab, key: str, sizes: Sequence[Size], adapt: Adapt = lambda model, _: model
 ) -> Right:
-    """Which examples runs of one encoding get right at sizes, each with the model as it is adapted to the size.
+    """Evaluate runs of one encoding at sizes, with the model adapted to each size.
 
     Raises:
-        ValueError: the model cannot be adapted so.
+        ValueError: the model cannot be adapted.
     """
     found = {}
     for size in sizes:
@@ -415,7 +417,7 @@ def _right(
 
 
 def _predictions(model: ViT | Swin, data: DataModule, size: Size, adapt: Adapt) -> dict[str, Any]:
-    """Classes that a model gives the validation set at a size, and the true ones; or why it cannot be adapted to it."""
+    """Return true and predicted classes of the validation set at a size, or the reason why adaptation is impossible."""
     try:
         adapted = adapt(model, size)
     except ValueError as error:
@@ -425,7 +427,7 @@ def _predictions(model: ViT | Swin, data: DataModule, size: Size, adapt: Adapt) 
 
 
 def _chosen(lab: Lab, names: Sequence[str], usual: Sequence[str]) -> list[str]:
-    """Those of the usual ones that can be; all, where the user named encodings."""
+    """Select the trainable default encodings; all, if the user named encodings."""
     return list(names) if lab.config.encodings else [name for name in names if name in usual]
 
 
@@ -447,7 +449,7 @@ def _changes(what: str, found: Mapping[str, Right], right: Mapping[str, Right]) 
 
 
 def _together(right: dict[str, Right]) -> list[Change]:
-    """Absolute encodings and biases beside rotary ones: what each adds to the other alone."""
+    """List the changes by adding an absolute encoding or bias to a rotary encoding, and the reverse."""
     changes = []
     for name, found in right.items():
         absolute, _, rotary = name.partition("+")
@@ -460,11 +462,11 @@ def _together(right: dict[str, Right]) -> list[Change]:
 
 
 Effects = dict[tuple[str, str], dict[Size, Interval]]
-"""What a change adds in points, by its name and the encoding, at each size."""
+"""Effect of a change in points, by its name and the encoding, at each size."""
 
 
 def _effects(changes: Sequence[Change]) -> Effects:
-    """Paired differences to the encoding without the change, at 5 % over all changes at a size (Holm)."""
+    """Compute paired differences to the encoding without the change, at 5 % over all changes at a size (Holm)."""
     found: Effects = {(change.what, change.name): {} for change in changes}
     for size in dict.fromkeys(size for change in changes for size in change.right):
         at = [change for change in changes if size in change.right]
@@ -502,10 +504,10 @@ def _tables(right: dict[str, Right], effects: Effects, sizes: Sizes, how: str) -
     columns = [
         *NAMES,
         *_columns(sizes.all, "%"),
-        with_interval("kept", f"{which.capitalize()} against trained", "points", 1),
+        with_interval("kept", f"{which.capitalize()} minus training size", "points", 1),
         VERDICT,
     ]
-    note = f"{how} Verdicts are at the {which} size. {which.capitalize()} against trained: {HOLM}"
+    note = f"{how} Verdicts are at the {which} size. {which.capitalize()} minus training size: {HOLM}"
     tables = [Table("Top-1 by inference size", columns, rows, note=note)]
     for title in dict.fromkeys(_title(what) for what, _ in effects):
         chosen = {key: found for key, found in effects.items() if _title(key[0]) == title}
@@ -524,8 +526,8 @@ def _tables(right: dict[str, Right], effects: Effects, sizes: Sizes, how: str) -
 
 def _title(what: str) -> str:
     if what.startswith(RESCALED):
-        return f"What {what} change"
-    return "What two encodings together change" if what.endswith(" added") else TITLES.get(what, f"What {what} changes")
+        return f"Effect of {what}"
+    return "Effect of combining two encodings" if what.endswith(" added") else TITLES.get(what, f"Effect of {what}")
 
 
 def _figures(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Figure]:
@@ -542,8 +544,8 @@ def _figures(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Fi
     figures = (
         ("top1-by-size", "Top-1 by inference size", Axis("top1", "Top-1", "%"), lines, None,
          f"All are trained at {_shown(sizes.trained)}, 1 on the axis. Bands are 95 % intervals."),
-        ("changes-by-size", "What helps at other sizes", Axis("points", "Change of top-1", "points"), changed, "what",
-         "Paired differences to the same encoding without the change; above zero it helps."),
+        ("changes-by-size", "Effect of changes by size", Axis("points", "Change of top-1", "points"), changed, "what",
+         "Paired differences to the same encoding without the change; above zero the change improves accuracy."),
     )  # fmt: skip
     return [
         Figure(
@@ -552,7 +554,7 @@ def _figures(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Fi
             title=title,
             alt=f"{title}, {len(sizes.all)} sizes from {_shown(sizes.all[0])} to {_shown(sizes.all[-1])}, one line an "
             "encoding.",
-            x=Axis("scale", "Input size over that of the training", "times"),
+            x=Axis("scale", "Input size over training size", "times"),
             y=y,
             rows=rows,
             series="name",
@@ -570,14 +572,14 @@ def _answer(right: dict[str, Right], effects: Effects, sizes: Sizes, seeds: int)
     farthest = sizes.farthest
     (best, *others), value = _at_best(right, farthest)
     reached = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size) {best} reaches {value}"
-    helped = {key: found[farthest] for key, found in effects.items() if farthest in found and found[farthest].low > 0}
-    helps = ""
+    better = {key: found[farthest] for key, found in effects.items() if farthest in found and found[farthest].low > 0}
+    clause = ""
     if effects:
-        helps = f"; {len(helped)} of {len(effects)} changes measurably help"
-    if helped:
-        what, name = max(helped, key=lambda key: helped[key].estimate)
-        helps += f", most {what} for {name}"
-    return f"{reached}{tied_with(others)}{helps}.{one_seed(seeds)}"
+        clause = f"; {len(better)} of {len(effects)} changes measurably help"
+    if better:
+        what, name = max(better, key=lambda key: better[key].estimate)
+        clause += f", most {what} for {name}"
+    return f"{reached}{tied_with(others)}{clause}.{one_seed(seeds)}"
 
 
 def _at_best(right: dict[str, Right], size: Size) -> tuple[list[str], str]:
@@ -593,7 +595,7 @@ def _checks(trained: Sequence[Trained], right: dict[str, Right], lab: Lab, sizes
         stored.setdefault(each.encoding, []).append(each.correct)
     before = np.concatenate([np.concatenate(stored[name]) for name in right])
     changed = int((now != before).sum())
-    rule = "At the size trained on predictions are those at the end of the training, up to ties within rounding"
+    rule = "At the training size predictions are those at the end of training, up to ties within rounding"
     return [Check(rule, changed <= SAME * len(before), f"{changed} of {len(before)} differ")]
 
 
@@ -619,25 +621,25 @@ def _alone(right: dict[str, Right]) -> dict[str, tuple[str, Right]]:
 
 
 def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
-    """Changed encodings by name, with the encoding; two encodings together are named as such already."""
+    """Map changed encodings by name to the encoding and its results; combinations have names of their own already."""
     alone = [change for change in changes if not change.what.endswith(" added")]
     return {f"{change.name} with {change.what}": (change.name, change.right) for change in alone}
 
 
 def how_sized(data: DataModule, sizes: Sizes) -> str:
-    """Where inputs of other sizes than that of the training come from, in a sentence."""
+    """Describe in a sentence how inputs of other sizes are made."""
     return f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED[data.other_sizes]}."
 
 
 def contradictions(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[str]:
-    """What papers say of inputs larger than in training and these results measurably contradict, a note each."""
+    """Write a note for each claim of a paper on larger inputs that these results measurably contradict."""
     if not sizes.larger:
         return []
     return [note for note in (_table_ahead(right, sizes), _rescaling_ahead(effects, sizes)) if note]
 
 
 def _table_ahead(right: dict[str, Right], sizes: Sizes) -> str:
-    """A note where a resampled table is ahead of rotary encodings at the largest size."""
+    """Write a note if a resampled learned table is ahead of rotary encodings at the largest size."""
     largest, table = sizes.farthest, right.get("learned")
     rotary = [name for name in right if "+" not in name and choose(name).rotary is not NoEncoding]
     if table is None or not rotary:
@@ -648,14 +650,14 @@ def _table_ahead(right: dict[str, Right], sizes: Sizes) -> str:
         return ""
     nearest = min(behind, key=lambda name: gaps[name].estimate)
     return (
-        f"This contradicts the papers: at {_shown(largest)} learned, a table that is resampled, is ahead of "
-        f"{len(behind)} of {len(rotary)} rotary encodings, of {nearest}, the closest, by {points(gaps[nearest])}. "
+        f"This contradicts the papers: at {_shown(largest)} learned, a resampled table, is ahead of "
+        f"{len(behind)} of {len(rotary)} rotary encodings, of the closest, {nearest}, by {points(gaps[nearest])}. "
         f"{TABLE_IN_PAPERS}"
     )
 
 
 def _rescaling_ahead(effects: Effects, sizes: Sizes) -> str:
-    """A note where LieRE or RoPE-Mixed do better at the largest size with positions of the range trained."""
+    """Write a note if LieRE or RoPE-Mixed are better at the largest size with positions rescaled to the range."""
     gains: dict[str, Interval] = {}
     for (what, name), found in effects.items():
         is_theirs = name == "mixed" or name.partition(":")[0] == "liere"
@@ -666,7 +668,7 @@ def _rescaling_ahead(effects: Effects, sizes: Sizes) -> str:
         return ""
     added = join_names([f"{points(gain)} to {name}" for name, gain in gains.items()])
     return (
-        "This contradicts LieRE, section 5.1, where positions that run past those of the training do better than "
+        "This contradicts LieRE, section 5.1, where positions beyond the training range are better than "
         f"positions rescaled to a fixed range: at {_shown(sizes.farthest)} rescaling adds {added}."
     )
 
@@ -675,21 +677,21 @@ def _notes(lab: Lab, sizes: Sizes, effects: Effects) -> list[str]:
     notes = [how_sized(lab.data, sizes)]
     if any(what.startswith(RESCALED) for what, _ in effects):
         notes.append(
-            "Positions in a fixed range are the rule of ComRoPE's code at every size, where here they run past those "
-            "of the training; at larger sizes [0, 1] is interpolation."
+            "ComRoPE's code rescales positions to a fixed range at every size; here they otherwise exceed the training "
+            "range. At larger sizes [0, 1] is interpolation."
         )
     if "time" in lab.data.axes:
         notes.append("The number of frames is unchanged.")
     if lab.data.views > 1:
         notes.append("Other sizes are measured on one view of each example.")
     if lab.config.model.backbone == "swin":
-        notes.append("A Swin's windows keep their tokens as trained; windows that grow with the input are RoPE-ViT's.")
+        notes.append("A Swin's windows keep their training size; RoPE-ViT grows windows with the input.")
     return notes
 
 
 STUDY = Study(
     title="Input size",
-    question="Which encodings keep their accuracy at input sizes not trained on, and what helps them?",
+    question="Which encodings keep their accuracy at other input sizes than in training, and which methods improve it?",
     sources=(
         f"{LIERE_2}, figure 2",
         f"{LIERE_REVIEWS}, resolutions",

@@ -1,4 +1,4 @@
-"""Whether heads and layers need encodings of their own (LieRE's second version, table 2)."""
+"""Accuracy with encodings shared across heads, layers or both (LieRE's second version, table 2)."""
 
 from collections.abc import Sequence
 
@@ -44,9 +44,9 @@ PUBLISHED = (
         """,
         ("Shared across", "mixed", "liere:8", "liere"),
         note="The first row is ticked as shared across layers and across heads, but has the numbers of table 1, where "
-        "nothing is shared, and stands beside a row for all shared. Its FLOPs, 5.684 G as in the second row against "
-        "5.613 G in the others, are those of heads apart. In the authors' published code all layers use the first "
-        "layer's encoding: with it, rows that differ in layers alone are the same model.",
+        "nothing is shared, and there is another row for all shared. Its FLOPs, 5.684 G as in the second row against "
+        "5.613 G in the others, are those of separate heads. In the authors' published code all layers use the first "
+        "layer's encoding: there, rows that differ only in layers are the same model.",
     ),
 )
 
@@ -63,7 +63,7 @@ def find(lab: Lab) -> Findings:
     return Findings(
         answer=change_sentence("sharing an encoding across heads or layers", "accuracy", by_case, seeds),
         tables=[
-            contrast_table("Against encodings of their own", moved, FACTOR, "Better by"),
+            contrast_table("Compared with no sharing", moved, FACTOR, "Better by"),
             top1_table("Top-1 by what is shared", grid, FACTOR, about_intervals(seeds)),
             parameter_table(lab, grid, FACTOR),
         ],
@@ -75,12 +75,12 @@ def find(lab: Lab) -> Findings:
 
 
 def _learns(lab: Lab, name: str) -> bool:
-    """Whether its rotary part has numbers to share."""
+    """Return whether its rotary part has learned parameters to share."""
     return count_encoding_parameters(lab.blueprint(lab.run(name))) > _absolute(lab, name)
 
 
 def _absolute(lab: Lab, name: str) -> int:
-    """Numbers of the absolute part, which exists once whatever is shared."""
+    """Count the parameters of the absolute part, which sharing does not change."""
     absolute = [part for part in name.split("+") if choose(part).absolute is not None]
     return count_encoding_parameters(lab.blueprint(lab.run(absolute[0]))) if absolute else 0
 
@@ -91,7 +91,7 @@ def _alt(grid: Grid) -> str:
 
 def _left_out(lab: Lab, learned: Sequence[str]) -> list[str]:
     others = [name for name in lab.encodings if name not in learned]
-    notes = [f"Left out: {join_names(others)}, which learn nothing that could be shared."] if others else []
+    notes = [f"Left out: {join_names(others)}, which have no learned parameters to share."] if others else []
     if lab.config.model.backbone == "swin":
         notes.append("Left out: sharing across layers, whose windows and heads differ in a Swin.")
     return notes
@@ -102,14 +102,14 @@ def _advice(moved: Changes, lab: Lab) -> Advice:
     worse = {name for (name, _), found in moved.items() if found.high < 0}
     free = [name for name in names if name not in worse]
     if not free:
-        return Advice(f"Sharing an encoding on {lab.data.title}", names, "each loses measurably with some sharing")
+        return Advice(f"Sharing an encoding on {lab.data.title}", names, "each loses accuracy with some sharing")
     because = "no sharing across heads, layers or both measurably costs accuracy"
     return Advice(f"Few parameters for the encoding on {lab.data.title}", free, because)
 
 
 STUDY = Study(
     title="Sharing",
-    question="Do heads and layers need encodings of their own?",
+    question="Does sharing an encoding across heads or layers change accuracy?",
     sources=(f"{LIERE_2}, table 2",),
     find=find,
     encodings=DEFAULT,

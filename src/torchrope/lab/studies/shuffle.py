@@ -1,4 +1,4 @@
-"""How much a model depends on the positions of its patches: shuffled inputs (LieRE tables 3 and 4)."""
+"""Accuracy drop with shuffled patches, frames or positions (LieRE tables 3 and 4)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ INTACT, PATCHES, FRAMES, POSITIONS = "intact", "patches", "frames", "positions"
 TITLES = {name: f"{name.capitalize()} shuffled" for name in (PATCHES, FRAMES, POSITIONS)} | {INTACT: "As they are"}
 VERDICTS = {"best": "largest", "tied": "not told apart", "behind": "smaller"}
 SEED = 0
-ROUNDING = 1e-4  # of the largest class score
+ROUNDING = 1e-4  # relative to the largest class score
 
 COLUMNS = (
     *NAMES,
@@ -48,7 +48,7 @@ COLUMNS = (
     with_interval("after", "After", "%", 1),
     with_interval("drop", "Drop", "points", 1),
     with_interval("lost", "Share lost", "%", 1),
-    Column("verdict", "Drop beside the largest"),
+    Column("verdict", "Drop, verdict"),
 )
 
 _SHARE = "The drop is (before - after) / before, one number without interval."
@@ -75,7 +75,7 @@ PUBLISHED = (
         """,
         ("Encoding", "Before", "After", "Drop"),
         note=f"{_SHARE} That of the absolute encoding cannot be right: its two accuracies give 0.9; those of LieRE "
-        "give 37.0. The paper speaks of patches and frames and does not tell their results apart.",
+        "give 37.0. The paper mentions patches and frames and does not report their results separately.",
     ),
     published(
         "Patches shuffled, second version",
@@ -123,7 +123,7 @@ def find(lab: Lab) -> Findings:
 
 
 def _kinds(lab: Lab) -> list[str]:
-    """What can be shuffled."""
+    """Return the kinds of shuffling for the data."""
     if not lab.data.lattice:
         return [POSITIONS]
     return [PATCHES, FRAMES] if "time" in lab.data.axes else [PATCHES]
@@ -133,9 +133,9 @@ def shuffled(model: Model, data: DataModule, *, kinds: Sequence[str]) -> dict[st
     """Predict the validation set as it is and shuffled, on one view of each example.
 
     Args:
-        model: Trained.
+        model: Trained model.
         data: Its data.
-        kinds: Of shuffling.
+        kinds: Kinds of shuffling.
 
     Returns:
         `labels`, and by kind `predicted` and `apart`, the largest change of a class score over the largest score.
@@ -150,12 +150,11 @@ def shuffled(model: Model, data: DataModule, *, kinds: Sequence[str]) -> dict[st
 
 
 def shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tensor], Tensor]:
-    """A function that shuffles batches: "patches" over the whole lattice, "frames" along time, in whole patches, or
-    the "positions" of tokens.
+    """Return a function that shuffles batches.
 
     Args:
-        kind: Which.
-        model: That is evaluated.
+        kind: "patches" over the lattice, "frames" along time in whole patches, or "positions" of tokens.
+        model: The model evaluated.
         axes: Names of the axes.
     """
     if kind != FRAMES or isinstance(model, TokenClassifier):
@@ -166,11 +165,11 @@ def shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tenso
 
 
 def losses(groups: dict[str, list[dict[str, Any]]], kind: str) -> list[dict[str, Any]]:
-    """The rows of a table: what every encoding loses by one kind of shuffling, the largest drop first.
+    """Compute the rows of a table: accuracy drop of every encoding by one kind of shuffling, the largest first.
 
     Args:
-        groups: What `shuffled` gave, of all seeds of each encoding.
-        kind: Of shuffling.
+        groups: Results of `shuffled` by encoding, one per seed.
+        kind: Kind of shuffling.
     """
     right = {name: (_right(runs, INTACT), _right(runs, kind)) for name, runs in groups.items()}
     drops = dict(zip(right, contrasts(list(right.values())), strict=True))
@@ -189,13 +188,13 @@ def losses(groups: dict[str, list[dict[str, Any]]], kind: str) -> list[dict[str,
 
 
 def share_lost(before: np.ndarray, after: np.ndarray) -> Interval | None:
-    """How much of the accuracy is lost, (before - after) / before in percent, with its 95 % interval.
+    """Compute the share of accuracy lost, (before - after) / before in percent, with its 95 % interval.
 
     Args:
-        before, after: Right or not, of the same examples, `(seeds, examples)`.
+        before, after: Right or wrong, of the same examples, `(seeds, examples)`.
 
     Returns:
-        The share; None where nothing was right before.
+        The share; None if no example was right before.
     """
     if not before.any():
         return None
@@ -209,7 +208,7 @@ def share_lost(before: np.ndarray, after: np.ndarray) -> Interval | None:
 
 
 def _right(runs: list[dict[str, Any]], kind: str) -> np.ndarray:
-    """Right or not, `(seeds, examples)`."""
+    """Stack right or wrong, `(seeds, examples)`."""
     return np.stack([np.equal(each["labels"], each[kind]["predicted"]).astype(float) for each in runs])
 
 
@@ -218,7 +217,7 @@ def _measure_name(kinds: Sequence[str]) -> str:
 
 
 def _checks(trained: list[Trained], measured: dict[str, Any], kinds: Sequence[str]) -> list[Check]:
-    """Tokens without encoding have no order, but in a Swin; rounding alone may change its predictions."""
+    """Check that shuffling does not change a ViT without positions, whose tokens are a set, beyond rounding."""
     unordered = [each for each in trained if each.encoding == "none" and each.run.config.model.backbone != "swin"]
     if not unordered:
         return []
@@ -249,16 +248,16 @@ def _clause(kind: str, rows: list[dict[str, Any]]) -> str:
     first, *others = rows
     drop = points([first[key] for key in ("drop", "drop_low", "drop_high")])
     if not any(row["drop_low"] > 0 for row in rows):
-        return f"with {kind} shuffled this run shows no loss: at most {drop}, of {first['name']}"
+        return f"with {kind} shuffled this run shows no drop: at most {drop}, of {first['name']}"
     tied = [row["name"] for row in others if row["verdict"] == "not told apart"]
-    return f"with {kind} shuffled {first['name']} loses most, {drop}{tied_with(tied)}"
+    return f"with {kind} shuffled {first['name']} drops most, {drop}{tied_with(tied)}"
 
 
 def _table(kind: str, rows: list[dict[str, Any]], lab: Lab) -> Table:
     what = {
         PATCHES: "Every example's patches are permuted at random over the whole lattice; pixels within them are not.",
-        FRAMES: "Every example's frames are permuted along time, as many together as a patch is deep.",
-        POSITIONS: "The positions of every example are permuted at random among its tokens, which are as they were.",
+        FRAMES: "Every example's frames are permuted at random along time, in groups of the patch size along time.",
+        POSITIONS: "The positions of every example are permuted at random among its tokens; contents are unchanged.",
     }[kind]
     return Table(
         f"Top-1 with {kind} shuffled",
@@ -303,13 +302,13 @@ def _figure(rows: dict[str, list[dict[str, Any]]], lab: Lab) -> Figure:
 
 def _notes(lab: Lab) -> list[str]:
     notes = [
-        "Each example has a permutation of its own, so that variation between permutations is within the intervals.",
-        "A drop measures how much a model depends on positions, not how well it uses them.",
+        "Each example has its own random permutation, so that the intervals include variation between permutations.",
+        "The drop measures how much a model depends on positions, not how well it uses them.",
     ]
     if lab.data.views > 1:
-        notes.append("Before and after are of one view of each example, not averaged over views.")
+        notes.append("Before and after are on one view of each example, not averaged over views.")
     if lab.config.model.backbone == "swin":
-        notes.append("A Swin's windows and merging depend on positions without any encoding, so that none loses too.")
+        notes.append("A Swin's windows and merging depend on positions without any encoding, so that none drops too.")
     patch = math.prod(lab.config.model.patch_size)
     if patch > 1:
         notes.append("Pixels within a patch stay in order.")

@@ -1,15 +1,15 @@
-"""Slurm, through submitit: settings as users write them, and what runs functions as jobs."""
+"""Run functions as Slurm jobs through submitit, and parse the options of --slurm."""
 
 from pathlib import Path
 from typing import Any
 
 SIGNAL_SECONDS = 120
-"""Notice that a job gets before its time is up."""
+"""Time between the signal to a job and its time limit."""
 _FOREVER = 10**6  # minutes
 
 
 def parse_slurm(text: str) -> dict[str, Any]:
-    """Read options of sbatch, as in "partition=gpu,time=1440,gpus_per_node=8".
+    """Parse options of sbatch, as in "partition=gpu,time=1440,gpus_per_node=8".
 
     Example:
         >>> parse_slurm("partition=gpu,time=1440")
@@ -25,36 +25,36 @@ def parse_slurm(text: str) -> dict[str, Any]:
 
 
 def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None) -> Any:
-    """What submits functions as Slurm's jobs, which get SIGUSR1 before their time is up and go into the queue again.
+    """Return an executor that submits Slurm jobs, which get SIGUSR1 before their time limit and are requeued.
 
     Args:
-        logs: Folder of submitit's files and of what jobs print; all machines must see it.
-        options: Of sbatch, by the names that submitit gives them; time in minutes.
-        parallel: So many run at once at most.
+        logs: Folder of submitit's files and the jobs' output, on a file system that all nodes share.
+        options: Of sbatch, by submitit's names; time in minutes.
+        parallel: Largest number of jobs that run at the same time.
 
     Raises:
-        ValueError: submitit or Slurm is missing, or an option is not known.
+        ValueError: submitit or Slurm is missing, or an option is unknown.
     """
     if "time" not in options:
-        raise ValueError(f"--slurm must say time=MINUTES, got {', '.join(options) or 'nothing'}")
+        raise ValueError(f"--slurm must include time=MINUTES, got {', '.join(options) or 'nothing'}")
     try:
         executor = _submitit().SlurmExecutor(logs)
     except RuntimeError:
-        raise ValueError("jobs need Slurm, got a machine without srun; cluster local runs here") from None
-    known = sorted(set(executor._valid_parameters()) - {"additional_parameters", "array_parallelism"})
-    unknown = [name for name in options if name not in known]
+        raise ValueError("jobs need Slurm, got a machine without srun; --cluster local runs jobs here") from None
+    valid = sorted(set(executor._valid_parameters()) - {"additional_parameters", "array_parallelism"})
+    unknown = [name for name in options if name not in valid]
     if unknown:
-        raise ValueError(f"--slurm knows {', '.join(known)}, got {unknown[0]!r}")
+        raise ValueError(f"--slurm options are {', '.join(valid)}, got {unknown[0]!r}")
     notice = options.pop("signal_delay_s", SIGNAL_SECONDS)
-    ours = {"signal": f"SIGUSR1@{notice}", "requeue": True}  # as SaveOnSignal listens; submitit's own signal stays away
-    executor.update_parameters(**{"job_name": "torchrope", **options}, additional_parameters=ours)
+    signal = {"signal": f"SIGUSR1@{notice}", "requeue": True}  # handled by SaveOnSignal, instead of submitit's signal
+    executor.update_parameters(**{"job_name": "torchrope", **options}, additional_parameters=signal)
     if parallel is not None:
         executor.update_parameters(array_parallelism=parallel)
     return executor
 
 
 def local_executor(logs: Path) -> Any:
-    """What runs functions as jobs on this machine, each in a process of its own."""
+    """Return an executor that runs functions on this machine, each in a separate process."""
     executor = _submitit().LocalExecutor(logs)
     executor.update_parameters(timeout_min=_FOREVER)
     return executor

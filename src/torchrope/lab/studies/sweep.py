@@ -1,4 +1,4 @@
-"""Many runs at once: the product of several settings, each run into a folder of its own, as jobs of Slurm."""
+"""Sweeps: the product of several settings, with one folder per run, run as Slurm jobs or on this machine."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ class Job:
 
     Attributes:
         arguments: Of `torchrope`.
-        out: Folder of everything that it leaves.
+        out: Output folder.
     """
 
     arguments: list[str]
@@ -26,7 +26,7 @@ class Job:
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """Read an axis of a sweep.
+    """Parse an axis of a sweep.
 
     Args:
         text: As in "encoding=mixed,liere:8" or "optim.betas=[0.9,0.99],[0.9,0.95]".
@@ -46,17 +46,17 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
 
 def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> list[Job]:
-    """Write out the runs of a sweep: every value of an axis with every value of the others.
+    """List the runs of a sweep: every combination of the values of all axes.
 
     Args:
-        command: "train" or "compare" with its options; `--out` is the folder above the runs'.
+        command: "train" or "compare" with its options; `--out` is the parent folder of the runs.
         axes: Names and values, see `parse_sweep`. Without any there is one run, in `--out` itself.
 
     Returns:
         The runs; the last axis varies fastest.
 
     Raises:
-        ValueError: the command is another one, or an axis comes twice or is what decides the folders.
+        ValueError: the command is another one, or an axis is named twice or is `out`.
 
     Example:
         >>> jobs = sweep(["train", "--out=runs"], [("encoding", ["mixed", "liere:8"]), ("seed", ["0"])])
@@ -77,29 +77,29 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> 
     folders = [job.out for job in jobs]
     if len(set(folders)) < len(folders):
         twice = next(folder for folder in folders if folders.count(folder) > 1)
-        raise ValueError(f"runs of a sweep must have folders of their own, got {twice} twice")
+        raise ValueError(f"runs of a sweep must have different folders, got {twice} twice")
     return jobs
 
 
 def submit_to_slurm(
     jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, options: dict[str, Any], parallel: int | None
 ) -> list[str]:
-    """Submit runs as one job array, which Slurm starts as it has room.
+    """Submit runs as one Slurm job array.
 
-    A run gets SIGUSR1 before its time is up: it saves a checkpoint, is queued again, and resumes.
+    A run gets SIGUSR1 before its time limit: it saves a checkpoint, is requeued, and resumes.
 
     Args:
         jobs: The runs.
         run: Called in each job with its arguments.
-        logs: Folder of submitit's files and of what jobs print; all machines must see it.
-        options: Of sbatch, by the names that submitit gives them; time in minutes.
-        parallel: So many run at once at most.
+        logs: Folder of submitit's files and the jobs' output, on a file system that all nodes share.
+        options: Of sbatch, by submitit's names; time in minutes.
+        parallel: Largest number of jobs that run at the same time.
 
     Returns:
-        Slurm's numbers of the jobs.
+        Slurm's job ids.
 
     Raises:
-        ValueError: submitit or Slurm is missing, or an option is not known.
+        ValueError: submitit or Slurm is missing, or an option is unknown.
     """
     executor = slurm_executor(logs, options, parallel)
     return [job.job_id for job in executor.map_array(run, [job.arguments for job in jobs])]
@@ -108,17 +108,17 @@ def submit_to_slurm(
 def run_here(
     jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, parallel: int, report: Callable[[str], None]
 ) -> list[Job]:
-    """Run a sweep on this machine, so many runs at a time.
+    """Run a sweep on this machine.
 
     Args:
         jobs: The runs.
-        run: Called with the arguments of each, in a process of its own.
-        logs: Folder of submitit's files and of what the runs print.
-        parallel: How many at a time.
+        run: Called with the arguments of each, in a separate process.
+        logs: Folder of submitit's files and the runs' output.
+        parallel: Runs at a time.
         report: Called with a line for every run that has ended.
 
     Returns:
-        Those that failed.
+        The runs that failed.
     """
     executor = local_executor(logs)
     failed = []
@@ -140,7 +140,7 @@ def run_here(
 
 
 def _without_out(command: list[str]) -> tuple[list[str], Path]:
-    """The command without its --out, and the folder that it named."""
+    """Split a command into its arguments without --out, and the folder of --out."""
     rest: list[str] = []
     out, words = DEFAULT_OUT[command[0]], iter(command)
     for word in words:

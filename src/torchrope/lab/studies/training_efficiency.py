@@ -1,4 +1,4 @@
-"""How soon each encoding reaches the final top-1 of a reference (LieRE figure 3; second version, figure 4b)."""
+"""Epochs until each encoding reaches the final top-1 of a reference (LieRE figure 3; second version, figure 4b)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -40,7 +40,7 @@ MEASURES = ("epochs", "steps", "seconds", "factor", "time_factor", "sooner")
 
 PUBLISHED = (
     published(
-        "Fewer epochs than the 200 of the absolute encoding, CIFAR-100, as the texts say",
+        "Ratio of the absolute encoding's 200 epochs to those needed, CIFAR-100, from the texts",
         f"{LIERE_1}, section 5.4 and figure 3; {LIERE_2}, section 5.4 and figure 4b",
         """
         liere, first version | 3.5
@@ -48,14 +48,14 @@ PUBLISHED = (
         """,
         ("Encoding", "Factor"),
         unit="×",
-        note="Other encodings are in the figures alone, without numbers. The second version's conclusion still says "
-        "3.5. Neither says when the absolute encoding itself first reaches its final top-1.",
+        note="Other encodings are only in the figures, without numbers. The second version's conclusion still says "
+        "3.5. Neither reports when the absolute encoding itself first reaches its final top-1.",
     ),
 )
 
 
 def find(lab: Lab) -> Findings:
-    """Read the learning curves of the runs that accuracy trains too."""
+    """Evaluate the learning curves of the runs of the accuracy study."""
     reference = reference_of(lab)
     names = list(dict.fromkeys([reference, *lab.encodings]))
     groups = by_encoding(lab.train(lab.runs(names)))
@@ -64,34 +64,34 @@ def find(lab: Lab) -> Findings:
     sooner = _sooner(reached, all_but(reference, reached))
     rows = [_row(name, each, reached[reference], steps, sooner.get(name)) for name, each in reached.items()]
     counterparts = {name: other for name, other in mixed_counterparts(reached).items() if other != reference}
-    beside_mixed = _sooner(reached, counterparts)
+    over_mixed = _sooner(reached, counterparts)
     epochs = lab.config.optim.epochs
     return Findings(
         answer=_answer(rows, reference, len(lab.seeds)),
         tables=[
             _table(rows, reference),
-            *([_mixed_table(reached, counterparts, beside_mixed, reference)] if counterparts else []),
+            *([_mixed_table(reached, counterparts, over_mixed, reference)] if counterparts else []),
         ],
         figures=[_curves(groups, reached[reference], reference), _factors(rows, reference)],
         published=PUBLISHED,
         notes=[
             f"All learning rates decay over the same {epochs} epochs; shorter schedules may give other results.",
-            "Times depend on the machine that trained and its load; epochs and steps do not.",
-            *mixed_notes(beside_mixed.values()),
+            "Times depend on the machine and its load; epochs and steps do not.",
+            *mixed_notes(over_mixed.values()),
         ],
         advice=_advice(rows, reference, lab),
     )
 
 
 class _Reached:
-    """Where the curve of an encoding first reaches the reference's end, measured and drawn anew.
+    """Epoch at which the curve of an encoding first reaches the reference's final top-1, with bootstrap draws.
 
-    Every draw takes seeds and validation examples anew. Of a run's epochs only the last one has its predictions kept:
-    what a draw of examples does to its top-1 it does to all epochs of that run, in proportion to their standard errors.
+    Every draw resamples seeds and validation examples. Predictions are stored only for the last epoch of a run: the
+    change of its top-1 by a draw of examples is applied to all epochs, scaled by their standard errors.
 
     Args:
         runs: Of the encoding, over seeds.
-        reference: Runs to be as good as.
+        reference: Runs of the reference.
     """
 
     def __init__(self, runs: Sequence[Trained], reference: Sequence[Trained]) -> None:
@@ -99,38 +99,38 @@ class _Reached:
         self.seconds = np.cumsum([[epoch["seconds"] for epoch in run.curve] for run in runs], axis=1).mean(axis=0)
         self.epochs = np.arange(1.0, curves.shape[1] + 1)
         self.target = float(target[:, -1].mean())
-        again = resamples(runs[0].correct.size)
-        drawn = _draw_seeds(curves, len(again)) + _shifts(runs, again)
-        wanted = _draw_seeds(target, len(again)) + _shifts(reference, again)
+        weights = resamples(runs[0].correct.size)
+        drawn_curves = _draw_seeds(curves, len(weights)) + _shifts(runs, weights)
+        drawn_targets = _draw_seeds(target, len(weights)) + _shifts(reference, weights)
         [self.measured] = first_reach(self.epochs, curves.mean(axis=0)[None], target.mean(axis=0)[None, -1])
-        self.draws = first_reach(self.epochs, drawn, wanted[:, -1])
+        self.draws = first_reach(self.epochs, drawn_curves, drawn_targets[:, -1])
 
     def time(self, epochs: np.ndarray) -> np.ndarray:
-        """Seconds until so many epochs; infinite for infinitely many."""
-        known = np.concatenate([[0.0], self.seconds])
-        return np.where(np.isinf(epochs), np.inf, np.interp(epochs, np.arange(len(known)), known))
+        """Convert epochs to seconds; infinite for infinitely many."""
+        seconds = np.concatenate([[0.0], self.seconds])
+        return np.where(np.isinf(epochs), np.inf, np.interp(epochs, np.arange(len(seconds)), seconds))
 
 
 def _top1_curves(runs: Sequence[Trained]) -> np.ndarray:
-    """Top-1 after every epoch, `(seeds, epochs)`; 0 where a run diverged."""
+    """Return top-1 after every epoch, `(seeds, epochs)`; 0 if a run diverged."""
     return np.nan_to_num(np.array([[epoch["val_top1"] for epoch in run.curve] for run in runs], dtype=float))
 
 
 def _draw_seeds(curves: np.ndarray, draws: int) -> np.ndarray:
-    """Mean curves of seeds drawn with replacement, `(draws, epochs)`."""
+    """Draw seeds with replacement and return their mean curves, `(draws, epochs)`."""
     chosen = np.random.default_rng(0).integers(len(curves), size=(draws, len(curves)))
     return curves[chosen].mean(axis=1)
 
 
-def _shifts(runs: Sequence[Trained], again: np.ndarray) -> np.ndarray:
-    """What drawing examples anew adds to the top-1 of every epoch, `(draws, epochs)`."""
+def _shifts(runs: Sequence[Trained], weights: np.ndarray) -> np.ndarray:
+    """Compute the change of top-1 of every epoch by each draw of examples, `(draws, epochs)`."""
     right = correct(runs).mean(axis=0)
     errors = _standard_error(_top1_curves(runs).mean(axis=0), len(right))
-    return (again @ right - right.mean())[:, None] * (errors / errors[-1])
+    return (weights @ right - right.mean())[:, None] * (errors / errors[-1])
 
 
 def _standard_error(top1: np.ndarray, examples: int) -> np.ndarray:
-    """Of shares of so many examples; two more, one right and one wrong, keep it above zero."""
+    """Compute the standard error of accuracies; two added examples, one right and one wrong, keep it above zero."""
     share = (top1 * examples + 1) / (examples + 2)
     return np.sqrt(share * (1 - share) / examples)
 
@@ -141,7 +141,7 @@ def _steps_per_epoch(lab: Lab) -> int:
 
 
 def _sooner(reached: Mapping[str, _Reached], others: Mapping[str, str]) -> dict[str, Interval]:
-    """Logarithm of how many times sooner than others encodings reach the reference's end, where both do.
+    """Compute log ratios of epochs to reach the reference's final top-1, for pairs of encodings that both reach it.
 
     Args:
         reached: By encoding.
@@ -161,28 +161,28 @@ def _sooner(reached: Mapping[str, _Reached], others: Mapping[str, str]) -> dict[
 
 
 def _missed(reached: Mapping[str, _Reached], *names: str) -> list[str]:
-    """Those of some encodings that do not reach the reference's end."""
+    """Return the encodings that do not reach the reference's final top-1."""
     return [name for name in names if isinf(reached[name].measured)]
 
 
 def _row(name: str, reached: _Reached, reference: _Reached, steps: int, sooner: Interval | None) -> dict[str, Any]:
     if isinf(reached.measured):
-        nothing = {key: value for each in MEASURES for key, value in cells(each, None).items()}
+        empty = {key: value for each in MEASURES for key, value in cells(each, None).items()}
         never = isinf(ends(reached.draws)[0])
-        return {**named(name), **nothing, "verdict": "does not reach it" if never else "not measurable"}
-    whole, last = len(reached.epochs), float(reference.seconds[-1])
+        return {**named(name), **empty, "verdict": "does not reach it" if never else "not measurable"}
+    total, last = len(reached.epochs), float(reference.seconds[-1])
     measured, draws = np.array([reached.measured]), reached.draws
-    known = {
-        **_cells("epochs", measured, draws, most=whole),
-        **_cells("steps", measured * steps, draws * steps, most=whole * steps),
+    measures = {
+        **_cells("epochs", measured, draws, most=total),
+        **_cells("steps", measured * steps, draws * steps, most=total * steps),
         **_cells("seconds", reached.time(measured), reached.time(draws), most=float(reached.seconds[-1])),
-        **_cells("factor", whole / measured, whole / draws, least=1.0),
+        **_cells("factor", total / measured, total / draws, least=1.0),
         **_cells("time_factor", last / reached.time(measured), last / reached.time(draws)),
     }
     if sooner is None:
-        return {**named(name), **known, **cells("sooner", (1.0, 1.0, 1.0)), "verdict": "the reference"}
+        return {**named(name), **measures, **cells("sooner", (1.0, 1.0, 1.0)), "verdict": "the reference"}
     verdict = verdict_of(sooner, "sooner", "later", "not measurable")
-    return {**named(name), **known, **cells("sooner", np.exp(sooner).tolist()), "verdict": verdict}
+    return {**named(name), **measures, **cells("sooner", np.exp(sooner).tolist()), "verdict": verdict}
 
 
 def _cells(
@@ -204,10 +204,10 @@ def _table(rows: Sequence[dict[str, Any]], reference: str) -> Table:
         VERDICT,
     )
     note = (
-        f"Where validation top-1 first reaches the last value of {described(reference, 'the')}, interpolated between "
-        "epochs. The papers' factors divide the whole training by that; but a curve that varies between epochs reaches "
-        "its own last value before the end, so the last factor decides, at 5 % over all rows (Holm). Intervals are of "
-        "draws of validation examples and seeds; a draw that never reaches it counts as the whole training."
+        f"Epoch at which validation top-1 first reaches the final value of {described(reference, 'the')}, interpolated "
+        "between epochs. The papers' factors divide the total epochs by that; but a noisy curve reaches its own final "
+        "value before the end, so verdicts are on the last factor, at 5 % over all rows (Holm). Intervals are "
+        "bootstrap intervals over validation examples and seeds; a draw that never reaches it counts as all epochs."
     )
     return Table(f"When the final top-1 of {described(reference)} is reached", columns, rows, note=note)
 
@@ -215,7 +215,7 @@ def _table(rows: Sequence[dict[str, Any]], reference: str) -> Table:
 def _mixed_table(
     reached: Mapping[str, _Reached], others: Mapping[str, str], sooner: Mapping[str, Interval], reference: str
 ) -> Table:
-    """How many times sooner than RoPE-Mixed encodings reach the reference's end."""
+    """Build a table of how many times sooner than RoPE-Mixed encodings reach the reference's final top-1."""
     rows: list[Row] = []
     for name, other in others.items():
         found, missed = sooner.get(name), _missed(reached, name, other)
@@ -244,7 +244,7 @@ def _answer(rows: Sequence[dict[str, Any]], reference: str, seeds: int) -> str:
 
 
 def _by_verdict(rows: Sequence[dict[str, Any]], verdict: str) -> list[dict[str, Any]]:
-    """Rows of a verdict, the fewest epochs first."""
+    """Return the rows of a verdict, the fewest epochs first."""
     return sorted((row for row in rows if row["verdict"] == verdict), key=lambda row: row["epochs"])
 
 
@@ -266,8 +266,8 @@ def _curves(groups: dict[str, list[Trained]], end: _Reached, reference: str) -> 
         name="top1-by-epoch",
         kind="lines",
         title=f"Top-1 while training, and the final value of {described(reference)}",
-        alt=f"Validation top-1 after every epoch of {len(groups)} encodings, and a level line at "
-        f"{100 * end.target:.1f} %, where {described(reference, 'the')} ends.",
+        alt=f"Validation top-1 after every epoch of {len(groups)} encodings, and a horizontal line at "
+        f"{100 * end.target:.1f} %, the final value of {described(reference, 'the')}.",
         x=Axis("epoch", "Epoch"),
         y=Axis("top1", "Top-1", "%"),
         rows=rows + mark,
@@ -285,7 +285,7 @@ def _factors(rows: Sequence[dict[str, Any]], reference: str) -> Figure:
     return Figure(
         name="factor",
         kind="bars",
-        title="How many times fewer epochs than the whole training",
+        title="Total epochs over epochs needed",
         alt=f"A bar for each of {len(shown)} encodings that reach the final accuracy of {described(reference, 'the')}, "
         "which is among them.",
         x=Axis("name", "Encoding", scale="category"),
@@ -294,7 +294,7 @@ def _factors(rows: Sequence[dict[str, Any]], reference: str) -> Figure:
         series="name",
         low="low",
         high="high",
-        caption=f"The bar of {described(reference, 'the')} shows what variation between epochs alone gives.",
+        caption=f"The bar of {described(reference, 'the')} shows the effect of variation between epochs alone.",
     )
 
 
@@ -310,7 +310,7 @@ def _advice(rows: Sequence[dict[str, Any]], reference: str, lab: Lab) -> list[Ad
 
 STUDY = Study(
     title="Training efficiency",
-    question="How much training does each encoding need for what a reference reaches?",
+    question="How much training does each encoding need to reach the accuracy of a reference?",
     sources=(f"{LIERE_1}, figure 3", f"{LIERE_2}, figure 4b"),
     find=find,
     takes=("reference",),

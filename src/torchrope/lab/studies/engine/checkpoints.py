@@ -1,4 +1,4 @@
-"""Trained models that studies read: published checkpoints, files of `torchrope.save`, folders of runs."""
+"""Load trained models for studies: published checkpoints, files of `torchrope.save`, run folders."""
 
 import os
 import warnings
@@ -26,10 +26,10 @@ from torchrope.positions import PerAxis
 
 @dataclass(frozen=True)
 class Site:
-    """An encoding where a model has it.
+    """An encoding of a model, and the lattice that it is applied to.
 
     Attributes:
-        encoding: Of a layer, or of all that share it.
+        encoding: Of one layer, or of all layers that share it.
         sizes: Tokens along each axis at the training size; in a Swin those of the stage's window.
         spacing, origin: Of their lattice.
     """
@@ -45,11 +45,11 @@ class Checkpoint:
     """A trained model that was read from a file.
 
     Attributes:
-        name: Of its file, without blanks, other than all names beside it.
+        name: Of its file, without blanks, unique.
         path: As the user gave it.
         model: On the CPU, in evaluation mode.
-        sites: Its rotary encodings, the first layer first; none where it has none.
-        warned: What its reader warned of.
+        sites: Its rotary encodings, the first layer first; empty if it has none.
+        warned: Warnings of its loader.
     """
 
     name: str
@@ -60,40 +60,40 @@ class Checkpoint:
 
     @property
     def title(self) -> str:
-        """Its encodings, for people; those of all layers are alike."""
+        """Display name of its encodings, which are the same in all layers."""
         return label_of(self.model, self.sites[0].encoding if self.sites else None)
 
 
 def read_checkpoints(paths: Sequence[str], others: Collection[str] = ()) -> list[Checkpoint]:
-    """Read trained models.
+    """Load trained models.
 
     Args:
-        paths: Files of published checkpoints or of `torchrope.save`, and folders that `torchrope.save` or a run wrote.
-        others: Names that a checkpoint must not have.
+        paths: Files of published checkpoints or of `torchrope.save`, and folders of `torchrope.save` or of a run.
+        others: Names that are already in use.
 
     Raises:
-        ValueError: there is no such file, or it holds no model that can be read; in one line that names it.
+        ValueError: a file is missing or contains no supported model; in one line that names it.
     """
     places = [_place(path) for path in paths]
     return [_read(place, name) for place, name in zip(places, _short_names(places, others), strict=True)]
 
 
 def encodings_of_runs(paths: Sequence[str]) -> list[str]:
-    """Encodings of the folders of runs among some paths, by name; their modules may have to be imported."""
+    """Return the names of the encodings of the run folders among some paths, whose modules may need importing."""
     places = [_place(path) for path in paths]
     return [_config(place).encoding for place in places if _is_run(place)]
 
 
 def warned(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """What readers warned of, for the notes of a study."""
+    """Return the loaders' warnings, for the notes of a study."""
     return [f"{each.name}: {text}" for each in checkpoints for text in each.warned]
 
 
 def _place(path: str) -> Path:
-    """A path as it is read: of a run the folder, whichever of its weights was named."""
+    """Resolve a path: for a weights file of a run, return the run's folder."""
     place = Path(path).expanduser()
     if not place.exists():
-        raise ValueError(f"--checkpoint must be a file or a folder that is there, got {path}")
+        raise ValueError(f"--checkpoint must be an existing file or folder, got {path}")
     is_of_run = place.name in (WEIGHTS, CHECKPOINT) and (place.parent / CONFIG).exists()
     return place.parent if is_of_run else place
 
@@ -107,7 +107,7 @@ def _config(folder: Path) -> Any:
 
 
 def _short_names(places: Sequence[Path], others: Collection[str]) -> list[str]:
-    """The last parts of paths, as many as tell them apart."""
+    """Return the last parts of paths, as many as make the names distinct."""
     parts = [["-".join(part.split()) for part in place.resolve().parts] for place in places]
     for count in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(each[-count:]) for each in parts]
@@ -117,14 +117,14 @@ def _short_names(places: Sequence[Path], others: Collection[str]) -> list[str]:
 
 
 def _read(place: Path, name: str) -> Checkpoint:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             model = _load(place)
             sites = _sites(model)
         except ValueError as error:
             raise ValueError(f"--checkpoint {place} cannot be read: {error}") from None
-    return Checkpoint(name, place, model.eval(), sites, [str(each.message) for each in told])
+    return Checkpoint(name, place, model.eval(), sites, [str(each.message) for each in caught])
 
 
 def _load(place: Path) -> nn.Module:
@@ -134,12 +134,12 @@ def _load(place: Path) -> nn.Module:
             raise ValueError(f"a run must be of model.head classify, got {config.model.head}")
         return of_run(place)
     if place.is_dir() and not (place / FILE).exists():
-        raise ValueError(f"a folder must hold {FILE} or {CONFIG} and {WEIGHTS}, got neither")
+        raise ValueError(f"a folder must contain {FILE} or {CONFIG} and {WEIGHTS}, got neither")
     return load(place) if place.is_dir() or _is_saved(place) else load_published(place)
 
 
 def _is_saved(file: Path) -> bool:
-    """Whether `torchrope.save` wrote a file."""
+    """Return whether `torchrope.save` wrote a file."""
     try:
         with safe_open(os.fspath(file), "pt") as opened:
             return "torchrope" in (opened.metadata() or {})
@@ -148,7 +148,7 @@ def _is_saved(file: Path) -> bool:
 
 
 def _sites(model: nn.Module) -> list[Site]:
-    """Where a model rotates; nothing where it does not."""
+    """Collect the rotary encodings of a model; empty if it has none."""
     if isinstance(model, ViT):
         sizes = model.embed.lattice(model.arguments["input_size"])
         found = [Site(each, sizes, model.spacing, model.origin) for each in _encodings(model)]

@@ -1,4 +1,4 @@
-"""Settings of `torchrope study`, as plain values: imports no torch."""
+"""Settings of `torchrope study`. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,35 +8,35 @@ from torchrope.lab.studies.slurm import parse_slurm
 from torchrope.lab.training.config import ModelConfig, OptimConfig, ScaleConfig
 
 TABLE, FUNCTION = "learned", "sinusoidal"
-"""The absolute encoding that things are compared with on a lattice, and where there is none to have a table for."""
+"""The absolute encoding used as reference on a lattice, and without a lattice, where a learned table is impossible."""
 
 
 def reference_for(data: DataConfig) -> str:
-    """The absolute encoding that data can have: a learned table, or a function of real positions."""
+    """Return the absolute encoding that suits data: a learned table, or without a lattice a function of positions."""
     return FUNCTION if data.name in NAMES_WITHOUT_LATTICE else TABLE
 
 
 def fitting(names: Sequence[str], data: DataConfig) -> list[str]:
-    """A list of encodings of ours, with the absolute one that data can have."""
-    own = ["+".join(reference_for(data) if part == TABLE else part for part in name.split("+")) for name in names]
-    return list(dict.fromkeys(own))
+    """Replace the learned absolute encoding in a list of encodings by the one that suits the data."""
+    suitable = ["+".join(reference_for(data) if part == TABLE else part for part in name.split("+")) for name in names]
+    return list(dict.fromkeys(suitable))
 
 
 @dataclass
 class LabConfig:
-    """What is trained, and where its runs are kept.
+    """Settings that all studies have.
 
     Attributes:
-        data: Which data.
+        data: The data.
         model: The model around the encodings.
         optim: The optimiser.
-        scale: How runs are computed; an encoding that diverges is a result, so that on_nan is "ignore".
-        encodings: Names, see `torchrope.encodings.choose`; none is the study's own list.
-        seeds: Runs of each kind, seeds 0, 1, ...
-        parallel: Runs that train at the same time, each on a device or on its share of the processor's cores.
-        slurm: Train on a Slurm cluster in place of here: "partition=gpu,time=240", options of sbatch;
-            "cluster=local" takes processes of this machine.
-        out: Folder of results; runs are shared in it.
+        scale: How runs are computed; on_nan is "ignore" because divergence of an encoding is a result.
+        encodings: Names, see `torchrope.encodings.choose`; empty for the study's default list.
+        seeds: Number of seeds 0, 1, ... per encoding and setting.
+        parallel: Runs that train at the same time, each on one device or on its share of the CPU cores.
+        slurm: Train on a Slurm cluster: "partition=gpu,time=240", options of sbatch; "cluster=local" uses processes of
+            this machine.
+        out: Output folder; studies share the runs in it.
     """
 
     data: DataConfig = field(default_factory=DigitsConfig)
@@ -61,15 +61,16 @@ class LabConfig:
 
 @dataclass
 class StudyConfig(LabConfig):
-    """A study on data of your choice.
+    """Settings of a study.
 
     Attributes:
-        reference: Encoding that the others are compared with, trained too where it is not among them; by default
+        reference: Encoding that the others are compared with, trained if it is not among them; by default
             learned, or sinusoidal without a lattice, in studies that need one.
-        checkpoint: Trained models that "fourier", "generators" and "attention" read, beside the runs of the encodings
-            named, or in their place: files of published checkpoints or of torchrope.save, folders of runs.
-        sizes: Input sizes that "resolution" evaluates at, in pixels per side, beside that of the training; by default
-            0.5 to 2 times as large.
+        checkpoint: Trained models for "fourier", "generators" and "attention", in addition to the runs of
+            --encodings, or instead of them if it is not given: files of published checkpoints or of torchrope.save,
+            run folders.
+        sizes: Input sizes in pixels per side at which "resolution" evaluates, in addition to the training size; by
+            default 0.5 to 2 times the training size.
     """
 
     reference: str | None = None

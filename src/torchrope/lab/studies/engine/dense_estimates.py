@@ -1,4 +1,4 @@
-"""mIoU from the counts of each image, also for bootstrap draws of the images."""
+"""mIoU from per-image pixel counts, also for bootstrap draws of the images."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,17 +11,17 @@ from torchrope.lab.data.dense import IGNORED
 from torchrope.lab.dense import prediction
 
 Counts = Mapping[str, Sequence[int]]
-"""Of one image: for every class that is in its true or predicted map pixels of both, predicted ones, true ones."""
+"""Of one image: intersection, predicted and true pixels of every class in its true or predicted map."""
 Weigh = Callable[[np.ndarray], np.ndarray]
 """A measure of weighted images, `(draws, images)` to `(draws,)`."""
 
 
 def count_pixels(predicted: Tensor, truth: Tensor) -> dict[str, Any]:
-    """Count what mIoU needs of one image; pixels whose true class is 255 do not count.
+    """Count intersection, predicted and true pixels of each class of one image; pixels of true class 255 are ignored.
 
     Args:
         predicted: Class of every pixel, `(height, width)`.
-        truth: Likewise.
+        truth: True class of every pixel, `(height, width)`.
 
     Example:
         >>> count_pixels(torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 255]]))
@@ -34,10 +34,10 @@ def count_pixels(predicted: Tensor, truth: Tensor) -> dict[str, Any]:
 
 
 def mean_iou(records: Sequence[Counts]) -> Weigh:
-    """Mean over classes of intersection over union of pixels of all images; classes in no image do not count.
+    """Return a function of image weights that computes mIoU over all images; classes in no image are ignored.
 
     Args:
-        records: Of each image what `count_pixels` returns.
+        records: Results of `count_pixels`, one per image.
     """
     index = {kind: at for at, kind in enumerate(sorted({kind for record in records for kind in record}))}
     counts = torch.zeros(len(records), 3, len(index), dtype=torch.float64)
@@ -54,6 +54,6 @@ def mean_iou(records: Sequence[Counts]) -> Weigh:
 
 
 def total(records: Iterable[Counts]) -> tuple[int, int]:
-    """Pixels predicted and true over all classes and images."""
+    """Sum predicted and true pixels over all classes and images."""
     cells = [pixels for record in records for pixels in record.values()]
     return sum(named for _, named, _ in cells), sum(true for _, _, true in cells)

@@ -1,4 +1,4 @@
-"""Segmentation and detection: what a model predicts for the images of a set, what is kept of it, and its measure."""
+"""Semantic segmentation and object detection: predictions on a data set, per-image records and measures."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,23 +22,23 @@ from torchrope.lab.studies.engine.pictures import box_panel, map_panel
 Target = Mapping[str, Any]
 Found = Mapping[str, Tensor]
 Record = dict[str, Any]
-"""Of one image, what its part in the measure is computed from; JSON keeps it."""
+"""Per-image statistics from which a measure is computed, stored as JSON."""
 
 SURE = 0.5
-"""Least score of a box that is drawn."""
+"""Score threshold of boxes that are drawn."""
 
 
 class Task(ABC):
-    """What is predicted, and how it is measured.
+    """A dense prediction task and its measure.
 
     Attributes:
-        name: As data and heads call it.
-        title: For people.
-        measure: For people.
-        head: What reads the backbone where the user names no head for this.
+        name: In data sets and heads.
+        title: Displayed.
+        measure: Displayed name of the measure.
+        head: Default head on the backbone.
         curve: The measure's name in a learning curve.
-        about: What the measure is, in a sentence.
-        shown: How its pictures are read, in a sentence.
+        about: Definition of the measure, in a sentence.
+        shown: Explanation of its pictures, in a sentence.
     """
 
     name: ClassVar[str]
@@ -51,31 +51,31 @@ class Task(ABC):
 
     @abstractmethod
     def classes(self, data: DataModule) -> Sequence[str]:
-        """Names of what is predicted."""
+        """Return the names of the classes."""
 
     @abstractmethod
     def truth(self, target: Target) -> Found:
-        """The truth as a prediction."""
+        """Return the ground truth in the form of a prediction."""
 
     @abstractmethod
     def in_image(self, found: Found, image: Tensor, zoom: float) -> Found:
-        """What was predicted for an image, made `zoom` times as large, in the image's own pixels."""
+        """Convert the prediction for an image enlarged by `zoom` to the image's original pixels."""
 
     @abstractmethod
     def record(self, found: Found, target: Target) -> Record:
-        """What is kept of an image."""
+        """Return the statistics of an image that are stored."""
 
     @abstractmethod
     def weigh(self, records: Sequence[Record]) -> Weigh:
-        """The measure of images that count more or less."""
+        """Return a function of image weights that computes the measure."""
 
     @abstractmethod
     def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-        """What is laid over an image."""
+        """Return the overlay of an image."""
 
 
 class Segment(Task):
-    """The class of every pixel."""
+    """Semantic segmentation: the class of every pixel, measured by mIoU."""
 
     name = "segment"
     title = "Segmentation"
@@ -89,36 +89,36 @@ class Segment(Task):
     shown = "Colours and names are classes; a background has none."
 
     def classes(self, data: DataModule) -> Sequence[str]:
-        """What the numbers of a map mean."""
+        """Return the names of the classes of a map."""
         return data.map_classes
 
     def truth(self, target: Target) -> Found:
-        """The map."""
+        """Return the map."""
         return {"map": target["map"]}
 
     def in_image(self, found: Found, image: Tensor, zoom: float) -> Found:
-        """The likeliest class of each pixel, of logits resampled."""
+        """Return the most probable class of each pixel, from resampled logits."""
         logits = found["logits"].float()
         if zoom != 1:
             logits = functional.interpolate(logits[None], image.shape[1:], mode="bilinear")[0]
         return {"map": logits.argmax(dim=0).cpu()}
 
     def record(self, found: Found, target: Target) -> Record:
-        """Pixels of each class."""
+        """Count the pixels of each class."""
         return count_pixels(found["map"], target["map"])
 
     def weigh(self, records: Sequence[Record]) -> Weigh:
-        """mIoU."""
+        """Return a function that computes mIoU."""
         return mean_iou(records)
 
     def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-        """A map."""
+        """Return a map without the background."""
         background = (kind for kind, each in enumerate(self.classes(data)) if each == "background")
         return map_panel(name, found["map"], {IGNORED, *background})
 
 
 class Detect(Task):
-    """The box and the class of every object."""
+    """Object detection: box and class of every object, measured by box AP."""
 
     name = "detect"
     title = "Detection"
@@ -129,38 +129,38 @@ class Detect(Task):
     shown = f"Boxes of score {SURE:g} or more, their score in percent behind the class."
 
     def classes(self, data: DataModule) -> Sequence[str]:
-        """What the labels of boxes mean."""
+        """Return the names of the classes of boxes."""
         return data.classes
 
     def truth(self, target: Target) -> Found:
-        """The boxes that are no crowd, each certain."""
+        """Return the boxes that are not crowds, with score 1."""
         labels = target["labels"]
         one = ~target["crowd"] if "crowd" in target else torch.ones_like(labels, dtype=torch.bool)
         return {"boxes": target["boxes"][one], "labels": labels[one], "scores": torch.ones(int(one.sum()))}
 
     def in_image(self, found: Found, image: Tensor, zoom: float) -> Found:
-        """Boxes made smaller; masks are left out."""
+        """Scale boxes back; masks are left out."""
         height, width = (_zoomed(side, zoom) / side for side in image.shape[1:])
         here = {name: found[name].cpu() for name in ("boxes", "labels", "scores")}
         return {**here, "boxes": here["boxes"].float() / torch.tensor([width, height, width, height])}
 
     def record(self, found: Found, target: Target) -> Record:
-        """Detections matched with objects."""
+        """Match detections with objects."""
         return match([found], [target])[0]
 
     def weigh(self, records: Sequence[Record]) -> Weigh:
-        """AP."""
+        """Return a function that computes AP."""
         return partial(average_precisions, records)
 
     def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-        """Boxes that are sure."""
+        """Return the boxes above the score threshold."""
         sure = found["scores"] >= SURE
         return box_panel(name, image.shape[1:], *(found[key][sure] for key in ("boxes", "labels", "scores")))
 
 
 @torch.no_grad()
 def predictions(model: Any, task: Task, data: DataModule, zoom: float) -> Iterator[tuple[Tensor, Target, Found]]:
-    """Every validation image, its target, and the prediction of a model for it enlarged by `zoom`."""
+    """Yield every validation image, its target, and a model's prediction for the image enlarged by `zoom`."""
     device = _device(model)
     for images, targets in data.val_dataloader():
         found = model.predict([_enlarged(image.to(device), zoom) for image in images])
@@ -169,7 +169,7 @@ def predictions(model: Any, task: Task, data: DataModule, zoom: float) -> Iterat
 
 
 def examples(data: DataModule) -> Iterator[tuple[Tensor, Target]]:
-    """Every validation image, and what is true of it."""
+    """Yield every validation image and its target."""
     for images, targets in data.val_dataloader():
         yield from zip(images, targets, strict=True)
 
@@ -186,32 +186,32 @@ def evaluate_dense(
     """Measure a trained model on the validation images of its data, with 95 % bootstrap intervals over images.
 
     Args:
-        model: Predicts.
+        model: The trained model.
         task: "segment" or "detect".
         data: Its data.
-        crop: Name pixels in windows of so many pixels, two thirds of one apart.
-        scales: Name them at these sizes, and average.
-        flip: Name them in the mirrored image too, and average.
+        crop: Side of the windows of sliding-window inference, in pixels; the stride is two thirds of it.
+        scales: Input scales of multi-scale test-time augmentation.
+        flip: Whether to use horizontal-flip test-time augmentation.
 
     Returns:
-        `miou`, or `ap` and `ap50`; `interval` of the first; `images`, their number.
+        `miou`, or `ap` and `ap50`; `interval` of the first; `images`, the number of images.
     """
-    doing = next(each for each in (Segment(), Detect()) if each.name == task)
-    asked = model
+    dense_task = next(each for each in (Segment(), Detect()) if each.name == task)
+    predictor = model
     if crop is not None:
-        asked = SlidingWindows(asked, crop=crop, stride=max(1, 2 * crop // 3))
+        predictor = SlidingWindows(predictor, crop=crop, stride=max(1, 2 * crop // 3))
     if flip or tuple(scales) != (1.0,):
-        asked = MultiScale(asked, scales=scales, flip=flip)
-    records = [doing.record(found, target) for _, target, found in predictions(asked, doing, data, 1.0)]
-    all_of_them = np.ones((1, len(records)))
-    measured = draw([doing.weigh(records)], len(records))
-    at_half = {} if task == "segment" else {"ap50": float(average_precisions(records, all_of_them, iou=0.5)[0])}
-    name = doing.curve.removeprefix("val_")
+        predictor = MultiScale(predictor, scales=scales, flip=flip)
+    records = [dense_task.record(found, target) for _, target, found in predictions(predictor, dense_task, data, 1.0)]
+    ones = np.ones((1, len(records)))
+    measured = draw([dense_task.weigh(records)], len(records))
+    at_half = {} if task == "segment" else {"ap50": float(average_precisions(records, ones, iou=0.5)[0])}
+    name = dense_task.curve.removeprefix("val_")
     return {name: measured.mean, **at_half, "interval": measured.interval()[1:], "images": len(records)}
 
 
 def _device(model: Any) -> torch.device:
-    """Where a model computes, or the one that it asks."""
+    """Return the device of a model, or of the model that it wraps."""
     while not hasattr(model, "parameters"):
         model = model.model
     return next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""Numbers with their uncertainty, from trained runs: cells of tables, differences, and answers in a sentence."""
+"""Estimates with intervals from trained runs: cells of tables, differences, verdicts and answers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,21 +15,21 @@ from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.runs import Trained
 
 NAMES = (Column("encoding", "Encoding"), Column("name", "Name"))
-"""Cells are those of `named`."""
+"""Columns of the cells of `named`."""
 TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
 OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
 VERDICT = Column("verdict", "Verdict")
 RESAMPLES = 2000
-HOLM = "An interval excludes 0 where the difference is measurable, at 5 % over all rows (Holm)."
+HOLM = "An interval excludes 0 if the difference is measurable, at 5 % over all rows (Holm)."
 ABOUT_TRAIN_LOSS = (
-    "Training loss is the mean over the last epoch's examples as they were trained on: augmented, with dropout and "
-    "smoothed or mixed labels where the run has them, before each step; so that it may lie above the validation loss."
+    "Training loss is the mean over the last epoch's examples before each step, with augmentation, dropout and "
+    "smoothed or mixed labels if the run has them, so that it may be above the validation loss."
 )
-NONE_POSSIBLE = "No encoding named can be trained with this model."
+NONE_POSSIBLE = "None of the encodings can be trained with this model."
 
 
 def by_encoding(trained: Iterable[Trained]) -> dict[str, list[Trained]]:
-    """Runs of each encoding, in the order in which encodings come."""
+    """Group runs by encoding, in order."""
     groups: dict[str, list[Trained]] = {}
     for each in trained:
         groups.setdefault(each.encoding, []).append(each)
@@ -37,7 +37,7 @@ def by_encoding(trained: Iterable[Trained]) -> dict[str, list[Trained]]:
 
 
 def correct(runs: Sequence[Trained]) -> np.ndarray:
-    """Right or not, `(seeds, examples)`."""
+    """Stack right-or-wrong arrays of runs, `(seeds, examples)`."""
     return np.stack([each.correct for each in runs])
 
 
@@ -45,28 +45,28 @@ def correct(runs: Sequence[Trained]) -> np.ndarray:
 
 
 def named(name: str) -> dict[str, str]:
-    """The cells of `NAMES`."""
+    """Return the cells of `NAMES`."""
     return {"encoding": label(name), "name": name}
 
 
 def with_interval(key: str, title: str, unit: str = "", digits: int | None = None) -> Column:
-    """A column whose cells are those of `cells`."""
+    """Return a column for the cells of `cells`."""
     return Column(key, title, unit, digits, low=f"{key}_low", high=f"{key}_high")
 
 
 def cells(key: str, found: Sequence[float | None] | None) -> dict[str, float | None]:
-    """An estimate and the ends of its interval under key, key_low and key_high; None for all where there is none."""
+    """Return an estimate and the ends of its interval as key, key_low and key_high; all None without an estimate."""
     return dict(zip((key, f"{key}_low", f"{key}_high"), found or (None,) * 3, strict=True))
 
 
 def top1(right: np.ndarray) -> dict[str, Any]:
-    """Top-1 in percent with its 95 % interval, and its deviation over seeds.
+    """Compute top-1 in percent with its 95 % interval, and its standard deviation over seeds.
 
     Args:
-        right: Right or not, `(seeds, examples)`.
+        right: Right or wrong, `(seeds, examples)`.
 
     Returns:
-        top1, low, high, spread: the cells of `TOP1` and `OVER_SEEDS`; spread is None where there is one seed.
+        top1, low, high, spread: the cells of `TOP1` and `OVER_SEEDS`; spread is None for one seed.
     """
     deviation = spread(right.mean(axis=1).tolist())
     return {
@@ -76,25 +76,25 @@ def top1(right: np.ndarray) -> dict[str, Any]:
 
 
 def in_percent(shares: Interval) -> Interval:
-    """Shares of 1 in percent, or differences of shares in points."""
+    """Convert shares of 1 to percent, or differences of shares to points."""
     return Interval(*(100 * each for each in shares))
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Standard deviation over seeds; None where there is one seed."""
+    """Compute the standard deviation over seeds; None for one seed."""
     return stdev(values) if len(values) > 1 else None
 
 
 def loss(runs: Sequence[Trained]) -> float:
-    """Mean validation loss over seeds; NaN where one is not finite."""
+    """Compute the mean validation loss over seeds; NaN if one is not finite."""
     return fmean(each.val_loss if each.val_loss is not None else float("nan") for each in runs)
 
 
 def last_train_loss(runs: Sequence[Trained]) -> dict[str, float | None]:
-    """Mean training loss of the last epoch, over seeds, with its deviation; None where a run has none that is finite.
+    """Compute the mean training loss of the last epoch over seeds, and its standard deviation.
 
     Returns:
-        train_loss, train_spread: the latter is None where there is one seed.
+        train_loss, train_spread: both None if a loss is not finite, the latter also for one seed.
     """
     losses = [each.curve[-1].get("train_loss", float("nan")) if each.curve else float("nan") for each in runs]
     if not np.isfinite(losses).all():
@@ -106,10 +106,10 @@ def last_train_loss(runs: Sequence[Trained]) -> dict[str, float | None]:
 
 
 def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
-    """How much more accurate the first of each pair is than the second, in points, at 5 % over all pairs (Holm).
+    """Compute the accuracy of the first of each pair minus that of the second, in points, at 5 % over all (Holm).
 
     Args:
-        pairs: Right or not, `(seeds, examples)`, all of the same examples; of as many seeds as all have.
+        pairs: Right or wrong, `(seeds, examples)`, all of the same examples; seeds that not all have are left out.
     """
     if not pairs:
         return []
@@ -120,7 +120,7 @@ def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
 
 
 def together(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
-    """Intervals by name, each a function of the level of confidence, at 5 % over all of them (Holm)."""
+    """Compute simultaneous intervals by name, from functions of the level of confidence, at 5 % over all (Holm)."""
     if not intervals:
         return {}
     found = simultaneous(lambda level: [interval(level) for interval in intervals.values()])
@@ -128,24 +128,24 @@ def together(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, 
 
 
 def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", neither: str = "tied") -> str:
-    """A word for whether an interval lies above 0, below it, or holds it."""
-    if not (found.low > 0 or found.high < 0):  # nor a measure that is not a number
+    """Return a word for an interval that is above 0, below 0, or contains it."""
+    if not (found.low > 0 or found.high < 0):  # also for NaN
         return neither
     return higher if found.low > 0 else lower
 
 
 def drawn_mean(values: np.ndarray) -> Drawn:
-    """The mean of values `(seeds, examples)`, on all examples and on bootstrap draws of them."""
+    """Compute the mean of values `(seeds, examples)`, on all examples and on bootstrap draws of them."""
     return draw([partial(weighted_mean, each) for each in values], values.shape[1], draws=RESAMPLES)
 
 
 def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The mean of values `(examples,)` in each draw of weights `(draws, examples)`."""
+    """Compute the mean of values `(examples,)` in each draw of weights `(draws, examples)`."""
     return weights @ values / weights.sum(axis=1)
 
 
 def rank(measures: Mapping[str, Drawn]) -> dict[str, str]:
-    """Names with "best", "tied" or "behind", the highest mean first; all pairs are tested, at 5 % together (Holm)."""
+    """Rank names by mean as "best", "tied" or "behind"; all pairs are tested, at 5 % over all (Holm)."""
     ordered = sorted(measures, key=lambda name: (-measures[name].mean, name))
     pairs = {f"{one} {other}": (measures[one] - measures[other]).interval for one, other in combinations(ordered, 2)}
     gaps = together(pairs)
@@ -156,13 +156,13 @@ def rank(measures: Mapping[str, Drawn]) -> dict[str, str]:
 
 
 def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> Drawn:
-    """The slope of top-1 over x by least squares, in points per unit of x.
+    """Fit the slope of top-1 over x by least squares, in points per unit of x.
 
-    The slope is the mean over examples of each example's own slope, so that the bootstrap keeps their pairing.
+    The slope is the mean over examples of each example's slope, so that the bootstrap is paired.
 
     Args:
-        x: Where top-1 was measured, two different positions or more.
-        rights: Right or not at each x, or differences of them, `(seeds, examples)`, the same examples for all.
+        x: Two different values or more.
+        rights: Right or wrong at each x, or differences of these, `(seeds, examples)`, the same examples for all.
     """
     centred = np.subtract(x, fmean(x))
     weights = centred / np.square(centred).sum()
@@ -172,12 +172,12 @@ def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> Drawn:
 
 
 def resamples(examples: int) -> np.ndarray:
-    """How often a bootstrap draws each example, as shares `(draws, examples)`: shares @ right is top-1 of a draw."""
+    """Draw bootstrap weights of examples as shares `(draws, examples)`: shares @ right is top-1 of each draw."""
     return resample(examples, draws=RESAMPLES) / examples
 
 
 def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Where curves first reach a target, interpolated linearly between points; infinite where they never do.
+    """Compute where curves first reach a target, by linear interpolation; infinite for curves that do not reach it.
 
     Args:
         x: Increasing, `(points,)`.
@@ -190,14 +190,14 @@ def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.nda
     reached = curves >= target[:, None]
     after = reached.argmax(axis=1)
     before = np.maximum(after - 1, 0)
-    every = np.arange(len(curves))
-    rise = curves[every, after] - curves[every, before]
-    share = np.divide(target - curves[every, before], rise, out=np.ones_like(rise), where=after > 0)
+    rows = np.arange(len(curves))
+    rise = curves[rows, after] - curves[rows, before]
+    share = np.divide(target - curves[rows, before], rise, out=np.ones_like(rise), where=after > 0)
     return np.where(reached.any(axis=1), x[before] + share * (x[after] - x[before]), np.inf)
 
 
 def ends(draws: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """The ends of the middle 95 % of draws, or of another level, some of which may be infinite."""
+    """Return the ends of the percentile interval of draws, some of which may be infinite."""
     tail = round((1 - level) / 2, 12)  # of 1,000 draws 25, not 26
     low, high = np.quantile(draws, (tail, 1 - tail), method="inverted_cdf")
     return float(low), float(high)
@@ -207,13 +207,13 @@ def ends(draws: np.ndarray, level: float = 0.95) -> tuple[float, float]:
 
 
 def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusion:
-    """What right-or-wrong arrays `(seeds, examples)` by name show; of as many seeds as all names have."""
+    """Conclude from right-or-wrong arrays `(seeds, examples)` by name, over the seeds that all names have."""
     seeds = min(len(right) for right in rights.values())
     return conclude({name: right[:seeds] for name, right in rights.items()}, chance=chance)
 
 
 def verdict(conclusion: Conclusion, name: str) -> str:
-    """The verdict of the conclusion on one encoding."""
+    """Return the verdict of a conclusion on one encoding."""
     if name in conclusion.behind:
         return "behind"
     if conclusion.best is None:
@@ -226,10 +226,10 @@ def verdict(conclusion: Conclusion, name: str) -> str:
 
 
 def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
-    """The best and those not told apart from it, and the top-1 of the best as "87.5 % [83.6, 90.8]".
+    """Return the best and the names tied with it, and the top-1 of the best as "87.5 % [83.6, 90.8]".
 
     Args:
-        rights: Right or not, `(seeds, examples)`, by name, on the same examples.
+        rights: Right or wrong, `(seeds, examples)`, by name, on the same examples.
     """
     found = concluded(rights)
     names = [name for name in (found.best, *found.tied) if name is not None]
@@ -240,40 +240,40 @@ def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
 
 
 def percent(found: Sequence[float]) -> str:
-    """ "87.5 % [83.6, 90.8]"."""
+    """Format an estimate in percent with its interval: "87.5 % [83.6, 90.8]"."""
     return written(found, " %")
 
 
 def points(found: Sequence[float]) -> str:
-    """ "1.2 points [0.3, 2.1]"."""
+    """Format an estimate in points with its interval: "1.2 points [0.3, 2.1]"."""
     return written(found, " points")
 
 
 def written(found: Sequence[float], unit: str = "", digits: int = 1) -> str:
-    """An estimate with the ends of its interval: "1.2 rad [0.3, 2.1]"."""
+    """Format an estimate with its interval: "1.2 rad [0.3, 2.1]"."""
     value, low, high = (f"{each:.{digits}f}" for each in found)
     return f"{value}{unit} [{low}, {high}]"
 
 
 def tied_with(others: Sequence[str]) -> str:
-    """Whom the best leads without a measurable difference: ", tied with a, b, c and 4 others"; empty for nobody."""
+    """Return ", tied with a, b, c and 4 others"; empty without others."""
     return f", tied with {join_names(others)}" if others else ""
 
 
 def change_sentence(
     what: str, measure: str, moved: Mapping[str, Interval], seeds: int, unit: str = " points", digits: int = 1
 ) -> str:
-    """In how many cases something measurably raises or lowers a measure, and its largest effect.
+    """Describe in how many cases an intervention measurably changes a measure, and its largest effect.
 
     Args:
-        what: Is done: "sharing across heads or layers".
-        measure: What it changes: "accuracy".
+        what: The intervention: "sharing across heads or layers".
+        measure: The measure: "accuracy".
         moved: The change by case, at 5 % over all of them.
-        seeds: Trainings of each case.
+        seeds: Training runs of each case.
         unit, digits: Of the change.
     """
     if not moved:
-        return f"There is nothing to compare: {what} leaves one case alone."
+        return f"There is nothing to compare for {what}: only one case was trained."
     raised, lowered = (sum(each) for each in zip(*((m.low > 0, m.high < 0) for m in moved.values()), strict=True))
     measurable = {name: m for name, m in moved.items() if m.low > 0 or m.high < 0} or moved
     name = max(measurable, key=lambda name: abs(measurable[name].estimate))
@@ -285,7 +285,7 @@ def change_sentence(
 
 
 def about_intervals(seeds: int) -> str:
-    """What intervals of top-1 are, for the note of a table."""
+    """Describe the intervals of top-1, for the note of a table."""
     if seeds == 1:
         return "Intervals are 95 % over validation examples, for the models that were trained."
-    return f"Intervals are 95 % over validation examples and {seeds} trainings; their standard deviation is given."
+    return f"Intervals are 95 % over validation examples and {seeds} seeds; ± is the standard deviation over seeds."

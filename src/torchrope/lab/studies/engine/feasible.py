@@ -1,4 +1,4 @@
-"""Which runs a model and its data allow."""
+"""Select the runs whose model can be built for the data."""
 
 from collections.abc import Iterable
 
@@ -8,19 +8,19 @@ from torchrope.lab.studies.engine.study import Lab
 
 
 def feasible(lab: Lab, runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
-    """Leave out what a model refuses, such as blocks that do not fill its heads.
+    """Leave out runs whose model cannot be built, for example because head_dim is not divisible by the block size.
 
     Args:
         lab: Of the study.
-        runs: Wanted.
+        runs: The requested runs.
 
     Returns:
-        Those that can be, in their order, and a note for each encoding left out, with the reason.
+        The feasible runs, in order, and a note for each encoding left out, with the reason.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
-    kept, notes = [], {}
+    feasible_runs, notes = [], {}
     for run in runs:
         choose(run.encoding)
         try:
@@ -28,5 +28,5 @@ def feasible(lab: Lab, runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
         except ValueError as error:
             notes[run.encoding] = f"{run.encoding} is left out: {error}."
         else:
-            kept.append(run)
-    return kept, list(notes.values())
+            feasible_runs.append(run)
+    return feasible_runs, list(notes.values())

@@ -1,4 +1,4 @@
-"""Figures of accuracy by encoding and epoch."""
+"""Figures of accuracy by encoding and by epoch."""
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -14,11 +14,11 @@ _TOP1 = Axis("top1", "Top-1", "%")
 
 
 def top1_by_encoding(rights: Mapping[str, np.ndarray], chance: float) -> Figure:
-    """Top-1 with intervals, the highest first.
+    """Build a figure of top-1 with intervals, in decreasing order.
 
     Args:
-        rights: Right or not by encoding, `(seeds, examples)`.
-        chance: Accuracy of the best constant answer.
+        rights: Right or wrong by encoding, `(seeds, examples)`.
+        chance: Accuracy of the best constant prediction.
     """
     ordered = sorted(rights, key=lambda name: (-rights[name].mean(), name))
     return Figure(
@@ -32,12 +32,12 @@ def top1_by_encoding(rights: Mapping[str, np.ndarray], chance: float) -> Figure:
         series="name",
         low="low",
         high="high",
-        caption=f"Lines are 95 % intervals. The best constant answer has {100 * chance:.1f} %.",
+        caption=f"Lines are 95 % intervals. The best constant prediction has {100 * chance:.1f} %.",
     )
 
 
 def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
-    """Validation top-1 after every epoch."""
+    """Build a figure of validation top-1 after every epoch."""
     rows: list[Row] = [
         {"name": name, "epoch": epoch, "top1": 100 * mean, "low": 100 * low, "high": 100 * high}
         for name, runs in groups.items()
@@ -54,12 +54,12 @@ def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
         series="name",
         low="low",
         high="high",
-        caption="Mean over trainings; bands are from the lowest to the highest.",
+        caption="Mean over training runs; bands are from the lowest to the highest.",
     )
 
 
 def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, float, float]]:
-    """Epoch, mean, lowest and highest over runs, where all have a finite value."""
+    """Return epoch, mean, lowest and highest over runs, for epochs in which all have a finite value."""
     found = []
     for epochs in zip(*(each.curve for each in runs), strict=False):
         values = [epoch.get(key) for epoch in epochs]

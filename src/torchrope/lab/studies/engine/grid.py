@@ -1,4 +1,4 @@
-"""A grid of runs: one factor at several levels, for several encodings, and what changes along it."""
+"""Grids of runs: several encodings at several levels of one factor, with tables and figures of the changes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,11 +50,11 @@ LOSS = Column("val_loss", "Validation loss", digits=3)
 
 @dataclass(frozen=True)
 class Factor:
-    """What differs between the runs of an encoding.
+    """The factor that differs between the runs of an encoding.
 
     Attributes:
-        key: Where a row keeps the level.
-        title: For people.
+        key: Key of the level in a row.
+        title: Displayed.
         unit: Of the levels.
         scale: "linear", "log", or "category" for names.
     """
@@ -66,20 +66,20 @@ class Factor:
 
     @property
     def column(self) -> Column:
-        """Of a table."""
+        """Column of a table."""
         return Column(self.key, self.title, self.unit, None if self.scale == "category" else 0)
 
     @property
     def axis(self) -> Axis:
-        """Of a figure."""
+        """Axis of a figure."""
         return Axis(self.key, self.title, self.unit, self.scale)
 
 
 def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
-    """Train the cells of a grid, all but those whose model cannot be.
+    """Train the cells of a grid, except those whose model cannot be built.
 
     Args:
-        lab: Trains.
+        lab: Of the study.
         plan: Runs over seeds, by encoding and level.
 
     Returns:
@@ -88,24 +88,24 @@ def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
     Raises:
         ValueError: no cell is left, or a name is unknown.
     """
-    kept: dict[str, dict[Level, Sequence[Run]]] = {}
+    trainable: dict[str, dict[Level, Sequence[Run]]] = {}
     notes = []
     for name, level, runs in _each(plan):
         possible, refused = feasible(lab, runs)
         notes += [f"At {level}: {note}" for note in refused]
         if possible:
-            kept.setdefault(name, {})[level] = possible
-    if not kept:
-        raise ValueError(f"a study needs a model that can be, got none: {notes[0]}")
-    trained = iter(lab.train([run for _, _, runs in _each(kept) for run in runs]))
+            trainable.setdefault(name, {})[level] = possible
+    if not trainable:
+        raise ValueError(f"a study needs a model that can be built, got none: {notes[0]}")
+    trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs]))
     grid: Grid = {}
-    for name, level, runs in _each(kept):
+    for name, level, runs in _each(trainable):
         grid.setdefault(name, {})[level] = [next(trained) for _ in runs]
     return grid, notes
 
 
 def top1_table(title: str, grid: Grid, factor: Factor, note: str) -> Table:
-    """Top-1 and loss of every cell, and how it compares with the other encodings at its level."""
+    """Build a table of top-1, loss and verdict of every cell; verdicts compare the encodings of one level."""
     levels = dict.fromkeys(level for _, level, _ in _each(grid))
     at_level = {level: concluded(rights_at(grid, level)) for level in levels}
     rows = [
@@ -123,12 +123,12 @@ def top1_table(title: str, grid: Grid, factor: Factor, note: str) -> Table:
 
 
 def rights_at(grid: Grid, level: Level) -> dict[str, np.ndarray]:
-    """Right or not at a level, `(seeds, examples)`, by encoding."""
+    """Return right-or-wrong arrays at a level, `(seeds, examples)`, by encoding."""
     return {name: correct(levels[level]) for name, levels in grid.items() if level in levels}
 
 
 def top1_figure(grid: Grid, factor: Factor, alt: str) -> Figure:
-    """Top-1 over the factor, one line per encoding; points where levels are names."""
+    """Build a figure of top-1 over the factor, one line per encoding; points if levels are names."""
     return Figure(
         name=f"top1-by-{factor.key.replace('_', '-')}",
         kind="points" if factor.scale == "category" else "lines",
@@ -149,7 +149,7 @@ Changes = dict[tuple[str, Level], Interval]
 
 
 def leads(grid: Grid, others: Mapping[str, str]) -> Changes:
-    """How far encodings are ahead of others at the same level, in points, on the same examples.
+    """Compute the accuracy of encodings minus that of others at the same level, in points, on the same examples.
 
     Args:
         grid: The runs.
@@ -161,11 +161,11 @@ def leads(grid: Grid, others: Mapping[str, str]) -> Changes:
 
 
 def changes(grid: Grid, base: Callable[[str], Level]) -> Changes:
-    """How much better every level is than the base level of the same encoding, in points, on the same examples.
+    """Compute the accuracy at every level minus that at the base level of the same encoding, in points, paired.
 
     Args:
         grid: The runs.
-        base: From an encoding to the level to compare with.
+        base: Maps an encoding to the level to compare with.
     """
     right = {(name, level): correct(runs) for name, level, runs in _each(grid)}
     keys = [(name, level) for name, level in right if level != base(name) and (name, base(name)) in right]
@@ -173,12 +173,12 @@ def changes(grid: Grid, base: Callable[[str], Level]) -> Changes:
 
 
 def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None = None) -> dict[str, Interval]:
-    """The slope of top-1, in points for each unit of x, of encodings that have two levels or more.
+    """Compute the slope of top-1, in points per unit of x, of encodings with two levels or more.
 
     Args:
         grid: The runs.
-        x: Of a level, by default the number of doublings.
-        reference: Take the lead over this encoding in place of top-1.
+        x: Maps a level to x, by default to the number of doublings.
+        reference: Fit the lead over this encoding instead of top-1.
     """
     slopes = {}
     for name, levels in grid.items():
@@ -194,7 +194,7 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
 
 
 def trend_table(title: str, slopes: Mapping[str, Interval], heading: str) -> Table:
-    """The slopes as a table."""
+    """Build a table of slopes."""
     rows = [
         {**named(name), **cells("trend", found), "verdict": verdict_of(found, "rises", "falls", "not measurable")}
         for name, found in slopes.items()
@@ -203,7 +203,7 @@ def trend_table(title: str, slopes: Mapping[str, Interval], heading: str) -> Tab
 
 
 def contrast_table(title: str, moved: Changes, factor: Factor, heading: str, note: str = "") -> Table:
-    """Differences as a table."""
+    """Build a table of differences."""
     rows = [
         {**named(name), factor.key: level, **cells("change", found), "verdict": verdict_of(found)}
         for (name, level), found in moved.items()
@@ -213,15 +213,15 @@ def contrast_table(title: str, moved: Changes, factor: Factor, heading: str, not
 
 
 def mixed_tables(grid: Grid, factor: Factor, reference: str) -> tuple[list[Table], list[str]]:
-    """What learning more than the frequencies of RoPE-Mixed adds at each level.
+    """Compare encodings that learn more than frequencies with RoPE-Mixed at each level.
 
     Args:
         grid: The runs.
         factor: Of the levels.
-        reference: Pairs with this one are left out: another table holds them.
+        reference: Pairs with this encoding are left out: another table shows them.
 
     Returns:
-        A table of the differences and a note that counts them; nothing where the grid has no such pair.
+        A table of the differences and a note that counts them; empty lists if the grid has no such pair.
     """
     others = {name: other for name, other in mixed_counterparts(grid).items() if other != reference}
     ahead = leads(grid, others)
@@ -230,27 +230,27 @@ def mixed_tables(grid: Grid, factor: Factor, reference: str) -> tuple[list[Table
 
 
 def parameter_table(lab: Lab, grid: Grid, factor: Factor) -> Table:
-    """Parameters of the encodings of every cell."""
+    """Build a table of the encodings' parameters in every cell."""
     rows = [
         {**named(name), factor.key: level, "parameters": count_encoding_parameters(lab.blueprint(runs[0].run))}
         for name, level, runs in _each(grid)
     ]
     columns = (*NAMES, factor.column, Column("parameters", "Parameters of the encodings", digits=0))
-    return Table("Parameters that the encodings learn", columns, rows, note="Counted over all layers and heads.")
+    return Table("Learned parameters of the encodings", columns, rows, note="Counted over all layers and heads.")
 
 
 def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level, Any]]:
-    """Encoding, level and cell, one by one."""
+    """Yield encoding, level and cell of a grid."""
     for name, levels in grid.items():
         for level, cell in levels.items():
             yield name, level, cell
 
 
 def lead_figure(factor: Factor, ahead: Changes, reference: str, same: str) -> Figure:
-    """Points ahead of a reference over a factor.
+    """Build a figure of the lead over a reference, in points, by the levels of a factor.
 
     Args:
-        factor: What varies.
+        factor: Of the levels.
         ahead: From `leads`.
         reference: Its name.
         same: What the two have in common: "the same model".

@@ -1,4 +1,4 @@
-"""What is measured of finished runs beside their accuracy: shuffled, at other sizes, and what training steps cost."""
+"""Measures of finished runs beside accuracy: with shuffled patches, at other input sizes, and costs of steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,12 +23,12 @@ from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished run, and what was measured of it.
+    """A finished run and its measures.
 
     Attributes:
         trained: The run.
-        shuffled: Whether each validation example is right with its patches shuffled.
-        sizes: The same at other sizes than the one trained at.
+        shuffled: Right or wrong for each validation example with its patches shuffled.
+        sizes: Right or wrong at input sizes other than the training size.
     """
 
     trained: Trained
@@ -37,12 +37,12 @@ class Measured:
 
 
 def measure_run(trained: Trained, data: DataModule, scales: Sequence[float]) -> Measured:
-    """What shuffled patches or positions, and other sizes, leave of a run's accuracy, kept in its folder.
+    """Evaluate a run with shuffled patches or positions and at other input sizes; the result is cached in its folder.
 
     Args:
         trained: The run.
         data: Its data, set up.
-        scales: Sizes, as multiples of the one trained at.
+        scales: Input sizes, as multiples of the training size.
     """
     name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{of_other_sizes(data)}"
     stored = trained.measure(name, partial(_evaluate, scales=scales), data)
@@ -50,7 +50,7 @@ def measure_run(trained: Trained, data: DataModule, scales: Sequence[float]) -> 
         sizes = {tuple(size): _bits(right, len(trained.labels)) for size, right in stored["sizes"]}
         return Measured(trained, _bits(stored["shuffled"], len(trained.labels)), sizes)
     except (KeyError, TypeError, ValueError):
-        rule = "a measure must hold right or wrong of every example, shuffled and at other sizes"
+        rule = "a measure must contain right or wrong of every example, shuffled and at other sizes"
         raise ValueError(f"{rule}, got {trained.folder / 'measures' / name}.json without; delete it") from None
 
 
@@ -73,25 +73,25 @@ def _bits(text: str, examples: int) -> np.ndarray:
 
 
 def known_costs(file: Path, names: Sequence[str]) -> dict[str, Any] | None:
-    """Costs of all encodings, where they have been measured together."""
+    """Read the costs of all encodings, None if they have not been measured together."""
     known = read_mapping(file, "costs") if file.exists() else {}
     return known if all(isinstance(known.get(name), dict) and "seconds" in known[name] for name in names) else None
 
 
 def work_of_costs(file: Path, names: Sequence[str], batch_size: int) -> float:
-    """Work of `costs_of`, in forward passes of one example."""
+    """Estimate the work of `costs_of`, in forward passes of one example."""
     steps = STEPS * len(names) if known_costs(file, names) is None else 0
     return BACKWARD_AND_FORWARD * batch_size * steps
 
 
 def costs_of(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any]:
-    """Costs of a training step with each encoding, measured together, unless that has been done."""
+    """Measure the costs of a training step with each encoding together, or read them if they are stored."""
     known = known_costs(file, names)
     if known is not None:
         return known
     left = "" if lab.seconds_left is None else f"  (about {as_clock(lab.seconds_left)} left)"
-    told = f"measuring what a training step of each of {len(names)} models costs{left}"
-    lab.console.print(told, highlight=False, soft_wrap=True)
+    line = f"measuring the costs of a training step of {len(names)} models{left}"
+    lab.console.print(line, highlight=False, soft_wrap=True)
     inputs, labels, *_ = next(iter(lab.data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     builders = {name: partial(build_for_costs, name, lab.config.model, lab.data) for name in names}
@@ -102,7 +102,7 @@ def costs_of(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any]:
 
 
 def relative_costs(seconds: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """Seconds of a step in each round over those of "none", or of the first encoding without it."""
+    """Divide the seconds of a step in each round by those of "none", or of the first encoding without it."""
     if not seconds:
         return {}
     base = np.asarray(seconds["none"] if "none" in seconds else next(iter(seconds.values())))

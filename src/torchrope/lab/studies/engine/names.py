@@ -1,4 +1,4 @@
-"""The names of all studies, in the order of the report: imports no torch."""
+"""Names of all studies, in the order of the report. Does not import torch."""
 
 import ast
 from pathlib import Path
@@ -9,27 +9,27 @@ from torchrope.lab.results import STUDIES
 NAMES = STUDIES
 
 OF_PLACES = ("dense",)
-"""Those on data for segmentation or detection."""
+"""Studies on data for semantic segmentation or object detection."""
 
 
 OF_LATTICES = ("resolution", "pooling", "finetune", "attention", "kernel")
-"""Those that need patches on a lattice: `Study.needs_lattice`."""
+"""Studies that need patches on a lattice: `Study.needs_lattice`."""
 
 OF_SETS = ("linear-attention",)
-"""Those of the transformer for tokens at any positions."""
+"""Studies of the transformer for tokens at any positions."""
 
 
 def suitable(data: str) -> list[str]:
-    """Names of the studies for a data set."""
+    """Return the names of the studies for a data set."""
     without = OF_LATTICES if data in NAMES_WITHOUT_LATTICE else OF_SETS
     return [name for name in NAMES if (name in OF_PLACES) == (data in NAMES_DENSE) and name not in without]
 
 
 def file_of(name: str) -> Path:
-    """The file of a study."""
+    """Return the source file of a study."""
     return Path(__file__).parents[1] / f"{name.replace('-', '_')}.py"
 
 
 def summary(name: str) -> str:
-    """The first line of a study's file, which describes it; read without running it."""
+    """Return the first line of a study's module docstring, without importing the module."""
     return (ast.get_docstring(ast.parse(file_of(name).read_text(encoding="utf-8"))) or "").partition("\n")[0]

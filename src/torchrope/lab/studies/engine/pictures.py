@@ -1,4 +1,4 @@
-"""Pictures for the report from tensors: images as PNG, maps as runs, all small enough for a page."""
+"""Convert tensors to pictures for the report: images to PNG, segmentation maps to runs."""
 
 from base64 import b64encode
 from collections.abc import Collection, Sequence
@@ -11,11 +11,11 @@ from torchvision.transforms.v2 import functional
 from torchrope.lab.results import Box, Panel, Picture
 
 LARGEST = 192
-"""Pixels of the longer side; larger images are made smaller."""
+"""Pixels of the longer side; larger images are downsampled."""
 
 
 def picture(title: str, image: Tensor, panels: Sequence[Panel]) -> Picture:
-    """An image `(1 or 3, height, width)` of any range, its darkest value black and its lightest white."""
+    """Encode an image `(1 or 3, height, width)` of any range, its minimum as black and its maximum as white."""
     height, width = _shown(image.shape[-2:])
     shown = functional.resize(image.float(), [height, width], antialias=True)
     low, high = shown.amin(), shown.amax()
@@ -26,7 +26,7 @@ def picture(title: str, image: Tensor, panels: Sequence[Panel]) -> Picture:
 
 
 def map_panel(name: str, labels: Tensor, nothing: Collection[int] = ()) -> Panel:
-    """A map `(height, width)` of indices into the classes; those of `nothing` are not drawn.
+    """Encode a map `(height, width)` of class indices as runs; classes in `nothing` are not drawn.
 
     Example:
         >>> map_panel("truth", torch.tensor([[0, 0, 1], [1, 2, 255]]), nothing=(0, 255)).map
@@ -44,7 +44,7 @@ def map_panel(name: str, labels: Tensor, nothing: Collection[int] = ()) -> Panel
 
 
 def box_panel(name: str, size: Sequence[int], boxes: Tensor, labels: Tensor, scores: Tensor | None = None) -> Panel:
-    """Boxes `(n, 4)`, xyxy in pixels of an image of a size (height, width), with indices into the classes."""
+    """Convert boxes `(n, 4)`, xyxy in pixels of an image of a size (height, width), and their class indices."""
     factor = _shown(size)[0] / size[0]
     edges = [[round(factor * edge, 2) for edge in box] for box in boxes.tolist()]
     confidence: list[float | None] = [None] * len(boxes) if scores is None else scores.tolist()

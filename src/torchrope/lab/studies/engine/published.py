@@ -1,4 +1,4 @@
-"""Numbers that papers report, in the shape of our tables."""
+"""Published results of papers, as tables of the report."""
 
 from collections.abc import Sequence
 
@@ -14,16 +14,17 @@ ROPE_VIT = "Heo et al., Rotary Position Embedding for Vision Transformer (arXiv:
 def published(
     title: str, source: str, rows: str, columns: Sequence[str], *, unit: str = "%", digits: int = 1, note: str = ""
 ) -> Table:
-    """A table as a paper prints it.
+    """Build a table of published numbers.
 
     Args:
         title: What it shows.
         source: Paper and table.
-        rows: One a line, cells split by "|": a name, then numbers; "69.3 (68.9-69.7)" has an interval, "-" is none.
+        rows: One per line, cells separated by "|": a name, then numbers; "69.3 (68.9-69.7)" has an interval, "-" is
+            missing.
         columns: Titles, that of the name first.
         unit: Of the numbers.
         digits: Decimals.
-        note: What is wrong or missing in it.
+        note: Errors or omissions of the paper's table.
     """
     cells = [[cell.strip() for cell in line.split("|")] for line in rows.strip().splitlines()]
     named = [Column("name", columns[0])]

@@ -1,4 +1,4 @@
-"""Differences from a reference encoding, and of learned generators from RoPE-Mixed."""
+"""Accuracy differences to a reference encoding, and of families with learned generators to RoPE-Mixed."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -27,14 +27,14 @@ MIXED = "mixed"
 BEYOND_FREQUENCIES = (LieRE, ComRoPEAP, ComRoPELD, STRING)
 """Families that learn more than the frequencies of RoPE-Mixed."""
 AHEAD_OF_MIXED = "Ahead of RoPE-Mixed"
-WITH_SAME = "An encoding combined with another is compared with mixed combined with the same."
+WITH_SAME = "A combination such as learned+liere is compared with the same combination of mixed, learned+mixed."
 
 
 def reference_of(lab: Lab) -> str:
-    """The encoding that a study compares with: the one asked for, or an absolute one that the data can have.
+    """Return the encoding that a study compares with: --reference, or an absolute encoding that suits the data.
 
     Raises:
-        ValueError: the model cannot have it.
+        ValueError: the model does not support it.
     """
     name = lab.reference or reference_for(lab.config.data)
     check_reference(lab, name)
@@ -42,15 +42,15 @@ def reference_of(lab: Lab) -> str:
 
 
 def check_reference(lab: Lab, name: str, **settings: Any) -> None:
-    """Raise ValueError where the model cannot have an encoding, settings as `Lab.run` takes them."""
+    """Raise ValueError if the model does not support an encoding; settings as in `Lab.run`."""
     try:
         lab.blueprint(lab.run(name, **settings))
     except ValueError as error:
-        raise ValueError(f"--reference must be an encoding that the model can have, got {name}: {error}") from None
+        raise ValueError(f"--reference must be an encoding that the model supports, got {name}: {error}") from None
 
 
 def described(reference: str, article: str = "a") -> str:
-    """A reference within a sentence.
+    """Name a reference within a sentence.
 
     Example:
         >>> described("learned"), described("learned", "the"), described("mixed")
@@ -60,24 +60,24 @@ def described(reference: str, article: str = "a") -> str:
 
 
 def all_but(reference: str, names: Iterable[str]) -> dict[str, str]:
-    """Every other name with the reference."""
+    """Map every other name to the reference."""
     return {name: reference for name in names if name != reference}
 
 
 def mixed_counterparts(names: Iterable[str]) -> dict[str, str]:
-    """Those that learn more than frequencies, with the name that has RoPE-Mixed in its place and all else the same.
+    """Map encodings that learn more than frequencies to the same combination with RoPE-Mixed, if it is among the names.
 
     Example:
         >>> mixed_counterparts(["axial", "mixed", "liere:8", "learned+liere", "learned+mixed", "bias+string"])
         {'liere:8': 'mixed', 'learned+liere': 'learned+mixed'}
     """
     by_parts = {frozenset(_parts(name)): name for name in names}
-    found = {}
+    counterparts = {}
     for parts, name in by_parts.items():
         other = by_parts.get(frozenset(MIXED if _learns_beyond_frequencies(part) else part for part in parts))
         if other is not None and other != name:
-            found[name] = other
-    return found
+            counterparts[name] = other
+    return counterparts
 
 
 def _parts(name: str) -> list[str]:
@@ -89,10 +89,10 @@ def _learns_beyond_frequencies(part: str) -> bool:
 
 
 def differences_from(rights: Mapping[str, np.ndarray], others: Mapping[str, str]) -> dict[str, Interval]:
-    """How much more accurate each encoding is than the other named with it, in points, at 5 % over all (Holm).
+    """Compute the accuracy of each encoding minus that of its counterpart, in points, at 5 % over all (Holm).
 
     Args:
-        rights: Right or not by encoding, `(seeds, examples)`, on the same examples.
+        rights: Right or wrong by encoding, `(seeds, examples)`, on the same examples.
         others: By encoding, the one to compare with.
     """
     pairs = [(rights[name], rights[other]) for name, other in others.items()]
@@ -100,7 +100,7 @@ def differences_from(rights: Mapping[str, np.ndarray], others: Mapping[str, str]
 
 
 def difference_tables(title: str, found: Mapping[str, Interval], note: str = "") -> list[Table]:
-    """Differences in points by encoding as a table; none where there is no difference to show."""
+    """Build a table of differences in points by encoding; empty if there is no difference to show."""
     if not found:
         return []
     rows: list[Row] = [
@@ -111,7 +111,7 @@ def difference_tables(title: str, found: Mapping[str, Interval], note: str = "")
 
 
 def mixed_notes(found: Collection[Interval]) -> list[str]:
-    """Whether encodings that learn more than frequencies are ahead of RoPE-Mixed, in a sentence."""
+    """Count the comparisons in which encodings that learn more than frequencies are ahead of RoPE-Mixed."""
     if not found:
         return []
     ahead, behind = sum(each.low > 0 for each in found), sum(each.high < 0 for each in found)

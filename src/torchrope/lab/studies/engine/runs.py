@@ -1,4 +1,4 @@
-"""Runs that studies share: each is trained once, whoever asks for it, and measured once for each question."""
+"""Runs that studies share: each is trained once and each of its measures is computed once."""
 
 import fcntl
 import hashlib
@@ -17,7 +17,7 @@ from torchrope.files import read_mapping
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.results import write_json
-from torchrope.lab.studies.progress import told_quality
+from torchrope.lab.studies.progress import describe_quality
 from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope.lab.training.evaluate import predict_views_or_one
@@ -29,7 +29,7 @@ from torchrope.lab.training.skipped import read_skipped
 
 RESULT = "result.json"
 _ELSEWHERE = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
-"""Settings that change where numbers come from, or how fast, not the numbers."""
+"""Settings that change locations or speed, but not results."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Run:
 
     Attributes:
         config: Its settings.
-        after: The run whose weights it starts with.
+        after: The run from whose weights it starts.
     """
 
     config: RunConfig
@@ -56,22 +56,22 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Tells it from all other runs: a hash of what differs from the defaults, so that new settings change none."""
+        """Hash of the settings that differ from the defaults, so that new settings do not change it."""
         settings = flat(plain(self.config))
         defaults = flat(plain(RunConfig(data=type(self.config.data)()))) | {"data.name": "digits"}
         left_out = {*MAY_CHANGE, *_ELSEWHERE}
-        own = {name: value for name, value in settings.items() if name not in left_out and value != defaults.get(name)}
-        own |= {"after": self.after.key} if self.after else {}
-        return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:10]
+        hashed = {key: value for key, value in settings.items() if key not in left_out and value != defaults.get(key)}
+        hashed |= {"after": self.after.key} if self.after else {}
+        return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
     def kind(self) -> str:
-        """Tells it from runs that differ in more than the seed, whose epochs may take longer or shorter."""
+        """Identifies runs that differ only in the seed, whose epochs take equally long."""
         return Run(replace(self.config, seed=0)).key
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         encoding = self.encoding.replace(":", "-").replace("+", "-and-")
         return f"{self.config.data.name}-{encoding}-seed{self.seed}-{self.key}"
 
@@ -81,17 +81,17 @@ class Run:
 
 @dataclass
 class Trained:
-    """A run that is finished.
+    """A finished run.
 
     Attributes:
-        run: What was asked for.
-        folder: Where its files are.
-        labels: True class of every validation example; none where pixels or boxes are predicted.
-        predicted: Predicted class of every one, likewise.
-        val_loss: Mean loss over them; None where it is not finite, or not known.
-        curve: A row an epoch: epoch, train_loss, what `Module.curve` names, seconds.
-        seconds: Of its training.
-        fingerprint: Of its data.
+        run: The run.
+        folder: Folder of its files.
+        labels: True class of every validation example; empty for segmentation and detection.
+        predicted: Predicted class of every validation example; empty for segmentation and detection.
+        val_loss: Mean loss over them; None if it is not finite or unknown.
+        curve: A row per epoch: epoch, train_loss, the names of `Module.curve`, seconds.
+        seconds: Training time.
+        fingerprint: Hash of its data.
         skipped: Files that could not be read, with the reason.
     """
 
@@ -117,12 +117,12 @@ class Trained:
 
     @property
     def quality(self) -> str:
-        """How good it is, in words."""
-        return f"top-1 {100 * self.top1:.1f} %" if self.labels else told_quality(self.curve[-1])
+        """Its quality in words: "top-1 97.2 %"."""
+        return f"top-1 {100 * self.top1:.1f} %" if self.labels else describe_quality(self.curve[-1])
 
     @property
     def correct(self) -> np.ndarray:
-        """1.0 where the prediction is right, `(examples,)`."""
+        """1.0 for right and 0.0 for wrong predictions, `(examples,)`."""
         return np.equal(self.labels, self.predicted).astype(float)
 
     @property
@@ -131,13 +131,13 @@ class Trained:
         return float(self.correct.mean())
 
     def check_examples(self, data: DataModule) -> None:
-        """Raise ValueError where `data` holds other examples now than the run saw."""
+        """Raise ValueError if the run was trained on other examples than those of `data`."""
         if self.fingerprint != data.fingerprint:
             rule = "the data must be what the runs in --out were trained on"
             raise ValueError(f"{rule}, got other examples than those of {self.folder}")
 
     def load(self, data: DataModule | None = None) -> tuple[Model, DataModule]:
-        """Read the trained model, in evaluation mode, and its data, unless that is at hand."""
+        """Load the trained model in evaluation mode, and its data if not given."""
         _, data, module = load(self.folder, data)
         return module.model.eval(), data
 
@@ -147,12 +147,12 @@ class Trained:
         measure: Callable[[Any, DataModule], dict[str, Any]],
         data: DataModule | None = None,
     ) -> dict[str, Any]:
-        """What `measure(model, data)` returns, computed once: it is kept in the run's folder under this name.
+        """Return `measure(model, data)`, computed once and stored in the run's folder.
 
         Args:
-            name: Says what is measured and with which settings; another name is another measure.
-            measure: Returns what JSON can keep.
-            data: The run's data, where it is set up already.
+            name: Identifies the measure and its settings.
+            measure: Returns values that JSON can represent.
+            data: The run's data, if it is set up already.
         """
         file = self.folder / "measures" / f"{name}.json"
         if not file.exists():
@@ -161,7 +161,7 @@ class Trained:
 
 
 def untrained(run: Run, data: DataModule) -> Model:
-    """The model that a run began with, drawn from its seed as the run did."""
+    """Build the model of a run at initialisation, from the run's seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
         return build_model(run.encoding, run.config.model, data)
@@ -171,34 +171,34 @@ class Store:
     """The folder of runs.
 
     Args:
-        folder: Holds one folder a run.
+        folder: Contains one folder per run.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def of(self, run: Run) -> Path:
-        """The folder of a run."""
+        """Return the folder of a run."""
         return self.folder / run.name
 
     def finished(self, run: Run) -> Trained | None:
-        """A run that is trained and evaluated; None where it is not."""
+        """Read a run that is trained and evaluated; None if it is not."""
         file = self.of(run) / RESULT
         if not file.exists():
             return None
         result = read_mapping(file, "a result")
-        wanted = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint")
-        if not set(result) >= {*wanted}:
-            raise ValueError(f"a result must hold {', '.join(wanted)}, got {file} without; delete it")
-        measured = {name: result[name] for name in wanted}
+        required = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint")
+        if not set(result) >= {*required}:
+            raise ValueError(f"a result must contain {', '.join(required)}, got {file} without; delete it")
+        measured = {name: result[name] for name in required}
         return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
 
     def curve(self, run: Run) -> list[dict[str, float]]:
-        """The learning curve of a run as far as it has been trained."""
+        """Read the learning curve of a run up to its last finished epoch."""
         return read_curve(self.of(run) / CURVE)
 
     def train(self, run: Run, data: DataModule | None = None, on_epoch: OnEpoch | None = None) -> None:
-        """Train and evaluate a run, unless another process has done it meanwhile."""
+        """Train and evaluate a run, unless another process has finished it in the meantime."""
         with self._alone(run):
             if self.finished(run) is not None:
                 return
@@ -220,7 +220,7 @@ class Store:
 
 
 def in_order(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs once each, in rounds: what a run starts from is in an earlier one."""
+    """Sort distinct runs into rounds, so that a run starts from a run of an earlier round."""
     rounds: list[dict[str, Run]] = []
     for run in runs:
         chain = [run]

@@ -1,4 +1,4 @@
-"""A study: a question, the runs that it needs, and what is found in them."""
+"""Studies: a question of the papers, the runs that answer it, and their findings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,20 +29,21 @@ from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
 
 
 class Lab:
-    """What a study works with: its settings, its data, and the runs.
+    """Settings, data and runs of a study.
 
     Args:
         config: Settings.
-        console: Where progress goes.
+        encodings: The study's default encodings.
+        console: For progress.
 
     Attributes:
-        encodings: Those asked for, or the study's own.
-        reference: What the user wants the others compared with; None where that is the study's own choice.
-        checkpoints: Files and folders of trained models that the user wants read.
-        sizes: Input sizes, in pixels per side, that the user wants evaluated.
+        encodings: Those of the settings, or the study's default.
+        reference: Encoding of --reference; None for the study's default.
+        checkpoints: Files and folders of --checkpoint.
+        sizes: Input sizes of --sizes, in pixels per side.
         seeds: 0, 1, ...
-        skipped: Files that the runs asked for could not read, with the reason.
-        seconds_left: Estimate for what follows the training; None where nothing was trained.
+        skipped: Files that the runs could not read, with the reason.
+        seconds_left: Estimated time of the work after training; None if nothing was trained.
     """
 
     def __init__(self, config: LabConfig, encodings: Sequence[str], console: Console) -> None:
@@ -62,7 +63,7 @@ class Lab:
         """The data, set up."""
         data = make_data(self.config.data)
         check_patches(self.config.model, data)
-        training_sizes(self.config.optim, self.config.model, data)  # refuses those that patches do not divide
+        training_sizes(self.config.optim, self.config.model, data)  # raises for sizes that patches do not divide
         data.setup()
         return data
 
@@ -76,13 +77,13 @@ class Lab:
         optim: dict[str, Any] | None = None,
         after: Run | None = None,
     ) -> Run:
-        """A run with the study's settings, some of them otherwise.
+        """Return a run with the study's settings, some of them replaced.
 
         Args:
             encoding: Its encoding.
             seed: Its seed.
             data, model, optim: Settings that differ, by name.
-            after: A run whose weights it starts with.
+            after: A run from whose weights it starts.
         """
         config = RunConfig(
             encoding=encoding,
@@ -95,7 +96,7 @@ class Lab:
         return Run(config, after)
 
     def runs(self, encodings: Sequence[str], **settings: Any) -> list[Run]:
-        """A run of each encoding with each seed, settings as `run` takes them."""
+        """Return a run of each encoding with each seed, settings as in `run`."""
         return [self.run(encoding, seed, **settings) for encoding in encodings for seed in self.seeds]
 
     def train(
@@ -106,27 +107,27 @@ class Lab:
         passes: float = 0.0,
         afterwards: float | None = None,
     ) -> list[Trained]:
-        """Train what is not finished yet, whichever study asked for it first.
+        """Train the runs that no study has finished yet.
 
         Args:
-            runs: What is wanted; runs that they start from come along.
-            each: Called with every run asked for as soon as it is finished, at once with those that are already.
+            runs: The runs; runs that they start from are trained first.
+            each: Called with each of these runs when it is finished, immediately for finished ones.
             passes: Work of `each` for the estimate of the time left, in passes over the validation set.
-            afterwards: Work that follows the training, in forward passes of one example; by default unknown, and the
-                estimate is of the training alone.
+            afterwards: Work after training, in forward passes of one example; by default unknown, and the estimate
+                covers the training only.
 
         Returns:
-            The runs asked for, in their order.
+            The trained runs, in order.
 
         Raises:
-            ValueError: a setting that a run refuses, before any is trained; other data than finished runs saw.
+            ValueError: a run refuses a setting, before any is trained, or finished runs were trained on other data.
         """
         rounds = in_order(runs)
-        every = [run for together in rounds for run in together]
-        for run in every:
+        all_runs = [run for of_round in rounds for run in of_round]
+        for run in all_runs:
             self.blueprint(run)
         unfinished = []
-        for run in every:
+        for run in all_runs:
             earlier = self.store.finished(run)
             if earlier is None:
                 unfinished.append(run)
@@ -137,13 +138,13 @@ class Lab:
                 each(earlier)
         if unfinished:
             begun = [(run, len(self.store.curve(run))) for run in unfinished]
-            predicts = unfinished[0].config.model.task == "classify"  # a run keeps its predictions
+            predicts = unfinished[0].config.model.task == "classify"  # a classifier's run stores its predictions
             work = self._workload(passes + (self.data.views if predicts else 0), afterwards)
-            tell = partial(self._report, runs, each)
-            with StudyProgress(begun, len(every) - len(unfinished), work, self.console) as progress:
-                for together in rounds:
-                    if waiting := [run for run in together if run in unfinished]:
-                        train_runs(waiting, self.store, self.data, self.config, progress, tell)
+            on_finished = partial(self._report, runs, each)
+            with StudyProgress(begun, len(all_runs) - len(unfinished), work, self.console) as progress:
+                for of_round in rounds:
+                    if waiting := [run for run in of_round if run in unfinished]:
+                        train_runs(waiting, self.store, self.data, self.config, progress, on_finished)
             self.seconds_left = progress.seconds_left()
         found = (self.store.finished(run) for run in runs)
         trained = [one for one in found if one is not None]
@@ -152,7 +153,7 @@ class Lab:
         return trained
 
     def _workload(self, passes: float, afterwards: float | None) -> Workload:
-        """The work of runs on the study's data; how many processes of a cluster share it is not known."""
+        """Estimate the work of runs on the study's data; on a cluster the number of processes is unknown."""
         train, val = self.data.counts
         left = "of machine time left" if self.config.slurm else "left" if afterwards is not None else "of training left"
         return Workload(
@@ -163,32 +164,32 @@ class Lab:
             left=left,
         )
 
-    def _report(self, wanted: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
+    def _report(self, requested: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
         trained = self.store.finished(run)
-        if trained is not None and run in wanted:
+        if trained is not None and run in requested:
             each(trained)
 
     def blueprint(self, run: Run) -> Model:
-        """The model of a run without its numbers, on the meta device."""
-        data = self.data  # read outside, or it would be made on the meta device
+        """Build the model of a run on the meta device."""
+        data = self.data  # loaded outside of the meta device
         with torch.device("meta"):
             return build_model(run.encoding, run.config.model, data)
 
 
 @dataclass(frozen=True)
 class Study:
-    """A question that papers ask, made something that runs on any data.
+    """A question of the papers that can be studied on any data.
 
     Attributes:
-        title: For people.
-        question: What it asks, in a sentence.
+        title: Displayed.
+        question: The question, in a sentence.
         sources: Papers with their tables and figures.
-        find: Trains what it needs with `lab.train`, and returns what it found.
-        encodings: Compared where the user names none.
-        tasks: What its data must be for, one of them at least; see `DataModule.tasks`.
-        needs_lattice: Whether it is about patches of a lattice, so that tokens at any positions are refused.
-        needs_data: False where it is computed from formulas.
-        takes: Settings that not all studies have a use for: "reference", "checkpoint", "sizes".
+        find: Trains the runs that it needs with `lab.train`, and returns the findings.
+        encodings: Default encodings.
+        tasks: The data must be for at least one of these; see `DataModule.tasks`.
+        needs_lattice: Whether it needs patches on a lattice, so that data with tokens at any positions is refused.
+        needs_data: False if it is computed from formulas.
+        takes: Optional settings that it supports: "reference", "checkpoint", "sizes".
     """
 
     title: str
@@ -202,18 +203,18 @@ class Study:
     takes: Sequence[str] = ()
 
     def check(self, lab: Lab) -> None:
-        """Raise ValueError where the data is for other tasks, or has no lattice and needs one."""
+        """Raise ValueError if the data is for other tasks, or lacks a lattice that the study needs."""
         name = lab.config.data.name
         if self.needs_lattice and name in NAMES_WITHOUT_LATTICE:
-            rule = f"{self.title} is about patches on a lattice"
+            rule = f"{self.title} needs patches on a lattice"
             raise ValueError(f"{rule}, got {name}, whose tokens are at any positions")
         if self.needs_data and not {*self.tasks} & {*lab.data.tasks}:
-            rule = f"{self.title} needs data to {' or '.join(self.tasks)}"
-            raise ValueError(f"{rule}, got {name}, to {' and '.join(lab.data.tasks)}")
+            rule = f"{self.title} needs data for the task {' or '.join(self.tasks)}"
+            raise ValueError(f"{rule}, got {name}, for {' and '.join(lab.data.tasks)}")
 
 
 def find_study(name: str) -> Study:
-    """The study of that name.
+    """Import a study by name.
 
     Raises:
         ValueError: there is none.
@@ -224,7 +225,7 @@ def find_study(name: str) -> Study:
 
 
 def check_taken(names: Sequence[str], setting: str, option: str | None = None) -> None:
-    """Raise ValueError where no study of those named takes a setting that not all take.
+    """Raise ValueError if none of some studies supports a setting.
 
     Args:
         names: Of studies.
@@ -237,25 +238,25 @@ def check_taken(names: Sequence[str], setting: str, option: str | None = None) -
 
 
 def run_study(name: str, config: StudyConfig, *, command: str, console: Console) -> Path:
-    """Run a study, and write what it found.
+    """Run a study, and write its findings.
 
     Args:
         name: Of the study.
-        config: On what, and where to leave it.
-        command: How the user started it, for the report.
-        console: Where progress goes.
+        config: Settings.
+        command: The user's command line, for the report.
+        console: For progress.
 
     Returns:
-        `config.out/<study>-<data>.json`, with the task of data that have several; `<study>.json` of a study that
+        `config.out/<study>-<data>.json`, with the task for data that have several; `<study>.json` for a study that
         needs no data.
 
     Raises:
-        ValueError: the name, a setting or the data is not as it must be.
-        KeyboardInterrupt: stopped; the same call resumes.
+        ValueError: the name, a setting or the data is invalid.
+        KeyboardInterrupt: interrupted; the same call resumes.
     """
     study = find_study(name)
-    instead = config.checkpoint and "checkpoint" in study.takes  # of runs, where no encoding is named
-    lab = Lab(config, () if instead else study.encodings, console)
+    only_checkpoints = config.checkpoint and "checkpoint" in study.takes  # unless --encodings names runs
+    lab = Lab(config, () if only_checkpoints else study.encodings, console)
     study.check(lab)
     findings = study.find(lab)
     result = StudyResult(
@@ -273,12 +274,12 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
 
 
 def describe(lab: Lab) -> DataFacts:
-    """What results say of a study's data, with the files that its runs could not read."""
+    """Describe a study's data, with the files that its runs could not read."""
     return replace(describe_data(lab.data), skipped=describe_skipped(lab.skipped | dict(lab.data.skipped)))
 
 
 def facts_of(command: str, settings: dict[str, Any], seconds: float | None = None) -> RunFacts:
-    """How to run it again, here and today."""
+    """Describe how to repeat a run, with today's date and this machine."""
     today = date.today().isoformat()
     return RunFacts(command=command, date=today, seconds=seconds, config=settings, **provenance())
 

@@ -1,4 +1,4 @@
-"""Who trains: this process, several beside each other, or a Slurm cluster."""
+"""Train runs in this process, in several processes, or on a Slurm cluster."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ _POLL_SECONDS = 1.0
 Submit = Callable[[Sequence[Run], Path], list[Any]]
 
 _KEPT: list[DataModule] = []
-"""The data that this process read last."""
+"""The data that this process read last, for the next run."""
 
 
 def train_runs(
@@ -37,18 +37,18 @@ def train_runs(
     progress: StudyProgress,
     on_finished: Callable[[Run], None],
 ) -> None:
-    """Train runs that do not wait for each other, and say so one by one.
+    """Train runs that do not depend on each other, and report each that is finished.
 
     Args:
-        runs: Unfinished ones.
-        store: Where they go.
-        data: Of the study; a run on other data makes its own.
-        config: Says where: `parallel`, `slurm`.
-        progress: Is told of epochs and of runs that end.
-        on_finished: Called with every run that is finished.
+        runs: Unfinished runs.
+        store: Folder for their results.
+        data: Of the study; a run on other data loads its own.
+        config: Settings, of which `parallel` and `slurm` choose where runs train.
+        progress: Receives epochs and finished runs.
+        on_finished: Called with every finished run.
 
     Raises:
-        ValueError: what a run refuses; others that are under way end first.
+        ValueError: a run refuses its settings; other runs that have started finish first.
     """
 
     def finish(run: Run, trained: tuple[str, float]) -> None:
@@ -79,10 +79,10 @@ def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any
     """Train one run, also in a process of its own.
 
     Returns:
-        How good it is, in words, and the seconds that it took.
+        Its quality in words, and the seconds that it took.
     """
     started = time.monotonic()
-    load_modules([run.encoding])  # the process that asked for the run has them: it built the model
+    load_modules([run.encoding])  # allowed: the parent process has loaded them to build the model
     store = Store(folder)
     store.train(run, data or _data_of(run), on_epoch)
     trained = store.finished(run)
@@ -91,7 +91,7 @@ def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any
 
 
 def _data_of(run: Run) -> DataModule:
-    """The data of a run, set up, and kept until a run on other data: those of a study mostly share them."""
+    """Return the data of a run, set up, and cached until a run on other data."""
     if not _KEPT or _KEPT[0].config != run.config.data:
         _KEPT[:] = [make_data(run.config.data)]
         _KEPT[0].setup()
@@ -100,7 +100,7 @@ def _data_of(run: Run) -> DataModule:
 
 @contextmanager
 def _beside(parallel: int) -> Iterator[Submit]:
-    """Processes on this machine, each with a device, or with its share of the cores."""
+    """Start processes on this machine, each with one device, or with its share of the cores."""
     context = multiprocessing.get_context("spawn")
     numbers = context.SimpleQueue()
     for number in range(parallel):
@@ -119,7 +119,7 @@ def _take_number(numbers: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A study that is killed leaves nobody training."""
+    """End this process when the parent process ends, so that a killed study leaves no training processes."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -128,7 +128,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _on_slurm(settings: str, store: Store) -> Iterator[Submit]:
-    """A job array; a job that is interrupted resumes from its last checkpoint when it starts again."""
+    """Submit a job array; an interrupted job resumes from its last checkpoint when it is restarted."""
     options, logs = parse_slurm(settings), store.folder / ".jobs"
     here = options.pop("cluster", "slurm") == "local"
     executor = local_executor(logs) if here else slurm_executor(logs, options, None)
