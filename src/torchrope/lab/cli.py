@@ -677,7 +677,7 @@ def _benchmark_parser() -> OneLineParser:
         "--entries",
         type=_files,
         metavar="A,B",
-        help="entries of other runs to rank as well; their learning rates are used",
+        help="entries of other runs to rank as well, at their learning rates",
     )
     parser.add_argument("--check", type=_files, metavar="A,B", help="only check entries for consistency")
     return parser
