@@ -307,9 +307,9 @@ def kept() -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "blocks": (partial(vit, "liere:4"), {}, "ntk scales frequencies, .* interpolate serves any encoding, got LieRE"),
-    "no encoding": (partial(vit, "none"), {}, "^extend needs a model that rotates; swap knows .* got ViT$"),
+    "no encoding": (partial(vit, "none"), {}, "^model must rotate q and k; swap supports .* got ViT$"),
     "no rotation": (partial(made, "vit"), {}, "^extend needs a model that rotates, .* got VisionTransformer$"),
-    "no model": (lambda: nn.Linear(2, 2), {}, "^extend needs a model that rotates; .*, got Linear$"),
+    "no model": (lambda: nn.Linear(2, 2), {}, "^model must rotate q and k; .*, got Linear$"),
     "beside": (kept, {}, "^extend scales the encodings .* got one with keep_rotation=True"),
     "cosine": (partial(swapped, "swin_v2"), {"method": "yarn"}, "cosine attention leaves out, got WindowAttention$"),
     "no weights": (lambda: with_norm(Fixed()), {"method": "yarn"}, "needs weights .*, got Fixed in Attention$"),
@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "shared": (
         lambda: tr.swap(made("sam"), tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)),
         {},
-        "^extend needs an encoding for each layer where some attend within windows, got one for all of a",
+        "^models with windowed layers must have an encoding for each layer, got one shared by all layers of a",
     ),
 }
 

@@ -92,7 +92,7 @@ def test_auto_backbone_gives_the_vits_own_maps_at_any_size(size: tuple[int, int]
     assert isinstance(model(x, return_dict=False)[0], tuple)
     with pytest.raises(ValueError, match="got output_attentions=True"):
         model(x, output_attentions=True)
-    with pytest.raises(ValueError, match="pixel_mask is for a backbone of Features, got"):
+    with pytest.raises(ValueError, match="pixel_mask must be None for a ViT"):
         model(x, pixel_mask=torch.ones(2, *size))
 
 
@@ -193,7 +193,7 @@ SMALL = {"class": "ViT", "arguments": {"input_size": [32, 32], "patch_size": 8, 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TorchropeConfig.of(nn.Linear(1, 1)), "a backbone is a ViT, a Swin or a Features, got Linear"),
+        (lambda: TorchropeConfig.of(nn.Linear(1, 1)), "model must be a ViT, a Swin or a Features, got Linear"),
         (lambda: TorchropeConfig.of(vit(partial(tr.LieRE, block_size=8))), "a configuration is JSON, got a model"),
         (lambda: TorchropeConfig(model={**SMALL, "class": "os.system"}), "must be 'ViT' or 'Swin', got 'os.system'"),
         (lambda: TorchropeConfig(model=_with(activation="os.abort")), "of the closed list .* got 'activation'"),

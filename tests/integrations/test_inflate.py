@@ -291,7 +291,7 @@ def clip() -> Any:
         (partial(tr.Swin, (32, 32), dim=16, depths=(2,), num_heads=(1,), window_size=4), "inflate knows .* got Swin"),
         (lambda: tr.Features(ours("mixed")), "got Features"),
         (partial(nn.Linear, 2, 2), "got Linear"),
-        (clip, "of transformers it takes .*, got CLIPVisionModel"),
+        (clip, "of transformers inflate supports .*, got CLIPVisionModel"),
         (partial(made, "swin"), "parts of a ViT, got SwinTransformer|attends within windows"),
         (partial(made, "vit_avg"), "no class token"),
         (partial(made, "vit_qk_norm"), "nothing here uses blocks.0.attn.k_norm"),
@@ -299,7 +299,7 @@ def clip() -> Any:
         (partial(made, "vit", act_layer="relu"), "computes what a ViT with exact GELU does, got .* that differ by"),
         (partial(made, "vit", global_pool=""), r"features are those of its class token, got \(1, 17, 32\)"),
         (lambda: tr.freeze(ours("mixed"), (16, 8)), "got Frozen: inflate first, then freeze"),
-        (lambda: tr.inflate(ours("mixed")), "axes must be more than the 3 of the model, got 3"),
+        (lambda: tr.inflate(ours("mixed")), "axes must be greater than the model's 3, got 3"),
         (lambda: tr.swap(made("rope_axial"), "mixed", keep_rotation=True), "keep_rotation=True"),
     ],
 )
@@ -312,7 +312,7 @@ def test_what_is_refused_in_one_line(model: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"axes": 2}, "axes must be more than the 2 of the model, got 2"),
+        ({"axes": 2}, "axes must be greater than the model's 2, got 2"),
         ({"patch_size": 0}, "patch_size must be 1 or more, .* got 0"),
         ({"patch_size": (1, 2)}, "one per new axis = 1, got"),
         ({"patch_size": 2, "size": 3}, "multiples of the patch"),

@@ -34,7 +34,7 @@ def error(model: Any, x: Any, expected: Tensor) -> float:
 
 def unrotated(model: Any) -> Any:
     """A copy that is swapped to an encoding which does not rotate."""
-    with pytest.warns(UserWarning, match="outputs change, .* init='own' continues it, got "):
+    with pytest.warns(UserWarning, match="outputs change, .* init='own' preserves it, got "):
         return tr.swap(copy.deepcopy(model), "mixed", init="zeros")
 
 
@@ -308,7 +308,7 @@ def test_what_is_built_elsewhere_keeps_its_generators_unless_asked_otherwise() -
     encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
     before = encoding.frequencies.clone()
     for given in (encoding, lambda **head: encoding):
-        with pytest.warns(UserWarning, match="init='own' continues it, got Eva$"):
+        with pytest.warns(UserWarning, match="init='own' preserves it, got Eva$"):
             tr.swap(model, given)
         assert torch.equal(encoding.frequencies, before)
         tr.unswap(model)

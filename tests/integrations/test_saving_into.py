@@ -301,7 +301,7 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_swapped_parts_a_model_is_refused_as_ever(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="save rebuilds models of timm, transformers, torchrope, got Detector"):
+    with pytest.raises(ValueError, match="model must be of timm, transformers, torchrope, got Detector"):
         tr.save(Detector(), tmp_path / "m")
 
 
@@ -355,7 +355,7 @@ def test_feature_maps_of_a_swin(indices: tuple, keep_bias: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["vit", "swin"])
 def test_without_table_and_rotation_the_model_says_that_it_knows_no_positions(name: str) -> None:
-    with pytest.warns(UserWarning, match="knows no positions for now"):
+    with pytest.warns(UserWarning, match="has no position information"):
         tr.swap(made(name), "mixed", keep_ape=False)
     tr.swap(made(name), "mixed", keep_ape=False, init="paper")
     tr.swap(made(name), "axial", keep_ape=False)

@@ -56,7 +56,7 @@ def without_rotation(model: Any) -> Any:
 def with_zeros(model: Any, encoding: Any, **settings: Any) -> Any:
     """A swapped model that starts without a rotation; one that rotates warns."""
     rotates = any(isinstance(module, ROTARY) for module in model.modules())
-    warned = pytest.warns(UserWarning, match="outputs change, .* init='own' continues it, got ")
+    warned = pytest.warns(UserWarning, match="outputs change, .* init='own' preserves it, got ")
     with warned if rotates else nullcontext():
         return tr.swap(model, encoding, init="zeros", **settings)
 
@@ -383,7 +383,7 @@ def wrong(**changes: Any) -> tr.Encoding:
         (lambda: made("vit"), dict(encoding="learned+mixed"), "keep_ape=True keeps the model's table, got 'learned"),
         (lambda: made("vit"), dict(encoding="mixd"), "did you mean 'mixed'"),
         (lambda: made("vit"), dict(encoding=wrong(num_heads=3)), "head_dim=16, got MixedRoPE.*num_heads=3"),
-        (lambda: made("vit"), dict(encoding=wrong(), block_size=2), "block_size is for a name or a factory, got 2"),
+        (lambda: made("vit"), dict(encoding=wrong(), block_size=2), "block_size must be None if encoding is an Encoding, got 2"),
         (lambda: made("vit"), dict(encoding=lambda **head: nn.Linear(1, 1)), "factory of encodings, got one of Linear"),
         (lambda: made("vit"), dict(encoding="mixed", init="zero"), "init must be 'own', 'paper' or 'zeros', got '"),
         (lambda: made("vit"), dict(encoding="liere", block_size=5), "head_dim must be divisible by block_size = 5"),
