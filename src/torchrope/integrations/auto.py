@@ -166,7 +166,7 @@ class TorchropeBackbone(BackboneMixin, PreTrainedModel):
             `feature_maps`, each `(batch, channels, *lattice)`, and `hidden_states` if requested.
 
         Raises:
-            ValueError: output_attentions=True; for a `ViT` a mask, or sizes not multiples of the patch size.
+            ValueError: output_attentions=True; for a `ViT` a mask, or other sizes.
         """
         if output_attentions:
             raise ValueError("output_attentions must be False, for attention weights are never materialised, got True")
