@@ -187,7 +187,7 @@ def adapt(model: nn.Module) -> Adapter:
             library.refuse(model)
     rule = (
         "swap supports timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, "
-        "VisionTransformerSAM, the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' ViT, DeiT, BEiT, DINOv2, DINOv3, "
+        "VisionTransformerSAM, the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' ViT, DeiT, BEiT, DINOv2, DINOv3, "  # noqa: E501
         "I-JEPA, ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2, its towers and text models with "
         "RoPE computed from tables of positions, diffusers' transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, "
         "HunyuanVideo, CogVideoX, LTX-Video, LTX-2 and Cosmos, and nnU-Net's Primus"
