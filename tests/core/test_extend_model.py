@@ -307,14 +307,26 @@ def kept() -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "blocks": (partial(vit, "liere:4"), {}, "ntk scales frequencies, .* interpolate serves any encoding, got LieRE"),
-    "no encoding": (partial(vit, "none"), {}, "^extend needs a model that rotates; swap knows .* got ViT$"),
-    "no rotation": (partial(made, "vit"), {}, "^extend needs a model that rotates, .* got VisionTransformer$"),
-    "no model": (lambda: nn.Linear(2, 2), {}, "^extend needs a model that rotates; .*, got Linear$"),
-    "beside": (kept, {}, "^extend scales the encodings .* got one with keep_rotation=True"),
-    "cosine": (partial(swapped, "swin_v2"), {"method": "yarn"}, "cosine attention leaves out, got WindowAttention$"),
-    "no weights": (lambda: with_norm(Fixed()), {"method": "yarn"}, "needs weights .*, got Fixed in Attention$"),
-    "offsets": (lambda: with_norm(Offset()), {"method": "yarn"}, "needs weights .*, got Offset in Attention$"),
-    "own, yarn": (Own, {"method": "yarn", "train_size": 4}, "^yarn multiplies keys too, .* got Own$"),
+    "no encoding": (partial(vit, "none"), {}, "^model must rotate q and k; swap supports .* got ViT$"),
+    "no rotation": (partial(made, "vit"), {}, "^model must rotate q and k, .* got VisionTransformer$"),
+    "no model": (lambda: nn.Linear(2, 2), {}, "^model must rotate q and k; .*, got Linear$"),
+    "beside": (kept, {}, "^extend scales the encodings .* got keep_rotation=True"),
+    "cosine": (
+        partial(swapped, "swin_v2"),
+        {"method": "yarn"},
+        "no effect on cosine .* got WindowAttention$",
+    ),
+    "no weights": (
+        lambda: with_norm(Fixed()),
+        {"method": "yarn"},
+        "linear in its weights, got Fixed in Attention$",
+    ),
+    "offsets": (
+        lambda: with_norm(Offset()),
+        {"method": "yarn"},
+        "linear in its weights, got Offset in Attention$",
+    ),
+    "own, yarn": (Own, {"method": "yarn", "train_size": 4}, "^yarn also scales keys .* got Own$"),
     "own, riflex": (Own, {"method": "riflex"}, "^riflex needs train_size, .*, got none$"),
     "no timestep": (vit, {"method": "dype"}, "^dype needs timestep, from 1, noise, to 0, the image, got none$"),
     "timestep": (vit, {"timestep": 0.5}, "^timestep is for dype, got 0.5 for ntk$"),
@@ -327,7 +339,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "shared": (
         lambda: tr.swap(made("sam"), tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)),
         {},
-        "^extend needs an encoding for each layer where some attend within windows, got one for all of a",
+        "^models with windowed layers must have an encoding for each layer, got one shared by all layers of a",
     ),
 }
 

@@ -5,6 +5,7 @@ import runpy
 import sys
 import textwrap
 import types
+import zlib
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS)
 def test_a_block_of_code_runs_as_printed(page: str, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("page")  # pickle finds classes by their module
-    monkeypatch.setitem(sys.modules, "page", module)
+    name = f"page_{zlib.crc32(block.encode())}"  # pickle and torch.compile find classes and globals by their module
+    module = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
     exec(compile(block, page, "exec"), module.__dict__)
 
 

@@ -90,9 +90,9 @@ def test_auto_backbone_gives_the_vits_own_maps_at_any_size(size: tuple[int, int]
     assert [state.shape[1] for state in everything.hidden_states] == [1 + size[0] * size[1] // 64] * 4
     assert torch.equal(everything.feature_maps[1], expected[1])
     assert isinstance(model(x, return_dict=False)[0], tuple)
-    with pytest.raises(ValueError, match="got output_attentions=True"):
+    with pytest.raises(ValueError, match=r"output_attentions must be False, .* got True"):
         model(x, output_attentions=True)
-    with pytest.raises(ValueError, match="pixel_mask is for a backbone of Features, got"):
+    with pytest.raises(ValueError, match="pixel_mask must be None for a ViT"):
         model(x, pixel_mask=torch.ones(2, *size))
 
 
@@ -193,10 +193,13 @@ SMALL = {"class": "ViT", "arguments": {"input_size": [32, 32], "patch_size": 8, 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TorchropeConfig.of(nn.Linear(1, 1)), "a backbone is a ViT, a Swin or a Features, got Linear"),
-        (lambda: TorchropeConfig.of(vit(partial(tr.LieRE, block_size=8))), "a configuration is JSON, got a model"),
+        (lambda: TorchropeConfig.of(nn.Linear(1, 1)), "model must be a ViT, a Swin or a Features, got Linear"),
+        (
+            lambda: TorchropeConfig.of(vit(partial(tr.LieRE, block_size=8))),
+            "must be representable as JSON, got: Object of type partial",
+        ),
         (lambda: TorchropeConfig(model={**SMALL, "class": "os.system"}), "must be 'ViT' or 'Swin', got 'os.system'"),
-        (lambda: TorchropeConfig(model=_with(activation="os.abort")), "of the closed list .* got 'activation'"),
+        (lambda: TorchropeConfig(model=_with(activation="os.abort")), "that a file may set, got 'activation'"),
         (lambda: TorchropeConfig(model=_with(depth=10**9)), "depth of the arguments of ViT must be a whole number"),
         (lambda: TorchropeConfig(model=_with(encoding="mxed")), "did you mean 'mixed'"),
         (lambda: TorchropeConfig(model=_with(encoding="os.path:join")), "must be the name of an encoding, got"),

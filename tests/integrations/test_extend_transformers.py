@@ -116,7 +116,7 @@ def test_of_a_whole_model_the_part_that_is_swapped_is_extended() -> None:
     assert torch.allclose(keys, before * tr.yarn_temperature(4) ** 2)  # the three positions of a word grow together
     tr.swap(model, "mixed")
     with pytest.raises(
-        ValueError, match=r"^extend scales encodings of equally many axes; .* with encodings of 2 and 3"
+        ValueError, match=r"^all encodings must have the same number of axes; .* with encodings of 2 and 3"
     ):
         tr.extend(model, 2)
 
@@ -124,9 +124,7 @@ def test_of_a_whole_model_the_part_that_is_swapped_is_extended() -> None:
 @pytest.mark.parametrize("name", ["llama4", "sam3"])
 def test_a_tower_of_one_size_is_refused(name: str) -> None:
     model, _ = tower(name)
-    with pytest.raises(
-        ValueError, match=r"^extend needs a model that takes larger inputs, got \w+, which takes one size"
-    ):
+    with pytest.raises(ValueError, match=r"^model must take larger inputs, got \w+, which takes a single size"):
         tr.extend(model, 2)
 
 

@@ -251,7 +251,7 @@ def test_load_fetches_and_opens_nothing_that_a_file_names(
 def test_load_refuses_arguments_that_reach_out(library: str, cases: dict[str, Case], tmp_path: Path) -> None:
     for name, value in _reaching("http://127.0.0.1:9", str(tmp_path)).items():
         header = cases[library].changed(("recipe", "arguments", name), value)
-        _refused(cases[library].write(tmp_path / "case", header), rf"closed list .*, got '{name[:8]}|{name} of")
+        _refused(cases[library].write(tmp_path / "case", header), rf"that a file may set, got '{name[:8]}|{name} of")
 
 
 # --------------------------------------------------------------------------------------------- sizes and their limits
@@ -266,8 +266,8 @@ TOO_LARGE: list[tuple[str, Place, Any, str]] = [
     ("timm", (*ARGUMENTS, "num_classes"), 10**9, "num_classes .* 65536"),
     ("timm", (*ARGUMENTS, "depth"), 64, "encodings of its swap must be one, or 64 for the layers, got 2"),
     ("timm", (*ARGUMENTS, "embed_dim"), 2**16, "of"),
-    ("timm", (*ARGUMENTS, "mlp_ratio"), 1e300, "timm refuses its settings"),
-    ("timm", (*ARGUMENTS, "mlp_ratio"), 1e308, "timm refuses its settings"),
+    ("timm", (*ARGUMENTS, "mlp_ratio"), 1e300, "timm rejects its settings"),
+    ("timm", (*ARGUMENTS, "mlp_ratio"), 1e308, "timm rejects its settings"),
     ("timm", (*ARGUMENTS, "reg_tokens"), 10**9, "reg_tokens .* 65536"),
     ("timm", (*ENCODING, "head_dim"), 10**9, "head_dim .* must be 16, got 1000000000"),
     ("timm", (*ENCODING, "num_axes"), 10**9, "num_axes .* must be 2, got"),
@@ -397,19 +397,19 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
     ("timm", _without("recipe", "architecture"), "got no architecture"),
     ("timm", _without("recipe", "arguments"), "got no arguments"),
     ("timm", _with([1], *ARGUMENTS), "arguments of its recipe must be settings by name"),
-    ("timm", _with("no_such_model", "recipe", "architecture"), "one that timm has, got 'no_such_model'"),
+    ("timm", _with("no_such_model", "recipe", "architecture"), "registered in timm, got 'no_such_model'"),
     ("timm", _with("hf-hub:timm/vit", "recipe", "architecture"), "architecture of its recipe must be a name"),
     ("timm", _with("vit_tiny_patch16_224.augreg", "recipe", "architecture"), "must be a name"),
     ("timm", _with({}, "recipe", "architecture"), "must be a name"),
-    ("timm", _with(1, *ARGUMENTS, "no_such_argument"), "closed list .*, got 'no_such_argument'"),
+    ("timm", _with(1, *ARGUMENTS, "no_such_argument"), "that a file may set, got 'no_such_argument'"),
     ("timm", _with(True, *ARGUMENTS, "num_classes"), "num_classes .* must be a whole number"),
     ("timm", _with(2.0, *ARGUMENTS, "depth"), "depth .* must be a whole number"),
     ("timm", _with("2", *ARGUMENTS, "depth"), "depth .* must be a whole number"),
     ("timm", _with(-1, *ARGUMENTS, "depth"), "depth .* must be a whole number"),
-    ("timm", _with(0, *ARGUMENTS, "num_heads"), "timm refuses its settings: ZeroDivisionError"),
+    ("timm", _with(0, *ARGUMENTS, "num_heads"), "timm rejects its settings: ZeroDivisionError"),
     ("timm", _with(0, *ARGUMENTS, "patch_size"), "patch_size .* from 1"),
-    ("timm", _with("nonsense", *ARGUMENTS, "global_pool"), "timm refuses its settings: AssertionError"),
-    ("timm", _with("nonsense", *ARGUMENTS, "act_layer"), "timm refuses its settings: KeyError"),
+    ("timm", _with("nonsense", *ARGUMENTS, "global_pool"), "timm rejects its settings: AssertionError"),
+    ("timm", _with("nonsense", *ARGUMENTS, "act_layer"), "timm rejects its settings: KeyError"),
     ("timm", _with({"a": 1}, *ARGUMENTS, "qkv_bias"), "qkv_bias .* must be true or false"),
     ("timm", _with(1.5, *ARGUMENTS, "drop_rate"), "drop_rate .* from 0 to 1"),
     ("timm", _with(5, "swap"), "its swap must be settings by name, got 5"),
@@ -424,38 +424,38 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
     ("timm", _with([1.0] * 3, "swap", "lattices", 0, "origin"), "one number or 2"),
     ("timm", _with("1", "swap", "lattices", 0, "spacing"), "spacing .* must be a number"),
     ("timm", _with("NoSuchClass", "swap", "encodings", 0, "class"), "classes=.*, got a model with NoSuchClass"),
-    ("timm", _with("Encoding", "swap", "encodings", 0, "class"), "Encoding refuses its settings: TypeError"),
+    ("timm", _with("Encoding", "swap", "encodings", 0, "class"), "Encoding rejects its settings: TypeError"),
     ("timm", _with("LearnedAPE", "swap", "encodings", 0, "class"), "classes="),
     ("timm", _with("os.system", "swap", "encodings", 0, "class"), "class .* must be a name"),
     ("timm", _with([], *ENCODING), "arguments .* must be settings by name"),
     ("timm", _with("zeros", *ENCODING, "base"), "base .* must be a number"),
-    ("timm", _with(1, *ENCODING, "more"), "closed list .*, got 'more'"),
-    ("timm", _with(0.5, *ENCODING, "resting"), "LieRE refuses its settings: TypeError"),
+    ("timm", _with(1, *ENCODING, "more"), "that a file may set, got 'more'"),
+    ("timm", _with(0.5, *ENCODING, "resting"), "LieRE rejects its settings: TypeError"),
     ("timm", _with({"class": "ViT", "arguments": {}}, "recipe"), "its recipe must be"),
     ("clip", _with("LlavaModel", "recipe", "class"), "know transformers' models of clip, .*, got LlavaModel"),
     ("clip", _with("CLIPPreTrainedModel", "recipe", "class"), "."),
     ("clip", _with("float8_e4m3fn", "recipe", "dtype"), "dtype of its recipe must be 'torch.float16'"),
     ("clip", _with({"a": "float32"}, "recipe", "other_dtypes"), "other_dtypes of its recipe must be a mapping"),
     ("clip", _with(5, "recipe", "attention"), "attention of its recipe must be text"),
-    ("clip", _with(1, "recipe", "arguments", "device"), "closed list .*, got 'device'"),
+    ("clip", _with(1, "recipe", "arguments", "device"), "that a file may set, got 'device'"),
     ("clip", _with([], "recipe", "config"), "config of its recipe must be settings by name"),
     ("clip", _with("text", "recipe", "config", "text_config"), "text_config of its recipe must be settings by name"),
     ("clip", _with("eval", "recipe", "config", "vision_config", "hidden_act"), "hidden_act .* must be 'gelu' or"),
-    ("clip", _with(3, "recipe", "config", "vision_config", "num_attention_heads"), "transformers refuses its settings"),
-    ("clip", _with(0, "recipe", "config", "vision_config", "num_attention_heads"), "transformers refuses its settings"),
+    ("clip", _with(3, "recipe", "config", "vision_config", "num_attention_heads"), "transformers rejects its settings"),
+    ("clip", _with(0, "recipe", "config", "vision_config", "num_attention_heads"), "transformers rejects its settings"),
     ("clip", _with("x", "recipe", "config", "vision_config", "layer_norm_eps"), "layer_norm_eps .* must be a number"),
     ("clip", _with({"0": 5}, "recipe", "config", "id2label"), "id2label .* must be a mapping"),
     ("clip", _with({"a": "b"}, "recipe", "config", "id2label"), "id2label .* must be a mapping"),
     ("torchrope", _with("Features", "recipe", "class"), "class of its recipe must be 'ViT' or 'Swin'"),
-    ("torchrope", _with("gelu", *ARGUMENTS, "activation"), "closed list .*, got 'activation'"),
-    ("torchrope", _without(*ARGUMENTS, "patch_size"), "torchrope refuses its settings: TypeError: .*patch_size"),
+    ("torchrope", _with("gelu", *ARGUMENTS, "activation"), "that a file may set, got 'activation'"),
+    ("torchrope", _without(*ARGUMENTS, "patch_size"), "torchrope rejects its settings: TypeError: .*patch_size"),
     ("torchrope", _with("no such encoding", *ARGUMENTS, "encoding"), "encodings are none, axial"),
     ("torchrope", _with("../liere", *ARGUMENTS, "encoding"), "must be the name of an encoding"),
     ("torchrope", _with(3, *ARGUMENTS, "num_heads"), "dim must be divisible by num_heads = 3"),
     (
         "torchrope",
         _with({"encodings": [], "keep_ape": True, "keep_rotation": True, "lattices": []}, "swap"),
-        "swap knows",
+        "swap supports",
     ),
     ("own-swin", _with([1], *ARGUMENTS, "num_heads"), "one of each per stage"),
     ("own-swin", _with([[2], 2], *ARGUMENTS, "depths"), "depths .* must be a list"),
@@ -480,7 +480,7 @@ def test_load_puts_encodings_into_no_model_that_has_some(cases: dict[str, Case],
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         header = json.loads(opened.metadata()["torchrope"])
     header["swap"] = cases["timm"].header["swap"]
-    _refused(Case(header, tensors).write(tmp_path / "case"), "built without encodings")
+    _refused(Case(header, tensors).write(tmp_path / "case"), "null for a model that is built with encodings")
 
 
 # ---------------------------------------------------------------------------------------------------- wrong tensors
@@ -488,7 +488,7 @@ def test_load_puts_encodings_into_no_model_that_has_some(cases: dict[str, Case],
 TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"norm.bias": None}, r"got no norm\.bias$"),
     ({"norm.bias": None, "norm.weight": None, "head.bias": None, "head.weight": None}, "; and 1 more$"),
-    ({"more": torch.ones(2)}, "got more, which it has not$"),
+    ({"more": torch.ones(2)}, "got more, which is not in the model$"),
     ({"norm.bias": torch.ones(31)}, r"got norm.bias of \(31,\) instead of \(32,\)$"),
     ({"norm.bias": torch.ones(32, 1)}, r"got norm.bias of \(32, 1\) instead of \(32,\)$"),
     ({"norm.bias": torch.ones(0)}, r"got norm.bias of \(0,\) instead of \(32,\)$"),
@@ -557,7 +557,7 @@ def test_save_refuses_what_load_would(tmp_path: Path) -> None:
     quantized.head.weight = nn.Parameter(quantized.head.weight.to(torch.float8_e4m3fn), requires_grad=False)
     odd = transformers.ViTModel(transformers.ViTConfig(**VISION, hidden_act="sqrtsoftplus"))
     for model, message in (
-        (timm.create_model("resnet10t", stem_width=24), "closed list that a file may name, got 'stem_width'"),
+        (timm.create_model("resnet10t", stem_width=24), "that a file may set, got 'stem_width'"),
         (quantized, "head.weight of torch.float8_e4m3fn instead of"),
         (odd, "hidden_act .* got 'sqrtsoftplus'"),
         (made("vit", init_values=float("nan")), "must hold finite numbers, got 'NaN'"),

@@ -288,18 +288,21 @@ def clip() -> Any:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (partial(tr.Swin, (32, 32), dim=16, depths=(2,), num_heads=(1,), window_size=4), "inflate knows .* got Swin"),
+        (
+            partial(tr.Swin, (32, 32), dim=16, depths=(2,), num_heads=(1,), window_size=4),
+            "must be a ViT, .* got Swin",
+        ),
         (lambda: tr.Features(ours("mixed")), "got Features"),
         (partial(nn.Linear, 2, 2), "got Linear"),
-        (clip, "of transformers it takes .*, got CLIPVisionModel"),
+        (clip, "of transformers inflate supports .*, got CLIPVisionModel"),
         (partial(made, "swin"), "parts of a ViT, got SwinTransformer|attends within windows"),
         (partial(made, "vit_avg"), "no class token"),
         (partial(made, "vit_qk_norm"), "nothing here uses blocks.0.attn.k_norm"),
         (partial(made, "dinov3"), "got Eva"),
-        (partial(made, "vit", act_layer="relu"), "computes what a ViT with exact GELU does, got .* that differ by"),
+        (partial(made, "vit", act_layer="relu"), "equivalent to a ViT with exact GELU, got .* that differ by"),
         (partial(made, "vit", global_pool=""), r"features are those of its class token, got \(1, 17, 32\)"),
         (lambda: tr.freeze(ours("mixed"), (16, 8)), "got Frozen: inflate first, then freeze"),
-        (lambda: tr.inflate(ours("mixed")), "axes must be more than the 3 of the model, got 3"),
+        (lambda: tr.inflate(ours("mixed")), "axes must be greater than the model's 3, got 3"),
         (lambda: tr.swap(made("rope_axial"), "mixed", keep_rotation=True), "keep_rotation=True"),
     ],
 )
@@ -312,7 +315,7 @@ def test_what_is_refused_in_one_line(model: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"axes": 2}, "axes must be more than the 2 of the model, got 2"),
+        ({"axes": 2}, "axes must be greater than the model's 2, got 2"),
         ({"patch_size": 0}, "patch_size must be 1 or more, .* got 0"),
         ({"patch_size": (1, 2)}, "one per new axis = 1, got"),
         ({"patch_size": 2, "size": 3}, "multiples of the patch"),
@@ -321,7 +324,7 @@ def test_what_is_refused_in_one_line(model: Any, message: str) -> None:
         ({"spacing": math.inf}, "spacing must be above 0"),
         ({"weights": "middle"}, "weights must be 'average' or 'center', got 'middle'"),
         ({"encoding": "axial"}, "head_dim must be divisible by"),
-        ({"encoding": "learned+mixed"}, "must name a rotary one"),
+        ({"encoding": "learned+mixed"}, "must be a rotary encoding"),
         ({"encoding": "golden"}, "Golden|generators|divisible"),
     ],
 )

@@ -34,7 +34,7 @@ def error(model: Any, x: Any, expected: Tensor) -> float:
 
 def unrotated(model: Any) -> Any:
     """A copy that is swapped to an encoding which does not rotate."""
-    with pytest.warns(UserWarning, match="outputs change, .* init='own' continues it, got "):
+    with pytest.warns(UserWarning, match="outputs change, .* init='own' preserves it, got "):
         return tr.swap(copy.deepcopy(model), "mixed", init="zeros")
 
 
@@ -297,7 +297,7 @@ def test_one_encoding_for_all_layers_that_rotate_alike() -> None:
     tr.swap(model, encoding, init="own")
     assert error(model, x, expected) < 1e-5
     assert model.rotary.encodings[0] is encoding
-    with pytest.raises(ValueError, match="needs an encoding for each layer where layers differ, got one"):
+    with pytest.raises(ValueError, match="needs an encoding per layer if layers rotate differently, got one"):
         tr.swap(strong("rope_mixed_ape"), encoding, init="own")
 
 
@@ -308,7 +308,7 @@ def test_what_is_built_elsewhere_keeps_its_generators_unless_asked_otherwise() -
     encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
     before = encoding.frequencies.clone()
     for given in (encoding, lambda **head: encoding):
-        with pytest.warns(UserWarning, match="init='own' continues it, got Eva$"):
+        with pytest.warns(UserWarning, match="init='own' preserves it, got Eva$"):
             tr.swap(model, given)
         assert torch.equal(encoding.frequencies, before)
         tr.unswap(model)
@@ -368,7 +368,7 @@ def test_a_kept_rotation_needs_no_own_start() -> None:
     expected = model(x)
     assert torch.equal(tr.swap(model, "mixed", keep_rotation=True)(x), expected)
     tr.unswap(model)
-    with pytest.raises(ValueError, match="in the place of the model's rotation, got keep_rotation=True"):
+    with pytest.raises(ValueError, match="replaces the model's rotation by the encoding, got keep_rotation=True"):
         tr.swap(model, "mixed", init="own", keep_rotation=True)
     kept = strong("sam_rope")
     x = images(kept)
@@ -389,7 +389,7 @@ def with_another_rope(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (partial(strong, "vit"), dict(init="own"), "of a model that rotates, got VisionTransformer$"),
+        (partial(strong, "vit"), dict(init="own"), "needs a model with a built-in rotation, got VisionTransformer$"),
         (partial(strong, "dinov3"), dict(spacing=0.5), "keeps the model's positions; .* take spacing, got spacing=0.5"),
         (partial(strong, "dinov3"), dict(encoding="none"), "can represent .*: NoEncoding has zero generators alone"),
         (lambda: with_another_rope(strong("dinov3")), {}, "reads timm's RotaryEmbeddingCat.* got OtherRope"),
@@ -401,17 +401,17 @@ def with_another_rope(model: Any) -> Any:
         (
             partial(strong, "dinov3"),
             dict(encoding=partial(tr.MixedRoPE, rotary_dim=8)),
-            "turns the 16 channels which the model turns, got rotary_dim=8",
+            "rotates the 16 channels which the model rotates, got rotary_dim=8",
         ),
         (
             partial(timm.create_model, "hiera_tiny_224", device="meta"),
             {},
-            "needs queries of one place each, .* got Hiera, whose queries are the largest of several",
+            "needs one position per query .* got Hiera, whose queries are max-pooled over several tokens",
         ),
         (
             partial(timm.create_model, "sam2_hiera_tiny", device="meta"),
             {},
-            "by torchrope.rotate in an attention of your own, got HieraDet",
+            "torchrope.rotate in a custom attention .* got HieraDet",
         ),
     ],
 )

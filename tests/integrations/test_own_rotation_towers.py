@@ -21,7 +21,7 @@ ALL = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for n
 
 
 def unrotated(model: Any) -> Any:
-    with pytest.warns(UserWarning, match="^outputs change, .* init='own' continues it, got "):
+    with pytest.warns(UserWarning, match="^outputs change, .* init='own' preserves it, got "):
         return tr.swap(copy.deepcopy(model), "mixed", init="zeros")
 
 
@@ -197,7 +197,7 @@ def test_of_a_whole_model_the_vision_tower_is_swapped(build: Any) -> None:
 @pytest.mark.filterwarnings("ignore:outputs change")
 def test_without_its_table_and_without_its_rotation_a_tower_knows_no_positions() -> None:
     model, images = tower("llama4")
-    with pytest.warns(UserWarning, match="^Llama4VisionModel knows no positions for now: the table is silent"):
+    with pytest.warns(UserWarning, match="^Llama4VisionModel has no position information: the position table"):
         tr.swap(model, "mixed", init="zeros", keep_ape=False)
     table = model.positional_embedding_vlm
     assert not table.any()
@@ -228,7 +228,7 @@ def test_a_swapped_tower_is_saved_and_loaded_into_one_built_the_same_way(
     assert torch.equal(outputs(again, images), expected)
     assert rotary_of(again).lattices == rotary_of(model).lattices
     tr.load(tmp_path, into=tr.swap(tower(name)[0], encoding))
-    with pytest.raises(ValueError, match=r"weights and swaps alone: build its model and load\(path, into=model\)"):
+    with pytest.raises(ValueError, match=r"only weights and swaps: build its model and call load\(path, into=model\)"):
         tr.load(tmp_path)
 
 

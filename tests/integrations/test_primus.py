@@ -137,7 +137,9 @@ def test_larger_and_saved(tmp_path: Path) -> None:
 def test_one_without_a_rotation_is_refused() -> None:
     model, _ = described()
     model.eva.rope = None
-    with pytest.raises(ValueError, match=r"^swap continues a Primus that rotates.*, got Described built with use_rot"):
+    with pytest.raises(
+        ValueError, match=r"^swap needs a Primus with rotary embeddings.*, got Described built with use_rot"
+    ):
         tr.swap(model, "mixed")
 
 

@@ -147,7 +147,7 @@ def test_half_precision_keeps_its_dtypes(tmp_path: Path) -> None:
 def test_encodings_of_ones_own_are_given_by_hand(tmp_path: Path) -> None:
     model = tr.swap(Detector(), OfOwn, init="paper").eval()
     tr.save(model, tmp_path)
-    with pytest.raises(ValueError, match=r"given as classes=\[\.\.\.\], got a model with OfOwn"):
+    with pytest.raises(ValueError, match=r"passed as classes=\[\.\.\.\], got a model with OfOwn"):
         tr.load(tmp_path, into=Detector())
     x = images(model.backbone)
     assert torch.equal(tr.load(tmp_path, into=Detector().eval(), classes=[OfOwn])(x), model(x))
@@ -162,7 +162,7 @@ def test_the_file_is_plain_data(tmp_path: Path) -> None:
 
 def test_load_alone_says_what_is_needed(tmp_path: Path) -> None:
     tr.save(detector(), tmp_path)
-    with pytest.raises(ValueError, match=r"weights and swaps alone: .* load\(path, into=model\)"):
+    with pytest.raises(ValueError, match=r"only weights and swaps: .* load\(path, into=model\)"):
         tr.load(tmp_path)
 
 
@@ -228,15 +228,15 @@ def many(head: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (rename, "of a part that swap knows, got 'forward'"),
+        (rename, "of a submodule that swap supports, got 'forward'"),
         (lambda head: head.update(swap={"boxes": head["swap"]["backbone"]}), "got 'boxes'"),
         (enlarge, "block_size .* must be a whole number"),
         (shorten, "must be one, or 2 for the layers, got 3"),
         (name_code, "Encoding"),
-        (many, "its swap must be up to"),
-        (lambda head: head.update(swap=None), "its swap must be up to"),
-        (lambda head: head.update(swap=[]), "its swap must be up to"),
-        (lambda head: head.update(swap={}), "rotary.encodings.0.upper, which it has not"),
+        (many, "its swap must map up to"),
+        (lambda head: head.update(swap=None), "its swap must map up to"),
+        (lambda head: head.update(swap=[]), "its swap must map up to"),
+        (lambda head: head.update(swap={}), "rotary.encodings.0.upper, which is not in the model"),
         (lambda head: head.update(recipe={"class": "ViT"}), "recipe must be null"),
         (lambda head: head.update(library="os"), "library"),
         (lambda head: head["swap"]["backbone"].update(keep_ape=False), "table0"),
@@ -254,7 +254,7 @@ def test_tensors_missing_or_cut_off(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     tr.save(detector(), whole)
     (tmp_path / "cut").write_bytes(whole.read_bytes()[:-100])
-    refused(tmp_path / "cut", Detector().eval(), "load needs a file that torchrope.save wrote of a model built like")
+    refused(tmp_path / "cut", Detector().eval(), "load needs a file that torchrope.save wrote from a model built like")
     refused(tmp_path / "missing", Detector().eval(), "got .*missing")
 
 
@@ -272,8 +272,8 @@ class Forgetful(tr.MixedRoPE):
 @pytest.mark.parametrize(
     ("encoding", "message"),
     [
-        (partial(Lambda, scale=torch.sin), "will refuse this Detector: save writes settings as JSON"),
-        (Forgetful, "will refuse this Detector: .* got Forgetful without scale"),
+        (partial(Lambda, scale=torch.sin), "will reject this Detector: save needs settings that JSON can represent"),
+        (Forgetful, "will reject this Detector: .* got Forgetful without scale"),
     ],
 )
 def test_the_swap_tells_what_cannot_be_saved(encoding: Any, message: str, tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_swapped_parts_a_model_is_refused_as_ever(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="save rebuilds models of timm, transformers, torchrope, got Detector"):
+    with pytest.raises(ValueError, match="model must be of timm, transformers, torchrope, got Detector"):
         tr.save(Detector(), tmp_path / "m")
 
 
@@ -355,7 +355,7 @@ def test_feature_maps_of_a_swin(indices: tuple, keep_bias: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["vit", "swin"])
 def test_without_table_and_rotation_the_model_says_that_it_knows_no_positions(name: str) -> None:
-    with pytest.warns(UserWarning, match="knows no positions for now"):
+    with pytest.warns(UserWarning, match="has no position information"):
         tr.swap(made(name), "mixed", keep_ape=False)
     tr.swap(made(name), "mixed", keep_ape=False, init="paper")
     tr.swap(made(name), "axial", keep_ape=False)

@@ -56,7 +56,7 @@ def without_rotation(model: Any) -> Any:
 def with_zeros(model: Any, encoding: Any, **settings: Any) -> Any:
     """A swapped model that starts without a rotation; one that rotates warns."""
     rotates = any(isinstance(module, ROTARY) for module in model.modules())
-    warned = pytest.warns(UserWarning, match="outputs change, .* init='own' continues it, got ")
+    warned = pytest.warns(UserWarning, match="outputs change, .* init='own' preserves it, got ")
     with warned if rotates else nullcontext():
         return tr.swap(model, encoding, init="zeros", **settings)
 
@@ -377,14 +377,14 @@ def wrong(**changes: Any) -> tr.Encoding:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (lambda: nn.Linear(2, 2), dict(encoding="mixed"), "swap knows timm's VisionTransformer.*got Linear"),
+        (lambda: nn.Linear(2, 2), dict(encoding="mixed"), "swap supports timm's VisionTransformer.*got Linear"),
         (lambda: nn.ModuleList([made("vit"), made("vit")]), dict(encoding="mixed"), "got ModuleList, with 2 of them"),
-        (lambda: tr.swap(made("vit"), "mixed"), dict(encoding="mixed"), "VisionTransformer that is: unswap it"),
-        (lambda: made("vit"), dict(encoding="learned+mixed"), "keep_ape=True keeps the model's table, got 'learned"),
+        (lambda: tr.swap(made("vit"), "mixed"), dict(encoding="mixed"), "got a swapped VisionTransformer"),
+        (lambda: made("vit"), dict(encoding="learned+mixed"), "keep_ape=True keeps the model's table\\), got 'learned"),
         (lambda: made("vit"), dict(encoding="mixd"), "did you mean 'mixed'"),
         (lambda: made("vit"), dict(encoding=wrong(num_heads=3)), "head_dim=16, got MixedRoPE.*num_heads=3"),
-        (lambda: made("vit"), dict(encoding=wrong(), block_size=2), "block_size is for a name or a factory, got 2"),
-        (lambda: made("vit"), dict(encoding=lambda **head: nn.Linear(1, 1)), "factory of encodings, got one of Linear"),
+        (lambda: made("vit"), dict(encoding=wrong(), block_size=2), "block_size must be None if .*, got 2"),
+        (lambda: made("vit"), dict(encoding=lambda **head: nn.Linear(1, 1)), "must return an Encoding, got Linear"),
         (lambda: made("vit"), dict(encoding="mixed", init="zero"), "init must be 'own', 'paper' or 'zeros', got '"),
         (lambda: made("vit"), dict(encoding="liere", block_size=5), "head_dim must be divisible by block_size = 5"),
     ],
@@ -399,7 +399,7 @@ def test_a_layer_that_swap_does_not_know_is_named() -> None:
         def __init__(self, **settings: Any) -> None:
             super().__init__()
 
-    with pytest.raises(ValueError, match="norms q and k by themselves, got Own as block 0"):
+    with pytest.raises(ValueError, match="separate norms of q and k, got Own as block 0"):
         tr.swap(VisionTransformer(block_fn=Own, **SMALL), "mixed")
 
 

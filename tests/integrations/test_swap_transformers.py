@@ -188,7 +188,7 @@ def test_dinov3s_own_rotation_is_replaced_or_kept() -> None:
     still = copy.deepcopy(model)
     still.rope_embeddings.register_forward_hook(lambda _m, _i, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
     without = run(still, pixels)
-    with pytest.warns(UserWarning, match=r"^outputs change, .* init='own' continues it, got DINOv3ViTModel$"):
+    with pytest.warns(UserWarning, match=r"^outputs change, .* init='own' preserves it, got DINOv3ViTModel$"):
         assert same(run(swap(model, "mixed", init="zeros"), pixels), without)
     assert same(run(unswap(model), pixels), own)
     assert same(run(swap(model, "mixed", keep_rotation=True), pixels), own)

@@ -145,7 +145,7 @@ def test_it_compiles_without_a_break(name: str) -> None:
 @pytest.mark.parametrize("name", ["beit", "blip2", "deit", "sam", "siglip2", "videomae", "vit_mae"])
 def test_without_its_tables_a_tower_knows_no_positions(name: str) -> None:
     tower = TOWERS[name]()
-    with pytest.warns(UserWarning, match="knows no positions for now"):
+    with pytest.warns(UserWarning, match="has no position information"):
         model = swapped(tower, keep_ape=False)
     assert error(outputs(model, tower.given), outputs(tower.model, tower.given)) > 0.01
     assert torch.equal(outputs(tr.unswap(model), tower.given), outputs(tower.model, tower.given))

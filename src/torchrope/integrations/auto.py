@@ -1,4 +1,4 @@
-"""A backbone for the models of transformers; importing this module registers it with AutoConfig and AutoBackbone."""
+"""`TorchropeBackbone` for transformers; importing this module registers it with AutoConfig and AutoBackbone."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ from torchrope.integrations.header import tuples
 from torchrope.integrations.settings import (
     Limits,
     check,
-    told_in_one_line,
+    errors_in_one_line,
 )
 from torchrope.models.features import Features
 from torchrope.models.swin import Swin
@@ -33,15 +33,15 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
     A Swin is described as `Features` of its stages.
 
     Args:
-        model: What builds the `ViT` or `Swin`, as `torchrope.save` writes it: its class and arguments.
-        features: What `Features` takes beside the model; None for a `ViT` itself, with any number of axes.
+        model: Class and arguments of the `ViT` or `Swin`, as `torchrope.save` writes them.
+        features: Arguments of `Features` other than the model; None for a plain `ViT`, with any number of axes.
         apply_layernorm: Whether the final norm of a `ViT` is applied to each feature map; `Features` has its own.
-        out_features: Maps that are returned. Of a `ViT` "stem" is the embedded patches, "stage1" layer 1, and so on;
-            the last layer by default. Of a `Features` "stage1" is its first map; all by default.
-        out_indices: The same by number, 0 the first of these names.
+        out_features: Names of the maps to return. In a `ViT` "stem" is the embedded patches, "stage1" layer 1, and so
+            on; default: the last layer. In a `Features` "stage1" is its first map; default: all.
+        out_indices: The same as indices into these names.
 
     Raises:
-        ValueError: maps that do not exist, and what the model refuses.
+        ValueError: maps that do not exist, or invalid arguments of the model.
 
     Example:
         >>> from torchrope import ViT
@@ -64,17 +64,17 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
 
     @classmethod
     def of(cls, model: ViT | Swin | Features, **settings: Any) -> "TorchropeConfig":
-        """The configuration that builds a model again, without a head and with new weights.
+        """Return the configuration that rebuilds a model, without its head and with newly initialised weights.
 
         Args:
-            model: A `ViT`, a `Features`, or a `Swin`, which stands for `Features(swin)`.
+            model: A `ViT`, a `Features`, or a `Swin` (stored as `Features(swin)`).
             settings: Further arguments, such as `out_indices`.
 
         Raises:
-            ValueError: another model, or one built with what JSON cannot hold, such as an encoding that is no name.
+            ValueError: another model, or arguments that JSON cannot represent, such as an encoding given as a function.
         """
         if not isinstance(model, ViT | Swin | Features):
-            raise ValueError(f"a backbone is a ViT, a Swin or a Features, got {type(model).__name__}")
+            raise ValueError(f"model must be a ViT, a Swin or a Features, got {type(model).__name__}")
         described: dict[str, Any] = {"model": own.recipe(model.model if isinstance(model, Features) else model)}
         described["model"]["arguments"]["num_classes"] = 0
         if isinstance(model, Features):
@@ -82,17 +82,17 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
         try:
             return cls(**json.loads(json.dumps(described)), **settings)
         except TypeError as error:
-            raise ValueError(f"a configuration is JSON, got a model built with another: {error}") from None
+            raise ValueError(f"arguments of the model must be representable as JSON, got: {error}") from None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Name the maps and choose among them."""
+        """Validate the model, name its feature maps and select those to return."""
         self.model = self.model or _DEFAULT
         own.check_recipe(self.model, Limits())
         if self.features is None and self.model["class"] == "Swin":
             self.features = {}
         if self.features is not None:
             check("the arguments of Features", self.features, own.FEATURES, Limits(), partly=True)
-        with told_in_one_line("the backbone refuses its settings"):
+        with errors_in_one_line("the backbone refuses its settings"):
             built = self.build("meta")
         chosen: dict[str, Any] = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
         if isinstance(built, ViT):
@@ -105,7 +105,7 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def build(self, device: str = "cpu") -> ViT | Features:
-        """The model that this describes, its weights initialised at random."""
+        """Build the described model with randomly initialised weights."""
         model: Any = own.rebuild(tuples(self.model), device)
         if self.features is None:
             return model
@@ -114,10 +114,10 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
 
 
 class TorchropeBackbone(BackboneMixin, PreTrainedModel):
-    """Give the feature maps of a `ViT` or a `Features` to a model of transformers: UPerNet, Mask2Former, DETR.
+    """Compute feature maps by a `ViT` or a `Features` for models of transformers: UPerNet, Mask2Former, DETR.
 
-    Built by `AutoBackbone.from_config`, or as the `backbone_config` of such a model. `save_pretrained` and
-    `from_pretrained` keep all of it, since it is a class of its own.
+    Built by `AutoBackbone.from_config`, or from the `backbone_config` of such a model. `save_pretrained` and
+    `from_pretrained` save and restore the whole backbone.
 
     Args:
         config: A `TorchropeConfig`.
@@ -156,50 +156,53 @@ class TorchropeBackbone(BackboneMixin, PreTrainedModel):
         """Compute the maps of the chosen stages.
 
         Args:
-            pixel_values: `(batch, channels, *sizes)`; of any sizes for a `Features`, which patches fill for a `ViT`.
+            pixel_values: `(batch, channels, *sizes)`; any sizes for a `Features`, multiples of the patch size for a
+                `ViT`.
             output_hidden_states: Also return all stages: the tokens of a `ViT`, the maps of a `Features`.
-            output_attentions: Refused: the attention weights are never formed.
+            output_attentions: Not supported: the attention weights are never materialised.
             return_dict: False returns a tuple.
-            pixel_mask: For a `Features`, True where the image is, `(batch, height, width)`; None for no padding.
+            pixel_mask: For a `Features`, True at valid pixels, `(batch, height, width)`; None for no padding.
 
         Returns:
-            `feature_maps`, each `(batch, channels, *lattice)`, and `hidden_states` where asked for.
+            `feature_maps`, each `(batch, channels, *lattice)`, and `hidden_states` if requested.
 
         Raises:
-            ValueError: output_attentions, a mask for a `ViT`, and sizes that patches of a `ViT` do not fill.
+            ValueError: output_attentions=True; for a `ViT` a mask, or other sizes.
         """
         if output_attentions:
-            raise ValueError("torchrope never forms its attention weights, got output_attentions=True")
-        everything = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+            raise ValueError("output_attentions must be False, for attention weights are never materialised, got True")
+        return_all = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         chosen = [self.stage_names.index(name) for name in self.out_features]
         if isinstance(self.model, Features):
             pixel_values = pixel_values.to(self.model.model.embed.proj.weight.dtype)
             states = self.model(pixel_values, None if pixel_mask is None else pixel_mask.bool())
             maps = [states[index] for index in chosen]
         elif pixel_mask is not None:
-            raise ValueError(f"pixel_mask is for a backbone of Features, got {tuple(pixel_mask.shape)} for a ViT")
+            raise ValueError(
+                f"pixel_mask must be None for a ViT (only Features takes one), got {tuple(pixel_mask.shape)}"
+            )
         else:
-            states, maps = self._of_vit(self.model, pixel_values, chosen, everything=bool(everything))
-        output = BackboneOutput(feature_maps=tuple(maps), hidden_states=tuple(states) if everything else None)
+            states, maps = self._of_vit(self.model, pixel_values, chosen, return_all=bool(return_all))
+        output = BackboneOutput(feature_maps=tuple(maps), hidden_states=tuple(states) if return_all else None)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
     def _of_vit(
-        self, vit: ViT, pixel_values: Tensor, chosen: list[int], *, everything: bool
+        self, vit: ViT, pixel_values: Tensor, chosen: list[int], *, return_all: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The tokens of the chosen stages, or of all, and the maps of the chosen ones."""
+        """Return the tokens of the chosen stages (or all stages) and the feature maps of the chosen ones."""
         pixel_values = pixel_values.to(vit.embed.proj.weight.dtype)
-        states = vit.hidden_states(pixel_values, range(len(self.stage_names)) if everything else chosen)
+        states = vit.hidden_states(pixel_values, range(len(self.stage_names)) if return_all else chosen)
         sizes = vit.embed.lattice(pixel_values.shape[2:])
         norm = vit.norm if self.config.apply_layernorm else nn.Identity()
-        mapped = [states[index] for index in chosen] if everything else states
+        mapped = [states[index] for index in chosen] if return_all else states
         return states, [vit.to_map(norm(tokens), sizes) for tokens in mapped]
 
     @torch.no_grad()
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Draw what a checkpoint did not hold as a new backbone does; transformers marks what it did.
+        """Initialise tensors missing from a checkpoint; transformers marks those it loaded.
 
-        It goes through the modules one by one, and through this one last.
+        transformers calls this for every module, and for the backbone itself last.
         """
         if module is not self or getattr(self, "_is_hf_initialized", False):
             return
@@ -213,5 +216,5 @@ class TorchropeBackbone(BackboneMixin, PreTrainedModel):
 
 AutoConfig.register(TorchropeConfig.model_type, TorchropeConfig)
 AutoBackbone.register(TorchropeConfig, TorchropeBackbone)
-# AutoBackbone.from_pretrained of transformers 5.23 asks the hub even for a directory; AutoModel reads it.
+# AutoBackbone.from_pretrained of transformers 5.23 queries the Hub even for a local directory; AutoModel reads it.
 AutoModel.register(TorchropeConfig, TorchropeBackbone)

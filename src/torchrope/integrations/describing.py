@@ -1,4 +1,4 @@
-"""Encodings as plain data, their class and the arguments that build them, and built again from that."""
+"""Convert encodings to plain data (class name and constructor arguments) and look up the class."""
 
 import inspect
 import json
@@ -12,10 +12,10 @@ from torchrope.encodings import Encoding
 
 
 def describe(encoding: nn.Module) -> dict[str, Any]:
-    """An encoding as plain data: its class and the arguments that build it.
+    """Return the class name and constructor arguments of an encoding.
 
     Raises:
-        ValueError: an argument that the encoding does not keep as an attribute of that name.
+        ValueError: an argument that the encoding does not store as an attribute of the same name.
     """
     accepted = {
         name: parameter
@@ -24,33 +24,33 @@ def describe(encoding: nn.Module) -> dict[str, Any]:
         for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items()
         if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
-    lost = next((name for name in accepted if not hasattr(encoding, name)), None)
-    if lost is not None:
-        rule = "an encoding is saved by its arguments, each an attribute of the same name"
-        raise ValueError(f"{rule}, got {type(encoding).__name__} without {lost}")
+    missing = next((name for name in accepted if not hasattr(encoding, name)), None)
+    if missing is not None:
+        rule = "each constructor argument of an encoding must be an attribute of the same name"
+        raise ValueError(f"{rule}, got {type(encoding).__name__} without {missing}")
     return {"class": type(encoding).__name__, "arguments": {name: getattr(encoding, name) for name in accepted}}
 
 
-def written(settings: dict[str, Any]) -> str:
-    """Settings as JSON.
+def to_json(settings: dict[str, Any]) -> str:
+    """Serialise settings as JSON.
 
     Raises:
-        ValueError: what JSON cannot hold.
+        ValueError: a value that JSON cannot represent.
     """
     try:
         return json.dumps(settings)
     except TypeError as error:
-        raise ValueError(f"save writes settings as JSON, got a model built with another: {error}") from None
+        raise ValueError(f"save needs settings that JSON can represent, got: {error}") from None
 
 
 def class_of(description: dict[str, Any], classes: Iterable[type[Encoding]]) -> type[Encoding]:
-    """The class that was described, of torchrope's and those given.
+    """Return the class of a description, from `classes` or `torchrope.encodings`.
 
     Raises:
-        ValueError: neither.
+        ValueError: a class in neither.
     """
     name = description["class"]
     found = {one.__name__: one for one in classes}.get(name, getattr(families, name, None))
     if not (isinstance(found, type) and issubclass(found, Encoding)):
-        raise ValueError(f"encodings of your own must be given as classes=[...], got a model with {name}")
+        raise ValueError(f"custom encodings must be passed as classes=[...], got a model with {name}")
     return found

@@ -1,4 +1,4 @@
-"""Encodings inside the transformers of diffusers: diffusion models of images and videos, which rotate by themselves."""
+"""Swap encodings into the transformers of diffusers: diffusion models of images and videos with built-in RoPE."""
 
 from typing import Any
 
@@ -10,26 +10,26 @@ from torchrope.integrations.tables import Family, OfTables
 
 
 def adapters(model: nn.Module) -> list[Adapter]:
-    """What swap needs for each transformer of diffusers inside a model."""
+    """Return an adapter for each supported transformer of diffusers inside a model."""
     found = [(module, _family(module)) for module in model.modules()]
     return [OfTransformer(module, family) for module, family in found if family is not None]
 
 
 def refuse(model: nn.Module) -> None:
-    """Say what to do with a transformer of diffusers that `swap` does not know.
+    """Raise an error for transformers of diffusers that `swap` does not support.
 
     Raises:
-        ValueError: a model that holds one.
+        ValueError: a model that contains one.
     """
     for module in model.modules():
         if any(base.__module__ == "diffusers.models.modeling_utils" for base in type(module).__mro__):
-            rule = f"swap knows the rotations of {', '.join(FAMILIES)}"
-            by_hand = "in an attention processor of your own torchrope.rotate(q, k, rotation) takes any positions"
+            rule = f"of diffusers swap supports {', '.join(FAMILIES)}"
+            by_hand = "a custom attention processor can call torchrope.rotate(q, k, rotation) with any positions"
             raise ValueError(f"{rule}; {by_hand} (model.set_attn_processor), got {type(module).__name__}")
 
 
 class OfTransformer(OfTables):
-    """A transformer of diffusers, whose save_pretrained would lose the encodings."""
+    """Adapter for a transformer of diffusers; disables save_pretrained, which would lose the encodings."""
 
     def attach(self, rotary: Rotary) -> None:
         super().attach(rotary)
@@ -37,12 +37,12 @@ class OfTransformer(OfTables):
 
 
 def refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
-    """In the place of save_pretrained."""
+    """Raise an error; replaces save_pretrained."""
     rule = "from_pretrained of diffusers would drop the encodings of a swapped model"
-    raise ValueError(f"{rule}: write it by torchrope.save, and read it by torchrope.load(path, into=model)")
+    raise ValueError(f"{rule}: use torchrope.save, then torchrope.load(path, into=model)")
 
 
 def _family(module: nn.Module) -> Family | None:
-    """The family of a transformer, or None where a module is none that is known."""
+    """Return the family of a transformer, or None if the module is not a supported one."""
     names = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("diffusers.")]
     return next((FAMILIES[name] for name in names if name in FAMILIES), None)

@@ -1,4 +1,4 @@
-"""How each family of diffusers' transformers rotates: its frequencies, its positions, and the layers that turn."""
+"""Frequencies, positions and rotated attention layers of each family of transformers in diffusers."""
 
 import copy
 import math
@@ -28,23 +28,23 @@ def _ladder(dim: int, theta: float, dtype: torch.dtype) -> Tensor:
 
 
 def _one_axis_per_pair(dims: Sequence[int], thetas: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Frequencies `(axes, 1, pairs)`: the first pairs turn along the first axis, and so on."""
+    """Frequencies `(axes, 1, pairs)`: the first pairs rotate along the first axis, and so on."""
     ladders = [_ladder(dim, theta, dtype).unsqueeze(0) for dim, theta in zip(dims, thetas, strict=True)]
     return torch.block_diag(*ladders).unsqueeze(1)
 
 
 def _first(came: Any, layer: Any, others: int) -> Tensor:
-    """The one tensor of positions that came, where tables are a pair."""
+    """Return positions stored in place of a pair of tables."""
     positions: Tensor = came[0]
     return positions
 
 
-def _itself(came: Tensor, layer: Any, others: int) -> Tensor:
+def _identity(came: Tensor, layer: Any, others: int) -> Tensor:
     return came
 
 
 def _pair(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions in the place of a table of cosines and one of sines."""
+    """Return positions in place of both the cosine table and the sine table."""
     return positions, positions
 
 
@@ -64,7 +64,7 @@ def _flux_coordinates(ids: Tensor) -> tuple[Tensor, Tensor]:
     return _pair(ids.float())
 
 
-# Qwen-Image: the model's own code cuts positions out of a table of positions, as it cuts angles out of one of angles.
+# Qwen-Image: a table of positions replaces that of angles; the model's own code slices it the same way.
 
 
 def _qwen_frequencies(tower: Any) -> Tensor:
@@ -76,7 +76,7 @@ def _qwen_divert(tower: Any) -> list[Replaced]:
     rope = tower.pos_embed
     axes, length = len(rope.axes_dim), len(rope.pos_freqs)
     index = torch.arange(length, dtype=torch.float32, device="cpu").unsqueeze(-1).repeat(1, axes)
-    stand_in = copy.copy(rope)  # another object: the model's own keeps what it has cached
+    stand_in = copy.copy(rope)  # a copy, so that the cache of the model's module is unchanged
     stand_in.axes_dim = [2] * axes
     stand_in.pos_freqs, stand_in.neg_freqs = index, index - length
     return [Replaced(rope, "forward", stand_in.forward)]
@@ -91,12 +91,12 @@ def _qwen_tokens(came: Any, layer: Any, others: int) -> Tensor:
 
 
 def _wan_frequencies(tower: Any) -> Tensor:
-    rope = tower.rope  # which does not keep its theta
+    rope = tower.rope  # does not store its theta
     frequencies = _one_axis_per_pair([rope.t_dim, rope.h_dim, rope.w_dim], [10000.0] * 3)
     if not rope.freqs_sin.is_meta:
         at_one = rope.freqs_sin[1, ::2].cpu().double()
         if not torch.allclose(at_one, frequencies.sum(dim=(0, 1)).sin(), atol=1e-2):  # a model in bfloat16 rounds it
-            raise ValueError("init='own' knows Wan's frequencies for theta = 10000, got a table of others")
+            raise ValueError("init='own' needs a Wan whose theta is 10000, got a table of other frequencies")
     return frequencies
 
 
@@ -116,7 +116,7 @@ def _hunyuan_divert(tower: Any) -> list[Replaced]:
 
 
 def _hunyuan_tokens(came: Any, layer: Any, others: int) -> Tensor:
-    """Text does not turn: in front where it has projections of its own, behind the video otherwise."""
+    """Text is not rotated; it precedes the video if it has separate projections, and follows it otherwise."""
     positions: Tensor = came[0]
     if layer.add_q_proj is not None:
         return prefix(positions, others)
@@ -137,11 +137,11 @@ def _cosmos_divert(tower: Any) -> list[Replaced]:
 
 @dataclass(frozen=True)
 class Patches:
-    """In the place of a module that makes tables for the patches of a latent video.
+    """Replace a module that computes tables by one that returns positions of the patches of a latent video.
 
     Attributes:
         patch: Latent extents of a patch.
-        base_fps: Frames per second at which positions in time are indices, where the model is told its video's.
+        base_fps: Frames per second at which positions in time equal frame indices; None if the model takes no fps.
     """
 
     patch: Sequence[int]
@@ -157,7 +157,7 @@ class Patches:
         return _pair(positions)
 
 
-# CogVideoX: its pipeline makes the tables, and positions are read out of them again.
+# CogVideoX: its pipeline computes the tables; positions are recovered from them.
 
 
 def _cogvideox_dims(head_dim: int) -> tuple[int, int, int]:
@@ -167,9 +167,11 @@ def _cogvideox_dims(head_dim: int) -> tuple[int, int, int]:
 def _cogvideox_frequencies(tower: Any) -> Tensor:
     _, head_dim = _heads(tower)
     if not tower.config.use_rotary_positional_embeddings:
-        raise ValueError("swap continues a CogVideoX that rotates, got use_rotary_positional_embeddings=False")
+        raise ValueError("swap needs a CogVideoX with rotary embeddings, got use_rotary_positional_embeddings=False")
     if head_dim < 16:
-        raise ValueError(f"swap reads CogVideoX's positions out of tables for heads of 16 or more, got {head_dim}")
+        raise ValueError(
+            f"head_dim of a CogVideoX must be 16 or more to recover positions from its tables, got {head_dim}"
+        )
     return _one_axis_per_pair(_cogvideox_dims(head_dim), [10000.0] * 3, torch.float32)
 
 
@@ -178,23 +180,23 @@ def _cogvideox_divert(tower: Any) -> list[Any]:
 
 
 def _read_tables(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Before CogVideoX: positions in the place of the tables that its caller made."""
+    """Forward pre-hook of CogVideoX: replace the tables that its caller passes by positions."""
     came = argument("image_rotary_emb", 5, args, kwargs)
     if came is None:
-        raise ValueError("a swapped CogVideoX needs image_rotary_emb, as its pipeline makes it, got None")
+        raise ValueError("image_rotary_emb must be the tables of the pipeline in a swapped CogVideoX, got None")
     return with_argument("image_rotary_emb", 5, args, kwargs, _pair(positions_of(*came)))
 
 
 def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
-    """Read positions out of CogVideoX's tables.
+    """Recover positions from CogVideoX's tables.
 
-    The slowest pair of an axis says roughly where a token is, and each faster one more exactly:
-    p <- (a_j + 2 pi round((p f_j - a_j) / 2 pi)) / f_j,  a_j = atan2(sin, cos).  Right while positions are within half
-    a turn of the slowest pair.
+    The slowest pair of an axis gives a rough position, refined by each faster pair:
+    p <- (a_j + 2 pi round((p f_j - a_j) / 2 pi)) / f_j,  a_j = atan2(sin, cos).  Valid while the angle of the
+    slowest pair is within half a period.
 
     Args:
-        cos: `(tokens, head_dim)`, each number twice.
-        sin: Likewise.
+        cos: Cosines `(tokens, head_dim)`, each repeated twice.
+        sin: Sines, laid out like the cosines.
 
     Returns:
         Positions (time, height, width) `(tokens, 3)`, to about 1e-6.
@@ -202,13 +204,13 @@ def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
     angles = torch.atan2(sin.double(), cos.double())[:, ::2]
     columns = []
     dims = _cogvideox_dims(cos.shape[-1])
-    for dim, of_axis in zip(dims, angles.split([dim // 2 for dim in dims], dim=-1), strict=True):
-        speeds = [10000.0 ** (-2 * j / dim) for j in range(dim // 2)]
-        where = of_axis[:, -1] / speeds[-1]
-        for speed, angle in list(zip(speeds, of_axis.unbind(-1), strict=True))[-2::-1]:
-            turns = ((where * speed - angle) / (2 * math.pi)).round()
-            where = (angle + 2 * math.pi * turns) / speed
-        columns.append(where)
+    for dim, axis_angles in zip(dims, angles.split([dim // 2 for dim in dims], dim=-1), strict=True):
+        frequencies = [10000.0 ** (-2 * j / dim) for j in range(dim // 2)]
+        position = axis_angles[:, -1] / frequencies[-1]
+        for frequency, angle in list(zip(frequencies, axis_angles.unbind(-1), strict=True))[-2::-1]:
+            periods = ((position * frequency - angle) / (2 * math.pi)).round()
+            position = (angle + 2 * math.pi * periods) / frequency
+        columns.append(position)
     return torch.stack(columns, dim=-1).float()
 
 
@@ -216,11 +218,11 @@ def _text_in_front(came: Any, layer: Any, others: int) -> Tensor:
     return prefix(came[0], others)
 
 
-# LTX-Video and LTX-2: one ladder over the channels of all heads, so that heads differ; positions in [-1, 1].
+# LTX-Video and LTX-2: one sequence of frequencies spans the channels of all heads; positions in [-1, 1].
 
 
 def _ltx_frequencies(tower: Any) -> Tensor:
-    """theta^(j / (n - 1)) pi / 2, for each j the pairs of time, height and width; pairs at rest in front."""
+    """theta^(j / (n - 1)) pi / 2, for each j the pairs of time, height and width; unrotated pairs first."""
     rope = tower.rope
     heads, _ = _heads(tower)
     number = rope.dim // 6
@@ -241,7 +243,7 @@ def _ltx_divert(tower: Any) -> list[Replaced]:
 
 
 class OfVideo:
-    """In the place of the module that makes tables for LTX-Video: its coordinates, as fractions of the base sizes."""
+    """Replace LTX-Video's table module: return coordinates normalised by the base sizes."""
 
     def __init__(self, rope: Any) -> None:
         self.rope = rope
@@ -255,11 +257,11 @@ class OfVideo:
         rope_interpolation_scale: Any = None,
         video_coords: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Positions `(batch, tokens, 3)` in [-1, 1]."""
+        """Return positions `(batch, tokens, 3)` in [-1, 1]."""
         rope = self.rope
         if video_coords is None:
-            where = (num_frames, height, width, rope_interpolation_scale)
-            fractions = rope._prepare_video_coords(hidden_states.shape[0], *where, device=hidden_states.device)
+            extents = (num_frames, height, width, rope_interpolation_scale)
+            fractions = rope._prepare_video_coords(hidden_states.shape[0], *extents, device=hidden_states.device)
         else:
             fractions = video_coords.movedim(1, -1) / _base_sizes(rope, video_coords)
         return _pair(fractions * 2 - 1)
@@ -270,13 +272,13 @@ def _ltx2_divert(tower: Any) -> list[Replaced]:
 
 
 class OfBounds:
-    """In the place of the module that makes LTX-2's tables of video: the middles of patches."""
+    """Replace LTX-2's table module of video: return the midpoints of patches."""
 
     def __init__(self, rope: Any) -> None:
         self.rope = rope
 
     def forward(self, coords: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """Positions `(batch, tokens, 3)` in [-1, 1], of bounds `(batch, 3, tokens, 2)` or middles without the last."""
+        """Positions `(batch, tokens, 3)`, from bounds `(batch, 3, tokens, 2)` or midpoints `(batch, 3, tokens)`."""
         middles = coords.mean(dim=-1) if coords.ndim == 4 else coords
         fractions = middles.movedim(1, -1).to(device or coords.device)
         return _pair(fractions / _base_sizes(self.rope, fractions) * 2 - 1)
@@ -286,7 +288,7 @@ def _base_sizes(rope: Any, like: Tensor) -> Tensor:
     return torch.tensor([rope.base_num_frames, rope.base_height, rope.base_width], device=like.device)
 
 
-# Lumina2: the model's own code puts text and image tokens of each sample together, positions as it does angles.
+# Lumina2: the model's own code concatenates text and image tokens per sample, positions in the same way as angles.
 
 
 def _lumina_frequencies(tower: Any) -> Tensor:
@@ -345,7 +347,7 @@ FAMILIES: dict[str, Family] = {
         layers=(("context_refiner", "attn"), ("noise_refiner", "attn"), ("layers", "attn")),
         frequencies=_lumina_frequencies,
         divert=_lumina_divert,
-        tokens=_itself,
+        tokens=_identity,
     ),
     "CosmosTransformer3DModel": _family(
         layers=_ATTN1,

@@ -1,7 +1,7 @@
-"""Encodings inside Primus, nnU-Net's transformer for volumes, of the package dynamic-network-architectures.
+"""Swap encodings into Primus, nnU-Net's transformer for volumes, of the package dynamic-network-architectures.
 
-It is an EVA of three axes in timm's blocks. Its package takes timm below 1.0.23, whose later rotary embeddings refuse
-three axes, so neither is imported here.
+It is an EVA with three axes built from timm's blocks. Its package requires timm below 1.0.23, because later rotary
+embeddings of timm reject three axes, so neither is imported here.
 """
 
 from typing import Any
@@ -18,18 +18,20 @@ _MODULE = "dynamic_network_architectures.building_blocks.eva"
 
 
 def adapters(model: nn.Module) -> list[Adapter]:
-    """What swap needs for each EVA of a Primus inside a model."""
+    """Return an adapter for each EVA of a Primus inside a model."""
     return [OfTables(module, PRIMUS) for module in model.modules() if _is_eva(module) and module.rope is not None]
 
 
 def refuse(model: nn.Module) -> None:
-    """Say why a Primus cannot be swapped.
+    """Raise an error for a Primus that cannot be swapped.
 
     Raises:
-        ValueError: one without a rotation.
+        ValueError: a Primus without rotary embeddings.
     """
     if any(map(_is_eva, model.modules())):
-        rule = "swap continues a Primus that rotates; torchrope.rotate in an attention of your own adds a rotation"
+        rule = (
+            "swap needs a Primus with rotary embeddings; to add a rotation call torchrope.rotate in a custom attention"
+        )
         raise ValueError(f"{rule}, got {type(model).__name__} built with use_rot_pos_emb=False")
 
 
@@ -46,7 +48,7 @@ def _frequencies(tower: Any) -> Tensor:
     """temperature^(-j / n) with n = dim / 4 pairs for each axis, one axis after the other."""
     rope = tower.rope
     if rope.in_pixels or rope.grid_indexing != "ij":
-        raise ValueError("swap continues a Primus whose rotation counts voxels in order, got in_pixels or 'xy'")
+        raise ValueError("swap needs a Primus with grid_indexing='ij' and in_pixels=False, got another")
     number = rope.dim // 4
     bands = 1.0 / rope.temperature ** (torch.arange(number, dtype=torch.float32, device="cpu") / number)
     return torch.block_diag(*[bands.unsqueeze(0)] * len(rope.feat_shape)).unsqueeze(1)
@@ -57,13 +59,13 @@ def _divert(tower: Any) -> list[Replaced]:
 
 
 class Voxels:
-    """In the place of the tables of a rotary embedding: positions of patches, in units of its reference lattice."""
+    """Replace the tables of a rotary embedding by positions of patches, in units of its reference lattice."""
 
     def __init__(self, rope: Any) -> None:
         self.rope = rope
 
     def get_embed(self, shape: Any = None) -> Tensor:
-        """Positions `(tokens, axes)` of the lattice that the model was built for, on the device of its tables."""
+        """Return positions `(tokens, axes)` of a lattice (default: the model's), on the device of its tables."""
         rope = self.rope
         sizes = tuple(map(int, rope.feat_shape if shape is None else shape))
         reference = sizes if rope.ref_feat_shape is None else rope.ref_feat_shape
@@ -87,4 +89,4 @@ PRIMUS = Family(
     lattice=lambda tower: tuple(map(int, tower.rope.feat_shape)),
     tables=lambda tower: [] if tower.pos_embed is None else [tower.pos_embed],
 )
-"""Its rotation; positions and the rest of its forward are its own."""
+"""Rotation of Primus; position tables and the rest of its forward pass are unchanged."""

@@ -1,4 +1,4 @@
-"""Encodings and whole models for inputs that are larger than those trained on."""
+"""`extend`: scale the frequencies of encodings and models for inputs larger than those trained on."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from torchrope.positions import PerAxis, VoxelLattice, per_axis
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# What attention layers of the libraries call the projection that gives keys, and their norm.
+# Attribute names of key projections and key norms in the attention layers of timm, transformers and diffusers.
 _KEYS = ("k_proj", "key", "k")
 _FUSED = ("qkv", "qkv_proj")
 _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "norm_k", "norm_added_k")
@@ -35,38 +35,38 @@ def extend(
     train_size: PerAxis | None = None,
     timestep: float | None = None,
 ) -> Model:
-    """Copy a model, or an encoding, for inputs larger than those trained on, its frequencies scaled axis by axis.
+    """Copy a model, or an encoding, for inputs larger than those trained on, with frequencies scaled per axis.
 
-    Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are left to the model, which
-    resamples them. A model that rotates by itself is copied with "mixed" encodings that continue its rotation, as
-    `swap` puts them in; of a vision tower and a text model, the tower is extended. In a Swin, whose windows do not grow
-    with the input, the factor is that of the windows: call the copy with a larger `window_size`.
+    Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are resampled by the
+    model. If a model has built-in RoPE, the copy gets "mixed" encodings that represent its rotation, as `swap` does;
+    of a vision tower and a text model, the tower is extended. In a Swin, whose windows do not grow with the input, the
+    factor is that of the windows: call the copy with a larger `window_size`.
 
-    Frequencies are scaled in the units of the training size. Where a model squeezes positions into the same interval at
-    every size, as DINOv3 does, it interpolates already: "interpolate" then changes nothing, and the copies of other
-    methods are for inputs larger by just this factor.
+    Frequencies are scaled in the units of the training size. A model that normalises positions to the same
+    interval at every size, as DINOv3 does, interpolates already: "interpolate" then changes nothing, and copies made
+    by other methods are for inputs larger by exactly this factor.
 
     Args:
-        model: An `Encoding`; a `ViT`, `Swin` or `Features`; a model that `swap` knows, swapped or rotating by itself;
-            any other that holds encodings, but for "yarn".
+        model: An `Encoding`; a `ViT`, `Swin` or `Features`; a model that `swap` supports, swapped or with built-in
+            RoPE; except for "yarn", any other that contains encodings.
         factor: How many times longer the input is than the one that the model was built for, one number or one per
             axis.
         method: "interpolate", "ntk", "yarn", "riflex" or "dype": the function on frequencies of this name. Or a
             function that takes frequencies `(axes, heads or 1, pairs)` and factor, such as
             `functools.partial(torchrope.riflex, train_size=13, period=20)`. Blocks larger than 2, but for `STRING`,
             have no frequencies and are only interpolated. In a model "yarn" also multiplies keys by the square of
-            `yarn_temperature`, in the weights of their projection or norm, for an encoding knows no attention.
+            `yarn_temperature`, in the weights of their projection or norm.
         train_size: Extent of the training data in units of position, for "yarn" and "riflex"; in a model by default
             that of the size it was built for.
         timestep: Of a diffusion model, from 1, noise, to 0, the image: for "dype", whose copy is for this timestep.
 
     Returns:
-        The copy; what was given is left as it is.
+        The copy; the input is unchanged.
 
     Raises:
-        ValueError: a model that does not rotate, rotates beside its encodings, takes one size alone, or has encodings
-            of different numbers of axes; an unknown method, one without the setting that it needs, an encoding without
-            frequencies, attention whose keys cannot be scaled; a bad factor.
+        ValueError: a model that does not rotate, keeps its built-in rotation beside its encodings, takes a single size,
+            or has encodings of different numbers of axes; an unknown method, a missing setting of the method, an
+            encoding without frequencies, attention whose keys cannot be scaled; an invalid factor.
 
     References:
         Those of `interpolate`, `ntk`, `yarn`, `riflex` and `dype`.
@@ -89,7 +89,7 @@ def extend(
     factors = positive("factor", factor, _num_axes(larger))
     parts = {part.encoding: part for part in _parts(larger, factors)}
     if not parts:
-        raise ValueError(f"extend needs a model that takes larger inputs, got {_kind(model)}, which takes one size")
+        raise ValueError(f"model must take larger inputs, got {_kind(model)}, which takes a single size")
     for encoding, part in parts.items():
         size = part.extent if train_size is None else train_size
         scaling = scaling_of(method, factors, train_size=size, timestep=timestep)
@@ -102,14 +102,14 @@ def extend(
 
 @dataclass(frozen=True)
 class _Part:
-    """An encoding of a model, with what methods must know around it.
+    """An encoding of a model, with the layers and lattice that scaling methods need.
 
     Attributes:
         encoding: The encoding.
-        attention: The layers that it rotates; None where they are not known.
-        extent: Of the training data in units of position, one per axis; None where it is not known.
-        squeeze: How many times closer tokens stand along each axis where the input is as large as it is extended to.
-        growth: How many times more tokens it has then.
+        attention: The attention layers that use it; None if unknown.
+        extent: Of the training data in units of position, one per axis; None if unknown.
+        squeeze: Ratio of the distances between tokens at the training size and at the extended size, one per axis.
+        growth: Ratio of the numbers of tokens at the extended size and at the training size.
     """
 
     encoding: Encoding
@@ -119,12 +119,12 @@ class _Part:
     growth: float
 
     def in_training_units(self, scaling: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """A scaling per unit of position of the larger input; it is right per token of the training size."""
+        """Convert a scaling defined per token at the training size to positions of the larger input."""
         return lambda frequencies: scaling(frequencies) * frequencies.new_tensor(self.squeeze).reshape(-1, 1, 1)
 
 
 def _encodings(model: nn.Module) -> list[Encoding]:
-    """Those that rotate, once each."""
+    """Return the rotary encodings of a model, without duplicates."""
     found = [module for module in model.modules() if isinstance(module, Encoding)]
     return [encoding for encoding in found if not isinstance(encoding, NoEncoding)]
 
@@ -132,7 +132,7 @@ def _encodings(model: nn.Module) -> list[Encoding]:
 def _num_axes(model: nn.Module) -> int:
     axes = sorted({encoding.num_axes for encoding in _encodings(model)})
     if len(axes) > 1:
-        rule = "extend scales encodings of equally many axes; give it one part of the model"
+        rule = "all encodings must have the same number of axes; extend one part of the model at a time"
         raise ValueError(f"{rule}, got {_kind(model)} with encodings of {' and '.join(map(str, axes))} axes")
     return axes[0]
 
@@ -141,19 +141,19 @@ def _continue_own_rotation(model: nn.Module) -> None:
     try:
         adapter = adapt(model)
     except ValueError as error:
-        raise ValueError(f"extend needs a model that rotates; {error}") from None
+        raise ValueError(f"model must rotate q and k; {error}") from None
     if not adapter.rotates():
-        rule = "extend needs a model that rotates, by encodings of torchrope or as swap can continue it"
+        rule = "model must rotate q and k, by encodings of torchrope or a rotation that swap supports"
         raise ValueError(f"{rule}, got {_kind(model)}")
     swap(model, "mixed", init="own")
 
 
 def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
-    """Every encoding that rotates a lattice which can grow."""
-    known: set[nn.Module] = set()
+    """Yield every encoding of a lattice that can grow."""
+    visited: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, (ViT, Swin, Rotary)):
-            known.update(module.modules())
+            visited.update(module.modules())
         if isinstance(module, ViT):
             yield from _of_vit(module, factors)
         elif isinstance(module, Swin):
@@ -161,7 +161,7 @@ def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
         elif isinstance(module, Rotary):
             yield from _of_swapped(module, _adapter_of(module, model), factors)
     for encoding in _encodings(model):
-        if encoding not in known:
+        if encoding not in visited:
             yield _Part(encoding, None, None, (1.0,) * encoding.num_axes, math.prod(factors))
 
 
@@ -171,7 +171,7 @@ def _adapter_of(rotary: Rotary, model: nn.Module) -> Adapter:
 
 def _of_vit(vit: ViT, factors: Sequence[float]) -> Iterator[_Part]:
     sizes = vit.embed.lattice(vit.arguments["input_size"])
-    if isinstance(vit.place, VoxelLattice):  # in mm, whatever the size
+    if isinstance(vit.place, VoxelLattice):  # in mm at every size
         extent, squeeze = None, (1.0,) * len(sizes)
     else:
         steps = _steps(vit, sizes)
@@ -185,7 +185,7 @@ def _of_vit(vit: ViT, factors: Sequence[float]) -> Iterator[_Part]:
 
 
 def _steps(vit: ViT, sizes: Sequence[int]) -> tuple[float, ...]:
-    """The distance between neighbouring patches of a lattice along each axis, 0 where there is one patch alone."""
+    """The distance between neighbouring patches of a lattice along each axis, 0 for a single patch."""
     if vit.place is None:
         return per_axis("spacing", vit.spacing, len(sizes))
     place = copy.deepcopy(vit.place).eval() if isinstance(vit.place, nn.Module) else vit.place
@@ -207,11 +207,11 @@ def _of_swin(swin: Swin, factors: Sequence[float]) -> Iterator[_Part]:
 def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> Iterator[_Part]:
     if rotary.keep_rotation and adapter.rotates():
         rule = "extend scales the encodings of a swapped model"
-        raise ValueError(f"{rule}, got one with keep_rotation=True, whose own rotation would stay")
+        raise ValueError(f"{rule}, got keep_rotation=True, whose built-in rotation would remain unscaled")
     sites, layers = adapter.sites(), adapter.attention_layers()
     if len(rotary.encodings) == 1 and len({site.grows for site in sites}) > 1:
-        rule = "extend needs an encoding for each layer where some attend within windows"
-        raise ValueError(f"{rule}, got one for all of a {_kind(adapter.tower)}")
+        rule = "models with windowed layers must have an encoding for each layer"
+        raise ValueError(f"{rule}, got one shared by all layers of a {_kind(adapter.tower)}")
     for index, (encoding, lattice) in enumerate(zip(rotary.encodings, rotary.lattices, strict=True)):
         sizes = sites[index].lattice
         if sites[index].grows:
@@ -239,12 +239,12 @@ def _ratios(steps: Sequence[float], larger: Sequence[float]) -> tuple[float, ...
 
 
 def _attention(parts: Iterable[_Part], model: nn.Module) -> list[Any]:
-    """The layers that encodings rotate, once each."""
+    """Return the attention layers that use the encodings, without duplicates."""
     layers: dict[Any, None] = {}
     for part in parts:
         if part.attention is None:
-            rule = "yarn multiplies keys too, in a ViT, a Swin or a model that swap knows"
-            way = "functools.partial(torchrope.yarn, train_size=...) scales frequencies alone"
+            rule = "yarn also scales keys and needs a ViT, a Swin or a model that swap supports"
+            way = "functools.partial(torchrope.yarn, train_size=...) scales frequencies only"
             raise ValueError(f"{rule}; {way}, got {_kind(model)}")
         layers.update(dict.fromkeys(part.attention))
     return list(layers)
@@ -252,11 +252,11 @@ def _attention(parts: Iterable[_Part], model: nn.Module) -> list[Any]:
 
 @torch.no_grad()
 def _scale_keys(layers: Iterable[Any], amount: float) -> None:
-    """Multiply the keys of attention layers, and scores with them; a bias that is computed from queries stays."""
+    """Multiply the keys, and therefore the scores, of attention layers; a bias computed from queries is unchanged."""
     scaled: set[Any] = set()  # layers may share their weights
     for layer in layers:
         if getattr(layer, "logit_scale", None) is not None:
-            raise ValueError(f"yarn multiplies keys, whose length cosine attention leaves out, got {_kind(layer)}")
+            raise ValueError(f"yarn has no effect on cosine attention, which normalises keys, got {_kind(layer)}")
         norms = [norm for norm in _norms_of_keys(layer) if norm not in scaled]
         for norm in norms:
             _scale_norm(norm, amount, layer)
@@ -270,13 +270,13 @@ def _scale_keys(layers: Iterable[Any], amount: float) -> None:
 
 
 def _norms_of_keys(layer: Any) -> list[Any]:
-    """The norms that keys go through; diffusers' layers may have one for the text beside."""
+    """Return the norms applied to keys; layers of diffusers may have a second one for text."""
     found = [getattr(layer, name, None) for name in _KEY_NORMS]
     return [norm for norm in found if norm is not None and not isinstance(norm, nn.Identity)]
 
 
 def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
-    """Multiply what a norm gives, by its parameters; where that is possible twice of them give twice as much."""
+    """Multiply the output of a norm by scaling its parameters; raise if the output is not linear in them."""
     parameters = list(norm.parameters())
     if isinstance(getattr(norm, "weight", None), Tensor):
         probe = torch.linspace(-1, 2, norm.weight.numel()).to(norm.weight).view_as(norm.weight)
@@ -287,24 +287,24 @@ def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
             for parameter in parameters:
                 parameter *= amount / 2
             return
-    rule = "yarn multiplies keys behind their norm, which needs weights to do so"
+    rule = "yarn scales keys by the weights of their norm, whose output must be linear in its weights"
     raise ValueError(f"{rule}, got {_kind(norm)} in {_kind(layer)}")
 
 
 def _projection_of_keys(layer: Any) -> tuple[Any, slice]:
-    """The linear layer that gives keys, and which of its outputs they are."""
+    """Return the linear layer that computes keys, and the slice of its outputs that are keys."""
     own = next((one for name in _KEYS if isinstance(one := getattr(layer, name, None), nn.Linear)), None)
     if own is not None:
         return own, slice(None)
     fused = next((one for name in _FUSED if isinstance(one := getattr(layer, name, None), nn.Linear)), None)
     if fused is not None:
-        heads = getattr(layer, "num_key_value_heads", None)  # fewer of keys than of queries
+        heads = getattr(layer, "num_key_value_heads", None)  # grouped-query attention: fewer key heads than query heads
         keys = fused.out_features // 3 if heads is None else heads * layer.head_dim
         return fused, slice(fused.out_features - 2 * keys, fused.out_features - keys)
     if isinstance(getattr(layer, "in_proj", None), nn.Linear):  # an MLP, queries, keys and values
         mlp, queries, keys, _ = layer.in_split
         return layer.in_proj, slice(mlp + queries, mlp + queries + keys)
-    rule = f"yarn multiplies keys of a linear layer {', '.join((*_KEYS, *_FUSED))} or in_proj"
+    rule = f"yarn needs keys computed by a linear layer named {', '.join((*_KEYS, *_FUSED))} or in_proj"
     raise ValueError(f"{rule}, got {_kind(layer)} without")
 
 

@@ -1,4 +1,4 @@
-"""The header of a saved file, which describes its model: JSON, validated as a whole before any of it is used."""
+"""Parse and validate the JSON header of a saved file, which describes its model."""
 
 import json
 import math
@@ -30,10 +30,10 @@ REBUILDERS = {
     "transformers": "torchrope.integrations.transformers",
     "torchrope": "torchrope.integrations.own",
 }
-"""The library that builds a model, and our module that builds it."""
+"""Module that rebuilds a model, by the library of the model."""
 
 _LONGEST = 2**24
-_ANY = Kind("", lambda value, _: True)  # looked at on its own
+_ANY = Kind("", lambda value, _: True)  # validated separately
 _HEADER = {"format": _ANY, "torchrope": LABEL, "library": one_of(*REBUILDERS) | NOTHING, "recipe": _ANY, "swap": _ANY}
 _SWAP = {"encodings": _ANY, "keep_ape": FLAG, "keep_rotation": FLAG, "lattices": _ANY, "channels": _ANY}
 _ENCODING = {"class": matching(r"\w{1,200}", "a name"), "arguments": MAPPING}
@@ -51,13 +51,13 @@ _CHANNELS = each(WIDTH, most=2**16) | NOTHING
 
 @dataclass(frozen=True)
 class Header:
-    """What rebuilds a model around its tensors.
+    """Data from which a model is rebuilt, apart from its tensors.
 
     Attributes:
-        library: Which one builds it, or None where the reader must.
-        recipe: What that library builds it from, None without one.
-        swap: The encodings that are put into it, and how; or None.
-        towers: The same for each swapped part of a model that no library builds, by its name in the model.
+        library: The library that builds the model, or None if the caller must pass the model.
+        recipe: Arguments from which the library builds it; None without a library.
+        swap: The swapped encodings and their settings, or None.
+        towers: If library is None, the swap of each swapped submodule by its name in the model.
     """
 
     library: str | None
@@ -67,10 +67,10 @@ class Header:
 
 
 def read_header(text: str, limits: Limits) -> Header:
-    """The settings of a file, each of a kind that is known and of a size that its tensors explain.
+    """Parse settings and check their names, types and sizes; sizes are bounded by those of the tensors.
 
     Raises:
-        ValueError: the first that is not.
+        ValueError: the first invalid setting.
     """
     given = _parsed(text)
     if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != FORMAT):
@@ -81,7 +81,7 @@ def read_header(text: str, limits: Limits) -> Header:
         return Header(None, None, None, given["swap"])
     import_module(REBUILDERS[given["library"]]).check_recipe(given["recipe"], limits)
     swap = given["swap"]
-    if isinstance(swap, dict) and isinstance(swap.get("encodings"), list):  # files of before have all in order
+    if isinstance(swap, dict) and isinstance(swap.get("encodings"), list):  # older files have no channels
         swap = {"channels": [None for _ in swap["encodings"]], **swap}
     if swap is not None:
         _check_swap(swap, limits)
@@ -89,7 +89,7 @@ def read_header(text: str, limits: Limits) -> Header:
 
 
 def _parsed(text: str) -> Any:
-    """Read JSON whose numbers are finite and fit 64 bits, and whose names come once."""
+    """Parse JSON with finite numbers that fit 64 bits and without duplicate names."""
     if len(text) > _LONGEST:
         raise ValueError(f"its settings must be up to {_LONGEST:,} characters, got {len(text):,}")
     try:
@@ -99,20 +99,20 @@ def _parsed(text: str) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"its settings must be JSON, got {error}") from None
     except RecursionError:
-        raise ValueError("its settings must be JSON as `save` writes it, got brackets within too many others") from None
+        raise ValueError("its settings must be JSON as `save` writes it, got brackets nested too deeply") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     settings = dict(pairs)
     if len(settings) < len(pairs):
         raise ValueError(
-            f"its settings must come once each, got a name twice among {shown([name for name, _ in pairs])}"
+            f"names of its settings must be unique, got a duplicate among {shown([name for name, _ in pairs])}"
         )
     return settings
 
 
 def _fitting(digits: str) -> int:
-    if len(digits) > 19:  # 64 bits hold no more
+    if len(digits) > 19:  # the limit of 64 bits
         raise ValueError(f"its settings must hold numbers of up to 18 digits, got {shown(digits)}")
     return int(digits)
 
@@ -126,9 +126,9 @@ def _finite(digits: str) -> float:
 
 def _check_towers(recipe: Any, swaps: Any, limits: Limits) -> None:
     if recipe is not None:
-        raise ValueError(f"its recipe must be null where no library builds it, got {shown(recipe)}")
+        raise ValueError(f"its recipe must be null if its library is null, got {shown(recipe)}")
     if not isinstance(swaps, dict) or len(swaps) > limits.layers:
-        raise ValueError(f"its swap must be up to {limits.layers} by the names of parts, got {shown(swaps)}")
+        raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swaps)}")
     for swap in swaps.values():
         _check_swap(swap, limits)
 
@@ -153,7 +153,7 @@ def _check_swap(swap: Any, limits: Limits) -> None:
 
 
 def tuples(value: Any) -> Any:
-    """JSON has lists alone; sizes are tuples."""
+    """Convert the lists of JSON to tuples, recursively."""
     if isinstance(value, dict):
         return {name: tuples(part) for name, part in value.items()}
     return tuple(tuples(part) for part in value) if isinstance(value, list) else value

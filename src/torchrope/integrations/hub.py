@@ -1,4 +1,4 @@
-"""Models in folders and repositories of the Hugging Face Hub, by the mixin of huggingface_hub."""
+"""Save models to and load them from folders and the Hugging Face Hub, by the mixin of huggingface_hub."""
 
 import json
 from collections.abc import Iterable
@@ -30,11 +30,11 @@ A {name}, written by torchrope {version}. In Python:
 
 
 class Hub(ModelHubMixin, library_name="torchrope"):
-    """Keep a model in a folder or on the Hub:  `torchrope.safetensors`, as `torchrope.save` writes it, and a card.
+    """Store a model in a folder or on the Hub: `torchrope.safetensors`, as `torchrope.save` writes it, and a card.
 
-    `ViT`, `Swin` and `Features` call it by their own `save_pretrained`, `push_to_hub` and `from_pretrained`; it serves
-    every model that `torchrope.save` takes. What comes from the Hub is read as any other file: nothing in it is
-    pickled, nothing in it runs, its settings are of a closed list.
+    `ViT`, `Swin` and `Features` call it in their `save_pretrained`, `push_to_hub` and `from_pretrained`; it supports
+    every model that `torchrope.save` does. Files of the Hub are read like local ones: nothing is unpickled or
+    executed, and settings are validated against a fixed list.
 
     Args:
         model: The model.
@@ -54,7 +54,7 @@ class Hub(ModelHubMixin, library_name="torchrope"):
         self.model = model
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-        """A card that says how to read the model, without a template engine."""
+        """Return a model card with the code that loads the model; needs no template engine."""
         name = type(self.model).__name__
         own = type(self.model).__module__.startswith("torchrope.models.")
         read = f'tr.{name}.from_pretrained("...")' if own else f'tr.load("{FILE}")'
@@ -81,25 +81,25 @@ class Hub(ModelHubMixin, library_name="torchrope"):
         kind: type[nn.Module] = nn.Module,
         **others: Any,
     ) -> nn.Module:
-        """Read the file of a folder or of a repository.
+        """Load the model of a folder or a repository.
 
         Args:
             model_id: A folder, or the name of a repository.
-            revision: As huggingface_hub takes it, and so all up to `token`.
-            cache_dir: Likewise.
-            force_download: Likewise.
-            local_files_only: Likewise.
-            token: Likewise.
-            into: As `torchrope.load` takes it.
-            classes: Likewise.
-            kind: What the model must be.
-            others: Refused.
+            revision: Passed to `huggingface_hub.hf_hub_download`.
+            cache_dir: Passed to `hf_hub_download`.
+            force_download: Passed to `hf_hub_download`.
+            local_files_only: Passed to `hf_hub_download`.
+            token: Passed to `hf_hub_download`.
+            into: Passed to `torchrope.load`.
+            classes: Passed to `torchrope.load`.
+            kind: Required class of the model.
+            others: Not accepted.
 
         Raises:
-            ValueError: further arguments, what `torchrope.load` refuses, or a model of another kind.
+            ValueError: further arguments, a file that `torchrope.load` rejects, or a model of another class.
         """
         if others:
-            raise ValueError(f"from_pretrained takes into and classes for torchrope.load, got {', '.join(others)}")
+            raise ValueError(f"further arguments of from_pretrained must be into or classes, got {', '.join(others)}")
         file = Path(model_id) / FILE
         if not Path(model_id).is_dir():
             file = Path(

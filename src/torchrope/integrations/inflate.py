@@ -1,4 +1,4 @@
-"""`inflate`: a vision transformer of images as one of volumes or clips, its features of repeated slices kept."""
+"""`inflate`: convert a vision transformer of images to one of volumes or clips."""
 
 import copy
 import math
@@ -27,13 +27,13 @@ from torchrope.integrations.describing import describe
 from torchrope.integrations.pretrained import as_own
 from torchrope.integrations.published import convert
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
-from torchrope.integrations.settings import told_in_one_line
+from torchrope.integrations.settings import errors_in_one_line
 from torchrope.integrations.swap import adapters, unswap
 from torchrope.models import ViT
 from torchrope.models.parts import PatchEmbed
 from torchrope.positions import PerAxis, VoxelLattice, grid, per_axis
 
-# What a family stores for each axis: zeros there are zero generators, and all else stays as it is.
+# The parameter of each family that has an axis dimension; zeros in it are zero generators.
 _OF_AXES: dict[type[Encoding], str] = {
     MixedRoPE: "frequencies",
     STRING: "frequencies",
@@ -42,7 +42,7 @@ _OF_AXES: dict[type[Encoding], str] = {
 }
 _NAMES = {MixedRoPE: "mixed", STRING: "string", LieRE: "liere", ComRoPELD: "comrope-ld", NoEncoding: "none"}
 
-# The vision models of transformers whose layers are a ViT's, and their names for timm's.
+# Vision models of transformers whose layers are a ViT's, and the mapping of their parameter names to timm's.
 _CLASSIFIER = "ViTForImageClassification"
 _TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")
 _RENAMED = (
@@ -70,41 +70,41 @@ def inflate(
     weights: Literal["average", "center"] = "average",
     encoding: str | Callable[..., Encoding] | None = None,
 ) -> ViT:
-    """Copy a vision transformer of images as one of volumes or clips, whose new axes come first.
+    """Convert a vision transformer of images to one of volumes or clips, whose new axes come first.
 
-        patches    W' = W / t on each of the t slices of a patch, or W on its middle slice alone
+        patches    W' = W / t on each of the t slices of a patch, or W on its middle slice only
         rotation   A' = 0 for a new axis, so that R'(z, y, x) = R(y, x) until it is trained
-        table      e'(z, y, x) = e(y, x), and likewise a relative position bias
+        table      e'(z, y, x) = e(y, x), and the same for a relative position bias
 
-    A volume of one patch along each new axis whose slices are all the same image gives the features of the image.
+    A volume of one patch along each new axis whose slices all equal one image has the features of that image.
 
     Args:
-        model: A `ViT`; of timm a VisionTransformer, or a rope ViT (`vit_*_patch16_rope_*`); of transformers a ViT,
-            DINOv2 or DINOv2 with registers, with the classifier of ViTForImageClassification. Those of timm and
+        model: A `ViT`; a VisionTransformer or rope ViT (`vit_*_patch16_rope_*`) of timm; a ViT, DINOv2 or DINOv2 with
+            registers of transformers, with the classifier of ViTForImageClassification. Models of timm and
             transformers may be swapped.
-        axes: Axes of the data that the copy takes.
+        axes: Number of axes of the data for the copy.
         patch_size: Slices of a patch, one number or one per new axis.
-        size: Slices of the training data, likewise; one patch by default. A table, which is then learned for each of
-            its sizes, and a bias get as many entries.
+        size: Slices of the training data, one number or one per new axis; default: one patch. The position table,
+            which becomes a learned one, and the bias are repeated to this size.
         spacing: Distance between neighbouring slices in pixels of the images; or the size of a voxel along every axis
-            of the data, new ones first, in mm or another unit:  (5.0, 0.8, 0.8) is 6.25 pixels. Patches that are as far
-            apart along a new axis as along an old one stand as far apart in position.
-        weights: "average" gives each slice of a patch its share, "center" the middle one all.
-        encoding: What builds a rotary encoding for the copy, as `ViT` takes it, where it should be another family; the
-            generators go over to it. By default the model's own; families that fix which axis a pair turns with
-            become learned ones that hold their rotation exactly: blocks of 2 `MixedRoPE`, `ComRoPEAP` `ComRoPELD`.
+            of the data, new ones first, in mm or another unit:  (5.0, 0.8, 0.8) is 6.25 pixels. Equal distances between
+            patches along new and old axes give equal distances in position.
+        weights: "average" divides the patch weights evenly among slices, "center" assigns them to the middle slice.
+        encoding: Rotary encoding of the copy, as in `ViT`, to change the family; the generators are transferred. By
+            default the model's family, except that families with fixed axes per block become learned ones that
+            represent their rotation exactly: blocks of 2 become `MixedRoPE`, `ComRoPEAP` becomes `ComRoPELD`.
 
     Returns:
-        A `ViT`, with the dtypes, device, mode and head of a `ViT`; of other libraries' models float32 on the CPU, in
-        evaluation mode, without dropout.
+        A `ViT`. From a `ViT` it keeps dtypes, device, mode and head; from models of other libraries it is float32 on
+        the CPU, in evaluation mode, without dropout.
 
     Raises:
-        ValueError: a model that is no such ViT, or has parts that `ViT` has not; axes that are not more than its own;
-            a family that cannot represent its rotation without a turn along the new axes.
+        ValueError: an unsupported model, or one with parts that `ViT` lacks; axes not greater than its own; a family
+            that cannot represent its rotation with zero generators for the new axes.
 
     References:
-        Carreira and Zisserman, Quo Vadis, Action Recognition?, section 2.4, for weights repeated and divided. Arnab et
-        al., ViViT, section 3.4, for those of the middle frame and the repeated table.
+        Carreira and Zisserman, Quo Vadis, Action Recognition?, section 2.4, for repeated, divided weights. Arnab et
+        al., ViViT, section 3.4, for weights on the middle frame and the repeated table.
 
     Example:
         >>> from torchrope import ViT, inflate
@@ -119,11 +119,11 @@ def inflate(
     old = len(source.embed.patch_size)
     new = axes - old
     if new < 1:
-        raise ValueError(f"axes must be more than the {old} of the model, got {axes}")
+        raise ValueError(f"axes must be greater than the model's {old}, got {axes}")
     if weights not in ("average", "center"):
         raise ValueError(f"weights must be 'average' or 'center', got {weights!r}")
-    depths = _whole("patch_size", patch_size, new)
-    extents = depths if size is None else _whole("size", size, new)
+    depths = _integers("patch_size", patch_size, new)
+    extents = depths if size is None else _integers("size", size, new)
     inflated = copy.deepcopy(source)
     inflated.embed = _patches(source.embed, depths, centred=weights == "center")
     ahead = inflated.embed.lattice((*extents, *source.embed.patch_size))[:new]
@@ -149,10 +149,10 @@ def inflate(
 
 
 class Stacked(nn.Module):
-    """Place the patches of a volume as a function on sizes places those of its slices, with steps between slices.
+    """Compute positions of the patches of a volume from a position function for slices and a step between slices.
 
     Args:
-        place: What places the patches of a slice, from its sizes and `device=`.
+        place: Function from the sizes of a slice and `device=` to positions of its patches.
         steps: Positions between neighbouring patches along each new axis.
     """
 
@@ -162,7 +162,7 @@ class Stacked(nn.Module):
         self.steps = tuple(steps)
 
     def forward(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
-        """Positions `(patches, axes)` of a lattice of these sizes."""
+        """Return positions `(patches, axes)` of a lattice of these sizes."""
         new = len(self.steps)
         within = self.place(*sizes[new:], device=device)  # ([batch,] patches of a slice, axes of a slice)
         along = grid(*sizes[:new], spacing=self.steps, device=device).to(within)  # (slices, new axes)
@@ -175,7 +175,7 @@ class Stacked(nn.Module):
 
 
 def _as_vit(model: nn.Module) -> ViT:
-    """A model of images as one of ours, itself if it is one."""
+    """Return a `ViT` unchanged, or convert a model of timm or transformers to one."""
     if type(model) is ViT:
         _check_encodings(model)
         return model
@@ -183,15 +183,15 @@ def _as_vit(model: nn.Module) -> ViT:
         one for one in adapters(model) if one.tower is model or type(model).__name__ == "ViTForImageClassification"
     ]
     if not found:
-        rule = "inflate knows a ViT, timm's VisionTransformer and rope ViTs, and transformers' ViT and DINOv2"
+        rule = "model must be a ViT, a VisionTransformer or rope ViT of timm, or a ViT or DINOv2 of transformers"
         raise ValueError(f"{rule}, got {type(model).__name__}")
     rotary = getattr(found[0].tower, ATTRIBUTE, None)
     plain = model if rotary is None else _without_encodings(model, rotary)
     tower = _adapter(plain, found[0].tower).tower
-    with told_in_one_line(f"inflate needs a model with the parts of a ViT, got {type(model).__name__}"):
+    with errors_in_one_line(f"inflate needs a model with the parts of a ViT, got {type(model).__name__}"):
         own = _of_transformers(plain, tower) if _is_of_transformers(tower) else as_own(tower)
     if not isinstance(own, ViT):
-        raise ValueError(f"inflate knows ViTs, got {type(model).__name__}, which attends within windows")
+        raise ValueError(f"model must be a ViT, got {type(model).__name__}, which attends within windows")
     _set_eps(own, tower)
     _check_same(tower, own)
     return own if rotary is None else _with_encodings(own, rotary)
@@ -206,9 +206,9 @@ def _is_of_transformers(tower: nn.Module) -> bool:
 
 
 def _without_encodings(model: nn.Module, rotary: Rotary) -> nn.Module:
-    """A copy as it was before the swap, but that what the swap silenced is silent."""
+    """Return an unswapped copy, without the tables and rotation that the swap disabled."""
     if rotary.keep_rotation:
-        raise ValueError("inflate takes one rotation over, got a model swapped with keep_rotation=True")
+        raise ValueError("inflate needs a model with a single rotation, got one swapped with keep_rotation=True")
     plain = unswap(copy.deepcopy(model))
     adapter = adapters(plain)[0]
     if not rotary.keep_ape:
@@ -220,10 +220,10 @@ def _without_encodings(model: nn.Module, rotary: Rotary) -> nn.Module:
 
 
 def _with_encodings(model: ViT, rotary: Rotary) -> ViT:
-    """Put the encodings of a swapped model into a ViT that has none."""
+    """Copy the encodings of a swapped model into a ViT without encodings."""
     first, *others = rotary.lattices
     if any(other != first for other in others):
-        raise ValueError("inflate needs layers whose tokens stand alike, got a swapped model whose lattices differ")
+        raise ValueError("inflate needs equal token positions in all layers, got a swapped model whose lattices differ")
     model.encodings = nn.ModuleList(copy.deepcopy(one) for one in rotary.encodings)
     if first.per == "one":
         placed = first.spaced(*model.embed.lattice(model.arguments["input_size"]))
@@ -238,7 +238,7 @@ def _with_encodings(model: ViT, rotary: Rotary) -> ViT:
 
 @torch.no_grad()
 def _reorder(layer: Any, order: Sequence[int] | None) -> None:
-    """Give queries and keys of a layer their channels in another order, in which pairs are neighbours."""
+    """Permute the query and key channels of a layer so that the channels of a pair are adjacent."""
     if order is None:
         return
     for parameter in (layer.attention.qkv.weight, layer.attention.qkv.bias):
@@ -248,10 +248,10 @@ def _reorder(layer: Any, order: Sequence[int] | None) -> None:
 
 
 def _of_transformers(model: nn.Module, tower: Any) -> ViT:
-    """A ViT or DINOv2 of transformers, by timm's names for its weights."""
+    """Convert a ViT or DINOv2 of transformers, by renaming its parameters to timm's names."""
     kind = next((base.__name__ for base in type(tower).__mro__ if base.__name__ in _TOWERS), None)
     if kind is None:
-        raise ValueError(f"of transformers it takes {', '.join(_TOWERS)}, got {type(tower).__name__}")
+        raise ValueError(f"of transformers inflate supports {', '.join(_TOWERS)}, got {type(tower).__name__}")
     state = {}
     for theirs, tensor in tower.state_dict().items():
         name = theirs
@@ -259,7 +259,7 @@ def _of_transformers(model: nn.Module, tower: Any) -> ViT:
             name = re.sub(pattern, replacement, name)
         if not _UNUSED.match(name):
             state[name] = tensor.detach().cpu()
-    if "pos_embed" in state and "cls_token" in state:  # registers, which come later, have no entry in the table
+    if "pos_embed" in state and "cls_token" in state:  # the table has no entries for registers
         first, state["pos_embed"] = state["pos_embed"].split([1, state["pos_embed"].shape[1] - 1], dim=1)
         state["cls_token"] = state["cls_token"] + first
     for name in [name for name in state if ".q_proj." in name]:
@@ -282,7 +282,7 @@ def _set_eps(own: ViT, tower: Any) -> None:
 
 
 def _check_same(tower: Any, own: ViT) -> None:
-    """Refuse a model whose features are not those of its weights in a ViT: it computes something else."""
+    """Raise ValueError if the converted ViT computes other features than the original model."""
     like = next(tower.parameters())
     x = torch.rand(1, own.embed.in_channels, *own.arguments["input_size"], generator=torch.Generator().manual_seed(0))
     modes = [(part, part.training) for part in tower.modules()]
@@ -298,7 +298,7 @@ def _check_same(tower: Any, own: ViT) -> None:
         raise ValueError(f"inflate needs a model whose features are those of its class token, got {came}")
     error = (features - expected).norm() / expected.norm()
     if not error < (1e-4 if like.dtype in (torch.float32, torch.float64) else 0.1):
-        rule = "inflate needs a model that computes what a ViT with exact GELU does"
+        rule = "inflate needs a model equivalent to a ViT with exact GELU"
         raise ValueError(f"{rule}, got features of {type(tower).__name__} that differ by {error:.1%}")
 
 
@@ -316,7 +316,7 @@ def _check_encodings(model: ViT) -> None:
         )
 
 
-def _whole(name: str, value: int | Sequence[int], count: int) -> tuple[int, ...]:
+def _integers(name: str, value: int | Sequence[int], count: int) -> tuple[int, ...]:
     numbers = (value,) * count if isinstance(value, int) else tuple(value)
     if len(numbers) != count or min(numbers) < 1:
         raise ValueError(f"{name} must be 1 or more, one number or one per new axis = {count}, got {value}")
@@ -324,7 +324,7 @@ def _whole(name: str, value: int | Sequence[int], count: int) -> tuple[int, ...]
 
 
 def _patches(embed: PatchEmbed, depths: tuple[int, ...], *, centred: bool) -> PatchEmbed:
-    """The embedding of patches of several slices."""
+    """Return the embedding of patches that extend over several slices."""
     channels, dim, patch = embed.in_channels, embed.proj.out_features, embed.patch_size
     made = PatchEmbed((*depths, *patch), channels, dim, num_axes=len(depths) + len(patch))
     made.to(embed.proj.weight).train(embed.training)
@@ -345,11 +345,11 @@ def _patches(embed: PatchEmbed, depths: tuple[int, ...], *, centred: bool) -> Pa
 
 
 def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding] | None) -> Encoding:
-    """An encoding with further axes ahead, none of which turns."""
+    """Return an encoding with new leading axes, whose generators are zero."""
     axes = encoding.num_axes + new
     name = _OF_AXES.get(type(encoding))
     if build is None and (name is not None or type(encoding) is NoEncoding):
-        with torch.device("meta"):  # no draw from the random state
+        with torch.device("meta"):  # leaves the random state unchanged
             made = type(encoding)(**{**describe(encoding)["arguments"], "num_axes": axes})
         like = next(iter([*encoding.parameters(), *encoding.buffers()]))
         made.to_empty(device=like.device).to(like.dtype)
@@ -370,7 +370,7 @@ def _family(encoding: Encoding, build: str | Callable[..., Encoding] | None) -> 
     if isinstance(build, str):
         choice = choose(build)
         if choice.absolute is not None or choice.bias is not None:
-            raise ValueError(f"encoding must name a rotary one, the rest is the model's own, got {build!r}")
+            raise ValueError(f"encoding must be a rotary encoding without table or bias, got {build!r}")
         return choice.rotary
     if build is not None:
         return build
@@ -382,7 +382,7 @@ def _family(encoding: Encoding, build: str | Callable[..., Encoding] | None) -> 
 
 
 def _further(encoding: Encoding, build: str | Callable[..., Encoding] | None) -> dict[str, Any]:
-    """What the encoding was built with beside its axes, heads and channels, for a family that was not asked for."""
+    """Return further constructor arguments, such as block_size; empty if the caller chose the family."""
     if build is not None:
         return {}
     known = describe(encoding)["arguments"]
@@ -393,9 +393,9 @@ def _further(encoding: Encoding, build: str | Callable[..., Encoding] | None) ->
 
 
 def _table(absolute: nn.Module, ahead: tuple[int, ...]) -> LearnedAPE:
-    """A table of vectors, the same for all slices."""
+    """Return a position table that repeats the original for every slice."""
     if not isinstance(absolute, LearnedAPE | SinusoidalAPE):
-        raise ValueError(f"inflate knows LearnedAPE and SinusoidalAPE, got {type(absolute).__name__}")
+        raise ValueError(f"the position table must be LearnedAPE or SinusoidalAPE, got {type(absolute).__name__}")
     sizes, dim = absolute.sizes, absolute.dim
     with torch.no_grad():
         flat = absolute(*sizes).reshape(*(1,) * len(ahead), *sizes, dim)
@@ -406,7 +406,7 @@ def _table(absolute: nn.Module, ahead: tuple[int, ...]) -> LearnedAPE:
 
 
 def _bias(bias: nn.Module, ahead: tuple[int, ...]) -> RelativePositionBias:
-    """A bias of the scores, the same for all pairs of slices."""
+    """Return a relative position bias that repeats the original for every pair of slices."""
     assert isinstance(bias, RelativePositionBias)
     with torch.device("meta"):
         made = RelativePositionBias(sizes=(*ahead, *bias.sizes), num_heads=bias.num_heads)
@@ -416,7 +416,7 @@ def _bias(bias: nn.Module, ahead: tuple[int, ...]) -> RelativePositionBias:
 
 
 def _learning_as(made: Any, source: nn.Module) -> Any:
-    """Take gradients where the source does."""
+    """Copy requires_grad from the source, by parameter name."""
     learned = {name: parameter.requires_grad for name, parameter in source.named_parameters()}
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(learned.get(name, True))
@@ -424,7 +424,7 @@ def _learning_as(made: Any, source: nn.Module) -> Any:
 
 
 def _steps(source: ViT, depths: tuple[int, ...], spacing: float | Sequence[float]) -> tuple[float, ...]:
-    """Positions between neighbouring patches along each new axis."""
+    """Return the distance in position between neighbouring patches along each new axis."""
     patch, new = source.embed.patch_size, len(depths)
     given = [spacing] * new if isinstance(spacing, int | float) else list(spacing)
     voxels = given if len(given) == new + len(patch) else [*given, *(1.0,) * len(patch)]
@@ -432,13 +432,13 @@ def _steps(source: ViT, depths: tuple[int, ...], spacing: float | Sequence[float
         rule = f"spacing must be above 0, one number, or the size of a voxel along each of {new + len(patch)} axes"
         raise ValueError(f"{rule}, got {spacing}")
     own = per_axis("spacing", _own_spacing(source), len(patch))
-    # Positions in a unit of length; where the old axes disagree, their mean.
+    # Positions per unit of length, averaged over the old axes.
     density = sum(step / (extent * voxel) for step, extent, voxel in zip(own, patch, voxels[new:], strict=True))
     return tuple(density / len(patch) * depth * voxel for depth, voxel in zip(depths, voxels[:new], strict=True))
 
 
 def _own_spacing(source: ViT) -> PerAxis:
-    """Positions between neighbouring patches of an image of the training size."""
+    """Return the distance in position between neighbouring patches of an image of the training size."""
     if source.place is None:
         return source.spacing
     if hasattr(source.place, "spacing"):
@@ -450,7 +450,7 @@ def _own_spacing(source: ViT) -> PerAxis:
 
 
 def _places(source: ViT, depths: tuple[int, ...], steps: tuple[float, ...]) -> Any:
-    """What places the patches in spite of spacing and origin."""
+    """Return the position function that overrides spacing and origin, or None."""
     place: Any = source.place
     if place is None:
         return None
@@ -466,24 +466,24 @@ def _places(source: ViT, depths: tuple[int, ...], steps: tuple[float, ...]) -> A
 
 
 def _choice(model: ViT) -> dict[str, Any]:
-    """What builds the encodings of an inflated model again: a name where one says it all."""
+    """Return constructor arguments that rebuild the encodings; a name if one describes them fully."""
     encodings: list[Any] = list(model.encodings)
     parts = ["learned"] * (model.absolute is not None) + ["bias"] * bool(len(model.biases))
     name = _named(encodings[0])
     if name is not None and all(_named(one) == name for one in encodings):
         return {"encoding": "+".join([*parts, name]), "absolute": None, "bias": None}
-    known = describe(encodings[0])["arguments"]
-    wanted = {key: value for key, value in known.items() if key not in ("num_axes", "num_heads", "head_dim")}
+    arguments = describe(encodings[0])["arguments"]
+    further = {key: value for key, value in arguments.items() if key not in ("num_axes", "num_heads", "head_dim")}
     family: Callable[..., Encoding] = type(encodings[0])
     return {
-        "encoding": partial(family, **wanted),
+        "encoding": partial(family, **further),
         "absolute": None if model.absolute is None else LearnedAPE,
         "bias": RelativePositionBias if len(model.biases) else None,
     }
 
 
 def _named(encoding: Encoding) -> str | None:
-    """The name of an encoding, if it builds one like this."""
+    """Return the name that builds an equal encoding, or None if there is none."""
     name = _NAMES.get(type(encoding))
     if name is None or encoding.shared_heads:
         return None

@@ -1,4 +1,4 @@
-"""The tensors of a file by name, type and shape, and the models that they may fill."""
+"""Names, dtypes and shapes of the tensors of a file, and checks that a model matches them."""
 
 import math
 import threading
@@ -29,15 +29,15 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
-# What a model may register while it is built: several times what a file fills, for features drop layers again; and the
-# largest models of timm and their buffers, which no file holds.
+# Lower bounds of the budget while a model is built, which exceeds the file because feature models drop layers; they
+# suffice for the largest models of timm and for their buffers, which are not saved.
 _MOST_TENSORS = 4096
 _MOST_PARAMETERS = 2**28
 _MOST_BUFFERS = 2**25
 
 
 class Stored(NamedTuple):
-    """A tensor as the header of a file describes it."""
+    """Dtype and shape of a tensor, as in the header of a file."""
 
     dtype: torch.dtype | str
     shape: tuple[int, ...]
@@ -47,13 +47,13 @@ Layout = Mapping[str, Stored]
 
 
 def layout_of_file(opened: Any) -> dict[str, Stored]:
-    """The tensors of a safetensors file that is open; none is read.
+    """Return the layout of an open safetensors file without reading tensors.
 
     Raises:
-        ValueError: a name that no line could show.
+        ValueError: a name that is not printable or too long.
     """
     layout = {}
-    for name in opened.keys():  # noqa: SIM118, it is no dict
+    for name in opened.keys():  # noqa: SIM118, not a dict
         check_name(name)
         part = opened.get_slice(name)
         layout[name] = Stored(_DTYPES.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
@@ -61,28 +61,28 @@ def layout_of_file(opened: Any) -> dict[str, Stored]:
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """The tensors of a state dict."""
+    """Return the layout of a state dict."""
     return {name: Stored(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def limits_of(layout: Layout) -> Limits:
-    """The largest numbers that settings of a model for these tensors may name."""
-    filled = [stored.shape for stored in layout.values() if 0 not in stored.shape]  # of these the file has every number
+    """Return the largest values allowed in settings of a model with these tensors."""
+    filled = [stored.shape for stored in layout.values() if 0 not in stored.shape]  # empty tensors may claim any extent
     return Limits(tensors=len(layout), longest=max((extent for shape in filled for extent in shape), default=0))
 
 
 def check_name(name: Any) -> None:
-    """Refuse a tensor's name that no line could show."""
+    """Raise ValueError if a tensor's name is not printable or too long."""
     if not isinstance(name, str) or not name.isprintable() or len(name) > 500:
         raise ValueError(f"names of tensors must be printable text of up to 500 characters, got {shown(name)}")
 
 
 @contextmanager
 def budget(layout: Layout) -> Iterator[None]:
-    """Refuse, in this thread, to register more tensors and numbers than a model for these may take.
+    """Limit the tensors and elements that models register in this thread, relative to the layout.
 
     Raises:
-        ValueError: as soon as there are more, with the limit.
+        ValueError: when a limit is exceeded, with the limit.
     """
     stored = sum(math.prod(tensor.shape) for tensor in layout.values())
     limits = {
@@ -91,17 +91,17 @@ def budget(layout: Layout) -> Iterator[None]:
         "numbers in buffers": max(_MOST_BUFFERS, 4 * stored),
     }
     spent = dict.fromkeys(limits, 0)
-    here = threading.get_ident()
+    thread = threading.get_ident()
 
-    def spend(tensor: Tensor | None, where: str) -> None:
-        if tensor is None or threading.get_ident() != here:
+    def spend(tensor: Tensor | None, category: str) -> None:
+        if tensor is None or threading.get_ident() != thread:
             return
         spent["tensors"] += 1
-        spent[where] += tensor.numel()
+        spent[category] += tensor.numel()
         for what, limit in limits.items():
             if spent[what] > limit:
                 held = f"a file of {len(layout)} tensors with {stored:,} numbers"
-                raise ValueError(f"a model for {held} may take {limit:,} {what}, got settings of a larger one")
+                raise ValueError(f"a model for {held} may take {limit:,} {what}, got settings of a larger model")
 
     handles = (
         register_module_parameter_registration_hook(lambda _, __, tensor: spend(tensor, "numbers in parameters")),
@@ -115,26 +115,26 @@ def budget(layout: Layout) -> Iterator[None]:
 
 
 def check_fits(model: nn.Module, layout: Layout) -> None:
-    """Refuse tensors that are not those of a model, each of its shape, floats for floats.
+    """Check that tensors match a model's in name, shape and dtype; floating-point dtypes may differ.
 
     Raises:
-        ValueError: the first three of them.
+        ValueError: the first three mismatches.
     """
-    wanted = layout_of(model.state_dict())
-    wrong = [_misfit(name, wanted.get(name), layout.get(name)) for name in {**wanted, **layout}]
-    told = [line for line in wrong if line]
-    if told:
-        more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
-        raise ValueError(f"its tensors must be those of its model, got {'; '.join(told[:3])}{more}")
+    expected = layout_of(model.state_dict())
+    differences = [_misfit(name, expected.get(name), layout.get(name)) for name in {**expected, **layout}]
+    misfits = [line for line in differences if line]
+    if misfits:
+        more = f"; and {len(misfits) - 3} more" if len(misfits) > 3 else ""
+        raise ValueError(f"its tensors must be those of its model, got {'; '.join(misfits[:3])}{more}")
 
 
-def _misfit(name: str, wanted: Stored | None, found: Stored | None) -> str | None:
-    if found is None:
+def _misfit(name: str, expected: Stored | None, stored: Stored | None) -> str | None:
+    if stored is None:
         return f"no {name}"
-    if wanted is None:
-        return f"{name}, which it has not"
-    if wanted.shape != found.shape:
-        return f"{name} of {found.shape} instead of {wanted.shape}"
-    if wanted.dtype != found.dtype and not (wanted.dtype in FLOATS and found.dtype in FLOATS):
-        return f"{name} of {found.dtype} instead of {wanted.dtype}"
+    if expected is None:
+        return f"{name}, which is not in the model"
+    if expected.shape != stored.shape:
+        return f"{name} of {stored.shape} instead of {expected.shape}"
+    if expected.dtype != stored.dtype and not (expected.dtype in FLOATS and stored.dtype in FLOATS):
+        return f"{name} of {stored.dtype} instead of {expected.dtype}"
     return None

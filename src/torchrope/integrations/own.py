@@ -1,4 +1,4 @@
-"""This library's own models, as `save` and `load` rebuild them."""
+"""Recipes from which `save` and `load` rebuild torchrope's own models."""
 
 import inspect
 from typing import Any
@@ -31,7 +31,7 @@ from torchrope.models import Features, Swin, ViT
 
 _MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
 
-# What a file may say to each; functions and classes it cannot name.
+# Arguments that a file may set; functions and classes are not among them.
 _SHARED: dict[str, Kind] = {
     "input_size": each(EXTENT, most=8),
     "patch_size": EXTENTS,
@@ -71,26 +71,26 @@ FEATURES: dict[str, Kind] = {
     "window_size": EXTENTS | NOTHING,
     "global_layers": each(LAYER, most=64) | NOTHING,
 }
-"""What a file may say to `Features`, beside the model."""
+"""Arguments of `Features`, other than the model, that a file may set."""
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """The class of a model and the arguments that differ from its defaults; of `Features` also those of its model."""
+    """Return the class and non-default arguments of a model; for `Features`, those of both itself and its model."""
     if type(model) is Features:
         return {**recipe(model.model), "features": model.arguments}
     name = type(model).__name__
     if _MODELS.get(name) is not type(model):
-        raise ValueError(f"save knows torchrope's {', '.join(_MODELS)} and Features, got {name}")
+        raise ValueError(f"of torchrope save supports {', '.join(_MODELS)} and Features, got {name}")
     defaults = {name: one.default for name, one in inspect.signature(type(model)).parameters.items()}
     given = {name: value for name, value in model.arguments.items() if value is not defaults[name]}
     return {"class": name, "arguments": given}
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Refuse a recipe of a file that names more than a class and the data which builds it.
+    """Check that a recipe of a file holds only a class and valid arguments.
 
     Raises:
-        ValueError: the first setting that is wrong.
+        ValueError: the first invalid setting.
     """
     features = {"features": MAPPING} if isinstance(recipe, dict) and "features" in recipe else {}
     check("its recipe", recipe, {"class": one_of(*_MODELS), "arguments": MAPPING, **features}, limits)
@@ -101,7 +101,7 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
-    """The model of a recipe, its weights initialised at random."""
+    """Build the model of a recipe with randomly initialised weights."""
     with torch.device(device):
         model = _MODELS[recipe["class"]](**recipe["arguments"])
         return Features(model, **recipe["features"]) if "features" in recipe else model

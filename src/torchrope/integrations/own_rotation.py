@@ -1,9 +1,9 @@
-"""A model's own rotation: its frequencies, positions and pairs of channels, and how an encoding takes them over.
+"""`OwnRotation`: a model's built-in RoPE (frequencies, positions, channel pairs), transferred to an encoding by `swap`.
 
-An adapter reads an `OwnRotation` from each attention layer of a model that rotates (`Adapter.own_rotations`). `swap`
-gives it to an encoding by `OwnRotation.taken_by`, and the swapped layer then rotates q and k whose channels were put in
-the order that this returns. Scores q^T k do not change when the channels of q and k are reordered alike, so they need
-not be put back, and the model's weights stay as they are.
+An adapter reads an `OwnRotation` from each attention layer of a model with RoPE (`Adapter.own_rotations`). `swap`
+transfers it to an encoding by `OwnRotation.taken_by`, which returns an order of channels; the swapped layer permutes q
+and k to this order and rotates them. The same permutation of q and k leaves the scores q^T k unchanged, so it is not
+undone, and the model's weights are unchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ Divisor = Literal["one", "size", "longest", "shortest", "steps"]
 
 @dataclass(frozen=True)
 class Lattice:
-    """Positions of tokens from their indices:  p_a = origin_a + spacing_a (index_a + offset) / n_a.  Plain data.
+    """Compute positions of tokens from their indices:  p_a = origin_a + spacing_a (index_a + offset) / n_a.
 
     Attributes:
-        spacing: Distance between neighbours where n = 1, one number or one per axis.
-        origin: Position of index 0 where the offset is 0, likewise.
+        spacing: Distance between neighbours for n = 1, one number or one per axis.
+        origin: Position of index 0 for offset 0, one number or one per axis.
         offset: Added to all indices; 0.5 for the centres of patches.
         per: What n is: "one" (1, the spacing is the same at all sizes), "size" (tokens along the axis), "longest" or
             "shortest" (of all axes), "steps" (tokens along the axis less one: from end to end).
@@ -59,7 +59,7 @@ class Lattice:
 
         Args:
             indices: `(..., tokens, axes)`, floating point.
-            sizes: Tokens along each axis, numbers, or tensors `(..., 1)` where samples have sizes of their own.
+            sizes: Tokens along each axis, numbers, or tensors `(..., 1)` if sizes differ between samples.
 
         Returns:
             Positions of the shape of the indices.
@@ -85,7 +85,7 @@ class Lattice:
         return {"spacing": spacing, "origin": [o + self.offset * step for o, step in zip(start, spacing, strict=True)]}
 
     def perturbed(self, positions: Tensor) -> Tensor:
-        """Positions moved at random as the model does in training; the same ones where it does not."""
+        """Perturb positions at random as the model does in training; unchanged if it does not."""
         if self.shift > 0:
             positions = random_shift(positions, self.shift)
         if self.stretch > 1:
@@ -107,15 +107,15 @@ class Lattice:
 
 @dataclass(frozen=True)
 class OwnRotation:
-    """What one attention layer turns q and k by:  pair j of channels by the angle  a_j = sum_a p_a f_aj.
+    """The rotation of q and k in one attention layer:  pair j of channels by the angle  a_j = sum_a p_a f_aj.
 
     Attributes:
-        frequencies: f, `(axes, heads or 1, pairs)`, radians per unit of position; a pair at rest has zeros. Axes are
+        frequencies: f, `(axes, heads or 1, pairs)`, radians per unit of position; zeros for an unrotated pair. Axes are
             those of the data in order: height before width.
         channels: All channels of a head in the order in which pair j is channels 2j and 2j + 1, such as
-            `interleaved(head_dim)` or `halves(head_dim)`. Those behind the last pair do not turn.
-        lattice: The positions p of tokens. Where a model is given positions by its caller, its units.
-        num_prefix: Tokens in front that do not turn: class token, registers. They are put at the origin, where R = I.
+            `interleaved(head_dim)` or `halves(head_dim)`. Those after the last pair are not rotated.
+        lattice: The positions p of tokens; if the caller of the model passes positions, their units.
+        num_prefix: Leading tokens that are not rotated (class token, registers): at the origin, where R = I.
 
     Example:
         >>> import torchrope as tr
@@ -143,22 +143,22 @@ class OwnRotation:
             raise ValueError(f"pairs must be at most half the channels, got {self.frequencies.shape[-1]} of them")
 
     def rotation(self, *sizes: int) -> Planar:
-        """The rotation of the tokens of a lattice behind those in front, for q and k with `channels` in order."""
+        """Return the rotation of the prefix tokens and a lattice of tokens, for q and k permuted by `channels`."""
         return self.at(prefix(self.lattice(*sizes, dtype=self.frequencies.dtype), self.num_prefix))
 
     def at(self, positions: Tensor) -> Planar:
-        """The rotation of tokens at positions `(*batch, tokens, axes)`, for q and k with `channels` in order."""
+        """Return the rotation of tokens at positions `(*batch, tokens, axes)`, for q and k permuted by `channels`."""
         return Planar(positions=positions, frequencies=self.frequencies, head_dim=len(self.channels))
 
     def same_as(self, other: "OwnRotation") -> bool:
-        """Whether two layers rotate alike."""
+        """Return whether two layers have the same rotation."""
         alike = (self.channels, self.lattice, self.num_prefix) == (other.channels, other.lattice, other.num_prefix)
         return alike and torch.equal(self.frequencies, other.frequencies)
 
     def taken_by(self, encoding: Encoding) -> tuple[int, ...]:
         """Set the generators of an encoding to this rotation.
 
-        Where the encoding allots its blocks to the axes in turn, as ComRoPE-AP does, pairs of channels are reordered.
+        If the encoding assigns its blocks to the axes cyclically, as ComRoPE-AP does, pairs of channels are reordered.
 
         Args:
             encoding: Of the same axes, heads and head_dim.
@@ -167,7 +167,7 @@ class OwnRotation:
             The channels of a head in the order that q and k must have for the encoding.
 
         Raises:
-            ValueError: the family cannot represent the rotation, and why.
+            ValueError: the family cannot represent the rotation, with the reason.
         """
         refusals = []
         for rotation in self._candidates(encoding):
@@ -181,35 +181,35 @@ class OwnRotation:
         raise ValueError(f"{rule}: {refusals[0]}")
 
     def _candidates(self, encoding: Encoding) -> Iterator["OwnRotation"]:
-        """This rotation with as many pairs as the encoding turns, in the orders that it may be able to represent."""
-        pairs, turned = self.frequencies.shape[-1], encoding.rotary_dim // 2
-        if turned < pairs:
-            rule = f"init='own' needs an encoding that turns the {2 * pairs} channels which the model turns"
+        """Yield this rotation padded to the pairs that the encoding rotates, in the orders it may represent."""
+        pairs, rotated = self.frequencies.shape[-1], encoding.rotary_dim // 2
+        if rotated < pairs:
+            rule = f"init='own' needs an encoding that rotates the {2 * pairs} channels which the model rotates"
             raise ValueError(f"{rule}, got rotary_dim={encoding.rotary_dim}")
-        resting = self.frequencies.new_zeros(*self.frequencies.shape[:2], turned - pairs)
-        whole = replace(self, frequencies=torch.cat([self.frequencies, resting], dim=-1))
-        yield whole
-        dealt = _dealt(whole.frequencies, encoding.block_size // 2) if encoding.block_size % 2 == 0 else None
-        if dealt is not None:
-            paired = [channel for pair in dealt for channel in self.channels[2 * pair : 2 * pair + 2]]
+        resting = self.frequencies.new_zeros(*self.frequencies.shape[:2], rotated - pairs)
+        padded = replace(self, frequencies=torch.cat([self.frequencies, resting], dim=-1))
+        yield padded
+        order = _cyclic_order(padded.frequencies, encoding.block_size // 2) if encoding.block_size % 2 == 0 else None
+        if order is not None:
+            paired = [channel for pair in order for channel in self.channels[2 * pair : 2 * pair + 2]]
             yield replace(
-                whole,
-                frequencies=whole.frequencies[..., dealt],
-                channels=(*paired, *self.channels[2 * turned :]),
+                padded,
+                frequencies=padded.frequencies[..., order],
+                channels=(*paired, *self.channels[2 * rotated :]),
             )
 
 
 def interleaved(head_dim: int) -> tuple[int, ...]:
-    """Pairs of neighbours: pair j is channels 2j and 2j + 1, as torchrope's own."""
+    """Return the order for adjacent pairs, as in torchrope: pair j is channels 2j and 2j + 1."""
     return tuple(range(head_dim))
 
 
 def halves(head_dim: int, parts: int = 1) -> tuple[int, ...]:
-    """Pairs across halves: pair j of a part of n channels is its channels j and j + n / 2.
+    """Return the order for pairs across halves: pair j of a part of n channels is its channels j and j + n / 2.
 
     Args:
-        head_dim: Channels of a head; what the parts do not fill comes last.
-        parts: How many equal parts are halved each on its own, such as one per axis.
+        head_dim: Channels of a head; those beyond the parts come last.
+        parts: Number of equal parts that are halved separately, such as one per axis.
 
     Example:
         >>> halves(8), halves(8, parts=2)
@@ -221,32 +221,31 @@ def halves(head_dim: int, parts: int = 1) -> tuple[int, ...]:
 
 
 def exact(frequencies: Tensor) -> Tensor:
-    """A model's frequencies in float64, on the CPU.
+    """Convert a model's frequencies to float64 on the CPU.
 
     Raises:
         ValueError: a model on the meta device.
     """
     if frequencies.is_meta:
-        raise ValueError("init='own' reads the model's frequencies, got a model on the meta device, which holds none")
+        raise ValueError("init='own' reads the model's frequencies, got a model on the meta device")
     return frequencies.detach().cpu().double()
 
 
-def _dealt(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:
-    """Pairs in an order in which blocks belong to the axes in turn, or None where there is no such order."""
+def _cyclic_order(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:
+    """Return an order of pairs in which block j belongs to axis j mod N, or None if there is none."""
     num_axes, _, num_pairs = frequencies.shape
-    turns = (frequencies != 0).any(dim=1).T.tolist()  # (pairs, axes)
-    if any(sum(axes) > 1 for axes in turns):
+    rotates = (frequencies != 0).any(dim=1).T.tolist()  # (pairs, axes)
+    if any(sum(axes) > 1 for axes in rotates):
         return None
-    of_axis: list[list[int]] = [[j for j in range(num_pairs) if turns[j][axis]] for axis in range(num_axes)]
-    resting = [j for j in range(num_pairs) if not any(turns[j])]
+    of_axis: list[list[int]] = [[j for j in range(num_pairs) if rotates[j][axis]] for axis in range(num_axes)]
+    resting = [j for j in range(num_pairs) if not any(rotates[j])]
     order: list[int] = []
     for block in range(num_pairs // pairs_of_block):
         for _ in range(pairs_of_block):
-            mine = of_axis[block % num_axes]
-            left = mine or resting
-            if not left:
+            remaining = of_axis[block % num_axes] or resting
+            if not remaining:
                 return None
-            order.append(left.pop(0))
+            order.append(remaining.pop(0))
     return order if len(order) == num_pairs else None
 
 

@@ -1,4 +1,4 @@
-"""Load the weights of a whole model into a backbone: shared ones are copied, what does not fit is reported."""
+"""`load_backbone`: load the weights of a pre-trained model into a backbone and report mismatches."""
 
 import os
 import re
@@ -18,25 +18,25 @@ from torchrope.positions import grid
 
 _TIMM = "timm:"
 _NUMBERED = re.compile(r"(?:layers|encodings|biases|stages)\.(\d+)\.")
-_LEFT = ("head", "norm", "place")  # of no use to a backbone, or with weights of none
+_LEFT = ("head", "norm", "place")  # not used by a backbone, or without weights
 
 
 def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str], **options: Any) -> None:
-    """Give a backbone the weights of a pre-trained model.
+    """Load the weights of a pre-trained model into a backbone.
 
-    Positions keep the distance of pre-training, so that larger images run past its lattice; a learned table of them,
-    or of offsets, is resampled where the backbone was built for another lattice. Head, last norm, later layers stay
-    behind, and the class token and registers where the backbone attends in windows.
+    Positions keep the spacing of pre-training, so larger images extend beyond its lattice. A learned position table or
+    relative position bias is resampled if the backbone was built for another lattice. The head, the last norm and later
+    layers are skipped, as are the class token and registers if the backbone attends in windows.
 
     Args:
         features: The backbone, of the architecture and encoding of the source.
         source: The file of a published checkpoint; a model or folder that `torchrope.save` wrote; "timm:NAME", which
-            timm fetches; a `ViT`, a `Swin`, or a model of timm.
-        options: For checkpoints and models of timm, as `load_published` takes them.
+            timm downloads; a `ViT`, a `Swin`, or a model of timm.
+        options: Options of `load_published`, for checkpoints and models of timm.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: what does not fit, in one line, or what cannot be read.
+        ValueError: mismatched parts, or a source that cannot be read.
 
     Example:
         >>> from torchrope import Features, ViT, load_backbone
@@ -62,89 +62,90 @@ def _read(source: str | os.PathLike[str], options: dict[str, Any]) -> nn.Module:
 
 
 def as_own(source: nn.Module, **options: Any) -> ViT | Swin:
-    """A model as one of ours: a `ViT` or `Swin` itself, a model of timm by the names of its weights.
+    """Convert a model of timm to a `ViT` or `Swin` by its parameter names; a `ViT` or `Swin` is returned unchanged.
 
     Args:
         source: The model.
-        options: As `load_published` takes them; heads, training size and encoding are what the model says by default.
+        options: Options of `load_published`; heads, training size and encoding default to the model's.
 
     Raises:
-        ValueError: a model whose weights `load_published` would not know.
+        ValueError: a model whose parameter names `load_published` does not support.
     """
     if isinstance(source, ViT | Swin):
         return source
     state = {name.removeprefix("model."): value.detach().cpu() for name, value in source.state_dict().items()}
-    takes = options_of(family_of(state))
-    told = {name: value for name, value in _told(source, state).items() if name in takes}
-    converted = convert(state, **{**told, **options})
+    accepted = options_of(family_of(state))
+    defaults = {name: value for name, value in _inferred_options(source, state).items() if name in accepted}
+    converted = convert(state, **{**defaults, **options})
     assert isinstance(converted, ViT | Swin)
     return converted
 
 
 def from_timm(name: str, **options: Any) -> ViT | Swin:
-    """A pre-trained model of timm as one of ours; timm fetches its weights."""
+    """Download a pre-trained model of timm and convert it to a `ViT` or `Swin`."""
     import timm
 
     return as_own(timm.create_model(name, pretrained=True), **options)
 
 
 def transfer(model: ViT | Swin, source: ViT | Swin) -> None:
-    """Give a backbone the weights of a whole model, and the distance of its positions.
+    """Copy the weights of a model, and its spacing and origin of positions, to a backbone.
 
-    What the backbone has no use for stays behind: the head, the last norm, later layers, and tokens without a place
-    where it has none. A table of vectors or of offsets for another lattice is resampled.
+    Parts that the backbone does not use are skipped: the head, the last norm, later layers, and prefix tokens if it has
+    none. A position table or relative position bias of another lattice is resampled.
 
     Args:
         model: The backbone, a `ViT` or `Swin`.
         source: A model of the same architecture and encoding.
 
     Raises:
-        ValueError: what does not fit, the first three of it.
+        ValueError: the first three mismatches.
     """
-    wrong = _other_parts(model, source)
-    state = {} if wrong else _fitted(model, source)
-    wrong = wrong or _other_shapes(model, state) or _other_places(model, source)
-    if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"a backbone takes the weights of a model built like it, got {'; '.join(wrong[:3])}{more}")
+    mismatches = _other_parts(model, source)
+    state = {} if mismatches else _fitted(model, source)
+    mismatches = mismatches or _other_shapes(model, state) or _other_positions(model, source)
+    if mismatches:
+        more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
+        came = f"{'; '.join(mismatches[:3])}{more}"
+        raise ValueError(f"a backbone takes the weights of a model built like it, got {came}")
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     for mine, theirs in zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False):
         mine.spacing, mine.origin = theirs.spacing, theirs.origin
 
 
-def _told(source: nn.Module, state: dict[str, Tensor]) -> dict[str, Any]:
-    """What a model of timm says of itself beyond its tensors."""
-    tower: Any = getattr(source, "model", source)  # that of a model of features alone
-    told: dict[str, Any] = {}
+def _inferred_options(source: nn.Module, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the options of `load_published` that attributes of a model of timm determine."""
+    tower: Any = getattr(source, "model", source)  # the wrapped model of timm's feature extractors
+    inferred: dict[str, Any] = {}
     size = getattr(getattr(tower, "patch_embed", None), "img_size", None)
     if size is not None:
-        told["input_size"] = tuple(size)
+        inferred["input_size"] = tuple(size)
     heads = [part.num_heads for part in source.modules() if hasattr(part, "qkv") and hasattr(part, "num_heads")]
     if heads:
-        told["num_heads"] = heads[0]
+        inferred["num_heads"] = heads[0]
     if not any(name.endswith("freqs") for name in state):
-        told["encoding"] = "none" if getattr(tower, "rope", None) is None else "axial"
-    return told
+        inferred["encoding"] = "none" if getattr(tower, "rope", None) is None else "axial"
+    return inferred
 
 
 def _other_parts(model: ViT | Swin, source: ViT | Swin) -> list[str]:
-    """Parts of the backbone that the source has not, or has of another kind or built otherwise."""
+    """Return the submodules of the backbone whose class or settings differ from the source's."""
     if type(model) is not type(source):
         return [f"a {type(source).__name__} for a {type(model).__name__}"]
     mine, theirs = dict(model.named_modules()), dict(source.named_modules())
     names = [name for name in {**mine, "absolute": None} if name.partition(".")[0] not in _LEFT]
-    told = []
+    mismatches = []
     for name in names:
         own, other = mine.get(name), theirs.get(_shared(name, source))
         if _kind(own) != _kind(other):
-            told.append(f"{name}: {_kind(other)} instead of {_kind(own)}")
+            mismatches.append(f"{name}: {_kind(other)} instead of {_kind(own)}")
         elif _built(own) != _built(other):
-            told.append(f"{name}: {_built(other)} instead of {_built(own)}")
-    return told
+            mismatches.append(f"{name}: {_built(other)} instead of {_built(own)}")
+    return mismatches
 
 
 def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
-    """Weights of other shapes, or that only one of the two has, among those that the backbone has a use for."""
+    """Return the weights that the backbone uses whose shapes differ, or that only one of the two has."""
     mine = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     theirs = {name: tuple(value.shape) for name, value in state.items() if name in mine or _useful(name, model)}
     return [
@@ -154,16 +155,16 @@ def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
     ]
 
 
-def _other_places(model: ViT | Swin, source: ViT | Swin) -> list[str]:
-    """Positions that a backbone would not find where the source does, jitter apart."""
+def _other_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
+    """Return a mismatch if backbone and source compute different positions, apart from jitter."""
     if not isinstance(model, ViT) or not isinstance(source, ViT) or (model.place is None and source.place is None):
         return []
-    mine, theirs = (_at_rest(one.place, source) for one in (model, source))
+    mine, theirs = (_evaluated_positions(one.place, source) for one in (model, source))
     return [] if torch.allclose(mine, theirs) else ["positions: others on the same lattice"]
 
 
-def _at_rest(place: Any, source: ViT) -> Tensor:
-    """Positions of some lattice, by what places them in evaluation or by the source's spacing."""
+def _evaluated_positions(place: Any, source: ViT) -> Tensor:
+    """Compute positions of a sample lattice by `place` in evaluation mode, or by the source's spacing."""
     sizes = (3, 5)
     if place is None:
         return grid(*sizes, spacing=source.spacing, origin=source.origin)
@@ -177,7 +178,7 @@ def _at_rest(place: Any, source: ViT) -> Tensor:
 
 
 def _fitted(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:
-    """The source's weights, its tables of the backbone's sizes, without tokens that the backbone left out."""
+    """Return the source's weights with tables resampled and without prefix tokens that the backbone lacks."""
     state = dict(source.state_dict())
     state |= {name: state[from_] for name in model.state_dict() if (from_ := _shared(name, source)) in state}
     if isinstance(model, ViT) and not model.num_prefix:
@@ -196,7 +197,7 @@ def _fitted(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:
 
 
 def _shared(name: str, source: ViT | Swin) -> str:
-    """What the source calls a part of the backbone: one encoding or bias may serve all of its layers."""
+    """Return the source's name of a part of the backbone; one encoding or bias may be shared by all layers."""
     kind, _, rest = name.partition(".")
     if kind in ("encodings", "biases") and rest and len(getattr(source, kind)) == 1:
         return ".".join([kind, "0", *rest.split(".")[1:]])
@@ -204,7 +205,7 @@ def _shared(name: str, source: ViT | Swin) -> str:
 
 
 def _useful(name: str, model: ViT | Swin) -> bool:
-    """Whether a backbone that takes a model over whole would have a use for a weight of this name."""
+    """Return whether a weight of this name belongs to a part that the backbone uses."""
     layers = model.layers if isinstance(model, ViT) else model.stages
     number = _NUMBERED.match(name)
     return name.partition(".")[0] not in _LEFT and (number is None or int(number[1]) < len(layers))
@@ -215,7 +216,7 @@ def _kind(part: nn.Module | None) -> str:
 
 
 def _built(part: nn.Module | None) -> str:
-    """What a part was built with that its weights do not tell."""
+    """Return the settings of a part that do not affect the shapes of its weights."""
     match part:
         case Attention():
             return f"{part.num_heads} heads"

@@ -1,4 +1,4 @@
-"""`RoPE2D`: the rotation of images that CroCo, DUSt3R and models built on them call, in plain PyTorch."""
+"""`RoPE2D`: the 2D rotary encoding of CroCo, DUSt3R and models built on them, in plain PyTorch."""
 
 import torch
 from torch import Tensor, nn
@@ -9,17 +9,17 @@ from torchrope.tensors import wide_dtype
 class RoPE2D(nn.Module):
     """Rotate queries or keys by the rows and columns of their patches.
 
-    The first half of the channels of a head turns with the row y, the second half with the column x. Within a half of
-    m = head_dim / 2 channels, channels i and i + m / 2 are a pair and turn by the angle a_i, counter-clockwise:
+    The first half of the channels of a head is rotated by the row y, the second half by the column x. Within a half of
+    m = head_dim / 2 channels, channels i and i + m / 2 are a pair, rotated counter-clockwise by the angle a_i:
 
         z_i         = cos(a_i) x_i - sin(a_i) x_{i+m/2}
         z_{i+m/2}   = sin(a_i) x_i + cos(a_i) x_{i+m/2},     a_i = p F0 / freq^(2i/m),   i = 0 ... m/2 - 1
 
-    The input is left as it is and may need a gradient. Angles, cosines and products are float32, or float64 for
+    The input is not modified and may require a gradient. Angles, cosines and products are float32, or float64 for
     float64, in a model of any dtype and under autocast, and rounded once at the end. The error of bfloat16 tokens is
     that of rounding the result, 2^-9 of it at most: 0.16 % of the length of random tokens, where a table of cos and sin
-    in bfloat16 errs by 0.27 %. The module has neither parameters nor buffers, so that checkpoints of models that had
-    another RoPE2D load; it never looks at the values of positions, and so never waits for a device.
+    in bfloat16 errs by 0.27 %. The module has neither parameters nor buffers, so checkpoints of models with another
+    RoPE2D load unchanged; it never reads values of positions on the host, so it does not synchronise the device.
 
     Args:
         freq: Ratio of the fastest frequency to one step below the slowest.
@@ -58,7 +58,7 @@ class RoPE2D(nn.Module):
             New tokens of the same shape and dtype.
 
         Raises:
-            ValueError: head_dim is not divisible by 4; other shapes; positions that are no real numbers.
+            ValueError: head_dim is not divisible by 4; other shapes; positions that are not real numbers.
         """
         _check(tokens, positions)
         wide = wide_dtype(tokens)
@@ -68,11 +68,11 @@ class RoPE2D(nn.Module):
         angles = positions.to(wide).unsqueeze(1).unsqueeze(-1) * frequencies  # (batch, 1, n, 2, pairs)
         cos, sin = angles.cos(), angles.sin()
         first, second = tokens.to(wide).unflatten(-1, (2, 2, pairs)).unbind(-2)  # (batch, heads, n, 2, pairs)
-        turned = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-2)
-        return turned.flatten(-3).to(tokens.dtype)
+        rotated = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-2)
+        return rotated.flatten(-3).to(tokens.dtype)
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the constructor arguments for `repr`."""
         return f"freq={self.base}, F0={self.F0}"
 
 

@@ -1,4 +1,4 @@
-"""Save a model with its encodings, and build it again from the file: safetensors, nothing pickled, nothing executed."""
+"""`save` and `load`: models with their encodings in safetensors files, without pickle or code execution."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from torchrope import encodings as families
 from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
-from torchrope.integrations.describing import class_of, describe, written
+from torchrope.integrations.describing import class_of, describe, to_json
 from torchrope.integrations.header import FORMAT, REBUILDERS, Header, read_header, tuples
 from torchrope.integrations.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
 from torchrope.integrations.own_rotation import Lattice
@@ -24,28 +24,28 @@ from torchrope.integrations.settings import (
     ENCODINGS,
     Limits,
     check,
+    errors_in_one_line,
     one_line,
     one_of,
     shown,
-    told_in_one_line,
 )
 from torchrope.integrations.swap import adapt, adapters, check_fit, install, origins
 
 Model = TypeVar("Model", bound=nn.Module)
 
 FILE = "torchrope.safetensors"
-"""The name of the file in a folder."""
+"""Name of the file in a folder."""
 
 _HEAD = {"format": FORMAT, "torchrope": __version__}
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a model's weights and what rebuilds it around them into one safetensors file, whole or not at all.
+    """Write a model's weights and a description that rebuilds it to one safetensors file, atomically.
 
-    The file holds the state dict; its metadata the library, the architecture with its arguments, and the encodings.
-    Before anything is written the model is rebuilt once without memory. A model with swapped parts that no library
-    builds again, a composite or one of your own, is written with a description of its swaps alone, and loaded into a
-    model built the same way:  `load(path, into=model)`. What `load` could not give back is refused.
+    The file holds the state dict; its metadata hold the library, the architecture with its arguments, and the
+    encodings. Before writing, the model is rebuilt once on the meta device, and an error is raised if `load` could not
+    restore it. For a model with swapped parts that no library rebuilds (a composite or custom model) only the swaps are
+    described; it is loaded into a model built the same way:  `load(path, into=model)`.
 
     Args:
         model: Of timm.create_model, one of transformers' supported classes, a `ViT`, `Swin` or `Features`, swapped or
@@ -53,9 +53,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: A file, or a folder, which gets a file `torchrope.safetensors`.
 
     Raises:
-        ValueError: a model without swapped parts that cannot be rebuilt: of another library, changed by hand since it
-            was made, or built with arguments that `load` does not take from files; encodings that cannot be described
-            by the arguments of their class; state that is no tensor.
+        ValueError: a model without swapped parts that cannot be rebuilt: of another library, modified since it
+            was built, or built with arguments that `load` does not accept from files; encodings that cannot be
+            described by the arguments of their class; non-tensor state.
         OSError: the file cannot be written.
     """
     from safetensors.torch import save as to_bytes
@@ -75,24 +75,24 @@ def load(path: str | os.PathLike[str], *, into: Model, classes: Iterable[type[En
 def load(
     path: str | os.PathLike[str], *, into: nn.Module | None = None, classes: Iterable[type[Encoding]] = ()
 ) -> nn.Module:
-    """Build the model that `save` wrote, on the CPU, in evaluation mode; or fill a model built the same way.
+    """Rebuild the model that `save` wrote, on the CPU in evaluation mode; or load into a model built the same way.
 
-    A file names a class or an architecture that is installed, and arguments of a closed list: no weights are fetched,
-    no other file is opened. What it names must fit its tensors before memory is taken.
+    A file names an installed class or architecture and arguments from a fixed list: no weights are downloaded and no
+    other file is opened. The description is checked against the tensors before memory is allocated.
 
     Args:
         path: The file, or the folder that holds `torchrope.safetensors`.
-        into: A model built like the one that was saved, not swapped, or swapped in the same way. It is swapped where
-            the file says so and gets the weights in its own dtypes, where it is, in the mode it is in. A file that does
-            not fit leaves it as it was.
-        classes: Encodings of your own that the model uses; no other code than theirs and the libraries' runs.
+        into: A model built like the one that was saved, not swapped, or swapped in the same way. It is swapped as the
+            file describes and gets the weights; its dtypes, device and mode are kept. If the file does not fit, it is
+            unchanged.
+        classes: Custom encodings that the model uses; no code other than theirs and the libraries' is run.
 
     Returns:
         The model, swapped if it was.
 
     Raises:
-        ValueError: the file is missing, cut off, damaged or another's; its tensors do not fit the model it names, or
-            the one given; it names none and none is given.
+        ValueError: the file is missing, truncated, damaged or not written by `save`; its tensors do not fit the model
+            it describes, or `into`; it describes no model and `into` is None.
     """
     from safetensors import SafetensorError
 
@@ -101,12 +101,12 @@ def load(
         return _loaded(file, tuple(classes), into)
     except (OSError, SafetensorError, ValueError) as error:
         rule = "load needs a file that torchrope.save wrote"
-        like = "" if into is None else f" of a model built like the {type(into).__name__} given"
+        like = "" if into is None else f" from a model built like the given {type(into).__name__}"
         raise ValueError(f"{rule}{like}, got {file}: {one_line(error)}") from None
 
 
 def _settings(model: nn.Module, layout: Layout) -> str:
-    """What rebuilds a model around its tensors, as JSON that `load` takes."""
+    """Return the description from which `load` rebuilds a model, as JSON."""
     swapped = _swapped(model)
     try:
         return _with_recipe(model, layout)
@@ -117,13 +117,13 @@ def _settings(model: nn.Module, layout: Layout) -> str:
 
 
 def _with_recipe(model: nn.Module, layout: Layout) -> str:
-    """Settings of which `load` builds the whole model."""
+    """Return settings from which `load` rebuilds the whole model."""
     library, rotary = _library(model), next(iter(_swapped(model).values()), None)
     own = {type(encoding) for encoding in rotary.encodings} if rotary is not None else set()
     recipe = import_module(REBUILDERS[library]).recipe(model)
     head = {**_HEAD, "library": library, "recipe": recipe, "swap": None}
     text, again = _rebuilt(head, layout, own)
-    if rotary is not None and not _swapped(again):  # otherwise the recipe builds the encodings too
+    if rotary is not None and not _swapped(again):  # otherwise the recipe already builds the encodings
         text, again = _rebuilt({**head, "swap": _described(rotary)}, layout, own)
     _check_rebuilds(model, again)
     check_fits(again, layout)
@@ -131,9 +131,9 @@ def _with_recipe(model: nn.Module, layout: Layout) -> str:
 
 
 def _without_recipe(model: nn.Module, swapped: dict[str, Rotary], layout: Layout) -> str:
-    """Settings by which `load` swaps a model that it is given."""
+    """Return settings by which `load` swaps the model passed as `into`."""
     swaps = {name: _described(rotary) for name, rotary in swapped.items()}
-    text = written({**_HEAD, "library": None, "recipe": None, "swap": swaps})
+    text = to_json({**_HEAD, "library": None, "recipe": None, "swap": swaps})
     limits = limits_of(layout)
     header = read_header(text, limits)
     for name, rotary in swapped.items():
@@ -147,8 +147,8 @@ def _without_recipe(model: nn.Module, swapped: dict[str, Rotary], layout: Layout
 
 
 def _rebuilt(head: dict[str, Any], layout: Layout, classes: Iterable[Any]) -> tuple[str, nn.Module]:
-    """Settings as they are written, and the model that they give, without memory."""
-    text = written(head)
+    """Return settings as JSON, and the model rebuilt from them on the meta device."""
+    text = to_json(head)
     return text, _built(read_header(text, limits_of(layout)), layout, tuple(classes), "meta")
 
 
@@ -160,7 +160,7 @@ def _loaded(file: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
     with safe_open(file, framework="pt") as opened:
         text = (opened.metadata() or {}).get("torchrope")
         if text is None:
-            raise ValueError("it has none of its settings")
+            raise ValueError("it has no settings of torchrope")
         layout = layout_of_file(opened)
         header = read_header(text, limits_of(layout))
         if into is None:
@@ -175,13 +175,13 @@ def _loaded(file: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
 
 
 def _library(model: nn.Module) -> str:
-    """Which library builds a model; a model of timm's that is registered here is timm's."""
+    """Return the library that builds a model: timm also for the timm models that torchrope registers."""
     known = [library for library in origins(type(model)) if library in REBUILDERS]
     if known:
         return known[0]
     if type(model).__module__.startswith("torchrope."):
         return "torchrope"
-    raise ValueError(f"save rebuilds models of {', '.join(REBUILDERS)}, got {type(model).__name__}")
+    raise ValueError(f"model must be of {', '.join(REBUILDERS)}, got {type(model).__name__}")
 
 
 def _described(rotary: Rotary) -> dict[str, Any]:
@@ -195,11 +195,11 @@ def _described(rotary: Rotary) -> dict[str, Any]:
 
 
 def _built(header: Header, layout: Layout, classes: tuple[type[Encoding], ...], device: str) -> nn.Module:
-    """The model of a file's settings, its weights random; of no more parameters than its tensors explain."""
+    """Build the model of a file's settings with random weights; its size is limited by the file's tensors."""
     if header.library is None:
-        raise ValueError("it holds weights and swaps alone: build its model and load(path, into=model)")
+        raise ValueError("it holds only weights and swaps: build its model and call load(path, into=model)")
     with budget(layout):
-        with told_in_one_line(f"{header.library} refuses its settings"):
+        with errors_in_one_line(f"{header.library} rejects its settings"):
             model: nn.Module = import_module(REBUILDERS[header.library]).rebuild(header.recipe, device)
         if header.swap is not None:
             _swap_again(adapt(model), header.swap, layout, classes)
@@ -209,18 +209,18 @@ def _built(header: Header, layout: Layout, classes: tuple[type[Encoding], ...], 
 def _fill(
     model: nn.Module, header: Header, layout: Layout, tensors: dict[str, Tensor], classes: tuple[type[Encoding], ...]
 ) -> None:
-    """Swap a model as a file says and give it the file's weights; leave it as it was if they do not fit."""
+    """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
     swaps = header.towers if header.swap is None else {_name_of(adapt(model).tower, model): header.swap}
     undone: list[Callable[[], None]] = []
     try:
         for name, swap in swaps.items():
             adapter = _adapter_of(model, name)
-            there = getattr(adapter.tower, ATTRIBUTE, None)
-            if there is None:
+            rotary = getattr(adapter.tower, ATTRIBUTE, None)
+            if rotary is None:
                 undone.append(_undo(adapter))
                 with budget(layout):
                     _swap_again(adapter, swap, layout, classes)
-            elif json.loads(written(_described(there))) != swap:
+            elif json.loads(to_json(_described(rotary))) != swap:
                 raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
         check_fits(model, layout)
     except BaseException:
@@ -231,7 +231,7 @@ def _fill(
 
 
 def _undo(adapter: Adapter) -> Callable[[], None]:
-    """What takes out what will be swapped into a model, and gives its tables their values back."""
+    """Return a function that undoes a swap to come and restores the model's tables."""
     before = [(table, table.detach().clone(), table.requires_grad) for table in adapter.tables()]
 
     def undo() -> None:
@@ -249,17 +249,17 @@ def _undo(adapter: Adapter) -> Callable[[], None]:
 
 
 def _swap_again(adapter: Adapter, swap: dict[str, Any], layout: Layout, classes: tuple[type[Encoding], ...]) -> None:
-    """Put the encodings that were described into a model, their weights as they come."""
+    """Build the described encodings and install them in a model; their weights are not loaded."""
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
-        raise ValueError("its swap must be of a model that is built without encodings, got one that has some")
+        raise ValueError("its swap must be null for a model that is built with encodings, got a swap")
     sites, own = adapter.sites(), next(adapter.tower.parameters())
     encodings = _encodings(swap, sites, classes, own.device, limits_of(layout))
     choices = {name: swap[name] for name in ("keep_ape", "keep_rotation")}
     lattices = [_lattice(one, len(sites[0].lattice)) for one in swap["lattices"]]
     channels = [_channels(one, site.head_dim) for one, site in zip(swap["channels"], sites, strict=False)]
-    with told_in_one_line("the model refuses its encodings"):
+    with errors_in_one_line("the model rejects its encodings"):
         rotary = install(adapter, encodings, lattices, channels, **choices)
-    for name, table in list(rotary._buffers.items()):  # one that was put aside may be of another input size
+    for name, table in list(rotary._buffers.items()):  # a stored table may have another input size
         shapes = [stored.shape for key, stored in layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
         if table is not None and shapes and _resizes(table, shapes[0]):
             rotary._buffers[name] = torch.empty(shapes[0], dtype=table.dtype, device=own.device)
@@ -272,11 +272,11 @@ def _encodings(
     device: torch.device,
     limits: Limits,
 ) -> list[Encoding]:
-    """The encodings that were described for a model's layers: one for each, or one for all."""
+    """Build the described encodings of a model's layers: one per layer, or one shared by all."""
     descriptions = swap["encodings"]
     if len(descriptions) not in (1, len(sites)):
         raise ValueError(f"encodings of its swap must be one, or {len(sites)} for the layers, got {len(descriptions)}")
-    pairs = zip(descriptions, sites, strict=False)  # one alone is for all
+    pairs = zip(descriptions, sites, strict=False)  # a single encoding is shared
     encodings = [_encoding(one, site, classes, device, limits) for one, site in pairs]
     if len(descriptions) == 1:
         for site in sites:
@@ -291,26 +291,26 @@ def _encoding(
     device: torch.device,
     limits: Limits,
 ) -> Encoding:
-    """The encoding that was described for a layer; torchrope's on the device, others on the CPU, as they may need."""
-    place = {
+    """Build the described encoding of a layer: torchrope's on the device, custom ones on the CPU."""
+    shape = {
         "num_axes": one_of(len(site.lattice)),
         "num_heads": one_of(*{1, site.num_heads}),
         "head_dim": one_of(site.head_dim),
     }
     arguments, what = description["arguments"], f"the arguments of {description['class']}"
     if class_of(description, classes) is getattr(families, description["class"], None):
-        check(what, arguments, ENCODINGS | place, limits, partly=True)
+        check(what, arguments, ENCODINGS | shape, limits, partly=True)
     else:
-        check(what, {name: arguments[name] for name in place if name in arguments}, place, limits, partly=True)
+        check(what, {name: arguments[name] for name in shape if name in arguments}, shape, limits, partly=True)
         device = torch.device("cpu")
-    with device, told_in_one_line(f"{description['class']} refuses its settings"):
+    with device, errors_in_one_line(f"{description['class']} rejects its settings"):
         encoding = class_of(description, classes)(**tuples(arguments))
     check_fit(encoding, site)
     return encoding
 
 
 def _resizes(table: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a table of positions may have this shape at another input size."""
+    """Return whether a position table may have this shape at another input size."""
     return 0 not in shape and len(shape) == table.ndim and shape[-1:] == table.shape[-1:]
 
 
@@ -331,17 +331,19 @@ def _channels(described: list[int] | None, head_dim: int) -> tuple[int, ...] | N
 
 
 def _swapped(model: nn.Module) -> dict[str, Rotary]:
-    """The encodings of each swapped part of a model, by the name of the part."""
+    """Return the encodings of each swapped submodule, by the name of the submodule."""
     parts = {name: module for name, module in model.named_modules() if isinstance(module, Rotary)}
     return {name.rpartition(".")[0]: rotary for name, rotary in parts.items()}
 
 
 def _adapter_of(model: nn.Module, name: str) -> Adapter:
-    """What swap needs for the part of a model that has this name."""
+    """Return the adapter of the submodule with this name."""
     tower = dict(model.named_modules()).get(name)
     found = [adapter for adapter in adapters(model) if adapter.tower is tower]
     if not found:
-        raise ValueError(f"its swap must be of a part that swap knows, got {shown(name)}, which the model has not")
+        raise ValueError(
+            f"its swap must be of a submodule that swap supports, got {shown(name)}, which the model lacks"
+        )
     return found[0]
 
 
@@ -350,25 +352,25 @@ def _name_of(part: nn.Module, model: nn.Module) -> str:
 
 
 def _check_rebuilds(model: nn.Module, again: nn.Module) -> None:
-    """Refuse a model that its recipe does not give back."""
+    """Raise ValueError if the rebuilt model differs in submodules or shapes."""
     parts, rebuilt = ({name: type(part) for name, part in one.named_modules()} for one in (model, again))
     shapes, shapes_again = ({name: part.shape for name, part in one.state_dict().items()} for one in (model, again))
     for was, would in ((parts, rebuilt), (shapes, shapes_again)):
         for name in [*was, *would]:
             if was.get(name) != would.get(name):
-                rule = "save needs a model as it was built, so that load can build it again"
+                rule = "save needs a model that was not modified since it was built"
                 raise ValueError(f"{rule}, got {name or 'the model'}: {was.get(name)} instead of {would.get(name)}")
 
 
 def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors on the CPU, each in memory of its own."""
-    alone: dict[str, Tensor] = {}
+    """Copy tensors to the CPU, cloning those that share storage."""
+    separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        here = tensor.detach().cpu().contiguous()
-        alone[name] = here.clone() if here.untyped_storage().data_ptr() in seen else here
-        seen.add(here.untyped_storage().data_ptr())
-    return alone
+        on_cpu = tensor.detach().cpu().contiguous()
+        separate[name] = on_cpu.clone() if on_cpu.untyped_storage().data_ptr() in seen else on_cpu
+        seen.add(on_cpu.untyped_storage().data_ptr())
+    return separate
 
 
 def _file(path: str | os.PathLike[str]) -> Path:

@@ -16,11 +16,11 @@ _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, Runti
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest numbers that settings may name, by the tensors that are there to fill a model.
+    """Upper limits for numbers in settings, derived from the tensors of the file.
 
     Attributes:
-        tensors: How many there are.
-        longest: The largest extent of any of them.
+        tensors: Number of tensors.
+        longest: The largest extent of any tensor.
     """
 
     tensors: int = 0
@@ -28,26 +28,26 @@ class Limits:
 
     @property
     def layers(self) -> int:
-        """Layers, each of which is built: as many as tensors, or 64, for features may leave most of them out."""
+        """Limit of layers: the number of tensors, or 64 if larger, because feature models drop layers once built."""
         return max(self.tensors, _MOST_LAYERS)
 
     @property
     def width(self) -> int:
-        """Channels, heads, classes: the longest tensor's, or 65,536."""
+        """Limit of channels, heads and classes: the longest extent, or 65,536 if larger."""
         return max(self.longest, _WIDEST)
 
     def filled(self, rule: str) -> str:
-        """A rule with these numbers in the place of their names."""
+        """Substitute these numbers for their {names} in a rule."""
         return rule.format(tensors=self.tensors, longest=self.longest, layers=self.layers, width=self.width)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a setting must be.
+    """A constraint on the value of a setting.
 
     Attributes:
-        rule: The same in words, with {names} of `Limits`.
-        holds: Whether a value, as JSON has it, is that.
+        rule: Description of the constraint, with {names} of `Limits`.
+        holds: Returns whether a JSON value satisfies it.
     """
 
     rule: str
@@ -58,12 +58,12 @@ class Kind:
 
 
 def whole(rule: str, least: Callable[[Limits], int], most: Callable[[Limits], int]) -> Kind:
-    """A whole number between two limits."""
+    """Constrain to an integer between two limits."""
     return Kind(rule, lambda value, at: type(value) is int and least(at) <= value <= most(at))
 
 
 def one_of(*choices: Any) -> Kind:
-    """One of a few values."""
+    """Constrain to one of the given values."""
     return Kind(
         " or ".join(map(repr, choices)),
         lambda value, _: any(type(value) is type(choice) and value == choice for choice in choices),
@@ -71,7 +71,7 @@ def one_of(*choices: Any) -> Kind:
 
 
 def each(kind: Kind, most: int = 16) -> Kind:
-    """A list of values of one kind."""
+    """Constrain to a list of values of one kind."""
     return Kind(
         f"a list of up to {most} of ({kind.rule})",
         lambda value, at: isinstance(value, list) and len(value) <= most and all(kind.holds(one, at) for one in value),
@@ -79,7 +79,7 @@ def each(kind: Kind, most: int = 16) -> Kind:
 
 
 def named(keys: Kind, values: Kind) -> Kind:
-    """A mapping, no longer than a model may be wide."""
+    """Constrain to a mapping with at most `Limits.width` entries."""
     return Kind(
         f"a mapping of up to {{width}} from ({keys.rule}) to ({values.rule})",
         lambda value, at: (
@@ -91,7 +91,7 @@ def named(keys: Kind, values: Kind) -> Kind:
 
 
 def matching(pattern: str, rule: str) -> Kind:
-    """Text of a pattern."""
+    """Constrain to a string that matches a pattern."""
     return Kind(rule, lambda value, _: isinstance(value, str) and re.fullmatch(pattern, value) is not None)
 
 
@@ -132,48 +132,48 @@ ENCODINGS: dict[str, Kind] = {
     "resting": SHARE,
     "sections": each(WIDTH) | NOTHING,
 }
-"""What torchrope's encodings take, besides the axes, heads and channels of their layer."""
+"""Arguments of torchrope's encodings, other than the axes, heads and channels of their layer."""
 
 
 def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:
-    """Refuse settings that are missing, unknown, of another type or too large.
+    """Check that settings are complete, known, of the right type and within limits.
 
     Args:
-        what: Whose they are, for the error.
-        given: The settings, as JSON has them.
-        kinds: What each must be.
-        limits: The largest numbers.
-        partly: Whether settings may be left out.
+        what: Name of the settings in the error.
+        given: The settings, parsed from JSON.
+        kinds: Constraint of each setting.
+        limits: Upper limits for numbers.
+        partly: Whether settings may be omitted.
 
     Raises:
-        ValueError: the first that is wrong, and what it must be.
+        ValueError: the first invalid setting, with its constraint.
     """
     if not isinstance(given, dict):
         raise ValueError(f"{what} must be settings by name, got {shown(given)}")
-    strange = [name for name in given if name not in kinds]
+    unknown = [name for name in given if name not in kinds]
     missing = [] if partly else [name for name in kinds if name not in given]
-    if strange or missing:
-        rule = "of the closed list that a file may name" if partly else f"{', '.join(kinds)}, all of them"
-        raise ValueError(f"{what} must be {rule}, got {shown(strange[0]) if strange else f'no {missing[0]}'}")
+    if unknown or missing:
+        rule = "among those that a file may set" if partly else f"{', '.join(kinds)}, all of them"
+        raise ValueError(f"{what} must be {rule}, got {shown(unknown[0]) if unknown else f'no {missing[0]}'}")
     for name, value in given.items():
         if not kinds[name].holds(value, limits):
             raise ValueError(f"{name} of {what} must be {limits.filled(kinds[name].rule)}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:
-    """A value of a file in a few words of one line."""
+    """Return a shortened repr of a value of a file."""
     return reprlib.repr(value)
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line of bounded length."""
+    """Return the message of an error in one line of bounded length."""
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return kind + textwrap.shorten(str(error), 500, placeholder=" ...")
 
 
 @contextmanager
-def told_in_one_line(what: str) -> Iterator[None]:
-    """Say in one line what a library's constructor refuses, in whatever way it does."""
+def errors_in_one_line(what: str) -> Iterator[None]:
+    """Convert errors raised by a library's constructor to ValueError with a message of one line."""
     try:
         yield
     except _REFUSALS as error:

@@ -1,4 +1,4 @@
-"""Put an encoding into a model of timm, transformers or diffusers, and take it out again."""
+"""`swap` adds an encoding to a model of timm, transformers or diffusers; `unswap` removes it."""
 
 import inspect
 import warnings
@@ -12,7 +12,7 @@ from torch import nn
 
 from torchrope.encodings import Encoding, NoEncoding, choose
 from torchrope.encodings.base import Init
-from torchrope.integrations.describing import describe, written
+from torchrope.integrations.describing import describe, to_json
 from torchrope.integrations.own_rotation import Lattice, OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
 from torchrope.positions import PerAxis
@@ -21,7 +21,7 @@ from torchrope.tensors import can_read
 Model = TypeVar("Model", bound=nn.Module)
 Start = Literal["own", "zeros", "paper"]
 
-# The library that a model comes from, and the module of ours that knows it.
+# Modules with the adapters for each library.
 LIBRARIES = {
     "dynamic_network_architectures": "torchrope.integrations.dynamic_network_architectures",
     "timm": "torchrope.integrations.timm",
@@ -43,49 +43,50 @@ def swap(
 ) -> Model:
     """Rotate the queries and keys of a model by an encoding:  softmax(q^T R(p)^T R(p') k / √d) v  in every layer.
 
-    The model is changed in place; its parameters keep their names, those of the encoding come under `rotary`.
-    Fine-tuning starts where training ended: with keep_ape=True the outputs of a model that does not rotate stay the
-    same bit for bit (init="zeros"), and a model that rotates goes on from its own frequencies, positions and pairs of
-    channels (init="own"), its outputs the same up to rounding. A model of timm with norms of q and k is the same up to
-    rounding too: a planar rotation and the norm before it are computed in one pass and rounded once.
+    The model is changed in-place; its parameters keep their names, those of the encoding are added under `rotary`.
+    Outputs are preserved for fine-tuning: with keep_ape=True those of a model without RoPE stay bit-identical
+    (init="zeros"), and a model with RoPE keeps its frequencies, positions and pairs of channels (init="own"), with
+    outputs equal up to rounding. With norms of q and k in timm outputs are equal up to rounding too, because
+    a planar rotation and the norm before it are computed in one pass and rounded once.
 
     Args:
         model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,
             DINOv3), NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, and the vision encoders of
             Qwen3, DeepSeek and Gemma 4. Of transformers: the vision models of ViT, DeiT, BEiT, DINOv2, DINOv3, I-JEPA,
-            ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2; vision towers that rotate (Qwen-VL, Pixtral,
-            Llama 4, SAM 3 and others) and text models (Llama, Qwen, Gemma and others); and what is built around them.
+            ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2; vision towers with RoPE (Qwen-VL, Pixtral,
+            Llama 4, SAM 3 and others) and text models (Llama, Qwen, Gemma and others); and models that contain them.
             Of diffusers: the transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, HunyuanVideo, CogVideoX,
-            LTX-Video, LTX-2 and Cosmos. nnU-Net's Primus. Also a model of your own that holds one of these; of a vision
-            tower and a text model, the tower is taken.
-        encoding: A name ("mixed", "liere:8"); an `Encoding`, which all layers share, its rotation computed once per
-            forward; or what builds one for each layer from num_axes, num_heads and head_dim.
-        block_size: b, for a name or a factory that takes one.
-        keep_ape: Whether the model's own position table (a Swin's relative bias) stays. False sets it to zero and
-            freezes it; `unswap` brings it back.
-        keep_rotation: Whether a rotation that the model has already stays beside the new one.
-        init: "own" continues the model's own rotation, in the model's units of position. "zeros" starts without a
-            rotation, "paper" as the paper chose; a model that rotates changes its outputs by both, with a warning. By
-            default "own" for a model that rotates, "zeros" otherwise. An encoding that is given, and what a
-            function builds, keeps its generators unless "own" is asked for.
+            LTX-Video, LTX-2 and Cosmos. nnU-Net's Primus. Also a custom model that contains one of these; of a vision
+            tower and a text model, the tower is swapped.
+        encoding: A name ("mixed", "liere:8"); an `Encoding`, shared by all layers, its rotation computed once per
+            forward; or a factory called for each layer with num_axes, num_heads and head_dim.
+        block_size: b, if encoding is a name or a factory that takes one.
+        keep_ape: Whether to keep the model's position table (a Swin's relative bias). False sets it to zero and
+            freezes it; `unswap` restores it.
+        keep_rotation: Whether to keep the model's built-in rotation in addition to the new one.
+        init: "own" starts from the model's built-in rotation, in the model's units of position; "zeros" from no
+            rotation; "paper" from the paper's initialisation. For a model with RoPE the last two change outputs, with
+            a warning. Default: "own" for a model with RoPE, "zeros" otherwise. An `Encoding`, or one built by a
+            function, keeps its generators unless init is "own".
         spacing: Distance between neighbouring tokens, one number or one per axis; by default the convention of the
             encoding's paper at the size the model was built for. It never changes with the input size. With
-            init="own" positions are the model's; in a model of diffusers they are in any case, times `spacing`.
-        origin: Position of the first token, likewise.
+            init="own" positions are the model's; in a model of diffusers they always are, multiplied by `spacing`.
+        origin: Position of the first token, one number or one per axis; default as for `spacing`.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model that is not known, or swapped already; an encoding that does not fit its heads, or cannot
-            represent the model's own rotation.
+        ValueError: an unsupported or already swapped model; an encoding that does not fit its heads, or cannot
+            represent the model's built-in rotation.
 
     Warns:
-        UserWarning: the model knows no positions, for keep_ape=False silences its table and generators start at zero;
-            an encoding that `save` cannot describe.
+        UserWarning: the model has no position information, because keep_ape=False zeroes its table and generators are
+            zero; outputs change; an encoding that `save` cannot describe.
 
     References:
-        ComRoPE, supplement B.2: with zero generators rotary attention is plain attention.
+        ComRoPE (Yu et al., CVPR 2025, arXiv:2506.03737), supplementary material, B.2: with zero generators rotary
+        attention is plain attention.
 
     Example:
         >>> import timm
@@ -97,9 +98,9 @@ def swap(
     """
     adapter = adapt(model)
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
-        raise ValueError(f"swap needs a model that is not swapped, got {_name(model)} that is: unswap it first")
+        raise ValueError(f"swap needs a model that is not swapped, got a swapped {_name(model)}: call unswap first")
     if keep_rotation and not adapter.keeps_rotation:
-        rule = f"a {_name(adapter.tower)} takes one rotation, in whose place swap puts an encoding"
+        rule = f"keep_rotation must be False for a {_name(adapter.tower)}, whose rotation can only be replaced"
         raise ValueError(f"{rule}, got keep_rotation=True")
     sites = adapter.sites()
     start = _start(adapter, encoding, init, keep_rotation)
@@ -112,28 +113,28 @@ def swap(
         lattices = [_lattice(made, site, spacing, origin) for made, site in zip(encodings, sites, strict=False)]
         channels = [None for _ in encodings]
         if adapter.rotates() and not keep_rotation:
-            rule = "outputs change, for the encoding replaces the model's rotation; init='own' continues it"
+            rule = "outputs change, for the encoding replaces the model's rotation; init='own' preserves it"
             warnings.warn(f"{rule}, got {_name(model)}", stacklevel=2)
     install(adapter, encodings, lattices, channels, keep_ape=keep_ape, keep_rotation=keep_rotation)
-    if not keep_ape and not keep_rotation and all(map(_rests, encodings)):
-        told = "the table is silent and all generators are zero; init='paper' starts with a rotation"
-        warnings.warn(f"{_name(model)} knows no positions for now: {told}", stacklevel=2)
-    for error in filter(None, map(_not_saved, {type(encoding): encoding for encoding in encodings}.values())):
-        warnings.warn(f"torchrope.save will refuse this {_name(model)}: {error}", stacklevel=2)
+    if not keep_ape and not keep_rotation and all(map(_has_zero_generators, encodings)):
+        reason = "the position table and all generators are zero; init='paper' starts with a rotation"
+        warnings.warn(f"{_name(model)} has no position information: {reason}", stacklevel=2)
+    for error in filter(None, map(_save_error, {type(encoding): encoding for encoding in encodings}.values())):
+        warnings.warn(f"torchrope.save will reject this {_name(model)}: {error}", stacklevel=2)
     return model
 
 
 def unswap(model: Model) -> Model:
-    """Take out what `swap` put into a model, and give it back as it was: its table, its own rotation.
+    """Undo `swap`: remove the encodings and restore the position table and the built-in rotation.
 
     Args:
-        model: A swapped model; it is changed in place. What was trained since stays trained.
+        model: A swapped model, changed in-place. Other parameters keep their current values.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model that is not swapped, or whose tables have another size now.
+        ValueError: a model that is not swapped, or whose tables were resized since.
     """
     adapter = adapt(model)
     rotary = getattr(adapter.tower, ATTRIBUTE, None)
@@ -152,30 +153,30 @@ def install(
     channels: Sequence[tuple[int, ...] | None],
     **choices: bool,
 ) -> Rotary:
-    """Put encodings that fit into a model.
+    """Install encodings, already checked against the layers, in a model.
 
     Args:
-        adapter: The model's.
-        encodings: One per layer, or one alone.
-        lattices: Where each finds the tokens.
-        channels: The order in which each takes the channels of a head, or None.
-        choices: What else `Rotary` takes.
+        adapter: The adapter of the model.
+        encodings: One per layer, or a single shared one.
+        lattices: Token positions for each encoding.
+        channels: Order in which each encoding takes the channels of a head, or None.
+        choices: Further arguments of `Rotary`.
     """
     rotary = Rotary(encodings, lattices=lattices, channels=channels, **choices)
     own = next(adapter.tower.parameters())
     rotary.to(device=own.device, dtype=_dtype(adapter)).train(adapter.tower.training)
     if not rotary.keep_ape:
-        _silence(adapter.tables(), rotary)
+        _zero_tables(adapter.tables(), rotary)
     setattr(adapter.tower, ATTRIBUTE, rotary)
     adapter.attach(rotary)
     return rotary
 
 
 def adapt(model: nn.Module) -> Adapter:
-    """Find the one part of a model that `swap` knows.
+    """Return the adapter of the one submodule that `swap` supports.
 
     Raises:
-        ValueError: none, or several.
+        ValueError: no such submodule, or several.
     """
     found = adapters(model)
     chosen = [adapter for adapter in found if not adapter.of_text] or found
@@ -185,39 +186,39 @@ def adapt(model: nn.Module) -> Adapter:
         for library in _libraries(model):
             library.refuse(model)
     rule = (
-        "swap knows timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, VisionTransformerSAM, "
-        "the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' ViT, DeiT, BEiT, DINOv2, DINOv3, "
-        "I-JEPA, ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2, its towers and text models that "
-        "rotate by tables of positions, diffusers' transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, "
-        "HunyuanVideo, CogVideoX, LTX-Video, LTX-2 and Cosmos, and nnU-Net's Primus"
+        "swap supports timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, "
+        "VisionTransformerSAM, the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' ViT, DeiT, BEiT, "
+        "DINOv2, DINOv3, I-JEPA, ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2, its towers and text "
+        "models with RoPE computed from tables of positions, diffusers' transformers of Flux, Flux 2, Qwen-Image, "
+        "Lumina 2, Wan, HunyuanVideo, CogVideoX, LTX-Video, LTX-2 and Cosmos, and nnU-Net's Primus"
     )
     held = f", with {len(chosen)} of them" if chosen else ""
     raise ValueError(f"{rule}, one in a model, got {_name(model)}{held}")
 
 
 def adapters(model: nn.Module) -> list[Adapter]:
-    """Find all parts of a model that `swap` knows."""
+    """Return adapters of all submodules that `swap` supports."""
     found: list[Adapter] = []
     for library in LIBRARIES:
-        within = {part for adapter in found for part in adapter.tower.modules()}  # whose blocks may be timm's
+        within = {part for adapter in found for part in adapter.tower.modules()}  # skip: their blocks may be timm's
         if library in origins(*(type(part) for part in model.modules() if part not in within)):
             found.extend(import_module(LIBRARIES[library]).adapters(model))
     return found
 
 
 def _libraries(model: nn.Module) -> list[Any]:
-    """Our modules that know the libraries which parts of a model come from."""
+    """Import the adapter modules of the libraries that a model's submodules come from."""
     return [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
 
 
 def origins(*classes: type) -> list[str]:
-    """The libraries that classes come from, or are made of, among those that are known."""
+    """Return the supported libraries that define the classes or their base classes."""
     roots = {base.__module__.partition(".")[0] for one in set(classes) for base in one.__mro__}
     return [library for library in LIBRARIES if library in roots]
 
 
 def _start(adapter: Adapter, encoding: Any, init: str | None, keep_rotation: bool) -> Start:
-    """What was asked for, or else the start that keeps the outputs."""
+    """Return init if given, or else the initialisation that preserves the outputs."""
     if init is not None:
         if init not in ("own", "paper", "zeros"):
             raise ValueError(f"init must be 'own', 'paper' or 'zeros', got {init!r}")
@@ -232,10 +233,10 @@ def _is_class(encoding: Any) -> bool:
 
 def _check_own(adapter: Adapter, keep_rotation: bool, spacing: PerAxis | None, origin: PerAxis | None) -> None:
     if not adapter.rotates():
-        rule = "init='own' continues the rotation of a model that rotates"
+        rule = "init='own' needs a model with a built-in rotation"
         raise ValueError(f"{rule}, got {_name(adapter.tower)}")
     if keep_rotation:
-        raise ValueError("init='own' puts the encoding in the place of the model's rotation, got keep_rotation=True")
+        raise ValueError("init='own' replaces the model's rotation by the encoding, got keep_rotation=True")
     for name, value in {"spacing": spacing, "origin": origin}.items():
         if value is not None:
             rule = f"init='own' keeps the model's positions; init='zeros' and init='paper' take {name}"
@@ -243,24 +244,24 @@ def _check_own(adapter: Adapter, keep_rotation: bool, spacing: PerAxis | None, o
 
 
 def _continue(adapter: Adapter, encodings: list[Encoding]) -> tuple[list[Lattice], list[tuple[int, ...] | None]]:
-    """Give each layer's own rotation to its encoding; where it finds the tokens, and how it takes the channels."""
+    """Transfer each layer's built-in rotation to its encoding; return the lattices and channel orders."""
     rotations = adapter.own_rotations()
     if len(encodings) == 1 and any(not rotation.same_as(rotations[0]) for rotation in rotations):
-        raise ValueError("init='own' needs an encoding for each layer where layers differ, got one for all of them")
+        raise ValueError("init='own' needs an encoding per layer if layers rotate differently, got one shared by all")
     pairs: list[tuple[OwnRotation, Encoding]] = list(zip(rotations, encodings, strict=False))
     channels = [rotation.taken_by(encoding.to(_dtype(adapter))) for rotation, encoding in pairs]
     return [rotation.lattice for rotation, _ in pairs], list(channels)
 
 
 def _lattice(encoding: Encoding, site: Site, spacing: PerAxis | None, origin: PerAxis | None) -> Lattice:
-    """Where an encoding finds the tokens: as was chosen, or by the convention of its paper."""
+    """Return the positions of tokens: spacing and origin if given, or the convention of the encoding's paper."""
     chosen = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
     usual = encoding.lattice(*site.lattice) if site.sized else {}
     return Lattice(**{**usual, **chosen})
 
 
 def _dtype(adapter: Adapter) -> torch.dtype:
-    """Generators stay float32 in a model of half precision: angles of many radians would be rounded."""
+    """Return at least float32: half precision would round angles of many radians."""
     own: nn.Parameter = next(adapter.tower.parameters())
     return torch.promote_types(own.dtype, torch.float32)
 
@@ -270,16 +271,16 @@ def _encodings(
 ) -> list[Encoding]:
     if isinstance(encoding, Encoding):
         if block_size is not None:
-            raise ValueError(f"block_size is for a name or a factory, got {block_size} beside an encoding")
+            raise ValueError(f"block_size must be None if encoding is an Encoding, got {block_size}")
         for site in sites:
             check_fit(encoding, site)
         return [encoding]
     factory = _named(encoding) if isinstance(encoding, str) else encoding
-    wanted: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
+    further: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
     if _takes(factory, "init"):
-        wanted["init"] = init
+        further["init"] = init
     built = [
-        factory(num_axes=len(site.lattice), num_heads=site.num_heads, head_dim=site.head_dim, **wanted)
+        factory(num_axes=len(site.lattice), num_heads=site.num_heads, head_dim=site.head_dim, **further)
         for site in sites
     ]
     for made, site in zip(built, sites, strict=True):
@@ -287,16 +288,16 @@ def _encodings(
     return built
 
 
-def _rests(encoding: Encoding) -> bool:
-    """Whether an encoding that can turn does not, as far as its values can be read."""
+def _has_zero_generators(encoding: Encoding) -> bool:
+    """Return whether a rotary encoding has zero generators; False if its values cannot be read."""
     generators = encoding.generators().detach()
     return not isinstance(encoding, NoEncoding) and can_read(generators) and not generators.any()
 
 
-def _not_saved(encoding: Encoding) -> ValueError | None:
-    """Why `save` would refuse an encoding."""
+def _save_error(encoding: Encoding) -> ValueError | None:
+    """Return the error that `save` would raise for an encoding, or None."""
     try:
-        written(describe(encoding))
+        to_json(describe(encoding))
     except ValueError as error:
         return error
     return None
@@ -306,12 +307,12 @@ def _named(name: str) -> Callable[..., Encoding]:
     choice = choose(name)
     others = [part for part in choice.parts if not issubclass(part, Encoding)]
     if others:
-        raise ValueError(f"swap puts in rotary encodings, keep_ape=True keeps the model's table, got {name!r}")
+        raise ValueError(f"encoding must be rotary (keep_ape=True keeps the model's table), got {name!r}")
     return choice.rotary
 
 
 def _takes(factory: Callable[..., Encoding], argument: str) -> bool:
-    """Whether what builds an encoding can be told something that was not settled already."""
+    """Return whether a factory accepts an argument that is not bound already."""
     if isinstance(factory, partial):
         return argument not in factory.keywords and _takes(factory.func, argument)
     if isinstance(factory, type):
@@ -324,24 +325,24 @@ def _takes(factory: Callable[..., Encoding], argument: str) -> bool:
 
 
 def check_fit(encoding: Encoding, site: Site) -> None:
-    """Refuse an encoding that does not rotate the heads of an attention layer.
+    """Check that an encoding fits an attention layer.
 
     Raises:
-        ValueError: other axes, heads or channels, or no encoding at all.
+        ValueError: mismatched axes, heads or channels, or not an `Encoding`.
     """
     if not isinstance(encoding, Encoding):
-        raise ValueError(f"swap needs a factory of encodings, got one of {type(encoding).__name__}")
+        raise ValueError(f"a factory must return an Encoding, got {type(encoding).__name__}")
     axes, heads = len(site.lattice), encoding.num_heads
     if encoding.num_axes != axes or encoding.head_dim != site.head_dim or heads not in (1, site.num_heads):
         rule = f"num_axes={axes}, num_heads={site.num_heads}, head_dim={site.head_dim}"
         raise ValueError(f"the model needs an encoding of {rule}, got {encoding}")
 
 
-def _silence(tables: list[nn.Parameter], rotary: Rotary) -> None:
-    """Set tables to zero and keep what they were."""
+def _zero_tables(tables: list[nn.Parameter], rotary: Rotary) -> None:
+    """Set tables to zero and freeze them; their values are kept in buffers for `unswap`."""
     for index, table in enumerate(tables):
         rotary.register_buffer(f"table{index}", table.detach().clone())
-        rotary.silence(f"table{index}", [table])
+        rotary.freeze(f"table{index}", [table])
         with torch.no_grad():
             table.zero_()
 
@@ -353,11 +354,11 @@ def _restore(tables: list[nn.Parameter], rotary: Rotary) -> None:
     for table, original in zip(tables, originals, strict=True):
         if table.shape != original.shape:
             came = f"{tuple(table.shape)} instead of {tuple(original.shape)}"
-            raise ValueError(f"unswap needs the input size that was swapped, got a position table of {came}")
+            raise ValueError(f"unswap needs the input size at the time of the swap, got a position table of {came}")
     for index, (table, original) in enumerate(zip(tables, originals, strict=True)):
         with torch.no_grad():
             table.copy_(original)
-        rotary.wake(f"table{index}", [table])
+        rotary.unfreeze(f"table{index}", [table])
 
 
 def _name(model: nn.Module) -> str:

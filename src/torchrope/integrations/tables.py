@@ -1,9 +1,8 @@
-"""Models that hand tables of cosines and sines to their attention layers, which then get positions in their place.
+"""Adapter for models that pass tables of cosines and sines to their attention layers as arguments.
 
-Such a model makes the tables once per call, by a module or in its caller, and hands them on as arguments. A swapped
-model hands on positions as the same arguments, so that gradient checkpointing, compilation and patch dropout go on
-working. A layer makes its rotation of them and turns q and k behind their norms; the rest of the layer, which then gets
-no table, is as before.
+Such a model computes the tables once per call, in a module or in its caller. A swapped model passes positions as the
+same arguments, so gradient checkpointing, compilation and patch dropout still work. A layer computes its rotation from
+them and rotates q and k after their norms; the rest of the layer is unchanged and receives no table.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,25 +21,25 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Family:
-    """How one family of models rotates.
+    """Description of the rotation in one family of models.
 
     Attributes:
-        layers: Attention layers that rotate, in order: the name of a list of blocks, and of the layer in a block.
-        heads: Key heads of a tower, and channels of a head.
-        frequencies: Of a tower, `(axes, heads or 1, pairs)`, radians per unit of its positions.
-        divert: Makes a tower hand on positions in the place of tables; what is to be removed again.
-        tokens: Positions of all tokens of a layer `(..., tokens, axes)`, from what came in the place of its tables, the
-            layer, and the number of tokens in the other stream (the text's). Those of a stream with norms of its own
-            come first.
-        argument: Name of the tables among the arguments of a layer, and their place where they come without a name.
-        norms: Names of the norms of q and k, and of those of the other stream's, where a layer has some.
-        heads_first: Whether norms get `(batch, heads, tokens, head_dim)`, and not tokens before heads.
-        across_halves: Whether a tower pairs channels j and j + head_dim / 2, and not neighbours.
-        lattice: Tokens along each axis at the size that a tower was built for, None where it does not know.
-        tables: Position tables that a tower has beside its rotation.
-        coarse: Whether angles are so large that float32 rounds them visibly, such as LTX's of up to 15,708 radians by
-            5e-4. The layers then take cosines of angles that PyTorch multiplied, rounded as the model's own; kernels
-            round them otherwise, and outputs would differ by 4e-5 of their spread and more.
+        layers: Attention layers with rotation, in order: the name of a list of blocks, and of the layer in a block.
+        heads: Returns the key heads of a tower and head_dim.
+        frequencies: Returns those of a tower, `(axes, heads or 1, pairs)`, radians per unit of its positions.
+        divert: Makes a tower pass positions in place of tables; returns handles that undo it.
+        tokens: Returns the positions of all tokens of a layer `(..., tokens, axes)`, from the argument that replaces
+            its tables, the layer, and the number of tokens in the other (text) stream. A stream with separate norms
+            comes first.
+        argument: Name of the tables among the arguments of a layer, and their index as a positional argument.
+        norms: Names of the norms of q and k, and of those of the other stream, if any.
+        heads_first: Whether norms get `(batch, heads, tokens, head_dim)` or `(batch, tokens, heads, head_dim)`.
+        across_halves: Whether a tower pairs channels j and j + head_dim / 2 rather than adjacent ones.
+        lattice: Returns tokens along each axis at the size that a tower was built for; None if unknown.
+        tables: Returns the position tables of a tower.
+        coarse: Whether angles are so large that float32 rounding matters, such as LTX's of up to 15,708 radians,
+            rounded by 5e-4. The layers then use cosines of angles computed by PyTorch, rounded like the model's;
+            kernels round differently, and outputs would differ by 4e-5 of their spread or more.
     """
 
     layers: tuple[tuple[str, str], ...]
@@ -58,7 +57,7 @@ class Family:
 
 
 class OfTables(Adapter):
-    """A model whose attention layers get positions as the argument that was tables."""
+    """Adapter that passes positions to attention layers in place of tables."""
 
     keeps_rotation = False
 
@@ -88,12 +87,12 @@ class OfTables(Adapter):
         handles: list[Any] = rotary.handles
         handles.extend(self.family.divert(self.tower))
         for index, layer in enumerate(self._layers()):
-            turn = Turn(rotary, rotary.of_layer(index), self.family)
-            handles.append(layer.register_forward_pre_hook(turn.begin, with_kwargs=True))
-            handles.append(layer.register_forward_hook(turn.end))
+            layer_rotation = LayerRotation(rotary, rotary.of_layer(index), self.family)
+            handles.append(layer.register_forward_pre_hook(layer_rotation.begin, with_kwargs=True))
+            handles.append(layer.register_forward_hook(layer_rotation.end))
             own, others = _norms(layer, self.family)
-            handles.extend(norm.register_forward_hook(turn.turned) for norm in own)
-            handles.extend(norm.register_forward_hook(turn.turned_of_other_stream) for norm in others)
+            handles.extend(norm.register_forward_hook(layer_rotation.rotate_stream) for norm in own)
+            handles.extend(norm.register_forward_hook(layer_rotation.rotate_other_stream) for norm in others)
 
     def _layers(self) -> list[Any]:
         layers = [getattr(block, name) for blocks, name in self.family.layers for block in getattr(self.tower, blocks)]
@@ -102,18 +101,18 @@ class OfTables(Adapter):
         return layers
 
 
-class Turn:
-    """Rotate q and k of one layer by the positions that come in the place of its tables."""
+class LayerRotation:
+    """Rotate q and k of one layer by the positions passed in place of its tables."""
 
     def __init__(self, rotary: Rotary, index: int, family: Family) -> None:
         self.rotary = rotary
         self.index = index
         self.family = family
-        self.rotation: Rotation | None = None  # of the tokens of the present call
-        self.of_other_stream: Rotation | None = None  # where it has norms of its own
+        self.rotation: Rotation | None = None  # of the tokens of the current call
+        self.of_other_stream: Rotation | None = None  # if it has separate norms
 
     def begin(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Before the layer: make its rotation, and leave the layer itself no table."""
+        """Forward pre-hook of the layer: compute its rotation and replace the argument by None."""
         came = argument(*self.family.argument, args, kwargs)
         if came is None:
             return args, kwargs
@@ -121,7 +120,7 @@ class Turn:
         other = argument("encoder_hidden_states", 1, args, kwargs)
         others = other.shape[1] if isinstance(other, Tensor) else 0
         positions = self.rotary.placed(self.index, self.family.tokens(came, layer, others))
-        # One rotation for both streams: their q and k meet in one score, which leaves out a basis that both share.
+        # One rotation for both streams: their q and k share scores, in which a common basis may be omitted.
         rotation = self.rotary.encodings[self.index](positions)
         if self.family.coarse and isinstance(rotation, Planar):
             rotation = rotation.tabulated()
@@ -132,40 +131,40 @@ class Turn:
         return with_argument(*self.family.argument, args, kwargs, None)
 
     def end(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Behind the layer: leave nothing of this call."""
+        """Forward hook of the layer: release the rotation of this call."""
         self.rotation = self.of_other_stream = None
 
-    def turned(self, norm: nn.Module, args: tuple[Any, ...], x: Tensor) -> Tensor:
-        """Behind the norm of q or k."""
-        return self._turned(x, self.rotation)
+    def rotate_stream(self, norm: nn.Module, args: tuple[Any, ...], x: Tensor) -> Tensor:
+        """Forward hook of the norms of q and k."""
+        return self._rotated(x, self.rotation)
 
-    def turned_of_other_stream(self, norm: nn.Module, args: tuple[Any, ...], x: Tensor) -> Tensor:
-        """Behind the norm of q or k of the other stream."""
-        return self._turned(x, self.of_other_stream)
+    def rotate_other_stream(self, norm: nn.Module, args: tuple[Any, ...], x: Tensor) -> Tensor:
+        """Forward hook of the norms of q and k of the other stream."""
+        return self._rotated(x, self.of_other_stream)
 
-    def _turned(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def _rotated(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         if rotation is None:
             return x
         if x.ndim == 3:  # (batch, tokens, heads head_dim)
-            return self._turned(x.unflatten(-1, (-1, rotation.head_dim)), rotation).flatten(2)
+            return self._rotated(x.unflatten(-1, (-1, rotation.head_dim)), rotation).flatten(2)
         layout = "bhtd" if self.family.heads_first else "bthd"
         return rotate_one(self.rotary.in_pairs(x, self.index), rotation, layout=layout, scores_only=True)
 
 
 def argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An argument by its name, or by its place; None where it is not given."""
+    """Return an argument by keyword or position; None if absent."""
     return kwargs[name] if name in kwargs else args[place] if len(args) > place else None
 
 
 def with_argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Arguments:
-    """Arguments with another value of one of them."""
+    """Return the arguments with one value replaced."""
     if name not in kwargs and len(args) > place:
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: value}
 
 
 def _norms(layer: Any, family: Family) -> tuple[list[Any], list[Any]]:
-    """Those of q and k, and those of the other stream's, where it has some."""
+    """Return the norms of q and k, and those of the other stream, if any."""
     norms = [getattr(layer, name, None) for name in family.norms]
     return norms[:2], [norm for norm in norms[2:] if norm is not None]
 
@@ -173,8 +172,8 @@ def _norms(layer: Any, family: Family) -> tuple[list[Any], list[Any]]:
 def _check_can_rotate(layer: Any, family: Family) -> None:
     for name in family.norms[:2]:
         if getattr(layer, name, None) is None:
-            raise ValueError(f"swap rotates q and k behind their norms, got a {type(layer).__name__} without {name}")
+            raise ValueError(f"swap rotates q and k after their norms, got a {type(layer).__name__} without {name}")
     processor = getattr(layer, "processor", None)
     if hasattr(processor, "to_k_ip"):
-        rule = "swap rotates q behind its norm, where an IP-Adapter takes it unrotated: unload the adapter"
+        rule = "swap rotates q after its norm, but an IP-Adapter needs it unrotated: unload the adapter"
         raise ValueError(f"{rule}, got {type(processor).__name__}")

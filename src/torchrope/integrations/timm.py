@@ -1,4 +1,4 @@
-"""`swap` for timm's models, and timm models that are built with an encoding."""
+"""Adapters of `swap` for timm's models, and recipes from which `load` rebuilds them."""
 
 from functools import partial
 from typing import Any
@@ -52,24 +52,24 @@ from torchrope.integrations.settings import (
 from torchrope.integrations.timm_attention import beit_attention, sam_attention, swin_v2_attention
 from torchrope.integrations.timm_hooks import (
     NoAngle,
-    NormAndTurn,
+    NormAndRotate,
     NoTable,
     OfLayer,
-    Places,
-    Turn,
-    TurnInWindow,
-    TurnOnLattice,
+    RotateInWindow,
+    RotateOnLattice,
+    RotateQK,
+    TokenPositions,
 )
 from torchrope.integrations.timm_rotation import gemma_rotation, own_rotation
 from torchrope.models.parts import encoding_parameters
 from torchrope.ops.norms import PLAIN
 
-# Attention layers that pass q and k through q_norm and k_norm, one after the other: (batch, heads, tokens, head_dim),
-# or with tokens before heads.
+# Attention layers that apply q_norm, then k_norm: to (batch, heads, tokens, head_dim), or for _TOKENS_FIRST to
+# (batch, tokens, heads, head_dim).
 _NORMED = (Attention, AttentionRope, EvaAttention, ParallelScalingBlock, Gemma4Attention)
 _TOKENS_FIRST = (ParallelScalingBlock, Gemma4Attention)
 
-# What a file may say to any model of timm: nothing that names weights, files, caches or a hub.
+# Arguments of any timm model that a file may set: none names weights, files, caches or a hub.
 _OF_ANY: dict[str, Kind] = {
     "num_classes": WIDTH,
     "in_chans": WIDTH,
@@ -87,7 +87,7 @@ _OF_ANY: dict[str, Kind] = {
     "proj_drop_rate": SHARE,
     "attn_drop_rate": SHARE,
 }
-# What those take that swap knows. Others of timm's may loop over such sizes.
+# Arguments of the models that swap supports. Other timm models may loop over such sizes.
 _OF_TRANSFORMERS: dict[str, Kind] = _OF_ANY | {
     "always_partition": FLAG,
     "attn_gated": FLAG,
@@ -203,12 +203,12 @@ _MODULES = (
 
 
 def adapters(model: nn.Module) -> list[Adapter]:
-    """What swap needs for each model of timm inside a model.
+    """Return an adapter for each supported timm model inside a model.
 
     Raises:
-        ValueError: a model whose attention has no place for a rotation, and why.
+        ValueError: a model whose attention cannot be rotated, with the reason.
     """
-    known: dict[Any, type[Adapter]] = {
+    supported: dict[Any, type[Adapter]] = {
         (VisionTransformer, Eva, Beit): OfTokens,
         (Qwen3VitEncoder, DeepseekVitEncoder): OfEncoder,
         Gemma4VitEncoder: OfGemma,
@@ -218,51 +218,51 @@ def adapters(model: nn.Module) -> list[Adapter]:
     }
     found: list[Adapter] = []
     for module in model.modules():
-        found.extend(adapter(module) for kind, adapter in known.items() if isinstance(module, kind))
+        found.extend(adapter(module) for kind, adapter in supported.items() if isinstance(module, kind))
     return found
 
 
 def refuse(model: nn.Module) -> None:
-    """Say why a model without such parts cannot be swapped, where the reason is known.
+    """Raise an error for timm models that cannot be swapped for a known reason.
 
     Raises:
-        ValueError: a model whose queries have no one place.
+        ValueError: a model with pooled queries, which have no single position.
     """
     for module in model.modules():
         if isinstance(module, (Hiera, HieraDet)):
-            rule = "swap needs queries of one place each, to rotate by torchrope.rotate in an attention of your own"
-            raise ValueError(f"{rule}, got {type(module).__name__}, whose queries are the largest of several places")
+            rule = "swap needs one position per query (torchrope.rotate in a custom attention takes any)"
+            raise ValueError(f"{rule}, got {type(module).__name__}, whose queries are max-pooled over several tokens")
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """What timm.create_model builds a model again from: its architecture and arguments."""
+    """Return the architecture and arguments from which timm.create_model rebuilds a model."""
     architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if architecture is None or not hasattr(model, "_model_args"):
-        raise ValueError(f"save needs a model that timm.create_model made, got {type(model).__name__} made otherwise")
-    # Left out by timm, which thinks of inference; training goes on from a saved model.
+        raise ValueError(f"model must be built by timm.create_model, got {type(model).__name__} built otherwise")
+    # timm omits these because inference does not need them; resuming training does.
     dropped = {name: value for name, value in model._model_args.items() if "drop" in name}
     arguments = get_model_args(model, dropped)
     return {"architecture": architecture, "arguments": {**arguments, **_of_features(model)}}
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Refuse a recipe of a file that names more than an architecture of timm's and the data which builds it.
+    """Check that a recipe of a file holds only an architecture of timm and valid arguments.
 
     Raises:
-        ValueError: the first setting that is wrong.
+        ValueError: the first invalid setting.
     """
     check("its recipe", recipe, {"architecture": WORD, "arguments": MAPPING}, limits)
     architecture = recipe["architecture"]
     if not is_model(architecture):
-        raise ValueError(f"architecture of its recipe must be one that timm has, got {shown(architecture)}")
+        raise ValueError(f"architecture of its recipe must be registered in timm, got {shown(architecture)}")
     module = model_entrypoint(architecture).__module__
-    whole = not module.startswith("timm.") or module.rpartition(".")[2] in _MODULES
-    kinds = {name: kind | NOTHING for name, kind in (_OF_TRANSFORMERS if whole else _OF_ANY).items()}
+    transformer = not module.startswith("timm.") or module.rpartition(".")[2] in _MODULES
+    kinds = {name: kind | NOTHING for name, kind in (_OF_TRANSFORMERS if transformer else _OF_ANY).items()}
     check(f"the arguments of {architecture}", recipe["arguments"], kinds, limits, partly=True)
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
-    """The model of a recipe, its weights initialised at random."""
+    """Build the model of a recipe with randomly initialised weights."""
     with torch.device(device):  # timm computes some of its buffers on the default device first
         model: nn.Module = timm.create_model(
             recipe["architecture"], pretrained=False, **recipe["arguments"], device=device
@@ -271,17 +271,17 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
 
 
 class OfTimm(Adapter):
-    """A model of timm, whose optimisers ask it which parameters do not decay."""
+    """Adapter for timm models: extends `no_weight_decay`, which timm's optimisers call."""
 
     def attach(self, rotary: Rotary) -> None:
         rotary.handles.append(Replaced(self.tower, "no_weight_decay", partial(no_weight_decay, self.tower)))
 
 
 class OfTokens(OfTimm):
-    """VisionTransformer, Eva and Beit: every token attends to every other, rotated by its place in the image."""
+    """VisionTransformer, Eva and Beit: global attention, rotated by positions in the image."""
 
     rope = "rope"
-    """The name of the tower's rotary embedding."""
+    """Attribute of the tower's rotary embedding."""
 
     def sites(self) -> list[Site]:
         lattice = self._trained_lattice()
@@ -311,46 +311,46 @@ class OfTokens(OfTimm):
             self._put_aside(
                 rotary, "patch_drop", PatchDropoutWithIndices(dropout.prob, dropout.num_prefix_tokens, dropout.ordered)
             )
-        places = Places(self.tower, rotary)
-        hooks: list[Any] = [self._enter(places)]
+        positions = TokenPositions(self.tower, rotary)
+        hooks: list[Any] = [self._enter(positions)]
         if isinstance(getattr(self.tower, "patch_drop", None), PatchDropoutWithIndices):
-            hooks.append(self.tower.patch_drop.register_forward_hook(places.keep))
-        hooks += [block.register_forward_pre_hook(places.recall) for block in self.tower.blocks]
+            hooks.append(self.tower.patch_drop.register_forward_hook(positions.keep))
+        hooks += [block.register_forward_pre_hook(positions.recall) for block in self.tower.blocks]
         for index, layer in enumerate(self._layers()):
-            turn = Turn(places, rotary.of_layer(index), tokens_first=isinstance(layer, _TOKENS_FIRST))
+            rotation = RotateQK(positions, rotary.of_layer(index), tokens_first=isinstance(layer, _TOKENS_FIRST))
             if isinstance(layer, BeitAttention):
-                hooks.append(Replaced(layer, "forward", OfLayer(layer, turn, beit_attention).forward))
+                hooks.append(Replaced(layer, "forward", OfLayer(layer, rotation, beit_attention).forward))
             else:
-                hooks.append(layer.q_norm.register_forward_hook(turn.queries))
-                hooks.append(layer.k_norm.register_forward_hook(turn.keys))
+                hooks.append(layer.q_norm.register_forward_hook(rotation.queries))
+                hooks.append(layer.k_norm.register_forward_hook(rotation.keys))
                 for norm, keys in ((layer.q_norm, False), (layer.k_norm, True)):
                     if type(norm) in PLAIN:
-                        hooks.append(Replaced(norm, "forward", NormAndTurn(norm, turn, keys=keys).forward))
+                        hooks.append(Replaced(norm, "forward", NormAndRotate(norm, rotation, keys=keys).forward))
         rotary.handles.extend(hooks)
 
     def detach(self, rotary: Rotary) -> None:
         super().detach(rotary)
         module: Any
         for name, module in rotary.put_aside.items():
-            rotary.wake(name, list(module.parameters()))
+            rotary.unfreeze(name, list(module.parameters()))
             setattr(self.tower, name, module)
-            if hasattr(module, "update_feat_shape"):  # the input size may have been set in the meantime
+            if hasattr(module, "update_feat_shape"):  # the input size may have changed since the swap
                 module.update_feat_shape(self._trained_lattice())
 
     def _trained_lattice(self) -> tuple[int, ...]:
         return tuple(self.tower.patch_embed.grid_size)
 
     def _without_rope(self) -> nn.Module | None:
-        """What stands in the tower in place of its rotary embedding."""
+        """Return the replacement for the tower's rotary embedding."""
         return None
 
-    def _enter(self, places: Places) -> Any:
-        """Hook `places` in where the tower knows the lattice of its tokens."""
-        return self.tower.patch_embed.register_forward_hook(places.enter)
+    def _enter(self, positions: TokenPositions) -> Any:
+        """Hook `positions` into the module that determines the lattice of tokens."""
+        return self.tower.patch_embed.register_forward_hook(positions.enter)
 
     def _put_aside(self, rotary: Rotary, name: str, successor: nn.Module | None) -> None:
         rotary.put_aside[name] = getattr(self.tower, name)
-        rotary.silence(name, list(rotary.put_aside[name].parameters()))
+        rotary.freeze(name, list(rotary.put_aside[name].parameters()))
         setattr(self.tower, name, successor)
 
     def _layers(self) -> list[Any]:
@@ -358,21 +358,21 @@ class OfTokens(OfTimm):
         for index, block in enumerate(self.tower.blocks):
             inside = [module for module in block.modules() if type(module) in (*_NORMED, BeitAttention)]
             if not inside:
-                rule = "swap knows attention that norms q and k by themselves"
+                rule = "swap needs attention with separate norms of q and k"
                 raise ValueError(f"{rule}, got {type(block).__name__} as block {index}")
             layers.extend(inside)
         return layers
 
 
 class OfEncoder(OfTokens):
-    """The encoders of Qwen3 and DeepSeek, which ask their rotary embedding for a table in every forward."""
+    """Encoders of Qwen3 and DeepSeek, which call `get_embed` of their rotary embedding in every forward."""
 
     def _without_rope(self) -> nn.Module | None:
         return NoTable()
 
 
 class OfGemma(OfTokens):
-    """The encoder of Gemma 4, which places patches by coordinates (x, y)."""
+    """Encoder of Gemma 4, whose patches have coordinates (x, y)."""
 
     rope = "rotary_emb"
 
@@ -389,12 +389,12 @@ class OfGemma(OfTokens):
     def _without_rope(self) -> nn.Module | None:
         return NoAngle(self.tower.blocks[0].attn.head_dim)
 
-    def _enter(self, places: Places) -> Any:
-        return self.tower.rotary_emb.register_forward_hook(places.enter_coordinates)
+    def _enter(self, positions: TokenPositions) -> Any:
+        return self.tower.rotary_emb.register_forward_hook(positions.enter_coordinates)
 
 
 class OfPatches(OfTokens):
-    """NaFlexVit: patches of one image, or of images of several sizes with their coordinates (y, x)."""
+    """NaFlexVit: patches of images of one size, or of several sizes with coordinates (y, x)."""
 
     def tables(self) -> list[nn.Parameter]:
         embeds = self.tower.embeds
@@ -404,12 +404,12 @@ class OfPatches(OfTokens):
     def _trained_lattice(self) -> tuple[int, ...]:
         return tuple(self.tower.embeds.pos_embed_grid_size or (16, 16))  # timm's default
 
-    def _enter(self, places: Places) -> Any:
-        return self.tower.embeds.register_forward_hook(places.enter_patches, with_kwargs=True)
+    def _enter(self, positions: TokenPositions) -> Any:
+        return self.tower.embeds.register_forward_hook(positions.enter_patches, with_kwargs=True)
 
 
 class OfWindows(OfTimm):
-    """SwinTransformer and its V2: tokens attend within windows, rotated by their place in the window."""
+    """SwinTransformer and its V2: windowed attention, rotated by positions in the window."""
 
     def sites(self) -> list[Site]:
         return [Site(layer.num_heads, _head_dim(layer), tuple(layer.window_size)) for layer in self._layers()]
@@ -420,12 +420,12 @@ class OfWindows(OfTimm):
     def attach(self, rotary: Rotary) -> None:
         super().attach(rotary)
         for index, layer in enumerate(self._layers()):
-            turn = TurnOnLattice(rotary, rotary.of_layer(index))
+            rotation = RotateOnLattice(rotary, rotary.of_layer(index))
             handle: Any
             if isinstance(layer, WindowAttentionV2):
-                handle = Replaced(layer, "forward", OfLayer(layer, turn, swin_v2_attention).forward)
+                handle = Replaced(layer, "forward", OfLayer(layer, rotation, swin_v2_attention).forward)
             else:
-                handle = layer.qkv.register_forward_hook(TurnInWindow(layer, turn))
+                handle = layer.qkv.register_forward_hook(RotateInWindow(layer, rotation))
             rotary.handles.append(handle)
 
     def _layers(self) -> list[Any]:
@@ -433,7 +433,7 @@ class OfWindows(OfTimm):
 
 
 class OfMaps(OfTimm):
-    """VisionTransformerSAM: tokens of windows, and of the image in some layers, rotated by their place in it."""
+    """VisionTransformerSAM: windowed or global attention, rotated by positions in the window or image."""
 
     def sites(self) -> list[Site]:
         image = tuple(self.tower.patch_embed.grid_size)
@@ -458,27 +458,27 @@ class OfMaps(OfTimm):
     def attach(self, rotary: Rotary) -> None:
         super().attach(rotary)
         for index, layer in enumerate(self._layers()):
-            turn = TurnOnLattice(rotary, rotary.of_layer(index))
+            rotation = RotateOnLattice(rotary, rotary.of_layer(index))
             attention = partial(sam_attention, keep_rotation=rotary.keep_rotation)
-            rotary.handles.append(Replaced(layer, "forward", OfLayer(layer, turn, attention).forward))
+            rotary.handles.append(Replaced(layer, "forward", OfLayer(layer, rotation, attention).forward))
 
     def _layers(self) -> list[Any]:
         return [block.attn for block in self.tower.blocks]
 
 
 def no_weight_decay(tower: Any) -> set[str]:
-    """In place of a swapped tower's own: the names that it gives, if any, and those of its encodings' parameters."""
+    """Return the names without weight decay: those of the tower's class, if any, and parameters of encodings."""
     own = getattr(type(tower), "no_weight_decay", None)
     return {*(own(tower) if own is not None else ()), *encoding_parameters(tower)}
 
 
 def _of_features(model: Any) -> dict[str, Any]:
-    """A feature model has no classes."""
+    """Return arguments without a classifier for a model built with features_only."""
     return {"num_classes": None, "global_pool": None} if model._model_args.get("features_only") else {}
 
 
 def _bias_of_window(layer: Any) -> Any:
-    """The parameter whose zeros leave no bias: of V2, the last of its network, which then adds the same everywhere."""
+    """Return the parameter that disables the bias if zero; for V2, whose bias is then constant, of its last layer."""
     return layer.cpb_mlp[-1].weight if type(layer) is WindowAttentionV2 else layer.relative_position_bias_table
 
 

@@ -21,18 +21,18 @@ from torchrope.encodings import Encoding
 from torchrope.encodings.base import Init
 from torchrope.integrations.swap import swap
 
-__all__: list[str] = []  # timm writes into it what is registered
+__all__: list[str] = []  # timm appends the registered names
 
 
 class VisionTransformer(vision_transformer.VisionTransformer):
     """timm's vision transformer with an encoding in place of the position table.
 
     Args:
-        encoding: As `torchrope.swap` takes it.
-        block_size: b, likewise.
-        init: "paper" by default: this model is trained from the start.
-        pos_embed: "none", or "learn" for a table beside the encoding (the papers' RoPE+APE).
-        settings: What timm's class takes.
+        encoding: Passed to `torchrope.swap`.
+        block_size: b, passed to `torchrope.swap`.
+        init: Passed to `torchrope.swap`; default "paper", for training from scratch.
+        pos_embed: "none", or "learn" for a table in addition to the encoding (RoPE+APE).
+        settings: Arguments of timm's class.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         swap(self, encoding, block_size=block_size, init=init)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameters by layer; an encoding belongs to its own."""
+        """Return timm's grouping of parameters by layer, with each encoding in the group of its layer."""
         blocks = [(r"^(?:blocks|rotary\.encodings)\.(\d+)", None), (r"^norm", (99999,))]
         return {**super().group_matcher(coarse), "blocks": blocks}
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
-        """Drop layers that features do not need, with their encodings."""
+        """Drop layers after the last feature, with their encodings."""
         kept = super().prune_intermediate_layers(*args, **kwargs)
         _keep_encodings(self, len(self.blocks))
         return kept
@@ -63,11 +63,11 @@ class SwinTransformer(swin_transformer.SwinTransformer):
     """timm's Swin with an encoding in its windows.
 
     Args:
-        encoding: As `torchrope.swap` takes it.
-        block_size: b, likewise.
-        init: "paper" by default: this model is trained from the start.
-        keep_bias: Whether the relative position bias stays beside the encoding (the papers' RoPE+RPB).
-        settings: What timm's class takes.
+        encoding: Passed to `torchrope.swap`.
+        block_size: b, passed to `torchrope.swap`.
+        init: Passed to `torchrope.swap`; default "paper", for training from scratch.
+        keep_bias: Whether to keep the relative position bias in addition to the encoding (RoPE+RPB).
+        settings: Arguments of timm's class.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SwinTransformer(swin_transformer.SwinTransformer):
         swap(self, encoding, block_size=block_size, init=init, keep_ape=keep_bias)
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
-        """Drop stages that features do not need, with their encodings."""
+        """Drop stages after the last feature, with their encodings."""
         kept = super().prune_intermediate_layers(*args, **kwargs)
         stages: Any = self.layers
         _keep_encodings(self, sum(len(stage.blocks) for stage in stages))
@@ -91,7 +91,7 @@ class SwinTransformer(swin_transformer.SwinTransformer):
 
 
 def _keep_encodings(model: Any, count: int) -> None:
-    """Leave the encodings of the first layers, and the tables that are kept for `unswap`."""
+    """Drop the encodings, and the tables stored for `unswap`, of all but the first layers."""
     rotary = model.rotary
     if len(rotary.encodings) > 1:
         rotary.keep_layers(count)
@@ -104,7 +104,7 @@ def _keep_encodings(model: Any, count: int) -> None:
 def _build(
     family: type[nn.Module], read: Callable[..., Any], features: Any, name: str, pretrained: bool, **settings: Any
 ) -> nn.Module:
-    """A model of one of the two classes, as timm builds its own; `features` are the layers given by default."""
+    """Build a model of one of the two classes by timm; `features` is the default of out_indices."""
     model: nn.Module = build_model_with_cfg(
         family,
         name,
@@ -121,7 +121,7 @@ _swin = partial(_build, SwinTransformer, swin_transformer.checkpoint_filter_fn, 
 
 
 def _without_encoding(read: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
-    """Let weights of the same model without an encoding load; the encoding keeps its start."""
+    """Extend a checkpoint filter to models without encodings: encodings keep their initial values."""
 
     def filtered(state: dict[str, Any], model: Any) -> dict[str, Tensor]:
         if getattr(model, "pos_embed", None) is None:

@@ -1,4 +1,4 @@
-"""The rotations of timm's models, read from its rotary embedding modules."""
+"""Read the built-in rotations of timm's models from its rotary embedding modules."""
 
 import math
 from typing import Any
@@ -18,19 +18,19 @@ _NORMALIZED = {"separate": "size", "max": "longest", "min": "shortest"}
 
 
 def own_rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotation:
-    """What a layer of timm's turns q and k by.
+    """Return the built-in rotation of a layer of timm.
 
     Args:
-        rope: The rotary embedding of the model, whose table the layer gets.
-        layer: The attention layer, which says how channels are paired.
-        index: Which layer it is; frequencies of RoPE-Mixed are its own.
-        num_prefix: Tokens in front that do not turn.
+        rope: The rotary embedding of the model.
+        layer: The attention layer, which determines how channels are paired.
+        index: Index of the layer; RoPE-Mixed has frequencies per layer.
+        num_prefix: Leading tokens that are not rotated.
 
     Raises:
-        ValueError: a rotary embedding that is none of timm's, or whose values are not there.
+        ValueError: an unsupported rotary embedding, or one on the meta device.
     """
     if any(tensor.is_meta for tensor in (*rope.parameters(), *rope.buffers())):
-        raise ValueError("init='own' reads the model's frequencies, got a model on the meta device, which holds none")
+        raise ValueError("init='own' reads the model's frequencies, got a model on the meta device")
     kind = type(rope)
     if issubclass(kind, RotaryEmbeddingMixed):
         frequencies = _in_order(_exact(rope.freqs[:, index]), rope)  # (axes, heads, pairs)
@@ -42,20 +42,20 @@ def own_rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotat
         of_axis = torch.stack([rope.axis == 1, rope.axis == 2]).cpu()
         frequencies = (_exact(rope.inv_freq) * of_axis).unsqueeze(1)
     else:
-        known = "RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed or RotaryEmbeddingMRope"
-        raise ValueError(f"init='own' reads timm's {known}, got {kind.__name__}")
+        supported = "RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed or RotaryEmbeddingMRope"
+        raise ValueError(f"init='own' reads timm's {supported}, got {kind.__name__}")
     paired = halves if getattr(layer, "rotate_half", False) else interleaved
     return OwnRotation(frequencies, paired(layer.head_dim), _lattice(rope), num_prefix)
 
 
 def gemma_rotation(rope: Any, layer: Any) -> OwnRotation:
-    """What a layer of Gemma 4 turns q and k by: width first, each axis in halves of its own half of the channels."""
+    """Return the rotation of a layer of Gemma 4: width first, pairs across halves of the channels of each axis."""
     frequencies = _one_after_the_other(_exact(rope.inv_freq)).flip(0)
     return OwnRotation(frequencies, halves(layer.head_dim, parts=2))
 
 
 def _lattice(rope: Any) -> Lattice:
-    """Where a rotary embedding of timm's finds the tokens."""
+    """Return the token positions of a rotary embedding of timm."""
     dinov3 = isinstance(rope, RotaryEmbeddingDinoV3)
     kind = "centered" if dinov3 else getattr(rope, "grid_type", "index")
     settings = dict(_GRIDS[kind])
@@ -66,19 +66,19 @@ def _lattice(rope: Any) -> Lattice:
     reference = getattr(rope, "ref_feat_shape", None)
     if reference is not None:
         if kind != "index":
-            raise ValueError(f"init='own' reads a ref_feat_shape of grids of indices, got one of grid_type={kind!r}")
+            raise ValueError(f"init='own' needs grid_type='index' with ref_feat_shape, got grid_type={kind!r}")
         settings |= {"spacing": tuple(map(float, reference)), "per": "size"}
-    moved = {"shift": rope.shift_coords, "stretch": rope.jitter_coords, "rescale": rope.rescale_coords}
-    return Lattice(**settings, **{name: amount for name, amount in moved.items() if amount is not None})
+    jitter = {"shift": rope.shift_coords, "stretch": rope.jitter_coords, "rescale": rope.rescale_coords}
+    return Lattice(**settings, **{name: amount for name, amount in jitter.items() if amount is not None})
 
 
 def _in_order(frequencies: Tensor, rope: Any) -> Tensor:
-    """Axes as (height, width), which "xy" has the other way round."""
+    """Return axes in the order (height, width); "xy" has them reversed."""
     return frequencies.flip(0) if rope.grid_indexing == "xy" else frequencies
 
 
 def _one_after_the_other(bands: Tensor) -> Tensor:
-    """Frequencies `(2, 1, 2 bands)` of two axes with the same bands, the pairs of the first before the second's."""
+    """Return frequencies `(2, 1, 2 bands)` of two axes with the same bands, all pairs of the first axis first."""
     return torch.block_diag(bands, bands).unsqueeze(1)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchrope.integrations.own_rotation import OwnRotation
-from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site, Turn
+from torchrope.integrations.rotary import Adapter, OrderedRotation, Replaced, Rotary, Site
 from torchrope.integrations.transformers_saving import own_saving
 from torchrope.ops import rotate_one
 from torchrope.positions import grid
@@ -93,7 +93,7 @@ class HandedDown:
 
     def __call__(self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         (patches, positions), *others = args
-        turns = [self.rotary.turn(index, where) for index, where in enumerate(positions)]
+        turns = [self.rotary.ordered_rotation(index, where) for index, where in enumerate(positions)]
         return (patches, *others), {**kwargs, _ARGUMENT: turns}
 
 
@@ -104,7 +104,9 @@ class Attention:
         self.layer = layer
         self.index = index
 
-    def __call__(self, hidden_states: Tensor, torchrope_rotations: list[Turn]) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, hidden_states: Tensor, torchrope_rotations: list[OrderedRotation]
+    ) -> tuple[Tensor, Tensor | None]:
         layer = self.layer
         heads = (layer.num_attention_heads, layer.attention_head_size)
         query, key, value = (

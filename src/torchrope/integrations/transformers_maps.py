@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site, Turn
+from torchrope.integrations.rotary import Adapter, OrderedRotation, Replaced, Rotary, Site
 from torchrope.integrations.transformers_saving import own_saving
 
 _TOWERS = ("SamVisionEncoder", "SamHQVisionEncoder")
@@ -66,9 +66,9 @@ class Attention:
         mixed, weights = self._attended(query, key, value, bias)
         return layer.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, sizes)), weights
 
-    def _turn(self, sizes: tuple[int, ...], device: torch.device) -> Turn:
+    def _turn(self, sizes: tuple[int, ...], device: torch.device) -> OrderedRotation:
         positions = self.rotary.positions(sizes, device=device)[self.index]
-        return self.rotary.turn(self.index, positions)
+        return self.rotary.ordered_rotation(self.index, positions)
 
     def _bias(self, query: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
         """What the layer adds to the scores of q, `(batch, heads, tokens, tokens)`."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from torchrope.integrations.rotary import Rotary, Turn
+from torchrope.integrations.rotary import OrderedRotation, Rotary
 
 
 class Placed:
@@ -76,7 +76,7 @@ class Rotated:
     def turned(self, tables: tuple[Tensor, Tensor]) -> tuple["Turned", Tensor]:
         """What the layer's tables become: how it turns, in the place of the first one."""
         positions, own = narrowed(tables, self.rotary, self.index, self.num_axes)
-        turn = self.rotary.turn(self.index, positions)
+        turn = self.rotary.ordered_rotation(self.index, positions)
         return Turned(turn, own if self.rotary.keep_rotation else None), tables[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Rotated:
 class Turned(NamedTuple):
     """How a layer turns q and k, and its own tables where its own rotation stays."""
 
-    turn: Turn
+    turn: OrderedRotation
     own: tuple[Tensor, Tensor] | None
 
 

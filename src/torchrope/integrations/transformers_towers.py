@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Replaced, Rotary, Site, Turn
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter, OrderedRotation, Replaced, Rotary, Site
 from torchrope.integrations.transformers_saving import own_saving
 from torchrope.positions import grid
 
@@ -135,7 +135,7 @@ class Carried(NamedTuple):
     """Rotations beside a mask, through a layer that hands on its mask and nothing else."""
 
     mask: Tensor | None
-    turns: list[Turn]
+    turns: list[OrderedRotation]
 
 
 def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -148,7 +148,7 @@ def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     rotary: Rotary = getattr(tower, ATTRIBUTE)
     indices, sizes = _tokens(tower, pixels, args, kwargs)
     positions = rotary.positions_at(indices, sizes, _num_prefix(tower))
-    return args, {**kwargs, _ARGUMENT: [rotary.turn(index, where) for index, where in enumerate(positions)]}
+    return args, {**kwargs, _ARGUMENT: [rotary.ordered_rotation(index, where) for index, where in enumerate(positions)]}
 
 
 def hand_on(encoder: Any, hidden_states: Tensor, output_hidden_states: bool = False, **kwargs: Any) -> BaseModelOutput:

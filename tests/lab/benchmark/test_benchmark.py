@@ -123,7 +123,7 @@ def test_benchmark_resumes_and_its_entry_is_checked_and_joined(
 
 
 def test_an_entry_of_other_data_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"fingerprint must be .*, as in the local data, got f00d"):
+    with pytest.raises(ValueError, match=r"fingerprint must be .* as in the local data, got f00d"):
         check_against_data(of_set(arguments="--data digits"))
     assert "this machine lacks" in check_against_data(of_set(arguments="--data images --data.root /nowhere"))
 

@@ -227,8 +227,8 @@ def test_attention_of_a_run_is_that_of_its_folder(tmp_path: Path, out: Path, run
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (dict(size=16), r"--data digits, 1 channel of 8 × 8, got one of 1 channel of 16 × 16 in "),
-        (dict(in_channels=3), r"--data digits, 1 channel of 8 × 8, got one of 3 channels of 8 × 8 in "),
+        (dict(size=16), r"--data digits, 1 channel of 8 × 8, got 1 channel of 16 × 16 in "),
+        (dict(in_channels=3), r"--data digits, 1 channel of 8 × 8, got 3 channels of 8 × 8 in "),
         (dict(patch_size=4), r"must have the same patches, 2 × 2, got 4 × 4 in "),
     ],
     ids=str,

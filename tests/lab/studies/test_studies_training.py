@@ -354,7 +354,7 @@ class TestCapacity:
         assert asked[:4] == ["liere:2", "liere:4", "liere:8", "liere"]
         assert asked[4:] == [f"comrope-ld:{b}" for b in (2, 4, 8, 16)]
         assert set(shared_with_accuracy(lab)) == set(asked)
-        parameters = by(titled(findings, "Parameters"), "name", "block_size")
+        parameters = by(titled(findings, "Learned parameters"), "name", "block_size")
         for block in (2, 4, 8, 16):  # one layer, two heads of 16, two axes
             assert parameters[("liere", block)]["parameters"] == 2 * 2 * 16 * (block - 1) / 2
         assert any("blocks of 32, 48 and 64, which are larger" in note for note in findings.notes)
@@ -398,7 +398,7 @@ class TestSharing:
     def test_shared_encodings_have_as_many_fewer_numbers(self) -> None:
         model = ModelConfig(dim=32, depth=3, num_heads=2, mlp_dim=8, patch_size=[4])
         findings, _ = found("sharing", lambda run: 0.5, ["mixed"], model=model)
-        rows = by(titled(findings, "Parameters"), "shared")
+        rows = by(titled(findings, "Learned parameters"), "shared")
         counts = [rows[(level,)]["parameters"] for level in ("nothing", "heads", "layers", "heads and layers")]
         assert counts == [counts[0], counts[0] / 2, counts[0] / 3, counts[0] / 6]
 
@@ -408,7 +408,7 @@ class TestSharing:
             return 0.5 - 0.2 * model.share_heads + (0.1 if run.encoding == "mixed" else 0) * model.share_layers
 
         findings, _ = found("sharing", hits, ["mixed", "liere:8", "axial", "learned"])
-        rows = by(titled(findings, "Against"), "name", "shared")
+        rows = by(titled(findings, "Compared with"), "name", "shared")
         assert rows[("mixed", "heads")]["change"] == pytest.approx(-20)
         assert rows[("mixed", "heads and layers")]["change"] == pytest.approx(-10)
         assert rows[("liere:8", "layers")]["verdict"] == "tied"
