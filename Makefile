@@ -1,8 +1,8 @@
 # make demo   the main job on the embedded data        make check   lint, types, architecture
 # make test   the tests                                make slow    those that take long, and sanitize
 # make sanitize  the kernels for CPUs under AddressSanitizer and UndefinedBehaviorSanitizer
-# make readme the README's table, from committed results
-# make docs   the site, into site/; warnings are errors
+# make readme the README's table and figure, from the committed entry of the benchmark
+# make docs   the site with the pages of all results, into site/; warnings are errors
 # make bench  every row of speed that has a target, into benchmarks/results and docs/speed.md
 
 PYTHON ?= python3.11
@@ -33,10 +33,11 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 readme: $(READY)
-	$(BIN)/torchrope report docs/results/kanji --readme README.md
+	$(BIN)/torchrope benchmark --entries docs/results/benchmark/entry/entry.json --out docs/results/benchmark
+	$(BIN)/torchrope report docs/results/benchmark --readme README.md
+	cp docs/results/benchmark/report/figures/benchmark-behind-the-highest.svg docs/figures/benchmark.svg
 
 docs: $(READY)
-	$(BIN)/torchrope report docs/results/studies
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)

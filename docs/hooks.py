@@ -6,13 +6,22 @@ a forge it stays a link, and no text is written twice.
 
 import posixpath
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from torchrope.lab.benchmark.entry import Entry
+from torchrope.lab.benchmark.run import write_results
+from torchrope.lab.report.page import write_report
+
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/results"
+WITH_PAGE = ("benchmark", "studies", "kanji", "digits")
+"""Folders of results that have a page on the site."""
+BENCHMARK = "torchrope benchmark --entries docs/results/benchmark/entry/entry.json --out docs/results/benchmark"
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site that are files beside docs/."""
 
@@ -21,6 +30,21 @@ LONE_LINK = re.compile(r"^\[[^\]]*\]\(\.\./README\.md#([\w-]+)\)$", re.MULTILINE
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def on_pre_build(config: Any, **_: Any) -> None:
+    """Write the pages and figures of the committed results that are missing, or older than their numbers."""
+    entry, ranks = RESULTS / "benchmark/entry/entry.json", RESULTS / "benchmark/benchmark.json"
+    if entry.exists() and _is_older(ranks, [entry]):
+        write_results(RESULTS / "benchmark", None, [Entry.read(entry)], BENCHMARK)
+    for folder in (RESULTS / name for name in WITH_PAGE):
+        numbers = list(folder.glob("*.json"))
+        if numbers and _is_older(folder / "report/report.md", numbers):
+            write_report(folder)
+
+
+def _is_older(written: Path, sources: Sequence[Path]) -> bool:
+    return not written.exists() or written.stat().st_mtime < max(source.stat().st_mtime for source in sources)
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
