@@ -60,7 +60,6 @@ def find(entry: Entry) -> Findings:
         ],
         figures=[
             figure_of_ranks(ranking),
-            figure_of_sets(entry.sets),
             *figures,
             *figure_of_costs(entry.sets, ranking),
         ],
@@ -221,40 +220,14 @@ def figure_of_ranks(ranking: Ranking) -> Figure:
     return Figure(
         name="behind-the-highest",
         kind="points",
-        title="Behind the highest, mean over data sets",
-        alt=f"Points of top-1 behind {ranking.best}, the mean over data sets, a mark an encoding with its interval.",
-        x=Axis("name", "Encoding", scale="category"),
-        y=Axis("gap", "Behind the highest", "points"),
+        title=f"Behind the highest, mean over {ranking.sets} data sets",
+        alt=f"Points of top-1 behind {ranking.best}, the mean over data sets, a row an encoding with its interval.",
+        x=Axis("gap", f"Behind {ranking.best}, the highest", "points"),
+        y=Axis("name", "Encoding", scale="category"),
         rows=rows,
         low="gap_low",
         high="gap_high",
         caption="An interval that excludes 0 shows a measurable difference, at 5 % over all pairs (Holm).",
-    )
-
-
-def figure_of_sets(sets: Sequence[OfSet]) -> Figure:
-    """Top-1 of every encoding on every data set."""
-    rows: list[Row] = [
-        {
-            "set": found.data.title,
-            "name": name,
-            **dict(zip(("top1", "low", "high"), in_percent(accuracy_interval(right)), strict=True)),
-        }
-        for found in sets
-        for name, right in found.rights().items()
-    ]
-    return Figure(
-        name="top1-by-set",
-        kind="points",
-        title="Top-1 on each data set",
-        alt="Top-1 in percent of every encoding, one small figure per data set.",
-        x=Axis("name", "Encoding", scale="category"),
-        y=Axis("top1", "Top-1", "%"),
-        rows=rows,
-        panel="set",
-        low="low",
-        high="high",
-        caption="Intervals are 95 %.",
     )
 
 

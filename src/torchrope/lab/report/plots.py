@@ -335,7 +335,9 @@ def _cells(figure: Figure, names: _Fields) -> Spec:
         if axis["scale"] != "category":
             values = sorted((value for value in values if value is not None), reverse=part == "y")
         shown: Spec = {"labelAngle": 0, "grid": False, "ticks": False, "domain": False}
-        if axis["scale"] != "category":
+        if axis["scale"] == "category":
+            shown |= {"labelAngle": _angle(names, part), "labelOverlap": False}
+        else:
             shown |= {"format": ".4~g"}
         channels[part] = {"field": names[part], "type": "ordinal", "sort": values, "title": with_unit(axis),
                           "axis": shown, "scale": {"padding": 0}}  # fmt: skip
@@ -365,7 +367,8 @@ def _height(figure: Figure, names: _Fields, panel: bool) -> float:
     if figure["kind"] == "cells":
         across, down = max(1, len(names.distinct("x"))), max(1, len(names.distinct("y")))
         width = _panel_width(figure, min(3, len(names.distinct("panel")))) if panel else 480
-        return max(60, min(420, round(width * down / across)))
+        named = 17 * down if figure["y"]["scale"] == "category" else 60  # every name is shown
+        return max(named, min(420, round(width * down / across)))
     if figure["y"]["scale"] == "category":
         lanes = len(names.distinct("series")) if _offset(figure, names, "y") else 1
         return max(60, len(names.distinct("y")) * max(24, 9 * lanes))
