@@ -294,7 +294,7 @@ def same_distribution(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_drop_path_keeps_the_mean() -> None:
-    drop = tr.models.parts.DropPath(0.25)
+    drop = tr.models.layers.DropPath(0.25)
     kept = drop(torch.ones(20_000, 1, 1))
     assert sorted(kept.unique().tolist()) == pytest.approx([0, 1 / 0.75])
     assert kept.mean().item() == pytest.approx(1, abs=0.02)

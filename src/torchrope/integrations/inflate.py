@@ -30,7 +30,7 @@ from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
 from torchrope.integrations.settings import told_in_one_line
 from torchrope.integrations.swap import adapters, unswap
 from torchrope.models import ViT
-from torchrope.models.parts import PatchEmbed
+from torchrope.models.layers import PatchEmbed
 from torchrope.positions import PerAxis, VoxelLattice, grid, per_axis
 
 # What a family stores for each axis: zeros there are zero generators, and all else stays as it is.

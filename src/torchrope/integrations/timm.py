@@ -61,7 +61,7 @@ from torchrope.integrations.timm_hooks import (
     TurnOnLattice,
 )
 from torchrope.integrations.timm_rotation import gemma_rotation, own_rotation
-from torchrope.models.parts import encoding_parameters
+from torchrope.models.layers import encoding_parameters
 from torchrope.ops.norms import PLAIN
 
 # Attention layers that pass q and k through q_norm and k_norm, one after the other: (batch, heads, tokens, head_dim),

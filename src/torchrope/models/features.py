@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import fitting, per_axis_window
-from torchrope.models.parts import Shareable
+from torchrope.models.layers import Shareable
 from torchrope.models.swin import Stage, Swin
 from torchrope.models.vit import ViT
 from torchrope.positions import per_axis

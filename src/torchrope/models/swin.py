@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrope.attention import Attention, Windows, fitting, masked, pad_ends, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias
 from torchrope.encodings.periodic import close_axes
-from torchrope.models.parts import (
+from torchrope.models.layers import (
     DropPath,
     DropPathSchedule,
     PatchEmbed,

@@ -12,7 +12,7 @@ from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import close_axes, has_frequencies
 from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.linear_attention import LinearAttention
-from torchrope.models.parts import Layer, LayerScale, encoding_parameters, resolve, run_layer
+from torchrope.models.layers import Layer, LayerScale, encoding_parameters, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, on_circles, per_axis, rescale, shift
 from torchrope.rotations import Action, Rotation
 from torchrope.tensors import can_read

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torchrope.attention import Windows, masked, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import close_axes
-from torchrope.models.parts import (
+from torchrope.models.layers import (
     DropPathSchedule,
     Layer,
     LayerScale,
