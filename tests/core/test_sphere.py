@@ -158,7 +158,7 @@ def test_the_plane_keeps_angles_and_distances_near_its_centre_and_grows_beyond()
                 tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0, 0]]),
                 layout="bhtd",
             ),
-            "one tensor alone needs a rotation, got Harmonics",
+            "rotate_one needs a rotation, got Harmonics",
         ),
         (
             lambda: tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0.0, math.nan]]),

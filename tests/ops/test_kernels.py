@@ -453,11 +453,11 @@ def test_a_backend_that_cannot_serve_says_why_in_one_line(
 def test_a_named_backend_refuses_rotations_that_no_kernel_knows() -> None:
     encoding = build("liere", 4, 1)
     several = make_inputs(encoding, 5, batch=(4, 3), sets=(3,))
-    with pytest.raises(ValueError, match=r"'native' needs positions that samples share, or one leading .* got \(3,\)"):
+    with pytest.raises(ValueError, match=r"'native' needs positions shared by all samples, or one batch .* got \(3,\)"):
         tr.rotate(several.q, several.k, encoding(several.positions), backend="native")
     one = make_inputs(encoding, 5)
     learned = tr.Block(table=encoding(one.positions).table.detach().requires_grad_(), head_dim=encoding.head_dim)
-    with pytest.raises(ValueError, match="'native' has no gradient to a table that the caller made"):
+    with pytest.raises(ValueError, match="'native' has no gradient to a table given by the caller"):
         tr.rotate(one.q, one.k, learned, backend="native")
     turned, _ = tr.rotate(one.q, one.k, learned)
     assert torch.autograd.grad(turned.sum(), learned.table)[0].any()

@@ -146,7 +146,7 @@ def test_a_shape_that_fits_both_layouts_is_warned_of_unless_the_layout_is_named(
         (torch.zeros(1, 5, 2, 8), None, "x must have the rotation's 5 tokens, got 2"),
         (jagged([torch.zeros(5, 2, 8)]), "bhtd", "x must be jagged in its tokens, dimension 2 of layout bhtd, got 1"),
         (jagged([torch.zeros(4, 2, 8)]), None, "x must have the rotation's 5 tokens, got 4"),
-        (jagged([torch.zeros(5, 8)]), None, "x must be jagged and of 4 dimensions where it is nested, got 3"),
+        (jagged([torch.zeros(5, 8)]), None, "x must be jagged with 4 dimensions if it is nested, got 3"),
         (
             torch.nested.nested_tensor_from_jagged(torch.zeros(5, 2, 8), torch.tensor([0, 5]), torch.tensor([4])),
             None,

@@ -189,7 +189,7 @@ def test_a_batch_of_positions_must_be_that_of_the_vectors() -> None:
     good = torch.zeros(3, 2, 9, 8)
     assert tr.rotate(good, good, turn)[0].shape == good.shape
     bad = torch.zeros(4, 2, 9, 8)
-    with pytest.raises(ValueError, match=r"positions must have no batch or the batch of q \(4,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"no batch dimension or that of q, \(4,\), got \(3,\)"):
         tr.rotate(bad, bad, turn)
 
 

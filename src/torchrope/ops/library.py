@@ -3,8 +3,8 @@
 An operator runs the kernels of its tensors' device: `native` on a CPU, `gpu` on CUDA and ROCm.
 Only the reference supports gradients of gradients.
 
-`call` dispatches to the operators if a compiler, an exporter, a torch.func transform, a dispatch mode or a profiler must
-observe them. Otherwise, on a CPU, it calls the kernels directly: dispatch takes longer than a kernel on small inputs.
+`call` dispatches to the operators if a compiler, exporter, torch.func transform, dispatch mode or profiler must observe
+them. Otherwise, on a CPU, it calls the kernels directly: dispatch takes longer than a kernel on small inputs.
 """
 
 from collections.abc import Callable

@@ -37,7 +37,7 @@ def rotate(
             by the concatenated positions of all its tokens, as in `Packed`.
         k: Keys, same layout. It may have fewer heads (grouped-query attention): then each key head serves the same
             number of query heads, and the encoding must have num_heads = key heads, or heads that share one rotation.
-        rotation: The rotation that an encoding returned for the positions of q, and of k unless `key_rotation` is given.
+        rotation: The rotation that an encoding returned for the positions of q, and of k without `key_rotation`.
             For an `Action`, which `PoseEncoding` returns, q' = A^-T q and k' = A k.
         key_rotation: The rotation of k, if keys have other positions than queries.
         norm: The norms of q and of k over head_dim, applied before the rotation; None for no norm. A plain

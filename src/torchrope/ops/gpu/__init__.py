@@ -146,7 +146,7 @@ def skew_exp_backward(exponents: Tensor, tangent: Tensor) -> Tensor:
 
 
 def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose skew blocks `(count, b, b)`, b even, into planes and frequencies:  B = U diag([[0, -w], [w, 0]]) U^T."""
+    """Decompose skew blocks `(count, b, b)`, b even, into planes, frequencies:  B = U diag([[0, -w], [w, 0]]) U^T."""
     return _planes.decompose(base)
 
 

@@ -503,7 +503,7 @@ def _exponents(positions: Tensor | None, generators: Tensor, table: Tensor | Non
 
 
 def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose skew blocks `(count, b, b)`, b even, into planes and frequencies:  B = U diag([[0, -w], [w, 0]]) U^T."""
+    """Decompose skew blocks `(count, b, b)`, b even, into planes, frequencies:  B = U diag([[0, -w], [w, 0]]) U^T."""
     count, b, _ = base.shape
     basis, angular = base.new_empty(count, b, b), base.new_empty(count, b // 2)
     call = _SkewEig()
