@@ -366,8 +366,8 @@ X, P = torch.zeros(2, 2, 5), torch.zeros(2, 2, 2)
         (lambda: plain()([X[0]], [P[0, :1]]), r"positions \(n, 2\), got \(2, 5\) with \(1, 2\)"),
         (lambda: plain()([X[0]], [P[0]], mask=NO_TOKENS), "no padding and no mask, got one of tokens"),
         (lambda: plain()(X, P, context=X, context_positions=P), "got context and positions"),
-        (lambda: plain(context_dim=5)(X, P), "model with context_dim, and are needed there, got none"),
-        (lambda: plain(context_dim=5)(X, P, context=X), "and are needed there, got context"),
+        (lambda: plain(context_dim=5)(X, P), "model with context_dim, and not allowed otherwise, got none"),
+        (lambda: plain(context_dim=5)(X, P, context=X), "and not allowed otherwise, got context"),
         (
             lambda: plain(context_dim=5)(X, P, context=X, context_positions=HOLES),
             "positions of the context must be finite, got NaN or infinity in 3 of 4",

@@ -22,7 +22,7 @@ class Features(Shareable, nn.Module):
     """Compute the feature maps of a ViT or a Swin for images of any size; padding is masked.
 
         ViT           outputs of selected layers, all at the patch's stride
-        ViT, pyramid  output of the last layer, at strides of 1/4, 1/2, 1 and 2 patches:  resize -> 1x1 -> norm -> 3x3 -> norm
+        ViT, pyramid  last layer, at strides of 1/4, 1/2, 1 and 2 patches:  resize -> 1x1 -> norm -> 3x3 -> norm
         Swin          norm(output of each stage), at the stage's stride
 
     The maps of an image do not depend on the other images of its batch, except where a model depends on the size of

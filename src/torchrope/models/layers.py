@@ -158,14 +158,14 @@ def extents(valid_mask: Tensor) -> list[tuple[int, ...]]:
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al., arXiv:1603.09382): zero a sample's branch with probability p, scale the rest by 1/(1-p)."""
+    """Zero a sample's branch with probability p, scale the rest by 1/(1-p) (stochastic depth, arXiv:1603.09382)."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
 
     def forward(self, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """Drop branches of `(batch, ...)` in training, or of `(1, total, ...)`, concatenated samples of these lengths."""
+        """Drop branches in training: of `(batch, ...)`, or of concatenated samples `(1, total, ...)`, by lengths."""
         if not self.training or self.p == 0:
             return x
         if lengths is None:
@@ -177,7 +177,7 @@ class DropPath(nn.Module):
 
 
 def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list[float]:
-    """Return the stochastic depth rate of each layer: "linear" from 0 in the first to `rate` in the last, or "constant"."""
+    """Return the drop probability of each layer: "linear" from 0 in the first to `rate` in the last, or "constant"."""
     if schedule not in ("linear", "constant"):
         raise ValueError(f"drop_path_schedule must be 'linear' or 'constant', got {schedule!r}")
     if schedule == "constant":

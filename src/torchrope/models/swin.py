@@ -56,8 +56,8 @@ class Swin(Shareable, nn.Module):
         mlp_ratio: Channels inside the MLP over those outside.
         encoding: A name ("bias", "mixed", "bias+liere:8", "none"), or a callable that builds a rotary encoding from
             num_axes, num_heads and head_dim. Each layer has a separate encoding.
-        absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not together with a
-            name that includes one.
+        absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
+            that includes one.
         bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
             together with a name that includes one.
         spacing: Distance between neighbouring tokens of a window, one number or one per axis, in every stage. By
@@ -73,7 +73,7 @@ class Swin(Shareable, nn.Module):
         checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
 
     Raises:
-        ValueError: sizes that are not multiples of the patch, depths and num_heads of different length, unknown names, and
+        ValueError: sizes not divisible by the patch, depths and num_heads of different length, unknown names, or
             sizes that the encoding does not support.
 
     References:

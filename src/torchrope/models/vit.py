@@ -64,8 +64,8 @@ class ViT(Shareable, nn.Module):
         mlp_dim: Channels inside the MLP; 4 dim by default.
         encoding: A name ("mixed", "liere:8", "learned+axial"), or a callable that builds an encoding from num_axes,
             num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
-        absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not together with a
-            name that includes one.
+        absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
+            that includes one.
         bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
             together with a name that includes one.
         share_layers: Whether all layers share one encoding or bias, computed once per forward.
@@ -94,7 +94,7 @@ class ViT(Shareable, nn.Module):
         checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
 
     Raises:
-        ValueError: sizes that are not multiples of the patch, unknown names, and what the encoding does not support.
+        ValueError: sizes not divisible by the patch, unknown names, and what the encoding does not support.
 
     Example:
         >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2,
@@ -203,8 +203,8 @@ class ViT(Shareable, nn.Module):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
 
-        The embedding comes first, then each layer with its encoding and bias; unmatched parameters, the last norm and the
-        head, come last.
+        The embedding comes first, then each layer with its encoding and bias; unmatched parameters, the last norm and
+        the head, come last.
 
         Args:
             coarse: Ignored; a ViT has no groups of layers.
@@ -219,8 +219,8 @@ class ViT(Shareable, nn.Module):
 
         Args:
             x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone. Or
-                samples of several sizes, each `(in_channels, *sizes)`, which the layers process as one concatenated sequence.
-            spacing: Distances between voxels in each sample, `(batch, axes)`, passed on to `positions`, which then returns
+                samples of several sizes, each `(in_channels, *sizes)`, which the layers process as one sequence.
+            spacing: Distances between voxels in each sample, `(batch, axes)`, passed on to `positions`, which returns
                 `(batch, tokens, axes)`.
 
         Returns:
@@ -247,15 +247,15 @@ class ViT(Shareable, nn.Module):
     ) -> list[Tensor]:
         """Return the tokens of the given depths as maps on the lattice of patches, without prefix tokens.
 
-        With a window size, layers attend within windows, but rotations and biases are those of the whole lattice: queries
-        and keys are rotated before they are partitioned into windows.
+        With a window size, layers attend within windows, but positions are those of the whole lattice, also of a bias:
+        queries and keys are rotated before they are partitioned into windows.
 
         Args:
             x: `(batch, in_channels, *sizes)`, as in `forward`.
             indices: Depths: 0 is the embedded patches, i the output of layer i counted from 1, -1 that of the last.
             norm: Whether to apply the final norm to each.
-            valid_mask: Valid patches, `(batch, *lattice)`; no token attends to padding. An absolute encoding is resampled
-                to the extent of each sample, a bias to the lattice of the batch.
+            valid_mask: Valid patches, `(batch, *lattice)`; no token attends to padding. An absolute encoding is
+                resampled to the extent of each sample, a bias to the lattice of the batch.
             window_size: Tokens of a window along each axis, or one number for all; by default all attend to all.
             global_layers: Layers that attend globally in spite of a window size, counted from 1.
 
