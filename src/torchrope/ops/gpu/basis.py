@@ -82,8 +82,9 @@ def rotate_backward(
     """Compute the gradients of `rotate`.
 
     With x' = U^T x, h = U^T dy (or dy without the outer U), and H = sum h x'^T over the vectors that share s: a pair
-    of planes (j, k) of H maps z to  α z + β conj(z);  α is multiplied by conj g(w_j, w_k) and β by conj g(w_j, -w_k), where
-    g(u, v) = s exp(i s (u + v) / 2) sinc(s (u - v) / 2). Summed over tokens this is G, and  dB = U (G - G^T) / 2 U^T.
+    of planes (j, k) of H maps z to  α z + β conj(z);  α is multiplied by conj g(w_j, w_k) and β by conj g(w_j, -w_k),
+    where g(u, v) = s exp(i s (u + v) / 2) sinc(s (u - v) / 2). Summed over tokens this is G, and
+    dB = U (G - G^T) / 2 U^T.
 
     Args:
         grad_q: Gradient of the rotated q.

@@ -142,7 +142,7 @@ def share(split, splits, rows):
 
 @triton.jit
 def locate(tokens, heads, sets, TOKENS: tl.constexpr):
-    """Locate a program: head, token tile, set of positions, share of rows; neighbouring programs read adjacent heads."""
+    """Locate a program: head, token tile, set of positions, share of rows; adjacent programs read adjacent heads."""
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, TOKENS)
     return (
