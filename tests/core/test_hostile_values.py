@@ -293,7 +293,7 @@ def test_memory_that_is_not_to_be_had_is_an_error(
 def test_kernels_that_were_not_built_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoding, q = FAMILIES["mixed"](), vectors(FAMILIES["mixed"]())
     monkeypatch.setattr(backends, "LIBRARY", None)
-    backends._tell_not_built.cache_clear()
+    backends._warn_not_built.cache_clear()
     with pytest.warns(UserWarning, match=r"^torchrope computes with plain PyTorch on CPUs: .*$") as told:
         tr.rotate(q, q, encoding(tr.grid(4, 5)))
     assert len(told) == 1

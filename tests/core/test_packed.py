@@ -93,7 +93,7 @@ def test_it_compiles_into_one_graph() -> None:
 
 
 def test_drop_path_skips_a_branch_for_each_sample_on_its_own() -> None:
-    drop = tr.models.parts.DropPath(0.5)
+    drop = tr.models.layers.DropPath(0.5)
     kept = drop(torch.ones(1, 600, 4), lengths=[1, 2] * 200)[0]
     firsts, pairs = kept[0::3], torch.stack([kept[1::3], kept[2::3]])
     assert torch.equal(pairs[0], pairs[1])

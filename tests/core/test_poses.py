@@ -254,7 +254,7 @@ def test_a_transformer_of_views_moves_with_its_world_and_knows_its_padding(mode:
 def test_a_transformer_tells_what_does_not_fit() -> None:
     model = tr.Transformer(5, poses="action", **VIEWED)
     x = torch.randn(2, VIEWS * EACH, 5)
-    with pytest.raises(ValueError, match="poses=, and are needed there, got none"):
+    with pytest.raises(ValueError, match="poses=, and not allowed otherwise, got none"):
         model(x, places())
     with pytest.raises(ValueError, match="views divide 19 tokens"):
         model(x[:, 1:], places()[1:], poses=cameras(2))

@@ -150,7 +150,7 @@ def test_the_plane_keeps_angles_and_distances_near_its_centre_and_grows_beyond()
         (lambda: tr.choose("axial:4"), "only liere, .* sphere take a number, got 'axial:4'"),
         (
             lambda: tr.Transformer(3, num_axes=2, latents=4, encoding="sphere"),
-            "latents of SphereHarmonics must be places.*got the number 4",
+            "latents of SphereHarmonics must be given as positions.*got the number 4",
         ),
         (
             lambda: tr.rotate_one(
@@ -158,7 +158,7 @@ def test_the_plane_keeps_angles_and_distances_near_its_centre_and_grows_beyond()
                 tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0, 0]]),
                 layout="bhtd",
             ),
-            "one tensor alone needs a rotation, got Harmonics",
+            "rotate_one needs a rotation, got Harmonics",
         ),
         (
             lambda: tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0.0, math.nan]]),

@@ -1,4 +1,4 @@
-"""Attention: what bias, masks and lengths mean, and that its weights are those that it attends with."""
+"""Attention: masks, norms before the rotation, and attention weights."""
 
 import math
 
@@ -17,7 +17,7 @@ def attended(attention: tr.Attention, x: Tensor, weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("kind", ["none", "bias", "of each head", "mask"])
-def test_weights_are_those_that_attention_attends_with(kind: str, rotated: bool) -> None:
+def test_weights_equal_those_used_in_attention(kind: str, rotated: bool) -> None:
     attention, x = tr.Attention(16, 2), torch.randn(3, 6, 16)
     rotation = tr.LieRE(num_axes=1, num_heads=2, head_dim=8, block_size=4)(tr.grid(6)) if rotated else None
     bias = {
@@ -32,7 +32,7 @@ def test_weights_are_those_that_attention_attends_with(kind: str, rotated: bool)
     torch.testing.assert_close(attention(x, rotation, bias=bias), attended(attention, x, weights), rtol=1e-4, atol=1e-5)
 
 
-def test_a_mask_is_true_where_a_query_sees_a_key() -> None:
+def test_mask_true_lets_a_query_attend_to_a_key() -> None:
     attention, x = tr.Attention(16, 2), torch.randn(1, 4, 16)
     seen = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 1]]).bool()
     weights = attention.weights(x, bias=seen)
@@ -55,7 +55,7 @@ def test_weights_are_the_softmax_of_rotated_scores() -> None:
 
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
-def test_queries_and_keys_are_normalised_before_they_are_rotated(kind: type[nn.Module], rotated: bool) -> None:
+def test_norms_are_applied_before_the_rotation(kind: type[nn.Module], rotated: bool) -> None:
     attention, x = tr.Attention(16, 2, qk_norm=kind), torch.randn(3, 6, 16)
     for norm in (attention.q_norm, attention.k_norm):
         nn.init.normal_(norm.weight)
@@ -71,7 +71,7 @@ def test_queries_and_keys_are_normalised_before_they_are_rotated(kind: type[nn.M
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_norms_are_called_where_somebody_looks_at_them() -> None:
+def test_norms_with_hooks_are_called() -> None:
     attention, x, seen = tr.Attention(16, 2, qk_norm=nn.RMSNorm), torch.randn(3, 6, 16), []
     rotation = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8)(tr.grid(6))
     expected = attention(x, rotation)
@@ -80,7 +80,7 @@ def test_norms_are_called_where_somebody_looks_at_them() -> None:
     assert seen == [1]
 
 
-def test_without_norms_nothing_is_added_to_the_state() -> None:
+def test_state_dict_without_norms_has_no_norm_weights() -> None:
     assert set(tr.Attention(16, 2).state_dict()) == {"qkv.weight", "qkv.bias", "proj.weight", "proj.bias"}
     added = set(tr.Attention(16, 2, qk_norm=nn.RMSNorm).state_dict()) - set(tr.Attention(16, 2).state_dict())
     assert added == {"q_norm.weight", "k_norm.weight"}

@@ -1,4 +1,4 @@
-"""Features of ViT and Swin: padding that nothing sees, strides, the simple feature pyramid, timm's interface."""
+"""Features of ViT and Swin: padding masks, strides, the simple feature pyramid, timm's interface."""
 
 import copy
 import math
@@ -61,7 +61,7 @@ SWINS: dict[str, Callable[[], Features]] = {
 
 
 @pytest.mark.parametrize("build", [*VITS.values(), *SWINS.values()], ids=[*VITS, *SWINS])
-def test_maps_of_an_image_are_the_same_alone_and_padded_in_a_batch(build: Callable[[], Features]) -> None:
+def test_maps_are_equal_alone_and_padded_in_a_batch(build: Callable[[], Features]) -> None:
     """A bias over the lattice is stretched where that is larger than in training, so there images are small."""
     features = drawn(build())
     small = build is VITS["a bias"]
@@ -84,7 +84,7 @@ def test_maps_of_an_image_are_the_same_alone_and_padded_in_a_batch(build: Callab
 
 
 @pytest.mark.parametrize("build", [*VITS.values(), *SWINS.values()], ids=[*VITS, *SWINS])
-def test_shapes_channels_and_strides_are_what_is_stated(build: Callable[[], Features]) -> None:
+def test_maps_have_the_stated_shapes_channels_and_strides(build: Callable[[], Features]) -> None:
     features = build().eval()
     assert all(0 < size <= 64 for size in (features.size_divisor, *features.strides))
     for height, width in ((32, 48), (33, 47), (7, 90)):
@@ -106,7 +106,7 @@ def test_shapes_channels_and_strides_are_what_is_stated(build: Callable[[], Feat
         (1, (2, 3), (1, 2)),
     ],
 )
-def test_the_pyramid_has_a_quarter_half_one_and_two_patches(
+def test_pyramid_strides_are_quarter_half_one_and_two_patches(
     patch: int, indices: tuple[int, ...] | None, strides: tuple[float, ...]
 ) -> None:
     features = Features(vit(4 * patch, patch_size=patch), pyramid=True, indices=indices, out_channels=8)
@@ -117,7 +117,7 @@ def test_the_pyramid_has_a_quarter_half_one_and_two_patches(
     assert [tuple(map.shape[2:]) for map in maps] == sizes
 
 
-def test_the_pyramid_is_vitdets() -> None:
+def test_pyramid_equals_vitdet() -> None:
     """Against its layers, written down as in detectron2's SimpleFeaturePyramid, on images of whole patches."""
     features = drawn(Features(vit(encoding="mixed"), pyramid=True, out_channels=12))
     image = torch.randn(1, 3, 32, 64, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_the_pyramid_is_vitdets() -> None:
     assert [level.project[0].in_channels for level in features.levels] == [8, 16, 32, 32]
 
 
-def test_layers_are_those_of_the_model() -> None:
+def test_maps_of_a_vit_equal_its_layer_outputs() -> None:
     model = drawn(vit(encoding="liere:8", num_registers=1))
     image = torch.randn(1, 3, 40, 24, dtype=torch.float64)
     expected = model.feature_maps(image, [1, 3, 0], norm=False)
@@ -160,7 +160,7 @@ def test_layers_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("size", [(64, 64), (32, 96)])  # windows of 4 fill lattices of 32, 16 and 8
-def test_stages_are_those_of_a_swin_behind_a_norm(size: tuple[int, int]) -> None:
+def test_maps_of_a_swin_are_normed_stage_outputs(size: tuple[int, int]) -> None:
     model = drawn(swin(encoding="bias+mixed"))
     image = torch.randn(2, 3, *size, dtype=torch.float64)
     expected = model.feature_maps(image)
@@ -193,7 +193,7 @@ def test_gradients_reach_every_parameter(build: Callable[[], Features], masked: 
 
 
 @pytest.mark.parametrize("build", [VITS["windows and pyramid"], VITS["a bias"], SWINS["swin with rotations"]])
-def test_layers_computed_again_give_the_same_gradients(build: Callable[[], Features]) -> None:
+def test_checkpointed_layers_give_the_same_gradients(build: Callable[[], Features]) -> None:
     features = drawn(build())
     batch, mask = pad(_images((33, 29), (32, 49)))
     gradients = []
@@ -213,7 +213,7 @@ def test_layers_computed_again_give_the_same_gradients(build: Callable[[], Featu
 @pytest.mark.parametrize(
     ("build", "masked"), [(VITS["windows and pyramid"], True), (SWINS["swin with rotations"], False)]
 )
-def test_it_compiles_whole(build: Callable[[], Features], masked: bool) -> None:
+def test_features_compile_into_one_graph(build: Callable[[], Features], masked: bool) -> None:
     features = build().eval()
     batch, mask = pad([image.float() for image in _images((33, 29), (40, 24))])
     told = mask if masked else None
@@ -224,7 +224,7 @@ def test_it_compiles_whole(build: Callable[[], Features], masked: bool) -> None:
 
 
 @pytest.mark.parametrize("build", [VITS["windows and pyramid"], VITS["a bias"], SWINS["swin with rotations"]])
-def test_autocast_runs(build: Callable[[], Features]) -> None:
+def test_features_run_under_autocast(build: Callable[[], Features]) -> None:
     features = build().eval()
     batch, mask = pad([image.float() for image in _images((32, 29), (25, 24))])
     with torch.no_grad():
@@ -264,7 +264,7 @@ class Decoder(nn.Module):
     ],
     ids=["timm", "pyramid", "vit", "swin"],
 )
-def test_a_head_written_for_timm_works_unchanged(backbone: Callable[[], nn.Module]) -> None:
+def test_head_written_for_timm_works_unchanged(backbone: Callable[[], nn.Module]) -> None:
     head = Decoder(backbone()).eval()
     assert head(torch.randn(1, 3, 64, 96)).shape == (1, 8, 64, 96)
     assert [tuple(each.values()) for each in head.dicts] == list(
@@ -272,7 +272,7 @@ def test_a_head_written_for_timm_works_unchanged(backbone: Callable[[], nn.Modul
     )
 
 
-def test_feature_info_answers_as_timms() -> None:
+def test_feature_info_equals_timm() -> None:
     theirs = timm.create_model("swin_tiny_patch4_window7_224", features_only=True, depths=(1, 1, 1, 1)).feature_info
     ours = Features(tr.Swin((224, 224), depths=(1, 1, 1, 1))).feature_info
     assert isinstance(ours, FeatureInfo)
@@ -288,7 +288,7 @@ def test_feature_info_answers_as_timms() -> None:
     assert ours.get_dicts()[0] == ours[0]
 
 
-def test_a_swin_gives_what_timms_features_do_behind_its_norms() -> None:
+def test_swin_maps_equal_normed_timm_features() -> None:
     settings = dict(depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=4)
     whole = SwinTransformer(img_size=64, embed_dim=16, patch_size=2, **settings)
     ours = swin(num_classes=1000)
@@ -327,13 +327,13 @@ def test_a_swin_gives_what_timms_features_do_behind_its_norms() -> None:
         (lambda: pad([torch.zeros(3, 4, 4)], 0), "divisor must be 1 or more, got 0"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(build: Callable[[], object], message: str) -> None:
+def test_bad_arguments_raise_one_line_errors(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         build()
     assert "\n" not in str(caught.value)
 
 
-def test_padding_keeps_images_and_says_where_they_are() -> None:
+def test_pad_keeps_images_and_returns_their_mask() -> None:
     images = _images((5, 9), (8, 3))
     batch, mask = tr.pad(images, 4)
     assert batch.shape == (2, 3, 8, 12)

@@ -1,4 +1,4 @@
-"""Linear attention: the quadratic formula written plainly, gradients, masks, samples end to end, growth."""
+"""Linear attention: the quadratic formula, gradients, masks, concatenated samples, memory."""
 
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ def encoding_of(name: str, num_axes: int = 2) -> tr.Encoding:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_the_quadratic_formula(name: str, causal: bool) -> None:
+def test_linear_attention_equals_the_quadratic_formula(name: str, causal: bool) -> None:
     tokens = 11
     q, k, v = torch.randn(3, 2, 2, tokens, 8, **WIDE)
     rotation = encoding_of(name)(3 * torch.randn(2, tokens, 2, **WIDE))
@@ -46,7 +46,7 @@ def test_it_is_the_quadratic_formula(name: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["axial", "liere:4", "string"])
-def test_queries_and_keys_of_two_sets(name: str) -> None:
+def test_cross_attention_equals_the_quadratic_formula(name: str) -> None:
     encoding = encoding_of(name)
     q, (k, v) = torch.randn(2, 2, 5, 8, **WIDE), torch.randn(2, 2, 2, 9, 8, **WIDE)
     here, there = encoding(torch.randn(5, 2, **WIDE)), encoding(torch.randn(2, 9, 2, **WIDE))
@@ -54,7 +54,7 @@ def test_queries_and_keys_of_two_sets(name: str) -> None:
     assert (linear_attention(q, k, v, here, key_rotation=there) - expected).abs().max() < 1e-10
 
 
-def test_without_a_rotation_it_is_that_of_katharopoulos() -> None:
+def test_without_rotation_equals_katharopoulos() -> None:
     q, k, v = torch.randn(3, 2, 2, 7, 8, **WIDE)
     identity = torch.eye(8, **WIDE).expand(2, 7, 8, 8)
     expected = quadratic(q, k, v, identity, identity, torch.ones(7, 7, **WIDE))
@@ -62,7 +62,7 @@ def test_without_a_rotation_it_is_that_of_katharopoulos() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 8, 13, 64])
-def test_chunks_change_nothing(chunk_size: int) -> None:
+def test_chunk_size_does_not_change_results(chunk_size: int) -> None:
     q, k, v = torch.randn(3, 1, 2, 13, 8, **WIDE)
     rotation = encoding_of("mixed")(torch.randn(13, 2, **WIDE))
     expected = quadratic(
@@ -73,7 +73,7 @@ def test_chunks_change_nothing(chunk_size: int) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_keys_that_are_not_seen_may_hold_anything(causal: bool) -> None:
+def test_masked_keys_may_have_any_values(causal: bool) -> None:
     q, k, v = torch.randn(3, 2, 2, 6, 8, **WIDE)
     rotation = encoding_of("mixed")(torch.randn(6, 2, **WIDE))
     mask = torch.rand(2, 6) > 0.4
@@ -90,7 +90,7 @@ def test_keys_that_are_not_seen_may_hold_anything(causal: bool) -> None:
         assert not gradient[unseen.expand_as(gradient)].any()
 
 
-def test_nothing_seen_gives_zero() -> None:
+def test_fully_masked_queries_give_zero() -> None:
     q, k, v = torch.randn(3, 2, 2, 4, 8)
     assert not linear_attention(q, k, v, key_mask=torch.zeros(2, 4, dtype=torch.bool)).any()
     assert linear_attention(q, k[..., :0, :], v[..., :0, :]).eq(0).all()
@@ -111,7 +111,7 @@ def test_gradients_are_exact(name: str, causal: bool) -> None:
     assert torch.autograd.gradcheck(attend, (q, k, v, positions, *learned), fast_mode=True)
 
 
-def test_features_are_those_of_elu_and_stay_above_zero() -> None:
+def test_feature_map_is_elu_plus_one_and_positive() -> None:
     x = torch.tensor([-30.0, -3.0, -1e-6, 0.0, 1e-6, 4.0], **WIDE).requires_grad_()
     assert torch.allclose(elu_plus_one(x), functional.elu(x) + 1, rtol=0, atol=1e-15)
     assert (elu_plus_one(x.float()) > 0).all()
@@ -122,7 +122,7 @@ def test_features_are_those_of_elu_and_stay_above_zero() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", [name for name in CASES if "N2" in name])
-def test_it_is_relative_where_the_encoding_is(name: str, causal: bool) -> None:
+def test_relative_encodings_stay_relative(name: str, causal: bool) -> None:
     encoding = CASES[name]().double()
     q, k, v = torch.randn(3, 1, encoding.num_heads, 6, encoding.head_dim, **WIDE)
     positions = torch.randn(6, 2, **WIDE)
@@ -134,7 +134,7 @@ def test_it_is_relative_where_the_encoding_is(name: str, causal: bool) -> None:
         assert moved > 1e-3
 
 
-def test_the_module_is_the_function_between_its_projections() -> None:
+def test_module_applies_the_function_between_projections() -> None:
     module, x = tr.LinearAttention(16, 2).double(), torch.randn(3, 6, 16, **WIDE)
     rotation = encoding_of("mixed")(torch.randn(6, 2, **WIDE))
     q, k, v = module.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
@@ -147,7 +147,7 @@ def test_the_module_is_the_function_between_its_projections() -> None:
 
 
 @pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention])
-def test_a_context_that_is_the_tokens_themselves_changes_nothing(kind: type) -> None:
+def test_context_equal_to_the_tokens_is_self_attention(kind: type) -> None:
     for bias in (True, False):
         attention = kind(16, 2, qkv_bias=bias).double()
         x = torch.randn(2, 6, 16, **WIDE)
@@ -158,7 +158,7 @@ def test_a_context_that_is_the_tokens_themselves_changes_nothing(kind: type) -> 
 
 
 @pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention, partial(tr.LinearAttention, causal=True)])
-def test_samples_end_to_end_are_one_at_a_time(kind: type) -> None:
+def test_concatenated_samples_equal_separate_samples(kind: type) -> None:
     attention, encoding = kind(16, 2).double(), encoding_of("mixed")
     lengths = (4, 1, 6)
     x, positions = torch.randn(1, 11, 16, **WIDE), torch.randn(11, 2, **WIDE)
@@ -171,7 +171,7 @@ def test_samples_end_to_end_are_one_at_a_time(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention])
-def test_samples_end_to_end_read_their_own_context(kind: type) -> None:
+def test_concatenated_samples_attend_to_their_own_context(kind: type) -> None:
     attention, encoding = kind(16, 2).double(), encoding_of("string")
     lengths, key_lengths = (2, 3), (4, 1)
     x, context = torch.randn(1, 5, 16, **WIDE), torch.randn(1, 5, 16, **WIDE)
@@ -192,7 +192,7 @@ def test_samples_end_to_end_read_their_own_context(kind: type) -> None:
     assert (packed - torch.cat(alone, dim=1)).abs().max() < 1e-12
 
 
-def test_weights_to_a_context_are_those_that_attention_attends_with() -> None:
+def test_weights_to_a_context_equal_those_used() -> None:
     attention, encoding = tr.Attention(16, 2).double(), encoding_of("mixed")
     x, context = torch.randn(2, 3, 16, **WIDE), torch.randn(2, 5, 16, **WIDE)
     turns = dict(rotation=encoding(torch.randn(3, 2, **WIDE)), key_rotation=encoding(torch.randn(5, 2, **WIDE)))
@@ -250,7 +250,7 @@ HEADS = torch.zeros(1, 2, 4, 8)
         ),
     ],
 )
-def test_what_cannot_be_attended_is_told_in_one_line(call: object, message: str) -> None:
+def test_bad_input_raises_one_line_errors(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
 
@@ -287,7 +287,7 @@ def test_no_tensor_grows_faster_than_the_tokens(name: str, causal: bool) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
-def test_65536_tokens_take_memory_that_grows_with_them(causal: bool) -> None:
+def test_memory_is_linear_up_to_65536_tokens(causal: bool) -> None:
     attention = tr.LinearAttention(64, 2, causal=causal)
     encoding = tr.MixedRoPE(num_axes=3, num_heads=2, head_dim=32)
     sizes = (16_384, 65_536)
@@ -296,7 +296,7 @@ def test_65536_tokens_take_memory_that_grows_with_them(causal: bool) -> None:
     assert slope(sizes, peaks) < 1.05
 
 
-def test_the_benchmark_measures_every_kind_and_its_growth(capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_measures_every_kind_and_its_growth(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--tokens", "256", "64", "--most-softmax", "64", "--rounds", "1", "--dim", "16", "--heads", "2"]
     linear.main([*settings, "--latents", "4", "--threads", "1"])
     _, *lines = capsys.readouterr().out.splitlines()

@@ -56,9 +56,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_it_computes_what_timm_computes_with_the_same_weights(
-    shape: dict, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_swin_equals_timm_with_the_same_weights(shape: dict, dtype: torch.dtype, tolerance: float) -> None:
     theirs, ours = _pair(**shape, dtype=dtype)
     x = torch.randn(2, 3, *shape["size"], dtype=dtype)
     assert (ours(x) - theirs(x)).abs().max() < tolerance
@@ -69,7 +67,7 @@ def test_it_computes_what_timm_computes_with_the_same_weights(
         assert (mine - others).abs().max() < tolerance * max(1, others.abs().max())
 
 
-def test_its_gradients_are_timms() -> None:
+def test_swin_gradients_equal_timm() -> None:
     theirs, ours = _pair((60, 56))
     x = torch.randn(2, 3, 60, 56, dtype=torch.float64)
     for model in (theirs, ours):
@@ -79,7 +77,7 @@ def test_its_gradients_are_timms() -> None:
         assert (parameter.grad - expected[name]).abs().max() < 1e-9 * max(1, expected[name].abs().max()), name
 
 
-def test_other_input_sizes_run_as_timms_do() -> None:
+def test_other_input_sizes_equal_timm() -> None:
     theirs, ours = _pair((56, 56), window_size=4, depths=(2, 2), num_heads=(1, 2))  # lattices of 14 and 7
     for size in ((60, 88), (40, 120)):
         x = torch.randn(1, 3, *size, dtype=torch.float64)
@@ -88,7 +86,7 @@ def test_other_input_sizes_run_as_timms_do() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:Using a non-tuple sequence")  # timm's own
 @pytest.mark.parametrize(("size", "window"), [((96, 64), 6), ((32, 32), 4), ((24, 40), 5)])
-def test_other_windows_run_as_timms_do_with_the_same_table(size: tuple[int, int], window: int) -> None:
+def test_other_windows_equal_timm_with_the_same_table(size: tuple[int, int], window: int) -> None:
     theirs, ours = _pair((64, 64), window_size=4)
     theirs.set_input_size(size, window_size=window)
     for index, stage in enumerate(ours.stages):
@@ -105,7 +103,7 @@ def _set_bias(attention: torch.nn.Module, values: torch.Tensor) -> None:
         attention.relative_position_bias_table[index] = values.permute(1, 2, 0)
 
 
-def test_the_published_tiny_computes_what_timms_does() -> None:
+def test_published_tiny_weights_equal_timm() -> None:
     theirs = timm.create_model("swin_tiny_patch4_window7_224").eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -137,7 +135,7 @@ def test_sizes_have_the_papers_parameters(size: str, name: str) -> None:
     assert count["bias+mixed"] - count["bias"] == sum(depth * dim * 2**i for i, depth in enumerate(depths))
 
 
-def test_it_starts_as_timms() -> None:
+def test_initialisation_matches_timm() -> None:
     settings = dict(depths=(2, 2), num_heads=(1, 2), num_classes=5, window_size=4)
     torch.manual_seed(0)
     theirs = from_timm(SwinTransformer(img_size=32, embed_dim=64, **settings).state_dict())
@@ -169,7 +167,7 @@ def test_windows_hold_each_token_once_and_neighbours_together(
         assert tokens.tolist() == expected
 
 
-def test_windows_take_leading_dimensions_and_anything_with_a_row_a_token() -> None:
+def test_windows_cut_any_tensor_with_one_row_per_token() -> None:
     tokens = torch.randn(3, 2, 12, 5)
     cut = tr.windows(tokens, (4, 3), (2, 3))
     assert cut.shape == (3, 2, 2, 6, 5)
@@ -179,7 +177,7 @@ def test_windows_take_leading_dimensions_and_anything_with_a_row_a_token() -> No
 @pytest.mark.parametrize(
     ("sizes", "window"), [((8,), (4,)), ((6, 6), (3, 3)), ((8, 4), (4, 4)), ((4, 6, 2), (2, 3, 2)), ((4, 4), (1, 2))]
 )
-def test_shifted_windows_mask_what_was_not_near(sizes: tuple[int, ...], window: tuple[int, ...]) -> None:
+def test_shifted_windows_mask_tokens_that_are_not_neighbours(sizes: tuple[int, ...], window: tuple[int, ...]) -> None:
     shifted = Windows.fit(sizes, window).shifted()
     assert shifted.shift == tuple(0 if s <= w else w // 2 for s, w in zip(sizes, window, strict=True))
     places = shifted.cut(tr.grid(*sizes).reshape(1, *sizes, -1))  # (windows, tokens, axes)
@@ -193,13 +191,13 @@ def test_shifted_windows_mask_what_was_not_near(sizes: tuple[int, ...], window: 
 
 
 @pytest.mark.parametrize("sizes", [(7,), (5, 8), (3, 4, 5)])
-def test_joining_undoes_cutting_where_windows_do_not_divide_the_lattice(sizes: tuple[int, ...]) -> None:
+def test_join_inverts_cut_if_windows_do_not_divide_the_lattice(sizes: tuple[int, ...]) -> None:
     x = torch.randn(2, *sizes, 3)
     for cut in (Windows.fit(sizes, (3,) * len(sizes)), Windows.fit(sizes, (3,) * len(sizes)).shifted()):
         assert torch.equal(cut.join(cut.cut(x)), x)
 
 
-def test_a_lattice_smaller_than_its_window_is_a_part_of_it() -> None:
+def test_lattice_smaller_than_its_window_is_part_of_it() -> None:
     build = partial(tr.Swin, num_classes=5, dim=16, depths=(2,), num_heads=(2,), window_size=6, encoding="bias+liere:4")
     stage = _drawn(build((48, 48))).stages[0]
     x = torch.randn(1, 4, 5, 16)
@@ -239,9 +237,7 @@ def test_gradients_reach_every_encoding(name: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "relative"), [(tr.MixedRoPE, True), (tr.ComRoPELD, True), (tr.LieRE, False)])
-def test_relative_encodings_do_not_tell_places_in_the_window_from_places_in_the_image(
-    family: type, relative: bool
-) -> None:
+def test_relative_encodings_ignore_the_origin_of_windows(family: type, relative: bool) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=8).double()
     q, k = torch.randn(2, 4, 2, 9, 8, dtype=torch.float64)  # (windows, heads, tokens, head_dim)
     scores = []
@@ -255,7 +251,7 @@ def test_relative_encodings_do_not_tell_places_in_the_window_from_places_in_the_
 
 
 @pytest.mark.parametrize("name", ["mixed", "axial", "liere:4", "comrope-ap:4"])
-def test_a_larger_window_runs_on_with_the_spacing_of_the_training_window(name: str) -> None:
+def test_larger_windows_keep_the_training_spacing(name: str) -> None:
     build = partial(tr.Swin, (48, 48), num_classes=5, dim=16, depths=(2,), num_heads=(2,), encoding=name)
     small = _drawn(build(window_size=4))
     spacing, origin = small.stages[0].spacing, small.stages[0].origin
@@ -268,13 +264,13 @@ def test_a_larger_window_runs_on_with_the_spacing_of_the_training_window(name: s
     assert spacing == build(window_size=4).stages[0].encodings[0].lattice(4, 4)["spacing"]
 
 
-def test_each_stage_places_its_tokens_as_the_encodings_paper_does() -> None:
+def test_stages_use_the_position_convention_of_the_paper() -> None:
     model = tr.Swin((32, 32), num_classes=5, dim=16, depths=(1, 1), num_heads=(1, 2), window_size=8, encoding="liere:4")
     assert [stage.spacing for stage in model.stages] == [(1 / 8, 1 / 8), (1 / 4, 1 / 4)]
     assert tiny((32, 32), encoding="mixed").stages[0].spacing == 1.0
 
 
-def test_axes_may_change_places() -> None:
+def test_axes_may_be_permuted() -> None:
     settings = dict(num_classes=5, dim=24, depths=(2, 2), num_heads=(1, 2), in_channels=2, encoding="bias+mixed")
     video = tr.Swin((4, 12, 8), patch_size=(1, 2, 2), window_size=(2, 3, 4), **settings).double().eval()
     with torch.no_grad():
@@ -310,12 +306,12 @@ def _with_axes(model: tr.Swin, order: tuple[int, ...]) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("sizes", [(64,), (8, 8, 8, 8)])
-def test_one_axis_or_four(sizes: tuple[int, ...]) -> None:
+def test_swin_runs_with_one_axis_and_four(sizes: tuple[int, ...]) -> None:
     model = tiny(sizes, patch_size=2, window_size=2, dim=32, num_heads=(1, 1), encoding="bias+mixed")
     assert model(torch.randn(2, 3, *sizes)).shape == (2, 5)
 
 
-def test_stochastic_depth_grows_as_timms_and_acts_in_training_alone() -> None:
+def test_drop_path_equals_timm_and_acts_only_in_training() -> None:
     model = tiny((32, 32), drop_path=0.4, dropout=0.1, attention_dropout=0.1)
     rates = [layer.drop_path.p for stage in model.stages for layer in stage.layers]
     assert rates == pytest.approx(torch.linspace(0, 0.4, 4).tolist())
@@ -328,7 +324,7 @@ def test_stochastic_depth_grows_as_timms_and_acts_in_training_alone() -> None:
 
 
 @pytest.mark.slow
-def test_it_compiles_whole() -> None:
+def test_swin_compiles_into_one_graph() -> None:
     model = _drawn(tiny((32, 32), depths=(2,), num_heads=(2,), encoding="bias+liere:4"))
     x = torch.randn(2, 3, 40, 36)
     torch.compiler.reset()
@@ -339,7 +335,7 @@ def test_it_compiles_whole() -> None:
 
 
 @pytest.mark.slow
-def test_it_exports_with_any_batch() -> None:
+def test_swin_exports_with_a_dynamic_batch() -> None:
     model = _drawn(tiny((32, 32), depths=(2,), num_heads=(2,), encoding="bias+mixed"))
     batch = torch.export.Dim("batch", min=1, max=64)
     exported = torch.export.export(model, (torch.randn(2, 3, 40, 36),), dynamic_shapes={"x": {0: batch}})
@@ -347,7 +343,7 @@ def test_it_exports_with_any_batch() -> None:
     assert torch.allclose(exported.module()(x), model(x), atol=1e-5)
 
 
-def test_it_is_built_on_meta_copied_and_loaded() -> None:
+def test_swin_is_built_on_meta_copied_and_loaded() -> None:
     with torch.device("meta"):
         model = tiny((32, 32), encoding="learned+bias+mixed")
     model.to_empty(device="cpu").eval()
@@ -362,7 +358,7 @@ def test_it_is_built_on_meta_copied_and_loaded() -> None:
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
-def test_half_precision_and_autocast_run() -> None:
+def test_swin_runs_in_half_precision_and_autocast() -> None:
     model = _drawn(tiny((32, 32), encoding="bias+mixed"))
     x = torch.randn(2, 3, 32, 32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -372,13 +368,13 @@ def test_half_precision_and_autocast_run() -> None:
     assert model.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_it_freezes() -> None:
+def test_swin_freezes() -> None:
     model = _drawn(tiny((32, 32), encoding="bias+liere:4"))
     x = torch.randn(2, 3, 40, 32)
     assert torch.allclose(tr.freeze(model, x)(x), model(x), atol=1e-5)
 
 
-def test_without_classes_it_gives_the_pooled_features() -> None:
+def test_swin_without_classes_returns_pooled_features() -> None:
     model = tiny((32, 32), num_classes=0).eval()
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(model(x), model.features(x))
@@ -397,7 +393,7 @@ def _microsofts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return theirs
 
 
-def test_microsofts_names_are_known_with_and_without_a_classifier() -> None:
+def test_microsoft_state_dicts_load_with_and_without_head() -> None:
     state = SwinTransformer(
         img_size=32, embed_dim=16, depths=(1, 2, 1), num_heads=(1, 1, 1), window_size=4
     ).state_dict()
@@ -409,7 +405,7 @@ def test_microsofts_names_are_known_with_and_without_a_classifier() -> None:
     assert expected.keys() - from_timm(headless).keys() == {"head.weight", "head.bias"}
 
 
-def test_rope_vits_frequencies_are_ours_with_the_axes_swapped() -> None:
+def test_rope_vit_frequencies_load_with_axes_swapped() -> None:
     theirs, _ = _pair((32, 32), torch.float32, depths=(1,), num_heads=(2,), window_size=4)
     state = {name: value for name, value in theirs.state_dict().items() if not name.endswith("bias_table")}
     freqs = torch.randn(2, 2, 4)
@@ -441,7 +437,7 @@ def test_rope_vits_frequencies_are_ours_with_the_axes_swapped() -> None:
         (lambda state: state.clear(), r"must have layers.0.blocks.0.*, .* and \d+ more, got 0 others"),
     ],
 )
-def test_other_state_dicts_are_refused_by_name(change: object, message: str) -> None:
+def test_unknown_state_dicts_raise_with_their_names(change: object, message: str) -> None:
     state = SwinTransformer(img_size=32, embed_dim=16, depths=(1, 1), num_heads=(1, 1), window_size=4).state_dict()
     change(state)
     with pytest.raises(ValueError, match=message):
@@ -466,6 +462,6 @@ def test_other_state_dicts_are_refused_by_name(change: object, message: str) -> 
         (partial(tr.windows, tr.grid(4, 4), (4, 4), (2, 2), offset=(1,)), "offset must be one number or one per axis"),
     ],
 )
-def test_bad_settings_are_told_in_one_line(build: partial, message: str) -> None:
+def test_bad_arguments_raise_one_line_errors(build: partial, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()

@@ -1,4 +1,4 @@
-"""The transformer of tokens at any positions: what permutes, what moves, what is missing, what lies end to end."""
+"""The transformer for point sets: permutations, translations, padding, concatenated samples."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +51,7 @@ def answers(model: tr.Transformer, given: Data, **others: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("output", ["set", "tokens"])
 @pytest.mark.parametrize(("name", "kind"), NAMES_AND_KINDS)
-def test_answers_permute_with_tokens_and_their_positions(name: str, output: str, kind: str) -> None:
+def test_outputs_permute_with_tokens_and_positions(name: str, output: str, kind: str) -> None:
     model, given = build(encoding=name, output=output, **KINDS[kind]).double(), data()
     order, other = torch.randperm(7), torch.randperm(4)
     permuted = {each: x[:, other if "context" in each else order] for each, x in given.items()}
@@ -62,7 +62,7 @@ def test_answers_permute_with_tokens_and_their_positions(name: str, output: str,
 
 
 @pytest.mark.parametrize(("name", "kind"), [case for case in NAMES_AND_KINDS if case[1] in RELATIVE])
-def test_moving_all_positions_changes_nothing_where_the_encoding_is_relative(name: str, kind: str) -> None:
+def test_relative_encodings_are_translation_invariant(name: str, kind: str) -> None:
     given = data()
     there = moved(given, torch.tensor([[[0.7, -1.9]], [[30.0, 5.0]]], **WIDE))  # each sample elsewhere
     for output in ("set", "tokens"):
@@ -74,7 +74,7 @@ def test_moving_all_positions_changes_nothing_where_the_encoding_is_relative(nam
             assert change > 1e-6
 
 
-def test_what_is_relative_sees_positions_all_the_same() -> None:
+def test_relative_encodings_depend_on_positions() -> None:
     given = data()
     stretched = {name: 1.3 * x if "positions" in name else x for name, x in given.items()}
     for name in NAMES:
@@ -83,13 +83,13 @@ def test_what_is_relative_sees_positions_all_the_same() -> None:
         assert (change == 0) == (name == "none"), name
 
 
-def test_latents_at_places_see_where_the_tokens_are() -> None:
+def test_latents_at_fixed_positions_see_translations() -> None:
     model, given = build(latents=tr.grid(2, 2)).double(), data()
     assert (answers(model, moved(given, torch.tensor([0.7, 0.0], **WIDE))) - answers(model, given)).abs().max() > 1e-6
     assert not [name for name, _ in model.named_parameters() if "latent_positions" in name]
 
 
-def test_places_of_latents_are_in_the_unit_of_the_data_and_never_rounded() -> None:
+def test_latent_positions_have_data_units_and_stay_float32() -> None:
     places = torch.tensor([[0.1, 300.7], [2.3, 100.3]])
     given = data()
     near = {name: x / torch.tensor([0.5, 20.0], **WIDE) if "positions" in name else x for name, x in given.items()}
@@ -105,7 +105,7 @@ def test_places_of_latents_are_in_the_unit_of_the_data_and_never_rounded() -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("output", ["set", "tokens"])
-def test_padding_is_never_seen(output: str, kind: str) -> None:
+def test_padding_does_not_change_outputs(output: str, kind: str) -> None:
     model, given = build(output=output, **KINDS[kind]).double(), data()
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 0], [0, 0, 0, 0, 1, 0, 0]]).bool()
     context_mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]]).bool()
@@ -134,7 +134,7 @@ def test_padding_is_never_seen(output: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), NAMES_AND_KINDS[-8:])
-def test_end_to_end_is_padded_is_one_at_a_time(name: str, kind: str) -> None:
+def test_lists_padded_batches_and_single_samples_are_equal(name: str, kind: str) -> None:
     lengths, others = (4, 1, 6), (2, 5, 1)
     given = data(n=6, m=5, batch=3)
     mask, context_mask = (torch.arange(n) < torch.tensor(own)[:, None] for n, own in ((6, lengths), (5, others)))
@@ -152,7 +152,7 @@ def test_end_to_end_is_padded_is_one_at_a_time(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_token_is_a_set(kind: str) -> None:
+def test_single_token_is_a_valid_sample(kind: str) -> None:
     model = build(**KINDS[kind], output="tokens").double()
     given = data(n=1, m=1)
     assert answers(model, given).isfinite().all()
@@ -163,13 +163,13 @@ def test_one_token_is_a_set(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_are_all_there_twice_change_nothing(kind: str) -> None:
+def test_duplicating_all_tokens_changes_nothing(kind: str) -> None:
     model, given = build(**KINDS[kind]).double(), data()
     twice = {name: torch.cat([x, x], dim=1) for name, x in given.items()}
     assert (answers(model, twice) - answers(model, given)).abs().max() < 1e-12
 
 
-def test_duplicates_at_one_place_are_told_apart_by_what_they_hold() -> None:
+def test_tokens_at_one_position_differ_by_content() -> None:
     model, given = build(output="tokens").double(), data()
     given["positions"] = torch.zeros_like(given["positions"])
     found = answers(model, given)
@@ -182,7 +182,7 @@ def test_duplicates_at_one_place_are_told_apart_by_what_they_hold() -> None:
 
 @pytest.mark.parametrize("kind", ["softmax", "reader"])
 @pytest.mark.parametrize("name", ["mixed", "liere:8", "sinusoidal"])
-def test_scale_makes_units_of_each_axis_alike(name: str, kind: str) -> None:
+def test_scale_normalises_units_per_axis(name: str, kind: str) -> None:
     units, given = torch.tensor([0.001, 3600.0], **WIDE), data()
     in_metres_and_seconds = {name: x * units if "positions" in name else x for name, x in given.items()}
     plain = build(encoding=name, **KINDS[kind]).double()
@@ -192,7 +192,7 @@ def test_scale_makes_units_of_each_axis_alike(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixed", "liere:8", "comrope-ld", "golden"])
-def test_extent_is_the_lattice_that_papers_start_from(name: str) -> None:
+def test_extent_selects_the_lattice_convention_of_the_paper(name: str) -> None:
     """Tokens of a lattice 6 x 4 in millimetres are where a ViT of that lattice has its patches."""
     vit = tr.ViT((6, 4), patch_size=1, dim=48, depth=1, num_heads=2, encoding=name, pool="mean")
     model = build(encoding=name, scale=(5.0, 0.5), extent=(30.0, 2.0))
@@ -213,7 +213,7 @@ def test_extent_is_the_lattice_that_papers_start_from(name: str) -> None:
         ("sinusoidal+golden", "reader"),
     ],
 )
-def test_a_period_of_the_data_is_no_way_at_all(name: str, kind: str) -> None:
+def test_translation_by_a_period_changes_nothing(name: str, kind: str) -> None:
     hours = dict(scale=(0.5, 2.0), periods=(24.0, None))
     model, given = build(encoding=name, **hours, **KINDS[kind]).double(), data()
     given["positions"][..., 0] *= 5
@@ -225,7 +225,7 @@ def test_a_period_of_the_data_is_no_way_at_all(name: str, kind: str) -> None:
     assert (answers(model, days) - answers(model, given)).abs().max() > 1e-6
 
 
-def test_periods_are_in_the_unit_of_the_data_whatever_the_extent() -> None:
+def test_periods_have_data_units_for_any_extent() -> None:
     golden = build(encoding="golden", scale=(0.5, 2.0), extent=(24.0, 100.0), periods=(24.0, None))
     assert golden.encodings[0].periods == pytest.approx((2.0, None))  # 48 tokens, [-1, 1] long
     assert isinstance(golden.encodings[0], tr.Periodic)
@@ -233,7 +233,7 @@ def test_periods_are_in_the_unit_of_the_data_whatever_the_extent() -> None:
     assert build(encoding="liere:8", periods=(None, None)).encodings[0].num_axes == 2
 
 
-def test_a_shared_encoding_makes_each_rotation_once() -> None:
+def test_shared_encoding_computes_each_rotation_once() -> None:
     model, calls = build(share_layers=True, latents=3, output="tokens").double(), []
     assert len(model.encodings) == 1
     model.encodings[0].register_forward_hook(lambda *_: calls.append(1))
@@ -243,7 +243,7 @@ def test_a_shared_encoding_makes_each_rotation_once() -> None:
     assert len(own.encodings) == len(own.layers) == 1 + 2 * 2 + 1
 
 
-def test_positions_may_be_those_of_all_samples() -> None:
+def test_positions_may_be_shared_by_all_samples() -> None:
     for kind, settings in KINDS.items():
         model, given = build(**settings).double(), data()
         shared = {name: x[0] if "positions" in name else x for name, x in given.items()}
@@ -255,7 +255,7 @@ def test_positions_may_be_those_of_all_samples() -> None:
         assert found.abs().max() < 1e-12, kind
 
 
-def test_every_parameter_has_a_gradient_that_is_exact() -> None:
+def test_gradients_of_all_parameters_are_exact() -> None:
     model, given = build(latents=2, output="tokens", dim=8, mlp_dim=8, depth=1).double(), data(n=3, m=2, batch=1)
     names = [name for name, _ in model.named_parameters()]
     values = [p.detach().clone().requires_grad_() for p in model.parameters()]
@@ -267,7 +267,7 @@ def test_every_parameter_has_a_gradient_that_is_exact() -> None:
     assert all(gradient.any() for gradient in torch.autograd.grad(answer(*values).square().sum(), values))
 
 
-def test_dropping_paths_and_channels_acts_in_training_alone() -> None:
+def test_dropout_and_drop_path_act_only_in_training() -> None:
     model, given = build(dropout=0.2, attention_dropout=0.2, drop_path=0.5, layer_scale=0.1).double(), data()
     assert not torch.equal(answers(model, given), answers(model, given))
     assert [layer.drop_path.p for layer in model.layers] == pytest.approx([0, 0.5 / 3, 1 / 3, 0.5])
@@ -276,7 +276,7 @@ def test_dropping_paths_and_channels_acts_in_training_alone() -> None:
 
 
 @pytest.mark.slow
-def test_it_compiles_into_one_graph() -> None:
+def test_transformer_compiles_into_one_graph() -> None:
     model = build(depth=1, latents=3, periods=(24.0, None), attention="linear")
     given = {name: x.float() for name, x in data().items()}
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0]]).bool()
@@ -284,7 +284,7 @@ def test_it_compiles_into_one_graph() -> None:
     assert torch.allclose(compiled(**given, mask=mask), model(**given, mask=mask), atol=1e-5)
 
 
-def test_it_checkpoints_and_builds_on_meta() -> None:
+def test_transformer_checkpoints_and_builds_on_meta() -> None:
     model = build(latents=3, encoding="mixed", periods=(24.0, None))
     given = {name: x.float() for name, x in data().items()}
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0]]).bool()
@@ -309,7 +309,7 @@ def test_bfloat16_models_keep_float32_rotations() -> None:
     assert set(seen) == {torch.float32}
 
 
-def test_features_are_what_the_head_takes() -> None:
+def test_features_are_the_input_of_the_head() -> None:
     for output in ("set", "tokens"):
         model, given = build(output=output).double(), data()
         assert torch.equal(model.head(model.features(**given)), answers(model, given))
@@ -318,7 +318,7 @@ def test_features_are_what_the_head_takes() -> None:
     assert [tuple(x.shape) for x in model(samples, [torch.rand(2, 1), torch.rand(3, 1)])] == [(2, 16), (3, 16)]
 
 
-def test_weight_decay_leaves_latents_and_encodings_alone() -> None:
+def test_no_weight_decay_names_latents_and_encodings() -> None:
     model = build(latents=3, encoding="sinusoidal+mixed")
     spared = model.no_weight_decay()
     assert {"latents", "latent_positions", "encodings.0.frequencies"} <= spared
@@ -366,8 +366,8 @@ X, P = torch.zeros(2, 2, 5), torch.zeros(2, 2, 2)
         (lambda: plain()([X[0]], [P[0, :1]]), r"positions \(n, 2\), got \(2, 5\) with \(1, 2\)"),
         (lambda: plain()([X[0]], [P[0]], mask=NO_TOKENS), "no padding and no mask, got one of tokens"),
         (lambda: plain()(X, P, context=X, context_positions=P), "got context and positions"),
-        (lambda: plain(context_dim=5)(X, P), "model with context_dim, and are needed there, got none"),
-        (lambda: plain(context_dim=5)(X, P, context=X), "and are needed there, got context"),
+        (lambda: plain(context_dim=5)(X, P), "model with context_dim, and not allowed otherwise, got none"),
+        (lambda: plain(context_dim=5)(X, P, context=X), "and not allowed otherwise, got context"),
         (
             lambda: plain(context_dim=5)(X, P, context=X, context_positions=HOLES),
             "positions of the context must be finite, got NaN or infinity in 3 of 4",
@@ -378,7 +378,7 @@ X, P = torch.zeros(2, 2, 5), torch.zeros(2, 2, 2)
         ),
     ],
 )
-def test_what_cannot_be_answered_is_told_in_one_line(call: Callable[[], object], message: str) -> None:
+def test_bad_input_raises_one_line_errors(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as told:
         call()
     assert "\n" not in str(told.value)
@@ -386,7 +386,7 @@ def test_what_cannot_be_answered_is_told_in_one_line(call: Callable[[], object],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reader", "linear"])
-def test_100000_tokens_in_some_hundred_megabytes(kind: str) -> None:
+def test_memory_of_100000_tokens_is_a_few_hundred_megabytes(kind: str) -> None:
     model = tr.Transformer(
         6, num_axes=3, num_outputs=4, dim=32, depth=2, num_heads=2, **{**KINDS[kind], "checkpoint_layers": True}
     )

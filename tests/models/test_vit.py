@@ -1,4 +1,4 @@
-"""The vision transformer: against timm, the papers' sizes, any number of axes, sharing, zero starts."""
+"""The vision transformer: against timm, the papers' sizes, any number of axes, shared layers, zero generators."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from torchrope.models import SIZES
 tiny = partial(tr.ViT, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
 
 
-def test_it_computes_what_timm_computes_with_the_same_weights() -> None:
+def test_vit_equals_timm_with_the_same_weights() -> None:
     theirs = VisionTransformer(
         img_size=(32, 48),
         patch_size=8,
@@ -35,7 +35,7 @@ def test_it_computes_what_timm_computes_with_the_same_weights() -> None:
     assert (mine(x) - theirs(x)).abs().max() < 1e-5
 
 
-def test_norms_and_activation_are_as_told() -> None:
+def test_norms_and_activation_follow_the_arguments() -> None:
     settings = dict(embed_dim=48, depth=2, num_heads=4, num_classes=7)
     theirs = VisionTransformer(
         img_size=(32, 48),
@@ -81,7 +81,7 @@ def _from_timm(model: VisionTransformer) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_mixed_and_axial_rotate_like_timms() -> None:
+def test_mixed_and_axial_equal_timm() -> None:
     heads, head_dim, size = 3, 16, (4, 6)
     q = torch.randn(2, heads, 24, head_dim)
     mixed = RotaryEmbeddingMixed(heads * head_dim, 1, heads, feat_shape=size, grid_indexing="ij")
@@ -104,7 +104,7 @@ def test_mixed_and_axial_rotate_like_timms() -> None:
 
 
 @pytest.mark.parametrize(("size", "gmacs"), [("tiny", 0.9634), ("base", 5.6073), ("large", 19.8566)])
-def test_sizes_have_the_papers_operations(size: str, gmacs: float) -> None:
+def test_sizes_have_the_operation_counts_of_the_papers(size: str, gmacs: float) -> None:
     # LieRE's table 5 counts multiply-adds of products and 5 operations per normalised number (CIFAR, 65 tokens).
     build = partial(tr.ViT, (32, 32), patch_size=4, num_classes=100, **SIZES[size])
     dim, depth = SIZES[size]["dim"], SIZES[size]["depth"]
@@ -113,7 +113,7 @@ def test_sizes_have_the_papers_operations(size: str, gmacs: float) -> None:
     assert (macs + norms) / 1e9 == pytest.approx(gmacs, rel=2e-3)
 
 
-def test_the_base_size_has_the_papers_parameters() -> None:
+def test_base_size_has_the_parameter_count_of_the_paper() -> None:
     with torch.device("meta"):
         model = tr.ViT((32, 32), patch_size=4, num_classes=100, **SIZES["base"], encoding="liere:8", qkv_bias=False)
     assert count_encoding_parameters(model) == 64_512
@@ -143,7 +143,7 @@ def test_any_number_of_axes_and_other_sizes_at_inference(
     assert model(torch.randn(1, 2, *other)).shape == (1, 5)
 
 
-def test_the_embedding_is_a_convolution_of_stride_patch() -> None:
+def test_embedding_is_a_convolution_of_stride_patch() -> None:
     embed = tr.models.vit.PatchEmbed((2, 3), 4, 8, num_axes=2)
     x = torch.randn(2, 4, 6, 9)
     kernel = embed.proj.weight.reshape(8, 4, 2, 3)
@@ -165,7 +165,7 @@ def test_zero_generators_leave_a_model_bit_identical_to_no_encoding(family: type
     assert any(g is not None and g.abs().sum() > 0 for g in gradients)
 
 
-def test_without_position_the_model_sees_a_bag_of_patches() -> None:
+def test_without_encoding_the_order_of_patches_is_ignored() -> None:
     x = torch.randn(2, 1, 8, 8)
     mixed_up = x.roll(4, dims=3)  # whole patches change places
     none, mixed = (tiny((8, 8), patch_size=4, encoding=name) for name in ("none", "mixed"))
@@ -173,7 +173,7 @@ def test_without_position_the_model_sees_a_bag_of_patches() -> None:
     assert not torch.allclose(mixed(x), mixed(mixed_up), atol=1e-3)
 
 
-def test_shared_layers_hold_one_encoding_and_make_one_rotation() -> None:
+def test_shared_layers_have_one_encoding_and_one_rotation() -> None:
     model = tiny((8, 8), patch_size=2, encoding="mixed", share_layers=True)
     own = tiny((8, 8), patch_size=2, encoding="mixed")
     assert count_encoding_parameters(own) == 2 * count_encoding_parameters(model)
@@ -183,7 +183,7 @@ def test_shared_layers_hold_one_encoding_and_make_one_rotation() -> None:
     assert len(calls) == 1
 
 
-def test_a_larger_input_keeps_the_spacing_of_the_training_size() -> None:
+def test_larger_inputs_keep_the_training_spacing() -> None:
     model = tiny((8, 8), patch_size=2, encoding="liere:8")
     small = model.rotations((4, 4))[0].matrix()[:, 1:].unflatten(1, (4, 4))
     large = model.rotations((6, 6))[0].matrix()[:, 1:].unflatten(1, (6, 6))
@@ -191,14 +191,14 @@ def test_a_larger_input_keeps_the_spacing_of_the_training_size() -> None:
     assert model.spacing == (0.25, 0.25)
 
 
-def test_prefix_tokens_do_not_turn_and_registers_do_not_pool() -> None:
+def test_prefix_tokens_are_not_rotated_nor_registers_pooled() -> None:
     model = tiny((8, 8), patch_size=2, encoding="comrope-ld:4", num_registers=3)
     assert model.num_prefix == 4
     first = model.rotations((4, 4))[0].matrix()[:, :4]
     assert torch.equal(first, torch.eye(24).expand_as(first))
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_acts_only_in_training() -> None:
     model = tiny((8, 8), patch_size=2, dropout=0.3, attention_dropout=0.2, drop_path=0.5, layer_scale=1e-4)
     x = torch.randn(4, 1, 8, 8)
     assert not torch.equal(model(x), model(x))
@@ -207,7 +207,7 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_stochastic_depth_grows_as_timms_or_is_constant_as_deit_iii(depth: int) -> None:
+def test_drop_path_is_linear_as_timm_or_constant_as_deit_iii(depth: int) -> None:
     def rates(**schedule: str) -> list[float]:
         return [
             layer.drop_path.p for layer in tiny((8, 8), patch_size=2, depth=depth, drop_path=0.4, **schedule).layers
@@ -236,7 +236,7 @@ def like_timm(model: tr.ViT) -> dict[str, torch.Tensor]:
 SHAPE = dict(depth=2, num_heads=4, num_classes=1000)
 
 
-def test_truncated_normal_weights_are_distributed_as_timms() -> None:
+def test_truncated_normal_weights_match_timm() -> None:
     theirs = VisionTransformer(img_size=64, patch_size=8, embed_dim=128, no_embed_class=True, **SHAPE)
     mine = like_timm(
         tr.ViT((64, 64), patch_size=8, dim=128, encoding="learned", weight_init="truncated-normal", **SHAPE)
@@ -253,7 +253,7 @@ def test_truncated_normal_weights_are_distributed_as_timms() -> None:
     assert mine["pos_embed"].abs().max() > 0.05  # not cut at two deviations
 
 
-def test_torch_weights_are_the_defaults_of_linear_layers_and_normal_tokens() -> None:
+def test_torch_weights_are_linear_defaults_and_normal_tokens() -> None:
     model = tr.ViT((64, 64), patch_size=8, dim=128, encoding="learned", weight_init="torch", norm_eps=1e-5, **SHAPE)
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -294,14 +294,14 @@ def same_distribution(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_drop_path_keeps_the_mean() -> None:
-    drop = tr.models.parts.DropPath(0.25)
+    drop = tr.models.layers.DropPath(0.25)
     kept = drop(torch.ones(20_000, 1, 1))
     assert sorted(kept.unique().tolist()) == pytest.approx([0, 1 / 0.75])
     assert kept.mean().item() == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.slow
-def test_it_compiles_and_checkpoints_and_builds_on_meta() -> None:
+def test_vit_compiles_checkpoints_and_builds_on_meta() -> None:
     model = tiny((8, 8), patch_size=2, encoding="learned+liere:8").eval()
     x = torch.randn(2, 1, 8, 8)
     torch.compiler.reset()
@@ -314,7 +314,7 @@ def test_it_compiles_and_checkpoints_and_builds_on_meta() -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_compiled_at_two_sizes_with_learned_positions() -> None:
+def test_vit_trains_compiled_at_two_sizes_with_learned_ape() -> None:
     model = tiny((8, 8), patch_size=2, encoding="learned")
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager")
@@ -346,12 +346,12 @@ def test_bfloat16_models_keep_float32_rotations() -> None:
         ),
     ],
 )
-def test_bad_settings_are_told_in_one_line(build: partial, message: str) -> None:
+def test_bad_arguments_raise_one_line_errors(build: partial, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
 
 
-def test_bad_data_is_told_in_one_line() -> None:
+def test_bad_data_raises_one_line_errors() -> None:
     model = tiny((8, 8), patch_size=2)
     with pytest.raises(ValueError, match="data must have in_channels = 1, got 3"):
         model(torch.zeros(1, 3, 8, 8))
@@ -359,7 +359,7 @@ def test_bad_data_is_told_in_one_line() -> None:
         model(torch.zeros(1, 1, 8, 7))
 
 
-def test_learned_positions_resample_as_torch_does_and_only_other_sizes() -> None:
+def test_learned_ape_resamples_as_torch_and_only_other_sizes() -> None:
     table = tr.LearnedAPE(sizes=(4, 6), dim=3)
     assert torch.equal(table(4, 6), table.table.flatten(0, 1))
     picture = table.table.movedim(-1, 0).unsqueeze(0)
@@ -370,7 +370,7 @@ def test_learned_positions_resample_as_torch_does_and_only_other_sizes() -> None
         table(4, 4, 4)
 
 
-def test_sinusoidal_positions_are_vaswanis_on_one_axis() -> None:
+def test_sinusoidal_ape_equals_vaswani_on_one_axis() -> None:
     dim = 8
     encoding = tr.SinusoidalAPE(sizes=(10,), dim=dim)(10)
     position = torch.arange(10.0).unsqueeze(-1)
@@ -381,6 +381,6 @@ def test_sinusoidal_positions_are_vaswanis_on_one_axis() -> None:
     assert not left_over[:, 6:].any()
 
 
-def test_every_case_of_the_properties_is_a_family_with_a_name() -> None:
+def test_property_cases_cover_every_named_family() -> None:
     tested = {type(make()) for make in CASES.values()}
     assert tested == set(ROTARY.values())

@@ -1,4 +1,4 @@
-"""Windows in a ViT: positions of the whole image, masks against dense attention, lattices that windows do not fill."""
+"""Windows in a ViT: positions of the whole image, masks against dense attention, lattices not divisible by windows."""
 
 import math
 from functools import partial
@@ -58,7 +58,7 @@ def _dense(model: tr.ViT, x: Tensor, window: tuple[int, int], global_layers: tup
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("window", [8, (9, 12), 100])
-def test_a_window_as_large_as_the_lattice_attends_everywhere(name: str, window: int | tuple[int, int]) -> None:
+def test_window_as_large_as_the_lattice_is_global_attention(name: str, window: int | tuple[int, int]) -> None:
     model, x = _drawn(name), _images(32, 24)
     windowed = model.feature_maps(x, [1, -1], window_size=window)
     for ours, everywhere in zip(windowed, model.feature_maps(x, [1, -1]), strict=True):
@@ -70,7 +70,7 @@ def test_a_window_as_large_as_the_lattice_attends_everywhere(name: str, window: 
     "window", [(4, 2), (3, 5), *(pytest.param(window, marks=pytest.mark.slow) for window in ((1, 1), (8, 3)))]
 )
 @pytest.mark.parametrize("global_layers", [(), (2,), pytest.param((1, 3), marks=pytest.mark.slow)])
-def test_windows_are_dense_attention_with_a_mask_and_the_rotations_of_the_whole_image(
+def test_windows_equal_masked_global_attention(
     name: str, window: tuple[int, int], global_layers: tuple[int, ...]
 ) -> None:
     model, x = _drawn(name), _images(32, 40)  # a lattice of 8 x 10, past the training's 8 x 8
@@ -79,7 +79,7 @@ def test_windows_are_dense_attention_with_a_mask_and_the_rotations_of_the_whole_
     assert (ours - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
-def test_where_generators_do_not_commute_windows_see_where_they_are() -> None:
+def test_windows_with_noncommuting_generators_see_their_position() -> None:
     """LieRE's scores depend on absolute places: the same patches in another window attend otherwise."""
     x = _images(32, 32)
     x[:, :, 16:] = x[:, :, :16]
@@ -90,7 +90,7 @@ def test_where_generators_do_not_commute_windows_see_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(5, 7), (8, 8), (3, 9)])
-def test_attention_in_windows_gives_each_token_its_place_back(sizes: tuple[int, int]) -> None:
+def test_windowed_attention_keeps_the_order_of_tokens(sizes: tuple[int, int]) -> None:
     attention = Attention(16, 2).double()
     x = torch.randn(2, math.prod(sizes), 16, dtype=torch.float64)
     alone = attention(x, within=Windows.fit(sizes, (1, 1)))
@@ -98,7 +98,7 @@ def test_attention_in_windows_gives_each_token_its_place_back(sizes: tuple[int, 
     assert torch.allclose(alone, attention.proj(values))
 
 
-def test_padding_is_seen_by_nobody_and_a_window_of_padding_is_finite() -> None:
+def test_padding_is_masked_and_windows_of_padding_are_finite() -> None:
     model = _drawn("mixed", checkpoint_layers=True).train()
     x = _images(32, 32).requires_grad_()
     valid = torch.zeros(2, 8, 8, dtype=torch.bool)
@@ -113,7 +113,7 @@ def test_padding_is_seen_by_nobody_and_a_window_of_padding_is_finite() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
-def test_a_token_of_a_window_sees_those_that_are_there_and_itself() -> None:
+def test_window_tokens_attend_to_valid_tokens_and_themselves() -> None:
     window = Windows.fit((3, 4), (2, 3))  # filled up to 4 x 6
     there = torch.rand(2, 3, 4) > 0.5
     there[0, :2, :3] = False
@@ -128,7 +128,7 @@ def test_a_token_of_a_window_sees_those_that_are_there_and_itself() -> None:
         assert torch.equal(seen[:, index] & others, keys.unsqueeze(1).expand(-1, 6, -1) & others)
 
 
-def test_prefix_tokens_are_left_out_of_windows() -> None:
+def test_windows_reject_prefix_tokens() -> None:
     model = tiny(encoding="mixed", num_registers=2).eval()
     x = torch.randn(1, 3, 32, 32)
     with pytest.raises(ValueError, match="windows are for a model without prefix tokens, got 2 of them"):
@@ -140,7 +140,7 @@ def test_prefix_tokens_are_left_out_of_windows() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (6, 3), (9, 10)])
-def test_the_bias_of_a_window_is_a_part_of_its_lattices(sizes: tuple[int, int]) -> None:
+def test_bias_of_a_window_is_part_of_the_lattice_bias(sizes: tuple[int, int]) -> None:
     bias = tr.RelativePositionBias(sizes=(5, 5), num_heads=2)
     places = tr.windows(torch.arange(math.prod(sizes)).unsqueeze(1), sizes, sizes).flatten()
     rows, columns = places // sizes[1], places % sizes[1]

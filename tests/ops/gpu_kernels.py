@@ -160,7 +160,7 @@ def normalise(x: Tensor, kind: int, weight: Tensor | None, bias: Tensor | None) 
         *((case, halves, kinds) for case, halves in (("rest", True), ("fp16", False)) for kinds in ((2, 0), (0, 1))),
     ],
 )
-def test_planar_behind_norms(case: str, halves: bool, kinds: tuple[int, int]) -> None:
+def test_planar_after_norms(case: str, halves: bool, kinds: tuple[int, int]) -> None:
     sizes = {"sets": 1, "dtype": torch.float32} | PLANAR[case]
     q, k = vectors(*(sizes[name] for name in ("batch", "heads", "tokens", "channels", "dtype")))
     grads = normal(*q.shape, dtype=q.dtype), normal(*k.shape, dtype=k.dtype)
@@ -194,7 +194,7 @@ def test_planar_behind_norms(case: str, halves: bool, kinds: tuple[int, int]) ->
     assert not any(x is not None for x in normed.rotate_backward(*grads, q, k, *settings, [False] * 6)[2])
 
 
-def test_planar_behind_norms_of_large_rows_and_rows_of_zeros() -> None:
+def test_planar_after_norms_of_large_and_zero_rows() -> None:
     q, k = vectors(1, (2, 2), 5, 16)
     q, k = q * torch.tensor([0.0, 1e-18, 1e20, 1e30, 1e37], device=DEVICE)[:, None], k
     q[0, 1, 1, 3] = torch.nan
@@ -349,7 +349,7 @@ def test_skew_exp_is_orthogonal_at_any_norm(b: int, power: int) -> None:
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # by numpy, in the interpreter
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
 @pytest.mark.parametrize("b", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_skew_exp_of_one_token_does_not_touch_another(b: int, value: float) -> None:
+def test_skew_exp_of_tokens_is_independent(b: int, value: float) -> None:
     positions, generators = normal(1, 4, 2), skew_of_norm(1.0, 2, 1, 2, b)
     tangent = normal(1, 1, 4, 2, b * (b - 1) // 2)
     clean = exponential.exp(positions, generators)
@@ -386,7 +386,7 @@ def test_planes_of_blocks_of_any_rank(b: int) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_planes_of_one_block_do_not_touch_another(value: float) -> None:
+def test_planes_of_blocks_are_independent(value: float) -> None:
     base = accuracy.KINDS["full"](3, 8).float().to(DEVICE)
     clean = planes.decompose(base)
     base[1, 2, 5] = value

@@ -1,4 +1,4 @@
-"""The Triton kernels of every family, on a CUDA device where there is one, in Triton's interpreter otherwise."""
+"""The Triton kernels of every family, on a CUDA device if there is one, otherwise in Triton's interpreter."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ FEW = ("test_planes_of_blocks_of_any_rank[2]", "test_skew_exp[b2-0.3]", "test_sk
 
 
 @pytest.mark.slow
-def test_kernels_of_planes_blocks_and_a_few_of_the_others_equal_float64() -> None:
+def test_kernels_sample_equals_float64() -> None:
     run_kernels(" or ".join((of("planar"), of("block"), *FEW)), "not slow")
 
 

@@ -1,4 +1,4 @@
-"""Around the kernels: compilers, exporters, checkpointing, several processes, copies."""
+"""Kernels with torch.compile, export, checkpointing, several processes, copy and pickle."""
 
 import copy
 import pickle
@@ -58,7 +58,7 @@ def test_inductor_compiles_a_model_into_one_graph(encoding: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_one_graph_serves_any_number_of_samples_and_tokens(encoding: str) -> None:
+def test_compiled_graph_accepts_any_batch_and_token_count(encoding: str) -> None:
     encoding_of = {"mixed": tr.MixedRoPE, "comrope-ld": tr.ComRoPELD, "liere:8": partial(tr.LieRE, block_size=8)}
     rotary = encoding_of[encoding](num_axes=2, num_heads=2, head_dim=16)
 
@@ -81,7 +81,7 @@ def test_one_graph_serves_any_number_of_samples_and_tokens(encoding: str) -> Non
 @pytest.mark.parametrize(
     "encoding", [pytest.param(name, marks=() if name == "mixed" else pytest.mark.slow) for name in ENCODINGS]
 )
-def test_an_exported_model_needs_torch_alone(encoding: str) -> None:
+def test_exported_model_needs_only_torch(encoding: str) -> None:
     model = small_vit(encoding).eval()
     x, _ = images()
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
@@ -107,7 +107,7 @@ def test_checkpointed_layers_have_the_same_gradients(encoding: str, reentrant: b
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_checkpoint_around_building_and_applying_recomputes_both(encoding: str) -> None:
+def test_checkpoint_recomputes_encoding_and_rotation(encoding: str) -> None:
     model = small_vit(encoding)
     rotary = model.encodings[0]
     q, k, positions = torch.randn(2, 2, 9, 16, requires_grad=True), torch.randn(2, 2, 9, 16), torch.rand(9, 2)
@@ -170,7 +170,7 @@ def _whole(gradient: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_two_processes_train_as_one_does(wrap: str, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(wrap: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(train_data_parallel, (str(tmp_path), wrap), nprocs=2)
     for encoding in ENCODINGS:
         torch.manual_seed(0)
@@ -222,7 +222,7 @@ def operator_calls() -> dict[str, tuple]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", operator_calls() if native.LIBRARY is not None else [])
-def test_operators_keep_torchs_contract(name: str) -> None:
+def test_operators_pass_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(OPS, name), operator_calls()[name])
 
 
@@ -233,7 +233,7 @@ def test_every_operator_is_checked() -> None:
 
 
 @pytest.mark.parametrize("b", [4, 16])
-def test_gradients_through_the_matrices_and_through_the_vectors_add_up(b: int) -> None:
+def test_gradients_of_matrices_and_vectors_add_up(b: int) -> None:
     """A rotation that rotates, and whose matrices are looked at too: two ways from one loss to the generators."""
     encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=2 * b, block_size=b)
     positions, q = torch.rand(5, 2, requires_grad=True), torch.randn(1, 2, 5, 2 * b)

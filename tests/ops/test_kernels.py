@@ -1,4 +1,4 @@
-"""The kernels for CPUs: every property of the reference, in every dtype, layout and size."""
+"""CPU kernels: every property of the reference, in every dtype, layout and size."""
 
 import copy
 import hashlib
@@ -96,7 +96,7 @@ KINDS = [("mixed", 2), ("halves", 2), ("ld", 8), ("liere", 4)]
 
 
 @pytest.mark.parametrize(("family", "b", "axes", "tokens", "dtype"), SIZES)
-def test_values_and_all_gradients_are_as_good_as_the_references(
+def test_values_and_gradients_are_as_accurate_as_the_reference(
     family: str, b: int, axes: int, tokens: int, dtype: torch.dtype
 ) -> None:
     encoding = build(family, b, axes, heads=1 if b >= 48 else 2)
@@ -106,7 +106,7 @@ def test_values_and_all_gradients_are_as_good_as_the_references(
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "b"), KINDS)
-def test_strides_do_not_matter(family: str, b: int, layout: str, dtype: torch.dtype) -> None:
+def test_kernels_accept_any_strides(family: str, b: int, layout: str, dtype: torch.dtype) -> None:
     encoding = build(family, b, 2)
     for upstream in ("dense", layout):
         judge(encoding, make_inputs(encoding, 19, dtype, batch=(3,), layout=layout, upstream_layout=upstream))
@@ -135,7 +135,7 @@ def test_channels_beyond_rotary_dim_pass(family: str, b: int, dtype: torch.dtype
 @pytest.mark.parametrize("sets", [(), (2,)])
 @pytest.mark.parametrize("key_tokens", [0, 4, 70])
 @pytest.mark.parametrize(("family", "b"), KINDS)
-def test_keys_may_sit_elsewhere(family: str, b: int, key_tokens: int, sets: tuple[int, ...]) -> None:
+def test_keys_may_have_other_positions(family: str, b: int, key_tokens: int, sets: tuple[int, ...]) -> None:
     encoding = build(family, b, 2)
     judge(encoding, make_inputs(encoding, 9, sets=sets, key_tokens=key_tokens))
 
@@ -146,7 +146,7 @@ def test_keys_may_sit_elsewhere(family: str, b: int, key_tokens: int, sets: tupl
     [((), ()), ((0,), ()), ((0,), (0,)), ((4, 3), ()), ((4, 3), (1,)), ((4, 3), (3,)), ((2, 4, 3), (3,))],
 )
 @pytest.mark.parametrize(("family", "b"), KINDS)
-def test_leading_dimensions_are_any_number(
+def test_kernels_accept_any_leading_dimensions(
     family: str, b: int, batch: tuple[int, ...], sets: tuple[int, ...], tokens: int
 ) -> None:
     encoding = build(family, b, 1)
@@ -159,7 +159,7 @@ def test_queries_and_keys_keep_their_own_dtype(family: str, b: int) -> None:
     judge(encoding, mixed_dtypes(make_inputs(encoding, 9, F32), BF16))
 
 
-def test_rotating_nothing_returns_what_came() -> None:
+def test_rotating_empty_tensors_returns_empty_tensors() -> None:
     for family, b in KINDS:
         size = {} if b == 2 else {"block_size": b}
         encoding = FAMILIES[family](num_axes=2, num_heads=2, head_dim=5, rotary_dim=0, **size)
@@ -177,9 +177,7 @@ def test_rotating_nothing_returns_what_came() -> None:
         ("liere", 8, {"torchrope_skew_exp", "torchrope_block"}),
     ],
 )
-def test_kernels_serve_without_being_asked_for(
-    family: str, b: int, names: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_backend_uses_kernels(family: str, b: int, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     called = set()
     find = native._kernel
     monkeypatch.setattr(native, "_kernel", lambda name: called.add(name) or find(name))
@@ -189,7 +187,7 @@ def test_kernels_serve_without_being_asked_for(
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
-def test_far_positions_lose_nothing(dtype: torch.dtype) -> None:
+def test_large_positions_keep_accuracy(dtype: torch.dtype) -> None:
     encoding = build("mixed", 2, 1)
     inputs = make_inputs(encoding, 64, dtype)
     judge(encoding, replace(inputs, positions=inputs.positions * 1e6))
@@ -202,7 +200,7 @@ def test_far_positions_lose_nothing(dtype: torch.dtype) -> None:
     ("family", "b", "values"),
     [(*kind, values) for kind in KINDS for values in (True, False) if values or kind[0] != "halves"],
 )
-def test_tables_worked_out_beforehand_turn_alike(family: str, b: int, values: bool) -> None:
+def test_precomputed_tables_give_the_same_rotation(family: str, b: int, values: bool) -> None:
     encoding = build(family, b, 2).requires_grad_(False)
     inputs = make_inputs(encoding, 9, sets=(2,))
     rotation = encoding(inputs.positions)
@@ -219,7 +217,7 @@ def test_tables_worked_out_beforehand_turn_alike(family: str, b: int, values: bo
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_a_table_in_another_dtype_is_read_as_what_it_is(dtype: torch.dtype) -> None:
+def test_tables_of_other_dtypes_are_converted(dtype: torch.dtype) -> None:
     encoding = build("liere", 4, 2).requires_grad_(False)
     inputs = make_inputs(encoding, 9)
     narrow = Block(head_dim=encoding.head_dim, table=encoding(inputs.positions).table.to(dtype))
@@ -227,7 +225,7 @@ def test_a_table_in_another_dtype_is_read_as_what_it_is(dtype: torch.dtype) -> N
     assert torch.allclose(fast[0], plain[0], atol=1e-5)
 
 
-def test_a_gradient_to_matrices_of_ones_own_flows() -> None:
+def test_gradients_flow_to_tables_given_by_the_caller() -> None:
     encoding = build("liere", 4, 2)
     inputs = make_inputs(encoding, 9)
     table = encoding(inputs.positions).table.detach().requires_grad_()
@@ -237,7 +235,7 @@ def test_a_gradient_to_matrices_of_ones_own_flows() -> None:
     assert torch.allclose(gradient, torch.einsum("bhtni,bhtnj->htnij", *blocks), atol=1e-5)
 
 
-def test_a_gradient_of_a_gradient_is_refused_not_wrong() -> None:
+def test_double_backward_raises() -> None:
     for family, b in KINDS:
         encoding = build(family, b, 2)
         inputs = make_inputs(encoding, 9)
@@ -248,7 +246,7 @@ def test_a_gradient_of_a_gradient_is_refused_not_wrong() -> None:
             gradient.square().sum().backward()
 
 
-def test_scores_are_the_same_without_the_basis_and_so_are_gradients_of_them() -> None:
+def test_scores_and_gradients_do_not_depend_on_the_outer_basis() -> None:
     for heads, key_tokens in (((2, 2), None), ((6, 2), None), ((2, 2), 70)):
         encoding = build("ld", 8, 2)
         with torch.no_grad():
@@ -262,7 +260,7 @@ def test_scores_are_the_same_without_the_basis_and_so_are_gradients_of_them() ->
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("scores", [False, True])
 @pytest.mark.parametrize("b", [4, 8])
-def test_a_token_may_have_more_rows_than_are_turned_together(b: int, scores: bool, dtype: torch.dtype) -> None:
+def test_tokens_may_have_more_rows_than_a_panel(b: int, scores: bool, dtype: torch.dtype) -> None:
     encoding = build("ld", b, 2)
     inputs = make_inputs(encoding, 3, dtype, batch=(37,))
     fast = outcome(encoding, inputs, backend="native", scores=scores)
@@ -288,7 +286,7 @@ def test_two_rotations_of_one_encoding_share_their_basis(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["comrope-ld:4", "comrope-ap:4", "string:4"])
-def test_gradients_to_two_equal_encodings_are_each_its_own(name: str) -> None:
+def test_gradients_to_two_equal_encodings_are_separate(name: str) -> None:
     """Bases that only happen to be equal: what each of the encodings gets is what it gets with both bases applied."""
     one = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=16)
     other = copy.deepcopy(one)
@@ -304,7 +302,7 @@ def test_gradients_to_two_equal_encodings_are_each_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["positions", "factors"])
-def test_the_basis_is_left_out_of_both_sides_or_of_none(change: str) -> None:
+def test_basis_is_omitted_for_both_sides_or_neither(change: str) -> None:
     encoding = build("ld", 4, 1).requires_grad_(False)
     inputs = make_inputs(encoding, 9)
     here = encoding(inputs.positions)
@@ -320,7 +318,7 @@ FAMILIES_OF_PARAMETERS = [("mixed", 2), ("ap", 4), ("ap", 8), ("ld", 4), ("ld", 
 
 @pytest.mark.parametrize("where", ["zero", "equal", "nearly equal", "one plane at rest", "huge"])
 @pytest.mark.parametrize(("family", "b"), FAMILIES_OF_PARAMETERS)
-def test_derivatives_are_exact_where_frequencies_vanish_or_meet(family: str, b: int, where: str) -> None:
+def test_derivatives_are_exact_at_zero_and_equal_frequencies(family: str, b: int, where: str) -> None:
     encoding = build(family, b, 2)
     name = "frequencies" if family == "mixed" else "upper"
     with torch.no_grad():
@@ -353,7 +351,7 @@ def _place_of_interest(where: str, b: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize(("family", "b"), [*KINDS, ("ap", 3), ("ld", 4), ("liere", 16)])
-def test_results_are_the_same_bits_whatever_the_number_of_threads(family: str, b: int, heads: int) -> None:
+def test_results_are_bit_identical_for_any_number_of_threads(family: str, b: int, heads: int) -> None:
     encoding = build(family, b, 2, heads=heads)
     inputs = [make_inputs(encoding, 197), make_inputs(encoding, 33, sets=(2,), key_tokens=70)]
     threads = torch.get_num_threads()
@@ -371,7 +369,7 @@ def test_results_are_the_same_bits_whatever_the_number_of_threads(family: str, b
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("family", "b"), [*KINDS, ("ap", 3), ("liere", 16)])
-def test_nothing_is_read_that_nobody_wrote(
+def test_kernels_do_not_read_uninitialised_memory(
     family: str, b: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding = build(family, b, 2)
@@ -430,7 +428,7 @@ def test_scratch_memory_is_written_before_it_is_read() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:torchrope computes with plain PyTorch:UserWarning")
-def test_a_backend_that_cannot_serve_says_why_in_one_line(
+def test_unsupported_backend_raises_one_line_error(
     change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not change.get("built", True):
@@ -450,14 +448,14 @@ def test_a_backend_that_cannot_serve_says_why_in_one_line(
         assert "\n" not in str(caught.value)
 
 
-def test_a_named_backend_refuses_rotations_that_no_kernel_knows() -> None:
+def test_named_backend_raises_for_unsupported_rotations() -> None:
     encoding = build("liere", 4, 1)
     several = make_inputs(encoding, 5, batch=(4, 3), sets=(3,))
-    with pytest.raises(ValueError, match=r"'native' needs positions that samples share, or one leading .* got \(3,\)"):
+    with pytest.raises(ValueError, match=r"'native' needs positions shared by all samples, or one batch .* got \(3,\)"):
         tr.rotate(several.q, several.k, encoding(several.positions), backend="native")
     one = make_inputs(encoding, 5)
     learned = tr.Block(table=encoding(one.positions).table.detach().requires_grad_(), head_dim=encoding.head_dim)
-    with pytest.raises(ValueError, match="'native' has no gradient to a table that the caller made"):
+    with pytest.raises(ValueError, match="'native' has no gradient to a table given by the caller"):
         tr.rotate(one.q, one.k, learned, backend="native")
     turned, _ = tr.rotate(one.q, one.k, learned)
     assert torch.autograd.grad(turned.sum(), learned.table)[0].any()
@@ -465,9 +463,7 @@ def test_a_named_backend_refuses_rotations_that_no_kernel_knows() -> None:
 
 @pytest.mark.parametrize(("family", "b"), KINDS)
 @pytest.mark.filterwarnings("ignore:torchrope computes with plain PyTorch:UserWarning")
-def test_every_backend_that_serves_gives_the_same_and_auto_does_without_kernels(
-    family: str, b: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backends_agree_and_auto_works_without_kernels(family: str, b: int, monkeypatch: pytest.MonkeyPatch) -> None:
     encoding = build(family, b, 2)
     inputs = make_inputs(encoding, 9)
     plain = outcome(encoding, inputs, backend="reference")
@@ -486,7 +482,7 @@ def test_float64_is_computed_in_float64() -> None:
 
 
 @pytest.mark.parametrize(("family", "b"), KINDS)
-def test_rotate_maps_over_a_dimension(family: str, b: int) -> None:
+def test_rotate_supports_vmap(family: str, b: int) -> None:
     encoding = build(family, b, 2)
     inputs = make_inputs(encoding, 9, batch=(4, 3))
     sources = [inputs.q.requires_grad_(), *encoding.parameters()]
@@ -502,7 +498,7 @@ def test_rotate_maps_over_a_dimension(family: str, b: int) -> None:
 
 
 @pytest.mark.parametrize(("family", "b"), KINDS)
-def test_encodings_map_over_stacked_parameters_and_gradients_over_directions(family: str, b: int) -> None:
+def test_encodings_and_gradients_support_vmap(family: str, b: int) -> None:
     members = [build(family, b, 2) for _ in range(3)]
     encoding = members[0]
     inputs = make_inputs(encoding, 9)
@@ -544,7 +540,7 @@ def test_gradients_per_sample_by_torch_func(family: str, b: int) -> None:
 
 
 @pytest.mark.parametrize(("family", "b"), KINDS)
-def test_a_parameter_that_is_not_a_number_shows(family: str, b: int) -> None:
+def test_nan_parameters_give_nan(family: str, b: int) -> None:
     encoding = build(family, b, 2)
     with torch.no_grad():
         next(encoding.parameters())[..., 0] = torch.nan
@@ -554,7 +550,7 @@ def test_a_parameter_that_is_not_a_number_shows(family: str, b: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("training", "share"), [(True, 1.5), (False, 1.1)])
-def test_building_and_applying_full_blocks_needs_little_more_than_the_rotation(training: bool, share: float) -> None:
+def test_full_blocks_need_little_memory_beyond_the_rotation(training: bool, share: float) -> None:
     encoding = tr.LieRE(num_axes=2, num_heads=12, head_dim=64).requires_grad_(training)
     positions = tr.prefix(tr.grid(28, 28, spacing=1 / 28), 1)
     q, k = (torch.randn(1, 12, 785, 64, requires_grad=training) for _ in range(2))
@@ -579,7 +575,7 @@ def peak_memory(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(("family", "b"), KINDS)
-def test_a_rotation_stays_what_it_was_when_parameters_change(family: str, b: int) -> None:
+def test_rotation_is_unchanged_when_parameters_change(family: str, b: int) -> None:
     encoding = build(family, b, 2)
     inputs = make_inputs(encoding, 9)
     rotation = encoding(inputs.positions)
@@ -617,7 +613,7 @@ def collinear_places(where: str) -> torch.Tensor:
         "the origin alone",
     ],
 )
-def test_tokens_on_a_line_through_the_origin_turn_as_each_does_alone(where: str, b: int, sets: tuple[int, ...]) -> None:
+def test_collinear_tokens_rotate_as_each_does_alone(where: str, b: int, sets: tuple[int, ...]) -> None:
     encoding = build("liere", b, 2, heads=1)
     places = collinear_places(where)
     if sets:

@@ -1,4 +1,4 @@
-"""Tokens before heads, packed projections and jagged tensors rotate as heads before tokens do, one sample at a time."""
+"""Layouts: bthd, packed projections and jagged tensors give the results of bhtd, sample by sample."""
 
 import warnings
 from functools import partial
@@ -31,7 +31,7 @@ def jagged(samples: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_before_heads_give_the_same_numbers_and_gradients(family: str, dtype: torch.dtype) -> None:
+def test_bthd_layout_gives_the_same_values_and_gradients(family: str, dtype: torch.dtype) -> None:
     encoding = made(family, torch.promote_types(dtype, torch.float32))
     qkv = torch.randn(3, 7, 3, 2, 8, dtype=dtype, requires_grad=True)  # (batch, tokens, 3, heads, head_dim)
     q, k, _ = qkv.unbind(2)
@@ -60,7 +60,7 @@ def test_results_have_the_memory_order_of_their_inputs() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
-def test_a_jagged_tensor_rotates_like_its_samples(family: str, layout: str) -> None:
+def test_jagged_tensors_rotate_as_their_samples(family: str, layout: str) -> None:
     encoding = made(family)
     positions = [torch.randn(n, 2, dtype=torch.float64) for n in LENGTHS]
     samples = [torch.randn(n, 2, 8, dtype=torch.float64) for n in LENGTHS]
@@ -75,7 +75,7 @@ def test_a_jagged_tensor_rotates_like_its_samples(family: str, layout: str) -> N
     assert torch.allclose(gradients.values(), 2 * q.values(), rtol=0, atol=1e-12)  # R^T R = 1
 
 
-def test_attention_takes_what_comes_out_and_keys_may_be_of_other_lengths() -> None:
+def test_jagged_outputs_work_in_attention_with_other_key_lengths() -> None:
     encoding = made("mixed")
     lengths = (2, 4, 6)
     q = [torch.randn(n, 2, 8, dtype=torch.float64) for n in LENGTHS]
@@ -91,7 +91,7 @@ def test_attention_takes_what_comes_out_and_keys_may_be_of_other_lengths() -> No
         )
 
 
-def test_tokens_before_heads_compile_into_one_graph() -> None:
+def test_bthd_layout_compiles_into_one_graph() -> None:
     encoding = made("mixed", torch.float32)
 
     def score(qkv: Tensor, positions: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_tokens_before_heads_compile_into_one_graph() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_each_sample_are_those_of_the_samples_alone(family: str) -> None:
+def test_jagged_gradients_equal_those_of_single_samples(family: str) -> None:
     encoding = made(family)
     q, k = torch.randn(2, 4, 2, 7, 8, dtype=torch.float64)
     positions = torch.randn(4, 7, 2, dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_gradients_of_each_sample_are_those_of_the_samples_alone(family: str) ->
             assert torch.allclose(together[1][name][i], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_shape_that_fits_both_layouts_is_warned_of_unless_the_layout_is_named() -> None:
+def test_ambiguous_shape_warns_unless_the_layout_is_named() -> None:
     rotation = made("mixed", torch.float32)(torch.randn(2, 2))
     q = torch.randn(1, 2, 2, 8)
     with pytest.warns(UserWarning, match="q has as many heads as tokens, 2, so both layouts fit"):
@@ -146,7 +146,7 @@ def test_a_shape_that_fits_both_layouts_is_warned_of_unless_the_layout_is_named(
         (torch.zeros(1, 5, 2, 8), None, "x must have the rotation's 5 tokens, got 2"),
         (jagged([torch.zeros(5, 2, 8)]), "bhtd", "x must be jagged in its tokens, dimension 2 of layout bhtd, got 1"),
         (jagged([torch.zeros(4, 2, 8)]), None, "x must have the rotation's 5 tokens, got 4"),
-        (jagged([torch.zeros(5, 8)]), None, "x must be jagged and of 4 dimensions where it is nested, got 3"),
+        (jagged([torch.zeros(5, 8)]), None, "x must be jagged with 4 dimensions if it is nested, got 3"),
         (
             torch.nested.nested_tensor_from_jagged(torch.zeros(5, 2, 8), torch.tensor([0, 5]), torch.tensor([4])),
             None,
@@ -154,7 +154,7 @@ def test_a_shape_that_fits_both_layouts_is_warned_of_unless_the_layout_is_named(
         ),
     ],
 )
-def test_a_wrong_layout_is_told_in_one_line(x: Tensor, layout: str | None, message: str) -> None:
+def test_wrong_layout_raises_one_line_error(x: Tensor, layout: str | None, message: str) -> None:
     rotation = made("mixed", torch.float32)(torch.randn(5, 2))
     with pytest.raises(ValueError, match=message):
         tr.rotate_one(x, rotation, layout=layout)

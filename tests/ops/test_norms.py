@@ -1,4 +1,4 @@
-"""`rotate` with norms: against torch's norm in float64, then the rotation."""
+"""`rotate` with norms, against torch's norm in float64 followed by the rotation."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def by_hand(x: Tensor, norm: nn.Module) -> Tensor:
 @pytest.mark.parametrize("family", [tr.MixedRoPE, MixedInHalves, tr.LieRE])
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("layout", ["bhtd", "bthd"])
-def test_values_and_gradients_are_those_of_norm_then_rotation(family, kind, layout, dtype) -> None:
+def test_values_and_gradients_equal_norm_then_rotation(family, kind, layout, dtype) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=8).to(dtype)
     turn, norms = encoding(tr.grid(3, 3).to(dtype)), (norm_of(kind, dtype=dtype), norm_of(kind, dtype=dtype))
     packed = torch.randn(2, 9, 3, 2, 8, dtype=dtype, requires_grad=True)
@@ -65,7 +65,7 @@ def with_norms(inputs: Inputs, *kinds: type[nn.Module] | None, eps: float | None
 @pytest.mark.parametrize(("width", "turning"), [(64, 64), (64, 32), (24, 16), (13, 10)])
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("kind", NORMS)
-def test_kernels_are_as_good_as_norm_then_rotation(kind, halves, width, turning, dtype) -> None:
+def test_kernels_are_as_accurate_as_norm_then_rotation(kind, halves, width, turning, dtype) -> None:
     encoding = planar(width, halves, turning=turning)
     judge(encoding, with_norms(make_inputs(encoding, 37, dtype), kind, kind))
 
@@ -73,7 +73,7 @@ def test_kernels_are_as_good_as_norm_then_rotation(kind, halves, width, turning,
 @pytest.mark.parametrize("kinds", [(nn.RMSNorm, None), (None, nn.LayerNorm), (nn.LayerNorm, nn.RMSNorm)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("halves", [False, True])
-def test_queries_and_keys_have_norms_and_dtypes_of_their_own(halves, dtype, kinds) -> None:
+def test_queries_and_keys_may_differ_in_norm_and_dtype(halves, dtype, kinds) -> None:
     encoding = planar(64, halves)
     inputs = with_norms(make_inputs(encoding, 9, dtype), *kinds)
     judge(encoding, inputs)
@@ -81,7 +81,7 @@ def test_queries_and_keys_have_norms_and_dtypes_of_their_own(halves, dtype, kind
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides_do_not_matter(layout: str) -> None:
+def test_norms_accept_any_strides(layout: str) -> None:
     encoding = planar(16, True)
     inputs = make_inputs(encoding, 19, batch=(3,), layout=layout, upstream_layout=layout)
     judge(encoding, with_norms(inputs, nn.RMSNorm, nn.LayerNorm))
@@ -97,25 +97,25 @@ def test_heads_may_be_grouped_or_shared_and_positions_per_sample(heads, shared, 
 
 @pytest.mark.parametrize("batch", [(), (0,), (4, 3)])
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_sizes_may_be_anything(tokens: int, batch: tuple[int, ...]) -> None:
+def test_norms_accept_any_sizes(tokens: int, batch: tuple[int, ...]) -> None:
     encoding = planar(8, True)
     judge(encoding, with_norms(make_inputs(encoding, tokens, batch=batch), nn.RMSNorm, nn.LayerNorm))
 
 
 @pytest.mark.parametrize("key_tokens", [0, 70])
-def test_keys_may_sit_elsewhere(key_tokens: int) -> None:
+def test_keys_may_have_other_positions(key_tokens: int) -> None:
     encoding = planar(8, True)
     judge(encoding, with_norms(make_inputs(encoding, 9, key_tokens=key_tokens), nn.RMSNorm, nn.LayerNorm))
 
 
-def test_nothing_but_the_norm_is_left_without_channels_that_turn() -> None:
+def test_norm_alone_applies_without_rotated_channels() -> None:
     encoding = planar(8, True, turning=0)
     judge(encoding, with_norms(make_inputs(encoding, 9), nn.RMSNorm, nn.LayerNorm))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("width", [8, 64])
-def test_halves_are_rounded_once(width: int, dtype: torch.dtype) -> None:
+def test_half_precision_is_rounded_once(width: int, dtype: torch.dtype) -> None:
     turn, norm = planar(width, False)(tr.grid(5, 1)), norm_of(nn.RMSNorm, width)
     x = torch.randn(3, 2, 5, width).to(dtype)
     found = tr.rotate(x, x, turn, norm=(norm, None))
@@ -128,7 +128,7 @@ def test_halves_are_rounded_once(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize("kind", NORMS)
-def test_rows_of_zeros_and_of_what_is_no_number_stay_alone(kind, width, dtype) -> None:
+def test_rows_of_zeros_and_nan_do_not_affect_others(kind, width, dtype) -> None:
     encoding = planar(width, True)
     turn, norm = encoding(tr.grid(4, 1)), norm_of(kind, width)
     x = torch.randn(1, 2, 4, width).to(dtype)
@@ -146,7 +146,7 @@ def test_rows_of_zeros_and_of_what_is_no_number_stay_alone(kind, width, dtype) -
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1])
-def test_a_weight_that_is_not_a_number_shows_whatever_its_bits(bits: int) -> None:
+def test_nan_weights_give_nan_for_any_bit_pattern(bits: int) -> None:
     turn, norm = planar(64, True, turning=32)(tr.grid(4, 1)), norm_of(nn.RMSNorm, 64)
     norm.weight.data[40] = torch.tensor(bits, dtype=torch.int32).view(F32)
     x = torch.ones(1, 2, 4, 64, dtype=BF16)
@@ -160,7 +160,7 @@ def test_a_weight_that_is_not_a_number_shows_whatever_its_bits(bits: int) -> Non
 @needs_kernels
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", NORMS)
-def test_rows_whose_squares_are_beyond_float32_are_normalised(kind, dtype) -> None:
+def test_rows_whose_squares_overflow_are_normalised(kind, dtype) -> None:
     encoding = planar(64, True)
     turn, norm = encoding(tr.grid(4, 1)), norm_of(kind, 64)
     x = (torch.randn(1, 2, 4, 64) * torch.tensor([1e-18, 1e20, 1e30, 1e37])[:, None]).to(dtype)
@@ -169,7 +169,7 @@ def test_rows_whose_squares_are_beyond_float32_are_normalised(kind, dtype) -> No
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-def test_eps_is_torchs_where_none_is_given() -> None:
+def test_eps_defaults_to_that_of_torch() -> None:
     turn, x = planar(8, False, turning=0)(tr.grid(3, 1)), 1e-4 * torch.randn(2, 2, 3, 8)
     for dtype in (F32, BF16, F16):
         norm = norm_of(nn.RMSNorm, dtype=dtype, eps=None)
@@ -208,7 +208,7 @@ def test_one_kernel_normalises_and_rotates(monkeypatch: pytest.MonkeyPatch) -> N
 
 @needs_kernels
 @pytest.mark.parametrize("heads", [1, 3])
-def test_results_are_the_same_bits_whatever_the_number_of_threads(heads: int) -> None:
+def test_results_are_bit_identical_for_any_number_of_threads(heads: int) -> None:
     encoding = planar(16, True, heads=heads)
     inputs = [
         with_norms(make_inputs(encoding, 197, batch=(4,)), nn.RMSNorm, nn.LayerNorm),
@@ -228,7 +228,7 @@ def test_results_are_the_same_bits_whatever_the_number_of_threads(heads: int) ->
 
 @needs_kernels
 @pytest.mark.parametrize(("heads", "sets"), [(1, ()), (3, ()), (1, (6,))])
-def test_gradients_of_weights_alone_are_those_beside_others_on_any_number_of_threads(heads, sets) -> None:
+def test_weight_gradients_do_not_depend_on_threads_or_others(heads, sets) -> None:
     encoding = planar(16, True, heads=heads)
     norms = (norm_of(nn.RMSNorm, 16), norm_of(nn.LayerNorm, 16))
     inputs = make_inputs(encoding, 197, batch=(6,), heads=(6, 3), sets=sets)
@@ -272,7 +272,7 @@ def test_norms_compile_into_one_graph() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_norms_map_over_a_dimension_and_over_stacked_weights() -> None:
+def test_norms_support_vmap_over_inputs_and_weights() -> None:
     encoding, norm = planar(8, True), norm_of(nn.LayerNorm)
     inputs = make_inputs(encoding, 9, batch=(4, 3))
     rotation = encoding(inputs.positions)
@@ -303,7 +303,7 @@ class _Normed(nn.Module):
 
 
 @needs_kernels
-def test_a_gradient_of_a_gradient_is_refused_not_wrong() -> None:
+def test_double_backward_raises() -> None:
     turn, norm, x = planar(8, True)(tr.grid(3, 3)), norm_of(nn.RMSNorm), torch.randn(1, 2, 9, 8, requires_grad=True)
     turned, _ = tr.rotate(x, x, turn, norm=(norm, norm))
     (gradient,) = torch.autograd.grad(turned.square().sum(), x, create_graph=True)
@@ -311,7 +311,7 @@ def test_a_gradient_of_a_gradient_is_refused_not_wrong() -> None:
         gradient.square().sum().backward()
 
 
-def test_a_norm_with_hooks_or_a_forward_of_its_own_is_called() -> None:
+def test_norms_with_hooks_or_own_forward_are_called() -> None:
     class Doubling(nn.RMSNorm):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * x
@@ -324,7 +324,7 @@ def test_a_norm_with_hooks_or_a_forward_of_its_own_is_called() -> None:
     torch.testing.assert_close(turned, 2 * tr.rotate(x, x, turn)[0])
 
 
-def test_poses_act_behind_norms() -> None:
+def test_poses_are_applied_after_norms() -> None:
     encoding = tr.PoseEncoding(num_heads=2, head_dim=8)
     poses = tr.Poses(torch.eye(3).expand(5, 3, 3), torch.zeros(5, 3))
     norm, x = norm_of(nn.RMSNorm), torch.randn(3, 2, 5, 8)
@@ -332,7 +332,7 @@ def test_poses_act_behind_norms() -> None:
     torch.testing.assert_close(turned, by_hand(x, norm))
 
 
-def test_a_norm_over_another_shape_is_refused() -> None:
+def test_norm_over_another_shape_raises() -> None:
     turn, x = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8)(tr.grid(5)), torch.randn(3, 2, 5, 8)
     with pytest.raises(ValueError, match="norm of k must be over its head_dim 8, got one over"):
         tr.rotate(x, x, turn, norm=(None, nn.RMSNorm(4)))
@@ -340,7 +340,7 @@ def test_a_norm_over_another_shape_is_refused() -> None:
 
 @pytest.mark.parametrize("family", [MixedInHalves, tr.LieRE])
 @pytest.mark.parametrize("kind", NORMS)
-def test_one_tensor_alone_is_normalised_and_rotated_alike(kind, family) -> None:
+def test_rotate_one_normalises_and_rotates_as_rotate(kind, family) -> None:
     turn, norm = family(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3)), norm_of(kind)
     x = torch.randn(3, 9, 2, 8).bfloat16()
     one = tr.rotate_one(x, turn, norm=norm, layout="bthd")

@@ -1,4 +1,4 @@
-"""The verb: layouts, heads, precision, errors."""
+"""`rotate`: layouts, heads, precision, errors."""
 
 import copy
 import math
@@ -14,13 +14,13 @@ def rotation(heads: int = 2, tokens: int = 9, head_dim: int = 8) -> tr.Rotation:
     return tr.MixedRoPE(num_axes=1, num_heads=heads, head_dim=head_dim)(tr.grid(tokens))
 
 
-def test_a_planar_rotation_turns_pairs_counter_clockwise() -> None:
+def test_planar_rotates_pairs_counter_clockwise() -> None:
     quarter = tr.Planar(positions=torch.full((1, 1), math.pi / 2), frequencies=torch.ones(1, 1, 1), head_dim=2)
     turned, _ = tr.rotate(torch.tensor([[[1.0, 0.0]]]), torch.zeros(1, 1, 2), quarter)
     assert torch.allclose(turned, torch.tensor([[[0.0, 1.0]]]), atol=1e-6)
 
 
-def test_strides_do_not_matter() -> None:
+def test_rotate_accepts_any_strides() -> None:
     turn = rotation()
     packed = torch.randn(3, 9, 2, 2, 8)  # (batch, tokens, q or k, heads, head_dim)
     q, k = packed.permute(2, 0, 3, 1, 4).unbind(0)
@@ -30,7 +30,7 @@ def test_strides_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE])
-def test_grouped_queries_turn_like_their_key_head(family: type[tr.Encoding]) -> None:
+def test_grouped_queries_rotate_as_their_key_head(family: type[tr.Encoding]) -> None:
     turn = family(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3))
     q, k = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8)
     turned_q, turned_k = tr.rotate(q, k, turn)
@@ -59,7 +59,7 @@ def test_heads_that_share_a_rotation_serve_any_group(encoding: tr.Encoding) -> N
         tr.rotate(torch.zeros(2, 8, 9, 8), torch.zeros(2, 4, 9, 8), turn)
 
 
-def test_keys_may_sit_elsewhere() -> None:
+def test_keys_may_have_other_positions() -> None:
     encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4)
     here, there = encoding(tr.grid(3, 3)), encoding(tr.grid(2, 2))
     q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 4, 8)
@@ -68,7 +68,7 @@ def test_keys_may_sit_elsewhere() -> None:
     assert torch.equal(turned_k, tr.rotate(k, k, there)[0])
 
 
-def test_more_leading_dimensions_and_none_at_all() -> None:
+def test_rotate_accepts_any_leading_dimensions() -> None:
     turn = rotation()
     q = torch.randn(4, 3, 2, 9, 8)
     many, _ = tr.rotate(q, q, turn)
@@ -77,7 +77,7 @@ def test_more_leading_dimensions_and_none_at_all() -> None:
     assert torch.allclose(many[0, 0], tr.rotate(q[0, 0], q[0, 0], turn)[0])
 
 
-def test_channels_beyond_rotary_dim_pass_bit_for_bit() -> None:
+def test_channels_beyond_rotary_dim_are_bit_identical() -> None:
     encoding = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=10, rotary_dim=8)
     q = torch.randn(2, 2, 9, 10)
     turned, _ = tr.rotate(q, q, encoding(tr.grid(3, 3)))
@@ -86,7 +86,7 @@ def test_channels_beyond_rotary_dim_pass_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_angles_of_far_positions_keep_float32_in_narrow_models(dtype: torch.dtype) -> None:
+def test_angles_stay_float32_in_half_precision_models(dtype: torch.dtype) -> None:
     encoding = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=8).to(dtype)
     exact = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=8).double()
     positions = torch.arange(4090, 4096).unsqueeze(-1)  # bfloat16 cannot tell these apart
@@ -96,7 +96,7 @@ def test_angles_of_far_positions_keep_float32_in_narrow_models(dtype: torch.dtyp
     tr.testing.assert_close(turned, truth, "rotated")
 
 
-def test_autocast_leaves_rotation_and_vectors_alone() -> None:
+def test_autocast_does_not_change_rotation_or_vectors() -> None:
     encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=8)
     q = torch.randn(2, 2, 9, 8)
     plain, _ = tr.rotate(q, q, encoding(tr.grid(3, 3, spacing=1 / 3)))
@@ -105,7 +105,7 @@ def test_autocast_leaves_rotation_and_vectors_alone() -> None:
     assert torch.equal(plain, cast)
 
 
-def test_a_rotation_is_a_value() -> None:
+def test_rotation_is_an_immutable_value() -> None:
     turn = rotation()
     with pytest.raises(AttributeError):
         turn.head_dim = 4  # type: ignore[misc]
@@ -118,7 +118,7 @@ def test_a_rotation_is_a_value() -> None:
 @pytest.mark.parametrize(
     "name", ["none", "axial", "mixed", "golden", "comrope-ld:4", "comrope-ap:4", "comrope-ld:3", "string:4", "liere:4"]
 )
-def test_a_rotation_keeps_its_value_when_positions_and_parameters_change(name: str, backend: str) -> None:
+def test_rotation_is_unchanged_when_its_inputs_change(name: str, backend: str) -> None:
     head_dim = 6 if name.endswith("3") else 8
     encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=head_dim)
     positions, q = torch.rand(9, 2), torch.randn(2, 2, 9, head_dim)
@@ -176,26 +176,26 @@ def test_skew_exp_takes_strided_and_narrow_input() -> None:
         (dict(backend="cuda-graph"), "backend must be one of auto, reference, native, triton, got 'cuda-graph'"),
     ],
 )
-def test_bad_input_is_told_in_one_line(change: dict, message: str) -> None:
+def test_bad_input_raises_one_line_errors(change: dict, message: str) -> None:
     good = dict(q=torch.zeros(1, 2, 9, 8), k=torch.zeros(1, 2, 9, 8), rotation=rotation())
     with pytest.raises(ValueError, match=message) as caught:
         tr.rotate(**{**good, **change})
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_of_positions_must_be_that_of_the_vectors() -> None:
+def test_batch_of_positions_must_match_the_vectors() -> None:
     encoding = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8)
     turn = encoding(tr.grid(9).expand(3, -1, -1))
     good = torch.zeros(3, 2, 9, 8)
     assert tr.rotate(good, good, turn)[0].shape == good.shape
     bad = torch.zeros(4, 2, 9, 8)
-    with pytest.raises(ValueError, match=r"positions must have no batch or the batch of q \(4,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"no batch dimension or that of q, \(4,\), got \(3,\)"):
         tr.rotate(bad, bad, turn)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("name", ["mixed", "liere:4", "comrope-ld:4", "string:4"])
-def test_one_alone_turns_as_both_together(name: str, backend: str) -> None:
+def test_rotate_one_equals_rotate(name: str, backend: str) -> None:
     """And with fewer rotations than heads, each turns a group."""
     turn = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3), backend=backend)
     q, k = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8)
@@ -211,7 +211,7 @@ def test_one_alone_turns_as_both_together(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("rotary_dim", [8, 10, 64])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_pairs_in_halves_are_those_of_rotate_half_in_transformers(backend: str, rotary_dim: int) -> None:
+def test_pairs_in_halves_equal_rotate_half_of_transformers(backend: str, rotary_dim: int) -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     encoding = tr.AxialRoPE(num_axes=1, num_heads=3, head_dim=64, rotary_dim=rotary_dim)
     rotation = encoding(torch.arange(9.0)[:, None])

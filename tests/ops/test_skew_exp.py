@@ -1,4 +1,4 @@
-"""The exponential by kernels: accuracy over sizes and norms, what is not a number, and everything around a call."""
+"""`skew_exp` by kernels: accuracy over sizes and norms, NaN and infinity, strides, vmap, compilation."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def largest(x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("b", BLOCKS)
-def test_error_and_orthogonality_are_within_twice_those_of_torch(b: int) -> None:
+def test_errors_are_within_twice_those_of_torch(b: int) -> None:
     for norm in NORMS:
         generator = skew_matrices(20 if b <= 16 else 3, b, norm)
         exact = torch.linalg.matrix_exp(generator.double())
@@ -62,7 +62,7 @@ def skew_gradient(exp: Callable[[Tensor], Tensor], generator: Tensor, upstream: 
 
 
 @pytest.mark.parametrize("b", [2, 5, 8, 12, 64])
-def test_entries_of_one_matrix_do_not_touch_another(b: int) -> None:
+def test_matrices_are_computed_independently(b: int) -> None:
     """Matrices lie side by side in a vector: each comes out as it does alone."""
     norms = torch.logspace(-6, 3, 35)
     generator = skew_matrices(35, b) * norms[:, None, None]
@@ -89,7 +89,7 @@ def test_rotations_are_orthogonal_at_any_norm(b: int, power: int, backend: str) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_far_exponents_keep_the_digits_that_they_have(dtype: torch.dtype) -> None:
+def test_large_exponents_keep_their_accuracy(dtype: torch.dtype) -> None:
     """Whole turns of a plane leave the identity: 2 pi times a power of two is exact in float64 alone."""
     for turns in (1.0, 2.0**10, 2.0**20):
         angle = torch.tensor(2 * math.pi * turns, dtype=dtype)
@@ -99,7 +99,7 @@ def test_far_exponents_keep_the_digits_that_they_have(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("b", [3, 8])
-def test_a_far_matrix_does_not_touch_its_neighbours(b: int) -> None:
+def test_large_matrices_do_not_affect_others(b: int) -> None:
     for far in (1e6, 1e12, 1e30, 3e38):
         generator = skew_matrices(20, b)
         alone = torch.linalg.matrix_exp(generator.double())
@@ -110,7 +110,7 @@ def test_a_far_matrix_does_not_touch_its_neighbours(b: int) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("b", [2, 3, 8, 16, 64, 128])
-def test_what_is_not_finite_gives_nan(b: int, value: float) -> None:
+def test_nonfinite_exponents_give_nan(b: int, value: float) -> None:
     generator = skew_matrices(3, b)
     generator[1, 0, 1], generator[1, 1, 0] = value, -value
     leaf = generator.requires_grad_()
@@ -122,7 +122,7 @@ def test_what_is_not_finite_gives_nan(b: int, value: float) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("b", [3, 8, 16])
-def test_what_is_not_finite_stays_where_it_is(b: int, value: float) -> None:
+def test_nonfinite_exponents_do_not_affect_others(b: int, value: float) -> None:
     generator = skew_matrices(3, b)
     expected = tr.skew_exp(generator)[::2]
     generator[1, 0, 1], generator[1, 1, 0] = value, -value
@@ -130,7 +130,7 @@ def test_what_is_not_finite_stays_where_it_is(b: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("b", [3, 8, 20])
-def test_strides_do_not_matter(b: int) -> None:
+def test_skew_exp_accepts_any_strides(b: int) -> None:
     generator = skew_matrices(6, b)
     expected = tr.skew_exp(generator)
     strided = generator.permute(1, 2, 0).contiguous().permute(2, 0, 1)
@@ -145,13 +145,13 @@ def test_strides_do_not_matter(b: int) -> None:
 
 
 @pytest.mark.parametrize("b", [1, 129])
-def test_sizes_that_no_kernel_takes_are_computed_all_the_same(b: int) -> None:
+def test_sizes_without_kernels_use_the_reference(b: int) -> None:
     generator = skew_matrices(2, b) if b > 1 else torch.zeros(2, 1, 1)
     assert largest(tr.skew_exp(generator).double() - torch.linalg.matrix_exp(generator.double())) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_exponents_are_computed_in_float32_and_autocast_stays_out(dtype: torch.dtype) -> None:
+def test_half_precision_is_computed_in_float32_without_autocast(dtype: torch.dtype) -> None:
     narrow = skew_matrices(5, 8).to(dtype).requires_grad_()
     rotation = tr.skew_exp(narrow)
     assert rotation.dtype == torch.float32
@@ -164,7 +164,7 @@ def test_narrow_exponents_are_computed_in_float32_and_autocast_stays_out(dtype: 
 
 
 @pytest.mark.parametrize("b", [3, 8, 16])
-def test_it_maps_and_gradients_of_it_map(b: int) -> None:
+def test_skew_exp_and_its_gradient_support_vmap(b: int) -> None:
     generator, weight = skew_matrices(12, b).view(4, 3, b, b), torch.randn(3, b, b)
 
     def score(generator: Tensor, weight: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def test_it_maps_and_gradients_of_it_map(b: int) -> None:
 
 
 @pytest.mark.parametrize("b", [3, 16])
-def test_it_compiles(b: int) -> None:
+def test_skew_exp_compiles(b: int) -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda x: tr.skew_exp(2 * x).square().cumsum(-1), fullgraph=True, backend="aot_eager")
     leaf = skew_matrices(5, b).requires_grad_()

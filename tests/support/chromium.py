@@ -1,4 +1,4 @@
-"""Drive a headless Chromium over a pipe, by the DevTools protocol: pages as people see them, without a network."""
+"""Drive a headless Chromium over a pipe, by the DevTools protocol: pages as rendered, without a network."""
 
 import base64
 import json

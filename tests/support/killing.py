@@ -1,4 +1,4 @@
-"""Train in child processes that are killed at random moments, start them again, and tell whether all ended alike.
+"""Train in child processes that are killed at random moments, resume them, and check that all results are equal.
 
     python tests/support/killing.py FOLDER TRIALS KIND SEED
 

@@ -1,4 +1,4 @@
-"""Miniature data sets in exactly the formats of the real ones: name -> what writes one below a folder."""
+"""Miniature data sets in exactly the formats of the real ones: functions by name that write one into a folder."""
 
 import csv
 import gzip

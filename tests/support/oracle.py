@@ -1,4 +1,4 @@
-"""Rotations by the formula alone, in float64: exp(sum_a p_a A_a) as a dense matrix, with nothing of the library.
+"""Reference rotations in float64, exp(sum_a p_a A_a) as a dense matrix, independent of the library's code.
 
 What an encoding is comes in as plain numbers, by family:
 

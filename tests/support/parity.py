@@ -1,4 +1,4 @@
-"""How fast paths are judged: against float64, by the error that the plain float32 reference makes itself."""
+"""Accuracy checks of fast paths: error against float64, relative to the error of the float32 reference."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Small vision towers of transformers that do not rotate, what they are given, and where their tokens are."""
+"""Small vision towers of transformers without rotary encoding, their inputs, and the positions of their tokens."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What tests of several processes share."""
+"""Helpers for tests of several processes."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What the tests of published checkpoints share: random weights, files, refusals, attention in float64."""
+"""Helpers for tests of published checkpoints: random weights, files, expected errors, attention in float64."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Small models of transformers that rotate, and what they are given."""
+"""Small transformers models with rotary encodings, and their inputs."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Small models of timm to put encodings into."""
+"""Small timm models whose encodings tests replace."""
 
 from collections.abc import Callable
 from functools import partial

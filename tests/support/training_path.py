@@ -1,4 +1,4 @@
-"""Two real steps through torchrope's own training, for tests of data sets."""
+"""Two training steps with torchrope's trainer, for tests of data sets."""
 
 from pathlib import Path
 

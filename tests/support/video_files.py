@@ -1,4 +1,4 @@
-"""Small videos, and the folders that they come in."""
+"""Small videos in the folder layouts of data sets."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Small volumes as DICOM and NIfTI files, and the folders that they come in."""
+"""Small volumes as DICOM and NIfTI files, in the folder layouts of data sets."""
 
 import random
 from collections.abc import Sequence

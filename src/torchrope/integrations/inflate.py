@@ -30,7 +30,7 @@ from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
 from torchrope.integrations.settings import errors_in_one_line
 from torchrope.integrations.swap import adapters, unswap
 from torchrope.models import ViT
-from torchrope.models.parts import PatchEmbed
+from torchrope.models.layers import PatchEmbed
 from torchrope.positions import PerAxis, VoxelLattice, grid, per_axis
 
 # The parameter of each family that has an axis dimension; zeros in it are zero generators.

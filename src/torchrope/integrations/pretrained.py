@@ -13,7 +13,7 @@ from torchrope.encodings import LearnedAPE, RelativePositionBias
 from torchrope.integrations.published import convert, family_of, load_published, options_of
 from torchrope.integrations.saving import FILE, load
 from torchrope.models import Features, Swin, ViT
-from torchrope.models.parts import PatchEmbed
+from torchrope.models.layers import PatchEmbed
 from torchrope.positions import grid
 
 _TIMM = "timm:"

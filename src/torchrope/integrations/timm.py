@@ -61,7 +61,7 @@ from torchrope.integrations.timm_hooks import (
     TokenPositions,
 )
 from torchrope.integrations.timm_rotation import gemma_rotation, own_rotation
-from torchrope.models.parts import encoding_parameters
+from torchrope.models.layers import encoding_parameters
 from torchrope.ops.norms import PLAIN
 
 # Attention layers that apply q_norm, then k_norm: to (batch, heads, tokens, head_dim), or for _TOKENS_FIRST to

@@ -1,4 +1,4 @@
-"""Vision transformers (ViT, Swin) of any number of axes with their feature maps, and one of tokens at any positions."""
+"""Vision transformers (ViT, Swin) for any number of axes, their feature maps, and a transformer for point sets."""
 
 from torchrope.models.features import Features as Features
 from torchrope.models.features import pad as pad

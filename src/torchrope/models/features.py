@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import fitting, per_axis_window
-from torchrope.models.parts import Shareable
+from torchrope.models.layers import Shareable
 from torchrope.models.swin import Stage, Swin
 from torchrope.models.vit import ViT
 from torchrope.positions import per_axis
@@ -19,38 +19,38 @@ _EPS = 1e-6  # of ViTDet's norms
 
 
 class Features(Shareable, nn.Module):
-    """Give the maps of a ViT or a Swin for images of any size, with padding that nothing of an image sees.
+    """Compute the feature maps of a ViT or a Swin for images of any size; padding is masked.
 
-        ViT           the layers chosen, all at the patch's stride
-        ViT, pyramid  the last layer, at strides of 1/4, 1/2, 1 and 2 patches:  resize -> 1x1 -> norm -> 3x3 -> norm
-        Swin          norm(stage), each at its own stride
+        ViT           outputs of selected layers, all at the patch's stride
+        ViT, pyramid  last layer, at strides of 1/4, 1/2, 1 and 2 patches:  resize -> 1x1 -> norm -> 3x3 -> norm
+        Swin          norm(output of each stage), at the stage's stride
 
-    The maps of an image are the same alone and in a batch of larger ones, but for what a model makes of the lattice's
-    size: a relative position bias of a ViT is stretched to that of the batch, and a Swin shifts its windows where that
-    is larger than one.
+    The maps of an image do not depend on the other images of its batch, except where a model depends on the size of
+    the lattice: the relative position bias of a ViT is resized to the lattice of the batch, and a Swin shifts its
+    windows if that lattice is larger than one window.
 
     Args:
-        model: For images, with square patches. It is taken over: what no map needs is taken out of it, its head, its
-            last norm and later layers; and its class token and registers, if it gets windows, as in ViTDet.
+        model: For images, with square patches. It is modified in-place: the head, the last norm and the layers that
+            no map needs are removed; with windows also its class token and registers, as in ViTDet.
         indices: Layers of a ViT, counted from 1, 0 the embedded patches, -1 the last; by default the last of each
             quarter. Stages of a Swin, or levels of a pyramid, counted from 0; all by default.
         pyramid: Whether a ViT gives a simple feature pyramid.
         out_channels: Channels of each level of the pyramid.
-        window_size: Patches along a window, or one number for each axis; a ViT attends within windows but in
-            `global_layers`, its positions still those of the whole image. By default it attends everywhere, and a Swin
-            within the windows of its training.
-        global_layers: Layers that attend everywhere, counted as above; the last of each quarter by default. Those of
+        window_size: Patches along a window, or one number per axis; a ViT attends within windows except in
+            `global_layers`, with the positions of the whole image. By default a ViT attends globally, and a Swin
+            within windows of the training size.
+        global_layers: Layers that attend globally, counted as above; the last of each quarter by default. Those of
             ViTDet's code, 2, 5, 8, 11 of 12, counted from 0, are 3, 6, 9, 12 here.
 
     Attributes:
         channels: Of each map.
         strides: Pixels from one cell of each map to the next.
-        feature_info: The same as timm's models tell it.
-        size_divisor: What height and width are filled up to a multiple of.
+        feature_info: Channels and strides in the form of timm's `feature_info`.
+        size_divisor: Height and width are padded to a multiple of it.
 
     Raises:
-        ValueError: a model for other data than images, indices that it does not have, windows of a Swin that attends
-            everywhere in some layers, or a level with more than one cell a pixel.
+        ValueError: a model for other data than images, indices out of range, `pyramid` or `global_layers` for a Swin,
+            or a level with more than one cell per pixel.
 
     References:
         Li et al., Exploring Plain Vision Transformer Backbones for Object Detection, section 3. Liu et al., Swin
@@ -84,17 +84,17 @@ class Features(Shareable, nn.Module):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
-        self.arguments = arguments  # with the model, what builds it again
+        self.arguments = arguments  # rebuild this module, together with the model
         self.model = model
         self.pyramid = pyramid
         self.out_channels = out_channels
-        self.size_divisor = _side_of_patch(model)
+        self.size_divisor = _patch_side(model)
         self.window_size = None if window_size is None else per_axis_window(window_size, 2)
         self.global_layers: tuple[int, ...] | None = None
         if isinstance(model, Swin):
             if pyramid or global_layers is not None:
                 which = "a pyramid" if pyramid else "global_layers"
-                raise ValueError(f"{which} is for a ViT, got a Swin, whose stages have strides of their own")
+                raise ValueError(f"{which} is for a ViT, got a Swin, whose stages have different strides")
             self._take_stages(model, indices)
         else:
             self._take_windows(model, global_layers)
@@ -108,10 +108,10 @@ class Features(Shareable, nn.Module):
         """Compute the maps.
 
         Args:
-            x: Images `(batch, channels, height, width)` of any size; to the right and below they are filled up with
-                zeros to whole patches.
-            mask: Where an image is, `(batch, height, width)`, boolean: from the upper left corner on, the rest is
-                padding. By default all is image.
+            x: Images `(batch, channels, height, width)` of any size, padded with zeros on the right and at the bottom
+                to whole patches.
+            mask: Valid pixels, `(batch, height, width)`, boolean: each image starts at the upper left corner, the rest
+                is padding. By default all pixels are valid.
 
         Returns:
             One `(batch, channels, ceil(height / stride), ceil(width / stride))` per stride, 0 in padding.
@@ -137,39 +137,41 @@ class Features(Shareable, nn.Module):
 
     @property
     def feature_info(self) -> "FeatureInfo":
-        """Channels and strides as timm's models tell them."""
+        """Channels and strides of the maps, in the form of timm's `feature_info`."""
         return FeatureInfo(self.channels, self.strides)
 
     def get_extra_state(self) -> Tensor:
-        """Where tokens stand, as pre-trained weights may say: spacing and origin of each stage, `(stages, 2, axes)`."""
+        """Return the spacing and origin of each stage's positions, `(stages, 2, axes)`, to save with the weights."""
         parts = getattr(self.model, "stages", [self.model])
-        told = [[per_axis(name, getattr(part, name), 2) for name in ("spacing", "origin")] for part in parts]
-        return torch.tensor(told, dtype=torch.float64)
+        spacing_and_origin = [
+            [per_axis(name, getattr(part, name), 2) for name in ("spacing", "origin")] for part in parts
+        ]
+        return torch.tensor(spacing_and_origin, dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Put tokens where a checkpoint has them."""
+        """Set the spacing and origin of each stage's positions from a checkpoint."""
         for part, (spacing, origin) in zip(getattr(self.model, "stages", [self.model]), state.tolist(), strict=True):
             part.spacing, part.origin = tuple(spacing), tuple(origin)
 
     def extra_repr(self) -> str:
-        """Show what comes out."""
+        """Describe the maps."""
         return f"strides={self.strides}, channels={self.channels}"
 
     def _take_windows(self, vit: ViT, global_layers: Sequence[int] | None) -> None:
         if self.window_size is None:
             if global_layers is not None:
                 rule = "global_layers are for a model with a window_size"
-                raise ValueError(f"{rule}, got {tuple(global_layers)} without")
+                raise ValueError(f"{rule}, got {tuple(global_layers)} without one")
             return
         depth = len(vit.layers)
-        self.global_layers = _counted("global_layers", global_layers, range(depth + 1), _quarters(depth))
+        self.global_layers = _from_front("global_layers", global_layers, range(depth + 1), _quarters(depth))
         if 0 in self.global_layers:
             raise ValueError(f"global_layers are counted from 1, got {tuple(global_layers or ())}")
         vit.drop_prefix()
 
     def _take_layers(self, vit: ViT, indices: Sequence[int] | None) -> None:
         depth = len(vit.layers)
-        self.indices = _counted("indices", indices, range(depth + 1), _quarters(depth))
+        self.indices = _from_front("indices", indices, range(depth + 1), _quarters(depth))
         deepest = max(self.indices)
         vit.layers = vit.layers[:deepest]
         for of_layers in ("encodings", "biases"):
@@ -180,7 +182,7 @@ class Features(Shareable, nn.Module):
 
     def _take_pyramid(self, vit: ViT, indices: Sequence[int] | None) -> None:
         levels = range(len(_SCALES))
-        self.indices = _counted("indices", indices, levels, tuple(levels))
+        self.indices = _from_front("indices", indices, levels, tuple(levels))
         strides = [self.size_divisor / _SCALES[index] for index in self.indices]
         if min(strides) < 1:
             rule = "a level of the pyramid must have a stride of 1 pixel or more"
@@ -192,7 +194,7 @@ class Features(Shareable, nn.Module):
 
     def _take_stages(self, swin: Swin, indices: Sequence[int] | None) -> None:
         stages = range(len(swin.stages))
-        self.indices = _counted("indices", indices, stages, tuple(stages))
+        self.indices = _from_front("indices", indices, stages, tuple(stages))
         swin.stages = swin.stages[: max(self.indices) + 1]
         dim = swin.embed.proj.out_features
         self.channels = tuple(dim * 2**index for index in self.indices)
@@ -200,7 +202,7 @@ class Features(Shareable, nn.Module):
         self.norms = nn.ModuleList(LayerNorm2d(channels) for channels in self.channels)
 
     def _maps(self, x: Tensor, valid_mask: Tensor | None) -> list[Tensor]:
-        """The maps of the model, before a pyramid, from images of whole patches."""
+        """Compute the maps of the model, before the pyramid, from images of whole patches."""
         if isinstance(self.model, ViT):
             return self.model.feature_maps(
                 x,
@@ -216,7 +218,7 @@ class Features(Shareable, nn.Module):
         return [norm(stages[index]) for index, norm in zip(self.indices, self.norms, strict=True)]
 
     def _windows_fill(self, sizes: tuple[int, ...]) -> bool:
-        """Whether the windows of every stage of a Swin fill its lattice."""
+        """Return whether whole windows cover the lattice of every stage of a Swin."""
         for stage in cast(Swin, self.model).stages:
             window = fitting(self.window_size or cast(Stage, stage).window, sizes)
             if any(size % part for size, part in zip(sizes, window, strict=True)):
@@ -226,7 +228,7 @@ class Features(Shareable, nn.Module):
 
 
 class FeatureInfo:
-    """Tell channels and strides of maps as timm's `features_only` models do; every map is counted from 0.
+    """Channels and strides of maps, with the interface of timm's `FeatureInfo`; maps are numbered from 0.
 
     Args:
         channels: Of each map.
@@ -244,28 +246,28 @@ class FeatureInfo:
         self.out_indices = tuple(range(len(self.info)))
 
     def get(self, key: str, idx: int | Sequence[int] | None = None) -> Any:
-        """One value of every map, of one map, or of several."""
+        """Return one property of all maps, of one map or of several."""
         if isinstance(idx, int):
             return self.info[idx][key]
         return [self.info[index][key] for index in (self.out_indices if idx is None else idx)]
 
     def get_dicts(self, keys: Sequence[str] | None = None, idx: int | Sequence[int] | None = None) -> Any:
-        """Several values, all by default, as `get` gives one."""
+        """Return several properties, all by default, for the maps that `get` takes."""
         chosen = [{key: info[key] for key in keys or info} for info in self.info]
         if isinstance(idx, int):
             return chosen[idx]
         return [chosen[index] for index in (self.out_indices if idx is None else idx)]
 
     def channels(self, idx: int | Sequence[int] | None = None) -> Any:
-        """Channels."""
+        """Return the numbers of channels."""
         return self.get("num_chs", idx)
 
     def reduction(self, idx: int | Sequence[int] | None = None) -> Any:
-        """Strides."""
+        """Return the strides."""
         return self.get("reduction", idx)
 
     def module_name(self, idx: int | Sequence[int] | None = None) -> Any:
-        """Names, "maps.0" and so on."""
+        """Return the names, "maps.0" and so on."""
         return self.get("module", idx)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -279,7 +281,7 @@ class LayerNorm2d(nn.LayerNorm):
     """Normalise the channels of each cell of a map `(batch, channels, height, width)`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """A map to a map of the same shape."""
+        """Normalise a map; the shape is unchanged."""
         return super().forward(input.movedim(1, -1)).movedim(-1, 1)
 
 
@@ -287,8 +289,8 @@ class Level(nn.Module):
     """One level of a simple feature pyramid:  resize -> 1x1 convolution -> norm -> 3x3 convolution -> norm.
 
     Args:
-        dim: Channels of the map of patches.
-        scale: Cells along a patch: 4, 2, 1 or 1/2.
+        dim: Channels of the patch map.
+        scale: Cells per patch along each axis: 4, 2, 1 or 1/2.
         out_channels: Channels of the level.
     """
 
@@ -308,13 +310,13 @@ class Level(nn.Module):
         )
 
     def forward(self, x: Tensor, size: tuple[int, int], patches: Tensor | None, cells: Tensor | None) -> Tensor:
-        """The map of patches to this level.
+        """Compute this level from the patch map.
 
         Args:
             x: `(batch, dim, height, width)`.
-            size: Cells of the level, those beyond are cut off.
-            patches: Where patches are no padding, `(batch, 1, height, width)`.
-            cells: Where cells of the level are no padding, `(batch, 1, *size)`.
+            size: Height and width of the level; the map is cropped to it.
+            patches: Valid patches, `(batch, 1, height, width)`.
+            cells: Valid cells of the level, `(batch, 1, *size)`.
         """
         if self.halves:
             low = x if patches is None else x.masked_fill(~patches, torch.finfo(x.dtype).min)
@@ -324,17 +326,17 @@ class Level(nn.Module):
 
 
 def pad(images: Sequence[Tensor], divisor: int = 1) -> tuple[Tensor, Tensor]:
-    """Fill images of several sizes up to one size, to the right and below with zeros.
+    """Pad images of several sizes to one size with zeros, on the right and at the bottom.
 
     Args:
         images: Each `(channels, height, width)`, one or more.
         divisor: Height and width of the batch are multiples of it.
 
     Returns:
-        The batch `(batch, channels, height, width)` and where the images are, `(batch, height, width)`, boolean.
+        The batch `(batch, channels, height, width)` and the mask of valid pixels, `(batch, height, width)`, boolean.
 
     Raises:
-        ValueError: no images, images of several numbers of channels, or a divisor below 1.
+        ValueError: no images, images with different numbers of channels, or a divisor below 1.
 
     Example:
         >>> batch, mask = pad([torch.ones(3, 4, 2), torch.ones(3, 2, 5)], 4)
@@ -342,8 +344,8 @@ def pad(images: Sequence[Tensor], divisor: int = 1) -> tuple[Tensor, Tensor]:
         (torch.Size([2, 3, 4, 8]), [8, 10])
     """
     if not images or any(image.ndim != 3 or image.shape[0] != images[0].shape[0] for image in images):
-        came = [tuple(image.shape) for image in images]
-        raise ValueError(f"pad needs one or more images (channels, height, width) of the same channels, got {came}")
+        shapes = [tuple(image.shape) for image in images]
+        raise ValueError(f"pad needs one or more images (channels, height, width) of the same channels, got {shapes}")
     if divisor < 1:
         raise ValueError(f"divisor must be 1 or more, got {divisor}")
     height, width = (math.ceil(max(image.shape[axis] for image in images) / divisor) * divisor for axis in (1, 2))
@@ -356,20 +358,20 @@ def pad(images: Sequence[Tensor], divisor: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def _quarters(depth: int) -> tuple[int, ...]:
-    """The last layer of each quarter, counted from 1."""
+    """Return the last layer of each quarter, counted from 1."""
     return tuple(sorted({depth * quarter // 4 for quarter in (1, 2, 3, 4)} - {0}))
 
 
-def _counted(name: str, given: Sequence[int] | None, known: range, default: tuple[int, ...]) -> tuple[int, ...]:
-    """What was given, counted from the front; the default where nothing was."""
+def _from_front(name: str, given: Sequence[int] | None, valid: range, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the given indices counted from the front, or the default if None."""
     if given is None:
         return default
-    if not given or any(index not in range(-len(known), len(known)) for index in given):
-        raise ValueError(f"{name} must be between {-len(known)} and {len(known) - 1}, one or more, got {tuple(given)}")
-    return tuple(known[index] for index in given)
+    if not given or any(index not in range(-len(valid), len(valid)) for index in given):
+        raise ValueError(f"{name} must be between {-len(valid)} and {len(valid) - 1}, one or more, got {tuple(given)}")
+    return tuple(valid[index] for index in given)
 
 
-def _side_of_patch(model: ViT | Swin) -> int:
+def _patch_side(model: ViT | Swin) -> int:
     patch = model.embed.patch_size
     if len(patch) != 2 or patch[0] != patch[1]:
         raise ValueError(f"Features are for images in square patches, got patches of {patch}")
@@ -377,13 +379,15 @@ def _side_of_patch(model: ViT | Swin) -> int:
 
 
 def _check_mask(mask: Tensor, x: Tensor) -> None:
-    wanted = (x.shape[0], *x.shape[-2:])
-    if mask.dtype != torch.bool or tuple(mask.shape) != wanted:
-        raise ValueError(f"mask must be boolean {wanted}, as the images are, got {mask.dtype} {tuple(mask.shape)}")
+    expected = (x.shape[0], *x.shape[-2:])
+    if mask.dtype != torch.bool or tuple(mask.shape) != expected:
+        raise ValueError(
+            f"mask must be boolean {expected}, the size of the images, got {mask.dtype} {tuple(mask.shape)}"
+        )
 
 
 def _cells(mask: Tensor, stride: int | float) -> Tensor:
-    """Which cells of a map hold a pixel of an image: those whose first does, for images begin at the corner."""
+    """Return the valid cells of a map: those whose first pixel is valid, because images start at the upper left."""
     rows, columns = (
         (torch.arange(math.ceil(size / stride), device=mask.device) * stride).long() for size in mask.shape[-2:]
     )

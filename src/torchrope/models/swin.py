@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrope.attention import Attention, Windows, fitting, masked, pad_ends, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias
 from torchrope.encodings.periodic import close_axes
-from torchrope.models.parts import (
+from torchrope.models.layers import (
     DropPath,
     DropPathSchedule,
     PatchEmbed,
@@ -36,12 +36,12 @@ SWIN_SIZES: dict[str, dict[str, Any]] = {
 
 
 class Swin(Shareable, nn.Module):
-    """Classify data with any number of axes, attending within windows.
+    """Swin transformer: classify data with any number of axes by attention within shifted windows.
 
         patches -> tokens (+ APE) -> stages of [merge 2^N neighbours, layers in windows (+ bias, R(p))]
                 -> norm -> mean -> class
 
-    As published it has encoding="bias"; a rotary name takes the bias's place, and "bias+mixed" has both.
+    The published model has encoding="bias"; a rotary name replaces the bias, and "bias+mixed" has both.
 
     Args:
         input_size: Extent of the training data along each axis, such as (224, 224) or (8, 224, 224).
@@ -51,27 +51,30 @@ class Swin(Shareable, nn.Module):
         dim: Channels of a token in the first stage; each merging doubles them.
         depths: Layers of each stage.
         num_heads: Attention heads of each stage.
-        window_size: Tokens of a window along each axis, or one number for all. Where the training lattice is
+        window_size: Tokens of a window along each axis, or one number for all. If the training lattice is
             smaller, the window is the lattice.
         mlp_ratio: Channels inside the MLP over those outside.
-        encoding: A name ("bias", "mixed", "bias+liere:8", "none"), or what builds a rotary encoding from num_axes,
-            num_heads and head_dim. Each layer has its own.
-        absolute: What builds an absolute encoding from sizes and dim, such as `LearnedAPE`; a name brings its own.
-        bias: What builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`, likewise.
+        encoding: A name ("bias", "mixed", "bias+liere:8", "none"), or a callable that builds a rotary encoding from
+            num_axes, num_heads and head_dim. Each layer has a separate encoding.
+        absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
+            that includes one.
+        bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
+            together with a name that includes one.
         spacing: Distance between neighbouring tokens of a window, one number or one per axis, in every stage. By
             default the convention of the encoding's paper for a lattice like the stage's window; it never changes
             with input or window size.
-        origin: Position of a window's first token, likewise.
+        origin: Position of a window's first token, one number or one per axis; by default as for `spacing`.
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel after the embedding, attention projection and MLP.
         attention_dropout: Probability of dropping an attention weight.
         drop_path: Probability of skipping a branch for a sample (the paper: 0.2 for tiny, 0.3 for small, 0.5 for base).
         drop_path_schedule: "linear" grows from 0 in the first layer to drop_path in the last one, as in the paper;
             "constant" is the same in all.
-        checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
+        checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
 
     Raises:
-        ValueError: sizes that patches do not fill, stages that disagree, unknown names, and what the encoding refuses.
+        ValueError: sizes not divisible by the patch, depths and num_heads of different length, unknown names, or
+            sizes that the encoding does not support.
 
     References:
         Liu et al., Swin Transformer: Hierarchical Vision Transformer using Shifted Windows. Heo et al., Rotary
@@ -112,7 +115,7 @@ class Swin(Shareable, nn.Module):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self.arguments = arguments  # what builds it again
+        self.arguments = arguments  # rebuild this model
         if len(depths) != len(num_heads) or min([*depths, *num_heads], default=0) < 1:
             given = f"{tuple(depths)} and {tuple(num_heads)}"
             raise ValueError(f"depths and num_heads must be 1 or more, one of each per stage, got {given}")
@@ -153,7 +156,7 @@ class Swin(Shareable, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as Swin: weights of deviation 0.02, zero biases; the embedding as a convolution."""
+        """Initialise as Swin: weights with standard deviation 0.02, zero biases; the embedding as a convolution."""
         for module in self.modules():
             if module is self.embed.proj:
                 self.embed.proj.reset_parameters()
@@ -166,17 +169,17 @@ class Swin(Shareable, nn.Module):
         close_axes(self)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay must leave alone beside norms and biases: those of encodings."""
+        """Return names of parameters exempt from weight decay besides norms and biases: those of encodings."""
         return encoding_parameters(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that group parameters by depth, as timm's layer-wise learning rates read them.
+        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
 
         The embedding comes first, then each layer with its encoding and bias, the first one of a stage with the
-        merging before it; what none matches, the last norm and the head, is last.
+        merging before it; unmatched parameters, the last norm and the head, come last.
 
         Args:
-            coarse: Groups of whole stages instead of layers.
+            coarse: Whether to group by stages instead of layers.
         """
         layers = [
             (r"^stages\.(\d+)\.(?:layers|encodings|biases)\.(\d+)\.", None),
@@ -189,8 +192,8 @@ class Swin(Shareable, nn.Module):
 
         Args:
             x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone.
-            window_size: Tokens of a window along each axis in every stage; those of the training by default. A bias
-                is resampled, rotary positions run on at the training spacing.
+            window_size: Tokens of a window along each axis in every stage; by default as in training. A bias is
+                resampled, rotary positions extend at the training spacing.
 
         Returns:
             Logits `(batch, num_classes)`.
@@ -198,29 +201,29 @@ class Swin(Shareable, nn.Module):
         return self.head(self.features(x, window_size=window_size))
 
     def features(self, x: Tensor, *, window_size: int | Sequence[int] | None = None) -> Tensor:
-        """The pooled features `(batch, dim of the last stage)` of data `(batch, in_channels, *sizes)`."""
+        """Compute the pooled features `(batch, dim of the last stage)` of data `(batch, in_channels, *sizes)`."""
         last = self._stages(x, window_size)[-1]
         return self.norm(last).flatten(1, -2).mean(dim=1)
 
     def feature_maps(
         self, x: Tensor, *, window_size: int | Sequence[int] | None = None, valid_mask: Tensor | None = None
     ) -> list[Tensor]:
-        """What each stage gives, `(batch, dim of the stage, *sizes of the stage)`, without the last norm.
+        """Return the output of each stage, `(batch, dim of the stage, *sizes of the stage)`, without the last norm.
 
         Args:
             x: As in `forward`.
             window_size: As in `forward`.
-            valid_mask: Which patches are not padding, `(batch or 1, *lattice)`. No token attends to padding, nor to
-                what fills up windows, which are then filled up before they are shifted. By default all attend to
-                zeros, and windows are shifted first, as timm's are; where windows fill a lattice of patches that
-                are all valid both are the same.
+            valid_mask: Valid patches, `(batch or 1, *lattice)`. No token attends to padding of the images or of the
+                windows, and windows are padded before the shift. By default tokens attend to the zeros that pad
+                windows, and the shift comes first, as in timm; both are equal if all patches are valid and whole
+                windows cover the lattice.
         """
         return [stage.movedim(-1, 1) for stage in self._stages(x, window_size, valid_mask)]
 
     def _stages(
         self, x: Tensor, window_size: int | Sequence[int] | None, valid_mask: Tensor | None = None
     ) -> list[Tensor]:
-        """The lattices `(batch, *sizes, dim)` that the stages give."""
+        """Return the outputs of the stages, `(batch, *sizes, dim)`."""
         sizes = self.embed.lattice(x.shape[2:])
         tokens = self.embed_norm(self.embed(x))  # (batch, tokens, dim)
         if self.absolute is not None:
@@ -230,7 +233,7 @@ class Swin(Shareable, nn.Module):
         lattices = []
         for index, stage in enumerate(self.stages):
             if valid_mask is not None and index:
-                lattice = lattice * valid_mask.unsqueeze(-1)  # what merges with padding merges with zeros
+                lattice = lattice * valid_mask.unsqueeze(-1)  # padding is merged as zeros
                 valid_mask = valid_mask[(slice(None), *(slice(None, None, 2) for _ in sizes))]
             lattice = stage(lattice, window, valid_mask)
             lattices.append(lattice)
@@ -238,14 +241,14 @@ class Swin(Shareable, nn.Module):
 
 
 class Stage(nn.Module):
-    """Merge neighbours, except in the first stage; then layers in windows, those of every other layer shifted by half.
+    """Merge neighbours, except in the first stage; then apply layers in windows, shifted by half in every second layer.
 
     Args:
         dim: Channels of a token.
         window: Tokens of a window along each axis at the training size.
-        merges: Whether the stage begins with a merging.
+        merges: Whether the stage starts with patch merging.
         num_heads: Attention heads.
-        choice: What builds the encodings.
+        choice: The classes that build the encodings.
         spacing: As `Swin`'s.
         origin: As `Swin`'s.
         mlp_ratio: As `Swin`'s.
@@ -299,12 +302,12 @@ class Stage(nn.Module):
         self.origin = paper["origin"] if origin is None else origin
 
     def forward(self, x: Tensor, window: tuple[int, ...] | None = None, valid_mask: Tensor | None = None) -> Tensor:
-        """A lattice `(batch, *sizes, dim of the stage before)` to `(batch, *sizes of the stage, dim)`.
+        """Map a lattice `(batch, *sizes, dim of the previous stage)` to `(batch, *sizes of the stage, dim)`.
 
         Args:
             x: The lattice.
-            window: Tokens of a window along each axis; those of the training by default.
-            valid_mask: Which tokens are not padding, `(batch or 1, *sizes of the stage)`; see `feature_maps`.
+            window: Tokens of a window along each axis; by default as in training.
+            valid_mask: Valid tokens, `(batch or 1, *sizes of the stage)`; see `feature_maps`.
         """
         x = self.merge(x)
         sizes = x.shape[1:-1]
@@ -352,14 +355,14 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, windows: Windows, rotation: Rotation, bias: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        """A lattice `(batch, *sizes, dim)` to a lattice of the same shape.
+        """Map a lattice `(batch, *sizes, dim)` to the same shape.
 
         Args:
             x: The lattice.
-            windows: How it is cut.
+            windows: The partition into windows.
             rotation: The rotation of the positions in a window.
             bias: Added to the scores of every window, `(heads, tokens, tokens)`.
-            mask: Which tokens may attend to which, `(batch · windows, 1, tokens, tokens)`; None where all may.
+            mask: Which tokens attend to which, `(batch · windows, 1, tokens, tokens)`; None if all attend to all.
         """
         mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=masked(bias, mask))
         x = x + self.drop_path(windows.join(mixed))
@@ -381,21 +384,21 @@ class PatchMerging(nn.Module):
         self.proj = nn.Linear(2**num_axes * dim, 2 * dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A lattice `(batch, *sizes, dim)` to `(batch, *half the sizes, 2 dim)`."""
+        """Map a lattice `(batch, *sizes, dim)` to `(batch, *half the sizes, 2 dim)`."""
         x = pad_ends(x, [size + size % 2 for size in x.shape[1:-1]])
         for axis in reversed(range(1, self.num_axes + 1)):
             x = x.unflatten(axis, (x.shape[axis] // 2, 2))
         outer = range(1, 2 * self.num_axes, 2)
-        inner = range(2 * self.num_axes, 0, -2)  # the first axis fastest, as Swin's weights have it
+        inner = range(2 * self.num_axes, 0, -2)  # the first axis fastest, as in Swin's weights
         neighbours = x.permute(0, *outer, *inner, -1).flatten(self.num_axes + 1)
         return self.proj(self.norm(neighbours))
 
 
 def _mask(cut: Windows, valid_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Which tokens may attend to which in a batch of lattices, `(batch · windows, 1, tokens, tokens)`, or None."""
-    near = cut.mask(device=x.device)
-    if valid_mask is None and near is None:
+    """Return which tokens attend to which, `(batch · windows, 1, tokens, tokens)`, or None if all attend to all."""
+    same_region = cut.mask(device=x.device)
+    if valid_mask is None and same_region is None:
         return None
     seen = torch.ones((), dtype=torch.bool, device=x.device) if valid_mask is None else cut.seen(valid_mask)
-    mask = seen if near is None else seen & near  # (batch or 1 or nothing, windows, tokens, tokens)
+    mask = seen if same_region is None else seen & same_region  # (batch or 1 or nothing, windows, tokens, tokens)
     return mask.expand(x.shape[0], *mask.shape[-3:]).flatten(0, 1).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""A transformer for tokens at any positions: points, events, strokes, sensors, and sets that it reads beside them."""
+"""A transformer for tokens at arbitrary positions (points, events, strokes, sensors), with optional cross-attention."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,72 +12,72 @@ from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import close_axes, has_frequencies
 from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.linear_attention import LinearAttention
-from torchrope.models.parts import Layer, LayerScale, encoding_parameters, resolve, run_layer
+from torchrope.models.layers import Layer, LayerScale, encoding_parameters, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, on_circles, per_axis, rescale, shift
 from torchrope.rotations import Action, Rotation
 from torchrope.tensors import can_read
 
 
 class Transformer(nn.Module):
-    """Map tokens and their positions to one answer, or to one for each token.
+    """Transformer for point sets: map tokens and their positions to one output per sample or per token.
 
-        tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> mean, or each -> head
+        tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> mean, or per token -> head
 
-    Positions are any floats: irregular, repeated, in no order. Tokens permute with their positions. Where the encoding
-    is relative, moving all positions of a sample, and of its context, alike changes nothing.
+    Positions are any floats: irregular, repeated, unordered. Outputs are equivariant to permutations of tokens. If the
+    encoding is relative, outputs are invariant to a translation of all positions of a sample and its context.
 
-    With a context, each layer is followed by one of the same form that attends to the other set. With latents, large
-    sets are read at a cost linear in their size: the latents attend to the tokens once, then to one another; where each
-    token gets an answer, tokens attend to the latents at the end. Attention "linear" is the other way to a linear cost.
+    With a context, each layer is followed by a cross-attention layer to it. With latents, the cost is linear in the
+    number of tokens: the latents attend to the tokens once, then to one another; for an output per token, tokens attend
+    to the latents in the last layer. Attention "linear" has linear cost without latents.
 
     Args:
-        dim_in: Channels of the tokens that are given.
-        num_axes: Length of a position, N.
-        num_outputs: Numbers of an answer, such as classes; 0 returns features.
-        output: "set" gives one answer a sample, the mean of its tokens (or latents); "tokens" one for each token.
-        dim: Channels of a token inside.
+        dim_in: Channels of the input tokens.
+        num_axes: Axes of a position, N.
+        num_outputs: Channels of an output, such as classes; 0 returns features.
+        output: "set" returns one output per sample, from the mean of its tokens (or latents); "tokens" one per token.
+        dim: Channels of a token inside the model.
         depth: Layers.
         num_heads: Attention heads.
         mlp_dim: Channels inside the MLP; 4 dim by default.
-        encoding: A name ("mixed", "liere:8", "none", "sinusoidal+axial"), what builds an encoding from num_axes,
-            num_heads and head_dim, or a `Choice` of such. Of what is not rotary it must be a function of real
-            positions: `SinusoidalAPE`.
-        share_layers: One encoding for all layers, its rotations computed once per forward.
-        scale: Length that counts as one unit of position, in the unit of the data, one number or one per axis:
-            positions are divided by it. About the distance of neighbours; axes in metres and seconds need one each.
+        encoding: A name ("mixed", "liere:8", "none", "sinusoidal+axial"), a callable that builds an encoding from
+            num_axes, num_heads and head_dim, or a `Choice`. The only supported encoding that is not rotary is
+            `SinusoidalAPE`, a function of real positions.
+        share_layers: Whether all layers share one encoding, its rotations computed once per forward.
+        scale: Length of one unit of position, in the unit of the data, a number or one per axis: positions are divided
+            by it. Choose about the distance of neighbours; axes of different units, metres and seconds, need one each.
         extent: Length of the training data along each axis, in the unit of the data, one number or one per axis. With
-            it encodings start in the convention of their papers for `extent / scale` tokens along an axis
-            (`Encoding.lattice`); by default a unit of position is what `scale` says for all of them.
-        periods: Period of each axis that closes, in the unit of the data, None for one that does not. Encodings that
-            have frequencies become `Periodic`; others, and `SinusoidalAPE`, see places `on_circles`. `SphereHarmonics`
-            takes places as they are, without scale, extent and periods.
+            it positions follow the convention of the encoding's paper for `extent / scale` tokens along an axis
+            (`Encoding.lattice`); by default positions are only divided by `scale`.
+        periods: Period of each axis, in the unit of the data, None for an axis that is not periodic. Encodings with
+            frequencies become `Periodic`; others, and `SinusoidalAPE`, get positions mapped by `on_circles`.
+            `SphereHarmonics` takes positions unchanged, without scale, extent and periods.
         attention: "softmax", or "linear" for `LinearAttention`, at a cost linear in the number of tokens.
-        poses: How tokens of several views know the poses of their cameras, which `forward` then takes: "action" lets
-            them act as `PoseEncoding` has it, "numbers" adds a learned linear map of the 12 numbers of K [R t], about
-            the mean of the cameras. None has no views.
-        pose_dim: Channels of a head that poses act on; by default half of them, rounded down to a multiple of 4.
-            `encoding` rotates the others by positions, which then are places in the images.
-        pose_unit: Length that counts as one between cameras, in the unit of translations.
-        latents: How many learned latents read the tokens, at learned positions about the mean of each sample's (along
-            axes that close, about 0); or positions `(latents, axes)` where they stay, in the unit of the data. 0: none.
-        context_dim: Channels of the tokens of another set that every layer attends to, with positions along the same
-            axes; None where there is none.
+        poses: How camera poses, an argument of `forward`, enter for tokens of several views: "action" applies them to
+            queries and keys as `PoseEncoding` does, "numbers" adds a learned linear map of the 12 entries of K [R t],
+            relative to the mean of the cameras, to the tokens. None: no poses.
+        pose_dim: Channels per head that poses act on; by default half of them, rounded down to a multiple of 4.
+            `encoding` rotates the others by positions, which are then image coordinates.
+        pose_unit: Length of one unit of distance between cameras, in the unit of translations.
+        latents: Number of learned latents, at learned positions relative to the mean position of each sample (along
+            periodic axes, relative to 0); or their fixed positions `(latents, axes)`, in the unit of the data. 0: none.
+        context_dim: Channels of the context tokens for cross-attention, whose positions have the same axes; None: no
+            context.
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel after the embedding, attention projection and MLP.
-        attention_dropout: Probability of dropping an attention weight, which linear attention does not have.
+        attention_dropout: Probability of dropping an attention weight; must be 0 for linear attention.
         drop_path: Probability of skipping a branch for a sample, growing linearly from 0 to this in the last layer.
         layer_scale: Initial factor on each branch, or None.
-        activation: What builds the nonlinearity of the MLP.
+        activation: Class of the MLP's activation.
         norm_eps: Added to the variance in every norm.
-        checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
+        checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
 
     Raises:
-        ValueError: a number out of range, an unknown name, tables of vectors or biases, which need a lattice, and what
-            the encoding refuses.
+        ValueError: a number out of range, an unknown name, a table of vectors or a bias, which need a lattice, and what
+            the encoding does not support.
 
     References:
-        Vaswani et al., Attention Is All You Need: layers with and without a context. Jaegle et al., Perceiver IO,
-        section 3.1: latents that read and are read. LieRE, section 7: tokens and positions alone.
+        Vaswani et al., Attention Is All You Need: self- and cross-attention layers. Jaegle et al., Perceiver IO,
+        section 3.1: latents. LieRE, section 7: inputs of tokens and positions.
 
     Example:
         >>> model = Transformer(5, num_axes=3, num_outputs=10, dim=32, depth=2, num_heads=2, encoding="mixed")
@@ -155,17 +155,17 @@ class Transformer(nn.Module):
         if attention == "linear" and encodings[0].adds_to_scores:
             raise ValueError(f"linear attention has no scores to add to, got {type(encodings[0]).__name__}")
         if encodings[0].reads_places and count and not isinstance(latents, Tensor):
-            rule = f"latents of {type(encodings[0]).__name__} must be places, for it has no learned ones"
+            rule = f"latents of {type(encodings[0]).__name__} must be given as positions, which it cannot learn"
             raise ValueError(f"{rule}, got the number {count}")
         self.encodings = nn.ModuleList(encodings)
         self.absolute_places, self.absolute = _absolute(choice, num_axes, dim, units)
 
         self.embed = nn.Linear(dim_in, dim)
         self.embed_context = None if context_dim is None else nn.Linear(context_dim, dim)
-        self.embed_poses = nn.Linear(_POSE_NUMBERS, dim) if poses == "numbers" else None
+        self.embed_poses = nn.Linear(_POSE_ENTRIES, dim) if poses == "numbers" else None
         self.dropout = nn.Dropout(dropout)
         self.latents = nn.Parameter(torch.empty(count, dim)) if count else None
-        self.latent_places = _given_places(latents, num_axes) if isinstance(latents, Tensor) else None
+        self.latent_places = _given_positions(latents, num_axes) if isinstance(latents, Tensor) else None
         learned = count and self.latent_places is None
         self.latent_positions = nn.Parameter(torch.empty(count, num_axes)) if learned else None
         self.latent_spread = sizes
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise as `ViT`: Xavier uniform weights, zero biases; encodings as in their papers.
 
-        Learned positions of latents are spread over the extent of the data, or by a deviation of one unit without it.
+        Learned positions of latents are uniform over the extent of the data, or without an extent standard normal.
         """
         for module in list(self.modules())[1:]:
             if isinstance(module, nn.Linear):
@@ -215,18 +215,18 @@ class Transformer(nn.Module):
                         places.uniform_(-size / 2, size / 2)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay must leave alone beside norms and biases: latents and encodings."""
+        """Return names of parameters exempt from weight decay besides norms and biases: latents and encodings."""
         latents = {name for name, _ in self.named_parameters(recurse=False)}
         return latents | encoding_parameters(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that group parameters by depth, as timm's layer-wise learning rates read them.
+        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
 
-        The embedding comes first, then each layer with its encoding; what none matches, the last norm and the head, is
-        last.
+        The embedding comes first, then each layer with its encoding; unmatched parameters, the last norm and the head,
+        come last.
 
         Args:
-            coarse: Groups of several layers, of which there are none.
+            coarse: Ignored; there are no groups of layers.
         """
         return {"stem": r"^(?:embed|absolute|latent)", "layers": r"^(?:layers|encodings)\.(\d+)\."}
 
@@ -241,31 +241,31 @@ class Transformer(nn.Module):
         context_mask: Tensor | None = None,
         poses: Poses | None = None,
     ) -> Tensor | list[Tensor]:
-        """Answer for each sample, or for each of its tokens.
+        """Compute one output per sample, or one per token.
 
         Args:
-            x: Tokens `(batch, n, dim_in)`. Or samples of several lengths, each `(n, dim_in)`, which go through the
-                layers as one sequence.
-            positions: Those of the tokens, `(batch, n, axes)`, or `(n, axes)` for all samples; of a list one for each.
-            mask: Which tokens are valid, boolean, `(batch, n)`; all by default. Others and their positions may hold
-                anything, NaN too.
-            context: Tokens of another set `(batch, m, context_dim)`, or a list, as x.
-            context_positions: Theirs, as positions, along the same axes.
-            context_mask: Which of them are valid.
-            poses: Those of `(views)` or `(batch, views)`: tokens are those of the first view, then those of the second,
-                as many in each. Poses of views without a valid token count for nothing.
+            x: Tokens `(batch, n, dim_in)`; or a list of samples of any lengths, each `(n, dim_in)`, which the layers
+                process as one concatenated sequence.
+            positions: Positions of the tokens, `(batch, n, axes)`, or `(n, axes)` for all samples; a list for a list of
+                samples.
+            mask: Valid tokens, boolean, `(batch, n)`; all by default. Padding tokens and their positions may have any
+                values, including NaN.
+            context: Context tokens `(batch, m, context_dim)`, or a list of samples as for x.
+            context_positions: Positions of the context tokens, along the same axes.
+            context_mask: Valid context tokens.
+            poses: Camera poses `(views)` or `(batch, views)`: tokens are ordered by view, with the same number in each.
+                Poses of views without a valid token are ignored.
 
         Returns:
-            `(batch, num_outputs)` for output "set". For "tokens" `(batch, n, num_outputs)`, 0 for tokens that are not
-            valid; of a list one `(n, num_outputs)` for each sample.
+            `(batch, num_outputs)` for output "set". For "tokens" `(batch, n, num_outputs)`, 0 for padding
+            tokens; for a list of samples, a list of `(n, num_outputs)`.
 
         Raises:
             ValueError: shapes that do not fit; a sample without a valid token; NaN or infinity in valid tokens or their
-                positions. On a GPU, which would have to be waited for, and inside torch.compile, values are not looked
-                at.
+                positions. On a GPU, to avoid a synchronisation, and inside torch.compile values are not checked.
         """
         states = self._states(x, positions, mask, context, context_positions, context_mask, poses)
-        return self._answers(states, self.head)
+        return self._outputs(states, self.head)
 
     def features(
         self,
@@ -278,11 +278,11 @@ class Transformer(nn.Module):
         context_mask: Tensor | None = None,
         poses: Poses | None = None,
     ) -> Tensor | list[Tensor]:
-        """What the head takes, of dim channels: everything as `forward`."""
+        """Compute the input of the head, with dim channels; arguments and shapes as in `forward`."""
         states = self._states(x, positions, mask, context, context_positions, context_mask, poses)
-        return self._answers(states, nn.Identity())
+        return self._outputs(states, nn.Identity())
 
-    def _answers(self, states: "_Set", head: nn.Module) -> Tensor | list[Tensor]:
+    def _outputs(self, states: "_Set", head: nn.Module) -> Tensor | list[Tensor]:
         if self.output == "set":
             return head(states.mean(states.tokens))
         answers = head(states.tokens)
@@ -300,10 +300,10 @@ class Transformer(nn.Module):
         context_mask: Tensor | None,
         poses: Poses | None,
     ) -> "_Set":
-        """What is pooled or answered for, behind the last layer and the norm."""
+        """Compute the tokens after the last layer and norm."""
         sets = {"tokens": self._embedded("tokens", self.embed, x, positions, mask)}
         if (context is None) != (self.embed_context is None) or (context is None) != (context_positions is None):
-            rule = "context and its positions are for a model with context_dim, and are needed there"
+            rule = "context and its positions are required by a model with context_dim, and not allowed otherwise"
             given = [name for name, one in (("context", context), ("positions", context_positions)) if one is not None]
             raise ValueError(f"{rule}, got {' and '.join(given) or 'none'}")
         if context is not None and context_positions is not None and self.embed_context is not None:
@@ -316,14 +316,14 @@ class Transformer(nn.Module):
             sets["latents"] = self._latents(self.latents, sets["tokens"])
         action = self._action(sets["tokens"], poses)
         if action is not None and self.embed_poses is not None:
-            sets["tokens"] = _with_numbers(sets["tokens"], self.embed_poses, action)
+            sets["tokens"] = _with_pose_entries(sets["tokens"], self.embed_poses, action)
             action = None
         return self._through_layers(sets, action)
 
     def _action(self, tokens: "_Set", poses: Poses | None) -> PoseAction | None:
-        """What the poses of the views do, about the mean of those that have a valid token."""
+        """Build the action of the poses, relative to the mean of the cameras whose views have a valid token."""
         if (poses is None) != (self.poses is None):
-            rule = "poses are for a model that was built with poses=, and are needed there"
+            rule = "poses are required by a model built with poses=, and not allowed otherwise"
             raise ValueError(f"{rule}, got {'none' if poses is None else 'some'}")
         if poses is None:
             return None
@@ -343,26 +343,28 @@ class Transformer(nn.Module):
         return act(poses, count // views, max(self.pose_dim, 4), self.head_dim, self.pose_unit, origin)
 
     def _through_layers(self, sets: "dict[str, _Set]", action: PoseAction | None) -> "_Set":
-        rotations: dict[tuple[int, str], Rotation | Action] = {}  # what layers share is made once
+        rotations: dict[tuple[int, str], Rotation | Action] = {}  # rotations shared by layers are computed once
         for index, (layer, (queries, keys)) in enumerate(zip(self.layers, self.steps, strict=True)):
             encoding = index % len(self.encodings)
             for name in (queries, keys):
                 if (encoding, name) not in rotations:
                     rotation = self.encodings[encoding](self.places(sets[name].positions))
                     rotations[encoding, name] = rotation if action is None else with_pixels(action, rotation)
-            own, other = sets[queries], sets[keys]
-            across = (None, None, None) if queries == keys else (other.tokens, rotations[encoding, keys], other.lengths)
+            query_set, key_set = sets[queries], sets[keys]
+            cross = (
+                (None, None, None) if queries == keys else (key_set.tokens, rotations[encoding, keys], key_set.lengths)
+            )
             tokens = run_layer(
                 layer,
-                own.tokens,
+                query_set.tokens,
                 rotations[encoding, queries],
-                other.key_mask,
-                own.lengths,
+                key_set.key_mask,
+                query_set.lengths,
                 None,
-                *across,
+                *cross,
                 checkpointed=self.checkpoint_layers,
             )
-            sets[queries] = replace(own, tokens=tokens)
+            sets[queries] = replace(query_set, tokens=tokens)
         last = sets[self.steps[-1][0]]
         return replace(last, tokens=self.norm(last.tokens))
 
@@ -374,17 +376,17 @@ class Transformer(nn.Module):
         positions: Tensor | Sequence[Tensor],
         mask: Tensor | None,
     ) -> "_Set":
-        """Tokens as the first layer sees them, and their positions in units."""
-        made = _as_set(name, x, positions, mask, embed.in_features, len(self.scale))
-        units = rescale(made.positions, [1 / each for each in self.scale])
-        return replace(made, tokens=self.dropout(self._placed(embed(made.tokens), units)), positions=units)
+        """Embed tokens for the first layer; convert positions to units."""
+        checked = _as_set(name, x, positions, mask, embed.in_features, len(self.scale))
+        units = rescale(checked.positions, [1 / length for length in self.scale])
+        return replace(checked, tokens=self.dropout(self._with_absolute(embed(checked.tokens), units)), positions=units)
 
-    def _placed(self, tokens: Tensor, units: Tensor) -> Tensor:
-        """Tokens and the vectors of their positions, where there are any."""
+    def _with_absolute(self, tokens: Tensor, units: Tensor) -> Tensor:
+        """Add the absolute encoding of the positions to tokens, if there is one."""
         return tokens if self.absolute is None else tokens + self.absolute.at(self.absolute_places(units))
 
     def _latents(self, latents: Tensor, tokens: "_Set") -> "_Set":
-        """Latents for each sample, about the mean of its valid positions or where they were told to be."""
+        """Build the latents of each sample, around the mean of its valid positions or at the given positions."""
         if self.latent_positions is not None:
             centre = tokens.mean(tokens.positions if tokens.positions.ndim == 3 else tokens.positions.unsqueeze(0))
             along = [
@@ -394,8 +396,8 @@ class Transformer(nn.Module):
             units = torch.stack(along, dim=-1).unsqueeze(-2) + self.latent_positions  # (batch or 1, latents, axes)
         else:
             given = torch.tensor(self.latent_places, dtype=tokens.positions.dtype, device=tokens.positions.device)
-            units = rescale(given, [1 / each for each in self.scale]).unsqueeze(0)
-        vectors = self._placed(latents, units).expand(tokens.batch, -1, -1)  # (batch, latents, dim)
+            units = rescale(given, [1 / length for length in self.scale]).unsqueeze(0)
+        vectors = self._with_absolute(latents, units).expand(tokens.batch, -1, -1)  # (batch, latents, dim)
         if tokens.lengths is None:
             return _Set(vectors, units)
         together = units.expand(tokens.batch, -1, -1).flatten(0, 1)
@@ -404,13 +406,13 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _Set:
-    """Tokens with positions: samples of a batch, of whose tokens some may be padding, or samples end to end.
+    """Tokens with positions: a padded batch, or concatenated samples.
 
     Attributes:
-        tokens: `(batch, n, channels)`, or `(1, total, channels)` where samples lie end to end.
+        tokens: `(batch, n, channels)`, or `(1, total, channels)` for concatenated samples.
         positions: `(n, axes)` of all samples, `(batch, n, axes)`, or `(total, axes)`.
-        valid: Which tokens are no padding, `(batch, n)`; None where all are.
-        lengths: Tokens of each sample where they lie end to end.
+        valid: Valid tokens, `(batch, n)`; None if all are.
+        lengths: Number of tokens of each sample if samples are concatenated.
     """
 
     tokens: Tensor
@@ -420,16 +422,16 @@ class _Set:
 
     @property
     def batch(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
         return self.tokens.shape[0] if self.lengths is None else len(self.lengths)
 
     @property
     def key_mask(self) -> Tensor | None:
-        """Which keys are seen, `(batch, 1, 1, n)`; None where all are."""
+        """Return the mask of valid keys, `(batch, 1, 1, n)`; None if all are valid."""
         return None if self.valid is None else self.valid[:, None, None]
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the valid tokens of each sample, `(batch, channels)`, of values that lie like the tokens."""
+        """Average values, laid out as the tokens, over the valid tokens of each sample: `(batch, channels)`."""
         if self.lengths is not None:
             return torch.stack([part.mean(dim=0) for part in values[0].split(self.lengths)])
         if self.valid is None:
@@ -439,8 +441,8 @@ class _Set:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """From positions in units to those of an encoding:  origin + spacing * p,  then on circles where there are any."""
+class _PositionMap:
+    """Map positions in units to those of an encoding:  origin + spacing * p,  then `on_circles` for periodic axes."""
 
     spacing: tuple[float, ...]
     origin: tuple[float, ...]
@@ -459,16 +461,16 @@ def _as_set(
     channels: int,
     axes: int,
 ) -> _Set:
-    """Tokens and positions of one set, checked; what is not valid is 0."""
+    """Check tokens and positions of one set; padding is set to 0."""
     if isinstance(x, Tensor) and isinstance(positions, Tensor):
-        made = _as_batch(name, x, positions, mask, channels, axes)
+        checked = _as_batch(name, x, positions, mask, channels, axes)
     elif isinstance(x, Tensor) or isinstance(positions, Tensor):
         raise ValueError(f"{name} and their positions must both be tensors or both lists of samples, got one of each")
     else:
-        made = _end_to_end(name, x, positions, mask, channels, axes)
-    _require_finite(name, made.tokens, made.valid)
-    _require_finite("positions" if name == "tokens" else f"positions of the {name}", made.positions, made.valid)
-    return made
+        checked = _as_concatenation(name, x, positions, mask, channels, axes)
+    _require_finite(name, checked.tokens, checked.valid)
+    _require_finite("positions" if name == "tokens" else f"positions of the {name}", checked.positions, checked.valid)
+    return checked
 
 
 def _as_batch(name: str, x: Tensor, positions: Tensor, mask: Tensor | None, channels: int, axes: int) -> _Set:
@@ -492,7 +494,7 @@ def _as_batch(name: str, x: Tensor, positions: Tensor, mask: Tensor | None, chan
     return _Set(x.masked_fill(hidden, 0), positions.expand(batch, -1, -1).masked_fill(hidden, 0), valid=mask)
 
 
-def _end_to_end(
+def _as_concatenation(
     name: str, x: Sequence[Tensor], positions: Sequence[Tensor], mask: Tensor | None, channels: int, axes: int
 ) -> _Set:
     if mask is not None:
@@ -512,8 +514,8 @@ def _end_to_end(
 
 
 def _require_finite(name: str, x: Tensor, valid: Tensor | None) -> None:
-    """Refuse NaN and infinity, counted by token; those that are not valid are 0 and count as none."""
-    if not can_read(x) or math.isfinite(x.detach().sum()):  # the sum is the quick look
+    """Raise for NaN and infinity, with the number of tokens that have any; padding tokens are already 0."""
+    if not can_read(x) or math.isfinite(x.detach().sum()):  # a finite sum implies finite values
         return
     bad = int((~torch.isfinite(x)).any(dim=-1).sum())
     if bad:
@@ -523,7 +525,7 @@ def _require_finite(name: str, x: Tensor, valid: Tensor | None) -> None:
 
 
 def _steps(depth: int, *, reads: bool, context: bool, output: str) -> tuple[tuple[str, str], ...]:
-    """Which set attends to which in each layer: queries and keys."""
+    """Return the names of the sets of queries and keys of each layer."""
     main = "latents" if reads else "tokens"
     layer = ((main, main), (main, "context")) if context else ((main, main),)
     first = (("latents", "tokens"),) if reads else ()
@@ -539,52 +541,54 @@ def _encodings(
     periods: Periods | None,
     sizes: tuple[int, ...] | None,
     scale: tuple[float, ...],
-) -> tuple[_Places, list[Encoding]]:
-    """Encodings, closed along axes that have a period in units, and the positions that they take."""
+) -> tuple[_PositionMap, list[Encoding]]:
+    """Build the encodings, periodic along axes with a period in units, and the map to their positions."""
     first = choice.rotary(num_axes=num_axes, **head)
     if first.reads_places:
         others = [choice.rotary(num_axes=num_axes, **head) for _ in range(count - 1)]
-        return _Places(scale, (0.0,) * num_axes), [first, *others]
+        return _PositionMap(scale, (0.0,) * num_axes), [first, *others]
     paper: dict[str, Any] = {"spacing": 1.0, "origin": 0.0} if sizes is None else first.lattice(*sizes)
     spacing = per_axis("spacing", paper["spacing"], num_axes)
     origin = per_axis("origin", paper["origin"], num_axes)
     if periods is None:
         others = [choice.rotary(num_axes=num_axes, **head) for _ in range(count - 1)]
-        return _Places(spacing, origin), [first, *others]
-    own = [None if period is None else period * step for period, step in zip(periods, spacing, strict=True)]
+        return _PositionMap(spacing, origin), [first, *others]
+    scaled = [None if period is None else period * step for period, step in zip(periods, spacing, strict=True)]
     if has_frequencies(first):
         others = [choice.rotary(num_axes=num_axes, **head) for _ in range(count - 1)]
-        return _Places(spacing, origin), [Periodic(encoding, own) for encoding in (first, *others)]
-    on_plane = num_axes + sum(period is not None for period in own)
-    return _Places(spacing, origin, own), [choice.rotary(num_axes=on_plane, **head) for _ in range(count)]
+        return _PositionMap(spacing, origin), [Periodic(encoding, scaled) for encoding in (first, *others)]
+    mapped_axes = num_axes + sum(period is not None for period in scaled)
+    return _PositionMap(spacing, origin, scaled), [choice.rotary(num_axes=mapped_axes, **head) for _ in range(count)]
 
 
-def _absolute(choice: Choice, num_axes: int, dim: int, periods: Periods | None) -> tuple[_Places, SinusoidalAPE | None]:
-    """What is added to tokens, a function of positions in units, and the positions that it takes."""
-    places = _Places((1.0,) * num_axes, (0.0,) * num_axes, periods)
+def _absolute(
+    choice: Choice, num_axes: int, dim: int, periods: Periods | None
+) -> tuple[_PositionMap, SinusoidalAPE | None]:
+    """Build the absolute encoding, a function of positions in units, and the map to its positions."""
+    places = _PositionMap((1.0,) * num_axes, (0.0,) * num_axes, periods)
     if choice.absolute is None and choice.bias is None:
         return places, None
     axes = num_axes + sum(period is not None for period in periods or ())
     built = None if choice.absolute is None else choice.absolute(sizes=(1,) * axes, dim=dim)
     if choice.bias is not None or not isinstance(built, SinusoidalAPE):
-        rule = "tables of vectors and biases need a lattice, and tokens at any positions have none"
-        raise ValueError(f"{rule}; 'sinusoidal' and rotary encodings have values there, got {choice.name!r}")
+        rule = "tables of vectors and biases need a lattice, which tokens at arbitrary positions lack"
+        raise ValueError(f"{rule}; use 'sinusoidal' or a rotary encoding, got {choice.name!r}")
     return places, built
 
 
-_POSE_NUMBERS = 12
-"""Of the upper three rows of a pose."""
+_POSE_ENTRIES = 12
+"""Entries of the upper three rows of a pose matrix."""
 
 
-def _with_numbers(tokens: _Set, embed: nn.Linear, action: PoseAction) -> _Set:
-    """Tokens with the numbers of their poses added, linearly mapped."""
+def _with_pose_entries(tokens: _Set, embed: nn.Linear, action: PoseAction) -> _Set:
+    """Add a linear map of the entries of each view's pose matrix to its tokens."""
     numbers = action.to_camera[..., :3, :].flatten(-2).to(embed.weight.dtype)  # (*batch, views, 12)
     vectors = embed(numbers).repeat_interleave(action.tokens_per_view, dim=-2)
     return replace(tokens, tokens=tokens.tokens + vectors)
 
 
 def _pose_channels(poses: str | None, pose_dim: int | None, head_dim: int) -> int:
-    """Channels of a head that poses act on."""
+    """Return the number of channels per head that poses act on."""
     if poses not in (None, "action", "numbers"):
         raise ValueError(f"poses must be 'action', 'numbers' or None, got {poses!r}")
     if poses != "action":
@@ -604,7 +608,7 @@ def _linear(dim: int, num_heads: int, qkv_bias: bool, dropout: float) -> LinearA
 
 def _positive(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     values = per_axis(name, value, num_axes)
-    if not all(0 < each < math.inf for each in values):
+    if not all(0 < number < math.inf for number in values):
         raise ValueError(f"{name} must be above 0 and finite, got {value}")
     return values
 
@@ -616,12 +620,12 @@ def _in_units(periods: Periods, scale: tuple[float, ...]) -> Periods | None:
 
 
 def _sizes(extent: tuple[float, ...], scale: tuple[float, ...]) -> tuple[int, ...]:
-    """Units that the training data is long along each axis, 1 at least."""
+    """Return the extent of the training data along each axis in units, rounded, at least 1."""
     return tuple(max(round(length / unit), 1) for length, unit in zip(extent, scale, strict=True))
 
 
-def _given_places(latents: Tensor, num_axes: int) -> list[list[float]]:
-    """Positions of latents as numbers, which no cast of the model rounds."""
+def _given_positions(latents: Tensor, num_axes: int) -> list[list[float]]:
+    """Convert positions of latents to Python floats, which casts of the model do not round."""
     if latents.ndim != 2 or latents.shape[1] != num_axes or not len(latents) or not latents.isfinite().all():
         rule = f"latents must be a number, or finite positions (latents, {num_axes})"
         raise ValueError(f"{rule}, got a tensor {tuple(latents.shape)}")

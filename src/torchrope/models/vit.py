@@ -12,7 +12,7 @@ from torch.nn import functional
 from torchrope.attention import Windows, masked, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import close_axes
-from torchrope.models.parts import (
+from torchrope.models.layers import (
     DropPathSchedule,
     Layer,
     LayerScale,
@@ -43,12 +43,13 @@ _DRAW_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch": nn.init.normal_,
 }
 
-# The first ViT's; torch's default of 1e-5 drowns tokens that start near zero, and pretrained weights expect this.
+# As in the original ViT: PyTorch's default 1e-5 dominates the variance of tokens near zero, and pretrained weights
+# expect this value.
 _EPS = 1e-6
 
 
 class ViT(Shareable, nn.Module):
-    """Classify data with any number of axes.
+    """Vision transformer: classify data with any number of axes.
 
         patches -> tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> pool -> class
 
@@ -61,19 +62,21 @@ class ViT(Shareable, nn.Module):
         depth: Layers.
         num_heads: Attention heads.
         mlp_dim: Channels inside the MLP; 4 dim by default.
-        encoding: A name ("mixed", "liere:8", "learned+axial"), or what builds an encoding from num_axes,
+        encoding: A name ("mixed", "liere:8", "learned+axial"), or a callable that builds an encoding from num_axes,
             num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
-        absolute: What builds an absolute encoding from sizes and dim, such as `LearnedAPE`; a name brings its own.
-        bias: What builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`, likewise.
-        share_layers: One encoding, or bias, for all layers, its rotation computed once per forward.
+        absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
+            that includes one.
+        bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
+            together with a name that includes one.
+        share_layers: Whether all layers share one encoding or bias, computed once per forward.
         spacing: Distance between neighbouring patches, one number or one per axis. By default the convention
             of the encoding's paper at the training size; it never changes with the input size.
-        origin: Position of the first patch, likewise.
-        positions: What places the patches of a lattice in spite of spacing and origin, from its sizes and `device=`,
-            such as `torchrope.patch_centers`; a module, if it should know whether the model trains. Where the model is
-            called with `spacing`, it is given that too.
-        pool: "cls" reads a class token that sits at the origin, "mean" averages the patches.
-        num_registers: Extra tokens without a place, dropped before pooling.
+        origin: Position of the first patch, one number or one per axis; by default as for `spacing`.
+        positions: Callable that replaces spacing and origin: it returns the positions of a lattice's patches from its
+            sizes and `device=`, such as `torchrope.patch_centers`; a module if it depends on training mode. `spacing`
+            of a forward call is passed on to it.
+        pool: "cls" uses a class token at the origin, "mean" averages the patches.
+        num_registers: Register tokens at the origin, where R = I, dropped before pooling.
         qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
         dropout: Probability of dropping a channel after the embedding, attention projection and MLP (LieRE: 0.1).
         attention_dropout: Probability of dropping an attention weight.
@@ -81,17 +84,17 @@ class ViT(Shareable, nn.Module):
         drop_path_schedule: "linear" grows from 0 in the first layer to drop_path in the last one (DeiT, BEiT, ViTDet);
             "constant" is the same in all (DeiT III, and RoPE-ViT after it).
         layer_scale: Initial factor on each branch (DeiT III: 1e-4), or None.
-        activation: What builds the nonlinearity of the MLP.
-        norm_eps: Added to the variance in every norm; CLIP and LieRE have torch's default, 1e-5.
-        weight_init: How weights start. "xavier": Xavier uniform, biases zero, as in the first ViT. "truncated-normal":
+        activation: Class of the MLP's activation.
+        norm_eps: Added to the variance in every norm; CLIP and LieRE use PyTorch's default, 1e-5.
+        weight_init: Initialisation. "xavier": Xavier uniform, biases zero, as in the first ViT. "truncated-normal":
             deviation 0.02, biases zero, the embedding as a convolution, as in DeiT. "torch": the default of
             `torch.nn.Linear`, tokens and a `LearnedAPE` from N(0, 1), as in LieRE's code, whose norm_eps is 1e-5. In
-            the first two, tokens and table have deviation 0.02, in the first cut at two deviations.
+            the first two, tokens and table have deviation 0.02, in "xavier" truncated at two deviations.
         embedding_norm: Whether all tokens are normalised before the first layer, as CLIP's are.
-        checkpoint_layers: Whether each layer is computed again for its gradient, so that less memory is needed.
+        checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
 
     Raises:
-        ValueError: sizes that patches do not fill, unknown names, and what the encoding refuses.
+        ValueError: sizes not divisible by the patch, unknown names, and what the encoding does not support.
 
     Example:
         >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2,
@@ -134,7 +137,7 @@ class ViT(Shareable, nn.Module):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self.arguments = arguments  # what builds it again
+        self.arguments = arguments  # rebuild this model
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool must be 'cls' or 'mean', got {pool!r}")
         if depth < 1 or num_heads < 1:
@@ -186,25 +189,25 @@ class ViT(Shareable, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise as `weight_init` says; encodings as in their papers."""
-        itself, *parts = self.modules()
-        for module in (*parts, itself):
+        """Initialise by `weight_init`; encodings as in their papers."""
+        root, *descendants = self.modules()
+        for module in (*descendants, root):
             as_convolution = module is self.embed.proj and self.weight_init == "truncated-normal"
             initialize(module, "torch" if as_convolution else self.weight_init)
         close_axes(self)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay must leave alone beside norms and biases: tokens and encodings."""
+        """Return names of parameters exempt from weight decay besides norms and biases: prefix tokens and encodings."""
         return {"prefix_tokens", *encoding_parameters(self)}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Regular expressions that group parameters by depth, as timm's layer-wise learning rates read them.
+        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
 
-        The embedding comes first, then each layer with its encoding and bias; what none matches, the last norm and the
-        head, is last.
+        The embedding comes first, then each layer with its encoding and bias; unmatched parameters, the last norm and
+        the head, come last.
 
         Args:
-            coarse: Groups of several layers, of which a ViT has none.
+            coarse: Ignored; a ViT has no groups of layers.
         """
         return {
             "stem": r"^(?:embed|absolute|place|prefix_tokens)",
@@ -216,9 +219,9 @@ class ViT(Shareable, nn.Module):
 
         Args:
             x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone. Or
-                samples of several sizes, each `(in_channels, *sizes)`, which go through the layers as one sequence.
-            spacing: Distances between the voxels of every sample, `(batch, axes)`, for `positions` that places each
-                sample's patches by them, `(batch, tokens, axes)`.
+                samples of several sizes, each `(in_channels, *sizes)`, which the layers process as one sequence.
+            spacing: Distances between voxels in each sample, `(batch, axes)`, passed on to `positions`, which returns
+                `(batch, tokens, axes)`.
 
         Returns:
             Logits `(batch, num_classes)`.
@@ -226,7 +229,7 @@ class ViT(Shareable, nn.Module):
         return self.head(self.features(x, spacing))
 
     def features(self, x: Tensor | Sequence[Tensor], spacing: Tensor | None = None) -> Tensor:
-        """The pooled features `(batch, dim)` of what `forward` takes."""
+        """Compute the pooled features `(batch, dim)`; arguments as in `forward`."""
         tokens = self.norm(self.hidden_states(x, [-1], spacing)[0])
         samples = [tokens] if isinstance(x, Tensor) else tokens.split(self._lengths(self._parts(x)), dim=1)
         pooled = [each[:, 0] if self.pool == "cls" else each[:, self.num_prefix :].mean(dim=1) for each in samples]
@@ -242,25 +245,25 @@ class ViT(Shareable, nn.Module):
         window_size: int | Sequence[int] | None = None,
         global_layers: Collection[int] = (),
     ) -> list[Tensor]:
-        """Lay the tokens of chosen depths on the lattice of patches, without prefix tokens.
+        """Return the tokens of the given depths as maps on the lattice of patches, without prefix tokens.
 
-        With a window size, layers attend within windows, and queries and keys are rotated before they are cut: every
-        position is that of the whole lattice. A bias is that of the whole lattice, too.
+        With a window size, layers attend within windows, but positions are those of the whole lattice, also of a bias:
+        queries and keys are rotated before they are partitioned into windows.
 
         Args:
             x: `(batch, in_channels, *sizes)`, as in `forward`.
             indices: Depths: 0 is the embedded patches, i the output of layer i counted from 1, -1 that of the last.
-            norm: Whether the final norm is applied to each.
-            valid_mask: Which patches are not padding, `(batch, *lattice)`; no token attends to padding. A table of
-                vectors is resampled to what each sample fills, a bias to the lattice of all.
+            norm: Whether to apply the final norm to each.
+            valid_mask: Valid patches, `(batch, *lattice)`; no token attends to padding. An absolute encoding is
+                resampled to the extent of each sample, a bias to the lattice of the batch.
             window_size: Tokens of a window along each axis, or one number for all; by default all attend to all.
-            global_layers: Layers that attend everywhere all the same, counted from 1.
+            global_layers: Layers that attend globally in spite of a window size, counted from 1.
 
         Returns:
             One `(batch, dim, *lattice)` per index.
 
         Raises:
-            ValueError: an index beyond the depth, or windows in a model that has tokens without a place.
+            ValueError: an index beyond the depth, or windows in a model with prefix tokens.
 
         References:
             Li et al., Exploring Plain Vision Transformer Backbones for Object Detection, section 3.
@@ -272,32 +275,35 @@ class ViT(Shareable, nn.Module):
         """
         sizes = self.embed.lattice(x.shape[2:])
         wanted = self._depths(indices)
-        sized = self.absolute is not None or self.place is not None  # what looks at the size of each sample
+        sized = self.absolute is not None or self.place is not None  # depends on the size of each sample
         filled = extents(valid_mask) if valid_mask is not None and sized else None
         tokens = self.embedded(x, filled)
         places = on_lattice(partial(self._places, device=tokens.device), sizes, filled)
         rotations = [encoding(prefix(places, self.num_prefix)) for encoding in self.encodings]
         window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
-        sights = self._sights(sizes, self._masks(x.shape[0], sizes, valid_mask, window), window, global_layers)
+        biases_and_windows = self._biases_and_windows(
+            sizes, self._masks(x.shape[0], sizes, valid_mask, window), window, global_layers
+        )
         inputs = (
-            (rotations[index % len(rotations)], bias, None, within) for index, (bias, within) in enumerate(sights)
+            (rotations[index % len(rotations)], bias, None, within)
+            for index, (bias, within) in enumerate(biases_and_windows)
         )
         states = self._through_layers(tokens, inputs, wanted)
         return [self.to_map(self.norm(tokens) if norm else tokens, sizes) for tokens in states]
 
     def to_map(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Tokens `(batch, prefix + patches, dim)` to the map `(batch, dim, *sizes)` of the patches alone."""
+        """Reshape tokens `(batch, prefix + patches, dim)` to the map `(batch, dim, *sizes)` of the patches alone."""
         return tokens[:, self.num_prefix :].mT.unflatten(2, tuple(sizes))
 
     def hidden_states(
         self, x: Tensor | Sequence[Tensor], indices: Sequence[int], spacing: Tensor | None = None
     ) -> list[Tensor]:
-        """The tokens of chosen depths, not normed.
+        """Return the tokens of the given depths, without the final norm.
 
         Args:
-            x: What `forward` takes.
+            x: As in `forward`.
             indices: Depths, numbered as in `feature_maps`.
-            spacing: What `forward` takes.
+            spacing: As in `forward`.
 
         Returns:
             One `(batch, prefix + patches, dim)` per index; `(1, tokens of all samples, dim)` for a list of samples.
@@ -306,10 +312,12 @@ class ViT(Shareable, nn.Module):
         parts = self._parts(x)
         lattices = [self.embed.lattice(part.shape[2:]) for part in parts]
         lengths = None if isinstance(x, Tensor) else self._lengths(parts)
-        tokens = _end_to_end([self.embedded(part) for part in parts])
-        told = [None] * len(parts) if spacing is None else [spacing] if lengths is None else spacing.split(1)
-        pairs = zip(lattices, told, strict=True)
-        places = _end_to_end([self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs], dim=-2)
+        tokens = _concatenated([self.embedded(part) for part in parts])
+        spacings = [None] * len(parts) if spacing is None else [spacing] if lengths is None else spacing.split(1)
+        pairs = zip(lattices, spacings, strict=True)
+        places = _concatenated(
+            [self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs], dim=-2
+        )
         rotations = [encoding(places) for encoding in self.encodings]
         biases = [self.score_biases(sizes) for sizes in lattices]
         inputs = []
@@ -321,13 +329,13 @@ class ViT(Shareable, nn.Module):
     def _through_layers(
         self, tokens: Tensor, inputs: Iterable[tuple[object, ...]], wanted: Sequence[int]
     ) -> list[Tensor]:
-        """The tokens of the wanted depths; `inputs` are what each layer takes beside them."""
-        kept = {0: tokens} if 0 in wanted else {}
+        """Return the tokens of the wanted depths; `inputs` are each layer's arguments besides tokens."""
+        states = {0: tokens} if 0 in wanted else {}
         for depth, (layer, others) in enumerate(zip(self.layers, inputs, strict=True), 1):
             tokens = run_layer(layer, tokens, *others, checkpointed=self.checkpoint_layers)
             if depth in wanted:
-                kept[depth] = tokens
-        return [kept[depth] for depth in wanted]
+                states[depth] = tokens
+        return [states[depth] for depth in wanted]
 
     def _depths(self, indices: Sequence[int]) -> list[int]:
         depths = range(len(self.layers) + 1)
@@ -338,7 +346,7 @@ class ViT(Shareable, nn.Module):
     def _masks(
         self, batch: int, sizes: tuple[int, ...], valid_mask: Tensor | None, window: Windows | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Which keys are seen where all is seen, and which within windows; None where all are."""
+        """Return the masks of keys for global attention and for windows; None if all keys are valid."""
         everywhere = within = None
         if valid_mask is not None:
             everywhere = functional.pad(valid_mask.flatten(1), (self.num_prefix, 0), value=True)[:, None, None]
@@ -348,14 +356,14 @@ class ViT(Shareable, nn.Module):
             within = seen.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
         return everywhere, within
 
-    def _sights(
+    def _biases_and_windows(
         self,
         sizes: tuple[int, ...],
         masks: tuple[Tensor | None, Tensor | None],
         window: Windows | None,
         global_layers: Collection[int],
     ) -> Iterator[tuple[Tensor | None, Windows | None]]:
-        """What each layer adds to its scores, and the windows that it attends within, if any."""
+        """Yield, per layer, what is added to its scores, and its windows, None for global attention."""
         if window is not None and self.num_prefix:
             raise ValueError(f"windows are for a model without prefix tokens, got {self.num_prefix} of them")
         everywhere, within = masks
@@ -367,61 +375,61 @@ class ViT(Shareable, nn.Module):
                 yield masked(None if bias is None else bias(*sizes, window=window.window), within), window
 
     def embedded(self, x: Tensor, filled: Sequence[tuple[int, ...]] | None = None) -> Tensor:
-        """Data `(batch, in_channels, *sizes)` as the tokens of the first layer, prefix tokens first.
+        """Embed data `(batch, in_channels, *sizes)` as the tokens of the first layer, prefix tokens first.
 
         Args:
             x: The data.
-            filled: How many patches each sample fills along each axis, from the first on; all by default.
+            filled: Number of patches along each axis that each sample fills, from the first on; all by default.
         """
         tokens = self.embed(x)
         if self.absolute is not None:
             tokens = tokens + on_lattice(self.absolute, self.embed.lattice(x.shape[2:]), filled)
-        front = self.prefix_tokens.expand(x.shape[0], -1, -1)  # len would fix an exported batch
+        front = self.prefix_tokens.expand(
+            x.shape[0], -1, -1
+        )  # len() would make the batch size of an exported graph constant
         return self.embedding_norm(self.dropout(torch.cat([front.to(tokens.dtype), tokens], dim=1)))
 
     def rotations(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> list[Rotation]:
-        """The rotations of a lattice of patches, one per layer, or one alone where layers share it."""
+        """Compute the rotations of a lattice of patches, one per layer, or a single one if layers share it."""
         positions = self.positions(sizes, device=device)
         return [encoding(positions) for encoding in self.encodings]
 
     def positions(
         self, sizes: Sequence[int], *, device: torch.device | str | None = None, spacing: Tensor | None = None
     ) -> Tensor:
-        """Where the tokens of a lattice of patches are, prefix tokens first, `([batch,] tokens, axes)`."""
+        """Return the positions of a lattice of patches, prefix tokens first, `([batch,] tokens, axes)`."""
         return prefix(self._places(*sizes, device=device, spacing=spacing), self.num_prefix)
 
     def _places(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
-        """Where the patches of a lattice are."""
+        """Return the positions of a lattice of patches, without prefix tokens."""
         if self.place is not None:
             return self.place(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
         if spacing is not None:
-            raise ValueError(
-                f"spacing is for a model with positions of its own, got {tuple(spacing.shape)} without them"
-            )
+            raise ValueError(f"spacing is for a model built with positions=, got {tuple(spacing.shape)} without it")
         return grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
         return [x] if isinstance(x, Tensor) else _batches_of_one(x, len(self.embed.patch_size))
 
     def _lengths(self, parts: list[Tensor]) -> list[int]:
-        """Tokens of each sample."""
+        """Return the number of tokens of each sample."""
         return [self.num_prefix + math.prod(self.embed.lattice(part.shape[2:])) for part in parts]
 
     def score_biases(self, sizes: Sequence[int]) -> list[Tensor | None]:
-        """What is added to the scores, 0 for tokens without a place: one per layer, or one alone as `rotations`."""
+        """Compute the biases of the scores, 0 for prefix tokens: one per layer, or a single one if layers share it."""
         return [self._with_prefix(bias(*sizes)) for bias in self.biases] or [None]
 
     def _with_prefix(self, bias: Tensor) -> Tensor:
         return functional.pad(bias, (self.num_prefix, 0, self.num_prefix, 0))
 
     def drop_prefix(self) -> None:
-        """Leave class token and registers out from now on, as windows need it; nothing is left to classify with."""
+        """Remove class token and registers, as windows require; with pool="cls" the model can no longer classify."""
         self.num_prefix = 0
         self.prefix_tokens = nn.Parameter(self.prefix_tokens.detach()[:0].clone())
 
 
 def initialize(module: nn.Module, weight_init: WeightInit) -> None:
-    """Initialise what one module of a ViT holds itself, its children left alone."""
+    """Initialise the direct parameters of one module of a ViT, not those of its children."""
     if isinstance(module, nn.Linear):
         if weight_init == "torch":
             module.reset_parameters()
@@ -441,7 +449,7 @@ def initialize(module: nn.Module, weight_init: WeightInit) -> None:
 
 
 def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:
-    """Samples `(channels, *sizes)` as batches; those that are batches of one already stay."""
+    """Convert samples `(channels, *sizes)` to batches of one; batches of one are unchanged."""
     if not samples:
         raise ValueError("a list of samples must hold one or more, got none")
     alone = [x.unsqueeze(0) if x.ndim == num_axes + 1 else x for x in samples]
@@ -451,5 +459,5 @@ def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:
     return alone
 
 
-def _end_to_end(parts: list[Tensor], dim: int = 1) -> Tensor:
+def _concatenated(parts: list[Tensor], dim: int = 1) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

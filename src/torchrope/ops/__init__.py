@@ -1,7 +1,7 @@
-"""`rotate`, which applies rotations to queries and keys, and `skew_exp`, the matrix exponential that it needs.
+"""`rotate`, which applies rotations to queries and keys, and `skew_exp`, the exponential of skew-symmetric matrices.
 
-`reference.py` defines the results in plain PyTorch. Kernels must agree with it: `native` for CPUs,
-`gpu` for CUDA and ROCm; `library.py` makes them operators of PyTorch, `backends.py` chooses among them.
+`reference.py` defines the results in plain PyTorch, which the kernels must reproduce: `native` for CPUs,
+`gpu` for CUDA and ROCm; `library.py` registers them as PyTorch operators, `backends.py` selects the implementation.
 """
 
 from torchrope.ops.backends import BACKENDS as BACKENDS

@@ -1,4 +1,4 @@
-"""Planar rotations on a CPU without dispatch: the kernel and its gradients in few statements."""
+"""Planar rotations on CPUs that bypass PyTorch's dispatcher: direct calls of the kernel and of its gradient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,30 +18,32 @@ from torchrope.tensors import with_sets
 def rotate_directly(
     q: Tensor, k: Tensor, rotation: Planar, norms: tuple[Norm | None, Norm | None] | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Rotate by the kernel for CPUs, behind norms where there are any, or return None where the general way must check
-    or dispatch."""
+    """Rotate q and k, normalised first if `norms` is given, by the CPU kernel.
+
+    Returns None if the inputs need the checks or the dispatch of `rotate`.
+    """
     if torch.compiler.is_compiling() or is_observed() or not (is_plain(q) and is_plain(k)):
         return None
-    known = rotation.__dict__.get(_KNOWN)
-    if known is None or not known.holds(rotation):
-        known = _Known.find(rotation)
-        rotation.__dict__[_KNOWN] = known
-    if known is None or not known.serves(q, k):
+    checked = rotation.__dict__.get(_CACHED)
+    if checked is None or not checked.is_current(rotation):
+        checked = _CheckedPlanar.find(rotation)
+        rotation.__dict__[_CACHED] = checked
+    if checked is None or not checked.supports(q, k):
         return None
     if norms is not None:
-        return _normalise_and_rotate(q, k, rotation, known, norms)
+        return _normalise_and_rotate(q, k, rotation, checked, norms)
     if not torch.is_grad_enabled():
-        return known.kernel_for(q, k)(q, k)
+        return checked.kernel_for(q, k)(q, k)
     positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
     if table is not None and table.requires_grad:
         return None
     if not (q.requires_grad or k.requires_grad or positions.requires_grad or frequencies.requires_grad):
-        return known.kernel_for(q, k)(q, k)
-    return _Rotate.apply(q, k, with_sets(positions, 3), frequencies, table, rotation.halves, known.kernel)
+        return checked.kernel_for(q, k)(q, k)
+    return _Rotate.apply(q, k, with_sets(positions, 3), frequencies, table, rotation.halves, checked.kernel)
 
 
 def _normalise_and_rotate(
-    q: Tensor, k: Tensor, rotation: Planar, known: "_Known", norms: tuple[Norm | None, Norm | None]
+    q: Tensor, k: Tensor, rotation: Planar, checked: "_CheckedPlanar", norms: tuple[Norm | None, Norm | None]
 ) -> tuple[Tensor, Tensor] | None:
     weights, kinds, eps = as_arguments(norms)
     given = [x for x in weights if x is not None]
@@ -49,15 +51,15 @@ def _normalise_and_rotate(
         return None
     positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, positions, frequencies, *given))):
-        return known.kernel_for(q, k).normed(q, k, weights, kinds, eps)
+        return checked.kernel_for(q, k).normed(q, k, weights, kinds, eps)
     if table is not None and table.requires_grad:
         return None
     planar = (with_sets(positions, 3), frequencies, table, rotation.halves)
-    return _NormaliseAndRotate.apply(q, k, *planar, *weights, kinds, eps, known.kernel)
+    return _NormaliseAndRotate.apply(q, k, *planar, *weights, kinds, eps, checked.kernel)
 
 
 class _Rotate(torch.autograd.Function):
-    """The kernel with its gradients, those of gradients by way of the operator."""
+    """Rotate by the kernel; gradients of gradients go through the operator."""
 
     @staticmethod
     def forward(
@@ -79,13 +81,13 @@ class _Rotate(torch.autograd.Function):
         if torch.is_grad_enabled() or is_observed() or not (is_plain(grad_q) and is_plain(grad_k)):
             return *planar_gradient(ctx, grad_q, grad_k), None
         q, k, positions, frequencies, _ = ctx.saved_tensors
-        _, _, of_positions, of_frequencies, *_ = ctx.needs_input_grad
-        wanted = (positions if of_positions else None, frequencies if of_frequencies else None)
+        _, _, needs_positions, needs_frequencies, *_ = ctx.needs_input_grad
+        wanted = (positions if needs_positions else None, frequencies if needs_frequencies else None)
         return *ctx.kernel.backward(grad_q, grad_k, q, k, *wanted), None, None, None
 
 
 class _NormaliseAndRotate(torch.autograd.Function):
-    """Likewise, behind norms."""
+    """Normalise and rotate by the kernel; gradients of gradients go through the operator."""
 
     @staticmethod
     def forward(
@@ -123,21 +125,22 @@ class _NormaliseAndRotate(torch.autograd.Function):
         return dq, dk, *parameters[:2], None, None, *parameters[2:], None, None, None
 
 
-_KNOWN = "_known"
+_CACHED = "_checked_planar"
 
 
-class _Known:
-    """What was checked about a planar rotation, once.
+class _CheckedPlanar:
+    """A planar rotation whose inputs were checked once, with its prepared kernel.
 
     Attributes:
-        kernel: Its kernel.
-        tabulated: Likewise, reading cos and sin that the first call for few rows made: one rotation serves all layers.
-        heads: Heads that it was made for.
-        own_heads: Heads with a rotation of their own, 1 where they share it.
-        sets: Sets of positions: 1, or one a sample.
-        tokens: Tokens of a set.
-        head_dim: Channels of a head.
-        state: Where its numbers were and how often they had changed.
+        kernel: The kernel with the rotation's arguments.
+        tabulated: The same kernel, reading a table of cos and sin that the second call computes if each angle serves
+            few rows; later layers reuse it.
+        heads: Heads that the rotation was built for.
+        own_heads: Heads with separate frequencies, 1 if all share them.
+        sets: Sets of positions: 1, or one per sample.
+        tokens: Tokens per set.
+        head_dim: Channels per head.
+        state: Addresses and version counters of the rotation's tensors when it was checked.
     """
 
     def __init__(self, rotation: Planar) -> None:
@@ -151,8 +154,8 @@ class _Known:
         self.state = _state(rotation)
 
     @classmethod
-    def find(cls, rotation: Planar) -> "_Known | None":
-        """Check a rotation; None where the kernel does not serve it, or would read a copy of its numbers."""
+    def find(cls, rotation: Planar) -> "_CheckedPlanar | None":
+        """Check a rotation; return None if the kernel does not support it or would need a copy of its tensors."""
         given = rotation._tensors()
         if backends.LIBRARY is None or rotation.rotary_dim == 0 or rotation.positions.ndim > 3:
             return None
@@ -160,17 +163,17 @@ class _Known:
             return None
         return cls(rotation)
 
-    def holds(self, rotation: Planar) -> bool:
-        """Whether the numbers of the rotation are where and what they were."""
+    def is_current(self, rotation: Planar) -> bool:
+        """Return whether the rotation's tensors are unchanged since it was checked."""
         return _state(rotation) == self.state
 
-    def serves(self, q: Tensor, k: Tensor) -> bool:
-        """Whether q and k are what the kernel and the rotation are for."""
-        shape, of_keys = q.shape, k.shape
-        if len(shape) != 4 or len(of_keys) != 4 or q.dtype not in DTYPES or k.dtype not in DTYPES:
+    def supports(self, q: Tensor, k: Tensor) -> bool:
+        """Return whether the kernel supports q and k and their shapes fit the rotation."""
+        shape, key_shape = q.shape, k.shape
+        if len(shape) != 4 or len(key_shape) != 4 or q.dtype not in DTYPES or k.dtype not in DTYPES:
             return False
         batch, heads, tokens, head_dim = shape
-        key_batch, key_heads, key_tokens, key_dim = of_keys
+        key_batch, key_heads, key_tokens, key_dim = key_shape
         return (
             head_dim == key_dim == self.head_dim
             and tokens == key_tokens == self.tokens
@@ -181,7 +184,7 @@ class _Known:
         )
 
     def kernel_for(self, q: Tensor, k: Tensor) -> PlanarCall:
-        """The kernel, or from the second use on that with a table where an angle serves few rows."""
+        """Return the kernel; from the second use on, the one with a table if each angle serves few rows."""
         if self.tabulated is not None or self.uses > 1:
             return self.tabulated or self.kernel
         self.uses += 1
@@ -193,8 +196,8 @@ class _Known:
 
 
 _FEW_ROWS = 4
-"""Rows that an angle serves, up to which reading its cos and sin is cheaper than computing them: a table is as large as
-q of one sample."""
+"""Largest number of rows per angle for which reading cos and sin is cheaper than computing them: the table is as large
+as q of one sample."""
 
 
 def _kernel_of(rotation: Planar, table: Tensor | None = None) -> PlanarCall:
@@ -210,7 +213,7 @@ def _kernel_of(rotation: Planar, table: Tensor | None = None) -> PlanarCall:
 
 
 def _cos_and_sin(rotation: Planar) -> Tensor:
-    """cos and sin `(sets, heads, tokens, pairs, 2)` as the kernel computes them, by rotating (1, 0)."""
+    """Compute cos and sin `(sets, heads, tokens, pairs, 2)` with the kernel, by rotating (1, 0)."""
     positions, frequencies = with_sets(rotation.positions, 3).detach(), rotation.frequencies.detach()
     shape = (len(positions), frequencies.shape[1], positions.shape[1])
     units = frequencies.new_tensor([1.0, 0.0]).repeat(*shape, frequencies.shape[2])
@@ -224,5 +227,5 @@ def _state(rotation: Planar) -> tuple[int, ...]:
 
 
 def _version(x: Tensor) -> int:
-    """How often a tensor was changed in place; those of inference mode do not count it, and are not to be changed."""
+    """Return the version counter of a tensor; inference tensors have none, and must not be modified in-place."""
     return 0 if x.is_inference() else x._version

@@ -1,4 +1,4 @@
-"""Layouts of queries and keys: heads before tokens, tokens before heads, jagged; each read and written as a view."""
+"""Layouts of queries and keys: heads before tokens, tokens before heads, jagged; conversions between them are views."""
 
 import warnings
 from collections.abc import Callable
@@ -15,16 +15,17 @@ Restore = Callable[[Tensor], Tensor]
 
 
 def heads_first(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restore]:
-    """A view `(..., heads, tokens, head_dim)`, and the function that gives such a tensor the layout of x.
+    """View x as `(..., heads, tokens, head_dim)`, and return the function that restores the layout of x.
 
     Args:
-        name: What messages call x.
+        name: Name of x in error messages.
         x: In one of the `LAYOUTS`, with any number of leading dimensions; or nested and jagged in its tokens, of which
             the values are viewed: all tokens end to end, without a batch.
-        layout: One of `LAYOUTS`; None for "bhtd", or for that of a jagged tensor, whose jagged dimension is its tokens.
+        layout: One of `LAYOUTS`; None means "bhtd", or, for a jagged tensor, the layout whose token
+            dimension is the jagged one.
 
     Raises:
-        ValueError: no such layout; a nested tensor that is not jagged, has gaps, or is jagged elsewhere.
+        ValueError: an unknown layout; a nested tensor that is not jagged, has gaps, or is jagged in another dimension.
     """
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -37,18 +38,18 @@ def heads_first(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Resto
 
 
 def warn_of_two_layouts(name: str, x: Tensor, layout: str | None) -> None:
-    """Warn where x has as many heads as tokens, so that its shape fits both layouts and nobody has said which it is."""
+    """Warn if no layout is given and x has as many heads as tokens, so that its shape fits both layouts."""
     if layout is None and x.ndim > 2 and x.shape[-3] == x.shape[-2] > 1 and not torch.compiler.is_compiling():
         warnings.warn(
-            f"{name} has as many heads as tokens, {x.shape[-3]}, so both layouts fit; taken as (batch, heads, tokens, "
-            "head_dim). layout='bhtd' says so without this warning, layout='bthd' the other",
+            f"{name} has as many heads as tokens, {x.shape[-3]}, so both layouts fit; assuming (batch, heads, tokens, "
+            "head_dim). Pass layout='bhtd' to silence this warning, or layout='bthd' for the other layout",
             stacklevel=3,
         )
 
 
 def _values_of(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restore]:
     if x.layout != torch.jagged or x.ndim != 4:
-        raise ValueError(f"{name} must be jagged and of 4 dimensions where it is nested, got {x.ndim} of {x.layout}")
+        raise ValueError(f"{name} must be jagged with 4 dimensions if it is nested, got {x.ndim} of {x.layout}")
     jagged: Any = x  # whose methods Tensor does not declare
     if jagged.lengths() is not None:
         raise ValueError(f"{name} must be jagged without gaps, got lengths beside offsets; contiguous() closes them")

@@ -1,11 +1,10 @@
-"""The kernels as operators of PyTorch: schema, shapes, gradient and batching rule of each; and a direct call of them.
+"""PyTorch operators for the kernels, each with schema, fake implementation, gradient and vmap rule; and direct calls.
 
-An operator runs the kernels of the device that its tensors are on: `native` on a CPU, `gpu` on CUDA and ROCm.
-Gradients of gradients are left to the reference.
+An operator runs the kernels of its tensors' device: `native` on a CPU, `gpu` on CUDA and ROCm.
+Only the reference supports gradients of gradients.
 
-`call` goes through the operators where something must see them: a compiler, an exporter, a transform of torch.func, a
-mode of dispatch, a profiler. Anywhere else on a CPU it calls kernels directly, which saves more time than small inputs
-take.
+`call` dispatches to the operators if a compiler, exporter, torch.func transform, dispatch mode or profiler must observe
+them. Otherwise, on a CPU, it calls the kernels directly: dispatch takes longer than a kernel on small inputs.
 """
 
 from collections.abc import Callable
@@ -20,18 +19,18 @@ from torch.autograd import forward_ad
 from torchrope.tensors import empty_rows
 
 OPS = torch.ops.torchrope
-"""The operators, by name."""
+"""Namespace of the registered operators."""
 
 _MODULES = {"cpu": "torchrope.ops.native", "cuda": "torchrope.ops.gpu"}
 
 
 def kernels(like: Tensor) -> ModuleType:
-    """The kernels of a tensor's device."""
+    """Return the module with the kernels of a tensor's device."""
     return import_module(_MODULES[like.device.type])
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
-    """Define an operator; the function decorated runs it on every device that has kernels."""
+    """Define an operator; the decorated function implements it on every device that has kernels."""
     torch.library.define(f"torchrope::{name}", schema)
 
     def implement(run: Callable) -> Callable:
@@ -47,7 +46,7 @@ _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
 
 
 def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
-    """Give an operator its gradient, and so the function that `call` takes where nothing must see the operator."""
+    """Register the gradient of an operator, and the autograd function that `call` uses in place of the operator."""
     torch.library.register_autograd(f"torchrope::{name}", gradient, setup_context=save)
 
     class Function(torch.autograd.Function):
@@ -63,7 +62,7 @@ def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
 
 
 def call(name: str, *args: Any) -> Any:
-    """Run an operator, by the shortest way that its arguments and what is going on allow."""
+    """Run an operator, without dispatch if its arguments and the active modes allow it."""
     if not runs_directly(*args):
         return getattr(OPS, name)(*args)
     if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
@@ -73,20 +72,20 @@ def call(name: str, *args: Any) -> Any:
 
 
 def runs_directly(*args: Any) -> bool:
-    """Whether nothing but the kernels must see these arguments: plain tensors on a CPU, and no observer."""
+    """Return whether dispatch can be skipped: all tensors are plain CPU tensors and nothing observes operators."""
     if torch.compiler.is_compiling() or is_observed():
         return False
     return all(is_plain(arg) for arg in args if isinstance(arg, Tensor))
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is one of numbers in a CPU's memory, as they are: no subclass, wrapper or pending negation."""
+    """Return whether x is a dense CPU tensor: no subclass, no functorch wrapper, no lazy conjugate or negation."""
     kind = type(x)
     return (kind is Tensor or kind is nn.Parameter) and ((keys := _keys(x)) == _PLAIN or keys == _OF_INFERENCE)
 
 
 def is_observed() -> bool:
-    """Whether a transform, a mode, a tracer, a profiler or forward differentiation is active."""
+    """Return whether a torch.func transform, a mode, a tracer, a profiler or forward-mode AD is active."""
     return (
         _interpreter() is not None
         or _dispatch_modes() > 0
@@ -106,8 +105,8 @@ _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C.
 _tracing, _profiling = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
 
 
-def _nothing(like: Tensor) -> Tensor:
-    """What an operator returns for a gradient that is not needed."""
+def _no_gradient(like: Tensor) -> Tensor:
+    """Return the empty placeholder for a gradient that is not needed."""
     return like.new_empty(0, dtype=torch.float32)
 
 
@@ -116,10 +115,10 @@ def _vectors_like(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _float_like(x: Tensor, wanted: bool) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32) if wanted else _nothing(x)
+    return x.new_empty(x.shape, dtype=torch.float32) if wanted else _no_gradient(x)
 
 
-def _wanted(gradient: Tensor, wanted: bool) -> Tensor | None:
+def _or_none(gradient: Tensor, wanted: bool) -> Tensor | None:
     return gradient if wanted else None
 
 
@@ -162,7 +161,7 @@ def _rotate_planar_backward(
     *vectors, d_positions, d_frequencies = kernels(q).rotate_planar_backward(
         grad_q, grad_k, q, k, positions, frequencies, table, halves, wanted
     )
-    parameters = (_nothing(q) if gradient is None else gradient for gradient in (d_positions, d_frequencies))
+    parameters = (_no_gradient(q) if gradient is None else gradient for gradient in (d_positions, d_frequencies))
     return (*vectors, *parameters)
 
 
@@ -192,7 +191,7 @@ def planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     dq, dk, d_positions, d_frequencies = call(
         "rotate_planar_backward", grad_q, grad_k, *ctx.saved_tensors, ctx.halves, wanted
     )
-    return dq, dk, _wanted(d_positions, wanted[0]), _wanted(d_frequencies, wanted[1]), None, None
+    return dq, dk, _or_none(d_positions, wanted[0]), _or_none(d_frequencies, wanted[1]), None, None
 
 
 _differentiate("rotate_planar", _save_planar, planar_gradient)
@@ -227,14 +226,14 @@ def _rotate_normed_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor
     *planar, q_weight, q_bias, k_weight, k_bias, kinds, eps, wanted = args
     weights = (q_weight, q_bias, k_weight, k_bias)
     dq, dk, parameters = kernels(q).rotate_normed_backward(grad_q, grad_k, q, k, *planar, weights, kinds, eps, wanted)
-    return (dq, dk, *(_nothing(q) if gradient is None else gradient for gradient in parameters))
+    return (dq, dk, *(_no_gradient(q) if gradient is None else gradient for gradient in parameters))
 
 
 @torch.library.register_fake("torchrope::rotate_normed_backward")
 def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
     positions, frequencies, _, _, *weights, _, _, wanted = args
     returned = zip((positions, frequencies, *weights), wanted, strict=True)
-    return (*_vectors_like(q, k), *(_nothing(q) if x is None else _float_like(x, needed) for x, needed in returned))
+    return (*_vectors_like(q, k), *(_no_gradient(q) if x is None else _float_like(x, needed) for x, needed in returned))
 
 
 def _save_normed(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -250,7 +249,7 @@ def normed_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     weights = (q_weight, q_bias, k_weight, k_bias)
     wanted = [*ctx.needs_input_grad[2:4], *ctx.needs_input_grad[6:10]]
     dq, dk, *parameters = call("rotate_normed_backward", grad_q, grad_k, *planar, halves, *weights, kinds, eps, wanted)
-    d_positions, d_frequencies, *of_weights = map(_wanted, parameters, wanted)
+    d_positions, d_frequencies, *of_weights = map(_or_none, parameters, wanted)
     return dq, dk, d_positions, d_frequencies, None, None, *of_weights, None, None
 
 
@@ -299,7 +298,7 @@ def _rotate_basis_backward(
         grad_q, grad_k, q, k, positions, factors, basis, angular, outer, wanted
     )
     returned = zip(parameters, wanted, strict=True)
-    return (dq, dk, *(gradient if needed else _nothing(q) for gradient, needed in returned))
+    return (dq, dk, *(gradient if needed else _no_gradient(q) for gradient, needed in returned))
 
 
 @torch.library.register_fake("torchrope::rotate_basis_backward")
@@ -329,7 +328,7 @@ def _save_basis(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _basis_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted = list(ctx.needs_input_grad[2:5])
     dq, dk, *parameters = call("rotate_basis_backward", grad_q, grad_k, *ctx.saved_tensors, ctx.outer, wanted)
-    return (dq, dk, *map(_wanted, parameters, wanted), None, None, None)
+    return (dq, dk, *map(_or_none, parameters, wanted), None, None, None)
 
 
 _differentiate("rotate_basis", _save_basis, _basis_gradient)
@@ -346,7 +345,7 @@ def _(base: Tensor) -> tuple[Tensor, Tensor]:
     return base.new_empty(base.shape), base.new_empty((*base.shape[:-2], base.shape[-1] // 2))
 
 
-# Block: table (1 or batch, heads, tokens, blocks, b, b), its gradient by way of the tangent.
+# Block: table (1 or batch, heads, tokens, blocks, b, b), its gradient through the tangent.
 
 
 @_operator("rotate_block", "(Tensor q, Tensor k, Tensor table, Tensor tangent) -> (Tensor, Tensor)")
@@ -367,13 +366,13 @@ def _rotate_block_backward(
     grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool
 ) -> tuple[Tensor, ...]:
     dq, dk, d_tangent = kernels(q).rotate_block_backward(grad_q, grad_k, q, k, table, wanted)
-    return dq, dk, _nothing(q) if d_tangent is None else d_tangent
+    return dq, dk, _no_gradient(q) if d_tangent is None else d_tangent
 
 
 @torch.library.register_fake("torchrope::rotate_block_backward")
 def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool) -> tuple[Tensor, ...]:
     b = table.shape[-1]
-    tangent = table.new_empty((*table.shape[:4], b * (b - 1) // 2)) if wanted else _nothing(q)
+    tangent = table.new_empty((*table.shape[:4], b * (b - 1) // 2)) if wanted else _no_gradient(q)
     return (*_vectors_like(q, k), tangent)
 
 
@@ -384,7 +383,7 @@ def _save_block(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _block_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     wanted = ctx.needs_input_grad[3]
     dq, dk, d_tangent = call("rotate_block_backward", grad_q, grad_k, *ctx.saved_tensors, wanted)
-    return dq, dk, None, _wanted(d_tangent, wanted)
+    return dq, dk, None, _or_none(d_tangent, wanted)
 
 
 _differentiate("rotate_block", _save_block, _block_gradient)
@@ -421,7 +420,7 @@ def _exp_generators_backward(
     positions: Tensor, generators: Tensor, d_tangent: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor]:
     d_positions, d_generators = kernels(generators).exp_generators_backward(positions, generators, d_tangent, wanted)
-    return _nothing(positions) if d_positions is None else d_positions, d_generators
+    return _no_gradient(positions) if d_positions is None else d_positions, d_generators
 
 
 @torch.library.register_fake("torchrope::exp_generators_backward")
@@ -430,24 +429,24 @@ def _(positions: Tensor, generators: Tensor, d_tangent: Tensor, wanted: bool) ->
 
 
 def _save_exponents(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.set_materialize_grads(False)  # or an unused table would cost as much again
+    ctx.set_materialize_grads(False)  # zeros for an unused table would double the cost
     ctx.save_for_backward(*inputs, output[0])
 
 
 def _exp_gradient(ctx: Any, d_table: Tensor | None, d_tangent: Tensor | None) -> tuple:
     positions, generators, table = ctx.saved_tensors
     if d_table is not None:
-        own = tangent_of(d_table, table)
-        d_tangent = own if d_tangent is None else d_tangent + own
+        from_table = tangent_of(d_table, table)
+        d_tangent = from_table if d_tangent is None else d_tangent + from_table
     if d_tangent is None:
         return None, None
     wanted = ctx.needs_input_grad[0]
     d_positions, d_generators = call("exp_generators_backward", positions, generators, d_tangent, wanted)
-    return _wanted(d_positions, wanted), d_generators
+    return _or_none(d_positions, wanted), d_generators
 
 
 def tangent_of(d_table: Tensor, table: Tensor) -> Tensor:
-    """The gradient to Ω in exp(Ω) R at Ω = 0, above the diagonal, from the gradient to R:  X - X^T,  X = dL/dR R^T."""
+    """Compute the gradient to Ω in exp(Ω) R at Ω = 0, above the diagonal:  X - X^T,  X = dL/dR R^T."""
     product = d_table @ table.mT
     rows, columns = torch.triu_indices(table.shape[-1], table.shape[-1], 1, device=table.device)
     return (product - product.mT)[..., rows, columns]
@@ -488,18 +487,18 @@ def _skew_exp_gradient(ctx: Any, d_table: Tensor) -> Tensor:
 _differentiate("skew_exp", _save_exponent, _skew_exp_gradient)
 
 
-# Without this torch would leave gradients of gradients out, with a warning.
+# Without this PyTorch would omit gradients of gradients with only a warning.
 
 
-def _only_once(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("kernels differentiate once; gradients of gradients need backend='reference'")
+def _raise_on_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError("kernels support first-order gradients only; gradients of gradients need backend='reference'")
 
 
 for _name in ("rotate_planar", "rotate_normed", "rotate_basis", "rotate_block", "exp_generators", "skew_exp"):
-    torch.library.register_autograd(f"torchrope::{_name}_backward", _only_once)
+    torch.library.register_autograd(f"torchrope::{_name}_backward", _raise_on_double_backward)
 
 
-# vmap: what is elementwise in its batch takes one dimension more; the rest is called for each of the mapped.
+# vmap: operators on a batch of matrices flatten the mapped dimension into it; the others run once per mapped index.
 
 
 def _batched(info: Any, in_dims: tuple, exponents: Tensor) -> tuple[Tensor, int]:
@@ -516,15 +515,15 @@ def _batched_backward(info: Any, in_dims: tuple, exponents: Tensor, d_tangent: T
     return gradient.unflatten(0, flat.shape[:2]), 0
 
 
-def _one_by_one(name: str) -> Callable:
+def _looped(name: str) -> Callable:
     run = getattr(OPS, name)
 
     def rule(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        of_each = [
+        results = [
             run(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
-        return tuple(map(torch.stack, zip(*of_each, strict=True))), (0,) * len(of_each[0])
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
     return rule
 
@@ -532,6 +531,6 @@ def _one_by_one(name: str) -> Callable:
 torch.library.register_vmap("torchrope::skew_exp", _batched)
 torch.library.register_vmap("torchrope::skew_exp_backward", _batched_backward)
 for _name in ("rotate_planar", "rotate_normed", "rotate_basis", "rotate_block", "exp_generators"):
-    torch.library.register_vmap(f"torchrope::{_name}", _one_by_one(_name))
-    torch.library.register_vmap(f"torchrope::{_name}_backward", _one_by_one(f"{_name}_backward"))
-torch.library.register_vmap("torchrope::skew_eig", _one_by_one("skew_eig"))
+    torch.library.register_vmap(f"torchrope::{_name}", _looped(_name))
+    torch.library.register_vmap(f"torchrope::{_name}_backward", _looped(f"{_name}_backward"))
+torch.library.register_vmap("torchrope::skew_eig", _looped("skew_eig"))

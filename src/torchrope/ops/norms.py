@@ -1,11 +1,11 @@
-"""Norms of queries and keys over head_dim, in front of their rotation."""
+"""Norms of queries and keys over head_dim, applied before their rotation."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _of_all
+from torch.nn.modules import module as _module_globals
 
 from torchrope.ops import reference
 from torchrope.tensors import wide_dtype, without_autocast
@@ -14,7 +14,7 @@ NO_NORM, RMS_NORM, LAYER_NORM = 0, 1, 2
 """Kinds of norms, as the kernels number them."""
 
 PLAIN: dict[type, int] = {nn.RMSNorm: RMS_NORM, nn.LayerNorm: LAYER_NORM}
-"""Modules that compute one of them from `weight`, `bias`, `eps` and `normalized_shape`; not what inherits from them."""
+"""Modules that compute one of them from `weight`, `bias`, `eps` and `normalized_shape`; subclasses excluded."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Norm:
     eps: float
 
     def wide(self, x: Tensor) -> Tensor:
-        """The norm of x `(..., head_dim)` in the wider dtype of x, the weights and float32."""
-        given = [each for each in (self.weight, self.bias) if each is not None]
-        dtype = wide_dtype(x, *given)
-        weight, bias = (None if each is None else each.to(dtype) for each in (self.weight, self.bias))
+        """Normalise x `(..., head_dim)` in the widest dtype of x, the weights and float32."""
+        parameters = [parameter for parameter in (self.weight, self.bias) if parameter is not None]
+        dtype = wide_dtype(x, *parameters)
+        weight, bias = (None if parameter is None else parameter.to(dtype) for parameter in (self.weight, self.bias))
         with without_autocast(x):
             return reference.normalise(x.to(dtype), self.kind == LAYER_NORM, weight, bias, self.eps)
 
@@ -50,14 +50,14 @@ Norms = tuple[nn.Module | Norm | None, nn.Module | Norm | None]
 
 
 def as_arguments(norms: tuple[Norm | None, Norm | None]) -> tuple[list[Tensor | None], list[int], list[float]]:
-    """What the kernels take of the norms of q and k: weight and bias of each, their kinds, their eps."""
+    """Return the kernels' arguments for the norms of q and k: weight and bias of each, kinds, eps."""
     weights = [x for norm in norms for x in ((None, None) if norm is None else (norm.weight, norm.bias))]
     kinds = [NO_NORM if norm is None else norm.kind for norm in norms]
     return weights, kinds, [0.0 if norm is None else norm.eps for norm in norms]
 
 
 def read(name: str, x: Tensor, module: nn.Module | Norm | None) -> Norm | None:
-    """What a module computes that is a plain norm of x over head_dim; None for any other, and for one with hooks.
+    """Return the norm that a plain RMSNorm or LayerNorm computes; None for any other module and for one with hooks.
 
     Raises:
         ValueError: a norm over another shape.
@@ -68,7 +68,7 @@ def read(name: str, x: Tensor, module: nn.Module | Norm | None) -> Norm | None:
 
 
 def describe(name: str, x: Tensor, module: nn.Module) -> Norm:
-    """What a module of one of the types `PLAIN` computes of x.
+    """Return the norm that a module of one of the types in `PLAIN` computes.
 
     Raises:
         ValueError: a norm over another shape.
@@ -83,10 +83,10 @@ def describe(name: str, x: Tensor, module: nn.Module) -> Norm:
 
 
 def called(name: str, x: Tensor, module: nn.Module | Norm | None) -> Tensor:
-    """What a module that is no plain norm returns; x for None.
+    """Call a module that is not a plain norm; return x if it is None.
 
     Raises:
-        ValueError: it returned another shape.
+        ValueError: the module returned another shape.
     """
     if module is None:
         return x
@@ -98,38 +98,38 @@ def called(name: str, x: Tensor, module: nn.Module | Norm | None) -> Tensor:
 
 
 def normalise(name: str, x: Tensor, module: nn.Module | Norm | None) -> Tensor:
-    """The norm of x over its last dimension, not rounded to the dtype of x where the norm is a plain one.
+    """Normalise x over its last dimension; a plain norm is not rounded to the dtype of x.
 
     Args:
-        name: What x is called in an error.
+        name: Name of x in error messages.
         x: `(..., head_dim)`.
         module: `nn.RMSNorm` or `nn.LayerNorm` over head_dim; any other module, or one with hooks, is called.
 
     Returns:
-        In the wider dtype of x, the weights and float32; or what the module returned.
+        The normalised x, in the widest dtype of x, the weights and float32; or the module's output.
 
     Raises:
-        ValueError: a norm over another shape, or a module that returned one.
+        ValueError: a norm over another shape, or a module that returned another shape.
     """
     norm = read(name, x, module)
     return called(name, x, module) if norm is None else norm.wide(x)
 
 
 def is_called(module: Any, own_hooks: int = 0) -> bool:
-    """Whether somebody takes part in a call of a module: by a hook, or by a forward of this instance.
+    """Return whether calling a module runs more than its class's forward: hooks, or a forward set on the instance.
 
     Args:
-        module: Any.
-        own_hooks: Forward hooks of the caller's on it; with one of these the instance's forward is the caller's too.
+        module: Any `nn.Module`.
+        own_hooks: Number of forward hooks that the caller registered; if any, it also set the instance's forward.
     """
     others = (
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
-        _of_all._global_forward_hooks,
-        _of_all._global_forward_pre_hooks,
-        _of_all._global_backward_hooks,
-        _of_all._global_backward_pre_hooks,
+        _module_globals._global_forward_hooks,
+        _module_globals._global_forward_pre_hooks,
+        _module_globals._global_backward_hooks,
+        _module_globals._global_backward_pre_hooks,
     )
     own_forward = "forward" in module.__dict__ and not own_hooks
     return any(others) or len(module._forward_hooks) > own_hooks or own_forward

@@ -32,33 +32,32 @@ def rotate(
     encoding's generators commute.
 
     Args:
-        q: Queries `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions; parts of a packed
-            projection are such views, `q, k, v = qkv.unbind(2)`. A tensor of `torch.nested` that is jagged in its
-            tokens rotates by the positions of all its tokens end to end, as `Packed` has them.
-        k: Keys, same layout. Heads may be fewer (grouped queries): then each key head serves as many query heads,
-            and the encoding was built with num_heads = the key heads, or its heads share one rotation.
-        rotation: What an encoding returned for the positions of q, and of k where `key_rotation` is not given; of an
-            `Action`, as `PoseEncoding` returns it, q' = A^-T q and k' = A k.
-        key_rotation: The rotation of k, where queries and keys sit at other positions.
-        norm: The norms of q and of k over head_dim, None for one without, which come before the rotation. A plain
-            `nn.RMSNorm` or `nn.LayerNorm` is computed in float32 or wider and rounded once, behind the rotation, by
-            the kernel that rotates where that is one of planar rotations; any other module, or one with hooks, is
-            called.
+        q: Queries `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions; views of a packed
+            projection work, `q, k, v = qkv.unbind(2)`. A `torch.nested` tensor that is jagged in its tokens is rotated
+            by the concatenated positions of all its tokens, as in `Packed`.
+        k: Keys, same layout. It may have fewer heads (grouped-query attention): then each key head serves the same
+            number of query heads, and the encoding must have num_heads = key heads, or heads that share one rotation.
+        rotation: The rotation that an encoding returned for the positions of q, and of k without `key_rotation`.
+            For an `Action`, which `PoseEncoding` returns, q' = A^-T q and k' = A k.
+        key_rotation: The rotation of k, if keys have other positions than queries.
+        norm: The norms of q and of k over head_dim, applied before the rotation; None for no norm. A plain
+            `nn.RMSNorm` or `nn.LayerNorm` is computed in float32 or wider and rounded once, after the rotation; for
+            planar rotations it is fused into the rotation kernel. Any other module, or one with hooks, is called.
         layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`; by default
-            the first, with a warning where heads and tokens are equal in number and it cannot be checked.
-        backend: "auto" takes the fastest path that serves; "native" (CPU), "triton" (GPU) and "reference" (plain
-            PyTorch, any device, differentiable any number of times) name one.
-        scores_only: Allow an orthogonal basis that q and k share to be left out, because only q'^T k' matters.
-        tokens: What queries were projected from, `(batch, tokens, dim)`; `PaPE` alone needs them.
+            the first, with a warning if heads and tokens are equal in number, so that the shape fits both.
+        backend: "auto" selects the fastest backend that supports the inputs; "native" (CPU), "triton" (GPU) and
+            "reference" (plain PyTorch, any device, differentiable any number of times) select one explicitly.
+        scores_only: Whether only q'^T k' is used, so that an orthogonal basis shared by q and k may be omitted.
+        tokens: The tokens that queries were projected from, `(batch, tokens, dim)`; only `PaPE` needs them.
 
     Returns:
-        Rotated q and k, each in the layout and dtype it came in. The arithmetic is float32, or float64 for float64.
-        Of an encoding that is no rotation (`SphereHarmonics`, `HARoPE`, `PaPE`) q and k of the scores, whose channels
-        may be more; divide scores by the root of head_dim, not of their number.
+        Rotated q and k, each in the layout and dtype of the input. The arithmetic is float32, or float64 for float64.
+        An encoding that is not a rotation (`SphereHarmonics`, `HARoPE`, `PaPE`) may return more channels; scale the
+        scores by 1 / sqrt(head_dim) of the input, not of the output.
 
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; a backend that is
-            unknown or cannot serve; a norm over another shape than head_dim.
+            unknown or does not support the inputs; a norm over another shape than head_dim.
 
     Example:
         >>> import torch, torchrope as tr
@@ -73,8 +72,8 @@ def rotate(
         return acted_q.to(q.dtype), acted_k.to(k.dtype)
     if layout is not None or q.is_nested or k.is_nested:
         (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
-        turned_q, turned_k = _rotate_normed(of_q, of_k, rotation, key_rotation, norm, backend, scores_only, tokens)
-        return restore_q(turned_q), restore_k(turned_k)
+        rotated_q, rotated_k = _rotate_normed(of_q, of_k, rotation, key_rotation, norm, backend, scores_only, tokens)
+        return restore_q(rotated_q), restore_k(rotated_k)
     warn_of_two_layouts("q", q, layout)
     return _rotate_normed(q, k, rotation, key_rotation, norm, backend, scores_only, tokens)
 
@@ -113,23 +112,23 @@ def _rotate_normed(
         for name, x, own, module in zip("qk", (q, k), norms, norm, strict=True)
     )
     if backend == "auto" and type(rotation) is Planar and key_rotation is None and any(norms):
-        turned = rotate_directly(of_q, of_k, rotation, norms)
-        if turned is not None:
-            return turned[0].to(q.dtype), turned[1].to(k.dtype)
+        rotated = rotate_directly(of_q, of_k, rotation, norms)
+        if rotated is not None:
+            return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
     of_keys = rotation if key_rotation is None else key_rotation
     _check("q", q, rotation)
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
     if any(norms) and _fuses(backend, of_q, of_k, rotation, of_keys, norms):
         if key_rotation is None:
-            turned = _rotate_fused(of_q, of_k, rotation, *norms)
+            rotated = _rotate_fused(of_q, of_k, rotation, *norms)
         else:
-            turned = _rotate_fused_alone(of_q, rotation, norms[0]), _rotate_fused_alone(of_k, of_keys, norms[1])
-        return turned[0].to(q.dtype), turned[1].to(k.dtype)
+            rotated = _rotate_one_fused(of_q, rotation, norms[0]), _rotate_one_fused(of_k, of_keys, norms[1])
+        return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
     of_q, of_k = (x if own is None else own.wide(x) for x, own in zip((of_q, of_k), norms, strict=True))
     wide = torch.promote_types(of_q.dtype, of_k.dtype)  # kernels for GPUs take one dtype
-    turned_q, turned_k = _rotate(of_q.to(wide), of_k.to(wide), rotation, key_rotation, backend, scores_only, tokens)
-    return turned_q.to(q.dtype), turned_k.to(k.dtype)
+    rotated_q, rotated_k = _rotate(of_q.to(wide), of_k.to(wide), rotation, key_rotation, backend, scores_only, tokens)
+    return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
 
 
 def _fuses(
@@ -140,7 +139,7 @@ def _fuses(
     key_rotation: Rotation,
     norms: tuple[Norm | None, Norm | None],
 ) -> bool:
-    """Whether one kernel normalises and rotates: planar rotations, and weights that it reads."""
+    """Return whether one kernel can normalise and rotate: planar rotations, weights of a supported dtype and device."""
     if not (isinstance(rotation, Planar) and isinstance(key_rotation, Planar)):
         return False
     if rotation.rotary_dim == 0 or key_rotation.rotary_dim == 0:
@@ -150,21 +149,21 @@ def _fuses(
     return narrow and _takes_kernels(backend, q, k, rotation, key_rotation)
 
 
-def _rotate_fused_alone(x: Tensor, rotation: Rotation, norm: Norm | None) -> Tensor:
-    return _rotate_fused(x, _no_samples(x), rotation, norm, None)[0]
+def _rotate_one_fused(x: Tensor, rotation: Rotation, norm: Norm | None) -> Tensor:
+    return _rotate_fused(x, _empty_batch(x), rotation, norm, None)[0]
 
 
 def _rotate_fused(
     q: Tensor, k: Tensor, rotation: Rotation, q_norm: Norm | None, k_norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
-    """Normalise and rotate both by the kernel, which knows one dimension of samples and weights in float32."""
+    """Normalise and rotate q and k by the kernel, which takes one batch dimension and weights in float32."""
     assert isinstance(rotation, Planar)
     weights, kinds, eps = as_arguments((q_norm, k_norm))
     table = None if rotation.table is None else with_sets(rotation.table, 5)
-    turned = call(
+    rotated = call(
         "rotate_normed",
-        _with_samples(q),
-        _with_samples(k),
+        _flatten_batch(q),
+        _flatten_batch(k),
         with_sets(rotation.positions, 3),
         rotation.frequencies,
         table,
@@ -173,7 +172,7 @@ def _rotate_fused(
         kinds,
         eps,
     )
-    return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
+    return rotated[0].reshape(q.shape), rotated[1].reshape(k.shape)
 
 
 def _rotate(
@@ -187,9 +186,9 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     of_keys = rotation if key_rotation is None else key_rotation
     if backend == "auto" and type(rotation) is Planar and key_rotation is None:
-        turned = rotate_directly(q, k, rotation)
-        if turned is not None:
-            return turned
+        rotated = rotate_directly(q, k, rotation)
+        if rotated is not None:
+            return rotated
     _check("q", q, rotation)
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
@@ -202,7 +201,7 @@ def _rotate(
     if key_rotation is None:
         return _rotate_fast(q, k, rotation, scores_only)
     inside = scores_only and _share_a_basis(rotation, of_keys)
-    return _rotate_alone(q, rotation, inside), _rotate_alone(k, of_keys, inside)
+    return _rotate_one_fast(q, rotation, inside), _rotate_one_fast(k, of_keys, inside)
 
 
 def rotate_one(
@@ -214,18 +213,18 @@ def rotate_one(
     backend: str = "auto",
     scores_only: bool = False,
 ) -> Tensor:
-    """Rotate one tensor:  x' = R(p) x,  or R(p) norm(x).  Queries or keys alone, values, or what attention returns.
+    """Rotate one tensor:  x' = R(p) x,  or R(p) norm(x).  For queries, keys, values or the output of attention.
 
     Args:
         x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions, or jagged in its tokens.
-        rotation: What an encoding returned for the positions of x.
-        norm: As one of `rotate`'s.
+        rotation: The rotation that an encoding returned for the positions of x.
+        norm: The norm of x over head_dim, as one of `rotate`'s.
         layout: As `rotate`'s.
         backend: As `rotate`'s.
-        scores_only: As `rotate`'s; queries and keys must agree on it, and share the rotation.
+        scores_only: As `rotate`'s; must be equal for queries and keys, which must share the rotation.
 
     Returns:
-        Rotated x, in the layout and dtype it came in.
+        Rotated x, in the layout and dtype of the input.
 
     Raises:
         ValueError: as `rotate`.
@@ -247,14 +246,14 @@ def _rotate_one_normed(
         return _rotate_one(called("x", x, norm), rotation, backend, scores_only).to(x.dtype)
     _check_one(x, rotation)
     if _fuses(backend, x, x, rotation, rotation, (own, None)):
-        return _rotate_fused_alone(x, rotation, own)
+        return _rotate_one_fused(x, rotation, own)
     return _rotate_one(own.wide(x), rotation, backend, scores_only).to(x.dtype)
 
 
 def _check_one(x: Tensor, rotation: Rotation) -> None:
     _check("x", x, rotation)
     if isinstance(rotation, Expansion):
-        raise ValueError(f"one tensor alone needs a rotation, got {type(rotation).__name__}, which is none")
+        raise ValueError(f"rotate_one needs a rotation, got {type(rotation).__name__}, which is not a rotation")
     if rotation.shape[-2] != 1 and x.shape[-3] % rotation.heads:
         raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
 
@@ -265,77 +264,77 @@ def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) 
         wide = torch.promote_types(wide_dtype(x), rotation.dtype)
         with without_autocast(x):
             inner = reference.into_basis(x.to(wide), rotation.basis)
-            turned = _rotate_one(inner, rotation.planar, backend, False)
-            outer = turned if scores_only else x + reference.out_of_basis(turned - inner, rotation.basis)
+            rotated = _rotate_one(inner, rotation.planar, backend, False)
+            outer = rotated if scores_only else x + reference.out_of_basis(rotated - inner, rotation.basis)
         return outer.to(x.dtype)
     if not _takes_kernels(backend, x, x, rotation, rotation):
         return _rotate_wide(x, rotation)
-    return _rotate_alone(x, rotation, scores_only)
+    return _rotate_one_fast(x, rotation, scores_only)
 
 
 def _expand(
     q: Tensor, k: Tensor, rotation: Rotation, of_keys: Rotation, backend: str, tokens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys of an encoding that is no rotation, by plain PyTorch."""
+    """Encode queries and keys by an encoding that is not a rotation, in plain PyTorch."""
     if type(rotation) is not type(of_keys):
-        came = f"{type(rotation).__name__} and {type(of_keys).__name__}"
-        raise ValueError(f"queries and keys must be encoded by one family, got {came}")
+        families = f"{type(rotation).__name__} and {type(of_keys).__name__}"
+        raise ValueError(f"queries and keys must be encoded by one family, got {families}")
     if backend not in ("auto", "reference"):
         raise ValueError(f"backend {backend!r} supports rotations, got {type(rotation).__name__}")
     assert isinstance(rotation, Expansion)
     assert isinstance(of_keys, Expansion)
     wide = torch.promote_types(wide_dtype(q, k), rotation.dtype)
     with without_autocast(q):
-        told = None if tokens is None else tokens.to(wide)
-        return rotation.of_queries(q.to(wide), told).to(q.dtype), of_keys.of_keys(k.to(wide)).to(k.dtype)
+        wide_tokens = None if tokens is None else tokens.to(wide)
+        return rotation.of_queries(q.to(wide), wide_tokens).to(q.dtype), of_keys.of_keys(k.to(wide)).to(k.dtype)
 
 
 def _rotate_in_bases(
     q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation | None, backend: str, scores_only: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate both as  x + P (rot y - y),  y = P^T x,  so that what does not turn stays as it is; P = I for other kinds.
+    """Rotate both as  x + P (rot y - y),  y = P^T x,  so that unrotated channels are unchanged; P = I for other kinds.
 
-    Scores need rot y alone where q and k share P.
+    If q and k share P, scores need only rot y.
     """
     of_keys = rotation if key_rotation is None else key_rotation
     basis, planar = _split(rotation)
     key_basis, key_planar = _split(of_keys)
-    # float32 or wider for all steps: rounding in between would be one time too many.
+    # float32 or wider for all steps, so that the result is rounded once.
     wide = torch.promote_types(wide_dtype(q, k), torch.promote_types(rotation.dtype, of_keys.dtype))
     with without_autocast(q):
         inner_q, inner_k = reference.into_basis(q.to(wide), basis), reference.into_basis(k.to(wide), key_basis)
-        elsewhere = None if key_rotation is None else key_planar
-        turned_q, turned_k = _rotate(inner_q, inner_k, planar, elsewhere, backend, False)
+        planar_of_keys = None if key_rotation is None else key_planar
+        rotated_q, rotated_k = _rotate(inner_q, inner_k, planar, planar_of_keys, backend, False)
         if not (scores_only and _share_a_basis(rotation, of_keys)):
-            turned_q = q + reference.out_of_basis(turned_q - inner_q, basis)
-            turned_k = k + reference.out_of_basis(turned_k - inner_k, key_basis)
-    return turned_q.to(q.dtype), turned_k.to(k.dtype)
+            rotated_q = q + reference.out_of_basis(rotated_q - inner_q, basis)
+            rotated_k = k + reference.out_of_basis(rotated_k - inner_k, key_basis)
+    return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
 
 
 def _share_a_basis(one: Rotation, other: Rotation) -> bool:
-    """Whether the basis of both may be left out, as for two rotations of one encoding."""
+    """Return whether q and k share a basis that may be omitted, as two rotations of one encoding do."""
     if isinstance(one, Commuting) and isinstance(other, Commuting):
-        # Kernels come back from the basis in blocks that never rotate: factors and frequencies must agree too.
+        # Kernels multiply by U even so in blocks that never rotate: factors and frequencies must be equal too.
         return all(_equal(getattr(one, name), getattr(other, name)) for name in ("factors", "angular", "basis"))
     if isinstance(one, PlanarInBasis) and isinstance(other, PlanarInBasis):
-        # Gradients to two bases that only happen to be equal need both to be applied.
+        # Two learned bases with equal values must both be applied, to get both gradients.
         learned = one.basis.requires_grad or other.basis.requires_grad
         return one.basis is other.basis or (not learned and _equal(one.basis, other.basis))
     return False
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, or have equal values where these can be read."""
+    """Return whether two tensors are the same object, or have equal values if these can be read."""
     return one is other or (can_read(one) and can_read(other) and torch.equal(one, other))
 
 
 def _split(rotation: Rotation) -> tuple[Tensor | None, Rotation]:
-    """The basis of a rotation that has one of its own, and what turns inside."""
+    """Split a rotation into its basis, None if it has none, and the rotation in that basis."""
     return (rotation.basis, rotation.planar) if isinstance(rotation, PlanarInBasis) else (None, rotation)
 
 
 def _rotate_wide(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate in the wider dtype of x, the rotation and float32; give back x's own."""
+    """Rotate in the widest dtype of x, the rotation and float32; return the dtype of x."""
     if rotation.rotary_dim == 0:
         return x
     wide = torch.promote_types(wide_dtype(x), rotation.dtype)
@@ -343,25 +342,25 @@ def _rotate_wide(x: Tensor, rotation: Rotation) -> Tensor:
         return reference.rotate_one(x.to(wide), rotation.to(wide)).to(x.dtype)
 
 
-def _rotate_alone(x: Tensor, rotation: Rotation, scores_only: bool) -> Tensor:
-    return _rotate_fast(x, _no_samples(x), rotation, scores_only)[0]
+def _rotate_one_fast(x: Tensor, rotation: Rotation, scores_only: bool) -> Tensor:
+    return _rotate_fast(x, _empty_batch(x), rotation, scores_only)[0]
 
 
-def _no_samples(like: Tensor) -> Tensor:
+def _empty_batch(like: Tensor) -> Tensor:
     return like.new_empty((*like.shape[:-4], 0, *like.shape[-3:]))
 
 
 def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) -> tuple[Tensor, Tensor]:
-    """Rotate both by the kernels, which know one dimension of samples."""
+    """Rotate q and k by the kernels, which take one batch dimension."""
     if rotation.rotary_dim == 0:
         return q, k
-    flat = (_with_samples(q), _with_samples(k))
+    flat = (_flatten_batch(q), _flatten_batch(k))
     if isinstance(rotation, Planar):
         positions = with_sets(rotation.positions, 3)
         table = None if rotation.table is None else with_sets(rotation.table, 5)
-        turned = call("rotate_planar", *flat, positions, rotation.frequencies, table, rotation.halves)
+        rotated = call("rotate_planar", *flat, positions, rotation.frequencies, table, rotation.halves)
     elif isinstance(rotation, Commuting):
-        turned = call(
+        rotated = call(
             "rotate_basis",
             *flat,
             with_sets(rotation.positions, 3),
@@ -375,12 +374,12 @@ def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) ->
         assert isinstance(rotation, Block)
         table = with_sets(rotation.table.to(torch.float32), 6)
         tangent = table.new_empty(0) if rotation.tangent is None else with_sets(rotation.tangent, 5)
-        turned = call("rotate_block", *flat, table.detach(), tangent)
-    return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
+        rotated = call("rotate_block", *flat, table.detach(), tangent)
+    return rotated[0].reshape(q.shape), rotated[1].reshape(k.shape)
 
 
-def _with_samples(x: Tensor) -> Tensor:
-    """All leading dimensions as one."""
+def _flatten_batch(x: Tensor) -> Tensor:
+    """Flatten all leading dimensions into one batch dimension."""
     return x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4)
 
 
@@ -393,11 +392,11 @@ def _inputs(rotation: Rotation) -> tuple[Tensor, ...]:
 
 
 def _takes_kernels(backend: str, q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation) -> bool:
-    """Whether kernels rotate; a backend named explicitly raises where they cannot."""
+    """Return whether kernels rotate; an explicitly named backend raises if it cannot."""
     if not takes_kernels(backend, q, k, *_inputs(rotation), *_inputs(key_rotation)):
         return False
     leading = max(q.ndim, k.ndim) - 3
-    reason = _beyond_kernels(rotation, leading) or _beyond_kernels(key_rotation, leading)
+    reason = _unsupported_reason(rotation, leading) or _unsupported_reason(key_rotation, leading)
     if q.dtype != k.dtype and q.device.type != "cpu":
         reason = f"needs q and k of one dtype, got {q.dtype} and {k.dtype}"
     if reason is not None and backend != "auto":
@@ -405,16 +404,16 @@ def _takes_kernels(backend: str, q: Tensor, k: Tensor, rotation: Rotation, key_r
     return reason is None
 
 
-def _beyond_kernels(rotation: Rotation, leading: int) -> str | None:
-    """Why no kernel supports a rotation, or None."""
+def _unsupported_reason(rotation: Rotation, leading: int) -> str | None:
+    """Return why no kernel supports a rotation, or None if one does."""
     *batch, _, _ = rotation.shape
     if not isinstance(rotation, (Planar, Commuting, Block)):
         return f"supports Planar, Commuting and Block rotations, got {type(rotation).__name__}"
     if len(batch) > 1 or (leading > 1 and batch not in ([], [1])):
-        return f"needs positions that samples share, or one leading dimension of both, got {tuple(batch)}"
+        return f"needs positions shared by all samples, or one batch dimension in both, got {tuple(batch)}"
     learned = isinstance(rotation, (Planar, Block)) and rotation.table is not None and rotation.table.requires_grad
     if learned and getattr(rotation, "tangent", None) is None:
-        return "has no gradient to a table that the caller made"
+        return "has no gradient to a table given by the caller"
     return None
 
 
@@ -432,12 +431,12 @@ def _check(name: str, x: Tensor, rotation: Rotation) -> None:
     aligned = batch[len(batch) - len(rotation_batch) :] if len(rotation_batch) <= len(batch) else None
     if aligned is None or any(own not in (1, of_x) for own, of_x in zip(rotation_batch, aligned, strict=True)):
         raise ValueError(
-            f"positions must have no batch or the batch of {name} {tuple(batch)}, got {tuple(rotation_batch)}"
+            f"positions must have no batch dimension or that of {name}, {tuple(batch)}, got {tuple(rotation_batch)}"
         )
 
 
 def _check_heads(q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation) -> None:
-    """Key heads divide query heads; a rotation has the heads of q, or those of k and rotates each group alike."""
+    """Raise unless key heads divide query heads, and rotations have 1 head, the heads of q or the heads of k."""
     heads, key_heads = q.shape[-3], k.shape[-3]
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"heads of q must be a multiple of the heads of k, got {heads} and {key_heads}")

@@ -7,19 +7,19 @@ from torchrope.ops.library import call
 from torchrope.rotations import exponential
 from torchrope.tensors import wide_dtype, without_autocast
 
-# Beyond these a GPU's registers do not hold what the kernel needs.
+# The GPU kernel keeps blocks in registers, which hold no larger ones.
 _LARGEST_BLOCK = {"cpu": 128, "cuda": 64}
 
 
 def fits_kernels(like: Tensor, block_size: int) -> bool:
-    """Whether kernels know blocks of this size on a tensor's device."""
+    """Return whether the kernels of a tensor's device support blocks of this size."""
     return 2 <= block_size <= _LARGEST_BLOCK.get(like.device.type, 0)
 
 
 def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
     """Exponentiate skew-symmetric matrices:  R = exp(G),  an orthogonal matrix of determinant 1.
 
-    The gradient is the skew one, along the matrices that G may become:  dL/dG = ∫₀¹ e^(-uG) M e^(uG) du,
+    The gradient is projected on skew-symmetric matrices:  dL/dG = ∫₀¹ e^(-uG) M e^(uG) du,
     M = (H R^T - R H^T) / 2  for the gradient H to R.
 
     Args:
@@ -31,7 +31,7 @@ def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
         Rotations `(..., b, b)`, float32 (float64 for float64).
 
     Raises:
-        ValueError: the last two dimensions differ, or the backend cannot serve.
+        ValueError: the last two dimensions differ, or the backend does not support the input.
 
     Example:
         >>> import torch
@@ -50,23 +50,23 @@ def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(sum_a p_a A_a) by kernels:  a table and its tangent, as `Block` takes them.
+    """Compute exp(sum_a p_a A_a) by kernels:  the table and its tangent that `Block` takes.
 
     Args:
-        positions: `(*batch, tokens, axes)`, float32, one dimension of batch at most.
+        positions: `(*batch, tokens, axes)`, float32, at most one batch dimension.
         generators: `(axes, heads or 1, blocks, b, b)`, skew, float32.
     """
     shared = positions.ndim == 2
     table, tangent = call("exp_generators", positions.unsqueeze(0) if shared else positions, generators)
-    # Not [0], whose gradient would fill a second tensor of this size with zeros.
+    # Not [0], whose backward would allocate a second tensor of this size filled with zeros.
     return (table.squeeze(0), tangent.squeeze(0)) if shared else (table, tangent)
 
 
 def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
-    """The planes that skew blocks turn, and how fast:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0.
+    """Decompose skew blocks into planes of rotation and frequencies:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0.
 
     Args:
-        base: `(..., b, b)`, skew, float32, b even. No gradient flows through it; `Commuting` has its own.
+        base: `(..., b, b)`, skew, float32, b even. No gradient flows through it; `Commuting` computes it separately.
 
     Returns:
         U `(..., b, b)`, orthogonal, planes in pairs of columns, and w `(..., b / 2)`.

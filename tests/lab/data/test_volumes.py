@@ -475,7 +475,7 @@ def test_a_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
         spaced_model("mixed", data)(inputs)
     with pytest.raises(ValueError, match=r"^patches placed by voxels need spacings \(batch, 3\), got \(2, 2\)$"):
         spaced_model("mixed", data)(inputs, torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"^spacing is for a model with positions of its own, got \(2, 3\) without"):
+    with pytest.raises(ValueError, match=r"^spacing is for a model built with positions=, got \(2, 3\) without"):
         build_model("mixed", MODEL, data)(inputs, torch.ones(2, 3))
 
 

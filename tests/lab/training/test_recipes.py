@@ -28,7 +28,7 @@ from torchrope.lab.training.models import build_model
 from torchrope.lab.training.optim import build_optimizer, build_schedule, parameter_groups
 from torchrope.lab.training.run import build_module, train
 from torchrope.models import ViT
-from torchrope.models.parts import DropPath
+from torchrope.models.layers import DropPath
 
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
 pytestmark = pytest.mark.usefixtures("published_miniatures")

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchrope.lab.timing import interleaved_seconds
-from torchrope.models.parts import encoding_parameters
+from torchrope.models.layers import encoding_parameters
 
 # torch.linalg.matrix_exp evaluates a Taylor polynomial of degree 18 in five products (Bader, Blanes, Casas 2019);
 # the squarings that large generators add depend on values and are not counted.

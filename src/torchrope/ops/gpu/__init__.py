@@ -1,6 +1,6 @@
-"""The kernels for CUDA and ROCm, in Triton, under the names that `native` has for CPUs.
+"""GPU kernels for CUDA and ROCm in Triton, with the same functions as `native`.
 
-The only files that import triton, and imported only where it is.
+Only this package imports triton, and it is imported only if triton is installed.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torchrope.ops.gpu import planes as _planes
 def rotate_planar(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turn channel pairs. A table is left aside: angles cost nothing beside reading it."""
+    """Rotate channel pairs. A table is ignored: computing angles costs nothing compared with reading it."""
     return _planar.rotate(q, k, positions, frequencies, halves)
 
 
@@ -34,7 +34,7 @@ def rotate_planar_backward(
     halves: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients to q, k, and where wanted to positions and frequencies."""
+    """Compute gradients to q, k, and if wanted to positions and frequencies."""
     dq, dk, d_frequencies, d_positions = _planar.rotate_backward(
         grad_q, grad_k, q, k, positions, frequencies, wanted[1], wanted[0], halves
     )
@@ -52,7 +52,7 @@ def rotate_normed(
     kinds: Sequence[int],
     eps: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """Normalise over channels, then turn channel pairs. A table is left aside."""
+    """Normalise over channels, then rotate channel pairs. A table is ignored."""
     return _normed.rotate(q, k, positions, frequencies, halves, weights, kinds, eps)
 
 
@@ -70,7 +70,7 @@ def rotate_normed_backward(
     eps: Sequence[float],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Gradients to q, k, and where wanted to positions, frequencies and the four weights."""
+    """Compute gradients to q, k, and if wanted to positions, frequencies and the four weights."""
     return _normed.rotate_backward(grad_q, grad_k, q, k, positions, frequencies, halves, weights, kinds, eps, wanted)
 
 
@@ -82,7 +82,7 @@ def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 def rotate_block_backward(
     grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients to q, k and to the tangent."""
+    """Compute gradients to q, k and the tangent."""
     dq, dk, d_tangent = _block.rotate_backward(grad_q, grad_k, q, k, table)
     return dq, dk, d_tangent if wanted else None
 
@@ -90,14 +90,14 @@ def rotate_block_backward(
 def rotate_basis(
     q: Tensor, k: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor, outer: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turn in the planes of a basis, and always come back from it: memory hides the product that would be saved.
+    """Rotate in the planes of a basis, ignoring `outer`: the kernel is memory-bound, so omitting U saves no time.
 
-    Blocks that never turn get the identity for a basis, so that they pass bit for bit.
+    Blocks that never rotate get the identity as their basis, so that they pass bit-identically.
     """
-    still = (coefficients == 0).all(dim=0) | (angular == 0).all(dim=-1)  # (heads, blocks)
+    unrotated = (coefficients == 0).all(dim=0) | (angular == 0).all(dim=-1)  # (heads, blocks)
     identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
-    exact = torch.where(still[..., None, None], identity, basis)
-    return _basis.rotate(q, k, positions, coefficients, exact, angular, True)
+    exact_basis = torch.where(unrotated[..., None, None], identity, basis)
+    return _basis.rotate(q, k, positions, coefficients, exact_basis, angular, True)
 
 
 def rotate_basis_backward(
@@ -112,7 +112,7 @@ def rotate_basis_backward(
     outer: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients to q, k, and where wanted to positions, coefficients and the base."""
+    """Compute gradients to q, k, and if wanted to positions, coefficients and the base."""
     dq, dk, d_coefficients, d_positions, d_base = _basis.rotate_backward(
         grad_q, grad_k, q, k, positions, coefficients, basis, angular, True, wanted[0]
     )
@@ -120,35 +120,35 @@ def rotate_basis_backward(
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
-    """exp(sum_a p_a A_a), each block's transpose contiguous, as `native` lays it."""
+    """Compute exp(sum_a p_a A_a), each block's transpose contiguous, as in `native`."""
     return _exponential.exp(positions, generators.mT).mT
 
 
 def exp_generators_backward(
     positions: Tensor, generators: Tensor, tangent: Tensor, wanted: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradients to positions, where wanted, and generators from that of the tangent."""
+    """Compute gradients to positions, if wanted, and generators from the gradient of the tangent."""
     d_generators, d_positions = _exponential.exp_backward(positions, generators, tangent, wanted)
     return d_positions, d_generators
 
 
 def skew_exp(exponents: Tensor) -> Tensor:
-    """exp of skew blocks `(count, b, b)`, each block's transpose contiguous."""
-    return exp_generators(_one(exponents), exponents[None, :, None])[0, :, 0, 0]
+    """Compute exp of skew blocks `(count, b, b)`, each block's transpose contiguous."""
+    return exp_generators(_unit_position(exponents), exponents[None, :, None])[0, :, 0, 0]
 
 
 def skew_exp_backward(exponents: Tensor, tangent: Tensor) -> Tensor:
-    """The skew gradient to the exponents from that of the tangent `(count, b (b - 1) / 2)`."""
+    """Compute the skew gradient to the exponents from the gradient of the tangent `(count, b (b - 1) / 2)`."""
     _, gradient = exp_generators_backward(
-        _one(exponents), exponents[None, :, None], tangent[None, :, None, None], False
+        _unit_position(exponents), exponents[None, :, None], tangent[None, :, None, None], False
     )
     return gradient[0, :, 0]
 
 
 def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Planes and frequencies of skew blocks `(count, b, b)`, b even:  B = U diag([[0, -w], [w, 0]]) U^T."""
+    """Decompose skew blocks `(count, b, b)`, b even, into planes, frequencies:  B = U diag([[0, -w], [w, 0]]) U^T."""
     return _planes.decompose(base)
 
 
-def _one(exponents: Tensor) -> Tensor:
+def _unit_position(exponents: Tensor) -> Tensor:
     return exponents.new_ones(1, 1, 1)

@@ -2,7 +2,7 @@
 
 U holds a block's planes as pairs of columns and w their frequencies, so that the block's base is
 B = U blockdiag([0, -w; w, 0]) U^T. No exponential is taken; the gradient to B is that of Daleckii and Krein, which is
-finite and exact where frequencies meet or vanish.
+finite and exact for equal and for zero frequencies.
 """
 
 # mypy: allow-untyped-defs
@@ -46,7 +46,7 @@ def rotate(
         outer: Whether to multiply by the outer U.
 
     Returns:
-        Rotated q and k, contiguous, in their own dtypes; channels beyond the blocks are unchanged.
+        Rotated q and k, contiguous, in the dtypes of the inputs; channels beyond the blocks are unchanged.
     """
     q, k = contiguous_channels(q), contiguous_channels(k)
     q_out, k_out = empty_rows(q), empty_rows(k)
@@ -79,23 +79,24 @@ def rotate_backward(
     outer: bool,
     need_positions: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of `rotate`.
+    """Compute the gradients of `rotate`.
 
-    With x' = U^T x, h = U^T dy (or dy without the outer U), and H = sum h x'^T over what shares s: a pair of planes
-    (j, k) of H maps z to  α z + β conj(z);  α is multiplied by conj g(w_j, w_k) and β by conj g(w_j, -w_k), where
-    g(u, v) = s exp(i s (u + v) / 2) sinc(s (u - v) / 2). Summed over tokens this is G, and  dB = U (G - G^T) / 2 U^T.
+    With x' = U^T x, h = U^T dy (or dy without the outer U), and H = sum h x'^T over the vectors that share s: a pair
+    of planes (j, k) of H maps z to  α z + β conj(z);  α is multiplied by conj g(w_j, w_k) and β by conj g(w_j, -w_k),
+    where g(u, v) = s exp(i s (u + v) / 2) sinc(s (u - v) / 2). Summed over tokens this is G, and
+    dB = U (G - G^T) / 2 U^T.
 
     Args:
         grad_q: Gradient of the rotated q.
         grad_k: Gradient of the rotated k.
-        q: What was rotated.
-        k: What was rotated.
-        positions: As given to `rotate`, like the rest.
+        q: As given to `rotate`.
+        k: As given to `rotate`.
+        positions: As given to `rotate`.
         coefficients: c.
         basis: U.
         angular: w.
-        outer: Whether the outer U was multiplied by. Without it the gradient of the base holds for losses that
-            depend on q and k through their scores.
+        outer: As given to `rotate`. If False, the gradient of the base is valid only for losses that depend on q and k
+            through their scores.
         need_positions: Whether to return the gradient of the positions.
 
     Returns:
@@ -141,14 +142,14 @@ def rotate_backward(
 
 
 def _to_base(gradient: Tensor, basis: Tensor) -> Tensor:
-    """U (G - G^T) / 2 U^T as sums of products: a matmul might round to TensorFloat-32."""
+    """Compute U (G - G^T) / 2 U^T as sums of products: a matmul might round to TensorFloat-32."""
     skew = (gradient - gradient.mT) / 2
     half = (basis.unsqueeze(-1) * skew.unsqueeze(-3)).sum(dim=-2)  # (heads, blocks, b, b)
     return (half.unsqueeze(-2) * basis.unsqueeze(-3)).sum(dim=-1)
 
 
 class _Work:
-    """How a rotation is cut into programs: groups of blocks that fill a tile, rotation heads, tokens.
+    """Partition of a rotation into programs: groups of blocks that fill a tile, rotation heads, tokens.
 
     Rows are the samples and heads that share a rotation.
     """
@@ -171,7 +172,7 @@ class _Work:
 def _load_basis(
     basis, head, first_block, blocks, row, column, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr
 ):  # fmt: skip
-    """Entries of U for local channels `row` and basis coordinates `column` of a tile, zeros between blocks."""
+    """Load entries of U for local channels `row` and basis coordinates `column` of a tile, zeros between blocks."""
     slot = row // BLOCK
     own = (slot == column // BLOCK) & (slot < TOGETHER) & (first_block + slot < blocks)
     cell = (head * blocks + first_block + slot) * BLOCK + row % BLOCK
@@ -182,7 +183,7 @@ def _load_basis(
 def _load_frequencies(
     angular, head, first_block, blocks, pair, BLOCK: tl.constexpr, TOGETHER: tl.constexpr
 ):  # fmt: skip
-    """Block of each pair of a tile, whether there is one, and its frequency."""
+    """Load the block of each pair of a tile, whether it exists, and its frequency."""
     slot = pair // (BLOCK // 2)
     block = first_block + slot
     real = (slot < TOGETHER) & (block < blocks)
@@ -367,7 +368,7 @@ def _matrix(
     basis, head, first_block, blocks, angle,
     OUTER: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """U rot(a) U^T, or rot(a) U^T without the outer U, of one token [WIDTH, WIDTH]."""
+    """Compute U rot(a) U^T, or rot(a) U^T without the outer U, of one token [WIDTH, WIDTH]."""
     row = tl.arange(0, WIDTH)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     inward = _load_basis(basis, head, first_block, blocks, column, row, BLOCK, WIDTH, TOGETHER)  # U^T
@@ -384,7 +385,7 @@ def _planes(
     outer, basis, head, first_block, blocks,
     OUTER: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """H = sum h x'^T, from sum dy x^T, as maps  z -> α z + β conj(z)  of planes: parts of α and β [PAIRS, PAIRS]."""
+    """Split H = sum h x'^T, from sum dy x^T, into maps  z -> α z + β conj(z)  of planes: α and β [PAIRS, PAIRS]."""
     row = tl.arange(0, WIDTH)[:, None]
     even = 2 * tl.arange(0, WIDTH // 2)[None, :]
     right_even = _load_basis(basis, head, first_block, blocks, row, even, BLOCK, WIDTH, TOGETHER)
@@ -411,7 +412,7 @@ def _planes(
 
 @triton.jit
 def _sinc(x, sine):
-    """sin(x) / x from x and its sine, by its series near 0."""
+    """Compute sin(x) / x from x and sin(x), by its series near 0."""
     near = tl.abs(x) < 0.3
     square = x * x
     series = 1 - square * (1 / 6) * (1 - square * (1 / 20) * (1 - square * (1 / 42)))

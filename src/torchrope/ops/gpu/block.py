@@ -1,8 +1,8 @@
 """Rotation of channel blocks by a table of matrices:  y = R x.
 
-A matrix is loaded once and applied to the vectors of all samples and heads that share it. Where these are many, a
-product on tensor cores turns them together, small blocks side by side on the diagonal of one tile; where they are few
-or blocks are odd jobs, each vector is a sum over columns.
+A matrix is loaded once and applied to the vectors of all samples and heads that share it. Many vectors are
+rotated by one product on tensor cores, with small blocks side by side on the diagonal of one tile; for few vectors, or
+block sizes that do not suit tensor cores, each result is a sum over columns.
 """
 
 # mypy: allow-untyped-defs
@@ -38,7 +38,7 @@ def rotate(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         table: `(1 or batch, rotation heads, tokens, blocks, b, b)` float32, any strides.
 
     Returns:
-        Rotated q and k, contiguous, in their own dtypes; channels beyond the blocks are unchanged.
+        Rotated q and k, contiguous, in the dtypes of the inputs; channels beyond the blocks are unchanged.
     """
     q, k = contiguous_channels(q), contiguous_channels(k)
     q_out, k_out = empty_rows(q), empty_rows(k)
@@ -65,8 +65,8 @@ def rotate_backward(
     Args:
         grad_q: Gradient of the rotated q.
         grad_k: Gradient of the rotated k.
-        q: What was rotated.
-        k: What was rotated.
+        q: As given to `rotate`.
+        k: As given to `rotate`.
         table: As given to `rotate`.
 
     Returns:
@@ -95,15 +95,15 @@ def rotate_backward(
 
 
 def copy_rest(x: Tensor, out: Tensor, rotary_dim: int) -> None:
-    """Copy the channels that do not turn."""
+    """Copy the channels that are not rotated."""
     if rotary_dim < x.shape[-1]:
         out[..., rotary_dim:].copy_(x[..., rotary_dim:])
 
 
 class _Work:
-    """How a rotation is cut into programs: tiles of matrices, and shares of the rows.
+    """Partition of a rotation into programs: tiles of matrices, and shares of the rows.
 
-    Rows are the samples and heads that one matrix turns.
+    Rows are the samples and heads that one matrix rotates.
     """
 
     def __init__(self, q: Tensor, k: Tensor, table: Tensor) -> None:
@@ -135,14 +135,14 @@ class _Work:
 
 @triton.jit
 def share(split, splits, rows):
-    """First and last row of a program."""
+    """Compute the range of rows of a program."""
     each = tl.cdiv(rows, splits)
     return split * each, tl.minimum((split + 1) * each, rows)
 
 
 @triton.jit
 def row_offset(start, row, group, head, stride_sample, stride_head):
-    """Where a row begins: the row'th of the vectors that share a matrix, counted over samples and heads of a group."""
+    """Compute the offset of a row: the row'th of the vectors that share a matrix, over samples and heads of a group."""
     sample = tl.cast(start + row // group, tl.int64)
     return sample * stride_sample + (head * group + row % group) * tl.cast(stride_head, tl.int64)
 
@@ -158,7 +158,7 @@ def _rotate_products_kernel(
 ):  # fmt: skip
     head, token, place, first_block, split = _locate_diagonal(tokens, blocks, heads, sets, TOGETHER)
     channel = first_block * BLOCK + tl.arange(0, WIDTH)
-    turning = _turning(first_block, blocks, BLOCK, WIDTH, TOGETHER)
+    turning = _rotated_channels(first_block, blocks, BLOCK, WIDTH, TOGETHER)
     at = table + _matrix_offset(place, head, token, r_set, r_head, r_token)
     back = _load_diagonal(at, first_block, blocks, r_block, r_column, r_row, BLOCK, WIDTH, TOGETHER)  # R^T
     start = place * samples
@@ -186,7 +186,7 @@ def _rotate_backward_products_kernel(
 ):  # fmt: skip
     head, token, place, first_block, split = _locate_diagonal(tokens, blocks, heads, sets, TOGETHER)
     channel = first_block * BLOCK + tl.arange(0, WIDTH)
-    turning = _turning(first_block, blocks, BLOCK, WIDTH, TOGETHER)
+    turning = _rotated_channels(first_block, blocks, BLOCK, WIDTH, TOGETHER)
     at = table + _matrix_offset(place, head, token, r_set, r_head, r_token)
     matrix = _load_diagonal(at, first_block, blocks, r_block, r_row, r_column, BLOCK, WIDTH, TOGETHER)
     start = place * samples
@@ -216,7 +216,7 @@ def _rotate_backward_products_kernel(
 
 @triton.jit
 def _locate_diagonal(tokens, blocks, heads, sets, TOGETHER: tl.constexpr):
-    """Head, token, set of matrices, first block and share of the rows of a program that multiplies."""
+    """Locate a program of matrix products: head, token, set of matrices, first block and share of the rows."""
     program = tl.program_id(0)
     parts = tl.cdiv(blocks, TOGETHER)
     first_block = program % parts * TOGETHER
@@ -232,8 +232,8 @@ def _matrix_offset(place, head, token, r_set, r_head, r_token):
 
 
 @triton.jit
-def _turning(first_block, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
-    """Channels of the tile that belong to a block [WIDTH]."""
+def _rotated_channels(first_block, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
+    """Mask the channels of a tile that belong to a block [WIDTH]."""
     slot = tl.arange(0, WIDTH) // BLOCK
     return (slot < TOGETHER) & (first_block + slot < blocks)
 
@@ -243,10 +243,10 @@ def _load_diagonal(
     at, first_block, blocks, r_block, r_row, r_column,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Matrices side by side on the diagonal of a tile, zeros elsewhere [WIDTH, WIDTH]."""
+    """Load matrices side by side on the diagonal of a tile, zeros elsewhere [WIDTH, WIDTH]."""
     local = tl.arange(0, WIDTH)
     slot = local // BLOCK
-    own = _turning(first_block, blocks, BLOCK, WIDTH, TOGETHER)[:, None] & (slot[:, None] == slot[None, :])
+    own = _rotated_channels(first_block, blocks, BLOCK, WIDTH, TOGETHER)[:, None] & (slot[:, None] == slot[None, :])
     row = (first_block + slot) * r_block + local % BLOCK * r_row
     return tl.load(at + row[:, None] + (local % BLOCK * r_column)[None, :], mask=own, other=0.0)
 
@@ -272,7 +272,7 @@ def multiply_back_rows(
     grad_sample, grad_head, grad_token, x_sample, x_head, x_token, out_sample, out_head, out_token,
     matrix, outer, channel, turning, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store dx = R^T dy of rows; returns `outer` plus sum dy x^T [WIDTH, WIDTH]."""
+    """Store dx = R^T dy of rows; return `outer` plus sum dy x^T [WIDTH, WIDTH]."""
     for begin in range(first, last, ROWS):
         row = begin + tl.arange(0, ROWS)
         inside = (row < last)[:, None] & turning[None, :]
@@ -350,13 +350,13 @@ def _rotate_backward_sums_kernel(
 
 @triton.jit
 def _upper_index(row, column, BLOCK: tl.constexpr):
-    """Place of an entry above the diagonal, row by row."""
+    """Index of an entry above the diagonal, row by row."""
     return row * (2 * BLOCK - row - 1) // 2 + column - row - 1
 
 
 @triton.jit
 def _locate_matrices(tokens, blocks, heads, sets, TOGETHER: tl.constexpr):
-    """Head, set of matrices, tile of them and share of the rows of a program that sums."""
+    """Locate a program of column sums: head, set of matrices, tile of matrices and share of the rows."""
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens * blocks, TOGETHER)
     head = program % heads
@@ -366,14 +366,14 @@ def _locate_matrices(tokens, blocks, heads, sets, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _tokens_and_blocks(tile, tokens, blocks, TOGETHER: tl.constexpr):
-    """Token and block of each matrix of a tile, and whether there is one [TOGETHER]."""
+    """Compute token and block of each matrix of a tile, and whether it exists [TOGETHER]."""
     matrix = tile * TOGETHER + tl.arange(0, TOGETHER)
     return (matrix // blocks).to(tl.int64), matrix % blocks, matrix < tokens * blocks
 
 
 @triton.jit
 def _load_matrices(at, real, r_row, r_column, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Matrices [TOGETHER, WIDTH, WIDTH], zeros beyond the block."""
+    """Load matrices [TOGETHER, WIDTH, WIDTH], zeros beyond the block."""
     row = tl.arange(0, WIDTH)[None, :, None]
     column = tl.arange(0, WIDTH)[None, None, :]
     inside = real[:, None, None] & (row < BLOCK) & (column < BLOCK)
@@ -402,7 +402,7 @@ def _sum_back_rows(
     x_sample, x_head, x_token, out_sample, out_head, out_token, matrix, skew,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store dx = R^T dy of rows; returns `skew` plus sum dy y^T - y dy^T [TOGETHER, WIDTH, WIDTH]."""
+    """Store dx = R^T dy of rows; return `skew` plus sum dy y^T - y dy^T [TOGETHER, WIDTH, WIDTH]."""
     local = tl.arange(0, WIDTH)
     inside = real[:, None] & (local < BLOCK)[None, :]
     channel = (block * BLOCK)[:, None] + local[None, :]

@@ -1,9 +1,10 @@
 """Exponential of skew blocks:  R = exp(sum_a p_a A_a),  computed in registers.
 
-Forward: scale G until its norm is below 0.85, sum the Taylor series, square back; what is carried is E = R - I, so that
-small rotations keep their digits. Squarings double the departure from orthogonality, which is renewed every eighth
-time. Backward: the integral of e^-uG M e^uG over u in [0, 1], by its series at the same scale and one doubling a level.
-Matrices of one tile share the scale; what is not finite is set aside, and its results are NaN.
+Forward: scale G until its norm is below 0.85, sum the Taylor series, square repeatedly; stored is E = R - I, so that
+small rotations keep their precision. A squaring doubles the error of orthogonality, so the matrix is orthogonalised
+every eighth time. Backward: the integral of e^-uG M e^uG over u in [0, 1], by its series at the same scale and
+one doubling per level. Matrices of one tile share the scale; matrices that are not finite are replaced
+by zeros, and their results are NaN.
 """
 
 # mypy: allow-untyped-defs
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchrope.ops.gpu.launch import WIDE_WARPS, on_device_of, power_of_two, splits
 from torchrope.ops.gpu.products import multiply
 
-# The largest block: the parts of wider products fit neither registers nor shared memory.
+# The largest block: wider products fit neither registers nor shared memory.
 LARGEST = 64
 
 # Tokens and numbers in the tile of a program that sums over tokens.
@@ -50,7 +51,7 @@ def exp(positions: Tensor, generators: Tensor) -> Tensor:
 def exp_backward(
     positions: Tensor, generators: Tensor, tangent: Tensor, need_positions: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `exp` from that to Ω in  R' = exp(Ω) R  at Ω = 0.
+    """Compute the gradients of `exp` from the gradient to Ω in  R' = exp(Ω) R  at Ω = 0.
 
     With M the skew matrix of half the tangent and J the integral of e^-uG M e^uG over u in [0, 1], the gradients
     are  dA_a = sum_tokens p_a J  and  dp_a = <A_a, J>.
@@ -84,13 +85,13 @@ def exp_backward(
 
 
 def _tile(b: int) -> dict[str, int]:
-    """Small matrices lie side by side on the diagonal of one tile, as many as 16 rows hold."""
+    """Return tile parameters: small matrices are packed on the diagonal of one tile, up to 16 rows."""
     width = max(power_of_two(b), 16)
     return dict(BLOCK=b, WIDTH=width, TOGETHER=width // b, num_warps={16: 1, 32: 4, 64: WIDE_WARPS}[width])
 
 
 def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
-    """sum_tokens p_a J, `(axes, heads, blocks, b (b - 1) / 2)`."""
+    """Compute sum_tokens p_a J, `(axes, heads, blocks, b (b - 1) / 2)`."""
     sets, heads, tokens, blocks, entries = upper.shape
     axes = positions.shape[-1]
     columns = blocks * entries
@@ -106,7 +107,7 @@ def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
 
 
 def _skew(upper: Tensor, b: int) -> Tensor:
-    """Skew blocks `(..., b, b)` from their strict upper triangles."""
+    """Build skew blocks `(..., b, b)` from their strict upper triangles."""
     rows, columns = torch.triu_indices(b, b, 1, device=upper.device)
     flat = upper.new_zeros(*upper.shape[:-1], b * b).index_copy_(-1, rows * b + columns, upper)
     square = flat.unflatten(-1, (b, b))
@@ -161,7 +162,7 @@ def _exp_backward_kernel(
         moment = (tl.trans(product) - product) / (term + 2)
         integral += moment
     for level in range(levels):
-        # J <- (J + R^T J R) / 2  with  R = I + E,  skew to the last bit: a symmetric rest would grow with every level.
+        # J <- (J + R^T J R) / 2  with  R = I + E,  exactly skew: a symmetric remainder would grow with every level.
         product = multiply(integral, excess)
         product += 0.5 * multiply(tl.trans(excess), product)
         integral += 0.5 * (product - tl.trans(product))
@@ -181,7 +182,7 @@ def _exp_backward_kernel(
 
 @triton.jit
 def _matrices_of_tile(matrices, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
-    """Matrix of each row and whether there is one [WIDTH], and the entries of blocks [WIDTH, WIDTH]."""
+    """Compute the matrix of each row, whether it exists [WIDTH], and the mask of block entries [WIDTH, WIDTH]."""
     slot = tl.arange(0, WIDTH) // BLOCK
     matrix = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + slot
     real = (slot < TOGETHER) & (matrix < matrices)
@@ -190,7 +191,7 @@ def _matrices_of_tile(matrices, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETH
 
 @triton.jit
 def _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES: tl.constexpr):
-    """The position of each row's token [WIDTH]."""
+    """Load the position of each row's token [WIDTH]."""
     token = matrix // blocks % tokens
     place = matrix // blocks // tokens // heads
     return tl.load(positions + (place * tokens + token) * AXES + axis, mask=real, other=0.0)
@@ -200,7 +201,7 @@ def _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES: t
 def _load_generator(
     generators, axis, matrix, own, tokens, heads, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Generator blocks of one axis on the diagonal [WIDTH, WIDTH]."""
+    """Load generator blocks of one axis on the diagonal [WIDTH, WIDTH]."""
     head = matrix // blocks // tokens % heads
     cell = (axis * heads + head) * blocks + matrix % blocks
     local = tl.arange(0, WIDTH) % BLOCK
@@ -209,7 +210,7 @@ def _load_generator(
 
 @triton.jit
 def _upper_entries(matrix, own, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Where entries (i, j) and (j, i) lie in the strict upper triangles, and which are above or below the diagonal."""
+    """Index entries (i, j), (j, i) in the strict upper triangles, and mask those above and below the diagonal."""
     row = (tl.arange(0, WIDTH) % BLOCK)[:, None]
     column = (tl.arange(0, WIDTH) % BLOCK)[None, :]
     first = tl.minimum(row, column)
@@ -220,16 +221,16 @@ def _upper_entries(matrix, own, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _near(exponent, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Exponents scaled to norms below 2^40, beyond which float32 resolves no angle, and zeros for what is not finite.
+    """Scale exponents to norms below 2^40, beyond which float32 resolves no angle; set matrices not finite to 0.
 
     Returns:
         The tile, and whether the matrix of each row is finite [WIDTH].
     """
     slot = tl.arange(0, WIDTH) // BLOCK
     own = slot[:, None] == slot[None, :]
-    bits = exponent.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # they sort as numbers do, infinity and NaN above
+    bits = exponent.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as the absolute values, infinity and NaN last
     of_column = tl.max(tl.where(own, bits, 0), axis=0)
-    of_slot = tl.max(tl.where(own, of_column[None, :], 0), axis=1)  # skew: rows are alike
+    of_slot = tl.max(tl.where(own, of_column[None, :], 0), axis=1)  # skew: equal row and column maxima
     finite = of_slot < 0x7F800000
     beyond = tl.maximum((of_slot >> 23) - (126 + 40 - 6), 0)  # 2^6 rows at most
     scale = ((127 - beyond) << 23).to(tl.float32, bitcast=True)
@@ -238,7 +239,7 @@ def _near(exponent, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _squared(excess, level, levels):
-    """(I + E)^2 - I, made orthogonal again each eighth time and at the end:  R <- R (1 - F / 2),  F = R^T R - I."""
+    """Compute (I + E)^2 - I, orthogonalised every eighth time and at the end:  R <- R (1 - F / 2),  F = R^T R - I."""
     excess = 2 * excess + multiply(excess, excess)
     if (level % 8 == 7) | ((level == levels - 1) & (level % 8 >= 4)):
         half = -0.5 * (excess + tl.trans(excess) + multiply(tl.trans(excess), excess))
@@ -248,7 +249,7 @@ def _squared(excess, level, levels):
 
 @triton.jit
 def _small_exp(exponent):
-    """A = G / 2^levels of norm 0.85 or less, exp(A) - I, and levels."""
+    """Return A = G / 2^levels of norm 0.85 or less, exp(A) - I, and levels."""
     square = multiply(exponent, exponent)
     # The largest row sum bounds the largest eigenvalue of -G^2, the square of the norm.
     norm = tl.sqrt(tl.max(tl.sum(tl.abs(square), axis=1), axis=0))
@@ -270,7 +271,7 @@ def _small_exp(exponent):
 def _sum_kernel(
     positions, upper, sums, rows, tokens, heads, axes, columns, parts, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """sum_tokens p_a J of some columns, one head, one axis and a share of the tokens."""
+    """Compute sum_tokens p_a J of some columns, one head, one axis and a share of the tokens."""
     tiles = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
     column = program % tiles * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,7 +1,7 @@
 """Norm and rotation in one pass:  R(p) norm(x)  for RMSNorm and LayerNorm over all channels of a head.
 
-Cut into programs as `planar` is: each holds the angles of some tokens and one rotation head, reads and writes the
-vectors that share them once, and adds up its own share of the gradients to the weights.
+Partitioned into programs as in `planar`: each holds the angles of some tokens and one rotation head, reads and writes
+the vectors that share them once, and sums its share of the gradients to the weights.
 """
 
 # mypy: allow-untyped-defs
@@ -38,16 +38,16 @@ def rotate(
     kinds: Sequence[int],
     eps: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """Normalise q and k over their channels and turn channel pairs, both in one launch.
+    """Normalise q and k over their channels and rotate channel pairs, both in one launch.
 
     Args:
-        q: As `planar.rotate`'s, with all until halves.
+        q: As in `planar.rotate`, and so all arguments up to halves.
         weights: Weight and bias of the norm of q, then of that of k, each `(channels,)`; None for ones and zeros.
-        kinds: Of q and k: 0 no norm, 1 RMSNorm, which has no bias, 2 LayerNorm.
-        eps: Of q and k: added to the mean of squares or the variance.
+        kinds: Of the norms of q and k: 0 no norm, 1 RMSNorm, which has no bias, 2 LayerNorm.
+        eps: Of the norms of q and k: added to the mean of squares or the variance.
 
     Returns:
-        q and k, in their own dtypes, rounded once.
+        Rotated q and k, in the dtypes of the inputs, rounded once.
     """
     q, k = contiguous_channels(q), contiguous_channels(k)
     q_out, k_out = empty_rows(q), empty_rows(k)
@@ -56,7 +56,7 @@ def rotate(
         return q_out, k_out
     with on_device_of(q):
         _rotate_normed_kernel[work.grid](
-            q, k, q_out, k_out, *work.angles, *_given(weights, kinds, q),
+            q, k, q_out, k_out, *work.angles, *_norm_parameters(weights, kinds, q),
             *outer_strides(q), *outer_strides(k), *outer_strides(q_out), *outer_strides(k_out),
             *work.sizes, HALVES=halves, **_norms(kinds, eps), **work.tile,
         )  # fmt: skip
@@ -76,20 +76,20 @@ def rotate_backward(
     eps: Sequence[float],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Gradients of `rotate`. With  h = w R^T dy,  u = (x - m) r  and  r = 1 / sqrt(mean (x - m)^2 + eps):
+    """Compute the gradients of `rotate`. With  h = w R^T dy,  u = (x - m) r  and  r = 1 / sqrt(mean (x - m)^2 + eps):
 
         dx = r (h - mean h - u mean(h u)),   dw = sum u R^T dy,   db = sum R^T dy
 
-    and angles' as in `planar.rotate_backward`, of the normalised vectors; without m and mean h for RMSNorm.
+    and those of the angles as in `planar.rotate_backward`, of the normalised vectors; without m and mean h for RMSNorm.
 
     Args:
-        grad_q: Gradient of what `rotate` returned for q.
-        grad_k: Likewise for k.
-        q: As given to `rotate`, with all until eps.
+        grad_q: Gradient of the q that `rotate` returned.
+        grad_k: Gradient of the k that `rotate` returned.
+        q: As given to `rotate`, and so all arguments up to eps.
         wanted: Whether to return gradients to positions, frequencies, and the four weights.
 
     Returns:
-        Gradients of q and k in their dtypes, and in float32 those wanted, None for others.
+        Gradients of q and k in their dtypes, and in float32 the wanted gradients, None for the others.
     """
     q, k, grad_q, grad_k = map(contiguous_channels, (q, k, grad_q, grad_k))
     q_out, k_out = empty_rows(q), empty_rows(k)
@@ -117,7 +117,7 @@ def rotate_backward(
     )
     with on_device_of(q):
         _rotate_normed_backward_kernel[work.grid](
-            grad_q, grad_k, q, k, q_out, k_out, *work.angles, *_given(weights, kinds, q),
+            grad_q, grad_k, q, k, q_out, k_out, *work.angles, *_norm_parameters(weights, kinds, q),
             per_frequency, per_position, per_weight,
             *outer_strides(grad_q), *outer_strides(grad_k), *outer_strides(q), *outer_strides(k),
             *outer_strides(q_out), *outer_strides(k_out),
@@ -136,8 +136,8 @@ def rotate_backward(
     )
 
 
-def _given(weights: Sequence[Tensor | None], kinds: Sequence[int], like: Tensor) -> list[Tensor]:
-    """Weight and bias of both norms in float32, ones and zeros where there are none; one number where no norm reads."""
+def _norm_parameters(weights: Sequence[Tensor | None], kinds: Sequence[int], like: Tensor) -> list[Tensor]:
+    """Return weight and bias of both norms in float32, ones and zeros if None; a single number if there is no norm."""
     given = []
     for index, weight in enumerate(weights):
         if weight is not None:
@@ -154,7 +154,7 @@ def _norms(kinds: Sequence[int], eps: Sequence[float]) -> dict[str, int | float]
 
 @triton.jit
 def _channel_values(values, channel, channels, NORM: tl.constexpr):
-    """Weight or bias of the channels of a tile."""
+    """Load weight or bias of the channels of a tile."""
     if NORM == 0:
         found = tl.zeros_like(channel).to(tl.float32)
     else:
@@ -164,7 +164,7 @@ def _channel_values(values, channel, channels, NORM: tl.constexpr):
 
 @triton.jit
 def _units(vectors, channels, inside, NORM: tl.constexpr, EPS: tl.constexpr):
-    """(x - m) r in float32, zeros outside, and r. Large rows are scaled first: their squares would be infinite."""
+    """Compute (x - m) r in float32, zeros outside, and r. Large rows are scaled first: their squares would overflow."""
     x = vectors.to(tl.float32)
     largest = tl.max(tl.abs(x), axis=1)
     scale = 1.0 / tl.where((largest > 1e18) & (largest < 3.4e38), largest, 1.0)
@@ -178,7 +178,7 @@ def _units(vectors, channels, inside, NORM: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _normed(vectors, weight, bias, channels, inside, NORM: tl.constexpr, EPS: tl.constexpr):
-    """What is rotated, in float32."""
+    """Compute the normalised vectors in float32."""
     result = vectors.to(tl.float32)
     if NORM != 0:
         unit, _ = _units(vectors, channels, inside, NORM, EPS)
@@ -249,7 +249,7 @@ def _rotate_back_rows(
     cos, sin, turning, token, channel, channels, inside,
     NORM: tl.constexpr, EPS: tl.constexpr, NEED_ANGLES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of rows; returns those of the angles [TOKENS, PAIRS], and of weight and bias [2 PAIRS]."""
+    """Store gradients of rows; return those of the angles [TOKENS, PAIRS], and of weight and bias [2 PAIRS]."""
     grad_angles = tl.zeros((TOKENS, PAIRS), tl.float32)
     grad_weight = tl.zeros((2 * PAIRS,), tl.float32)
     grad_bias = tl.zeros((2 * PAIRS,), tl.float32)

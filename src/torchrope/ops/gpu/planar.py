@@ -1,7 +1,7 @@
 """Rotation of channel pairs by angles that are computed in registers:  a = sum_n p_n f_n.
 
-A program holds the angles of some tokens and one rotation head, and turns the vectors of all samples and heads that
-share them. Only q and k touch memory.
+A program holds the angles of some tokens and one rotation head, and rotates the vectors of all samples and heads that
+share them. Only q and k are read from and written to memory.
 """
 
 # mypy: allow-untyped-defs
@@ -15,24 +15,24 @@ from torchrope.ops.gpu.launch import contiguous_channels, on_device_of, outer_st
 from torchrope.tensors import empty_rows
 
 TILE = 2048
-"""Channels times tokens in the tile of a program. `benchmarks/gpu.py` measures others."""
+"""Channels times tokens in the tile of a program. `benchmarks/gpu.py` compares sizes."""
 
 WARPS = 4
 """Warps of a program."""
 
 
 def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
-    """Turn channel pairs of q and k counter-clockwise by  a_i = sum_n p_n f_ni,  both in one launch.
+    """Rotate channel pairs of q and k counter-clockwise by  a_i = sum_n p_n f_ni,  both in one launch.
 
     Args:
         q: `(batch, query heads, tokens, channels)`, float32, bfloat16 or float16.
         k: `(batch, key heads, tokens, channels)`.
         positions: `(1 or batch, tokens, axes)` float32.
         frequencies: `(axes, rotation heads, pairs)` float32; rotation heads divide query and key heads.
-        halves: Whether pair i is channels (i, i + pairs) in place of (2i, 2i + 1).
+        halves: Whether pair i is channels (i, i + pairs) instead of (2i, 2i + 1).
 
     Returns:
-        Rotated q and k, contiguous, in their own dtypes; channels beyond the pairs are unchanged bit for bit.
+        Rotated q and k, contiguous, in the dtypes of the inputs; channels beyond the pairs are bit-identical.
     """
     q, k = contiguous_channels(q), contiguous_channels(k)
     q_out, k_out = empty_rows(q), empty_rows(k)
@@ -64,8 +64,8 @@ def rotate_backward(
     Args:
         grad_q: Gradient of the rotated q.
         grad_k: Gradient of the rotated k.
-        q: What was rotated.
-        k: What was rotated.
+        q: As given to `rotate`.
+        k: As given to `rotate`.
         positions: As given to `rotate`.
         frequencies: As given to `rotate`.
         need_frequencies: Whether to return the gradient of the frequencies.
@@ -73,7 +73,7 @@ def rotate_backward(
         halves: As given to `rotate`.
 
     Returns:
-        Gradients of q and k in their dtypes, of frequencies and positions in float32, or None where not needed.
+        Gradients of q and k in their dtypes, of frequencies and positions in float32, or None if not needed.
     """
     q, k, grad_q, grad_k = map(contiguous_channels, (q, k, grad_q, grad_k))
     q_out, k_out = empty_rows(q), empty_rows(k)
@@ -110,9 +110,9 @@ def rotate_backward(
 
 
 class Work:
-    """How a rotation is cut into programs: token tiles, rotation heads, sets of positions, and shares of the rows.
+    """Partition of a rotation into programs: token tiles, rotation heads, sets of positions, and shares of the rows.
 
-    Rows are the samples and heads that one set of angles turns.
+    Rows are the samples and heads that one set of angles rotates.
     """
 
     def __init__(self, q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> None:
@@ -135,14 +135,14 @@ class Work:
 
 @triton.jit
 def share(split, splits, rows):
-    """First and last row of a program."""
+    """Compute the range of rows of a program."""
     each = tl.cdiv(rows, splits)
     return split * each, tl.minimum((split + 1) * each, rows)
 
 
 @triton.jit
 def locate(tokens, heads, sets, TOKENS: tl.constexpr):
-    """Head, token tile, set of positions and share of the rows; neighbouring programs read neighbouring heads."""
+    """Locate a program: head, token tile, set of positions, share of rows; adjacent programs read adjacent heads."""
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, TOKENS)
     return (
@@ -155,7 +155,7 @@ def locate(tokens, heads, sets, TOKENS: tl.constexpr):
 
 @triton.jit
 def channels_of(pairs, HALVES: tl.constexpr, PAIRS: tl.constexpr):
-    """The channel of each column of a tile, in which the two of a pair are neighbours."""
+    """Compute the channel of each column of a tile, in which the channels of a pair are adjacent."""
     column = tl.arange(0, 2 * PAIRS)
     if HALVES:
         column = tl.where(column < 2 * pairs, column % 2 * pairs + column // 2, column)
@@ -167,7 +167,7 @@ def angles_of(
     positions, frequencies, place, head, heads, pairs, token, tokens, pair,
     AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Angles [TOKENS, PAIRS] of the tokens of a tile, of one rotation head and set of positions."""
+    """Compute angles [TOKENS, PAIRS] of the tokens of a tile, of one rotation head and set of positions."""
     angles = tl.zeros((TOKENS, PAIRS), tl.float32)
     for axis in tl.static_range(AXES):
         position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=token < tokens, other=0.0)
@@ -178,20 +178,20 @@ def angles_of(
 
 @triton.jit
 def row_start(start, row, group, head, stride_sample, stride_head):
-    """Where a row begins: the row'th of the vectors that share angles, counted over samples and heads of the group."""
+    """Compute the offset of a row: the row'th of the vectors that share angles, over samples and heads of the group."""
     sample = tl.cast(start + row // group, tl.int64)
     return sample * stride_sample + (head * group + row % group) * tl.cast(stride_head, tl.int64)
 
 
 @triton.jit
 def halves_of(x, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
-    """Even and odd channels [TOKENS, PAIRS] in float32."""
+    """Split vectors into even and odd channels [TOKENS, PAIRS] in float32."""
     return tl.split(tl.reshape(x.to(tl.float32), (TOKENS, PAIRS, 2)))
 
 
 @triton.jit
 def whole_of(even, odd, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
-    """Vectors [TOKENS, 2 PAIRS] of even and odd channels."""
+    """Interleave even and odd channels to vectors [TOKENS, 2 PAIRS]."""
     return tl.reshape(tl.join(even, odd), (TOKENS, 2 * PAIRS))
 
 
@@ -250,7 +250,7 @@ def _rotate_back_rows(
     grad_sample, grad_head, grad_token, x_sample, x_head, x_token, out_sample, out_head, out_token,
     cos, sin, turning, token, channel, inside, NEED_ANGLES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Turn gradients back; returns the gradient of the angles [TOKENS, PAIRS]."""
+    """Rotate gradients back; return the gradient of the angles [TOKENS, PAIRS]."""
     grad_angles = tl.zeros((TOKENS, PAIRS), tl.float32)
     for row in range(first, last):
         here = row_start(start, row, group, head, grad_sample, grad_head)
@@ -276,7 +276,7 @@ def keep_angles(
     tokens, pairs, heads, sets,
     NEED_FREQUENCIES: tl.constexpr, NEED_POSITIONS: tl.constexpr, AXES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Store what a program adds to the gradients of frequencies and positions."""
+    """Store a program's contribution to the gradients of frequencies and positions."""
     if NEED_FREQUENCIES:
         part = (split * sets + place) * tl.cdiv(tokens, TOKENS) + tile
         for axis in tl.static_range(AXES):

@@ -1,8 +1,8 @@
 """Decomposition of skew-symmetric blocks:  B = U diag([[0, -w], [w, 0]]) U^T,  by Jacobi's method, block by block.
 
-As in `native/skew_eig.c`: a rotation of four coordinates x -> a x b, in quaternions, leaves nothing between two planes,
-and U is a product of such rotations whatever the rank of B. Pairs of planes without one in common are rotated at once:
-in round r plane p meets plane p xor r. Blocks stay in a workspace in global memory, in float64.
+As in `native/skew_eig.c`: a rotation of four coordinates x -> a x b, in quaternions, zeroes the entries between two
+planes, and U is a product of such rotations whatever the rank of B. Disjoint pairs of planes are rotated at once: in
+round r plane p is paired with plane p xor r. Blocks are stored in a workspace in global memory, in float64.
 """
 
 # mypy: allow-untyped-defs
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from torchrope.ops.gpu.launch import on_device_of, power_of_two
 
-# Entries between planes that are left, as a share of all, squared: far below a step of float32.
+# Remaining squared entries between planes, relative to all: far below float32's resolution.
 _RESIDUE = 1e-20
 _SWEEPS = 60
 
 
 def decompose(base: Tensor) -> tuple[Tensor, Tensor]:
-    """The planes of skew blocks and how fast each rotates, w >= 0.
+    """Compute the planes of skew blocks and their frequencies w >= 0.
 
     Args:
         base: `(count, b, b)` float32, skew, b even.
@@ -74,7 +74,7 @@ def _decompose_kernel(
         sweep += 1
 
     finite = size < float("inf")
-    # A plane whose w is negative is the same one seen from behind.
+    # A plane with negative w is the same plane with its two vectors swapped and w positive.
     frequency = tl.load(
         inside + block + (column // 2 * 2 + 1) * BLOCK + column // 2 * 2, mask=column < BLOCK, other=0.0
     )
@@ -118,7 +118,7 @@ def _rotate_pairs(
 
 @triton.jit
 def _quaternion(first, second, third, sign: tl.constexpr):
-    """Parts 0, 2 and 3 of the unit quaternion that turns a vector onto the nearer end of the first axis."""
+    """Compute parts 0, 2 and 3 of the unit quaternion that rotates a vector onto the nearer end of the first axis."""
     across = second * second + third * third
     whole = tl.sqrt(first * first + across) + tl.abs(first)
     length = tl.sqrt(whole * whole + across)
@@ -130,7 +130,7 @@ def _quaternion(first, second, third, sign: tl.constexpr):
 
 @triton.jit
 def _rotate_four(matrix, first, second, apart, mask, a0, a2, a3, b0, b2, b3):
-    """Rotate coordinates x -> a x b of two planes [PAIRS, WIDTH]; every thread has read before one writes."""
+    """Rotate coordinates x -> a x b of two planes [PAIRS, WIDTH]; all threads read before any writes."""
     x0 = tl.load(matrix + first, mask=mask, other=0.0)
     x1 = tl.load(matrix + first + apart, mask=mask, other=0.0)
     x2 = tl.load(matrix + second, mask=mask, other=0.0)

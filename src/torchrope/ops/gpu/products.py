@@ -11,13 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def leading(x):
-    """The first eight bits of float32 numbers."""
+    """Truncate float32 numbers to their first eight significant bits."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def multiply(a, b):
-    """a b for float32 tiles; of the nine products of parts the three below float32's last bit are left out."""
+    """Compute a b for float32 tiles, omitting the three of nine partial products below float32's last bit."""
     a_high = leading(a)
     a_middle = leading(a - a_high)
     a_low = (a - a_high - a_middle).to(tl.bfloat16)
@@ -38,7 +38,7 @@ def multiply(a, b):
 
 @triton.jit
 def multiply_vectors(x, matrix):
-    """x M for vectors of float32 or of 16 bits, and a float32 matrix with entries of at most about 1.
+    """Compute x M for vectors of float32 or of 16 bits, and a float32 matrix with entries of at most about 1.
 
     Two 16-bit parts of a float32 leave an error far below the rounding of a 16-bit result.
     """
@@ -52,7 +52,7 @@ def multiply_vectors(x, matrix):
 
 @triton.jit
 def outer_products(y, x):
-    """y^T x for rows of vectors of one dtype, summed in float32."""
+    """Compute y^T x for rows of vectors of one dtype, summed in float32."""
     if x.dtype == tl.float32:
         return multiply(tl.trans(y), x)
     else:

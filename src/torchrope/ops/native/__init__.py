@@ -1,7 +1,7 @@
-"""The kernels for CPUs: compiled C without dependencies, called on tensors' memory, run by torch's own threads.
+"""CPU kernels in C, called through ctypes on the memory of tensors, parallelised over `torch.get_num_threads()`.
 
-One library is built for each instruction set that this machine's compiler supports; the best that the processor runs
-is loaded. Where none was built, `LIBRARY` is None and the plain reference takes over.
+One library is built for each instruction set that the compiler supports; the fastest one that the processor supports
+is loaded. If none was built, `LIBRARY` is None and the reference computes.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from torchrope.tensors import empty_rows
 _INTEGER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What q and k may be; rotations are float32."""
+"""Dtypes of q and k, as the kernels number them; rotations are float32."""
 
 _CAPABILITY = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generic")}
 
@@ -55,7 +55,7 @@ def _addresses(names: str) -> list[tuple[str, Any]]:
 
 
 class _Arguments(ctypes.Structure):
-    """What a kernel gets, as the C sources declare it. Its size, which comes first, tells one build from another."""
+    """Arguments of a kernel, laid out as in the C sources; the first field, the size, detects a mismatched build."""
 
     kept: list[Tensor]
 
@@ -64,45 +64,45 @@ class _Arguments(ctypes.Structure):
         self.kept = []
 
     def set(self, **fields: int | bool | Tensor | None) -> None:
-        """Set fields: tensors by the address of a contiguous float32 copy, or of the tensor itself."""
+        """Set fields; a tensor by its address, converted to contiguous float32 if it is not."""
         for name, value in fields.items():
             setattr(self, name, self.keep(value) if isinstance(value, Tensor) else value)
 
     def keep(self, tensor: Tensor) -> int:
-        """The address of a tensor in contiguous float32, which lives as long as this."""
+        """Return the address of a tensor in contiguous float32, kept alive as long as this object."""
         self.kept.append(tensor.to(torch.float32).contiguous())
         return self.kept[-1].data_ptr()
 
     def run(self, name: str, *settings: int, items: int = 1) -> None:
-        """Call a kernel, unless there is nothing to do: empty tensors have no address.
+        """Call a kernel, unless `items` is 0: empty tensors have no address.
 
         Raises:
-            MemoryError: the system gives it no memory to work with.
-            RuntimeError: it was built from other sources than these.
+            MemoryError: the kernel cannot allocate its working memory.
+            RuntimeError: the kernel was built from other sources than the installed ones.
         """
         status = _kernel(name)(ctypes.byref(self), *map(_INTEGER, settings)) if items else 0
         if status:
-            _refuse(name, status)
+            _raise_for(name, status)
 
 
 class _Sides(_Arguments):
-    """Of a kernel that turns q and k."""
+    """Arguments of a kernel that rotates q and k."""
 
     sides: Any
 
     def set_sides(
         self, q: Tensor, k: Tensor, grad_q: Tensor | None = None, grad_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Describe what is read and written; returns what is written."""
+        """Set the inputs and allocate the outputs; return the outputs."""
         if q.stride(-1) != 1 or k.stride(-1) != 1:
-            q, k = self._with_near_channels(q), self._with_near_channels(k)
+            q, k = self._with_contiguous_channels(q), self._with_contiguous_channels(k)
         if grad_q is not None and grad_k is not None:
-            grad_q, grad_k = self._with_near_channels(grad_q), self._with_near_channels(grad_k)
+            grad_q, grad_k = self._with_contiguous_channels(grad_q), self._with_contiguous_channels(grad_k)
         out = empty_rows(q), empty_rows(k)
         _SIDES.pack_into(self, _SIDES_AT, *_side(q, grad_q, out[0]), *_side(k, grad_k, out[1]))
         return out
 
-    def _with_near_channels(self, x: Tensor) -> Tensor:
+    def _with_contiguous_channels(self, x: Tensor) -> Tensor:
         if x.stride(-1) == 1:
             return x
         self.kept.append(x.contiguous())
@@ -110,12 +110,12 @@ class _Sides(_Arguments):
 
 
 _SIDES = struct.Struct(f"{2 * ctypes.sizeof(_Side) // 8}q")
-_SIDES_AT = 8  # behind the size
+_SIDES_AT = 8  # after the size
 _ABSENT = (0, 0, 0, 0, 0)
 
 
 def _side(x: Tensor, grad: Tensor | None, out: Tensor) -> tuple[int, ...]:
-    """Numbers of a `_Side`, many times as fast as by the names of its fields."""
+    """Return the fields of a `_Side` as numbers; packing them is many times faster than setting fields by name."""
     dtype = DTYPES[x.dtype]
     return (
         *(*x.shape[:2], x.data_ptr(), *x.stride()[:3], dtype),
@@ -145,7 +145,7 @@ class _Planar(_Sides):
     def set_norms(
         self, weights: Sequence[Tensor | None], kinds: Sequence[int], eps: Sequence[float], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Describe the norms of q and k; returns memory for the gradients to those of their weights that are wanted."""
+        """Set the norms of q and k; return zeros for the gradients to those of their weights that are wanted."""
         gradients = [None if w is None else _gradient(w, needed) for w, needed in zip(weights, wanted, strict=True)]
         sides = (self._norm(side, weights, kinds[side], eps[side], gradients) for side in (0, 1))
         _NORMS.pack_into(self, _Planar.norms.offset, *(number for side in sides for number in side))
@@ -154,13 +154,13 @@ class _Planar(_Sides):
     def _norm(
         self, side: int, weights: Sequence[Tensor | None], kind: int, eps: float, gradients: Sequence[Tensor | None]
     ) -> tuple[int | float, ...]:
-        """Numbers of a `_Norm`."""
+        """Return the fields of a `_Norm` as numbers."""
         if kind == 0:
             return 0, 0.0, 0, 0, 0, 0
         weight, bias = weights[2 * side : 2 * side + 2]
         weight = torch.ones(self.head_dim) if weight is None else weight
         of_bias = 0 if kind == 1 else self.keep(torch.zeros(self.head_dim) if bias is None else bias)
-        d_weight, d_bias = (_at(gradient) or 0 for gradient in gradients[2 * side : 2 * side + 2])
+        d_weight, d_bias = (_address_of(gradient) or 0 for gradient in gradients[2 * side : 2 * side + 2])
         return kind, eps, self.keep(weight), of_bias, d_weight, d_bias
 
 
@@ -199,14 +199,14 @@ class _SkewEig(_Arguments):
 
 
 class PlanarCall:
-    """The kernel of planar rotations with all that does not change from one q and k to the next.
+    """Kernel of planar rotations, with the arguments that do not depend on q and k prepared.
 
     Args:
         positions: `(1 or batch, tokens, axes)`, float32.
         frequencies: `(axes, heads or 1, pairs)`, float32.
-        table: cos and sin `(1 or batch, heads or 1, tokens, pairs, 2)`, to read instead of computing them.
-        halves: Whether pair i is channels (i, i + pairs) in place of (2i, 2i + 1).
-        head_dim: Channels of a head.
+        table: cos and sin `(1 or batch, heads or 1, tokens, pairs, 2)`, read instead of computed if given.
+        halves: Whether pair i is channels (i, i + pairs) instead of (2i, 2i + 1).
+        head_dim: Channels per head.
     """
 
     def __init__(
@@ -230,11 +230,11 @@ class PlanarCall:
         positions: Tensor | None,
         frequencies: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Gradients to q, k, and to positions and frequencies where these are given."""
+        """Compute gradients to q, k, and to positions and frequencies if these are given."""
         call = self._copy()
         out = call.set_sides(q, k, grad_q, grad_k)
         d_positions, d_frequencies = (None if x is None else _gradient(x, True) for x in (positions, frequencies))
-        call.d_positions, call.d_frequencies = _at(d_positions), _at(d_frequencies)
+        call.d_positions, call.d_frequencies = _address_of(d_positions), _address_of(d_frequencies)
         call.run("torchrope_planar", 1)
         return (*out, d_positions, d_frequencies)
 
@@ -261,17 +261,17 @@ class PlanarCall:
         eps: Sequence[float],
         wanted: Sequence[bool],
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Gradients to q, k, and to positions and frequencies where these are given and to the weights wanted."""
+        """Compute gradients to q, k, to positions and frequencies if given, and to the weights that are wanted."""
         call = self._copy()
         of_weights = call.set_norms(weights, kinds, eps, wanted)
         out = call.set_sides(q, k, grad_q, grad_k)
         d_positions, d_frequencies = (None if x is None else _gradient(x, True) for x in (positions, frequencies))
-        call.d_positions, call.d_frequencies = _at(d_positions), _at(d_frequencies)
+        call.d_positions, call.d_frequencies = _address_of(d_positions), _address_of(d_frequencies)
         call.run("torchrope_planar", 1)
         return (*out, [d_positions, d_frequencies, *of_weights])
 
     def _copy(self) -> _Planar:
-        """Arguments of one call: another thread may be calling."""
+        """Copy the arguments for one call: another thread may be calling concurrently."""
         call = _Planar.from_buffer_copy(self._arguments)
         call.kept = []
         call.threads = torch.get_num_threads()
@@ -296,14 +296,14 @@ def _planar_arguments(
 def rotate_planar(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turn channel pairs:  a_i = sum_a p_a f_ai.
+    """Rotate channel pairs by angles:  a_i = sum_a p_a f_ai.
 
     Args:
-        q: `(batch, heads, tokens, head_dim)`; k likewise, with its own batch and heads.
+        q: `(batch, heads, tokens, head_dim)`; k with its own batch and heads.
         positions: `(1 or batch, tokens, axes)`, float32.
         frequencies: `(axes, heads or 1, pairs)`, float32.
-        table: cos and sin `(1 or batch, heads or 1, tokens, pairs, 2)`, to read instead of computing them.
-        halves: Whether pair i is channels (i, i + pairs) in place of (2i, 2i + 1).
+        table: cos and sin `(1 or batch, heads or 1, tokens, pairs, 2)`, read instead of computed if given.
+        halves: Whether pair i is channels (i, i + pairs) instead of (2i, 2i + 1).
     """
     call = _planar_arguments(positions, frequencies, table, halves, q.shape[3])
     out = call.set_sides(q, k)
@@ -322,11 +322,11 @@ def rotate_planar_backward(
     halves: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients to q, k, and where wanted to positions and frequencies."""
+    """Compute gradients to q, k, and if wanted to positions and frequencies."""
     call = _planar_arguments(positions, frequencies, table, halves, q.shape[3])
     out = call.set_sides(q, k, grad_q, grad_k)
     d_positions, d_frequencies = _gradient(positions, wanted[0]), _gradient(frequencies, wanted[1])
-    call.set(d_positions=_at(d_positions), d_frequencies=_at(d_frequencies))
+    call.set(d_positions=_address_of(d_positions), d_frequencies=_address_of(d_frequencies))
     call.run("torchrope_planar", 1)
     return (*out, d_positions, d_frequencies)
 
@@ -342,13 +342,13 @@ def rotate_normed(
     kinds: Sequence[int],
     eps: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """Normalise q and k over head_dim, then turn channel pairs as `rotate_planar` does.
+    """Normalise q and k over head_dim, then rotate channel pairs as `rotate_planar` does.
 
     Args:
-        q: As `rotate_planar`'s, with all until halves.
+        q: As in `rotate_planar`, and so all arguments up to halves.
         weights: Weight and bias of the norm of q, then of that of k, each `(head_dim,)`; None for ones and zeros.
-        kinds: Of q and k: 0 no norm, 1 RMSNorm, which has no bias, 2 LayerNorm.
-        eps: Of q and k: added to the mean of squares or the variance.
+        kinds: Of the norms of q and k: 0 no norm, 1 RMSNorm, which has no bias, 2 LayerNorm.
+        eps: Of the norms of q and k: added to the mean of squares or the variance.
     """
     return PlanarCall(positions, frequencies, table, halves, q.shape[3]).normed(q, k, weights, kinds, eps)
 
@@ -367,7 +367,7 @@ def rotate_normed_backward(
     eps: Sequence[float],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Gradients to q, k, and where wanted to positions, frequencies and the four weights."""
+    """Compute gradients to q, k, and if wanted to positions, frequencies and the four weights."""
     call = PlanarCall(positions, frequencies, table, halves, q.shape[3])
     of_positions, of_frequencies = (positions if wanted[0] else None), (frequencies if wanted[1] else None)
     return call.normed_backward(grad_q, grad_k, q, k, of_positions, of_frequencies, weights, kinds, eps, wanted[2:])
@@ -384,12 +384,12 @@ def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 def rotate_block_backward(
     grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients to q, k and to the tangent `(1 or batch, heads, tokens, blocks, b (b - 1) / 2)`."""
+    """Compute gradients to q, k and to the tangent `(1 or batch, heads, tokens, blocks, b (b - 1) / 2)`."""
     call = _block_arguments(table, q.shape[3])
     out = call.set_sides(q, k, grad_q, grad_k)
     b = table.shape[-1]
     tangent = q.new_empty((*table.shape[:4], b * (b - 1) // 2), dtype=torch.float32) if wanted else None
-    call.set(d_tangent=_at(tangent))
+    call.set(d_tangent=_address_of(tangent))
     call.run("torchrope_block", 1)
     return (*out, tangent)
 
@@ -406,15 +406,15 @@ def _block_arguments(table: Tensor, head_dim: int) -> _Block:
 def rotate_basis(
     q: Tensor, k: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor, outer: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turn in the planes of a basis:  U rot(s w) U^T x,  s = sum_a p_a c_a;  without the first U unless `outer`.
+    """Rotate in the planes of a basis:  U rot(s w) U^T x,  s = sum_a p_a c_a;  without the first U unless `outer`.
 
     Args:
-        q: `(batch, heads, tokens, head_dim)`; k likewise.
+        q: `(batch, heads, tokens, head_dim)`; k with its own batch and heads.
         positions: `(1 or batch, tokens, axes)`.
         coefficients: `(axes, heads, blocks)`.
         basis: `(heads, blocks, b, b)`.
         angular: `(heads, blocks, b / 2)`.
-        outer: Whether to come back from the basis.
+        outer: Whether to multiply by the first U.
     """
     call = _basis_arguments(q, positions, coefficients, basis, angular, outer)
     out = call.set_sides(q, k)
@@ -434,12 +434,14 @@ def rotate_basis_backward(
     outer: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients to q, k, and where wanted to positions, coefficients and the base  U diag([[0, -w], [w, 0]]) U^T."""
+    """Compute gradients to q, k, and if wanted positions, coefficients and the base  U diag([[0, -w], [w, 0]]) U^T."""
     call = _basis_arguments(q, positions, coefficients, basis, angular, outer)
     out = call.set_sides(q, k, grad_q, grad_k)
     d_positions = _gradient(positions, wanted[0])
     d_coefficients, d_base = (_gradient(x, any(wanted)) for x in (coefficients, basis))
-    call.set(d_coefficients=_at(d_coefficients), d_positions=_at(d_positions), d_base=_at(d_base))
+    call.set(
+        d_coefficients=_address_of(d_coefficients), d_positions=_address_of(d_positions), d_base=_address_of(d_base)
+    )
     call.run("torchrope_basis", 1)
     return (*out, d_positions, d_coefficients, d_base)
 
@@ -456,7 +458,7 @@ def _basis_arguments(
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
-    """exp(sum_a p_a A_a): positions `(sets, tokens, axes)`, generators `(axes, heads, blocks, b, b)` to
+    """Compute exp(sum_a p_a A_a): positions `(sets, tokens, axes)`, generators `(axes, heads, blocks, b, b)` to
     `(sets, heads, tokens, blocks, b, b)`, each block's transpose contiguous."""
     table = _table(positions, generators)
     call = _exponents(positions, generators, table)
@@ -467,26 +469,26 @@ def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
 def exp_generators_backward(
     positions: Tensor, generators: Tensor, tangent: Tensor, wanted: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradients to positions, where wanted, and generators from that of the tangent."""
+    """Compute gradients to positions, if wanted, and generators from the gradient of the tangent."""
     call = _exponents(positions, generators, None)
     d_positions, d_generators = _gradient(positions, wanted), _gradient(generators, True)
-    call.set(tangent=tangent, d_generators=_at(d_generators), d_positions=_at(d_positions))
+    call.set(tangent=tangent, d_generators=_address_of(d_generators), d_positions=_address_of(d_positions))
     call.run("torchrope_skew_exp", 1, items=tangent.numel())
     return d_positions, d_generators  # type: ignore[return-value]
 
 
 def skew_exp(exponents: Tensor) -> Tensor:
-    """exp of skew blocks `(count, b, b)`, each block's transpose contiguous."""
+    """Compute exp of skew blocks `(count, b, b)`, each block's transpose contiguous."""
     table = torch.empty_like(exponents, memory_format=torch.contiguous_format)
     _exponents(None, exponents[None, :, None], table).run("torchrope_skew_exp", 0)
     return table.mT
 
 
 def skew_exp_backward(exponents: Tensor, tangent: Tensor) -> Tensor:
-    """The skew gradient to the exponents from that of the tangent `(count, b (b - 1) / 2)`."""
+    """Compute the skew gradient to the exponents from the gradient of the tangent `(count, b (b - 1) / 2)`."""
     call = _exponents(None, exponents[None, :, None], None)
     gradient = torch.empty_like(exponents, memory_format=torch.contiguous_format)
-    call.set(tangent=tangent, d_generators=_at(gradient))
+    call.set(tangent=tangent, d_generators=_address_of(gradient))
     call.run("torchrope_skew_exp", 1)
     return gradient
 
@@ -496,16 +498,23 @@ def _exponents(positions: Tensor | None, generators: Tensor, table: Tensor | Non
     axes, heads, blocks, b, _ = generators.shape
     sets, tokens = positions.shape[:2] if positions is not None else (1, 1)
     call.set(heads=heads, blocks=blocks, b=b, axes=axes, sets=sets, tokens=tokens, threads=torch.get_num_threads())
-    call.set(positions=positions, generators=generators, table=_at(table))
+    call.set(positions=positions, generators=generators, table=_address_of(table))
     return call
 
 
 def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Planes and frequencies of skew blocks `(count, b, b)`, b even:  B = U diag([[0, -w], [w, 0]]) U^T."""
+    """Decompose skew blocks `(count, b, b)`, b even, into planes, frequencies:  B = U diag([[0, -w], [w, 0]]) U^T."""
     count, b, _ = base.shape
     basis, angular = base.new_empty(count, b, b), base.new_empty(count, b // 2)
     call = _SkewEig()
-    call.set(count=count, b=b, threads=torch.get_num_threads(), base=base, basis=_at(basis), angular=_at(angular))
+    call.set(
+        count=count,
+        b=b,
+        threads=torch.get_num_threads(),
+        base=base,
+        basis=_address_of(basis),
+        angular=_address_of(angular),
+    )
     call.run("torchrope_skew_eig")
     return basis, angular
 
@@ -514,18 +523,18 @@ def _kernel(name: str) -> Any:
     return getattr(LIBRARY, name)
 
 
-def _refuse(name: str, status: int) -> None:
+def _raise_for(name: str, status: int) -> None:
     if status == _OTHER_LAYOUT:
-        rule = "kernels must be built from the sources that are installed: build torchrope again"
-        raise RuntimeError(f"{rule}, got {name} of another layout")
-    raise MemoryError(f"{name} needs memory to work with, got none from the system")
+        rule = "kernels must be built from the installed sources: rebuild torchrope"
+        raise RuntimeError(f"{rule}, got {name} with another argument layout")
+    raise MemoryError(f"{name} must allocate working memory, got none from the system")
 
 
 _OTHER_LAYOUT = 2
 
 
 def _gradient(like: Tensor, wanted: bool) -> Tensor | None:
-    """Zeros for the gradient of a tensor: a kernel without anything to do leaves them as they are."""
+    """Allocate a gradient as zeros, because a kernel skips empty inputs; None if not wanted."""
     return like.new_zeros(like.shape, dtype=torch.float32) if wanted else None
 
 
@@ -534,5 +543,5 @@ def _table(positions: Tensor, generators: Tensor) -> Tensor:
     return generators.new_empty((sets, heads, tokens, blocks, b, b), dtype=torch.float32)
 
 
-def _at(tensor: Tensor | None) -> int | None:
+def _address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -1,12 +1,12 @@
-/* cos and sin of the angles  a_i = sum_a p_a f_ai  of a tile of tokens, and rows turned by them. */
+/* cos and sin of the angles  a_i = sum_a p_a f_ai  of a tile of tokens, and rotation of rows by them. */
 #ifndef TORCHROPE_ANGLES_H
 #define TORCHROPE_ANGLES_H
 
 #include "common.h"
 
-enum { MOST_TOKENS = 64 }; /* of a tile */
+enum { MOST_TOKENS = 64 }; /* per tile */
 
-/* Where angles come from, and how the pairs that they turn lie in a row. */
+/* Inputs of the angles, and the layout of channel pairs in a row. */
 typedef struct {
     int64_t tokens, axes, heads, pairs; /* heads: those of the rotation */
     int64_t halves;                     /* whether pair i is channels (i, i + pairs), or (2i, 2i + 1) */
@@ -16,19 +16,19 @@ typedef struct {
 } Angles;
 
 /* cos and sin of a tile, in one or both of two layouts of a token's row of 2 `padded`:
-   in turn  c_0 s_0 c_1 s_1 ...,  or apart  c_0 c_1 ... s_0 s_1 ...  with the sines at `padded`. */
+   interleaved  c_0 s_0 c_1 s_1 ...,  or split  c_0 c_1 ... s_0 s_1 ...  with the sines at `padded`. */
 typedef struct {
     const Angles *angles;
     float *in_turn, *apart;
-    double *frequencies; /* of a head (axes, padded), zeros behind the pairs */
+    double *frequencies; /* of a head (axes, padded), zeros after the pairs */
     double *steepest;    /* its largest frequency along each axis */
-    int64_t padded, head, most; /* most: tokens that there is memory for */
-    int64_t in_place;           /* whether a table is read where it lies */
+    int64_t padded, head, most; /* most: tokens allocated */
+    int64_t in_place;           /* whether a table is read in place, without a copy */
 } Tile;
 
 INLINE int64_t padded_pairs(const Angles *a) { return round_up(a->pairs, VW); }
 
-/* A tile of as many tokens as leave cos and sin in so many bytes of the nearest cache. */
+/* Tile size such that cos and sin take at most this many bytes of the L1 cache. */
 INLINE Tile lay_out_tile(const Angles *a, int in_turn, int apart, int64_t bytes, Arena *arena) {
     Tile t = {a, NULL, NULL, NULL, NULL, padded_pairs(a), 0, 0, 0};
     t.in_place = a->table && !apart && t.padded == a->pairs;
@@ -51,7 +51,7 @@ static void start_tiles(Tile *t, int64_t head) {
         double *wide = t->frequencies + axis * t->padded, steepest = 0;
         for (int64_t i = 0; i < a->pairs; i++) {
             wide[i] = (double)frequency[i];
-            steepest = fabs(wide[i]) <= steepest ? steepest : fabs(wide[i]); /* NaN stays */
+            steepest = fabs(wide[i]) <= steepest ? steepest : fabs(wide[i]); /* keeps NaN */
         }
         for (int64_t i = a->pairs; i < t->padded; i++) wide[i] = 0;
         t->steepest[axis] = steepest;
@@ -71,7 +71,7 @@ INLINE void keep_lanes(Tile *t, int64_t at, int64_t i, vf c, vf s) {
     }
 }
 
-/* Angles of a vector of pairs. */
+/* Compute the angles of a vector of pairs. */
 INLINE void add_axes(const Tile *t, const float *position, int64_t axes, int64_t i, vd *low, vd *high) {
     *low = *high = (vd){0};
     for (int64_t axis = 0; axis < axes; axis++) {
@@ -121,7 +121,7 @@ INLINE void read_table(Tile *t, const float *entry, int64_t at) {
     }
 }
 
-/* cos and sin of tokens first ... first + count - 1 of a set, for the head that was started. */
+/* cos and sin of tokens first ... first + count - 1 of a set, for the current head. */
 static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
     const Angles *a = t->angles;
     if (a->table) {
@@ -139,7 +139,7 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
         for (int64_t axis = 0; axis < a->axes; axis++) farthest += fabs((double)position[axis]) * t->steepest[axis];
         if (!(farthest <= FARTHEST_ANGLE))
             turn_far(t, position, at);
-        else if (a->axes == 2) /* the most frequent number, which the compiler should know */
+        else if (a->axes == 2) /* the most frequent number, as a compile-time constant */
             turn_near(t, position, 2, at);
         else
             turn_near(t, position, a->axes, at);
@@ -148,8 +148,8 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
 
 /* ---- rows ---- */
 
-/* y = R x, or R^T x when `back`, for one row of pairs (2i, 2i + 1) in float; where `moment` is not NULL it gains
-   y_j x'_(j xor 1), of which the angle's gradient is odd minus even, for x' the row that was turned forward. */
+/* y = R x, or R^T x when `back`, for one row of pairs (2i, 2i + 1) in float; if `moment` is not NULL, add
+   y_j x'_(j xor 1) to it, x' the input of the forward rotation: the angle's gradient is its odd minus even entries. */
 INLINE void turn_neighbours(const float *x, const float *of_x, const float *turn, float *y, float *moment, int64_t pairs,
                             int back) {
     int64_t j = 0, n = 2 * pairs;
@@ -172,7 +172,7 @@ INLINE void turn_neighbours(const float *x, const float *of_x, const float *turn
     }
 }
 
-/* Likewise for pairs (i, i + pairs); the moment gains the angle's gradient itself. `padded` parts cosines from sines. */
+/* The same for pairs (i, i + pairs); adds the angle's gradient itself to the moment. Sines start at `padded`. */
 INLINE void turn_halves(const float *x, const float *of_x, const float *turn, int64_t padded, float *y, float *moment,
                         int64_t pairs, int back) {
     int64_t i = 0;
@@ -195,7 +195,7 @@ INLINE void turn_halves(const float *x, const float *of_x, const float *turn, in
     }
 }
 
-/* Floats to bfloat16 in the high halves, ties to even; NaN stays only where asked for. */
+/* Floats to bfloat16 in the high halves, ties to even; NaN is kept only if requested. */
 INLINE vu rounded_to_bf16(vf x, int with_nan) {
     vu bits = (vu)x, rounded = bits + (0x7fff + ((bits >> 16) & 1));
     if (!with_nan) return rounded;
@@ -211,8 +211,8 @@ INLINE int any_nan(vf x) {
     return any;
 }
 
-/* As `turn_halves`, for a row of bfloat16 of either layout of pairs, in registers; pairs are a multiple of VW. NaN may
-   come out as another number unless `with_nan`; then `unordered` becomes NaN. */
+/* As `turn_halves`, for a row of bfloat16 of either layout of pairs, in registers; pairs are a multiple of VW. Unless
+   `with_nan`, NaN may become another number; `unordered` is then set to NaN. */
 INLINE void turn_bf16(const uint16_t *x, const uint16_t *of_x, const float *turn, int64_t padded, uint16_t *y,
                       float *moment, int64_t pairs, int halves, int back, int with_nan, vf *unordered) {
     for (int64_t i = 0; i < pairs; i += VW) {
@@ -232,7 +232,7 @@ INLINE void turn_bf16(const uint16_t *x, const uint16_t *of_x, const float *turn
         vf out_second = back ? c * second - s * first : c * second + s * first;
         if (moment) *(vf *)(moment + i) += out_second * of_first - out * of_second;
         vu rounded = rounded_to_bf16(out, with_nan), rounded_second = rounded_to_bf16(out_second, with_nan);
-        if (!with_nan) *unordered += out * 0.0f; /* where one of the two is NaN, out is that or infinite */
+        if (!with_nan) *unordered += out * 0.0f; /* if an input is NaN, out is NaN or infinite */
         if (halves) {
             *(vshort *)(y + i) = __builtin_convertvector(rounded >> 16, vshort);
             *(vshort *)(y + pairs + i) = __builtin_convertvector(rounded_second >> 16, vshort);

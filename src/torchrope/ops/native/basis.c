@@ -1,23 +1,23 @@
 /* Commuting rotations in a learned basis:  R(p) = U rot(s w) U^T,  s = sum_a p_a c_a,  per block.
 
-   In the basis a block's channels lie as the first of every plane, then the second of every plane. */
+   In the basis a block's channels are ordered as the first of every plane, then the second of every plane. */
 #include "panel.h"
 
 typedef struct {
     int64_t size;
     Side sides[2];
     int64_t tokens, axes, heads, blocks, b, head_dim; /* heads: those of the rotation */
-    int64_t sets, threads, outer;                     /* outer: whether U is applied last, or may be left out */
+    int64_t sets, threads, outer;                     /* outer: whether U is applied last, or may be omitted */
     const float *positions;                           /* (sets, tokens, axes) */
     const float *coefficients;                        /* (axes, heads, blocks) */
     const float *basis;                               /* (heads, blocks, b, b), columns in pairs */
     const float *angular;                             /* (heads, blocks, b / 2) */
-    float *d_coefficients;                            /* as coefficients; or NULL, and then d_base is */
+    float *d_coefficients;                            /* as coefficients; or NULL, together with d_base */
     float *d_positions;                               /* as positions, or NULL */
     float *d_base;                                    /* as basis, or NULL */
 } Basis;
 
-/* A call, its partial sums, and the parts that tokens are cut into. */
+/* A call, its partial sums, and the parts that tokens are split into. */
 typedef struct {
     const Basis *p;
     int64_t parts;
@@ -27,7 +27,7 @@ typedef struct {
     float *inside;       /* (parts, heads, blocks, b, b), the gradient to the base in the basis */
 } Job;
 
-/* Memory of a thread. */
+/* Buffers of a thread. */
 typedef struct {
     float *x, *grad, *y, *h, *raw;    /* panels */
     float *spill;                     /* a product of a block that is narrower than its vectors */
@@ -39,7 +39,7 @@ typedef struct {
     float *moment;                    /* gradients of the angles */
     float *gaps;                      /* blocks of eight: 1 / (w_j + w_k) and 1 / (w_j - w_k) */
     double *scale;                    /* s of every block */
-    int64_t *returns;                 /* whether a block comes back from the basis: one that never turns must */
+    int64_t *returns;                 /* whether U is applied last to a block: it must be if the block never rotates */
     int64_t row, width;
 } Workspace;
 
@@ -138,8 +138,8 @@ INLINE void turn_of_token(int64_t b, const Basis *p, int64_t set, int64_t head, 
     }
 }
 
-/* y (+)= x M in one block, for the rows of a panel. A sum keeps to the block's own channels: NaN must not reach the
-   next ones through the zeros that a block is padded with. */
+/* y (+)= x M in one block, for the rows of a panel. A sum covers only the block's own channels: NaN must not
+   spread to other blocks through the zeros of the padding. */
 INLINE void times(int64_t b, int64_t count, int64_t block, const float *matrices, const float *x, float *y,
                   int accumulate, Workspace w) {
     int64_t width = w.width;
@@ -154,7 +154,7 @@ INLINE void times(int64_t b, int64_t count, int64_t block, const float *matrices
         for (int64_t j = 0; j < b; j++) y[i * w.row + j] += w.spill[i * width + j];
 }
 
-/* What turning one block by the token's angles, or back, adds:  y = (rot - 1) x, or y = rot x. */
+/* The change of one block by the rotation of a token, or its inverse:  y = (rot - 1) x, or y = rot x. */
 INLINE void turn_block(int64_t b, int64_t count, int64_t block, const float *x, float *y, float sign, int whole,
                        Workspace w) {
     int64_t pairs = b / 2;
@@ -171,7 +171,7 @@ INLINE void turn_block(int64_t b, int64_t count, int64_t block, const float *x, 
     }
 }
 
-/* R x = x + U (rot - 1) U^T x, exactly x where nothing turns; or rot U^T x. */
+/* R x = x + U (rot - 1) U^T x, exactly x if all angles are 0; or rot U^T x. */
 INLINE void turn_token(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t n = p->blocks * b;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
@@ -277,7 +277,7 @@ INLINE void turn_token_back(int64_t b, const Job *job, int64_t set, int64_t head
         if (wanted) gather(&panel, token, n, 0, w.raw, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t block = 0; block < p->blocks; block++) {
-            /* h = U^T gy, or gy where U was left out */
+            /* h = U^T gy, or gy if U was omitted */
             if (w.returns[block])
                 times(b, panel.count, block, w.inner, w.grad, w.h, 0, w);
             else
@@ -313,8 +313,8 @@ typedef int32_t vi8 __attribute__((vector_size(32), aligned(4), may_alias));
 INLINE v8 halves(v4 low, v4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE v8 swap_halves(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
 
-/* Where the rows of a panel are read and written: in their tensors if those are float32, else in scratch. Nothing is
-   fetched ahead: the work on a row is too short to hide it behind, and asking costs more than it saves. */
+/* Where the rows of a panel are read and written: in their tensors if those are float32, else in scratch. There is no
+   prefetch: the work on a row is too short to hide its latency, and it costs more than it saves. */
 typedef struct {
     const float *x[ROWS], *grad[ROWS];
     float *out[ROWS];
@@ -345,7 +345,7 @@ INLINE v8 times_matrix(const float *x, const v8 *matrix) {
     return sum;
 }
 
-/* rot x or (rot - 1) x is  c x + s (x with its halves swapped);  c belongs to rot if `whole`. */
+/* rot x, if `whole`, or (rot - 1) x, as  c x + s (x with its halves swapped). */
 typedef struct {
     v8 c, s;
 } Turn;
@@ -414,7 +414,7 @@ INLINE void turn_rows_back(const Places *places, int64_t count, int64_t block, i
     }
 }
 
-/* Rows that were turned in scratch are rounded to their dtype; channels that are not turned pass. */
+/* Rows rotated in scratch are rounded to their dtype; unrotated channels are copied. */
 INLINE void finish_rows(const Panel *panel, int64_t token, int64_t n, int64_t head_dim, int of_gradient, Workspace w) {
     for (int64_t i = 0; i < panel->count; i++) {
         const Side *side = panel->side[i];
@@ -544,7 +544,7 @@ INLINE void basis_part(int64_t b, const Job *job, int64_t item, void *memory, in
 
 static void forward_part(const void *context, int64_t item, void *memory) {
     const Job *job = context;
-    if (job->p->b == 8) /* the most frequent size, which the compiler should know */
+    if (job->p->b == 8) /* specialised for the most frequent size */
         basis_part(8, job, item, memory, 0);
     else
         basis_part(job->p->b, job, item, memory, 0);

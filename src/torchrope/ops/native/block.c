@@ -5,7 +5,7 @@ typedef struct {
     int64_t size;
     Side sides[2];
     int64_t tokens, heads, blocks, b, head_dim; /* heads: those of the rotation */
-    int64_t sets, threads;                      /* sets of positions: 1, or one a sample */
+    int64_t sets, threads;                      /* sets of positions: 1, or one per sample */
     const float *table;                         /* (sets, heads, tokens, blocks, b, b) */
     int64_t table_stride[6];
     float *d_tangent; /* (sets, heads, tokens, blocks, b (b - 1) / 2) */
@@ -23,7 +23,7 @@ INLINE void copy_block(const float *block, int64_t rows_apart, int64_t columns_a
     }
 }
 
-/* The one size that the compiler should know is the most frequent. */
+/* Specialised for the most frequent size. */
 INLINE void apply(int64_t rows, int64_t b, int64_t width, const float *x, int64_t ldx, const float *matrix, float *y) {
     if (b == 8 && width == 8)
         product(rows, 8, 8, x, ldx, 1, matrix, 8, y, ldx, 0);
@@ -31,7 +31,7 @@ INLINE void apply(int64_t rows, int64_t b, int64_t width, const float *x, int64_
         product(rows, b, width, x, ldx, 1, matrix, width, y, ldx, 0);
 }
 
-/* Memory of a thread. */
+/* Buffers of a thread. */
 typedef struct {
     float *x, *grad, *y, *back, *matrix, *transposed, *outer;
     int64_t row, width; /* floats of a panel's row, and of a padded block's */

@@ -1,4 +1,4 @@
-/* What every kernel needs: vectors, rows of any dtype, a parallel loop over torch's own threads. */
+/* Shared by all kernels: SIMD vectors, rows of any dtype, a parallel loop on the OpenMP threads of PyTorch. */
 #ifndef TORCHROPE_COMMON_H
 #define TORCHROPE_COMMON_H
 
@@ -69,7 +69,7 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #endif
 
 INLINE vf swap_pairs(vf x) { return __builtin_shufflevector(x, x, LANES_SWAPPED); }
-/* a b -+ c, by lanes in turn; a b +- c where `back`. Compilers need two instructions more. */
+/* a b -+ c, alternating by lane; a b +- c if `back`. Compilers need two instructions more. */
 INLINE vf add_in_turn(vf a, vf b, vf c, int back) {
 #if VW == 16
     return back ? (vf)_mm512_fmsubadd_ps((__m512)a, (__m512)b, (__m512)c)
@@ -94,7 +94,7 @@ INLINE vf narrow(vd low, vd high) {
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-/* ---- rows: channels of one head and token, as they lie in a tensor ---- */
+/* ---- rows: channels of one head and token, as stored in a tensor ---- */
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -104,7 +104,7 @@ typedef struct {
     int64_t dtype;
 } Rows;
 
-/* Queries or keys: what is read, the gradient that came, what is written. */
+/* Queries or keys: input, incoming gradient, output. */
 typedef struct {
     int64_t batch, heads;
     Rows x, grad, out;
@@ -114,7 +114,7 @@ INLINE int64_t row_offset(const Rows *rows, int64_t sample, int64_t head, int64_
     return sample * rows->stride[0] + head * rows->stride[1] + token * rows->stride[2];
 }
 
-/* A vector of bfloat16 as float. Compilers need several instructions for what is one. */
+/* Convert a vector of bfloat16 to float in one instruction; compilers need several. */
 INLINE vf from_bf16(const uint16_t *x) {
 #if VW == 16
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
@@ -125,7 +125,7 @@ INLINE vf from_bf16(const uint16_t *x) {
 #endif
 }
 
-/* Read n channels as float; float32 is read where it lies. */
+/* Read n channels as float; float32 is not copied. */
 INLINE const float *load_row(const Rows *rows, int64_t at, int64_t n, float *scratch) {
     if (rows->dtype == FLOAT32) return (const float *)rows->data + at;
     if (rows->dtype == BFLOAT16) {
@@ -158,7 +158,7 @@ INLINE void store_row(const Rows *rows, int64_t at, int64_t n, const float *valu
             uint32_t bits;
             memcpy(&bits, values + i, 4);
             uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-            target[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded); /* NaN stays */
+            target[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded); /* keeps NaN */
         }
     } else {
         _Float16 *target = (_Float16 *)rows->data + at;
@@ -171,7 +171,7 @@ INLINE void store_row(const Rows *rows, int64_t at, int64_t n, const float *valu
     }
 }
 
-/* Copy n channels untouched. */
+/* Copy n channels. */
 INLINE void copy_row(const Rows *from, int64_t at, const Rows *to, int64_t target, int64_t skip, int64_t n) {
     int64_t size = from->dtype == FLOAT32 ? 4 : 2;
     memcpy((char *)to->data + (target + skip) * size, (char *)from->data + (at + skip) * size, n * size);
@@ -179,13 +179,13 @@ INLINE void copy_row(const Rows *from, int64_t at, const Rows *to, int64_t targe
 
 /* ---- threads ---- */
 
-/* OpenMP's entry points, found in the process that torch has loaded; where there are none, one thread does it all. */
+/* OpenMP's entry points, looked up in the runtime that PyTorch has loaded; single-threaded if there are none. */
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
 extern int omp_get_thread_num(void) __attribute__((weak));
 
-enum { DONE = 0, OUT_OF_MEMORY = 1, OTHER_LAYOUT = 2 }; /* what kernels return */
+enum { DONE = 0, OUT_OF_MEMORY = 1, OTHER_LAYOUT = 2 }; /* status codes returned by kernels */
 
-/* Structures begin with their size as the caller knows it: one of another build is refused, not misread. */
+/* Structures begin with the size that the caller assumes: a mismatched build is rejected, not misread. */
 #define CHECK_LAYOUT(p) \
     if ((p)->size != (int64_t)sizeof *(p)) return OTHER_LAYOUT
 
@@ -194,7 +194,7 @@ INLINE void *allocate(int64_t bytes) {
     return posix_memalign(&memory, 64, (size_t)(bytes > 0 ? bytes : 64)) ? NULL : memory;
 }
 
-/* Memory that is handed out piece by piece; without memory it only counts. */
+/* A bump allocator; without memory it only counts the bytes. */
 typedef struct {
     char *memory;
     int64_t used;
@@ -209,15 +209,15 @@ INLINE void *take(Arena *arena, int64_t bytes) {
 typedef struct {
     void (*work)(const void *, int64_t, void *);
     const void *context;
-    char *memory; /* of all threads, one after the other, behind their counters */
+    char *memory; /* of all threads, consecutive, after their counters */
     int64_t count, bytes, threads, started;
 } Loop;
 
-enum { APART = 64 }; /* bytes from one thread's counter to the next: a line of the cache each */
+enum { APART = 64 }; /* bytes between the threads' counters: one cache line each */
 
 INLINE int64_t first_item(const Loop *loop, int64_t thread) { return loop->count * thread / loop->threads; }
 
-/* Items of a thread's own share first, which repeated calls find in its cache; then what others have left. */
+/* A thread first takes items of its own share, which repeated calls find in its cache; then it steals from others. */
 static void drain(void *data) {
     Loop *loop = data;
     int64_t slot = __atomic_fetch_add(&loop->started, 1, __ATOMIC_RELAXED);
@@ -234,8 +234,8 @@ static void drain(void *data) {
     }
 }
 
-/* Run work(context, 0 ... count - 1, memory of the thread: so many bytes, not initialised). What an item computes
-   depends neither on the thread that runs it nor on their number. */
+/* Run work(context, 0 ... count - 1, memory of the thread: this many bytes, not initialised). The result of an
+   item depends neither on the thread that runs it nor on the number of threads. */
 INLINE int64_t parallel_for(int64_t count, int64_t threads, int64_t bytes, void (*work)(const void *, int64_t, void *),
                             const void *context) {
     if (count < 1) return DONE;
@@ -253,20 +253,20 @@ INLINE int64_t parallel_for(int64_t count, int64_t threads, int64_t bytes, void 
     return DONE;
 }
 
-/* Floats below which starting threads takes longer than the work. */
+/* Number of floats below which starting threads takes longer than the work. */
 enum { SMALL = 1 << 15 };
 
 /* ---- sums over parts ---- */
 
-/* Parts that `units` of each of so many columns are cut into. Where parts have sums of their own, enough of them for
-   many threads, whatever their number: rounding must not depend on it. */
+/* Number of parts that `units` of each column are split into. Parts with separate sums are as many as many threads
+   need, independent of the number of threads: rounding must not depend on it. */
 INLINE int64_t parts_of(int64_t columns, int64_t units, int with_sums, int64_t threads) {
     int64_t items = with_sums ? 64 : 4 * threads;
     if (units < 1 || columns < 1) return 1;
     return least((items + columns - 1) / columns, units);
 }
 
-/* total = sum of the parts, one after the other in memory, in order. */
+/* total = sum of the parts, which are consecutive in memory, in order. */
 INLINE void add_parts(const float *partial, int64_t parts, int64_t size, float *total) {
     memcpy(total, partial, 4 * size);
     for (int64_t part = 1; part < parts; part++)
@@ -275,11 +275,11 @@ INLINE void add_parts(const float *partial, int64_t parts, int64_t size, float *
 
 /* ---- angles ---- */
 
-/* Up to here one product with a rounded pi / 2 is exact enough. */
+/* The largest angle for which one product with a rounded pi / 2 is accurate enough. */
 static const double FARTHEST_ANGLE = 1e8;
 
-/* cos and sin of a vector of angles up to FARTHEST_ANGLE, in two halves. Reduced in double, so that far positions lose
-   nothing; cos 0 = 1 and sin 0 = 0 exactly. */
+/* cos and sin of a vector of angles up to FARTHEST_ANGLE, in two halves. Reduced in double, so that large positions keep
+   full accuracy; cos 0 = 1 and sin 0 = 0 exactly. */
 INLINE void cos_sin_lanes(vd low, vd high, vf *cosine, vf *sine) {
     const double rounder = 6755399441055744.0; /* 1.5 * 2^52: adding it rounds to an integer, held in the low bits */
     vd low_quarters = low * 0.63661977236758134308 + rounder, high_quarters = high * 0.63661977236758134308 + rounder;
@@ -294,7 +294,7 @@ INLINE void cos_sin_lanes(vd low, vd high, vf *cosine, vf *sine) {
     *sine = (vf)((vi)s ^ swapped ^ ((quadrant & 2) << 30));
 }
 
-/* Likewise of n angles, a multiple of 8. */
+/* cos and sin of n angles up to FARTHEST_ANGLE, n a multiple of 8. */
 INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) {
     int64_t i = 0;
     for (; i + VW <= n; i += VW)
@@ -309,7 +309,7 @@ INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) 
     }
 }
 
-/* Likewise of any angles. */
+/* cos and sin of any angles. */
 static __attribute__((noinline, cold, unused)) void cos_sin_far(const double *angle, float *cosine, float *sine,
                                                                 int64_t n) {
     for (int64_t i = 0; i < n; i++) {
@@ -320,7 +320,7 @@ static __attribute__((noinline, cold, unused)) void cos_sin_far(const double *an
 
 /* ---- products ---- */
 
-/* C (+)= A B for R rows and NV vectors of columns; A[i][k] lies at a[i ai + k ak]. */
+/* C (+)= A B for R rows and NV vectors of columns; A[i][k] is a[i ai + k ak]. */
 #define DEFINE_TILE(NAME, V, WIDTH)                                                                                   \
     INLINE void NAME(int R, int NV, int64_t depth, const float *a, int64_t ai, int64_t ak, const float *b,            \
                      int64_t ldb, float *c, int64_t ldc, int accumulate) {                                            \
@@ -345,7 +345,7 @@ DEFINE_TILE(tile_wide, vf, VW)
 DEFINE_TILE(tile_8, v8, 8)
 DEFINE_TILE(tile_4, v4, 4)
 
-/* Columns that products of blocks of size b are computed with: a whole number of vectors. */
+/* Padded number of columns in products of blocks of size b: a multiple of the vector width. */
 INLINE int64_t padded(int64_t b) { return b <= 4 ? 4 : b <= 8 ? 8 : round_up(b, VW < 8 ? 8 : VW); }
 
 #define EACH_ROW_TILE(TILE, NV, STEP)                                                                                 \

@@ -13,7 +13,7 @@ enum { NO_NORM = 0, RMS_NORM = 1, LAYER_NORM = 2 };
 typedef struct {
     int64_t kind;
     double eps;
-    const float *weight, *bias; /* (head_dim); bias of LAYER_NORM alone */
+    const float *weight, *bias; /* (head_dim); bias only for LAYER_NORM */
     float *d_weight, *d_bias;   /* as these, or NULL */
 } Norm;
 
@@ -70,7 +70,7 @@ INLINE float mean_square(const float *x, float mean, int64_t n, int kind) {
     return (sum_lanes(sum + other) + rest) / (float)n;
 }
 
-/* Squares of numbers beyond 1e19 are infinite in float. What comes out is that of double, and NaN where it is. */
+/* Squares of numbers beyond 1e19 overflow float: computed in double, NaN if an input is. */
 static __attribute__((noinline, cold, unused)) Moments moments_far(const float *x, int64_t n, int kind, float eps) {
     double mean = 0, square = 0;
     for (int64_t i = 0; kind == LAYER_NORM && i < n; i++) mean += (double)x[i] / (double)n;
@@ -92,8 +92,8 @@ INLINE void normalise_row(const float *x, Moments of, const Norm *norm, float *y
     }
 }
 
-/* dx = r (h - mean h - u mean(h u)),  h = w dy,  u = (x - m) r,  without mean h for RMSNorm; sums gain the gradients of
-   the weight, dy u, and of the bias, dy. dx may lie where dy does. */
+/* dx = r (h - mean h - u mean(h u)),  h = w dy,  u = (x - m) r,  without mean h for RMSNorm; adds the gradients of
+   the weight, dy u, and of the bias, dy, to sums. dx may alias dy. */
 INLINE void normalise_row_back(const float *x, const float *dy, Moments of, const float *weight, float *dx,
                                float *d_weight, float *d_bias, int64_t n, int kind) {
     vf sums = {0}, products = {0};

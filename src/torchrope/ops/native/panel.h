@@ -11,12 +11,12 @@ typedef struct {
     int64_t sample[ROWS], head[ROWS], count;
 } Panel;
 
-/* Walks over the rows of a token in panels. */
+/* Iterates over the rows of a token in panels. */
 typedef struct {
     const Side *sides;
     int64_t head, heads, set, sets; /* of the rotation */
     int64_t which, sample, member;
-    int64_t group[2]; /* heads of a side that share one of the rotation */
+    int64_t group[2]; /* heads of q or k per head of the rotation */
 } Walk;
 
 INLINE int64_t first_sample(const Walk *walk) { return walk->sets == 1 ? 0 : walk->set; }
@@ -50,7 +50,7 @@ static int next_panel(Walk *walk, Panel *panel) {
     return panel->count > 0;
 }
 
-/* A call of memcpy costs as much as a row. */
+/* Copies inline: a call of memcpy takes as long as a row. */
 INLINE void copy_floats(float *restrict target, const float *restrict source, int64_t n) {
     int64_t i = 0;
     for (; i + VW <= n; i += VW) *(vf *)(target + i) = *(const vf *)(source + i);
@@ -67,7 +67,7 @@ INLINE void gather(const Panel *panel, int64_t token, int64_t n, int of_gradient
     }
 }
 
-/* Ask for the rows of the next token while this one is worked on: samples lie too far apart for the hardware. */
+/* Prefetch the rows of the next token: samples are too far apart for the hardware prefetcher. */
 INLINE void fetch_ahead(const Rows *rows, const Panel *panel, int64_t i, int64_t token, int64_t n) {
     if (!rows->data) return;
     int64_t size = rows->dtype == FLOAT32 ? 4 : 2;
@@ -83,7 +83,7 @@ INLINE void fetch_panel(const Panel *panel, int64_t token, int64_t n) {
     }
 }
 
-/* Write n channels of every row; those beyond pass as they came. */
+/* Write n channels of every row; the others are copied. */
 INLINE void spread(const Panel *panel, int64_t token, int64_t n, int64_t head_dim, int of_gradient,
                    const float *source, int64_t width) {
     for (int64_t i = 0; i < panel->count; i++) {

@@ -1,5 +1,5 @@
 /* Rotation of channel pairs, (2i, 2i+1) or (i, i + pairs), by a_i = sum_a p_a f_ai:  y = cos a x + sin a J x;
-   behind a norm of x over all channels where one is given. */
+   after a norm of x over all channels if one is given. */
 #include "angles.h"
 #include "norms.h"
 
@@ -7,14 +7,14 @@ typedef struct {
     int64_t size;
     Side sides[2];
     Angles angles;
-    int64_t head_dim, sets, threads; /* sets of positions: 1, or one a sample */
+    int64_t head_dim, sets, threads; /* sets of positions: 1, or one per sample */
     float *d_frequencies;            /* as frequencies, or NULL */
     float *d_positions;              /* as positions, or NULL */
     Norm norms[2];                   /* of each side */
 } Planar;
 
-/* A call, its partial sums, and how it is cut: items are a rotation's head, a part of the tokens and one of the rows.
-   Rows are the samples and heads, of q and then of k, that one rotation turns. */
+/* A call, its partial sums, and its partition: an item is a rotation head, a part of the tokens and a part of the rows.
+   Rows are the samples and heads, of q and then of k, that one rotation is applied to. */
 typedef struct {
     const Planar *p;
     int64_t token_parts, row_parts, backward, wanted; /* wanted: gradients of angles */
@@ -23,13 +23,13 @@ typedef struct {
     float *weights;     /* (items, 2 sides, weight and bias, head_dim) or NULL */
 } Job;
 
-/* Memory of a thread. */
+/* Buffers of a thread. */
 typedef struct {
     Tile tile;
-    float *moment_in_turn, *moment_apart; /* gradients of the tile's angles, as cos and sin lie */
+    float *moment_in_turn, *moment_apart; /* gradients of the tile's angles, laid out as cos and sin */
     float *row, *row2, *result, *normed;  /* of a head, in float */
     float *d_weights;                     /* of a tile and a side: weight and bias, (2, head_dim) */
-    float *means, *inverses;              /* moments of a strip's rows */
+    float *means, *inverses;              /* mean and 1 / deviation of a strip's rows */
     float *moment;                        /* of one token's angles */
 } Workspace;
 
@@ -37,7 +37,7 @@ INLINE int is_at_hand(const Rows *rows, int64_t dtype) { return !rows->data || r
 
 INLINE const Norm *norm_of(const Planar *p, const Side *side) { return &p->norms[side - p->sides]; }
 
-/* Whether rows of bfloat16 are turned in registers. */
+/* Whether rows of bfloat16 are rotated in registers. */
 INLINE int in_registers(const Planar *p, const Side *side) {
     if (norm_of(p, side)->kind) return 0;
     int alike = is_at_hand(&side->x, BFLOAT16) && is_at_hand(&side->grad, BFLOAT16) && is_at_hand(&side->out, BFLOAT16);
@@ -66,7 +66,7 @@ static Workspace lay_out(const Job *job, Arena *arena) {
 
 /* Rows of neighbouring tokens of one sample and head. */
 typedef struct {
-    const Rows *in, *x, *out; /* x: what was turned forward, or NULL where no gradient to angles is wanted */
+    const Rows *in, *x, *out; /* x: input of the forward pass, or NULL if no gradient to angles is wanted */
     int64_t at, x_at, target, count;
 } Strip;
 
@@ -85,7 +85,7 @@ INLINE void turn_rows_float(Strip s, Workspace *w, int64_t pairs, int halves, in
     }
 }
 
-/* Whether moments are wanted is one question a strip, not one a row. */
+/* Tests once per strip, not per row, whether moments are wanted. */
 INLINE void turn_strip_float(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
     if (s.x)
         turn_rows_float(s, w, pairs, halves, back);
@@ -110,11 +110,11 @@ INLINE void turn_strip_bf16(Strip s, Workspace *w, int64_t pairs, int halves, in
     else
         turn_rows_bf16((Strip){s.in, NULL, s.out, s.at, 0, s.target, s.count}, w, pairs, halves, back, 0, &unordered);
     if (!any_nan(unordered)) return;
-    s.x = NULL; /* its moments are there */
+    s.x = NULL; /* its moments are computed already */
     turn_rows_bf16(s, w, pairs, halves, back, 1, &unordered);
 }
 
-/* Any dtypes, by way of float. */
+/* Any dtypes, converted to float. */
 INLINE void turn_strip_any(Strip s, Workspace *w, int64_t pairs, int halves, int back) {
     int64_t padded = w->tile.padded;
     for (int64_t t = 0; t < s.count; t++) {
@@ -130,7 +130,7 @@ INLINE void turn_strip_any(Strip s, Workspace *w, int64_t pairs, int halves, int
     }
 }
 
-/* The most frequent size is one that the compiler should know. */
+/* Specialised for the most frequent size. */
 #define WITH_SIZE(TURN, HALVES)                                                                                       \
     do {                                                                                                              \
         if (pairs == 32 && back)                                                                                      \
@@ -169,7 +169,7 @@ INLINE void turn_row(const float *x, const float *of_x, Workspace *w, int64_t t,
                         moments ? w->moment_in_turn + t * 2 * padded : NULL, pairs, back);
 }
 
-/* What reads and writes rows of any dtype, once. */
+/* Reads and writes rows of any dtype. */
 static __attribute__((noinline)) const float *load_any(const Rows *rows, int64_t at, int64_t n, float *scratch) {
     return load_row(rows, at, n, scratch);
 }
@@ -178,7 +178,7 @@ static __attribute__((noinline)) void store_any(const Rows *rows, int64_t at, in
     store_row(rows, at, n, values);
 }
 
-enum { ANY = -1 }; /* dtypes that the compiler does not know */
+enum { ANY = -1 }; /* dtypes known only at run time */
 
 INLINE const float *read_row(const Rows *rows, int64_t at, int64_t n, int64_t dtype, float *scratch) {
     if (dtype == FLOAT32) return (const float *)rows->data + at;
@@ -187,7 +187,7 @@ INLINE const float *read_row(const Rows *rows, int64_t at, int64_t n, int64_t dt
     return scratch;
 }
 
-/* NaN may become another number unless `with_nan`; it returns NaN where there are any, or infinity. */
+/* NaN may become another number unless `with_nan`; returns NaN if there are any, or infinity. */
 INLINE float keep_bf16(uint16_t *target, const float *values, int64_t n, int with_nan) {
     vf unordered = {0};
     for (int64_t i = 0; i < n; i += VW) {
@@ -199,7 +199,7 @@ INLINE float keep_bf16(uint16_t *target, const float *values, int64_t n, int wit
 }
 
 INLINE void keep_row(const Rows *rows, int64_t at, int64_t n, const float *values, int64_t dtype) {
-    if (dtype == FLOAT32) return; /* computed where it lies */
+    if (dtype == FLOAT32) return; /* computed in place */
     if (dtype == ANY) {
         store_any(rows, at, n, values);
         return;
@@ -208,14 +208,14 @@ INLINE void keep_row(const Rows *rows, int64_t at, int64_t n, const float *value
     if (unordered != unordered) keep_bf16((uint16_t *)rows->data + at, values, n, 1);
 }
 
-/* Where a row of results is computed. */
+/* The buffer that a row of results is computed in. */
 INLINE float *place_of(const Rows *rows, int64_t at, int64_t dtype, float *scratch) {
     return dtype == FLOAT32 ? (float *)rows->data + at : scratch;
 }
 
 enum { AHEAD = 4 }; /* rows */
 
-/* Ask for a later row of a strip: rows of a packed projection lie too far apart for the processor to foresee them. */
+/* Prefetch a later row of a strip: rows of a packed projection are too far apart for the hardware prefetcher. */
 INLINE void foresee(const Rows *rows, int64_t at, int64_t t, int64_t count, int64_t n, int writes) {
     if (t + AHEAD >= count) return;
     int64_t size = rows->dtype == FLOAT32 ? 4 : 2;
@@ -228,7 +228,7 @@ INLINE void foresee(const Rows *rows, int64_t at, int64_t t, int64_t count, int6
     }
 }
 
-/* Of the rows whose squares are infinite or no number. */
+/* Recomputes moments of rows whose squares are infinite or NaN. */
 static __attribute__((noinline, cold)) void find_far_moments(const Rows *rows, int64_t at, int64_t count,
                                                              const Norm *norm, Workspace *w, int64_t n, int kind) {
     for (int64_t t = 0; t < count; t++) {
@@ -240,7 +240,7 @@ static __attribute__((noinline, cold)) void find_far_moments(const Rows *rows, i
     }
 }
 
-/* The moments of all rows first: roots and quotients of many rows at a time take no longer than those of one. */
+/* Moments of all rows first: square roots and divisions of many rows are vectorised. */
 INLINE void find_moments(const Rows *rows, int64_t at, int64_t count, const Norm *norm, Workspace *w, int64_t n,
                          int64_t dtype, int kind) {
     float eps = (float)norm->eps, *inverses = w->inverses;
@@ -292,7 +292,7 @@ INLINE void turn_normed_back(Strip s, const Norm *norm, Workspace *w, int64_t n,
     }
 }
 
-/* Layouts of pairs and norms that the compiler should know, of the most frequent size. */
+/* Specialised for layouts of pairs and norms, at the most frequent size. */
 #define WITH_KIND(TURN, DTYPE, ...)                                                                                   \
     do {                                                                                                              \
         if (halves && kind == RMS_NORM)                                                                               \
@@ -305,7 +305,7 @@ INLINE void turn_normed_back(Strip s, const Norm *norm, Workspace *w, int64_t n,
             TURN(s, norm, w, 64, 32, DTYPE, 0, LAYER_NORM __VA_ARGS__);                                               \
     } while (0)
 
-/* Rows of one dtype, which the compiler should know for the most frequent size, or of any. */
+/* Specialised for one dtype at the most frequent size, else any. */
 static __attribute__((noinline)) void turn_strip_normed(const Job *job, const Norm *norm, Strip s, Workspace *w) {
     int64_t n = job->p->head_dim, pairs = job->p->angles.pairs, dtype = s.in->dtype;
     int halves = (int)job->p->angles.halves, kind = (int)norm->kind;
@@ -348,7 +348,7 @@ static void keep_weights(const Job *job, int64_t item, int64_t which, const Work
     for (int64_t i = 0; i < n; i++) sums[i] += w->d_weights[i];
 }
 
-/* Turn rows `from` to `to` of a tile of tokens. */
+/* Rotate rows `from` to `to` of a tile of tokens. */
 static void turn_tile(const Job *job, int64_t set, int64_t head, int64_t first, int64_t count, int64_t from, int64_t to,
                       int64_t item, Workspace *w) {
     const Planar *p = job->p;
@@ -458,9 +458,9 @@ static void add_weights(const Job *job) {
     }
 }
 
-/* Enough items for the threads; with sums as many as they always are, whatever the threads: rounding must not depend
-   on them. Rows are parted first: an angle is cheaper than a row that is far from the last one. Gradients of angles are
-   summed over rows, and only tokens are parted; those of weights are summed over both. */
+/* Enough items for the threads; with sums a number independent of the threads, on which rounding must not depend.
+   Rows are split first: recomputing an angle is cheaper than reading a row far from the last one. Gradients of angles are
+   summed over rows, and only tokens are split; those of weights are summed over both. */
 static void cut(Job *job) {
     const Planar *p = job->p;
     const Angles *a = &p->angles;

@@ -1,16 +1,16 @@
-/* Skew blocks in their planes:  B = U diag([[0, -w], [w, 0]]) U^T,  U orthogonal, w >= 0.
+/* Decomposition of skew blocks into planes:  B = U diag([[0, -w], [w, 0]]) U^T,  U orthogonal, w >= 0.
 
    Jacobi's method on pairs of planes, in double, several matrices side by side. Conjugation by a rotation of four
-   coordinates is, in quaternions, x -> a x b, which turns the two halves l and r of a skew 4 x 4 block
-   x -> l x + x r  each on its own:  a^-1 l a  and  b r b^-1.  Turned onto the first axis, the nearer end of it, they
-   leave two planes and nothing between them. U is a product of rotations, whatever the rank of B, so no plane is lost.
+   coordinates is, in quaternions, x -> a x b, which rotates the two halves l and r of a skew 4 x 4 block
+   x -> l x + x r  separately:  a^-1 l a  and  b r b^-1.  Rotated onto the nearer end of the first axis, they
+   leave two planes with zeros between them. U is a product of rotations, whatever the rank of B, so no plane is lost.
    (Hacon, Jacobi's method for skew-symmetric matrices, SIAM J. Matrix Anal. Appl. 14, 1993) */
 #include "common.h"
 
 enum { LANES = 8, SWEEPS = 60 };
 typedef double lanes[LANES];
 
-/* Entries between planes that are left, as a share of all, squared: far below a step of float32. */
+/* Remaining squared entries between planes, relative to all: far below the resolution of float32. */
 static const double RESIDUE = 1e-20;
 
 typedef struct {
@@ -20,7 +20,7 @@ typedef struct {
     float *angular;            /* (count, b / 2) */
 } SkewEig;
 
-/* The largest share of squares that is between planes, over all lanes; NaN counts as none. */
+/* The largest ratio, over all lanes, of squared entries between planes to all; NaN counts as 0. */
 INLINE double between_planes(int64_t b, lanes *a) {
     double worst = 0;
     lanes outside = {0}, all = {0};
@@ -36,7 +36,7 @@ INLINE double between_planes(int64_t b, lanes *a) {
     return worst;
 }
 
-/* The unit quaternion (q0, 0, q2, q3) that turns v onto the nearer end of the first axis, or back for sign = -1. */
+/* The unit quaternion (q0, 0, q2, q3) that rotates v onto the nearer end of the first axis, or back for sign = -1. */
 INLINE void quaternion(double first, double second, double third, double sign, double *q0, double *q2, double *q3) {
     double along = fabs(first), across = second * second + third * third, near = first < 0 ? -sign : sign;
     double whole = sqrt(along * along + across) + along, length = sqrt(whole * whole + across);
@@ -105,14 +105,14 @@ INLINE void decompose(int64_t b, const SkewEig *p, int64_t first, lanes *a) {
         float *basis = p->basis + (first + l) * square, *angular = p->angular + (first + l) * (b / 2);
         double size = 0;
         for (int64_t i = 0; i < square; i++) size += fabs((double)source[i]);
-        if (!(size < INFINITY)) { /* what is not finite has no planes */
+        if (!(size < INFINITY)) { /* not finite: no decomposition */
             for (int64_t i = 0; i < square; i++) basis[i] = NAN;
             for (int64_t i = 0; i < b / 2; i++) angular[i] = NAN;
             continue;
         }
         for (int64_t plane = 0; plane < b / 2; plane++) {
             double w = a[(2 * plane + 1) * b + 2 * plane][l];
-            int64_t swap = w < 0; /* the same plane seen from behind */
+            int64_t swap = w < 0; /* the same plane with its vectors swapped has w > 0 */
             for (int64_t i = 0; i < b; i++) {
                 basis[i * b + 2 * plane + swap] = (float)u[i * b + 2 * plane][l];
                 basis[i * b + 2 * plane + 1 - swap] = (float)u[i * b + 2 * plane + 1][l];
@@ -124,7 +124,7 @@ INLINE void decompose(int64_t b, const SkewEig *p, int64_t first, lanes *a) {
 
 static void group(const void *context, int64_t item, void *memory) {
     const SkewEig *p = context;
-    switch (p->b) { /* sizes that the compiler should know */
+    switch (p->b) { /* specialised sizes */
     case 4: decompose(4, p, item * LANES, memory); return;
     case 8: decompose(8, p, item * LANES, memory); return;
     default: decompose(p->b, p, item * LANES, memory); return;

@@ -1,15 +1,15 @@
 /* exp of skew matrices, and its gradient, by scaling and squaring of E = exp - 1.
 
    Below a norm of LARGEST both are polynomials, near-minimax: exp in S = A^2, split into its even and odd part, and
-   the gradient in ad_A, where [A, X] = A X - (A X)^T is one product because both are skew. Small matrices lie side by
-   side, one a vector lane; large ones one after the other. */
+   the gradient in ad_A, where [A, X] = A X - (A X)^T is one product because both are skew. Small matrices are
+   interleaved, one per vector lane; large ones are computed one at a time. */
 #include "common.h"
 
 static const float LARGEST = 1.4f;
 /* (cosh A - 1) = sum C_k S^(k+1), sinh A / A - 1 = sum Z_k S^(k+1), interpolated at Chebyshev nodes: 6e-8 and 8e-9. */
 static const float C[4] = {0.4999999691572175f, 0.04166616287544764f, 0.0013876004607485544f, 2.37431172196823e-05f};
 static const float Z[4] = {0.16666666384991646f, 0.00833328732738491f, 0.0001982950858612987f, 2.659205633109999e-06f};
-/* integral_0^1 exp(-u ad) du = sum F_k ad^k, for |ad| <= 2 LARGEST, likewise: 2e-8 (even), 3e-7 (odd). */
+/* integral_0^1 exp(-u ad) du = sum F_k ad^k, for |ad| <= 2 LARGEST, at Chebyshev nodes: 2e-8 (even), 3e-7 (odd). */
 enum { TERMS = 11 };
 static const float F[TERMS] = {
     0.9999999837239144f,    -0.4999998915652492f,    0.16666651711288374f,    -0.041665974506914706f,
@@ -22,12 +22,12 @@ typedef struct {
     const float *positions;  /* (sets, tokens, axes), or NULL: generators are the exponents (heads, blocks, b, b) */
     const float *generators; /* (axes, heads, blocks, b, b) */
     float *table;            /* (sets, heads, tokens, blocks, b, b), each block transposed */
-    const float *tangent;    /* (sets, heads, tokens, blocks, b (b - 1) / 2), the gradient that came */
+    const float *tangent;    /* (sets, heads, tokens, blocks, b (b - 1) / 2), the incoming gradient */
     float *d_generators;     /* as generators */
     float *d_positions;      /* as positions, or NULL */
 } SkewExp;
 
-/* How matrices lie: `lanes` of them side by side, element (i, j) of lane l at (i width + j) lanes + l. */
+/* Layout of matrices: `lanes` of them interleaved, element (i, j) of lane l at (i width + j) lanes + l. */
 typedef struct {
     int64_t b, width, lanes, size;
 } Layout;
@@ -79,7 +79,7 @@ INLINE void lane_product(int64_t b, float *c, const float *a, const float *right
     }
 }
 
-/* Products are the work: one copy of each for the whole file, the frequent sizes unrolled. */
+/* Products dominate the time: one copy of each in this file, frequent sizes unrolled. */
 #define APART static __attribute__((noinline)) void
 APART lane_product_4(float *c, const float *a, const float *right, int transposed, int accumulate) {
     lane_product(4, c, a, right, transposed, accumulate);
@@ -143,7 +143,7 @@ APART transpose(Layout y, float *c, const float *t) {
             transpose_square(t + i * y.width + j, y.width, c + j * y.width + i, y.width);
 }
 
-/* The larger of the absolute values in each lane, as bits: these sort as numbers do, infinity above them, NaN on top. */
+/* The larger of the absolute values in each lane, as bits: ordered as the numbers, then infinity, then NaN. */
 INLINE vi larger(vi a, vi b) {
     a &= INT32_MAX, b &= INT32_MAX;
     vi first = a > b;
@@ -168,22 +168,22 @@ INLINE float row_norm(Layout y, const float *a) {
 
 /* ---- the exponential ---- */
 
-/* Exponents of a larger norm are halved until they are below it: float32 has no digit of such an angle left, and the
-   lanes that share a scale keep theirs. */
+/* Exponents of a larger norm are halved until they are below it: float32 resolves no such angle, and the
+   other lanes that share the scale keep their accuracy. */
 static const int FARTHEST = 40;
 enum {
     LEVELS = 48,  /* squarings are fewer: FARTHEST and a few for the row sums */
-    RENEW = 8,    /* squarings, or powers, from one renewal of orthogonality to the next */
-    ENOUGH = 16,  /* times that the error may grow without one at the end: squarings double it, powers add to it */
+    RENEW = 8,    /* squarings, or powers, between orthogonalisations */
+    ENOUGH = 16,  /* growth of the error allowed without one at the end: squarings double it, powers add to it */
 };
 
 typedef struct {
     float *a, *s, *s2, *s3, *s4, *t, *x;
-    float *level[LEVELS]; /* E before each squaring, the last after all; without `keep` the first alone */
+    float *level[LEVELS]; /* E before each squaring, the last after all; without `keep` only the first */
 } Memory;
 
-/* Make every lane finite and its norm less than 2^FARTHEST. What is not finite becomes zero, or it would spoil its
-   neighbours; a bit tells which. */
+/* Make every lane finite and its norm less than 2^FARTHEST. Lanes that are not finite are set to zero, or they would
+   affect the others; a bit mask returns them. */
 INLINE uint32_t bring_near(Layout y, float *a) {
     vi largest = {0};
     for (int64_t i = 0; i < y.size / VW; i++) largest = larger(((const vi *)a)[i], largest);
@@ -204,7 +204,7 @@ INLINE uint32_t bring_near(Layout y, float *a) {
     return bad;
 }
 
-/* R <- R (1 - F / 2) with F = R^T R - 1, for R = 1 + E: what is left of F is its square. */
+/* R <- R (1 - F / 2) with F = R^T R - 1, for R = 1 + E: the remaining error is F squared. */
 APART renew(Layout y, Memory *m, float *e) {
     float *f = m->s3, *next = m->s4;
     transpose(y, f, e);
@@ -218,8 +218,8 @@ APART renew(Layout y, Memory *m, float *e) {
     memcpy(e, next, 4 * y.size);
 }
 
-/* From the exponent in m->a to E at every level (or the last alone), of which powers up to `highest` are to be taken;
-   returns the squarings, and leaves the scaled exponent in m->a. */
+/* From the exponent in m->a to E at every level (or the last alone), of which powers up to `highest` are needed;
+   returns the number of squarings, with the scaled exponent in m->a. */
 static __attribute__((noinline)) int64_t exponentiate(Layout y, Memory *m, int keep, int64_t highest) {
     uint32_t bad = bring_near(y, m->a);
     float norm = row_norm(y, m->a);
@@ -303,10 +303,10 @@ typedef struct {
     int64_t *multiple; /* of the ray's first token */
 } Rays;
 
-/* A call, the parts that its columns are cut into, and their sums. */
+/* A call, the parts that its columns are split into, and their sums. */
 typedef struct {
     const SkewExp *p;
-    Rays rays; /* none where matrices lie side by side, or have no positions */
+    Rays rays; /* unused if matrices are interleaved or have no positions */
     int64_t parts, backward;
     float *generators; /* (parts, axes, heads, blocks, b, b), or NULL */
     float *positions;  /* (heads, blocks, sets, tokens, axes), or NULL */
@@ -398,7 +398,7 @@ INLINE void collect(Layout y, const Job *job, const Group *g, const float *x, fl
         if (!job->positions) continue;
         const float *generator = generator_of(p, axis, g);
         for (int64_t l = 0; l < g->count; l++) {
-            double dot = 0; /* thousands of terms that nearly cancel */
+            double dot = 0; /* thousands of terms with cancellation */
             for (int64_t i = 0; i < b; i++)
                 for (int64_t j = 0; j < b; j++) dot += generator[i * b + j] * x[(i * y.width + j) * y.lanes + l];
             int64_t token = g->first + l, all = p->sets * p->tokens;
@@ -407,7 +407,7 @@ INLINE void collect(Layout y, const Job *job, const Group *g, const float *x, fl
     }
 }
 
-/* Without positions each exponent has a gradient of its own. */
+/* Without positions each exponent has a separate gradient. */
 INLINE void write_gradient(Layout y, const SkewExp *p, const Group *g, const float *x) {
     int64_t b = y.b;
     for (int64_t l = 0; l < g->count; l++)
@@ -432,9 +432,9 @@ INLINE void write_sums(Layout y, const Job *job, const Group *g, int64_t part, c
 
 /* ---- rays: tokens at whole multiples of one position ----
 
-   R(g p) = R(p)^g costs a product a step instead of an exponential, and with R = R(p), G = sum_a p_a A_a
+   R(g p) = R(p)^g costs one product per step instead of an exponential, and with R = R(p), G = sum_a p_a A_a
    sum_g g J_gG(M_g) = J_G(sum_m R^-m (sum_(g > m) M_g) R^m),  by Horner's rule: one J for the whole ray.
-   On a lattice through the origin two tokens in five lie on the ray of another. */
+   On a lattice through the origin two of five tokens are on the ray of another. */
 
 enum { LONGEST = 32, GAP = 4 };
 
@@ -449,7 +449,7 @@ static int by_length(const void *a, const void *b) {
     return x->token < y->token ? -1 : 1;
 }
 
-/* The whole number g with  p = g base  to the last bit, or 0. */
+/* The integer g with  p = g base  exactly, or 0. */
 static int64_t multiple_of(int64_t axes, const float *p, const float *base) {
     int64_t widest = 0;
     for (int64_t axis = 1; axis < axes; axis++)
@@ -461,7 +461,7 @@ static int64_t multiple_of(int64_t axes, const float *p, const float *base) {
     return (int64_t)ratio;
 }
 
-/* Rays of every set of positions; without `together`, each token is one of its own. Returns whether memory was had. */
+/* Rays of every set of positions; without `together`, each token is a separate ray. Returns false without memory. */
 static int find_rays(const SkewExp *p, int together, Rays *rays) {
     int64_t all = p->sets * p->tokens, members = 0;
     Arena arena = {allocate(3 * round_up(8 * (all + 1), 64) + round_up(sizeof(Place) * p->tokens, 64) + p->tokens), 0};
@@ -477,7 +477,7 @@ static int find_rays(const SkewExp *p, int together, Rays *rays) {
         for (int64_t i = 0; i < p->tokens; i++) {
             float length = 0;
             for (int64_t axis = 0; axis < p->axes; axis++) length += positions[i * p->axes + axis] * positions[i * p->axes + axis];
-            places[i] = (Place){length < INFINITY ? length : INFINITY, i}; /* NaN has no place in an order */
+            places[i] = (Place){length < INFINITY ? length : INFINITY, i}; /* NaN cannot be sorted */
         }
         qsort(places, p->tokens, sizeof(Place), by_length);
         memset(taken, 0, p->tokens);
@@ -580,7 +580,7 @@ static void run_part(const void *context, int64_t item, void *memory) {
     Arena arena = {memory, 0};
     float *sums;
     Memory m = lay_out(job, y, &arena, &sums);
-    if (y.lanes == 1 && y.width > y.b) memset(m.a, 0, (char *)m.level[0] - (char *)m.a); /* what blocks are padded with */
+    if (y.lanes == 1 && y.width > y.b) memset(m.a, 0, (char *)m.level[0] - (char *)m.a); /* the padding of blocks */
     if (job->backward) memset(sums, 0, 4 * y.size * p->axes);
     Group g = {item / job->parts / p->blocks, item / job->parts % p->blocks, 0, 0};
     for (int64_t group = count * part / job->parts; group < count * (part + 1) / job->parts; group++) {
@@ -623,7 +623,7 @@ API int64_t torchrope_skew_exp(const SkewExp *p, int64_t backward) {
         job.generators = partial;
         if (places) job.positions = partial + job.parts * numbers;
     }
-    /* a position's own gradient needs a J of its own */
+    /* the gradient of a position needs a separate J */
     int64_t status = has_rays(p) && !find_rays(p, !p->d_positions, &job.rays) ? OUT_OF_MEMORY : DONE;
     if (status == DONE) {
         Arena arena = {NULL, 0};

@@ -1,4 +1,4 @@
-"""Layers that the backbones share: patch embedding, one transformer layer and its parts, and encodings by name."""
+"""Modules shared by the backbones: patch embedding, pre-norm layer, stochastic depth; and encodings from names."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,61 +20,61 @@ DropPathSchedule = Literal["linear", "constant"]
 
 
 class Shareable:
-    """`save_pretrained`, `push_to_hub` and `from_pretrained` for a model, where huggingface_hub is installed."""
+    """Mixin with `save_pretrained`, `push_to_hub` and `from_pretrained`, which need huggingface_hub."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> str | None:
-        """Write `torchrope.safetensors`, as `torchrope.save` does, and a card into a folder.
+        """Save `torchrope.safetensors`, written by `torchrope.save`, and a model card in a folder.
 
         Args:
-            save_directory: The folder, made if missing.
-            options: As `huggingface_hub.ModelHubMixin.save_pretrained` takes them.
+            save_directory: The folder, created if missing.
+            options: Passed to `huggingface_hub.ModelHubMixin.save_pretrained`.
 
         Raises:
             ImportError: huggingface_hub or safetensors is not installed.
-            ValueError: what `torchrope.save` refuses.
+            ValueError: `torchrope.save` does not support the model.
         """
         return _hub()(self).save_pretrained(save_directory, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload the same to a repository of the Hugging Face Hub, and return its address.
+        """Upload the files of `save_pretrained` to a repository of the Hugging Face Hub, and return its URL.
 
         Args:
-            repo_id: Such as "name/model".
-            options: As `huggingface_hub.ModelHubMixin.push_to_hub` takes them.
+            repo_id: The repository, such as "name/model".
+            options: Passed to `huggingface_hub.ModelHubMixin.push_to_hub`.
 
         Raises:
             ImportError: huggingface_hub or safetensors is not installed.
-            ValueError: what `torchrope.save` refuses.
+            ValueError: `torchrope.save` does not support the model.
         """
         return _hub()(self).push_to_hub(repo_id, **options)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> "Self":
-        """Read a model of this class from such a folder or repository, on the CPU, in evaluation mode.
+        """Load a model of this class, saved by `save_pretrained` or `push_to_hub`, on the CPU, in evaluation mode.
 
         Args:
             pretrained_model_name_or_path: The folder or the repository.
-            options: As `huggingface_hub.ModelHubMixin.from_pretrained` takes them, and as `torchrope.load` does.
+            options: Options of `huggingface_hub.ModelHubMixin.from_pretrained` and of `torchrope.load`.
 
         Raises:
             ImportError: huggingface_hub or safetensors is not installed.
-            ValueError: what `torchrope.load` refuses, or a model of another class.
+            ValueError: `torchrope.load` cannot load the file, or the model is of another class.
         """
         return _hub().from_pretrained(pretrained_model_name_or_path, kind=cls, **options)
 
 
 def _hub() -> Any:
-    """The class that keeps models on the Hub; it stands above this module, which works without it."""
+    """Import the Hub integration lazily: it is a layer above this module and needs optional packages."""
     try:
         return import_module("torchrope.integrations.hub").Hub
     except ModuleNotFoundError as error:
-        raise ImportError(f"models are shared by huggingface_hub and safetensors, got no {error.name}") from None
+        raise ImportError(f"sharing models needs huggingface_hub and safetensors, got no {error.name}") from None
 
 
 class PatchEmbed(nn.Module):
     """Cut data into patches and project each:  x -> W patch + b,  patches row-major, the last axis fastest.
 
-    The weight sees a patch as (channel, *extent), so it is a convolution's weight, flattened.
+    A patch is flattened as (channel, *extent), so the weight is a convolution's weight, flattened.
 
     Args:
         patch_size: Extent along each axis, or one number for all.
@@ -94,7 +94,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Linear(in_channels * torch.Size(self.patch_size).numel(), dim)
 
     def lattice(self, input_size: Sequence[int]) -> tuple[int, ...]:
-        """Patches along each axis of data of this size."""
+        """Return the number of patches along each axis for data of this size."""
         fits = len(input_size) == len(self.patch_size) and all(
             size % patch == 0 for size, patch in zip(input_size, self.patch_size, strict=True)
         )
@@ -103,7 +103,7 @@ class PatchEmbed(nn.Module):
         return tuple(size // patch for size, patch in zip(input_size, self.patch_size, strict=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Data `(batch, channels, *sizes)` to tokens `(batch, tokens, dim)`."""
+        """Embed data `(batch, channels, *sizes)` as tokens `(batch, tokens, dim)`."""
         if x.shape[1] != self.in_channels:
             raise ValueError(f"data must have in_channels = {self.in_channels}, got {x.shape[1]}")
         axes = range(len(self.patch_size))
@@ -116,33 +116,35 @@ class PatchEmbed(nn.Module):
 
 
 def encoding_parameters(model: nn.Module) -> set[str]:
-    """The names of the parameters of a model's position encodings of every kind, which weight decay leaves alone."""
+    """Return the names of all parameters of position encodings in a model; they are exempt from weight decay."""
     kinds = (Encoding, AbsoluteEncoding, ScoreBias)
-    learned = {each for module in model.modules() if isinstance(module, kinds) for each in module.parameters()}
+    learned = {
+        parameter for module in model.modules() if isinstance(module, kinds) for parameter in module.parameters()
+    }
     return {name for name, parameter in model.named_parameters() if parameter in learned}
 
 
 def on_lattice(
     rows: Callable[..., Tensor], sizes: Sequence[int], extents: Sequence[tuple[int, ...]] | None = None
 ) -> Tensor:
-    """What a function of sizes gives each token of a lattice, and where samples fill a part of it, of that part.
+    """Evaluate a function of sizes for each token of a lattice, or of the part of it that each sample fills.
 
     Args:
-        rows: From sizes to `(prod(sizes), n)`.
-        sizes: Those of the lattice.
-        extents: The part that each sample fills, from the first token on; by default all fill all.
+        rows: Function from sizes to `(prod(sizes), n)`.
+        sizes: Sizes of the lattice.
+        extents: Sizes of the part that each sample fills, from the first token on; by default the whole lattice.
 
     Returns:
         `(prod(sizes), n)`, or `(batch, prod(sizes), n)` with zeros outside of the extents.
     """
     if extents is None:
         return rows(*sizes)
-    parts = {own: pad_ends(rows(*own).unflatten(0, own).unsqueeze(0), sizes).flatten(1, -2) for own in set(extents)}
-    return torch.cat([parts[own] for own in extents])
+    parts = {part: pad_ends(rows(*part).unflatten(0, part).unsqueeze(0), sizes).flatten(1, -2) for part in set(extents)}
+    return torch.cat([parts[part] for part in extents])
 
 
 def extents(valid_mask: Tensor) -> list[tuple[int, ...]]:
-    """How far the valid tokens, `(batch, *sizes)`, reach along each axis in each sample, 1 at least."""
+    """Return the extent of the valid tokens `(batch, *sizes)` along each axis in each sample, at least 1."""
     reach = [
         valid_mask.movedim(axis, 1)
         .flatten(1)
@@ -152,18 +154,18 @@ def extents(valid_mask: Tensor) -> list[tuple[int, ...]]:
         .clamp(min=1)
         for axis in range(1, valid_mask.ndim)
     ]
-    return [tuple(each) for each in torch.stack(reach, dim=1).tolist()]
+    return [tuple(sizes) for sizes in torch.stack(reach, dim=1).tolist()]
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): zero a sample's branch with probability p, scale the rest by 1/(1-p)."""
+    """Zero a sample's branch with probability p, scale the rest by 1/(1-p) (stochastic depth, arXiv:1603.09382)."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
 
     def forward(self, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """Drop branches of `(batch, ...)` in training, or of `(1, total, ...)`, samples of these lengths end to end."""
+        """Drop branches in training: of `(batch, ...)`, or of concatenated samples `(1, total, ...)`, by lengths."""
         if not self.training or self.p == 0:
             return x
         if lengths is None:
@@ -175,7 +177,7 @@ class DropPath(nn.Module):
 
 
 def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list[float]:
-    """The stochastic depth of each layer: "linear" from 0 in the first to `rate` in the last, or "constant"."""
+    """Return the drop probability of each layer: "linear" from 0 in the first to `rate` in the last, or "constant"."""
     if schedule not in ("linear", "constant"):
         raise ValueError(f"drop_path_schedule must be 'linear' or 'constant', got {schedule!r}")
     if schedule == "constant":
@@ -184,14 +186,14 @@ def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list
 
 
 def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool) -> Tensor:
-    """What a layer gives; checkpointed, it is computed again for its gradient, dropout included."""
+    """Run a layer, with activation checkpointing if `checkpointed` and gradients are enabled."""
     if checkpointed and torch.is_grad_enabled():
         return checkpoint(layer, *inputs, use_reentrant=False)
     return layer(*inputs)
 
 
 def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
-    """Mix the channels of each token:  W₂ σ(W₁ x + b₁) + b₂,  σ = gelu by default."""
+    """Build the MLP of a layer:  W₂ σ(W₁ x + b₁) + b₂,  σ = gelu by default."""
     return nn.Sequential(
         nn.Linear(dim, hidden_dim),
         activation(),
@@ -206,10 +208,10 @@ def resolve(
     absolute: Callable[..., AbsoluteEncoding] | None,
     bias: Callable[..., ScoreBias] | None,
 ) -> Choice:
-    """Turn a name into what builds the encodings, unless that is given; a name's excludes another of its kind.
+    """Resolve an encoding name, or a callable, to a `Choice` of the classes that build the encodings.
 
     Raises:
-        ValueError: an unknown name, or two absolute encodings or biases.
+        ValueError: an unknown name, or an absolute encoding or bias given both by name and as an argument.
     """
     if isinstance(encoding, Choice):
         return encoding
@@ -227,8 +229,8 @@ class Layer(nn.Module):
     """One pre-norm layer:  x + attention(norm(x), R(p)),  then  x + mlp(norm(x)).
 
     Args:
-        attention: What attends, `Attention` by default; another takes what is given to it here.
-        cross: Whether it attends to another set of tokens, which has a norm of its own:
+        attention: The attention module, `Attention` by default; another one must take the same arguments.
+        cross: Whether it is cross-attention to a context, with a separate norm:
             x + attention(norm(x), norm(context)).
     """
 
@@ -270,7 +272,7 @@ class Layer(nn.Module):
         key_rotation: Rotation | None = None,
         key_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Tokens `(batch, tokens, dim)` to tokens of the same shape; the rest is what `Attention` takes."""
+        """Map tokens `(batch, tokens, dim)` to the same shape; the other arguments are passed to `Attention`."""
         if self.norm_context is not None:
             context = self.norm_context(context)
         mixed = self.attention(
@@ -288,7 +290,7 @@ class Layer(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor per channel (Touvron et al., CaiT, equation 12)."""
+    """Scale each channel by a learned factor (Touvron et al., CaiT, arXiv:2103.17239, equation 12)."""
 
     def __init__(self, dim: int, initial: float) -> None:
         super().__init__()
@@ -297,7 +299,7 @@ class LayerScale(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set all factors to the initial one."""
+        """Set all factors to the initial value."""
         nn.init.constant_(self.factor, self.initial)
 
     def forward(self, x: Tensor) -> Tensor:
