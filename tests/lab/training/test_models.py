@@ -21,7 +21,7 @@ from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope.lab.training.models import build_model
 from torchrope.lab.training.optim import parameter_groups
 from torchrope.lab.training.run import build_module, load, train
-from torchrope.lab.training.start import start_from
+from torchrope.lab.training.init_from import start_from
 from torchrope.models import Swin
 
 SMALL = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=16, patch_size=[2])

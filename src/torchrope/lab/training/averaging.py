@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from torchrope.lab.training.parts import gathered, parts
+from torchrope.lab.training.sharded_tensors import gather_full, local_shards
 
 
 class AveragedWeights(WeightAveraging):
@@ -34,14 +34,14 @@ class AveragedWeights(WeightAveraging):
     ) -> None:
         """Keep the average, and the weights of now beside it, whole."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        checkpoint["state_dict"] = gathered(checkpoint["state_dict"])
+        checkpoint["state_dict"] = gather_full(checkpoint["state_dict"])
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Take up both; where they are sharded, this process's parts."""
         mine = pl_module.state_dict()
-        both = {name: parts(checkpoint[name], mine) for name in ("state_dict", "current_model_state")}
+        both = {name: local_shards(checkpoint[name], mine) for name in ("state_dict", "current_model_state")}
         super().on_load_checkpoint(trainer, pl_module, {**checkpoint, **both})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -41,13 +41,13 @@ from torchrope.lab.training.dense import build_dense_module
 from torchrope.lab.training.devices import batches_in_a_step, placed
 from torchrope.lab.training.guards import LossGuard, device_memory, out_of_memory
 from torchrope.lab.training.history import History, OnEpoch, SeedEpoch
+from torchrope.lab.training.init_from import start_from
 from torchrope.lab.training.interruption import Interrupted, SaveOnSignal
 from torchrope.lab.training.models import build_for_costs, build_model
 from torchrope.lab.training.module import Module
 from torchrope.lab.training.pretrained import start_backbone
 from torchrope.lab.training.sizes import training_sizes
 from torchrope.lab.training.skipped import KeepSkipped
-from torchrope.lab.training.start import start_from
 from torchrope.lab.training.watch import Speed, count_tokens, loggers
 
 CURVE = "curve.csv"

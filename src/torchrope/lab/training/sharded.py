@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from torchrope.lab.training.averaging import AveragedWeights
-from torchrope.lab.training.parts import gathered, part_of, parts
+from torchrope.lab.training.sharded_tensors import gather_full, local_shard, local_shards
 
 
 class Sharded(ModelParallelStrategy):
@@ -54,12 +54,12 @@ class Sharded(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole weights, on the first process alone."""
         assert self.lightning_module is not None
-        return gathered(self.lightning_module.state_dict())
+        return gather_full(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The whole moments, likewise."""
         state = optimizer.state_dict()
-        return {**state, "state": {number: gathered(moments) for number, moments in state["state"].items()}}
+        return {**state, "state": {number: gather_full(moments) for number, moments in state["state"].items()}}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the file in every process, each of which keeps its part."""
@@ -69,7 +69,7 @@ class Sharded(ModelParallelStrategy):
         """Keep this process's part of the weights."""
         assert self.lightning_module is not None
         mine = self.lightning_module.state_dict()
-        self.lightning_module.load_state_dict(parts(checkpoint["state_dict"], mine), strict=strict)
+        self.lightning_module.load_state_dict(local_shards(checkpoint["state_dict"], mine), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep this process's part of the moments."""
@@ -78,7 +78,7 @@ class Sharded(ModelParallelStrategy):
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             like = dict(zip(stored, weights, strict=True))
             moments = {
-                number: {name: part_of(value, like[number]) for name, value in of_one.items()}
+                number: {name: local_shard(value, like[number]) for name, value in of_one.items()}
                 for number, of_one in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": moments})
