@@ -38,7 +38,7 @@ from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, plain, read_config
 from torchrope.lab.training.cost import count_flops
 from torchrope.lab.training.dense import build_dense_module
-from torchrope.lab.training.devices import batches_in_a_step, placed
+from torchrope.lab.training.devices import batches_in_a_step, with_devices
 from torchrope.lab.training.guards import LossGuard, device_memory, out_of_memory
 from torchrope.lab.training.history import History, OnEpoch, SeedEpoch
 from torchrope.lab.training.init_from import start_from
@@ -132,7 +132,7 @@ def train(
             default_root_dir=folder,
             reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
             use_distributed_sampler=False,  # they know their process
-            **placed(
+            **with_devices(
                 {
                     **QUIET,
                     "precision": PRECISIONS[config.scale.precision],
