@@ -115,10 +115,10 @@ def test_what_a_head_is_not_for_is_told_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (dict(window_size=[2]), "window_size is read by backbone swin alone, or by a vit below another head"),
+        (dict(window_size=[2]), "window_size is a setting of backbone swin, or of vit with another head"),
         (dict(head="upernet", global_layers=[1]), "global_layers is for a vit with window_size, got"),
-        (dict(head_channels=8), "head_channels must be 1 or more, below another head than classify, got 8"),
-        (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, below another head than classify"),
+        (dict(head_channels=8), "head_channels must be 1 or more, with another head than classify, got 8"),
+        (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, with another head than classify"),
         (
             dict(head="upernet", num_queries=3),
             "num_queries is read by mask2former, deformable-detr and dino alone, got 3",

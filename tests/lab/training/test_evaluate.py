@@ -223,10 +223,12 @@ def test_both_rules_for_positions_agree_at_the_training_size_and_the_range_stays
 
 
 def test_positions_that_are_no_lattice_with_a_spacing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^the range of positions is kept by a ViT alone, got a Swin"):
+    with pytest.raises(ValueError, match=r"^the model must be a ViT to keep the range of positions, got a Swin"):
         keep_range(swin())
     settings = dict(patch_size=2, dim=8, depth=1, num_heads=1)
-    with pytest.raises(ValueError, match=r"^the range of positions is kept on a lattice with a spacing, got function$"):
+    with pytest.raises(
+        ValueError, match=r"^positions must be those of a lattice with a spacing to keep their range, got function$"
+    ):
         keep_range(tr.ViT((8, 8), **settings, positions=tr.patch_centers))
     jittered = tr.JitteredLattice(spacing=0.25, origin=0.125, cell=0.25, intensity=1.0)
     model = tr.ViT((8, 8), **settings, positions=jittered).eval()
@@ -293,7 +295,7 @@ def test_comropes_checkpoints_keep_the_range_by_the_patches_of_the_image(tmp_pat
     [
         ([], "a checkpoint is evaluated on --data NAME, got none for "),
         (["--data", "digits"], "--data must have the 3 channels of the checkpoint, got 1 of digits"),
-        (["--data", "images", "--data.size", "64"], "--data.size is that of the checkpoint, 32; --sizes names others"),
+        (["--data", "images", "--data.size", "64"], "--data.size must be that of the checkpoint, 32"),
         (["--data", "images", "--load", "layers"], "--load must be NAME=VALUE as in input_size=224, got 'layers'"),
         (["--data", "images", "--load", "layers=1"], "take the options num_heads, input_size, got layers"),
         (

@@ -482,7 +482,7 @@ def test_logs_hold_loss_rate_speed_and_utilisation_and_survive_a_second_start(tm
 
 def test_a_log_whose_package_is_missing_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", False)
-    with pytest.raises(ValueError, match=r"^the log 'wandb' needs its package: pip install wandb$"):
+    with pytest.raises(ValueError, match=r"^logger 'wandb' needs a package that is not installed: pip install wandb$"):
         train(small_run(logs=["wandb"]), data_of(small_run()), tmp_path)
 
 

@@ -224,7 +224,7 @@ def test_heads_that_train_on_any_size_and_time_are_refused() -> None:
         RunConfig(data=data_config("scenes"), model=ModelConfig(head="upernet"), optim=OptimConfig(sizes=[64, 96]))
     data = data_of(small_run())
     data.axes, data.input_size = ("time",), (8,)
-    with pytest.raises(ValueError, match=r"^--optim.sizes must be of data with another axis than time last, got time$"):
+    with pytest.raises(ValueError, match=r"^--optim.sizes is for data whose last axis is not time, got axes time$"):
         training_sizes(OptimConfig(sizes=[8]), replace(SMALL, patch_size=[2]), data)
 
 

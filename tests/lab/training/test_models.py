@@ -74,7 +74,9 @@ def test_a_configuration_names_a_swin() -> None:
     ],
 )
 def test_settings_of_the_other_backbone_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^\w+ is read by backbone (vit|swin)( and transformer)? alone\b.*, got "):
+    with pytest.raises(
+        ValueError, match=r"^\w+ is a setting of backbone (vit|swin)( and transformer)? alone\b.*, got "
+    ):
         ModelConfig(**settings)
 
 

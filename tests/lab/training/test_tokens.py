@@ -117,11 +117,14 @@ def test_settings_of_a_model_reach_the_transformer(data: TokensModule) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backbone": "transformer", "patch_size": [2]}, "patch_size is read by backbone vit and swin alone"),
-        ({"backbone": "transformer", "num_registers": 2}, "num_registers is read by backbone vit alone"),
-        ({"backbone": "transformer", "head": "upernet"}, "head must be classify above backbone transformer"),
-        ({"latents": 3}, "latents is read by backbone transformer alone, got 3"),
-        ({"backbone": "swin", "attention": "linear"}, "attention is read by backbone transformer alone, got linear"),
+        ({"backbone": "transformer", "patch_size": [2]}, "patch_size is a setting of backbone vit and swin alone"),
+        ({"backbone": "transformer", "num_registers": 2}, "num_registers is a setting of backbone vit alone"),
+        ({"backbone": "transformer", "head": "upernet"}, "head must be classify with backbone transformer"),
+        ({"latents": 3}, "latents is a setting of backbone transformer alone, got 3"),
+        (
+            {"backbone": "swin", "attention": "linear"},
+            "attention is a setting of backbone transformer alone, got linear",
+        ),
         ({"backbone": "transformer", "latents": -1}, "latents must be 0 or more, got -1"),
         ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),
         (

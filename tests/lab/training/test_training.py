@@ -190,7 +190,7 @@ def test_a_checkpoint_of_other_parts_is_named_in_one_line_before_a_step(
 
 @pytest.mark.parametrize("content", ["- a list\n", "encoding: mixed\n"])
 def test_a_folder_that_holds_no_run_is_told_in_one_line(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ValueError, match=r"a run's folder holds config\.yaml and checkpoint\.ckpt, got"):
+    with pytest.raises(ValueError, match=r"a run's folder must hold config\.yaml and checkpoint\.ckpt, got"):
         load(tmp_path)
     (tmp_path / "checkpoint.ckpt").touch()
     (tmp_path / "config.yaml").write_text(content)

@@ -49,7 +49,9 @@ class WholeCheckpoints(TorchCheckpointIO):
             write_weights(Path(path).with_name(WEIGHTS), checkpoint["state_dict"], header)
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
-        write_whole(Path(path), buffer.getvalue())  # last: a run that is killed before this repeats the end of the epoch
+        write_whole(
+            Path(path), buffer.getvalue()
+        )  # last: a run that is killed before this repeats the end of the epoch
 
 
 class FitsOptimizer(Callback):
@@ -123,7 +125,9 @@ def newest(folder: Path) -> tuple[Path, tuple[int, int]] | None:
     Raises:
         ValueError: a checkpoint is damaged, or holds objects other than tensors and plain values.
     """
-    checkpoints = [(path, read(path, "meta")) for name in (CHECKPOINT, WITHIN_EPOCH) if (path := folder / name).exists()]
+    checkpoints = [
+        (path, read(path, "meta")) for name in (CHECKPOINT, WITHIN_EPOCH) if (path := folder / name).exists()
+    ]
     if not checkpoints:
         return None
     path, saved = max(checkpoints, key=lambda pair: pair[1]["global_step"])

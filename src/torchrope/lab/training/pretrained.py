@@ -1,4 +1,4 @@
-"""Initialise a backbone with the weights of a run, or of anything that `torchrope.load_backbone` reads."""
+"""Initialise a backbone with the weights of a run, or of any source that `torchrope.load_backbone` reads."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def start_backbone(features: Features, source: str | os.PathLike[str]) -> None:
         source: The folder of a classification run, or any source that `torchrope.load_backbone` takes.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: weights that do not fit the backbone, or a source that cannot be read.
     """
     folder = Path(source).expanduser()
@@ -49,5 +49,5 @@ def of_run(folder: Path) -> ViT | Swin:
     try:
         model.load_state_dict(weights)
     except RuntimeError:
-        raise ValueError(f"the weights of a run must fit the model of its {CONFIG}, got others in {folder}") from None
+        raise ValueError(f"weights must fit the model of the run's {CONFIG}, got others in {folder}") from None
     return model.eval()
