@@ -226,9 +226,7 @@ def test_positions_that_are_no_lattice_with_a_spacing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^the model must be a ViT to keep the range of positions, got a Swin"):
         keep_range(swin())
     settings = dict(patch_size=2, dim=8, depth=1, num_heads=1)
-    with pytest.raises(
-        ValueError, match=r"^positions must be those of a lattice with a spacing to keep their range, got function$"
-    ):
+    with pytest.raises(ValueError, match=r"^positions must be those of a lattice with a spacing .*, got function$"):
         keep_range(tr.ViT((8, 8), **settings, positions=tr.patch_centers))
     jittered = tr.JitteredLattice(spacing=0.25, origin=0.125, cell=0.25, intensity=1.0)
     model = tr.ViT((8, 8), **settings, positions=jittered).eval()

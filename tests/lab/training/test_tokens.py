@@ -123,7 +123,7 @@ def test_settings_of_a_model_reach_the_transformer(data: TokensModule) -> None:
         ({"latents": 3}, "latents is a setting of backbone transformer alone, got 3"),
         (
             {"backbone": "swin", "attention": "linear"},
-            "attention is a setting of backbone transformer alone, got linear",
+            "attention is a setting of backbone transformer alone",
         ),
         ({"backbone": "transformer", "latents": -1}, "latents must be 0 or more, got -1"),
         ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),

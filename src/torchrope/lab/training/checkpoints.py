@@ -49,9 +49,7 @@ class WholeCheckpoints(TorchCheckpointIO):
             write_weights(Path(path).with_name(WEIGHTS), checkpoint["state_dict"], header)
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
-        write_whole(
-            Path(path), buffer.getvalue()
-        )  # last: a run that is killed before this repeats the end of the epoch
+        write_whole(Path(path), buffer.getvalue())  # last: a run killed before this repeats the end of the epoch
 
 
 class FitsOptimizer(Callback):

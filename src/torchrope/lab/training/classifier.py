@@ -36,7 +36,7 @@ class Classifier(Module):
         return math.log(max(self.num_classes, 2))
 
     def forward(self, inputs: Tensor, *extra: Tensor) -> Tensor:
-        """Compute logits `(batch, classes)`; further tensors of a batch, such as voxel spacings, go to the model too."""
+        """Compute logits `(batch, classes)`; further tensors of a batch, such as voxel spacings, are passed on."""
         return self.model(inputs, *extra)
 
     def training_step(self, batch: Sequence[Tensor], _: int) -> Tensor:

@@ -26,7 +26,7 @@ def with_devices(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _launched() -> dict[str, int]:
-    """Return the numbers of processes per machine and of machines; an empty dict if no launcher started this process."""
+    """Return the numbers of processes per machine and of machines; an empty dict if not started by a launcher."""
     if TorchElasticEnvironment.detect():
         world_size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     elif SLURMEnvironment.detect():

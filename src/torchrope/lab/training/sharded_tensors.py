@@ -19,7 +19,7 @@ def local_shards(tensors: Mapping[str, Any], like: Mapping[str, Any]) -> dict[st
 
 
 def local_shard(value: Any, like: Any) -> Any:
-    """Return this process's shard of a tensor, sharded like `like` if both have the same shape; else the value itself."""
+    """Return this process's shard of a tensor, sharded like `like`; the value itself if their shapes differ."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     return value if isinstance(value, DTensor) else distribute_tensor(value, like.device_mesh, like.placements)

@@ -30,7 +30,7 @@ class KeepSkipped(Callback):
         self.data = data
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Load the list of earlier starts."""
+        """Load the list of earlier starts, without files that can be read now."""
         self._share(read_skipped(self.path.parent))
 
     def on_save_checkpoint(
