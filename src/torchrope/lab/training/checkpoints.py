@@ -123,9 +123,8 @@ def newest(folder: Path) -> tuple[Path, tuple[int, int]] | None:
     Raises:
         ValueError: a checkpoint is damaged, or holds objects other than tensors and plain values.
     """
-    checkpoints = [
-        (path, read(path, "meta")) for name in (CHECKPOINT, WITHIN_EPOCH) if (path := folder / name).exists()
-    ]
+    paths = [folder / name for name in (CHECKPOINT, WITHIN_EPOCH)]
+    checkpoints = [(path, read(path, "meta")) for path in paths if path.exists()]
     if not checkpoints:
         return None
     path, saved = max(checkpoints, key=lambda pair: pair[1]["global_step"])

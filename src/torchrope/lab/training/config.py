@@ -373,9 +373,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.start_from is not None:
-            self.start_from = os.path.abspath(
-                os.path.expanduser(self.start_from)
-            )  # independent of the working directory
+            # Absolute, so that it does not depend on the working directory.
+            self.start_from = os.path.abspath(os.path.expanduser(self.start_from))
         if self.backbone_from is not None:
             if self.model.task == "classify":
                 raise ValueError(f"backbone_from is for heads other than classify, got {self.backbone_from!r}")

@@ -272,9 +272,9 @@ def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_s
     made, windows = made_at(data, size), windows_at(model, size, window_size)
     options = {} if windows is None else {"window_size": windows}
     correct = _correct(*predict(model, made or data, partial(resize, size=size), **options))
-    return AtSize(
-        size, "resampled" if made is None else made.other_sizes, correct, 0 if made is None else made.enlarged
-    )
+    if made is None:
+        return AtSize(size, "resampled", correct)
+    return AtSize(size, made.other_sizes, correct, made.enlarged)
 
 
 def _resampled(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:

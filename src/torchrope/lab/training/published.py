@@ -71,9 +71,9 @@ def _fitted(config: DataConfig, input_size: tuple[int, ...], family: Any, given:
     *leading, height, width = input_size
     if height != width:
         raise ValueError(f"a checkpoint must be for square images, got {height} x {width} pixels")
-    changes: dict[str, Any] = {"size": width} | (
-        {"frames": leading[0]} if leading and hasattr(config, "frames") else {}
-    )
+    changes: dict[str, Any] = {"size": width}
+    if leading and hasattr(config, "frames"):
+        changes["frames"] = leading[0]
     for name, value in changes.items():
         if name in given and getattr(config, name) != value:
             rule = f"--data.{name} must be that of the checkpoint, {value}"
