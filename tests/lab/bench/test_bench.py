@@ -250,7 +250,7 @@ def test_all_implementations_compute_the_same(name: str, who: str, setting: Sett
         ("mixed", replace(SMALL, axes=3), peers.TIMM, "timm has two axes and heads divisible by 4"),
         ("liere:4", SMALL, peers.TIMM, "timm has no such encoding"),
         ("mixed", SMALL, peers.MATRIX_EXP, "matrix_exp is for blocks larger than 2"),
-        ("liere:4", SMALL, peers.COMPLEX, "complex numbers turn channel pairs alone"),
+        ("liere:4", SMALL, peers.COMPLEX, "a complex multiply rotates channel pairs alone"),
         ("mixed", SMALL, peers.ROTARY_EMBEDDING, "rotary-embedding-torch has no such encoding"),
     ],
 )

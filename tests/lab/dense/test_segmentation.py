@@ -22,7 +22,7 @@ from transformers import (
 import torchrope as tr
 from torchrope.integrations.auto import TorchropeConfig
 from torchrope.lab.dense.prediction import MultiScale, SlidingWindows, mean_iou, per_image_counts, window_starts
-from torchrope.lab.dense.segmentation import Mask2Former, SemanticModel, UperNet, _in_own_frames, enlarge
+from torchrope.lab.dense.segmentation import Mask2Former, SemanticModel, UperNet, _without_padding, enlarge
 from torchrope.lab.training.config import OptimConfig
 from torchrope.lab.training.segmenter import Segmenter
 from torchrope.models.features import Features
@@ -224,11 +224,11 @@ def test_a_map_is_enlarged_to_pixels_not_to_the_images_edge() -> None:
 def test_masks_of_a_padded_image_are_looked_at_in_its_own_frame() -> None:
     columns = (torch.arange(16.0) + 0.5) * 4  # pixels at which cells of stride 4 have their centres
     masks = columns.expand(2, 1, 16, 16).double()
-    same, framed = _in_own_frames([masks], [(64, 64), (50, 40)], 4)[0]
+    same, framed = _without_padding([masks], [(64, 64), (50, 40)], 4)[0]
     torch.testing.assert_close(same, masks[0])
     # within bilinear cells the ramp is linear: cell i of the frame looks at pixel (i + 1/2) / 16 · 40
     torch.testing.assert_close(framed[0, 0, 1:], (torch.arange(16.0).double()[1:] + 0.5) / 16 * 40)
-    assert _in_own_frames([masks], [(64, 64)] * 2, 4)[0] is masks
+    assert _without_padding([masks], [(64, 64)] * 2, 4)[0] is masks
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -249,8 +249,8 @@ def test_images_alone_and_without_any_label_have_losses(name: str) -> None:
     ("make", "message"),
     [
         (lambda: UperNet(plain(), ["sky"]), "classes must be 2 or more, got 1"),
-        (lambda: upernet(Features(vit(), indices=(4,))), "UperNet reads three maps or more"),
-        (lambda: mask2former(Features(vit(), indices=(3, 4))), "Mask2Former reads four maps, each of"),
+        (lambda: upernet(Features(vit(), indices=(4,))), "UperNet needs three maps or more"),
+        (lambda: mask2former(Features(vit(), indices=(3, 4))), "Mask2Former needs four maps, each of"),
         (lambda: mask2former(stages(), channels=48), "channels must be divisible by 32 and num_heads = 2, got 48"),
     ],
 )
