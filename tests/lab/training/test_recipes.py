@@ -127,7 +127,7 @@ def test_a_recipe_tells_setting_result_hardware_and_command(name: str) -> None:
     assert re.search(r"et al\., .*\((ICLR 2025 submission|.*arXiv:[\d.]+(v1)?)\)", said)
     assert "Published" in said
     assert re.search("GPU|L4|A100", said)
-    assert "Readings: " in said
+    assert "Notes: " in said
     assert f"torchrope train --recipe {name} --data.root DIR" in said
     on_each = re.findall(r"(\d+) (?:examples|clips) (?:each|a step)", said)
     assert set(on_each) <= {str(configuration(name).data.batch_size)}

@@ -101,7 +101,7 @@ def make_task(name: str, setting: Setting) -> Task:
 
 
 def make_step(task: Task, peer: Peer) -> Step:
-    """Return a function that computes rotated q and k and the gradients of q, k and parameters, in the peer's layout."""
+    """Return a function that computes rotated q and k and gradients of q, k and parameters, in the peer's layout."""
     q, k, *cotangents = (_reordered(x, peer.channels) for x in (task.q, task.k, *task.cotangents))
     inputs = (q, k, *peer.parameters)
 

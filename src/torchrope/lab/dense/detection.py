@@ -1,4 +1,4 @@
-"""Object detection with torchvision's Faster R-CNN and Mask R-CNN on torchrope's backbones, and helpers of detectors."""
+"""Object detection with torchvision's Faster R-CNN and Mask R-CNN on torchrope backbones, and helpers of detectors."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
