@@ -63,9 +63,9 @@ def test_killed_run_resumes_to_the_same_weights(tmp_path: Path, head: str) -> No
     whole, curve = train(config, data_of(config), tmp_path / "whole")
     with pytest.raises(MemoryError):
         train(config, data_of(config), tmp_path / "killed", callbacks=[Dies(4)])
-    resumed, gone_on = train(config, data_of(config), tmp_path / "killed")
+    resumed, resumed_curve = train(config, data_of(config), tmp_path / "killed")
     assert same_weights(whole, resumed)
-    assert without_times(curve.rows) == without_times(gone_on.rows)
+    assert without_times(curve.rows) == without_times(resumed_curve.rows)
     assert same_weights(load(tmp_path / "killed")[2], whole)
 
 

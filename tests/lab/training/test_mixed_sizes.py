@@ -36,7 +36,7 @@ def small_run(epochs: int = 2, encoding: str = "learned+liere:4", **optim: Any) 
     )
 
 
-class Seen(Callback):
+class InputRecorder(Callback):
     """Record the inputs of every batch, and raise before a step if a number is given."""
 
     def __init__(self, stop_at: int | None = None) -> None:
@@ -53,8 +53,8 @@ class Seen(Callback):
         return [each.shape[-1] for each in self.inputs]
 
 
-def trained(config: RunConfig, folder: Path, data: DataModule | None = None) -> tuple[Any, Seen]:
-    seen = Seen()
+def trained(config: RunConfig, folder: Path, data: DataModule | None = None) -> tuple[Any, InputRecorder]:
+    seen = InputRecorder()
     module, _ = train(config, data or data_of(config), folder, callbacks=[seen])
     return module, seen
 
@@ -94,7 +94,7 @@ def test_run_resumed_within_epoch_is_bit_identical(tmp_path: Path, encoding: str
     config = replace(small_run(encoding=encoding, ema_decay=0.9), scale=ScaleConfig(checkpoint_every=1))
     whole, every = trained(config, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        train(config, data_of(config), tmp_path / "killed", callbacks=[Seen(stop_at=9)])
+        train(config, data_of(config), tmp_path / "killed", callbacks=[InputRecorder(stop_at=9)])
     resumed, rest = trained(config, tmp_path / "killed")
     assert rest.sides == every.sides[9:]
     for one, other in zip(every.inputs[9:], rest.inputs, strict=True):

@@ -38,7 +38,7 @@ class Measurements:
 
 
 Measured = Quartiles | str
-"""A value, or the reason why there is none."""
+"""A value, or the reason why it could not be measured."""
 
 
 @dataclass(frozen=True)
