@@ -354,7 +354,7 @@ def test_malicious_checkpoint_executes_no_code(tmp_path: Path, name: str, form: 
             {"state_dict": Payload(proof), "pytorch-lightning_version": "2.6.6", "global_step": 9}, folder / name
         )
     used = (lambda: load(folder)) if name.startswith("weights") else (lambda: train(config, data_of(config), folder))
-    with pytest.raises(ValueError, match=r"must be whole, got a damaged") as refused:
+    with pytest.raises(ValueError, match=r"must be complete, got a damaged") as refused:
         used()
     assert not proof.exists()
     assert name in str(refused.value)

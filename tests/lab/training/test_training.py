@@ -90,7 +90,7 @@ def test_damaged_checkpoint_raises_one_line(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint.ckpt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     with pytest.raises(
-        ValueError, match=r"a checkpoint must be whole, got a damaged one; delete it: .*checkpoint.ckpt"
+        ValueError, match=r"a checkpoint must be complete, got a damaged one; delete it: .*checkpoint.ckpt"
     ):
         train(config, data_of(config), tmp_path)
 
@@ -174,7 +174,7 @@ def test_checkpoint_of_another_structure_raises_before_a_step(
     whole = file.read_bytes()
     *above, last = [int(word) if word.isdecimal() else word for word in place.split()]
     optional = last in ("seconds", "sums", "generators", "latest_update_step", "best_model_path")
-    message = rf"^a checkpoint must be whole, got a damaged one; delete it: {re.escape(str(file))}$"
+    message = rf"^a checkpoint must be complete, got a damaged one; delete it: {re.escape(str(file))}$"
     for value in [torch.zeros(3), *([] if last == "best_model_path" else ["text"]), *([] if optional else [MISSING])]:
         saved = torch.load(io.BytesIO(whole), weights_only=True)
         part = saved
