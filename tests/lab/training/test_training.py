@@ -194,7 +194,9 @@ def test_load_rejects_a_folder_without_a_run(tmp_path: Path, content: str) -> No
         load(tmp_path)
     (tmp_path / "checkpoint.ckpt").touch()
     (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ValueError, match=r"config.yaml must (be that of a torchrope run|hold named settings), got"):
+    with pytest.raises(
+        ValueError, match=r"config.yaml must (be the configuration of a torchrope run|hold named settings), got"
+    ):
         load(tmp_path)
 
 
