@@ -1,4 +1,4 @@
-"""`torchrope bench` and the rows of docs/speed.md: parity, other implementations, targets and verdicts."""
+"""`torchrope bench` and the rows of docs/speed.md: parity, other implementations, targets."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def suite() -> Suite:
-    """All rows, tiny."""
+    """Run the suite at small sizes."""
     plan = Plan(
         Setting(batch=1, heads=1, tokens=5, head_dim=64),
         Training(input_size=8, patch_size=4, batch=1, dim=64, depth=1, num_heads=1, rounds=1, overheads=()),
@@ -76,7 +76,7 @@ def suite() -> Suite:
 
 
 @pytest.mark.slow
-def test_bench_leaves_numbers_a_table_and_a_page(tmp_path: Path, run: Run) -> None:
+def test_bench_command_writes_results_table_and_report(tmp_path: Path, run: Run) -> None:
     status, printed, _ = run("--shape=2,2,10,8", "--encodings=mixed", "--rounds=3", "--threads=1", "--out", tmp_path)
     assert status == 0
     assert printed.index("parity") < printed.index("measuring")
@@ -104,14 +104,14 @@ def test_bench_leaves_numbers_a_table_and_a_page(tmp_path: Path, run: Run) -> No
 
 
 def measured(rounds: int, **ratios: Quartiles) -> Bench:
-    """A benchmark of mixed with these ratios to others."""
+    """Build the result of a benchmark of mixed with given ratios to other implementations."""
     one = Quartiles(1, 1, 1)
     timed = [Timed("torchrope", one, one), *(Timed(name, ratio, ratio) for name, ratio in ratios.items())]
     source = Source("torchrope bench", "2026-01-01", None, "0.1.0", {}, {}, 1)
     return Bench(SMALL, rounds, (Compared("mixed", "native", tuple(timed), {}),), {}, source, 0.25)
 
 
-def test_an_answer_claims_what_quartiles_leave_no_doubt_of() -> None:
+def test_answer_claims_only_separated_quartiles() -> None:
     ratios = {
         "reference": Quartiles(1.9, 2.0, 2.1), "timm": Quartiles(0.9, 1.2, 1.4), "matrix_exp": Quartiles(0.2, 0.5, 0.9)
     }  # fmt: skip
@@ -124,13 +124,13 @@ def test_an_answer_claims_what_quartiles_leave_no_doubt_of() -> None:
     assert "faster" not in few
 
 
-def test_a_result_says_how_near_parity_was() -> None:
+def test_result_has_the_largest_parity_error() -> None:
     (check,) = bench_result(measured(21, reference=Quartiles(1, 2, 3))).findings.checks
     assert check.holds
     assert "0.25 of the allowed one" in check.measured
 
 
-def test_a_bench_is_shown_with_the_studies_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_a_bench_with_studies_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = bench_result(measured(21, reference=Quartiles(1, 2, 3)))
     replace(study, study="capacity", title="Size of blocks").write(tmp_path / "capacity.json")
     study.write(tmp_path / "bench.json")
@@ -165,7 +165,7 @@ def refusal(turned: Tensor) -> Tensor:
         (refusal, "mixed: auto raised RuntimeError: no such kernel", 1),
     ],
 )
-def test_a_wrong_fast_path_has_no_numbers(
+def test_failed_parity_writes_no_results(
     spoil: Callable[[Tensor], Tensor],
     first: str,
     failures: int,
@@ -191,12 +191,12 @@ def test_a_wrong_fast_path_has_no_numbers(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_what_ships_has_parity(dtype: str) -> None:
+def test_parity_of_all_encodings(dtype: str) -> None:
     names = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:4")
     assert 0 <= require_parity(names, replace(SMALL, dtype=dtype)) <= 1
 
 
-def test_the_error_names_the_encoding_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_error_names_the_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     right = peers.rotate
 
     def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "who", "setting"), PAIRS)
-def test_all_implementations_compute_the_same(name: str, who: str, setting: Setting) -> None:
+def test_implementations_agree(name: str, who: str, setting: Setting) -> None:
     task = make_task(name, setting)
     try:
         peer = PEERS[who](task)
@@ -250,18 +250,18 @@ def test_all_implementations_compute_the_same(name: str, who: str, setting: Sett
         ("mixed", replace(SMALL, axes=3), peers.TIMM, "timm has two axes and heads divisible by 4"),
         ("liere:4", SMALL, peers.TIMM, "timm has no such encoding"),
         ("mixed", SMALL, peers.MATRIX_EXP, "matrix_exp is for blocks larger than 2"),
-        ("liere:4", SMALL, peers.COMPLEX, "complex numbers turn channel pairs alone"),
+        ("liere:4", SMALL, peers.COMPLEX, "a complex multiply rotates channel pairs alone"),
         ("mixed", SMALL, peers.ROTARY_EMBEDDING, "rotary-embedding-torch has no such encoding"),
     ],
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_what_is_left_out_is_said_with_the_reason(name: str, setting: Setting, who: str, reason: str) -> None:
+def test_unavailable_implementations_have_a_reason(name: str, setting: Setting, who: str, reason: str) -> None:
     measured, left_out = available_peers(make_task(name, setting))
     assert left_out[who] == reason
     assert who not in {peer.name for peer in measured}
 
 
-def test_packages_that_are_not_installed_and_failing_compilers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_and_compilers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no C++ compiler")
 
@@ -273,7 +273,7 @@ def test_packages_that_are_not_installed_and_failing_compilers_are_left_out(monk
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_encodings_that_the_shape_does_not_fit_are_told() -> None:
+def test_encodings_that_do_not_fit_are_reported() -> None:
     bench = run_bench(replace(SMALL, head_dim=6), rounds=1, tell=lambda line: None)
     assert [compared.encoding for compared in bench.encodings] == ["mixed", "liere"]
     assert "head_dim must be divisible by block_size = 8, got 6" in bench.not_fitting["liere:8"]
@@ -281,7 +281,7 @@ def test_encodings_that_the_shape_does_not_fit_are_told() -> None:
 
 
 @pytest.mark.parametrize(("serving", "expected"), [("native", "native"), ("nothing", "reference")])
-def test_the_kernels_that_serve_are_named(serving: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_backend_is_named(serving: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = peers.rotate
 
     def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -296,7 +296,7 @@ def test_the_kernels_that_serve_are_named(serving: str, expected: str, monkeypat
     assert peers.serving_backend(task) == expected
 
 
-def test_rounds_take_turns_and_begin_with_another_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_interleave_and_rotate_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_MOST_REPEATS", 1)
     calls: list[str] = []
     works = {name: (lambda name=name: calls.append(name)) for name in "abc"}
@@ -305,13 +305,13 @@ def test_rounds_take_turns_and_begin_with_another_one_each(monkeypatch: pytest.M
     assert {name: len(own) for name, own in seconds.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-def test_ratios_are_taken_round_by_round() -> None:
+def test_ratios_are_computed_per_round() -> None:
     slow_moment = ratio([2.0, 20.0, 2.0, 2.0, 2.0], [1.0, 10.0, 1.0, 1.0, 1.0])
     assert asdict(slow_moment) == {"low": 2, "median": 2, "high": 2}
     assert asdict(quartiles([1.0, 2.0, 3.0, 4.0, 5.0])) == {"low": 2, "median": 3, "high": 4}
 
 
-def test_peak_memory_counts_what_is_held_at_once() -> None:
+def test_peak_bytes_counts_simultaneous_allocations() -> None:
     def work() -> Tensor:
         first = torch.ones(1000, 1000)
         second = first * 2
@@ -321,7 +321,7 @@ def test_peak_memory_counts_what_is_held_at_once() -> None:
     assert peak_bytes(work, "cpu") == pytest.approx(2 * 4e6, rel=1e-3)
 
 
-def test_the_slope_is_the_exponent() -> None:
+def test_slope_is_the_exponent() -> None:
     assert slope((1, 2, 8), [3.0, 3.0 * 2**1.5, 3.0 * 8**1.5]) == pytest.approx(1.5)
 
 
@@ -340,16 +340,14 @@ def test_the_slope_is_the_exponent() -> None:
         (100, 1, (100,), 0),
     ],
 )
-def test_tokens_stand_on_the_lattice_nearest_to_a_cube(
-    tokens: int, axes: int, lattice: tuple[int, ...], front: int
-) -> None:
+def test_lattice_is_nearest_to_a_cube(tokens: int, axes: int, lattice: tuple[int, ...], front: int) -> None:
     setting = replace(SMALL, tokens=tokens, axes=axes)
     assert (setting.lattice, setting.prefix) == (lattice, front)
     assert math.prod(nearest_to_cube(tokens, axes)) == tokens
     assert make_task("mixed", setting).positions.shape == (tokens, axes)
 
 
-def test_every_target_is_judged_once_and_every_part_is_there(suite: Suite, tmp_path: Path) -> None:
+def test_suite_has_every_row_and_measurement(suite: Suite, tmp_path: Path) -> None:
     assert [row.name for row in suite.rows] == [row.name for row in ROWS]
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert all(row.value is not None for row in suite.rows)
@@ -362,7 +360,7 @@ def test_every_target_is_judged_once_and_every_part_is_there(suite: Suite, tmp_p
     assert read_results(tmp_path / "cpu.json", Suite) == suite
 
 
-def test_rows_say_what_was_measured(suite: Suite) -> None:
+def test_rows_select_their_measurements(suite: Suite) -> None:
     said = {row.name: row.value.median for row in suite.rows if row.value is not None}
     calls = {each.name: each for each in suite.operations if each.setting.dtype == "float32"}
     for name in ("comrope-ld:8 in attention / mixed", "comrope-ap:8 in attention / mixed"):
@@ -384,7 +382,7 @@ def test_rows_say_what_was_measured(suite: Suite) -> None:
     )
 
 
-def test_a_row_without_its_peer_says_why(suite: Suite) -> None:
+def test_row_without_its_peer_has_a_reason(suite: Suite) -> None:
     mixed = suite.bench.of("mixed")
     alone = replace(mixed, timed=mixed.timed[:1], left_out={"timm": "not installed"})
     measurements = Measurements(
@@ -394,7 +392,7 @@ def test_a_row_without_its_peer_says_why(suite: Suite) -> None:
     assert (judged.value, judged.why_not) == (None, "timm: not installed")
 
 
-def test_without_vl_convert_the_numbers_stand_and_the_page_is_missed(
+def test_missing_vl_convert_keeps_results_without_a_report(
     suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
@@ -406,7 +404,7 @@ def test_without_vl_convert_the_numbers_stand_and_the_page_is_missed(
     assert not (tmp_path / "report").exists()
 
 
-def test_the_plan_is_the_one_that_targets_are_for() -> None:
+def test_standard_plan_has_the_sizes_of_the_targets() -> None:
     plan = standard_plan()
     assert plan.setting == Setting(batch=8, heads=12, tokens=65, head_dim=64, axes=2, dtype="float32", device="cpu")
     assert (plan.training.input_size, plan.training.batch, plan.training.dim) == (224, 8, 384)
@@ -433,7 +431,7 @@ def age(plain: dict) -> None:
         (age, "benchmark results must have schema 1, got"),
     ],
 )
-def test_results_of_another_shape_are_refused(
+def test_read_results_rejects_another_schema(
     damage: Callable[[dict], None], message: str, suite: Suite, tmp_path: Path
 ) -> None:
     plain = json.loads(json.dumps(asdict(suite)))
@@ -459,14 +457,12 @@ def test_results_of_another_shape_are_refused(
         (False, 5, 8, None, "not measured (timm: not installed)"),
     ],
 )
-def test_a_target_is_reached_or_not(
-    at_most: bool, must: float | None, reach: float, median: float | None, expected: str
-) -> None:
+def test_target_verdicts(at_most: bool, must: float | None, reach: float, median: float | None, expected: str) -> None:
     value = None if median is None else Quartiles(median, median, median)
     assert verdict(Judged("", "", "×", at_most, must, reach, value, "timm: not installed")) == expected
 
 
-def test_docs_are_written_from_the_committed_numbers() -> None:
+def test_docs_equal_the_rendered_committed_results() -> None:
     page, committed = (ROOT / "docs" / "speed.md").read_text(), ROOT / "benchmarks" / "results" / "cpu.json"
     assert render_docs(page, read_results(committed, Suite)) == page
     for name in ("bench", "growth-tokens", "growth-batch"):
@@ -485,7 +481,7 @@ def test_docs_show_every_row_and_every_number(suite: Suite) -> None:
         assert f"| {' | '.join(cells)} |" in page
 
 
-def test_figures_name_all_implementations_and_hold_no_date(suite: Suite) -> None:
+def test_figures_name_all_implementations_and_have_no_date(suite: Suite) -> None:
     drawings = figures(suite)
     assert [figure.name for figure in drawings] == ["bench", "growth-tokens", "growth-batch"]
     assert suite.bench.source.date not in json.dumps([asdict(figure) for figure in drawings])
@@ -516,7 +512,7 @@ def test_figures_name_all_implementations_and_hold_no_date(suite: Suite) -> None
         ("--out /dev/null", "--out must be a folder, got the file /dev/null"),
     ],
 )
-def test_a_users_mistake_is_told_in_one_line(
+def test_bench_command_reports_errors_in_one_line(
     arguments: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -528,7 +524,7 @@ def test_a_users_mistake_is_told_in_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused(run: Run) -> None:
+def test_missing_device_raises(run: Run) -> None:
     assert run("--device", "cuda")[2].startswith("torchrope bench: device cuda needs a CUDA device")
 
 
@@ -542,6 +538,6 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_of_all_rows_starts() -> None:
+def test_cpu_script_shows_help() -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "cpu.py"), "--help"]
     assert "--training-batch" in subprocess.run(script, check=True, capture_output=True, text=True).stdout

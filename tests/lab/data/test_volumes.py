@@ -545,11 +545,11 @@ def test_validation_and_evaluation_know_the_voxels_at_every_size(tmp_path):
         (
             {"augment": {"mixup": 0.8}},
             {},
-            r"--model\.unit_mm places each volume by its own .*, got --data\.augment\.mixup 0\.8",
+            r"--model\.unit_mm needs one voxel spacing .*, got --data\.augment\.mixup 0\.8",
         ),
         ({}, {"unit_mm": 0.0}, r"unit_mm must be above 0, got 0\.0"),
-        ({}, {"jitter": 1.0}, r"jitter is for one lattice of all samples, got 1\.0 with unit_mm"),
-        ({}, {"backbone": "swin", "depth": None}, r"unit_mm is read by backbone vit alone, got 10\.0"),
+        ({}, {"jitter": 1.0}, r"jitter must be 0 with unit_mm, got 1\.0"),
+        ({}, {"backbone": "swin", "depth": None}, r"unit_mm is a setting of backbone vit alone, got 10\.0"),
     ],
 )
 def test_positions_in_mm_are_refused_where_they_mean_nothing(tmp_path, data, model, message):
@@ -571,7 +571,7 @@ def test_volumes_are_trained_and_compared_in_mm_from_the_command_line(tmp_path, 
     compared = f"compare {out}/compare --encodings mixed --scales [1.0]"
     assert main(compared.split()) == 0, capsys.readouterr().err
     assert main(f"{compared} --data.augment.mixup 0.8".split()) == 2
-    assert "model.unit_mm places each volume by its own voxels" in capsys.readouterr().err
+    assert "model.unit_mm needs one voxel spacing per volume" in capsys.readouterr().err
 
 
 def test_a_substitute_brings_its_own_spacing(tmp_path):

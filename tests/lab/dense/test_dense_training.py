@@ -1,4 +1,4 @@
-"""Training of models for segmentation and detection: it survives being killed, and all else of a run holds."""
+"""Training of models for segmentation and detection: resuming, precision, backbones, several processes."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def small_run(head: str, **settings: Any) -> RunConfig:
 
 
 class Dies(Callback):
-    """End the process, in a manner of speaking, before a batch."""
+    """Simulate a killed process before a batch."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -58,14 +58,14 @@ def same_weights(one: Module, other: Module) -> bool:
 @pytest.mark.parametrize(
     "head", ["faster-rcnn", *(pytest.param(head, marks=pytest.mark.slow) for head in ("upernet", *DETRS))]
 )
-def test_a_run_that_was_killed_within_an_epoch_ends_as_one_that_was_not(tmp_path: Path, head: str) -> None:
+def test_killed_run_resumes_to_the_same_weights(tmp_path: Path, head: str) -> None:
     config = small_run(head, scale=ScaleConfig(checkpoint_every=1), optim={"ema_decay": 0.5})
     whole, curve = train(config, data_of(config), tmp_path / "whole")
     with pytest.raises(MemoryError):
         train(config, data_of(config), tmp_path / "killed", callbacks=[Dies(4)])
-    resumed, gone_on = train(config, data_of(config), tmp_path / "killed")
+    resumed, resumed_curve = train(config, data_of(config), tmp_path / "killed")
     assert same_weights(whole, resumed)
-    assert without_times(curve.rows) == without_times(gone_on.rows)
+    assert without_times(curve.rows) == without_times(resumed_curve.rows)
     assert same_weights(load(tmp_path / "killed")[2], whole)
 
 
@@ -73,7 +73,7 @@ def test_a_run_that_was_killed_within_an_epoch_ends_as_one_that_was_not(tmp_path
 @pytest.mark.parametrize(
     "head", [pytest.param(head, marks=pytest.mark.slow if head in QUERIES else ()) for head in HEADS]
 )
-def test_every_head_trains_in_bf16_with_gradients_of_several_batches(tmp_path: Path, head: str) -> None:
+def test_heads_train_in_bf16_with_accumulation(tmp_path: Path, head: str) -> None:
     optim = {"epochs": 1, "effective_batch": 8, "layer_decay": 0.8, "schedule": "linear"}
     config = small_run(head, optim=optim, scale=ScaleConfig(precision="bf16"))
     module, history = train(config, data_of(config), tmp_path)
@@ -84,8 +84,8 @@ def test_every_head_trains_in_bf16_with_gradients_of_several_batches(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_pre_trained_backbone_stands_where_it_did_also_when_the_run_is_read_back(tmp_path: Path) -> None:
-    below = replace(small_run("upernet"), encoding="liere:4")  # whose positions are shares of the training lattice
+def test_pretrained_backbone_keeps_its_positions_when_loaded(tmp_path: Path) -> None:
+    below = replace(small_run("upernet"), encoding="liere:4")  # whose positions depend on the training size
     classes = replace(below.model, head="classify", head_channels=None)
     digits = data_config(name="digits", train_size=40, val_size=20, size=32)
     above = replace(below, data=digits, model=classes)
@@ -100,7 +100,7 @@ def test_a_pre_trained_backbone_stands_where_it_did_also_when_the_run_is_read_ba
             torch.testing.assert_close(module.model.backbone.eval()(image)[-1], expected)
 
 
-def test_what_a_head_is_not_for_is_told_in_one_line(tmp_path: Path) -> None:
+def test_head_that_does_not_fit_the_data_raises_one_line(tmp_path: Path) -> None:
     config = small_run("upernet")
     digits = replace(config, data=data_config(name="digits"))
     with pytest.raises(ValueError, match=r"^digits is for model\.head classify, got 'upernet'$"):
@@ -115,24 +115,24 @@ def test_what_a_head_is_not_for_is_told_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (dict(window_size=[2]), "window_size is read by backbone swin alone, or by a vit below another head"),
+        (dict(window_size=[2]), "window_size is a setting of backbone swin, or of vit with another head"),
         (dict(head="upernet", global_layers=[1]), "global_layers is for a vit with window_size, got"),
-        (dict(head_channels=8), "head_channels must be 1 or more, below another head than classify, got 8"),
-        (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, below another head than classify"),
+        (dict(head_channels=8), "head_channels must be 1 or more, with another head than classify, got 8"),
+        (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, with another head than classify"),
         (
             dict(head="upernet", num_queries=3),
-            "num_queries is read by mask2former, deformable-detr and dino alone, got 3",
+            "num_queries is a setting of mask2former, deformable-detr and dino alone, got 3",
         ),
         (dict(head="yolo"), "head must be one of classify, upernet, mask2former, faster-rcnn, mask-rcnn, deform"),
     ],
 )
-def test_settings_that_no_head_reads_are_refused(settings: dict[str, Any], rule: str) -> None:
+def test_settings_of_another_head_raise(settings: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=f"^{rule}"):
         ModelConfig(**settings)
 
 
 def two(rank: int, folder: Path, port: int) -> None:
-    """One of two processes, as torchrun starts it."""
+    """Run one of two processes with the environment that torchrun sets."""
     become_one_of_two(rank, port)
     for head in ("upernet", "faster-rcnn", *DETRS):
         config = small_run(head, optim={"epochs": 1})
@@ -151,13 +151,13 @@ def by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["upernet", "faster-rcnn", *DETRS])
-def test_two_processes_end_with_one_model_that_is_as_good_as_they_say(by_two: Path, head: str, capsys: Any) -> None:
+def test_two_processes_agree_on_model_and_metrics(by_two: Path, head: str, capsys: Any) -> None:
     weights = [torch.load(by_two / f"{head}-{rank}.pt") for rank in (0, 1)]
     learned = [name for name in weights[0] if "running_" not in name]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in learned)
-    if head != "upernet":  # statistics of a norm over batches are each process's own
+    if head != "upernet":  # batch norms have other statistics in each process
         last = (by_two / head / "curve.csv").read_text().splitlines()
-        told = dict(zip(last[0].split(","), last[-1].split(","), strict=True))
+        curve = dict(zip(last[0].split(","), last[-1].split(","), strict=True))
         assert main(["evaluate", str(by_two / head), "--json"]) == 0
         measured = json.loads(capsys.readouterr().out)
-        assert measured["ap"] == pytest.approx(float(told["val_ap"]), abs=1e-5)
+        assert measured["ap"] == pytest.approx(float(curve["val_ap"]), abs=1e-5)

@@ -1,4 +1,4 @@
-"""Detectors on our backbones, and average precision: torchvision, transformers and pycocotools are the oracles."""
+"""Detectors and average precision, compared with torchvision, transformers and pycocotools."""
 
 import contextlib
 import io
@@ -92,7 +92,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
     ["mask", "dino", *(pytest.param(name, marks=pytest.mark.slow) for name in ("faster", "deformable"))],
     indirect=True,
 )
-def test_one_image_is_learned_and_its_object_found(name: str) -> None:
+def test_detector_overfits_one_image(name: str) -> None:
     model = built(name)
     images = [image(48, 80)]
     images[0][:, 10:40, 20:70] += 3
@@ -116,7 +116,7 @@ def test_one_image_is_learned_and_its_object_found(name: str) -> None:
 
 
 @torch.no_grad()
-def test_what_is_found_lies_in_its_image_whatever_comes_with_it(name: str) -> None:
+def test_detections_lie_in_their_image_and_ignore_the_batch(name: str) -> None:
     model = built(name).double().eval()
     images = [each.double() for each in batch()[0]]
     together = model.predict(images)
@@ -136,25 +136,25 @@ def test_what_is_found_lies_in_its_image_whatever_comes_with_it(name: str) -> No
             assert found["masks"].shape == (len(found["boxes"]), height, width)
 
 
-def test_images_without_objects_teach(name: str) -> None:
+def test_images_without_objects_have_gradients(name: str) -> None:
     model = built(name)
     losses = model.losses([image(64, 64), image(32, 64)], [target([], [], (64, 64)), target([], [], (32, 64))])
     assert all(torch.isfinite(loss) for loss in losses.values())
     sum(losses.values()).backward()
-    assert [path for path, weight in model.named_parameters() if weight.grad is None] == []  # DDP waits for each
+    assert [path for path, weight in model.named_parameters() if weight.grad is None] == []  # DDP needs each
     assert model.backbone.model.embed.proj.weight.grad.abs().sum() > 0
 
 
-def test_crowds_and_boxes_without_area_teach_nothing(name: str) -> None:
+def test_crowds_and_empty_boxes_do_not_change_losses(name: str) -> None:
     model = built(name).eval()
     boxes = [[4, 4, 20, 24], [30, 30, 60, 50], [7, 7, 7, 20]]
     with_crowd = target(boxes, [0, 1, 2], (64, 64), crowd=[False, True, False])
     without = {key: value[:1] for key, value in with_crowd.items()}
-    told = [model.losses([image(64, 64)], [each]) for each in (with_crowd, without)]
-    assert told[0] == told[1]
+    losses = [model.losses([image(64, 64)], [each]) for each in (with_crowd, without)]
+    assert losses[0] == losses[1]
 
 
-def test_losses_in_evaluation_repeat_and_leave_no_trace(name: str) -> None:
+def test_losses_in_evaluation_mode_are_deterministic(name: str) -> None:
     model = built(name).eval()
     first = model.losses(*batch())
     torch.manual_seed(1)
@@ -164,17 +164,17 @@ def test_losses_in_evaluation_repeat_and_leave_no_trace(name: str) -> None:
     assert not any(module.training for module in model.modules())
 
 
-def test_padding_is_told_to_the_backbone(name: str) -> None:
+def test_backbone_gets_the_padding_mask(name: str) -> None:
     model = built(name)
-    told = []
-    model.backbone.register_forward_pre_hook(lambda _, inputs: told.append(inputs[1]))
+    masks = []
+    model.backbone.register_forward_pre_hook(lambda _, inputs: masks.append(inputs[1]))
     images, targets = batch()
     model.losses(images, targets)
-    assert told[0].dtype == torch.bool
-    assert told[0].sum(dim=(1, 2)).tolist() == [each.shape[1] * each.shape[2] for each in images]
+    assert masks[0].dtype == torch.bool
+    assert masks[0].sum(dim=(1, 2)).tolist() == [each.shape[1] * each.shape[2] for each in images]
 
 
-def test_a_swin_is_found_with_too(name: str) -> None:
+def test_detectors_accept_a_swin(name: str) -> None:
     swin = Swin((64, 64), patch_size=4, dim=16, depths=(1, 1, 1), num_heads=(1, 2, 4), window_size=4, encoding="mixed")
     model = built(name, Features(swin))
     sum(model.losses(*batch()).values()).backward()
@@ -183,16 +183,16 @@ def test_a_swin_is_found_with_too(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_is_for_matrices_alone(name: str) -> None:
+def test_bfloat16_applies_to_matrix_products_only(name: str) -> None:
     model = built(name)
-    told: list[Any] = []
+    maps: list[Any] = []
     if hasattr(model, "rpn"):  # anchors have the dtype of maps
-        model.rpn.register_forward_pre_hook(lambda _, inputs: told.extend(inputs[1].values()))
+        model.rpn.register_forward_pre_hook(lambda _, inputs: maps.extend(inputs[1].values()))
     with torch.autocast("cpu", torch.bfloat16):
         losses = model.losses(*batch())
         found = model.eval().predict(batch()[0])
     assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses.values())
-    assert all(map.dtype == torch.float32 for map in told)
+    assert all(map.dtype == torch.float32 for map in maps)
     for each in found:
         assert each["boxes"].dtype == each["scores"].dtype == torch.float32
         rounded = each["boxes"].bfloat16().float()
@@ -201,7 +201,7 @@ def test_bfloat16_is_for_matrices_alone(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["faster", "mask"])
-def test_detections_are_those_of_torchvision(name: str) -> None:
+def test_detections_equal_torchvision(name: str) -> None:
     model = built(name).double().eval()
 
     class Backbone(nn.Module):
@@ -219,7 +219,7 @@ def test_detections_are_those_of_torchvision(name: str) -> None:
         assert torch.equal(found["masks"], expected["masks"][:, 0] > 0.5)
 
 
-def test_regions_are_pooled_from_the_map_of_their_size_whatever_the_first_image() -> None:
+def test_roi_align_levels_do_not_depend_on_the_first_image() -> None:
     pool = built("faster", Features(ViT((64, 64), patch_size=16, dim=32, depth=1, num_heads=1), pyramid=True)).roi_heads
     inferred = MultiScaleRoIAlign(["0", "1", "2", "3"], 7, sampling_ratio=2)
     maps = {str(index): torch.randn(1, 4, 256 // 2**index, 256 // 2**index) for index in range(4)}
@@ -231,7 +231,7 @@ def test_regions_are_pooled_from_the_map_of_their_size_whatever_the_first_image(
 
 
 def twin() -> tuple[Any, Any]:
-    """Our Deformable DETR, and transformers' with the same weights."""
+    """Build torchrope's Deformable DETR, and transformers' with the same weights."""
     ours = built("deformable").eval()
     torch.manual_seed(1)
     for head in (*ours.detr.decoder.class_embed, *ours.detr.decoder.bbox_embed):
@@ -248,7 +248,7 @@ def twin() -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def test_boxes_and_losses_are_those_of_transformers() -> None:
+def test_boxes_and_losses_equal_transformers() -> None:
     ours, theirs = twin()
     matcher = ours.criterion.matcher
     assert (matcher.class_cost, matcher.bbox_cost, matcher.giou_cost) == (2, 5, 2)  # DINO's, in detrex
@@ -264,8 +264,8 @@ def test_boxes_and_losses_are_those_of_transformers() -> None:
     ]
     output = theirs(torch.stack(images), pixel_mask=torch.ones(2, 64, 64, dtype=torch.bool), labels=labels)
     losses = ours.losses(images, targets)
-    told = sum(loss for part, loss in losses.items() if not part.startswith("first"))
-    torch.testing.assert_close(told, output.loss.reshape(()))
+    total = sum(loss for part, loss in losses.items() if not part.startswith("first"))
+    torch.testing.assert_close(total, output.loss.reshape(()))
 
     for found, logits, shares in zip(ours.predict(images), output.logits, output.pred_boxes, strict=True):
         scores, order = logits.sigmoid().flatten().sort(descending=True)
@@ -276,16 +276,16 @@ def test_boxes_and_losses_are_those_of_transformers() -> None:
         assert torch.equal(found["labels"], order % 3)
 
 
-def test_all_maps_of_deformable_detr_agree_where_a_box_is() -> None:
+def test_deformable_detr_maps_agree_on_box_locations() -> None:
     model = built("deformable")
-    told = {}
-    model.detr.encoder.register_forward_pre_hook(lambda _, args, kwargs: told.update(kwargs), with_kwargs=True)
+    inputs = {}
+    model.detr.encoder.register_forward_pre_hook(lambda _, args, kwargs: inputs.update(kwargs), with_kwargs=True)
     model.losses([image(40, 56), image(128, 128)], [target([], [], (40, 56)), target([], [], (128, 128))])
     # The coarsest map has cells of 64 pixels, so that the first image counts as 64x64 of 128x128.
-    assert told["valid_ratios"].tolist() == [[[0.5, 0.5]] * 5, [[1.0, 1.0]] * 5]
+    assert inputs["valid_ratios"].tolist() == [[[0.5, 0.5]] * 5, [[1.0, 1.0]] * 5]
 
 
-def test_the_first_stage_learns_where_objects_are_whatever_they_are() -> None:
+def test_first_stage_loss_ignores_classes() -> None:
     model = built("deformable").eval()
     images, here = [image(64, 64)], [[4, 4, 20, 24]]
     of_label = [model.losses(images, [target(here, [label], (64, 64))]) for label in (0, 2)]
@@ -295,7 +295,7 @@ def test_the_first_stage_learns_where_objects_are_whatever_they_are() -> None:
     assert model.detr.decoder.class_embed[-1].weight.grad.abs().sum() > 0
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     backbone = built("faster").backbone
     with pytest.raises(ValueError, match="channels must be 64 or more and divisible by 32, got 80"):
         DeformableDETR(backbone, CLASSES, channels=80)
@@ -308,7 +308,7 @@ def test_what_cannot_be_is_refused() -> None:
         FasterRCNN(plain, CLASSES)
 
 
-def test_objects_and_groups() -> None:
+def test_objects_drop_crowds_and_by_size_groups() -> None:
     kept = objects(target([[0, 0, 4, 4], [1, 1, 1, 9]], [1, 2], (8, 8)))
     assert kept["labels"].tolist() == [1]
     assert kept["masks"].shape == (1, 8, 8)
@@ -325,7 +325,7 @@ def test_objects_and_groups() -> None:
 
 @cache
 def drawn(seed: int, images: int = 25) -> tuple[list[Any], list[Any]]:
-    """Random objects, some of them crowds, and detections: hits, near misses, doubles, of the wrong class."""
+    """Draw random objects, some of them crowds, and detections: hits, near misses, duplicates, wrong classes."""
     generator = torch.Generator().manual_seed(seed)
     random = partial(torch.rand, generator=generator)
     targets, found = [], []
@@ -382,7 +382,7 @@ def of_pycocotools(found: list[Any], targets: list[Any], kind: str) -> np.ndarra
 
 @pytest.mark.parametrize("kind", ["boxes", "masks"])
 @pytest.mark.parametrize("seed", range(6))
-def test_average_precision_is_cocos(kind: Any, seed: int) -> None:
+def test_average_precision_equals_pycocotools(kind: Any, seed: int) -> None:
     found, targets = drawn(seed)
     records = json.loads(json.dumps(match(found, targets, kind=kind)))
     every, at_50, at_75, *_ = of_pycocotools(found, targets, kind)
@@ -393,7 +393,7 @@ def test_average_precision_is_cocos(kind: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whole_weights_are_copies_of_images(seed: int) -> None:
+def test_integer_weights_equal_copies_of_images(seed: int) -> None:
     found, targets = drawn(seed)
     records = match(found, targets)
     weights = np.random.default_rng(seed).integers(0, 4, (3, len(records)))
@@ -405,7 +405,7 @@ def test_whole_weights_are_copies_of_images(seed: int) -> None:
         assert average_precision(records, row * 0.25) == pytest.approx(measured, abs=1e-12)
 
 
-def test_average_precision_at_its_ends() -> None:
+def test_average_precision_of_edge_cases() -> None:
     _, targets = drawn(0)
     perfect = [{**each, "scores": torch.ones(len(each["labels"]))} for each in map(objects, targets)]
     nothing = [{key: value[:0] for key, value in each.items()} for each in perfect]
@@ -419,7 +419,7 @@ def test_average_precision_at_its_ends() -> None:
 
 
 @pytest.mark.parametrize("right_first", [False, True])
-def test_detections_of_one_score_count_in_the_order_of_images_as_cocos(right_first: bool) -> None:
+def test_detections_of_equal_score_are_ordered_by_image(right_first: bool) -> None:
     there, elsewhere = [0.0, 0, 8, 8], [8.0, 8, 16, 16]
     targets = [target([there], [1], (16, 16)), target([there], [1], (16, 16))]
     places = [there, elsewhere] if right_first else [elsewhere, there]
@@ -428,14 +428,14 @@ def test_detections_of_one_score_count_in_the_order_of_images_as_cocos(right_fir
     assert average_precision(match(found, targets)) == pytest.approx(of_pycocotools(found, targets, "boxes")[0])
 
 
-def test_detections_beyond_the_best_hundred_do_not_count() -> None:
+def test_average_precision_uses_the_best_100_detections() -> None:
     there = target([[0, 0, 8, 8]], [1], (16, 16))
     boxes = torch.tensor([[8.0, 8, 16, 16]] * 100 + [[0.0, 0, 8, 8]])
     found = {"boxes": boxes, "labels": torch.ones(101, dtype=torch.int64), "scores": torch.linspace(1, 0.5, 101)}
     assert average_precision(match([found], [there])) == 0
 
 
-def test_average_precision_refuses() -> None:
+def test_average_precision_rejects_invalid_arguments() -> None:
     records = match(*drawn(0))
     with pytest.raises(ValueError, match=r"iou must be one of 0\.50, .*, 0\.95, got 0\.52"):
         average_precision(records, iou=0.52)
@@ -446,7 +446,7 @@ def test_average_precision_refuses() -> None:
 
 
 class Memory(nn.Module):
-    """Finds in the nth image of a validation what it was told."""
+    """Model that returns the given detections for the nth image of a validation."""
 
     finds = ("boxes", "masks")
 
@@ -481,20 +481,21 @@ def fitted(module: Detector, train: DataLoader, val: DataLoader) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
-def test_a_detector_reports_the_precision_of_all_images() -> None:
+def test_detector_logs_precision_over_all_images() -> None:
     found, targets = drawn(1)
     images = [torch.full((3, 48, 48), float(index)) for index in range(len(targets))]
     module = Detector(Memory(found), OptimConfig(epochs=1, warmup_epochs=0, lr=1e-9))
-    told = fitted(module, loader(images, targets, 10), loader(images, targets, 4))
-    assert told["val_ap"].item() == pytest.approx(average_precision(match(found, targets)), abs=1e-6)
-    assert told["val_mask_ap"].item() == pytest.approx(average_precision(match(found, targets, kind="masks")), abs=1e-6)
-    losses = [4 + 0.5] * 24 + [1 + 0.5]  # of the batch that each image is in
-    assert told["val_loss"].item() == pytest.approx(sum(losses) / 25, abs=1e-5)
+    metrics = fitted(module, loader(images, targets, 10), loader(images, targets, 4))
+    assert metrics["val_ap"].item() == pytest.approx(average_precision(match(found, targets)), abs=1e-6)
+    mask_ap = average_precision(match(found, targets, kind="masks"))
+    assert metrics["val_mask_ap"].item() == pytest.approx(mask_ap, abs=1e-6)
+    losses = [4 + 0.5] * 24 + [1 + 0.5]  # of each image's batch
+    assert metrics["val_loss"].item() == pytest.approx(sum(losses) / 25, abs=1e-5)
     assert module.train_loss.compute().item() == pytest.approx((10.5 * 20 + 5.5 * 5) / 25, abs=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
-def test_a_recall_at_a_point_counts_as_in_coco() -> None:
+def test_detector_uses_cocos_float64_recalls() -> None:
     boxes = [[4.0 * place, 0, 4.0 * place + 4, 8] for place in range(10)]
     targets = [target(boxes, [0] * 10, (48, 48))]
     found = [{**{key: targets[0][key][:7] for key in ("boxes", "labels", "masks")}, "scores": torch.ones(7)}]
@@ -503,17 +504,17 @@ def test_a_recall_at_a_point_counts_as_in_coco() -> None:
     # COCO's recalls are 0, 0.01, ..., 0.69, 0.7000000000000001, ...; torchmetrics' own are rounded to float32.
     assert of_pycocotools(found, targets, "boxes")[0] == pytest.approx(70 / 101)
     assert fitted(module, images, images)["val_ap"].item() == pytest.approx(70 / 101)
-    assert not module.val_precision.update_called  # the next epoch starts anew
+    assert not module.val_precision.update_called  # reset for the next epoch
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
-def test_a_detector_trains(name: str) -> None:
+def test_detector_trains(name: str) -> None:
     model = built(name)
     before = model.backbone.model.embed.proj.weight.clone()
     images, targets = batch()
     module = Detector(model, OptimConfig(epochs=1, warmup_epochs=0))
-    told = fitted(module, loader(images, targets, 2), loader(images, targets, 3))
+    metrics = fitted(module, loader(images, targets, 2), loader(images, targets, 3))
     assert not torch.equal(model.backbone.model.embed.proj.weight, before)
-    assert 0 <= told["val_ap"] <= 1
-    assert told["val_loss"].isfinite()
-    assert ("val_mask_ap" in told) == (name == "mask")
+    assert 0 <= metrics["val_ap"] <= 1
+    assert metrics["val_loss"].isfinite()
+    assert ("val_mask_ap" in metrics) == (name == "mask")

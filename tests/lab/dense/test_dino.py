@@ -1,4 +1,4 @@
-"""What DINO adds to Deformable DETR: denoising, mixed query selection, boxes that look forward twice.
+"""DINO's differences from Deformable DETR: denoising, mixed query selection, look forward twice.
 
 What all detectors have in common is in `test_detection.py`.
 """
@@ -24,7 +24,7 @@ BOXES = [[4.0, 4, 20, 24], [30, 30, 60, 50]]
 
 
 def built(kind: Any = DINO, **settings: Any) -> Any:
-    """A detector in float64 whose heads move boxes."""
+    """Build a detector in float64 with nonzero box heads."""
     torch.manual_seed(0)
     vit = ViT((64, 64), patch_size=16, dim=32, depth=1, num_heads=2, encoding="mixed")
     model = kind(Features(vit, pyramid=True, out_channels=16), CLASSES, **SIZES, **settings).double()
@@ -46,12 +46,12 @@ def target(boxes: list[list[float]], labels: list[int]) -> dict[str, Tensor]:
 
 
 def two() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """One image with two objects, and a smaller one with none."""
+    """Return one image with two objects, and a smaller one with none."""
     return images((64, 64), (40, 56)), [target(BOXES, [0, 2]), target([], [])]
 
 
-class Told:
-    """What the layers of a decoder were given, and what they gave."""
+class DecoderRecord:
+    """Records inputs and outputs of the decoder layers of a model."""
 
     def __init__(self, model: Any) -> None:
         self.given: list[tuple[Any, dict[str, Any]]] = []
@@ -66,15 +66,15 @@ class Told:
 
     @property
     def boxes(self) -> Tensor:
-        """Of the first layer, centres and sizes in shares of the batch."""
+        """Boxes of the first layer: centres and sizes as shares of the batch."""
         return self.given[0][0][2][:, :, 0]
 
 
 @torch.no_grad()
-def test_a_group_of_noised_objects_changes_no_other_query() -> None:
+def test_denoising_group_does_not_affect_other_queries() -> None:
     model = built(denoising_queries=6).eval()
     given = two()
-    before = Told(model)
+    before = DecoderRecord(model)
     model.losses(*given)
     noised = before.contents.shape[1] - QUERIES
     assert noised == 12  # 3 groups, in each two objects with less noise and two with more
@@ -87,7 +87,7 @@ def test_a_group_of_noised_objects_changes_no_other_query() -> None:
             boxes[:, rows] = torch.rand_like(boxes[:, rows])
             return (states, place, boxes, *rest)
 
-        changed = Told(model)
+        changed = DecoderRecord(model)
         handle = model.detr.decoder.layers[0].register_forward_pre_hook(other_noise)
         model.losses(*given)
         handle.remove()
@@ -98,29 +98,29 @@ def test_a_group_of_noised_objects_changes_no_other_query() -> None:
 
 
 @torch.no_grad()
-def test_matched_queries_and_detections_know_nothing_of_noised_objects() -> None:
+def test_denoising_does_not_affect_matched_queries() -> None:
     model, without = built(denoising_queries=6).train(), built(denoising_queries=0)
     without.load_state_dict(model.state_dict())
     losses = [model.losses(*two()) for _ in range(2)] + [without.losses(*two())]
     for name in ("class", "box", "overlap"):
         torch.testing.assert_close([each[name] for each in losses], [losses[2][name]] * 3)
         torch.testing.assert_close([each[f"first_{name}"] for each in losses], [losses[2][f"first_{name}"]] * 3)
-        assert losses[0][f"denoising_{name}"] != losses[1][f"denoising_{name}"]  # noise is drawn anew
+        assert losses[0][f"denoising_{name}"] != losses[1][f"denoising_{name}"]  # noise is drawn again
         assert losses[2][f"denoising_{name}"] == 0
-    told = Told(model)
+    record = DecoderRecord(model)
     model.losses(*two())
     model.losses(two()[0], [target([], []), target([], [])])
-    torch.testing.assert_close(told.states[2][:, -QUERIES:], told.states[5])
+    torch.testing.assert_close(record.states[2][:, -QUERIES:], record.states[5])
 
 
 @torch.no_grad()
-def test_noised_objects_lie_where_the_paper_says_and_teach_what_they_were() -> None:
+def test_denoising_queries_follow_the_paper() -> None:
     model = built(denoising_queries=6, label_noise=0.0)
     for head in model.detr.decoder.bbox_embed:
         nn.init.zeros_(head.layers[-1].weight)
-    told = Told(model)
+    record = DecoderRecord(model)
     losses = model.losses(*two())
-    noised = box_convert(told.boxes[0, :12], "cxcywh", "xyxy").reshape(3, 2, 2, 4) * 64  # group, noise, object, edge
+    noised = box_convert(record.boxes[0, :12], "cxcywh", "xyxy").reshape(3, 2, 2, 4) * 64  # group, noise, object, edge
     boxes = torch.tensor(BOXES, dtype=torch.float64)
     halves = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2) / 2
     moved = (noised - boxes).abs() / halves
@@ -128,36 +128,36 @@ def test_noised_objects_lie_where_the_paper_says_and_teach_what_they_were() -> N
     extents = (noised[..., 2:] - noised[..., :2]).repeat(1, 1, 1, 2)
     cut = (
         (noised < 1e-2) | (noised > 64 - 1e-2) | (extents < 1e-2)
-    )  # at the image's edge, or edges that passed each other
+    )  # clipped at the image's edge, or opposite edges crossed
     assert ((moved[:, 1] >= 1 - 1e-3) | cut[:, 1]).all()
     assert not cut[:, 1].all()
     assert (moved[:, 1] <= 2 + 1e-3).all()
-    contents = told.contents[0, :12].reshape(6, 2, -1)
+    contents = record.contents[0, :12].reshape(6, 2, -1)
     assert (contents == model.labels.weight[torch.tensor([0, 2])]).all()
-    assert (told.contents[1, :12] == 0).all()  # the image without objects
-    # Boxes stay where they are: what is wrong with those with less noise is their noise, in each of three layers.
+    assert (record.contents[1, :12] == 0).all()  # the image without objects
+    # Box heads output zero, so that the error of queries with less noise is their noise, in each of three layers.
     shares = box_convert(noised[:, 0] / 64, "xyxy", "cxcywh") - box_convert(boxes / 64, "xyxy", "cxcywh")
     torch.testing.assert_close(losses["denoising_box"], 5 * 3 * shares.abs().sum() / (3 * 2), rtol=1e-3, atol=0)
 
 
 @torch.no_grad()
-def test_more_objects_than_denoising_queries_are_one_group() -> None:
+def test_many_objects_form_one_denoising_group() -> None:
     model = built(denoising_queries=1)
-    told = Told(model)
+    record = DecoderRecord(model)
     losses = model.losses(*two())
-    assert told.contents.shape[1] == 4 + QUERIES
+    assert record.contents.shape[1] == 4 + QUERIES
     assert all(loss.isfinite() for loss in losses.values())
 
 
 def boxes_of_layers(model: Any, *given: Any) -> list[Tensor]:
-    told = []
-    handle = model.criterion.register_forward_pre_hook(lambda _, inputs: told.append(inputs[0]["pred_boxes"]))
+    record = []
+    handle = model.criterion.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0]["pred_boxes"]))
     model.losses(*given)
     handle.remove()
-    return told[:3]
+    return record[:3]
 
 
-def test_the_box_of_a_layer_reaches_the_head_of_the_layer_before_and_no_further() -> None:
+def test_look_forward_twice_reaches_one_layer_back() -> None:
     def reached(kind: Any) -> list[list[bool]]:
         model = built(kind)
         heads = [head.layers[-1].weight for head in model.detr.decoder.bbox_embed]
@@ -174,25 +174,25 @@ def test_the_box_of_a_layer_reaches_the_head_of_the_layer_before_and_no_further(
 
 
 @torch.no_grad()
-def test_boxes_of_queries_are_the_encoders_and_contents_are_learned() -> None:
+def test_mixed_query_selection_learns_contents_only() -> None:
     model = built()
     for head in model.detr.decoder.bbox_embed:
         nn.init.zeros_(head.layers[-1].weight)
-    model.detr.decoder.class_embed[-1].bias[0] -= 20  # the first class is nowhere
-    told, logits = Told(model), []
+    model.detr.decoder.class_embed[-1].bias[0] -= 20  # the first class is never predicted
+    record, logits = DecoderRecord(model), []
     model.detr.decoder.class_embed[-1].register_forward_hook(lambda _, inputs, output: logits.append(output))
     model.predict(images((64, 64)))
-    assert torch.equal(told.contents[0], model.contents.weight)
+    assert torch.equal(record.contents[0], model.contents.weight)
     cells = [64 // stride for stride in (4, 8, 16, 32, 64)]
     centres = [torch.cartesian_prod(*[(torch.arange(size) + 0.5) / size] * 2).flip(1) for size in cells]
     anchors = [
         torch.cat([each, torch.full_like(each, 0.05 * 2**level)], dim=1) for level, each in enumerate(centres)
     ]  # Zhu et al., appendix A.4
     chosen = logits[0][0, :, 1:].amax(dim=1).topk(QUERIES).indices
-    torch.testing.assert_close(told.boxes[0], torch.cat(anchors)[chosen].double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(record.boxes[0], torch.cat(anchors)[chosen].double(), atol=1e-5, rtol=0)
 
 
-def test_the_encoder_learns_classes_at_the_chosen_places_alone() -> None:
+def test_encoder_loss_is_of_selected_tokens_only() -> None:
     model = built()
     logits = []
     model.detr.decoder.class_embed[-1].register_forward_hook(lambda _, inputs, output: logits.append(output))
@@ -205,14 +205,14 @@ def test_the_encoder_learns_classes_at_the_chosen_places_alone() -> None:
 
 
 @torch.no_grad()
-def test_the_encoder_gets_what_transformers_model_gives_it() -> None:
+def test_encoder_inputs_equal_transformers() -> None:
     ours, theirs = built(), built(DeformableDETR)
     theirs.load_state_dict(ours.state_dict(), strict=False)
-    told = []
+    record = []
     for model in (ours, theirs):
-        model.detr.encoder.register_forward_pre_hook(lambda _, args, given: told.append(given), with_kwargs=True)
+        model.detr.encoder.register_forward_pre_hook(lambda _, args, given: record.append(given), with_kwargs=True)
         model.losses(images((64, 64), (40, 56), (70, 130)), [target([], [])] * 3)
-    mine, expected = told
+    mine, expected = record
     for name, value in mine.items():
         if isinstance(value, Tensor):
             assert torch.equal(value, expected[name]), name
@@ -222,7 +222,7 @@ def test_the_encoder_gets_what_transformers_model_gives_it() -> None:
 
 
 @torch.no_grad()
-def test_the_decoder_is_transformers_but_for_places_that_follow_the_boxes() -> None:
+def test_decoder_equals_transformers_except_query_positions() -> None:
     model = built()
     places: list[Tensor] = []
     handle = model.place.register_forward_hook(lambda _, inputs, output: places.append(output))
@@ -232,23 +232,23 @@ def test_the_decoder_is_transformers_but_for_places_that_follow_the_boxes() -> N
     assert all((one != other).any() for one, other in pairwise(places))
 
     model.place.register_forward_hook(lambda _, inputs, output: places[0].expand(len(output), -1, -1))
-    told = Told(model)
+    record = DecoderRecord(model)
     boxes = boxes_of_layers(model, images((64, 64), (128, 128)), [target([], [])] * 2)
-    [states, place, _], given = told.given[0]
+    [states, place, _], given = record.given[0]
     ratios = torch.tensor([0.5, 1], dtype=torch.float64)[:, None, None].expand(2, 5, 2)
-    assert given["encoder_attention_mask"].sum(dim=1).tolist() == [341, 4 * 341]  # cells in the image
+    assert given["encoder_attention_mask"].sum(dim=1).tolist() == [341, 4 * 341]  # valid cells
     found = model.detr.decoder(
         inputs_embeds=states,
         object_queries_position_embeddings=place,
-        reference_points=told.boxes / ratios[:, :1].repeat(1, 1, 2),
+        reference_points=record.boxes / ratios[:, :1].repeat(1, 1, 2),
         valid_ratios=ratios,
         **{name: value for name, value in given.items() if name != "attention_mask"},
     )
-    torch.testing.assert_close(torch.stack(told.states[:3], dim=1), found.intermediate_hidden_states)
+    torch.testing.assert_close(torch.stack(record.states[:3], dim=1), found.intermediate_hidden_states)
     torch.testing.assert_close(torch.stack(boxes, dim=1), found.intermediate_reference_points)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     backbone = built().backbone
     for settings, rule in (
         (dict(denoising_queries=-1), "denoising_queries must be 0 or more, got -1"),
@@ -261,7 +261,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_losses_fall_on_scenes() -> None:
+def test_losses_decrease_on_scenes() -> None:
     data = make_data(data_config(name="scenes", train_size=4, val_size=4, batch_size=4))
     data.setup()
     scenes, targets = next(iter(data.train_dataloader()))
@@ -269,15 +269,15 @@ def test_losses_fall_on_scenes() -> None:
     vit = ViT((64, 64), patch_size=16, in_channels=1, dim=32, depth=1, num_heads=2, encoding="mixed")
     model = DINO(Features(vit, pyramid=True, indices=(1, 2, 3), out_channels=16), data.classes, **SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    told = []
+    record = []
     for _ in range(12):
         losses = model.losses(scenes, targets)
         optimizer.zero_grad()
         sum(losses.values()).backward()
         optimizer.step()
-        told.append({name: loss.item() for name, loss in losses.items()})
+        record.append({name: loss.item() for name, loss in losses.items()})
     for part in ("", "denoising_", "first_"):
         before, after = (
-            sum(each[f"{part}{name}"] for name in ("class", "box", "overlap")) for each in told[:: len(told) - 1]
+            sum(each[f"{part}{name}"] for name in ("class", "box", "overlap")) for each in record[:: len(record) - 1]
         )
         assert after < 0.9 * before

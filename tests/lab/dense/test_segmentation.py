@@ -1,4 +1,4 @@
-"""Segmentation heads on our backbones, against transformers' own models; how they are asked, and what is counted."""
+"""Segmentation heads compared with transformers' models; test-time augmentation, mean IoU and training."""
 
 import math
 from functools import partial
@@ -22,7 +22,7 @@ from transformers import (
 import torchrope as tr
 from torchrope.integrations.auto import TorchropeConfig
 from torchrope.lab.dense.prediction import MultiScale, SlidingWindows, mean_iou, per_image_counts, window_starts
-from torchrope.lab.dense.segmentation import Mask2Former, SemanticModel, UperNet, _in_own_frames, enlarge
+from torchrope.lab.dense.segmentation import Mask2Former, SemanticModel, UperNet, _without_padding, enlarge
 from torchrope.lab.training.config import OptimConfig
 from torchrope.lab.training.segmenter import Segmenter
 from torchrope.models.features import Features
@@ -74,7 +74,7 @@ def built(name: str) -> SemanticModel:
 
 
 def scene(height: int, width: int, seed: int = 0) -> tuple[Tensor, dict[str, Any]]:
-    """Bands of three classes, each of its own colour, and a corner without one."""
+    """Draw bands of three classes, each with its own colour, and a corner without a class."""
     generator = torch.Generator().manual_seed(seed)
     map = (torch.arange(width) * 3 // width).expand(height, width).clone()
     image = functional.one_hot(map, 3).permute(2, 0, 1) + 0.1 * torch.randn(3, height, width, generator=generator)
@@ -88,13 +88,13 @@ def batch(*sizes: tuple[int, int]) -> tuple[list[Tensor], list[dict[str, Any]]]:
 
 
 def total(model: Any, images: list[Tensor], targets: list[dict[str, Any]]) -> Tensor:
-    torch.manual_seed(1)  # the points at which Mask2Former looks
+    torch.manual_seed(1)  # for the points that Mask2Former samples
     return sum(model.losses(images, targets).values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_reach_every_parameter_and_two_steps_lower_the_loss(name: str) -> None:
+def test_two_steps_reach_every_parameter_and_lower_the_loss(name: str) -> None:
     model, (images, targets) = built(name), batch((64, 64), (50, 61))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
     losses = []
@@ -110,7 +110,7 @@ def test_gradients_reach_every_parameter_and_two_steps_lower_the_loss(name: str)
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_logits_are_of_each_images_size_and_of_no_other_image(name: str) -> None:
+def test_logits_have_their_images_size_and_ignore_the_batch(name: str) -> None:
     model = built(name).eval()
     images, _ = batch((64, 64), (50, 61), (64, 64), (7, 70))
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_logits_are_of_each_images_size_and_of_no_other_image(name: str) -> None
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_bfloat16_stays_near_and_logits_are_float32(name: str) -> None:
+def test_bfloat16_is_close_and_logits_are_float32(name: str) -> None:
     model, (images, targets) = built(name), batch((64, 64), (50, 61))
     exact = total(model, images, targets)
     with torch.autocast("cpu", torch.bfloat16):
@@ -133,7 +133,7 @@ def test_bfloat16_stays_near_and_logits_are_float32(name: str) -> None:
     assert all(part.grad.isfinite().all() for part in model.parameters() if part.grad is not None)
 
 
-def test_mask2former_attends_to_offsets_and_matches_masks_in_full_precision() -> None:
+def test_mask2former_computes_offsets_in_full_precision() -> None:
     model, seen = built("mask2former-swin-mixed"), []
     for part in (model.head.pixel_decoder, model.head.criterion.matcher, model.head.transformer):
         part.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
@@ -143,7 +143,7 @@ def test_mask2former_attends_to_offsets_and_matches_masks_in_full_precision() ->
 
 
 @pytest.mark.parametrize("name", ["upernet-vit-mixed", "upernet-swin-bias"])
-def test_upernets_loss_is_the_mean_over_labelled_pixels_of_the_images(name: str) -> None:
+def test_upernet_loss_is_the_mean_over_labelled_pixels(name: str) -> None:
     model, (images, targets) = built(name), batch((64, 64), (50, 61))
     padded = torch.stack([functional.pad(image, (0, 64 - image.shape[2], 0, 64 - image.shape[1])) for image in images])
     mask = torch.zeros(2, 64, 64, dtype=torch.bool)
@@ -158,7 +158,7 @@ def test_upernets_loss_is_the_mean_over_labelled_pixels_of_the_images(name: str)
 
 
 @pytest.mark.parametrize("features", [pyramid, partial(stages, "bias+mixed")])
-def test_upernet_is_transformers_own(features: Any) -> None:
+def test_upernet_equals_transformers(features: Any) -> None:
     torch.manual_seed(0)
     model, (images, targets) = upernet(features()), batch((64, 64), (64, 64))
     config = UperNetConfig(
@@ -174,7 +174,7 @@ def test_upernet_is_transformers_own(features: Any) -> None:
     torch.testing.assert_close(model.eval()(torch.stack(images)), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_upernet_on_layers_of_a_plain_vit_is_beits() -> None:
+def test_upernet_on_a_plain_vit_equals_beit() -> None:
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, num_labels=3)
     theirs = BeitForSemanticSegmentation(BeitConfig(out_indices=[1, 2, 3, 4], **sizes))
@@ -192,7 +192,7 @@ def test_upernet_on_layers_of_a_plain_vit_is_beits() -> None:
 
 
 @pytest.mark.parametrize("features", [pyramid, partial(stages, "bias+mixed")])
-def test_mask2former_is_transformers_own(features: Any) -> None:
+def test_mask2former_equals_transformers(features: Any) -> None:
     torch.manual_seed(0)
     model, (images, targets) = mask2former(features()), batch((64, 64), (64, 64))
     config = Mask2FormerConfig(**{**model.head.config.to_dict(), "backbone_config": TorchropeConfig.of(model.backbone)})
@@ -213,26 +213,26 @@ def test_mask2former_is_transformers_own(features: Any) -> None:
     torch.testing.assert_close(found.softmax(1), shares / shares.sum(1, keepdim=True), rtol=1e-4, atol=1e-6)
 
 
-def test_a_map_is_enlarged_to_pixels_not_to_the_images_edge() -> None:
+def test_enlarge_scales_by_stride_and_crops() -> None:
     columns = ((torch.arange(16.0).double() + 0.5) * 4).expand(1, 1, 13, 16)  # 13 cells of 4 cover 50 pixels and 2 more
     found = enlarge(columns, 4, (50, 61))
     assert found.shape == (1, 1, 50, 61)
-    inside = torch.arange(2, 61)  # bilinear of a ramp, but for half a cell at the edge
+    inside = torch.arange(2, 61)  # bilinear interpolation of a ramp is exact except half a cell at the edge
     torch.testing.assert_close(found[0, 0, 7, inside], inside + 0.5, check_dtype=False)
 
 
-def test_masks_of_a_padded_image_are_looked_at_in_its_own_frame() -> None:
+def test_mask_losses_exclude_padding() -> None:
     columns = (torch.arange(16.0) + 0.5) * 4  # pixels at which cells of stride 4 have their centres
     masks = columns.expand(2, 1, 16, 16).double()
-    same, framed = _in_own_frames([masks], [(64, 64), (50, 40)], 4)[0]
+    same, framed = _without_padding([masks], [(64, 64), (50, 40)], 4)[0]
     torch.testing.assert_close(same, masks[0])
-    # within bilinear cells the ramp is linear: cell i of the frame looks at pixel (i + 1/2) / 16 · 40
+    # within bilinear cells the ramp is linear: cell i of the resampled map samples pixel (i + 1/2) / 16 · 40
     torch.testing.assert_close(framed[0, 0, 1:], (torch.arange(16.0).double()[1:] + 0.5) / 16 * 40)
-    assert _in_own_frames([masks], [(64, 64)] * 2, 4)[0] is masks
+    assert _without_padding([masks], [(64, 64)] * 2, 4)[0] is masks
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_images_alone_and_without_any_label_have_losses(name: str) -> None:
+def test_losses_of_single_and_unlabelled_images_are_finite(name: str) -> None:
     model, (images, targets) = built(name), batch((50, 61))
     assert torch.isfinite(total(model, images, targets))
     assert all(part.training for part in model.modules())
@@ -249,12 +249,12 @@ def test_images_alone_and_without_any_label_have_losses(name: str) -> None:
     ("make", "message"),
     [
         (lambda: UperNet(plain(), ["sky"]), "classes must be 2 or more, got 1"),
-        (lambda: upernet(Features(vit(), indices=(4,))), "UperNet reads three maps or more"),
-        (lambda: mask2former(Features(vit(), indices=(3, 4))), "Mask2Former reads four maps, each of"),
+        (lambda: upernet(Features(vit(), indices=(4,))), "UperNet needs three maps or more"),
+        (lambda: mask2former(Features(vit(), indices=(3, 4))), "Mask2Former needs four maps, each of"),
         (lambda: mask2former(stages(), channels=48), "channels must be divisible by 32 and num_heads = 2, got 48"),
     ],
 )
-def test_what_a_head_cannot_read_is_refused_in_one_line(make: Any, message: str) -> None:
+def test_unsupported_maps_raise_one_line(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
@@ -264,7 +264,7 @@ def test_what_a_head_cannot_read_is_refused_in_one_line(make: Any, message: str)
 
 
 class Pointwise:
-    """Logits of a pixel from its colours alone, so that neither windows nor mirrors matter."""
+    """Model whose logits of a pixel depend on its colour alone, so that windows and flips have no effect."""
 
     def __init__(self, tilt: float = 0.0) -> None:
         self.weight = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -278,14 +278,14 @@ class Pointwise:
 
 
 @pytest.mark.parametrize(("size", "crop", "stride"), [((40, 70), 16, 11), ((16, 33), 16, 16), ((5, 17), 16, 1)])
-def test_windows_of_a_pointwise_model_give_what_the_whole_gives(size: tuple[int, int], crop: int, stride: int) -> None:
+def test_sliding_windows_of_a_pointwise_model_equal_one_pass(size: tuple[int, int], crop: int, stride: int) -> None:
     model, image = Pointwise(), torch.randn(3, *size, dtype=torch.float64)
     (found,) = SlidingWindows(model, crop=crop, stride=stride).predict([image])
     torch.testing.assert_close(found["logits"], Pointwise().predict([image])[0]["logits"])
     assert set(model.seen) == {tuple(min(extent, crop) for extent in size)}
 
 
-def test_one_window_as_large_as_the_image_is_the_whole() -> None:
+def test_sliding_window_of_image_size_equals_one_pass() -> None:
     model, (images, _) = built("upernet-vit-mixed").eval(), batch((50, 61), (64, 64))
     with torch.no_grad():
         whole = model.predict(images)
@@ -295,7 +295,7 @@ def test_one_window_as_large_as_the_image_is_the_whole() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 853, 854, 2000])
-def test_windows_cover_every_pixel_and_end_where_the_image_ends(size: int) -> None:
+def test_windows_cover_every_pixel_and_end_at_the_edge(size: int) -> None:
     starts = window_starts(size, 512, 341)
     assert starts[0] == 0
     assert starts[-1] + min(size, 512) == size
@@ -303,7 +303,7 @@ def test_windows_cover_every_pixel_and_end_where_the_image_ends(size: int) -> No
     assert len(starts) == max(size - 512 + 341 - 1, 0) // 341 + 1  # mmsegmentation's count
 
 
-def test_mirroring_changes_nothing_for_a_model_that_mirrors_along() -> None:
+def test_flip_does_not_change_an_equivariant_model() -> None:
     image = torch.randn(3, 20, 31, dtype=torch.float64)
     answers = {
         (tilt, flip): MultiScale(Pointwise(tilt), flip=flip).predict([image])[0]["logits"]
@@ -314,7 +314,7 @@ def test_mirroring_changes_nothing_for_a_model_that_mirrors_along() -> None:
     assert not torch.allclose(answers[0.5, True], answers[0.5, False], atol=1e-2)
 
 
-def test_several_scales_are_averaged_as_probabilities_of_the_images_own_pixels() -> None:
+def test_multi_scale_averages_probabilities() -> None:
     image = torch.randn(3, 20, 31, dtype=torch.float64)
     model = Pointwise()
     (alone,) = MultiScale(model, scales=(1.0,), flip=False).predict([image])
@@ -344,7 +344,7 @@ def test_several_scales_are_averaged_as_probabilities_of_the_images_own_pixels()
         (lambda: per_image_counts(torch.zeros(1, 2), torch.tensor([[7, 255]]), 2), r"below 2 or 255, got \[7\]"),
     ],
 )
-def test_bad_settings_and_maps_are_told_in_one_line(make: Any, message: str) -> None:
+def test_invalid_settings_and_maps_raise_one_line(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -352,7 +352,7 @@ def test_bad_settings_and_maps_are_told_in_one_line(make: Any, message: str) -> 
 # Counts
 
 
-def test_counts_by_hand() -> None:
+def test_per_image_counts_equal_a_manual_count() -> None:
     map = torch.tensor([[0, 0, 1], [1, 255, 255]])
     prediction = torch.tensor([[0, 1, 1], [1, 3, 0]])
     counts = per_image_counts(prediction, map, 4)
@@ -362,22 +362,22 @@ def test_counts_by_hand() -> None:
     logits = functional.one_hot(prediction, 4).permute(2, 0, 1).float()
     assert torch.equal(per_image_counts(logits, map, 4), counts)
     wrong = per_image_counts(torch.full_like(map, 2), map, 4)
-    assert mean_iou(wrong).item() == 0  # predicted where it is not: it counts
+    assert mean_iou(wrong).item() == 0  # a false positive of a class that does not occur counts
     assert math.isnan(mean_iou(per_image_counts(prediction, torch.full_like(map, 255), 4)).item())
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_mean_iou_of_summed_counts_is_that_of_torchmetrics(seed: int) -> None:
+def test_mean_iou_equals_torchmetrics(seed: int) -> None:
     torch.manual_seed(seed)
     metric = MulticlassJaccardIndex(6, ignore_index=255)
     counts = []
     for _ in range(5):
-        map, prediction = torch.randint(0, 4, (9, 11)), torch.randint(0, 5, (9, 11))  # class 5 is nowhere
+        map, prediction = torch.randint(0, 4, (9, 11)), torch.randint(0, 5, (9, 11))  # class 5 does not occur
         map[torch.rand(9, 11) < 0.3] = 255
         metric.update(prediction, map)
         counts.append(per_image_counts(prediction, map, 6))
     assert mean_iou(torch.stack(counts).sum(0)).item() == pytest.approx(metric.compute().item(), rel=1e-6)
-    drawn = torch.stack(counts)[torch.randint(0, 5, (7, 5))]  # as a bootstrap over images draws them
+    drawn = torch.stack(counts)[torch.randint(0, 5, (7, 5))]  # a bootstrap over images
     assert mean_iou(drawn.sum(1)).shape == (7,)
 
 
@@ -385,7 +385,7 @@ def test_mean_iou_of_summed_counts_is_that_of_torchmetrics(seed: int) -> None:
 
 
 class Knows(nn.Module):
-    """Answers with what it is told: logits of maps at a fifth of the resolution."""
+    """Model that returns given logits, at a fifth of the maps' resolution."""
 
     classes = CLASSES
 
@@ -393,7 +393,7 @@ class Knows(nn.Module):
         return [{"logits": 9 * image[:, ::5, ::5]} for image in images]
 
 
-def test_a_segmenter_counts_pixels_of_maps_at_their_own_size() -> None:
+def test_segmenter_resizes_logits_to_the_maps() -> None:
     segmenter = Segmenter(Knows(), OptimConfig())
     images, targets = batch((64, 66), (30, 42))
     segmenter.validation_step((images, targets), 0)
@@ -409,7 +409,7 @@ def test_a_segmenter_counts_pixels_of_maps_at_their_own_size() -> None:
     assert segmenter.val_loss.compute().item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_a_segmenter_sums_the_losses_and_leaves_out_images_without_labels() -> None:
+def test_segmenter_ignores_unlabelled_images() -> None:
     model, (images, targets) = built("upernet-vit-mixed"), batch((64, 64), (50, 61))
     segmenter = Segmenter(model, OptimConfig())
     loss = segmenter.training_step((images, targets), 0)

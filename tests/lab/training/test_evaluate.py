@@ -1,4 +1,4 @@
-"""Evaluation at other sizes: what is seen there, windows and positions, and published checkpoints on any data."""
+"""Evaluation at other input sizes: inputs, windows, positions; and evaluation of published checkpoints."""
 
 import json
 from collections.abc import Callable
@@ -56,7 +56,7 @@ MODEL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[8], po
 
 @pytest.fixture(scope="module")
 def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on the pictures, at 32 pixels a side, trained once."""
+    """A run trained once on the images at 32x32 pixels."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     config = RunConfig(
         encoding="comrope-ld:4",
@@ -71,7 +71,7 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def deit(folder: Path, classes: int = CLASSES) -> Path:
-    """A checkpoint of a ViT as timm stores one: 32 pixels, patches of 8, one layer."""
+    """A checkpoint of a ViT in timm's format: 32 pixels, patches of 8, one layer."""
     names = {"patch_embed.proj.weight": (64, 3, 8, 8), "patch_embed.proj.bias": (64,), "cls_token": (1, 1, 64)}
     names |= {"pos_embed": (1, 17, 64), "norm.weight": (64,), "norm.bias": (64,)}
     layer = {"norm1": (64,), "attn.qkv": (192, 64), "attn.proj": (64, 64)}
@@ -111,9 +111,7 @@ def saved(names: dict[str, tuple[int, ...]], path: Path) -> Path:
 # Sizes
 
 
-def test_a_run_sees_at_twice_its_size_what_torchvision_makes_of_the_files(
-    trained: Path, pictures: Path, run: Run
-) -> None:
+def test_inputs_at_twice_the_size_equal_torchvisions(trained: Path, pictures: Path, run: Run) -> None:
     status, printed, _ = run("evaluate", trained, "--sizes", "32,64,96", "--crop-ratio", "0.75", "--json")
     assert status == 0
     measures = json.loads(printed)
@@ -125,7 +123,7 @@ def test_a_run_sees_at_twice_its_size_what_torchvision_makes_of_the_files(
         assert 0 <= at["interval"][0] <= at["top1"] <= at["interval"][1] <= 1
 
 
-def test_predictions_at_twice_the_size_are_those_of_the_files_not_of_the_crop(trained: Path, pictures: Path) -> None:
+def test_predictions_at_twice_the_size_are_of_files_not_crops(trained: Path, pictures: Path) -> None:
     from torchrope.lab.training.run import load
 
     _, data, module = load(trained)
@@ -141,7 +139,7 @@ def test_predictions_at_twice_the_size_are_those_of_the_files_not_of_the_crop(tr
     assert (logits - resampled).abs().max() > 1e-3
 
 
-def test_sizes_of_squares_leave_time_as_it_is_and_must_hold_whole_patches() -> None:
+def test_square_sizes_keep_time_and_are_multiples_of_the_patch() -> None:
     motion = make_data(data_config("motion"))
     assert square_sizes(motion, (1, 4, 4), [40, 8, 40]) == [(5, 8, 8), (5, 40, 40)]
     with pytest.raises(ValueError, match=r"^sizes must be multiples of the patch, 4 pixels, got 22$"):
@@ -161,7 +159,9 @@ def test_sizes_of_squares_leave_time_as_it_is_and_must_hold_whole_patches() -> N
         (["--load", "num_heads=1"], "--load is for the file of a checkpoint, got"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(trained: Path, run: Run, arguments: list[str], message: str) -> None:
+def test_evaluate_command_reports_errors_in_one_line(
+    trained: Path, run: Run, arguments: list[str], message: str
+) -> None:
     status, _, error = run("evaluate", trained, *arguments)
     assert status == 2
     assert message in error
@@ -177,7 +177,7 @@ def swin() -> tr.Swin:
     return tr.Swin((32, 32), patch_size=2, num_classes=CLASSES, **settings).eval()
 
 
-def test_windows_grow_with_the_input_or_are_a_number() -> None:
+def test_windows_at_scales_with_input_or_takes_a_number() -> None:
     model = swin()
     assert windows_at(model, (64, 64), None) is None
     assert [windows_at(model, (side, side), "grow") for side in (8, 32, 48, 64)] == [[1, 1], [4, 4], [6, 6], [8, 8]]
@@ -189,7 +189,7 @@ def test_windows_grow_with_the_input_or_are_a_number() -> None:
         windows_at(tr.ViT((8, 8), patch_size=2, dim=8, depth=1, num_heads=1), (8, 8), 3)
 
 
-def test_an_evaluation_gives_windows_to_the_other_sizes_alone(pictures: Path) -> None:
+def test_evaluate_changes_windows_at_other_sizes_only(pictures: Path) -> None:
     model, data = swin(), make_data(data_config("images", root=str(pictures), size=SIDE))
     called: list[tuple[int, object]] = []
 
@@ -205,7 +205,7 @@ def test_an_evaluation_gives_windows_to_the_other_sizes_alone(pictures: Path) ->
 
 
 @pytest.mark.parametrize("encoding", ["comrope-ap:4", "comrope-ld:4", "liere:4", "axial"])
-def test_both_rules_for_positions_agree_at_the_training_size_and_the_range_stays_at_others(encoding: str) -> None:
+def test_keep_range_changes_positions_at_other_sizes_only(encoding: str) -> None:
     model = tr.ViT((24, 40), patch_size=8, dim=32, depth=1, num_heads=2, encoding=encoding, pool="mean")
     before = model.positions((3, 5))
     keep_range(model)
@@ -222,11 +222,11 @@ def test_both_rules_for_positions_agree_at_the_training_size_and_the_range_stays
             torch.testing.assert_close(places, (tr.grid(*sizes) + 0.5) / torch.tensor(sizes))
 
 
-def test_positions_that_are_no_lattice_with_a_spacing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^the range of positions is kept by a ViT alone, got a Swin"):
+def test_keep_range_needs_a_lattice_with_a_spacing() -> None:
+    with pytest.raises(ValueError, match=r"^the model must be a ViT to keep the range of positions, got a Swin"):
         keep_range(swin())
     settings = dict(patch_size=2, dim=8, depth=1, num_heads=1)
-    with pytest.raises(ValueError, match=r"^the range of positions is kept on a lattice with a spacing, got function$"):
+    with pytest.raises(ValueError, match=r"^positions must be those of a lattice with a spacing .*, got function$"):
         keep_range(tr.ViT((8, 8), **settings, positions=tr.patch_centers))
     jittered = tr.JitteredLattice(spacing=0.25, origin=0.125, cell=0.25, intensity=1.0)
     model = tr.ViT((8, 8), **settings, positions=jittered).eval()
@@ -236,27 +236,27 @@ def test_positions_that_are_no_lattice_with_a_spacing_are_refused() -> None:
     assert model.positions((8, 8)).max() < 1
 
 
-def test_a_run_is_evaluated_by_either_rule(trained: Path, run: Run) -> None:
+def test_evaluate_command_supports_both_position_rules(trained: Path, run: Run) -> None:
     by = [
         json.loads(run("evaluate", trained, "--sizes", "64", "--positions", rule, "--json")[1])
         for rule in ("spacing", "range")
     ]
     assert [measures.get("positions") for measures in by] == [None, "range"]
     assert by[0]["top1"] == by[1]["top1"]
-    assert by[0]["val_loss"] == by[1]["val_loss"]  # at the training size the same bits
+    assert by[0]["val_loss"] == by[1]["val_loss"]  # bit-identical at the training size
 
 
 # Checkpoints
 
 
 @pytest.mark.parametrize("kind", [deit, comrope])
-def test_a_published_checkpoint_is_evaluated_on_a_folder(
+def test_evaluate_command_reads_published_checkpoints(
     tmp_path: Path, pictures: Path, run: Run, kind: Callable[[Path], Path]
 ) -> None:
     file, out = kind(tmp_path), tmp_path / "measures" / "found.json"
-    told = ["--load", "input_size=32"] if kind is comrope else []
+    options = ["--load", "input_size=32"] if kind is comrope else []
     data = ["--data", "images", f"--data.root={pictures}", "--data.batch_size", "4"]
-    status, printed, _ = run("evaluate", file, *data, *told, "--sizes=64", "--positions=range", "--out", out)
+    status, printed, _ = run("evaluate", file, *data, *options, "--sizes=64", "--positions=range", "--out", out)
     assert status == 0
     assert printed.endswith(f"numbers: {out}\n")
     measures = json.loads(out.read_text())
@@ -276,13 +276,13 @@ def test_a_published_checkpoint_is_evaluated_on_a_folder(
     assert not (tmp_path / "evaluation.json").exists()
 
 
-def test_comropes_checkpoints_keep_the_range_by_the_patches_of_the_image(tmp_path: Path, pictures: Path) -> None:
+def test_comrope_checkpoint_keeps_range_of_positions(tmp_path: Path, pictures: Path) -> None:
     config = data_config("images", root=str(pictures))
     model, data = load_checkpoint(comrope(tmp_path), config, options={"input_size": 32}, ranged=True)
     assert isinstance(model, tr.ViT)
     plain = tr.load_published(tmp_path / "comrope.pth", input_size=32)
     assert torch.equal(model.positions((4, 4)), plain.positions((4, 4)))
-    moved = model.positions((8, 8))[1:] + 0.5  # the class token is at the origin, all others moved with it
+    moved = model.positions((8, 8))[1:] + 0.5  # the class token is at the origin, and positions are relative to it
     torch.testing.assert_close(moved, (tr.grid(8, 8) + 0.5) / 8)
     assert 0 <= moved.min() <= moved.max() < 1
     assert data.input_size == (32, 32)
@@ -293,7 +293,7 @@ def test_comropes_checkpoints_keep_the_range_by_the_patches_of_the_image(tmp_pat
     [
         ([], "a checkpoint is evaluated on --data NAME, got none for "),
         (["--data", "digits"], "--data must have the 3 channels of the checkpoint, got 1 of digits"),
-        (["--data", "images", "--data.size", "64"], "--data.size is that of the checkpoint, 32; --sizes names others"),
+        (["--data", "images", "--data.size", "64"], "--data.size must be that of the checkpoint, 32"),
         (["--data", "images", "--load", "layers"], "--load must be NAME=VALUE as in input_size=224, got 'layers'"),
         (["--data", "images", "--load", "layers=1"], "take the options num_heads, input_size, got layers"),
         (
@@ -307,7 +307,7 @@ def test_comropes_checkpoints_keep_the_range_by_the_patches_of_the_image(tmp_pat
         ),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_told_in_one_line(
+def test_unfitting_checkpoint_raises_one_line(
     tmp_path: Path, pictures: Path, run: Run, arguments: list[str], message: str
 ) -> None:
     root = [f"--data.root={pictures}"] if "images" in arguments else []
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_in_one_line(
     assert len(error.splitlines()) == 1
 
 
-def test_classes_must_be_those_of_the_checkpoint(tmp_path: Path, pictures: Path, run: Run) -> None:
+def test_data_must_have_the_classes_of_the_checkpoint(tmp_path: Path, pictures: Path, run: Run) -> None:
     for classes in (5, 0):
         file = deit(tmp_path, classes)
         status, _, error = run("evaluate", file, "--data", "images", "--data.root", pictures)

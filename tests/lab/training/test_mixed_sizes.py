@@ -1,4 +1,4 @@
-"""Training across mixed sizes: which size a step has, what is drawn and what resampled, and that it resumes."""
+"""Training at mixed input sizes: size of each step, rendering or resampling of inputs, and resuming."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +36,8 @@ def small_run(epochs: int = 2, encoding: str = "learned+liere:4", **optim: Any) 
     )
 
 
-class Seen(Callback):
-    """Notes the inputs of every batch, and stops before a step where it is asked to."""
+class InputRecorder(Callback):
+    """Record the inputs of every batch, and raise before a step if a number is given."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.stop_at = stop_at
@@ -53,32 +53,32 @@ class Seen(Callback):
         return [each.shape[-1] for each in self.inputs]
 
 
-def trained(config: RunConfig, folder: Path, data: DataModule | None = None) -> tuple[Any, Seen]:
-    seen = Seen()
+def trained(config: RunConfig, folder: Path, data: DataModule | None = None) -> tuple[Any, InputRecorder]:
+    seen = InputRecorder()
     module, _ = train(config, data or data_of(config), folder, callbacks=[seen])
     return module, seen
 
 
-def test_every_step_has_a_size_of_its_own_and_validation_that_of_the_data(tmp_path: Path) -> None:
+def test_sizes_are_drawn_per_step_and_not_in_validation(tmp_path: Path) -> None:
     config = small_run(epochs=6)
     data = data_of(config)
     module, seen = trained(config, tmp_path, data)
     assert {*seen.sides} == {*SIZES}
-    assert seen.sides[:6] != seen.sides[6:12]  # another epoch draws others
+    assert seen.sides[:6] != seen.sides[6:12]  # each epoch draws other sizes
     assert len(seen.sides) == 36
     assert len(seen.inputs[-1]) == 10
-    assert {inputs.shape[2:] for inputs, _ in data.train_dataloader()} == {(8, 8)}  # who draws next is not concerned
+    assert {inputs.shape[2:] for inputs, _ in data.train_dataloader()} == {(8, 8)}  # later loaders have the data's size
     assert tuple(module.model.absolute.table.shape) == (4, 4, 16)
     assert load(tmp_path)[0].optim.sizes == SIZES
 
 
-def test_sizes_are_drawn_alike_whatever_the_encoding_and_otherwise_with_another_seed(tmp_path: Path) -> None:
+def test_drawn_sizes_depend_on_seed_and_not_on_encoding(tmp_path: Path) -> None:
     one, other = (trained(small_run(encoding=name), tmp_path / name)[1].sides for name in ("mixed", "learned"))
     again = trained(replace(small_run(encoding="mixed"), seed=2), tmp_path / "again")[1].sides
     assert one == other != again
 
 
-def test_what_the_data_cannot_draw_is_resampled_behind_everything_else(tmp_path: Path) -> None:
+def test_images_are_resampled_after_augmentation(tmp_path: Path) -> None:
     config = small_run(epochs=1)
     config = replace(config, data=replace(config.data, augment={"flip": True, "mixup": 0.4}))
     mixed = trained(config, tmp_path / "mixed")[1].inputs
@@ -90,13 +90,11 @@ def test_what_the_data_cannot_draw_is_resampled_behind_everything_else(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["learned+liere:4", "comrope-ld:4"])
-def test_a_run_that_goes_on_within_an_epoch_ends_with_the_bits_of_an_uninterrupted_one(
-    tmp_path: Path, encoding: str
-) -> None:
+def test_run_resumed_within_epoch_is_bit_identical(tmp_path: Path, encoding: str) -> None:
     config = replace(small_run(encoding=encoding, ema_decay=0.9), scale=ScaleConfig(checkpoint_every=1))
     whole, every = trained(config, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        train(config, data_of(config), tmp_path / "killed", callbacks=[Seen(stop_at=9)])
+        train(config, data_of(config), tmp_path / "killed", callbacks=[InputRecorder(stop_at=9)])
     resumed, rest = trained(config, tmp_path / "killed")
     assert rest.sides == every.sides[9:]
     for one, other in zip(every.inputs[9:], rest.inputs, strict=True):
@@ -105,7 +103,7 @@ def test_a_run_that_goes_on_within_an_epoch_ends_with_the_bits_of_an_uninterrupt
         assert torch.equal(one, other)
 
 
-def test_batches_of_one_step_have_one_size_so_that_devices_do_not_matter(tmp_path: Path) -> None:
+def test_accumulated_batches_of_a_step_have_one_size(tmp_path: Path) -> None:
     whole, seen = trained(small_run(), tmp_path / "whole")
     config = small_run(effective_batch=10)
     config = replace(config, data=replace(config.data, batch_size=5))
@@ -114,7 +112,7 @@ def test_batches_of_one_step_have_one_size_so_that_devices_do_not_matter(tmp_pat
     assert whole.model.head.weight.shape == parts.model.head.weight.shape
 
 
-def test_processes_have_the_size_of_their_step_and_share_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_size_and_examples_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(small_run())
     data.train_sizes = training_sizes(OptimConfig(sizes=SIZES), SMALL, data)
     alone = list(data.train_dataloader())
@@ -125,12 +123,12 @@ def test_processes_have_the_size_of_their_step_and_share_its_examples(monkeypatc
         shares.append(list(data.train_dataloader()))
     assert len({inputs.shape[-1] for inputs, _ in alone}) > 1
     for (inputs, labels), *parts in zip(alone, *shares, strict=True):
-        together = torch.stack([part for part, _ in parts], dim=1).flatten(0, 1)  # one of each in turn
+        together = torch.stack([part for part, _ in parts], dim=1).flatten(0, 1)  # interleaved
         assert torch.equal(together, inputs)
         assert torch.equal(torch.stack([own for _, own in parts], dim=1).flatten(), labels)
 
 
-def test_half_precision_and_workers_see_the_same_inputs(tmp_path: Path) -> None:
+def test_inputs_do_not_depend_on_precision_or_workers(tmp_path: Path) -> None:
     config = small_run(epochs=1)
     one = trained(config, tmp_path / "one")[1]
     config = replace(config, data=replace(config.data, workers=1), scale=ScaleConfig(precision="bf16"))
@@ -138,7 +136,7 @@ def test_half_precision_and_workers_see_the_same_inputs(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(one.inputs, other.inputs, strict=True))
 
 
-def test_a_swin_trains_across_sizes_too(tmp_path: Path) -> None:
+def test_swin_trains_across_sizes(tmp_path: Path) -> None:
     swin = ModelConfig(backbone="swin", dim=8, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])
     config = replace(small_run(epochs=2, encoding="bias+mixed"), model=swin)
     module, seen = trained(config, tmp_path)
@@ -158,7 +156,7 @@ def kanji_run(**augment: Any) -> RunConfig:
 
 
 @pytest.mark.slow
-def test_kanji_are_drawn_at_the_size_of_their_step(kanji: Kanji, tmp_path: Path) -> None:
+def test_kanji_are_rendered_at_the_size_of_the_step(kanji: Kanji, tmp_path: Path) -> None:
     _, seen = trained(kanji_run(), tmp_path, kanji)
     assert {*seen.sides} == {12, 16, 20}
     train_set = kanji._made_datasets()[0]
@@ -170,7 +168,7 @@ def test_kanji_are_drawn_at_the_size_of_their_step(kanji: Kanji, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_crops_of_kanji_are_taken_from_finer_pictures_at_every_size(tmp_path: Path) -> None:
+def test_kanji_crops_are_taken_from_finer_renderings(tmp_path: Path) -> None:
     config = kanji_run(crop_scale=[0.5, 0.8])
     data = data_of(config)
     _, seen = trained(config, tmp_path, data)
@@ -178,15 +176,15 @@ def test_crops_of_kanji_are_taken_from_finer_pictures_at_every_size(tmp_path: Pa
     assert data.train_at((20, 20)).inputs.shape[-1] == 40
 
 
-def test_clips_keep_their_frames_and_volumes_scale_all_axes() -> None:
+def test_size_of_keeps_time_and_scales_depth() -> None:
     data = data_of(replace(small_run(), data=data_config("motion", train_size=20, val_size=10)))
     assert size_of(24, data, (1, 4, 4), "--sizes") == (data.input_size[0], 24, 24)
     data.axes, data.input_size = ("depth", "height", "width"), (32, 224, 224)
     assert size_of(112, data, (4, 16, 16), "--sizes") == (16, 112, 112)
-    assert size_of(240, data, (4, 16, 16), "--sizes") == (36, 240, 240)  # of 34.3 slices the nearest whole patches
+    assert size_of(240, data, (4, 16, 16), "--sizes") == (36, 240, 240)  # 34.3 slices rounded to whole patches
 
 
-def test_distances_between_voxels_follow_the_size() -> None:
+def test_voxel_spacings_follow_the_size() -> None:
     class Volumes(Dataset):
         def __getitems__(self, indices: list[int]) -> tuple:
             count = len(indices)
@@ -204,12 +202,12 @@ def test_distances_between_voxels_follow_the_size() -> None:
         ([8, 8], "sizes must be 1 or more, each named once, got 8, 8"),
     ],
 )
-def test_bad_sizes_are_told_in_one_line(sizes: list[int], message: str) -> None:
+def test_invalid_sizes_raise_one_line(sizes: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         OptimConfig(sizes=sizes)
 
 
-def test_sizes_that_patches_do_not_divide_are_refused_before_a_folder_is_made(
+def test_sizes_not_divisible_by_the_patch_raise_before_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--model.patch_size", "2", "--optim.sizes", "6,9", "--out", str(tmp_path / "out")]
@@ -219,16 +217,16 @@ def test_sizes_that_patches_do_not_divide_are_refused_before_a_folder_is_made(
     assert not (tmp_path / "out").exists()
 
 
-def test_heads_that_train_on_any_size_and_time_are_refused() -> None:
+def test_sizes_raise_for_dense_heads_and_time_series() -> None:
     with pytest.raises(ValueError, match=r"^--optim.sizes is for model.head classify [^\n]*, got 64, 96 with upernet$"):
         RunConfig(data=data_config("scenes"), model=ModelConfig(head="upernet"), optim=OptimConfig(sizes=[64, 96]))
     data = data_of(small_run())
     data.axes, data.input_size = ("time",), (8,)
-    with pytest.raises(ValueError, match=r"^--optim.sizes must be of data with another axis than time last, got time$"):
+    with pytest.raises(ValueError, match=r"^--optim.sizes is for data whose last axis is not time, got axes time$"):
         training_sizes(OptimConfig(sizes=[8]), replace(SMALL, patch_size=[2]), data)
 
 
-def test_sizes_change_what_a_run_is_and_none_leaves_it_what_it_was() -> None:
+def test_sizes_change_the_key_of_a_run_only_if_given() -> None:
     plain = replace(small_run(), optim=OptimConfig(epochs=2, warmup_epochs=0))
     assert Run(small_run()).key != Run(plain).key
     assert Run(replace(plain, optim=replace(plain.optim, sizes=[]))).key == Run(plain).key

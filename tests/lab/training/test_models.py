@@ -1,4 +1,4 @@
-"""From a configuration to a model: Swin, jittered positions, another run's weights; the loss; repeated examples."""
+"""Building models from configurations, initialising them from another run, the loss, and repeated augmentation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,10 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.results import StudyResult
 from torchrope.lab.training.classifier import training_loss
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope.lab.training.init_from import start_from
 from torchrope.lab.training.models import build_model
 from torchrope.lab.training.optim import parameter_groups
 from torchrope.lab.training.run import build_module, load, train
-from torchrope.lab.training.start import start_from
 from torchrope.models import Swin
 
 SMALL = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=16, patch_size=[2])
@@ -39,7 +39,7 @@ CLIPS = SimpleNamespace(
 )
 
 
-def test_a_configuration_names_a_swin() -> None:
+def test_build_model_builds_a_swin() -> None:
     torch.manual_seed(0)
     model = build_model("bias+mixed", SWIN, PIXELS)
     torch.manual_seed(0)
@@ -73,13 +73,13 @@ def test_a_configuration_names_a_swin() -> None:
         {"window_size": [7]},
     ],
 )
-def test_settings_of_the_other_backbone_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"^\w+ is read by backbone (vit|swin)( and transformer)? alone\b.*, got "):
+def test_settings_of_another_backbone_raise(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^\w+ is a setting of backbone (vit|swin)( and transformer)?\b.*, got "):
         ModelConfig(**settings)
 
 
 @pytest.mark.slow
-def test_a_swin_is_compared(tmp_path: Path) -> None:
+def test_compare_command_trains_a_swin(tmp_path: Path) -> None:
     options = ["--model.backbone=swin", "--model.size=null", "--model.dim=8", "--model.depth=null"]
     options += ["--model.num_heads=null", "--model.mlp_dim=null", "--model.depths=[1,1]", "--model.stage_heads=[1,1]"]
     options += ["--model.window_size=[4]", "--data.train_size=40", "--data.val_size=20", "--epochs=1"]
@@ -90,7 +90,7 @@ def test_a_swin_is_compared(tmp_path: Path) -> None:
     assert {row["name"]: row["encoding_parameters"] for row in tables["Costs"].rows}["mixed"] == 8 + 16
 
 
-def test_jitter_moves_patches_within_their_cells_in_training_alone() -> None:
+def test_jitter_moves_patches_within_cells_in_training_only() -> None:
     plain = build_model("comrope-ld:4", SMALL, PIXELS)
     model = build_model("comrope-ld:4", replace(SMALL, jitter=1.0), PIXELS)
     lattice = plain.positions((4, 6))
@@ -104,11 +104,11 @@ def test_jitter_moves_patches_within_their_cells_in_training_alone() -> None:
     cells = torch.tensor([1 / 4, 1 / 6])
     off = (first - lattice)[1:] / cells  # without the class token
     assert off.abs().max() <= 0.5 + 1e-6
-    assert off.abs().mean() > 0.2  # a normal deviate of 0.5 clipped at 0.5: 0.31 on average
+    assert off.abs().mean() > 0.2  # N(0, 0.5) clipped at 0.5 has mean 0.31
     assert torch.equal(first[0], lattice[0])
 
 
-def test_jitter_spares_time_and_keeps_the_configured_lattice() -> None:
+def test_jitter_keeps_time_and_the_configured_lattice() -> None:
     config = replace(SMALL, dim=48, jitter=2.0, spacing=[3.0], origin=[1.0])
     model = build_model("comrope-ld:4", config, CLIPS).train()
     places = model.positions((2, 4, 4))[1:]
@@ -118,7 +118,7 @@ def test_jitter_spares_time_and_keeps_the_configured_lattice() -> None:
     assert (places - lattice)[:, 1:].abs().max() > 1.0
 
 
-def test_a_start_of_another_scale_is_the_papers_times_that() -> None:
+def test_encoding_scale_multiplies_initial_generators() -> None:
     drawn = []
     for scale in (1.0, 0.5):
         torch.manual_seed(0)
@@ -134,7 +134,7 @@ def test_a_start_of_another_scale_is_the_papers_times_that() -> None:
     assert swin.stages[0].encodings[0].init_scale == 0.5
 
 
-def test_channels_that_an_encoding_cannot_fill_are_left_alone_where_told() -> None:
+def test_rotary_dim_applies_if_the_head_does_not_fit() -> None:
     config = replace(SMALL, dim=32, num_heads=2, rotary_dim=12)
     for name, rotary_dim in (("visionllama", 12), ("axial", 12), ("liere:8", 16), ("mixed", 16)):
         assert build_model(name, config, CLIPS).encodings[0].rotary_dim == rotary_dim
@@ -145,14 +145,14 @@ def test_channels_that_an_encoding_cannot_fill_are_left_alone_where_told() -> No
     build_model("learned", config, CLIPS)
 
 
-def test_a_jittered_table_takes_the_jitter_and_spares_time() -> None:
+def test_jittered_table_uses_jitter_except_along_time() -> None:
     perturbed = build_model("learned-jittered", replace(SMALL, dim=48, jitter=0.5), CLIPS).absolute
     assert (perturbed.intensity, perturbed.cell) == (0.5, (0.0, 1.0, 1.0))
     assert build_model("learned-jittered", SMALL, PIXELS).absolute.intensity == 1.0
     assert build_model("learned-jittered", SWIN, PIXELS).absolute.cell == (1.0, 1.0)
 
 
-def test_weights_norms_and_stochastic_depth_are_as_configured() -> None:
+def test_build_model_applies_init_norms_and_stochastic_depth() -> None:
     config = replace(SMALL, weight_init="torch", norm_eps=1e-5, drop_path=0.3, drop_path_schedule="constant")
     model = build_model("learned", config, PIXELS)
     assert model.weight_init == "torch"
@@ -173,12 +173,12 @@ def test_weights_norms_and_stochastic_depth_are_as_configured() -> None:
         ({"rotary_dim": 0}, "rotary_dim must be 1 or more, got 0"),
     ],
 )
-def test_settings_out_of_range_are_told(settings: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_raise(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         ModelConfig(**settings)
 
 
-def test_encodings_and_tokens_decay_where_told() -> None:
+def test_decay_encodings_includes_encodings_and_tokens() -> None:
     model = build_model("learned+comrope-ld:4", SMALL, PIXELS)
     names = {parameter: name for name, parameter in model.named_parameters()}
 
@@ -221,7 +221,7 @@ def run(encoding: str, data: DataModule, **settings: Any) -> RunConfig:
         "learned-jittered+comrope-liere:8",
     ],
 )
-def test_another_encoding_starts_where_the_run_ended(encoding: str, digits: DataModule, trained: Path) -> None:
+def test_start_from_keeps_outputs_with_another_encoding(encoding: str, digits: DataModule, trained: Path) -> None:
     theirs = load(trained)[2].model.cpu().eval()
     mine = build_module(run(encoding, digits), digits).model.eval()
     start_from(mine, trained)
@@ -229,7 +229,7 @@ def test_another_encoding_starts_where_the_run_ended(encoding: str, digits: Data
     torch.testing.assert_close(mine(inputs), theirs(inputs), rtol=0, atol=0)
 
 
-def test_the_same_encoding_goes_on_with_its_generators(digits: DataModule, tmp_path: Path) -> None:
+def test_start_from_loads_generators_of_the_same_encoding(digits: DataModule, tmp_path: Path) -> None:
     classifier, _ = train(run("liere:4", digits), digits, tmp_path)
     mine = build_module(run("liere:4", digits, seed=1), digits).model
     start_from(mine, tmp_path)
@@ -237,7 +237,7 @@ def test_the_same_encoding_goes_on_with_its_generators(digits: DataModule, tmp_p
         torch.testing.assert_close(mine.state_dict()[name], weight.cpu(), rtol=0, atol=0)
 
 
-def test_training_starts_from_a_run_and_resumes_without_it(digits: DataModule, trained: Path, tmp_path: Path) -> None:
+def test_start_from_is_not_needed_to_resume(digits: DataModule, trained: Path, tmp_path: Path) -> None:
     config = run("learned", digits, start_from=str(trained))
     config = replace(config, optim=replace(config.optim, lr=1e-30))
     started, _ = train(config, digits, tmp_path)
@@ -250,7 +250,7 @@ def test_training_starts_from_a_run_and_resumes_without_it(digits: DataModule, t
         elsewhere.rename(trained)
 
 
-def test_other_classes_get_a_head_of_their_own(trained: Path) -> None:
+def test_start_from_initialises_a_head_for_other_classes(trained: Path) -> None:
     data = SimpleNamespace(
         input_size=(8, 8), in_channels=1, num_classes=3, axes=("height", "width"), tasks=("classify",), lattice=True
     )
@@ -261,9 +261,9 @@ def test_other_classes_get_a_head_of_their_own(trained: Path) -> None:
     torch.testing.assert_close(model.embed.proj.weight.cpu(), load(trained)[2].model.embed.proj.weight.cpu())
 
 
-def test_another_model_and_no_run_are_refused(digits: DataModule, trained: Path, tmp_path: Path) -> None:
+def test_start_from_rejects_other_models_and_folders(digits: DataModule, trained: Path, tmp_path: Path) -> None:
     deeper = build_model("learned", replace(SMALL, depth=3), digits)
-    with pytest.raises(ValueError, match=r"^start_from must be a run of the same model but .*, got layers\.2\S* None"):
+    with pytest.raises(ValueError, match=r"^start_from must be a run of the same model .*, got layers\.2\S* None"):
         start_from(deeper, trained)
     with pytest.raises(ValueError, match=r"got absolute\S+ \(.*\) instead of None$"):
         start_from(build_model("mixed", SMALL, digits), trained)
@@ -272,7 +272,7 @@ def test_another_model_and_no_run_are_refused(digits: DataModule, trained: Path,
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_bce_is_timms(mixed: bool) -> None:
+def test_bce_equals_timm(mixed: bool) -> None:
     logits = torch.randn(6, 5)
     labels = torch.tensor([0, 4, 2, 2, 1, 3])
     if mixed:
@@ -282,12 +282,12 @@ def test_bce_is_timms(mixed: bool) -> None:
     torch.testing.assert_close(training_loss(logits, labels, OptimConfig(loss="bce")), theirs)
 
 
-def test_bce_takes_no_smoothing() -> None:
+def test_bce_rejects_label_smoothing() -> None:
     with pytest.raises(ValueError, match=r"^label_smoothing is for cross-entropy alone, got 0\.1"):
         OptimConfig(loss="bce", label_smoothing=0.1)
 
 
-def test_repeats_are_changed_otherwise_and_the_epoch_keeps_its_length() -> None:
+def test_repeats_differ_in_augmentation_at_equal_epoch_length() -> None:
     config = data_config(train_size=40, val_size=20, batch_size=40, augment=AugmentConfig(repeats=2, flip=True))
     data = make_data(config)
     data.setup()

@@ -1,4 +1,4 @@
-"""The papers' recipes: what each builds and how it learns, against the papers' numbers; two real steps of each."""
+"""Recipes of papers: models and optimisers against the published numbers, and two training steps of each."""
 
 import math
 import re
@@ -33,7 +33,7 @@ from torchrope.models.layers import DropPath
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 
-TRAINED = (  # of each data set and backbone one, and two heads; the others wait for `make slow`
+TRAINED = (  # one per data set and backbone, and two heads; the others are in `make slow`
     "comrope-ucf101",
     "liere-cifar100-vit-t",
     "liere-imagenet",
@@ -43,7 +43,7 @@ TRAINED = (  # of each data set and backbone one, and two heads; the others wait
     "vitdet-coco-mask-rcnn-vit-b",
 )
 A_FEW = [pytest.param(name, marks=() if name in TRAINED else pytest.mark.slow) for name in PAPERS]
-QUICK = ("liere-cifar100-vit-t", "liere-imagenet", "rope-swin-t")  # that train within a second
+QUICK = ("liere-cifar100-vit-t", "liere-imagenet", "rope-swin-t")  # train within a second
 CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150, "coco": 80}
 EXAMPLES = {
     "cifar100": 50_000,
@@ -51,7 +51,7 @@ EXAMPLES = {
     "ucf101": 9_537,
     "rsna": 17_395,
     "ade20k": 20_210,
-    "coco": 117_266,  # with an object
+    "coco": 117_266,  # images with an object
 }
 
 
@@ -60,7 +60,7 @@ def configuration(name: str) -> RunConfig:
 
 
 def shape(config: DataConfig) -> SimpleNamespace:
-    """What a model is told of the real data."""
+    """Return the attributes of the full data set that a model is built from."""
     side = config.size
     frames = getattr(config, "frames", None)
     sizes = (frames, side, side) if frames else (side, side)
@@ -96,14 +96,14 @@ def count(model: nn.Module) -> int:
 
 
 def macs(name: str, encoding: str) -> float:
-    """Multiply-adds of matrix products, in 10⁹."""
+    """Count multiply-adds of matrix products, in 10⁹."""
     config = configuration(name)
     data = shape(config.data)
     return count_flops(lambda: build_model(encoding, config.model, data), torch.Size((1, 3, *data.input_size))) / 2e9
 
 
 def published_flops(name: str) -> float:
-    """As fvcore counts LieRE's model: multiply-adds, and 5 per LayerNorm output."""
+    """Count FLOPs as fvcore does in LieRE: multiply-adds, and 5 per LayerNorm output."""
     model = built(name, "learned")
     tokens = model.num_prefix + math.prod(model.embed.lattice((32, 32)))
     dim = model.prefix_tokens.shape[-1]
@@ -113,27 +113,27 @@ def published_flops(name: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", A_FEW)
-def test_a_recipe_builds_with_every_encoding_that_it_names(name: str) -> None:
+def test_recipe_builds_with_each_of_its_encodings(name: str) -> None:
     for encoding in [configuration(name).encoding, *recipes.settings(name).get("encodings", [])]:
         assert count(built(name, encoding)) > 1e7
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_a_recipe_tells_setting_result_hardware_and_command(name: str) -> None:
+def test_recipe_header_has_source_results_hardware_command(name: str) -> None:
     text = recipes.find(name).read_text()
     header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
     assert len(header[0]) <= 114
-    said = " ".join(header)
-    assert re.search(r"et al\., .*\((ICLR 2025 submission|.*arXiv:[\d.]+(v1)?)\)", said)
-    assert "Published" in said
-    assert re.search("GPU|L4|A100", said)
-    assert "Readings: " in said
-    assert f"torchrope train --recipe {name} --data.root DIR" in said
-    on_each = re.findall(r"(\d+) (?:examples|clips) (?:each|a step)", said)
+    text = " ".join(header)
+    assert re.search(r"et al\., .*\((ICLR 2025 submission|.*arXiv:[\d.]+(v1)?)\)", text)
+    assert "Published" in text
+    assert re.search("GPU|L4|A100", text)
+    assert "Notes: " in text
+    assert f"torchrope train --recipe {name} --data.root DIR" in text
+    on_each = re.findall(r"(\d+) (?:examples|clips) (?:each|a step)", text)
     assert set(on_each) <= {str(configuration(name).data.batch_size)}
-    named = re.findall(r"--(?:recipe|data\.name) (\S+)", said)
+    named = re.findall(r"--(?:recipe|data\.name) (\S+)", text)
     assert set(named) <= set(recipes.names())
-    assert (configuration(name).start_from is None) == (f"--recipe {name} --data.root DIR --start_from" not in said)
+    assert (configuration(name).start_from is None) == (f"--recipe {name} --data.root DIR --start_from" not in text)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_recipe_tells_setting_result_hardware_and_command(name: str) -> None:
         ("rope-swin-b", "bias", 87.8),
     ],
 )
-def test_parameters_are_those_that_were_published(name: str, encoding: str, millions: float) -> None:
+def test_parameters_equal_published_numbers(name: str, encoding: str, millions: float) -> None:
     digits = 0 if isinstance(millions, int) else 1
     assert round(count(built(name, encoding)) / 1e6 - (0.06 if millions == 22.0 else 0), digits) == millions
 
@@ -165,13 +165,13 @@ def test_parameters_are_those_that_were_published(name: str, encoding: str, mill
         ("rope-swin-b", "bias", "swin_base_patch4_window7_224"),
     ],
 )
-def test_parameters_are_those_of_timm(name: str, encoding: str, theirs: str) -> None:
+def test_parameters_equal_timm(name: str, encoding: str, theirs: str) -> None:
     with torch.device("meta"):
         assert count(built(name, encoding)) == count(timm.create_model(theirs))
 
 
 @pytest.mark.parametrize("size", ["s", "b"])
-def test_parameters_of_mask2former_are_those_of_transformers(size: str) -> None:
+def test_mask2former_parameters_equal_transformers(size: str) -> None:
     dim, heads = (96, 3) if size == "s" else (128, 4)
     stages = dict(depths=[2, 2, 18, 2], num_heads=[heads * 2**stage for stage in range(4)])
     swin = SwinConfig(embed_dim=dim, **stages, out_indices=[1, 2, 3, 4])
@@ -179,7 +179,7 @@ def test_parameters_of_mask2former_are_those_of_transformers(size: str) -> None:
         theirs = Mask2FormerForUniversalSegmentation(
             Mask2FormerConfig(backbone_config=swin, id2label=dict(enumerate(map(str, range(150)))))
         )
-    last_norm = 2 * 8 * dim  # which no map of theirs passes
+    last_norm = 2 * 8 * dim  # which none of transformers' maps goes through
     assert count(built(f"rope-vit-ade20k-mask2former-swin-{size}", "bias")) == count(theirs) - last_norm
 
 
@@ -187,7 +187,7 @@ def test_parameters_of_mask2former_are_those_of_transformers(size: str) -> None:
     ("name", "extra"),
     [("liere-cifar100-vit-b", 64_512), ("liere-cifar100-vit-t", 12 * 6 * 2 * 8 * 28), ("liere-imagenet", 64_512)],
 )
-def test_generators_of_blocks_of_8_are_added(name: str, extra: int) -> None:
+def test_parameters_include_generators_of_blocks_of_8(name: str, extra: int) -> None:
     assert count(built(name, "liere:8")) - count(built(name, "none")) == extra
 
 
@@ -196,7 +196,7 @@ def test_generators_of_blocks_of_8_are_added(name: str, extra: int) -> None:
     ("name", "giga"),
     [("liere-cifar100-vit-t", 0.963), ("liere-cifar100-vit-b", 5.607), ("liere-cifar100-vit-l", 19.856)],
 )
-def test_flops_are_those_of_lieres_table_5(name: str, giga: float) -> None:
+def test_flops_equal_liere_table_5(name: str, giga: float) -> None:
     assert published_flops(name) == pytest.approx(giga, abs=1e-3)
 
 
@@ -212,7 +212,7 @@ def test_flops_are_those_of_lieres_table_5(name: str, giga: float) -> None:
         pytest.param("rope-swin-b", 15.4, marks=pytest.mark.slow),
     ],
 )
-def test_flops_are_those_of_deit_and_swin(name: str, giga: float) -> None:
+def test_flops_equal_deit_and_swin(name: str, giga: float) -> None:
     assert macs(name, "bias" if "swin" in name else "learned") == pytest.approx(giga, abs=0.08)
 
 
@@ -232,7 +232,7 @@ def test_flops_are_those_of_deit_and_swin(name: str, giga: float) -> None:
         ("rope-swin-t", 56 * 56),
     ],
 )
-def test_inputs_make_as_many_tokens(name: str, tokens: int) -> None:
+def test_inputs_have_the_papers_number_of_tokens(name: str, tokens: int) -> None:
     assert math.prod(built(name).embed.lattice(shape(configuration(name).data).input_size)) == tokens
 
 
@@ -260,7 +260,7 @@ def test_inputs_make_as_many_tokens(name: str, tokens: int) -> None:
         ("vitdet-coco-mask-rcnn-vit-b", 64, 64),
     ],
 )
-def test_a_step_is_of_the_papers_batch_on_its_devices_and_on_one(name: str, batch: int, devices: int) -> None:
+def test_effective_batch_is_the_papers_on_any_devices(name: str, batch: int, devices: int) -> None:
     config = configuration(name)
     assert config.data.batch_size * devices * batches_in_a_step(config, devices) == batch
     assert batches_in_a_step(config, devices) == 1
@@ -287,7 +287,7 @@ def test_a_step_is_of_the_papers_batch_on_its_devices_and_on_one(name: str, batc
         *((f"rope-vit-ade20k-mask2former-swin-{size}", 1e-4, 0.0, 0.0) for size in "sb"),
     ],
 )
-def test_the_rate_warms_up_and_falls_as_told(name: str, rate: float, warm: float, last: float) -> None:
+def test_schedule_warms_up_and_decays_as_configured(name: str, rate: float, warm: float, last: float) -> None:
     config = configuration(name)
     steps = config.optim.epochs * math.ceil(EXAMPLES[config.data.name] / config.optim.effective_batch)
     optimizer = build_optimizer(small_vit(), config.optim)
@@ -314,7 +314,7 @@ def test_the_rate_warms_up_and_falls_as_told(name: str, rate: float, warm: float
         ("vitdet-coco-mask-rcnn-vit-b", 1e-4, 250 / 184_375, [163_889 / 184_375, 177_546 / 184_375]),
     ],
 )
-def test_the_rate_falls_by_steps(name: str, rate: float, warm: float, falls: list[float]) -> None:
+def test_step_schedule_decays_at_milestones(name: str, rate: float, warm: float, falls: list[float]) -> None:
     config = configuration(name).optim
     optimizer = build_optimizer(small_vit(), config)
     factor = build_schedule(optimizer, config, 100_000).lr_lambdas[0]
@@ -327,7 +327,7 @@ def test_the_rate_falls_by_steps(name: str, rate: float, warm: float, falls: lis
     assert factor(99_999) == pytest.approx(0.1 ** len(falls))
 
 
-def test_the_optimiser_is_the_papers() -> None:
+def test_optimiser_equals_the_papers() -> None:
     settings = {name: configuration(name).optim for name in PAPERS}
     kinds = {
         name: (kind.optimizer, kind.weight_decay, kind.clip, kind.loss, kind.epochs) for name, kind in settings.items()
@@ -366,24 +366,24 @@ def drop_rates(name: str) -> list[float]:
         ("vitdet-coco-mask-rcnn-vit-b", 0.1, False),
     ],
 )
-def test_stochastic_depth_is_constant_in_deit_iii_and_grows_elsewhere(name: str, rate: float, constant: bool) -> None:
+def test_stochastic_depth_schedule_equals_the_papers(name: str, rate: float, constant: bool) -> None:
     rates = drop_rates(name)
     expected = [rate] * len(rates) if constant else torch.linspace(0, rate, len(rates)).tolist()
     assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["rope-vit-s", "rope-vit-b", "rope-vit-l", "rope-vit-b-224", "rope-vit-l-224"])
-def test_rope_vit_is_validated_on_the_largest_square_of_a_picture(name: str) -> None:
+def test_rope_vit_validation_uses_the_largest_square(name: str) -> None:
     assert configuration(name).data.crop_ratio == 1.0  # --eval-crop-ratio 1.0 in deit/README.md of naver-ai/rope-vit
 
 
-def test_weights_start_as_in_the_papers_code() -> None:
+def test_weight_init_equals_the_papers_code() -> None:
     starts = {name: (configuration(name).model.weight_init, configuration(name).model.norm_eps) for name in PAPERS}
     assert {starts[name] for name in PAPERS if name.startswith("liere")} == {("torch", 1e-5)}
     assert {starts[f"rope-vit-{size}"] for size in "sbl"} == {("truncated-normal", None)}
 
 
-def test_lieres_tables_have_their_baselines() -> None:
+def test_liere_recipes_have_the_papers_baselines() -> None:
     for name in PAPERS:
         if name.startswith("liere") and name != "liere-second-stage":
             assert "liere:2" in recipes.settings(name)["encodings"]  # "RoPE-Mixed" of the tables
@@ -393,7 +393,7 @@ def test_lieres_tables_have_their_baselines() -> None:
 
 
 @pytest.mark.parametrize("name", ["comrope-imagenet", "comrope-ucf101", "comrope-finetune"])
-def test_comropes_recipes_perturb_and_decay_all_encodings(name: str) -> None:
+def test_comrope_recipes_perturb_and_decay_all_encodings(name: str) -> None:
     config = configuration(name)
     assert (config.model.jitter, config.optim.decay_encodings) == (1.0, True)
     for encoding in recipes.settings(name)["encodings"]:
@@ -411,7 +411,7 @@ def miniature_roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
 
 def miniature(name: str, roots: dict[str, Path]) -> RunConfig:
-    """The recipe with a small model, small inputs and two steps of 8 examples, or of 2 whose answers have a place."""
+    """Shrink a recipe to a small model, small inputs and two steps of 8 examples, or of 2 for dense tasks."""
     config = configuration(name)
     batch, step = (1, 2) if config.data.name in NAMES_DENSE else (4, 8)
     frames = {"frames": 4} if hasattr(config.data, "frames") else {}
@@ -454,7 +454,7 @@ def small(config: RunConfig) -> Any:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PAPERS]
 )
-def test_two_steps_change_the_weights(name: str, miniature_roots: dict[str, Path], tmp_path: Path) -> None:
+def test_recipe_trains_two_steps(name: str, miniature_roots: dict[str, Path], tmp_path: Path) -> None:
     config = miniature(name, miniature_roots)
     data = set_up(config)
     start = build_module(config, data).state_dict()
@@ -472,9 +472,7 @@ def test_two_steps_change_the_weights(name: str, miniature_roots: dict[str, Path
     assert any("encodings" in name for name in moved)
 
 
-def test_a_second_stage_keeps_the_lattice_and_starts_with_the_weights(
-    miniature_roots: dict[str, Path], tmp_path: Path
-) -> None:
+def test_second_stage_keeps_the_lattice_and_loads_weights(miniature_roots: dict[str, Path], tmp_path: Path) -> None:
     first = miniature("rope-vit-b", miniature_roots)
     first = replace(first, data=replace(first.data, size=48), encoding="liere:8")
     trained, _ = train(first, set_up(first), tmp_path / "first")
@@ -489,7 +487,7 @@ def test_a_second_stage_keeps_the_lattice_and_starts_with_the_weights(
         torch.testing.assert_close(continued.model.state_dict()[name], weight)
 
 
-def test_recipes_lists_all_and_prints_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_command_lists_all_and_prints_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
     for name in recipes.names():
@@ -500,7 +498,7 @@ def test_recipes_lists_all_and_prints_one(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("command", [["recipes", "rope-swin-m"], ["train", "--recipe", "rope-swin-m"]])
-def test_an_unknown_recipe_is_told_with_the_nearest(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_recipe_error_suggests_the_nearest(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2
     error = capsys.readouterr().err
     assert "got 'rope-swin-m'" in error
@@ -508,7 +506,7 @@ def test_an_unknown_recipe_is_told_with_the_nearest(command: list[str], capsys: 
     assert error.count("\n") == 1
 
 
-def test_options_go_over_a_file_goes_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_override_files_and_files_override_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("optim: {lr: 0.5, weight_decay: 0.25}\n")
     options = ["--recipe=rope-swin-t", f"--config={file}", "--optim.lr=0.125", "--print_config"]
@@ -525,7 +523,7 @@ def test_options_go_over_a_file_goes_over_a_recipe(tmp_path: Path, capsys: pytes
     assert "- bias+mixed" in printed["compare"]
 
 
-def test_a_data_sets_own_recipe_has_its_name() -> None:
+def test_every_data_set_has_a_recipe_of_its_name() -> None:
     own = [name for name in recipes.names() if name not in PAPERS]
     for name in own:
         data_config(**{"name": name, **recipes.settings(name).get("data", {})})

@@ -1,4 +1,4 @@
-"""What `torchrope train` shows of a run."""
+"""Progress output of `torchrope train`."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from torchrope.lab.training.progress import RunProgress, as_clock
 from torchrope.lab.training.run import train
 
 
-def test_a_run_without_a_terminal_has_a_line_an_epoch_with_the_time_left_validation_included(
+def test_progress_prints_lines_with_time_left_without_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small_run(epochs=3)
@@ -35,7 +35,7 @@ def test_a_run_without_a_terminal_has_a_line_an_epoch_with_the_time_left_validat
     assert progress.validation.done == pytest.approx(3 * validation)
 
 
-def test_a_run_that_goes_on_estimates_from_its_own_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_a_resumed_run_uses_its_own_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_run(epochs=3)
 
     def stop(row: dict[str, float]) -> None:
@@ -50,7 +50,7 @@ def test_a_run_that_goes_on_estimates_from_its_own_epochs(tmp_path: Path, capsys
     assert progress.training.done == 8
 
 
-def test_a_clock_has_hours_where_there_are_some() -> None:
+def test_as_clock_has_hours_only_if_needed() -> None:
     assert [as_clock(seconds) for seconds in (0.4, 59.6, 3600, 90061)] == [
         "00:00",
         "01:00",

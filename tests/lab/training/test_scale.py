@@ -1,4 +1,4 @@
-"""Training at scale: optimisers, averages, accumulation, memory, precision, several processes."""
+"""Training at scale: optimisers, EMA, accumulation, memory, precision, several processes."""
 
 import csv
 import math
@@ -48,7 +48,7 @@ def tiny_swin(**settings: object) -> Swin:
 
 
 def lamb_step(w: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:
-    """The weights after steps of LAMB's algorithm 2, written out; without decay the ratio of norms is 1."""
+    """Compute the weights after steps of LAMB's algorithm 2; without weight decay the ratio of norms is 1."""
     m, v, b1, b2 = torch.zeros_like(w), torch.zeros_like(w), 0.9, 0.99
     for t, g in enumerate(gradients, 1):
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
@@ -59,7 +59,7 @@ def lamb_step(w: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: 
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.05])
-def test_lamb_takes_the_steps_of_its_paper_and_leaves_the_clipping_of_gradients_to_the_trainer(
+def test_lamb_equals_its_paper_without_gradient_clipping(
     weight_decay: float,
 ) -> None:
     model = tiny_vit(encoding="none").double()
@@ -80,7 +80,7 @@ def test_lamb_takes_the_steps_of_its_paper_and_leaves_the_clipping_of_gradients_
         torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_a_step_of_lamb_leaves_alone_what_has_no_gradient() -> None:
+def test_lamb_ignores_parameters_without_gradient() -> None:
     model = tiny_vit()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     build_optimizer(model, OptimConfig(optimizer="lamb")).step()
@@ -88,15 +88,15 @@ def test_a_step_of_lamb_leaves_alone_what_has_no_gradient() -> None:
 
 
 def rates_and_decays(model: nn.Module, **optim: Any) -> dict[str, tuple[float, float]]:
-    """Learning rate and weight decay of every parameter that learns, by name."""
+    """Return learning rate and weight decay of every trainable parameter, by name."""
     groups = build_optimizer(model, OptimConfig(lr=1.0, **optim)).param_groups
-    assert all(p.numel() for group in groups for p in group["params"])  # as where it is sharded
+    assert all(p.numel() for group in groups for p in group["params"])  # as sharding needs
     found = {p: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
     return {name: found[p] for name, p in model.named_parameters() if p.numel()}
 
 
 def levels(model: nn.Module) -> dict[str, int]:
-    """How many levels below the head every parameter is, read off its learning rate."""
+    """Compute the level of every parameter below the head from its learning rate."""
     return {name: round(-math.log2(rate)) for name, (rate, _) in rates_and_decays(model, layer_decay=0.5).items()}
 
 
@@ -110,7 +110,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_layers_learn_slower_by_depth_and_decay_as_timms_own_groups_of_our_models_say(kind: str) -> None:
+def test_layer_decay_and_weight_decay_equal_timms_groups(kind: str) -> None:
     model = MODELS[kind]()
     names = {parameter: name for name, parameter in model.named_parameters()}
     theirs = {
@@ -122,7 +122,7 @@ def test_layers_learn_slower_by_depth_and_decay_as_timms_own_groups_of_our_model
     assert rates_and_decays(model, layer_decay=0.5, weight_decay=0.05) == theirs
 
 
-def test_timms_optimisers_take_our_models_with_their_groups() -> None:
+def test_timm_optimisers_accept_torchrope_models() -> None:
     model = tiny_vit(encoding="liere:4")
     optimizer = create_optimizer_v2(model, "lamb", lr=0.1, weight_decay=0.05, layer_decay=0.5)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -131,7 +131,7 @@ def test_timms_optimisers_take_our_models_with_their_groups() -> None:
     assert groups[model.head.weight]["lr_scale"] == 1
 
 
-def test_a_parameter_learns_at_the_rate_times_the_decay_for_every_level_below_the_head() -> None:
+def test_layer_decay_multiplies_once_per_level_below_the_head() -> None:
     vit = levels(tiny_vit(pool="cls"))
     assert {vit[name] for name in vit if name.startswith(("embed", "prefix", "absolute"))} == {4}
     assert {vit[name] for name in vit if name.startswith(("layers.1.", "encodings.1."))} == {2}
@@ -146,7 +146,7 @@ def test_a_parameter_learns_at_the_rate_times_the_decay_for_every_level_below_th
     assert {swin[name] for name in swin if name.startswith(("head", "norm"))} == {0}
 
 
-def test_a_swins_coarse_groups_are_its_stages() -> None:
+def test_swin_coarse_groups_are_stages() -> None:
     model = tiny_swin()
     groups = group_parameters(model, model.group_matcher(coarse=True), reverse=True)
     assert {groups[name] for name in groups if name.startswith("stages.1.")} == {2}
@@ -162,7 +162,7 @@ def rates_of(schedule: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list
     return rates
 
 
-def test_linear_and_step_schedules_are_those_of_torch() -> None:
+def test_linear_and_step_schedules_equal_torch() -> None:
     def stepped(**settings: Any) -> list[float]:
         config = OptimConfig(lr=1e-3, epochs=10, warmup_epochs=0, **settings)
         return rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=50), 50)
@@ -177,7 +177,7 @@ def test_linear_and_step_schedules_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["linear", "step"])
-def test_every_schedule_warms_up_linearly(schedule: Any) -> None:
+def test_schedules_warm_up_linearly(schedule: Any) -> None:
     milestones = [9.0] if schedule == "step" else []
     config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=1, schedule=schedule, milestones=milestones)
     rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
@@ -196,7 +196,7 @@ def test_build_schedule_warms_up_over_half_of_the_steps_at_most(schedule: Any, w
     assert rates[30] == pytest.approx(0.5)
 
 
-def test_a_share_of_warm_up_that_is_zero_is_none() -> None:
+def test_warmup_share_zero_disables_warm_up() -> None:
     config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=5, warmup_share=0.0)
     rates = rates_of(build_schedule(build_optimizer(tiny_vit(), config), config, total=40), 40)
     assert rates[0] == 1.0
@@ -204,7 +204,7 @@ def test_a_share_of_warm_up_that_is_zero_is_none() -> None:
 
 
 class WithBackbone(nn.Module):
-    """What reads the maps of a backbone."""
+    """A head on a backbone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class WithBackbone(nn.Module):
         self.decoder = nn.Linear(4, 4)
 
 
-def test_a_backbone_below_another_head_learns_more_slowly() -> None:
+def test_backbone_lr_scales_the_backbone_only() -> None:
     model = WithBackbone()
     alone, below = levels(tiny_vit()), levels(model)
     assert {name: below[f"backbone.model.{name}"] for name in alone} == alone
@@ -226,7 +226,7 @@ def test_a_backbone_below_another_head_learns_more_slowly() -> None:
     assert {rates[parameter] for parameter in model.decoder.parameters()} == {1e-3}
 
 
-def test_a_slower_backbone_keeps_the_decay_of_its_layers() -> None:
+def test_backbone_lr_keeps_layer_decay() -> None:
     model = WithBackbone()
 
     def rates(backbone_lr: float) -> dict[str, float]:
@@ -242,14 +242,14 @@ def test_a_slower_backbone_keeps_the_decay_of_its_layers() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("lamb", Lamb)])
-def test_optimisers_by_name(name: str, kind: type) -> None:
+def test_build_optimizer_by_name(name: str, kind: type) -> None:
     optimizer = build_optimizer(tiny_vit(), OptimConfig(optimizer=name, lr=1e-4, weight_decay=0.3))  # type: ignore[arg-type]
     assert type(optimizer) is kind
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.3, 0.0}
     assert {group["lr"] for group in optimizer.param_groups} == {1e-4}
 
 
-def test_the_schedule_ends_at_its_least_rate_after_a_share_of_warm_up() -> None:
+def test_schedule_ends_at_min_lr_after_warmup_share() -> None:
     optimizer = build_optimizer(tiny_vit(), OptimConfig(lr=1e-3))
     schedule = build_schedule(optimizer, OptimConfig(lr=1e-3, min_lr=1e-5, warmup_share=0.02), total=100)
     rates = []
@@ -275,13 +275,13 @@ def test_the_schedule_ends_at_its_least_rate_after_a_share_of_warm_up() -> None:
         (dict(optimizer="sgd"), "optimizer must be one of adamw, adam, lamb, got 'sgd'"),
     ],
 )
-def test_bad_settings_are_told_in_one_line(settings: dict, message: str) -> None:
+def test_invalid_settings_raise_one_line(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         OptimConfig(**settings)
 
 
 @pytest.mark.parametrize("make", [tiny_vit, tiny_swin])
-def test_checkpointed_layers_have_the_same_gradients_bit_for_bit(make) -> None:
+def test_checkpoint_layers_keeps_gradients_bit_identical(make) -> None:
     settings = dict(dropout=0.1, drop_path=0.3)
     plain, lean = (make(**settings, checkpoint_layers=checkpointed) for checkpointed in (False, True))
     lean.load_state_dict(plain.state_dict())
@@ -300,7 +300,7 @@ def test_checkpointed_layers_have_the_same_gradients_bit_for_bit(make) -> None:
 
 
 @pytest.mark.slow
-def test_the_average_of_the_weights_is_what_is_evaluated_and_kept_and_resumes_exactly(tmp_path: Path) -> None:
+def test_ema_is_evaluated_and_saved_and_resumes_exactly(tmp_path: Path) -> None:
     config = small_run(epochs=3, ema_decay=0.8)
     seen: list[torch.Tensor] = []
 
@@ -331,7 +331,7 @@ def test_the_average_of_the_weights_is_what_is_evaluated_and_kept_and_resumes_ex
     assert [row["val_loss"] for row in again.rows] == [row["val_loss"] for row in curve.rows]
 
 
-def test_accumulated_batches_step_as_one_of_their_size(tmp_path: Path) -> None:
+def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
     whole, curve = train(small_run(batch_size=20), data_of(small_run(20)), tmp_path / "whole")
     config = small_run(batch_size=5, effective_batch=20)
     parts, accumulated = train(config, data_of(config), tmp_path / "parts")
@@ -340,7 +340,7 @@ def test_accumulated_batches_step_as_one_of_their_size(tmp_path: Path) -> None:
     assert [row["train_loss"] for row in accumulated.rows] == pytest.approx([row["train_loss"] for row in curve.rows])
 
 
-def test_an_effective_batch_is_kept_on_any_number_of_devices_or_refused() -> None:
+def test_effective_batch_must_be_a_multiple_of_the_devices() -> None:
     config = small_run(batch_size=8, effective_batch=64)
     assert [batches_in_a_step(config, devices) for devices in (1, 2, 4, 8)] == [8, 4, 2, 1]
     with pytest.raises(
@@ -350,7 +350,7 @@ def test_an_effective_batch_is_kept_on_any_number_of_devices_or_refused() -> Non
     assert batches_in_a_step(small_run(batch_size=8), 3) == 1
 
 
-def test_bfloat16_multiplies_in_bfloat16_and_keeps_weights_in_float32(tmp_path: Path) -> None:
+def test_bf16_keeps_weights_in_float32(tmp_path: Path) -> None:
     config = replace(small_run(epochs=1), scale=ScaleConfig(precision="bf16"))
     dtypes: set[torch.dtype] = set()
     hook = torch.nn.modules.module.register_module_forward_hook(
@@ -365,7 +365,7 @@ def test_bfloat16_multiplies_in_bfloat16_and_keeps_weights_in_float32(tmp_path: 
     assert math.isfinite(curve.rows[-1]["train_loss"])
 
 
-def test_older_configurations_read_as_they_were(tmp_path: Path) -> None:
+def test_older_configurations_can_be_read(tmp_path: Path) -> None:
     stored = {
         "encoding": "mixed",
         "seed": 0,
@@ -379,14 +379,14 @@ def test_older_configurations_read_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_trains_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_model_trains_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_run(epochs=1)
     plain, _ = train(config, data_of(config), tmp_path / "plain")
     compile_module, compiled = torch.nn.Module.compile, []
 
     def without_code(module: torch.nn.Module) -> None:
         compiled.append(module)
-        compile_module(module, backend="eager")  # what the compiler's front end alone makes of it, at once
+        compile_module(module, backend="eager")  # the compiler's front end only, which is fast
 
     monkeypatch.setattr(torch.nn.Module, "compile", without_code)
     faster = replace(config, scale=ScaleConfig(compile=True))
@@ -424,18 +424,18 @@ def in_background(command: list[str]) -> subprocess.Popen:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--optim.sizes=4,8,12"]], ids=["one size", "mixed sizes"])
-def test_two_processes_under_torchrun_learn_as_one_does(tmp_path: Path, more: list[str]) -> None:
+def test_two_processes_train_like_one(tmp_path: Path, more: list[str]) -> None:
     out = {name: tmp_path / name for name in ("alone", "ddp", "fsdp2")}
     train_so = [*TRAIN, *more]
     commands = [[sys.executable, "-m", "torchrope", *train_so, "--data.batch_size=20", f"--out={out['alone']}"]]
     for strategy in ("ddp", "fsdp2"):
         launch = [*LAUNCH, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "torchrope", *train_so]
-        chosen = [f"--trainer.strategy={strategy}"] if strategy == "fsdp2" else []  # the other is the default
+        chosen = [f"--trainer.strategy={strategy}"] if strategy == "fsdp2" else []  # the other strategy is the default
         commands.append([*launch, "--data.batch_size=5", f"--out={out[strategy]}", *chosen])
     runs = [in_background(command) for command in commands]
     printed = [run.communicate(timeout=120)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], printed
-    assert [text.count("trained:") for text in printed] == [1, 1, 1]  # by the first process, which knows the other
+    assert [text.count("trained:") for text in printed] == [1, 1, 1]  # printed by rank 0 only
     alone, *others = (list(csv.DictReader((folder / "curve.csv").read_text().splitlines())) for folder in out.values())
     weights, *their_weights = (load(folder)[2].state_dict() for folder in out.values())
     for curve, theirs in zip(others, their_weights, strict=True):

@@ -1,4 +1,4 @@
-"""FSDP2: two processes that hold half of a model each learn what one does, and go on where they were."""
+"""FSDP2: two processes with half of a model each train like one process, and resume."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ SWIN = ModelConfig(
 
 
 @pytest.mark.parametrize(("total", "devices"), [(41, 2), (10, 3), (40, 2), (3, 3)])
-def test_validation_sees_each_example_once_in_equally_many_batches_a_device(total: int, devices: int) -> None:
+def test_validation_has_each_example_once_and_equal_batch_counts(total: int, devices: int) -> None:
     seen, counts = [], set()
     data = data_of(replace(small_run(), data=replace(small_run().data, batch_size=5, val_size=20)))
     data._datasets = data.train_dataloader().dataset, torch.utils.data.TensorDataset(torch.arange(total))
@@ -43,7 +43,7 @@ def test_validation_sees_each_example_once_in_equally_many_batches_a_device(tota
 
 
 def runs(batch_size: int) -> dict[str, RunConfig]:
-    """What is trained, on a device of two, or on one that takes four times the batch."""
+    """Return the configuration of a run on each of two devices, or on one with four times the batch."""
     plain = small_run(batch_size, effective_batch=20, clip=0.5)
     average = small_run(batch_size, effective_batch=20, ema_decay=0.8, layer_decay=0.5)
     return {
@@ -61,7 +61,7 @@ STRATEGIES = [("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")]
 
 
 class Spy(Callback):
-    """See that weights are in parts where they should be, and die before the step of that number."""
+    """Check that weights are sharded if they should be, and raise before the step of a number."""
 
     def __init__(self, dies: int | None = None) -> None:
         self.dies = dies
@@ -77,7 +77,7 @@ class Spy(Callback):
 
 
 def one_of_two(rank: int, folder: Path, port: int) -> None:
-    """A process as torchrun starts it."""
+    """Run one process with the environment that torchrun sets."""
     become_one_of_two(rank, port)
     compile_module = torch.nn.Module.compile
     torch.nn.Module.compile = lambda module: compile_module(module, backend="eager")  # type: ignore[method-assign]
@@ -104,16 +104,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(runs(20)))
-def test_two_processes_with_half_of_a_model_each_learn_as_one_with_all_of_it(
-    trained: Path, tmp_path: Path, name: str
-) -> None:
+def test_sharded_training_equals_training_on_one_device(trained: Path, tmp_path: Path, name: str) -> None:
     config = replace(runs(batch_size=20)[name], scale=ScaleConfig(precision="bf16" if name == "bf16" else "float32"))
     alone, curve = train(config, data_of(config), tmp_path)
-    near = dict(rel=2e-2, abs=2 / 60) if name == "bf16" else dict(rel=1e-4)  # two of 60 may fall to the other side
+    near = dict(rel=2e-2, abs=2 / 60) if name == "bf16" else dict(rel=1e-4)  # two of 60 predictions may change
     together = load(trained / name)[2]
     rows = [line.split(",") for line in (trained / name / "curve.csv").read_text().splitlines()[1:]]
-    for row, told in zip(curve.rows, rows, strict=True):
-        for measure, value in zip(("train_loss", "val_loss", "val_top1"), told[1:4], strict=True):
+    for row, expected in zip(curve.rows, rows, strict=True):
+        for measure, value in zip(("train_loss", "val_loss", "val_top1"), expected[1:4], strict=True):
             assert float(value) == pytest.approx(row[measure], **near), measure
     for key, weight in alone.state_dict().items():
         tolerance = dict(rtol=0.1, atol=2e-2) if name == "bf16" else dict(rtol=1e-3, atol=1e-5)
@@ -125,7 +123,7 @@ def test_two_processes_with_half_of_a_model_each_learn_as_one_with_all_of_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), STRATEGIES)
-def test_a_sharded_run_goes_on_and_another_strategy_may(trained: Path, first: str, second: str) -> None:
+def test_sharded_run_resumes_also_with_another_strategy(trained: Path, first: str, second: str) -> None:
     kept = [trained / "average", trained / f"{first}-{second}"]
     exact = dict(rtol=0, atol=0) if first == second else dict(rtol=1e-3, atol=1e-5)
     weights, resumed = (safetensors.torch.load_file(folder / "weights.safetensors") for folder in kept)

@@ -1,4 +1,4 @@
-"""Backbones that start with runs."""
+"""Initialising backbones from runs."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torchrope.lab.training.run import load, train
 from torchrope.models import Features
 
 
-def test_a_run_that_classified_is_a_backbone(tmp_path: Path) -> None:
+def test_start_backbone_loads_a_classification_run(tmp_path: Path) -> None:
     data = data_config("digits", size=16, train_size=40, val_size=20, batch_size=20)
     model = ModelConfig(patch_size=[4], dim=16, depth=2, num_heads=2, jitter=0.3)
     config = RunConfig(encoding="learned+liere:8", data=data, model=model, optim=OptimConfig(epochs=1))
@@ -40,6 +40,8 @@ def test_a_run_that_classified_is_a_backbone(tmp_path: Path) -> None:
         ("none.pth", FileNotFoundError, "none.pth"),
     ],
 )
-def test_what_is_not_there_is_told(path: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_start_backbone_rejects_invalid_sources(
+    path: str, error: type[Exception], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(error, match=message):
         start_backbone(Features(tr.ViT((64, 64), patch_size=8, dim=32, depth=1, num_heads=2)), tmp_path / path)

@@ -1,4 +1,4 @@
-"""Models of tokens at any positions in the laboratory: padding, order, large sets, resumption, comparison, studies."""
+"""Training on tokens at any positions: padding, order, large sets, resuming, comparisons, studies."""
 
 import io
 import json
@@ -60,9 +60,7 @@ def padded(data: TokensModule) -> torch.Tensor:
 
 @pytest.mark.parametrize("model", [SMALL, READER, LINEAR], ids=["softmax", "reader", "linear"])
 @pytest.mark.parametrize("encoding", ["none", "sinusoidal+axial", "liere:8"])
-def test_padded_end_to_end_and_alone_examples_are_the_same(
-    data: TokensModule, model: ModelConfig, encoding: str
-) -> None:
+def test_padded_packed_and_single_examples_agree(data: TokensModule, model: ModelConfig, encoding: str) -> None:
     classifier, inputs = built(encoding, model, data), padded(data)
     logits = classifier(inputs)
     alone = [one[~one.isnan().any(dim=1)] for one in inputs]
@@ -74,7 +72,7 @@ def test_padded_end_to_end_and_alone_examples_are_the_same(
 
 
 @pytest.mark.parametrize("encoding", ["none", "mixed", "liere", "sinusoidal"])
-def test_the_order_of_points_is_nothing_and_their_positions_are_something(data: TokensModule, encoding: str) -> None:
+def test_outputs_depend_on_positions_and_not_on_order(data: TokensModule, encoding: str) -> None:
     classifier, inputs = built(encoding, SMALL, data), padded(data)
     order = torch.randperm(inputs.shape[1], generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(classifier(inputs[:, order]), classifier(inputs))
@@ -87,7 +85,7 @@ def test_the_order_of_points_is_nothing_and_their_positions_are_something(data: 
     assert torch.allclose(classifier(moved), classifier(inputs.float()), atol=1e-6) == (encoding == "none")
 
 
-def test_shuffling_leaves_a_model_without_encoding_alone(data: TokensModule) -> None:
+def test_shuffling_does_not_change_a_model_without_encoding(data: TokensModule) -> None:
     classifier = built("none", SMALL, data).float()
     found = evaluate(classifier, data)
     assert found.shuffled_top1 == found.top1
@@ -96,7 +94,7 @@ def test_shuffling_leaves_a_model_without_encoding_alone(data: TokensModule) -> 
 
 
 @pytest.mark.parametrize("settings", [{"latents": 8}, {"attention": "linear"}], ids=["reader", "linear"])
-def test_a_hundred_thousand_points_are_read(data: TokensModule, settings: dict[str, Any]) -> None:
+def test_linear_cost_models_run_on_100_000_points(data: TokensModule, settings: dict[str, Any]) -> None:
     classifier = build_model("axial", replace(SMALL, **settings), data)
     inputs = torch.rand(1, 100_000, data.in_channels + 3, generator=torch.Generator().manual_seed(0))
     logits = classifier(inputs)
@@ -105,7 +103,7 @@ def test_a_hundred_thousand_points_are_read(data: TokensModule, settings: dict[s
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in classifier.parameters())
 
 
-def test_settings_of_a_model_reach_the_transformer(data: TokensModule) -> None:
+def test_model_settings_are_passed_to_the_transformer(data: TokensModule) -> None:
     model = replace(SMALL, depth=2, num_heads=2, dim=32, share_layers=True, share_heads=True, layer_scale=0.1)
     classifier = built("sinusoidal+liere:4", model, data)
     assert (len(classifier.layers), len(classifier.encodings)) == (2, 1)
@@ -117,11 +115,14 @@ def test_settings_of_a_model_reach_the_transformer(data: TokensModule) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backbone": "transformer", "patch_size": [2]}, "patch_size is read by backbone vit and swin alone"),
-        ({"backbone": "transformer", "num_registers": 2}, "num_registers is read by backbone vit alone"),
-        ({"backbone": "transformer", "head": "upernet"}, "head must be classify above backbone transformer"),
-        ({"latents": 3}, "latents is read by backbone transformer alone, got 3"),
-        ({"backbone": "swin", "attention": "linear"}, "attention is read by backbone transformer alone, got linear"),
+        ({"backbone": "transformer", "patch_size": [2]}, "patch_size is a setting of backbone vit and swin alone"),
+        ({"backbone": "transformer", "num_registers": 2}, "num_registers is a setting of backbone vit alone"),
+        ({"backbone": "transformer", "head": "upernet"}, "head must be classify with backbone transformer"),
+        ({"latents": 3}, "latents is a setting of backbone transformer alone, got 3"),
+        (
+            {"backbone": "swin", "attention": "linear"},
+            "attention is a setting of backbone transformer alone",
+        ),
         ({"backbone": "transformer", "latents": -1}, "latents must be 0 or more, got -1"),
         ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),
         (
@@ -130,7 +131,7 @@ def test_settings_of_a_model_reach_the_transformer(data: TokensModule) -> None:
         ),
     ],
 )
-def test_a_setting_that_a_backbone_does_not_read_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         ModelConfig(**settings)
 
@@ -152,7 +153,7 @@ def test_a_setting_that_a_backbone_does_not_read_is_refused(settings: dict[str, 
         ("study dense", "needs data for the task segment or detect, got points"),
     ],
 )
-def test_what_needs_a_lattice_is_refused_in_one_line(
+def test_options_that_need_a_lattice_raise_one_line(
     folder: Path, tmp_path: Path, typed: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, *rest = typed.split()
@@ -165,7 +166,7 @@ def test_what_needs_a_lattice_is_refused_in_one_line(
     assert message in error
 
 
-def test_studies_that_need_a_lattice_are_named_once() -> None:
+def test_studies_that_need_a_lattice_are_listed_once() -> None:
     assert {name for name in STUDIES if find_study(name).needs_lattice} == {*OF_LATTICES}
     for name in NAMES_WITHOUT_LATTICE:
         assert not {*suitable(name)} & {*OF_LATTICES, "dense"}
@@ -177,7 +178,7 @@ def run_config(folder: Path, **optim: Any) -> RunConfig:
     return RunConfig("mixed", data=chosen, model=replace(SMALL, dropout=0.1), optim=replace(QUICK, **optim))
 
 
-def test_a_killed_run_goes_on_to_the_same_weights_and_repeats(folder: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
     def die(row: dict[str, float]) -> None:
         if row["epoch"] == 2:
             raise KeyboardInterrupt
@@ -207,7 +208,7 @@ def quiet() -> Console:
 
 
 @pytest.mark.slow
-def test_a_comparison_of_time_series_ends_with_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_writes_a_report_for_time_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     series(tmp_path / "waves")
     options = ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.mlp_dim=16", "--epochs=1"]
@@ -224,20 +225,20 @@ def test_a_comparison_of_time_series_ends_with_a_page(tmp_path: Path, capsys: py
     assert "permuted among its tokens" in (result.findings.tables[0].note or "")
 
 
-def test_the_encodings_compared_by_default_are_those_that_tokens_can_have(folder: Path) -> None:
+def test_default_encodings_fit_tokens_without_a_lattice(folder: Path) -> None:
     config = CompareConfig(data=data_config("points", root=str(folder)), model=SMALL)
     assert config.encodings == ["sinusoidal" if name == "learned" else name for name in ENCODINGS]
     assert CompareConfig().encodings == ENCODINGS
 
 
 @pytest.mark.parametrize("name", ["accuracy", "shuffle", "training-efficiency"])
-def test_a_study_of_tokens_finds_something(folder: Path, tmp_path: Path, name: str) -> None:
+def test_study_of_tokens_has_findings(folder: Path, tmp_path: Path, name: str) -> None:
     _study(name, folder, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["data-efficiency", "capacity", "sharing", "model-size", "generators", "learning"])
-def test_every_other_study_of_tokens_finds_something(folder: Path, tmp_path: Path, name: str) -> None:
+def test_other_studies_of_tokens_have_findings(folder: Path, tmp_path: Path, name: str) -> None:
     _study(name, folder, tmp_path)
 
 
@@ -250,7 +251,7 @@ def _study(name: str, folder: Path, out: Path) -> None:
     assert all(check.holds for check in result.findings.checks)
 
 
-def test_a_comparison_of_points_keeps_what_it_measured(folder: Path, tmp_path: Path) -> None:
+def test_compare_caches_measures_of_points(folder: Path, tmp_path: Path) -> None:
     config = CompareConfig(
         data=data_config("points", root=str(folder), batch_size=8),
         model=READER,

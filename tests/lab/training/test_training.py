@@ -1,4 +1,4 @@
-"""Training: the schedule, what decays, resuming, measures and costs."""
+"""Training: schedule, weight decay, resuming, evaluation and costs."""
 
 import io
 import math
@@ -48,10 +48,10 @@ def data_of(config: RunConfig) -> DataModule:
 
 
 class Killed(Exception):
-    """Stands for a process that ends in the middle of an epoch."""
+    """Simulates a process that is killed in the middle of an epoch."""
 
 
-def test_a_killed_run_that_goes_on_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     config = small_run()
     whole, whole_curve = train(config, data_of(config), tmp_path / "whole")
 
@@ -64,7 +64,7 @@ def test_a_killed_run_that_goes_on_ends_where_an_uninterrupted_one_does(tmp_path
     seen: list[float] = []
     resumed, curve = train(config, data_of(config), tmp_path / "killed", on_epoch=lambda row: seen.append(row["epoch"]))
 
-    assert seen == [2, 3]  # epoch 2 was under way; epoch 1 is not trained again
+    assert seen == [2, 3]  # epoch 2 was interrupted; epoch 1 is not trained again
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
     without_times = [[{k: v for k, v in row.items() if k != "seconds"} for row in c.rows] for c in (whole_curve, curve)]
@@ -72,7 +72,7 @@ def test_a_killed_run_that_goes_on_ends_where_an_uninterrupted_one_does(tmp_path
     assert (tmp_path / "killed" / "curve.csv").read_text().startswith("epoch,train_loss,val_loss,val_top1,seconds\n1,")
 
 
-def test_a_finished_run_is_not_trained_again_and_reads_back(tmp_path: Path) -> None:
+def test_finished_run_is_loaded_and_not_trained_again(tmp_path: Path) -> None:
     config = small_run(epochs=1)
     trained, _ = train(config, data_of(config), tmp_path)
     again, curve = train(config, data_of(config), tmp_path, on_epoch=lambda _: pytest.fail("trained again"))
@@ -84,13 +84,13 @@ def test_a_finished_run_is_not_trained_again_and_reads_back(tmp_path: Path) -> N
     assert evaluate(loaded.model, data).top1 == evaluate(trained.model, data).top1
 
 
-def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path: Path) -> None:
+def test_damaged_checkpoint_raises_one_line(tmp_path: Path) -> None:
     config = small_run(epochs=1)
     train(config, data_of(config), tmp_path)
     checkpoint = tmp_path / "checkpoint.ckpt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     with pytest.raises(
-        ValueError, match=r"a checkpoint must be whole, got a damaged one; delete it: .*checkpoint.ckpt"
+        ValueError, match=r"a checkpoint must be complete, got a damaged one; delete it: .*checkpoint.ckpt"
     ):
         train(config, data_of(config), tmp_path)
 
@@ -116,7 +116,7 @@ def stopped_run(folder: Path, optimizer: str = "adamw") -> RunConfig:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "lamb"])
-def test_a_run_goes_on_within_an_epoch_with_every_optimizer(tmp_path: Path, optimizer: str) -> None:
+def test_run_resumes_within_an_epoch_with_every_optimizer(tmp_path: Path, optimizer: str) -> None:
     config = stopped_run(tmp_path, optimizer)
     _, history = train(config, data_of(config), tmp_path)
     assert [row["epoch"] for row in history.rows] == [1, 2]
@@ -166,7 +166,7 @@ PROGRESS = "loops fit_loop epoch_loop.batch_progress"
         "lr_schedulers 0 last_epoch",
     ],
 )
-def test_a_checkpoint_of_other_parts_is_named_in_one_line_before_a_step(
+def test_checkpoint_of_another_structure_raises_before_a_step(
     tmp_path: Path, stopped: tuple[RunConfig, Path], place: str
 ) -> None:
     config, folder = stopped
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_other_parts_is_named_in_one_line_before_a_step(
     whole = file.read_bytes()
     *above, last = [int(word) if word.isdecimal() else word for word in place.split()]
     optional = last in ("seconds", "sums", "generators", "latest_update_step", "best_model_path")
-    message = rf"^a checkpoint must be whole, got a damaged one; delete it: {re.escape(str(file))}$"
+    message = rf"^a checkpoint must be complete, got a damaged one; delete it: {re.escape(str(file))}$"
     for value in [torch.zeros(3), *([] if last == "best_model_path" else ["text"]), *([] if optional else [MISSING])]:
         saved = torch.load(io.BytesIO(whole), weights_only=True)
         part = saved
@@ -189,16 +189,18 @@ def test_a_checkpoint_of_other_parts_is_named_in_one_line_before_a_step(
 
 
 @pytest.mark.parametrize("content", ["- a list\n", "encoding: mixed\n"])
-def test_a_folder_that_holds_no_run_is_told_in_one_line(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ValueError, match=r"a run's folder holds config\.yaml and checkpoint\.ckpt, got"):
+def test_load_rejects_a_folder_without_a_run(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ValueError, match=r"a run's folder must hold config\.yaml and checkpoint\.ckpt, got"):
         load(tmp_path)
     (tmp_path / "checkpoint.ckpt").touch()
     (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ValueError, match=r"config.yaml must (be that of a torchrope run|hold named settings), got"):
+    with pytest.raises(
+        ValueError, match=r"config.yaml must (be the configuration of a torchrope run|hold named settings), got"
+    ):
         load(tmp_path)
 
 
-def test_the_schedule_warms_up_linearly_and_decays_to_zero() -> None:
+def test_cosine_schedule_warms_up_and_decays_to_zero() -> None:
     factors = [warmup_cosine(step, warmup=4, total=20) for step in range(21)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4] == 1.0
@@ -209,7 +211,7 @@ def test_the_schedule_warms_up_linearly_and_decays_to_zero() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["learned+mixed", "liere:4", "comrope-ap:4", "comrope-ld:4"])
-def test_weight_decay_never_touches_encodings_norms_biases_and_tokens(encoding: str) -> None:
+def test_weight_decay_excludes_encodings_norms_biases_tokens(encoding: str) -> None:
     model = build_vit(encoding, ModelConfig(dim=16, depth=2, num_heads=2, num_registers=2), make_data(data_config()))
     groups = build_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
     decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
@@ -218,14 +220,16 @@ def test_weight_decay_never_touches_encodings_norms_biases_and_tokens(encoding: 
         assert decay[parameter] == (0.1 if name in matrices else 0.0), name
 
 
-def test_evaluation_agrees_with_a_count_by_hand_and_shuffling_needs_position() -> None:
+def test_evaluate_equals_a_manual_count() -> None:
     config = small_run()
     data = data_of(config)
     bag = build_vit("none", SMALL, data)
     measured = evaluate(bag, data, [(8, 8), (16, 16)])
     labels, logits = predict(bag, data)
     assert measured.top1 == pytest.approx(sum(int(p == t) for p, t in zip(logits.argmax(-1), labels, strict=True)) / 60)
-    assert measured.shuffled_top1 == pytest.approx(measured.top1)  # a bag of patches has no order to lose
+    assert measured.shuffled_top1 == pytest.approx(
+        measured.top1
+    )  # without positions the order of patches has no effect
     assert measured.val_loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
     assert [(at.size, at.inputs) for at in measured.resolutions] == [((8, 8), "trained"), ((16, 16), "resampled")]
     written = measured.measures()
@@ -236,7 +240,7 @@ def test_evaluation_agrees_with_a_count_by_hand_and_shuffling_needs_position() -
     assert 0 <= written["resolutions"][1]["interval"][0] <= measured.resolutions[1].top1
 
 
-def test_shuffling_is_measured_on_patches_that_have_changed_places() -> None:
+def test_correct_shuffled_permutes_patches() -> None:
     data = data_of(small_run())
     torch.manual_seed(0)
     model = build_vit("learned", SMALL, data)
@@ -249,7 +253,7 @@ def test_shuffling_is_measured_on_patches_that_have_changed_places() -> None:
     assert measured.shuffled_top1 != measured.top1
 
 
-def test_the_trained_size_is_measured_on_all_views(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_averages_views_at_the_training_size(monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(small_run())
     model = build_vit("none", SMALL, data)
     labels, _ = predict(model, data)
@@ -263,7 +267,7 @@ def test_the_trained_size_is_measured_on_all_views(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_predict_leaves_a_model_as_it_was_and_repeats(training: bool) -> None:
+def test_predict_restores_training_mode_and_repeats(training: bool) -> None:
     data = data_of(small_run())
     model = build_vit("none", SMALL, data).train(training)
     first, second = predict(model, data)[1], predict(model, data)[1]
@@ -271,14 +275,14 @@ def test_predict_leaves_a_model_as_it_was_and_repeats(training: bool) -> None:
     assert {module.training for module in model.modules()} == {training}
 
 
-def test_sizes_scale_space_but_not_time() -> None:
+def test_scaled_sizes_keep_time() -> None:
     motion = make_data(data_config(name="motion"))
     assert scaled_sizes(motion, (1, 4, 4), [0.5, 1.0, 1.5]) == [(5, 8, 8), (5, 20, 20), (5, 32, 32)]
     digits = make_data(data_config())
     assert scaled_sizes(digits, (1, 1), [0.01, 2.0]) == [(1, 1), (8, 8), (16, 16)]
 
 
-def test_costs_count_what_is_there() -> None:
+def test_costs_are_counted() -> None:
     data = data_of(small_run())
     builders = {name: (lambda name=name: build_vit(name, SMALL, data)) for name in ("none", "mixed", "liere")}
     costs = measure_costs(builders, next(iter(data.train_dataloader())), rounds=4)
@@ -290,7 +294,7 @@ def test_costs_count_what_is_there() -> None:
         assert cost.peak_memory_bytes > 4 * cost.parameters
 
 
-def test_flops_are_two_for_each_multiply_add() -> None:
+def test_count_flops_counts_two_per_multiply_add() -> None:
     layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 5))
     assert count_flops(lambda: layer, torch.Size([3, 3, 2, 2])) == 2 * 3 * 12 * 5
     attention = tr.Attention(8, 2)
@@ -299,13 +303,13 @@ def test_flops_are_two_for_each_multiply_add() -> None:
     assert count_flops(lambda: attention, torch.Size([1, tokens, dim])) == expected
 
 
-def test_shared_encodings_count_once() -> None:
+def test_encoding_parameters_count_shared_ones_once() -> None:
     data = make_data(data_config())
     shared = build_vit("mixed", ModelConfig(dim=16, depth=3, num_heads=2, share_layers=True, share_heads=True), data)
     assert count_encoding_parameters(shared) == 2 * 4
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_whole_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "kept" / "file.txt"
     write_whole(file, "old")
 
@@ -319,7 +323,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in file.parent.iterdir()] == ["file.txt"]
 
 
-def test_ctrl_c_right_after_a_file_was_written_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_whole_propagates_keyboard_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = os.replace
 
     def interrupted(old: str, new: Path) -> None:
@@ -340,12 +344,12 @@ def test_ctrl_c_right_after_a_file_was_written_stays_ctrl_c(tmp_path: Path, monk
         (dict(warmup_epochs=-1.0), "warmup_epochs must be 0 or more, got -1.0"),
     ],
 )
-def test_bad_settings_are_told_in_one_line(settings: dict, message: str) -> None:
+def test_invalid_settings_raise_one_line(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimConfig(**settings)
 
 
-def test_a_size_by_name_is_overridden_one_by_one() -> None:
+def test_size_is_overridden_by_single_settings() -> None:
     with torch.device("meta"):
         model = build_vit("none", ModelConfig(size="small", depth=2, patch_size=[4]), make_data(data_config()))
     assert (len(model.layers), model.norm.normalized_shape, model.layers[0].attention.num_heads) == (
@@ -355,7 +359,7 @@ def test_a_size_by_name_is_overridden_one_by_one() -> None:
     )
 
 
-def test_the_stored_configuration_is_plain_yaml(tmp_path: Path) -> None:
+def test_stored_configuration_is_plain_yaml(tmp_path: Path) -> None:
     config = small_run(epochs=1)
     train(config, data_of(config), tmp_path)
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())

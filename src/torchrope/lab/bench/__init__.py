@@ -1,1 +1,1 @@
-"""How fast: parity first, then time and memory beside the reference and others' code, in one process."""
+"""Benchmarks of rotations: parity with float64, then time and memory beside the reference and other packages."""

@@ -1,4 +1,4 @@
-"""What `torchrope bench` does: the check of parity, then the time of every encoding beside other implementations."""
+"""Run `torchrope bench`: check parity, then time every encoding in torchrope and in other implementations."""
 
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -26,18 +26,18 @@ def run_bench(
     command: str = "",
     tell: Tell = print,
 ) -> Bench:
-    """Check parity, then measure a step of every encoding, all implementations of it in turn, round by round.
+    """Check parity, then time a step of every encoding, its implementations interleaved in every round.
 
-    A step builds the rotation from its parameters, applies it to q and k, and returns the gradients to q, k and the
+    A step builds the rotation from its parameters, applies it to q and k, and computes the gradients of q, k and the
     parameters.
 
     Args:
         setting: Shape, dtype, device.
-        encodings: Names; by default those of `ENCODINGS` that the setting fits.
-        rounds: Rounds that medians are over.
-        num_threads: Threads to compute with; None leaves the number alone.
-        command: What was run, for the results.
-        tell: Takes lines on the progress.
+        encodings: Names; by default those of `ENCODINGS` that fit the shape.
+        rounds: Number of rounds; results are medians and quartiles over them.
+        num_threads: Number of threads; None does not change it.
+        command: The command line, stored in the results.
+        tell: Called with lines of progress.
 
     Raises:
         ParityError: a fast path differs from the float64 reference; nothing is measured then.
@@ -59,15 +59,15 @@ def run_bench(
 
 
 def find_source(command: str) -> Source:
-    """Machine, versions, commit and date of what is measured now."""
-    found = provenance(PACKAGES)
+    """Collect machine, versions, commit and date for the results."""
+    facts = provenance(PACKAGES)
     return Source(
         command=command,
         date=date.today().isoformat(),
-        commit=found["commit"],
-        torchrope=found["torchrope"],
-        versions=found["versions"],
-        machine=found["machine"],
+        commit=facts["commit"],
+        torchrope=facts["torchrope"],
+        versions=facts["versions"],
+        machine=facts["machine"],
         threads=torch.get_num_threads(),
     )
 
@@ -101,5 +101,5 @@ def _compare(name: str, setting: Setting, rounds: int) -> Compared:
     peers, left_out = available_peers(task)
     steps = {peer.name: make_step(task, peer) for peer in peers}
     seconds = interleaved_seconds(steps, rounds=rounds, device=setting.device)
-    timed = (Timed(who, milliseconds(own), ratio(own, seconds[OURS])) for who, own in seconds.items())
+    timed = (Timed(peer, milliseconds(times), ratio(times, seconds[OURS])) for peer, times in seconds.items())
     return Compared(name, serving_backend(task), tuple(timed), left_out)

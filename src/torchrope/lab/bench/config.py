@@ -1,4 +1,4 @@
-"""What is measured. Free of torch, so that help is quick."""
+"""Configuration of a benchmark: shape, dtype and device of queries and keys. Does not import torch."""
 
 from dataclasses import dataclass, fields
 
@@ -9,17 +9,17 @@ ENCODINGS = ("axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld")
 
 @dataclass(frozen=True)
 class Setting:
-    """Queries and keys `(batch, heads, tokens, head_dim)` and the positions of their tokens.
+    """Shape, dtype and device of queries and keys `(batch, heads, tokens, head_dim)`, and their positions.
 
-    Tokens stand on a lattice as nearly cubic as their number allows, with one more token at the origin in front
-    where that makes it more nearly so: 65 tokens with two axes are 8x8 and one, 64 are 8x8.
+    Tokens are on the lattice whose sizes are closest to equal, after one token at the origin if the lattice of the
+    other tokens is then closer to a cube: 65 tokens with two axes are one token and 8x8, 64 are 8x8.
 
     Args:
-        batch: Samples.
+        batch: Number of samples.
         heads: Attention heads.
         tokens: Tokens of a sample.
         head_dim: Channels of a head.
-        axes: Length of a position.
+        axes: Number of axes N of a position.
         dtype: Dtype of q and k; parameters and angles stay float32 or wider.
         device: "cpu" or "cuda".
 
@@ -40,27 +40,27 @@ class Setting:
             value = getattr(self, field.name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{field.name} must be 1 or more, got {value}")
-        for name, value, known in (("dtype", self.dtype, DTYPES), ("device", self.device, DEVICES)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        for name, value, choices in (("dtype", self.dtype, DTYPES), ("device", self.device, DEVICES)):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of q and k."""
+        """Shape of q and k."""
         return self.batch, self.heads, self.tokens, self.head_dim
 
     @property
     def lattice(self) -> tuple[int, ...]:
-        """Tokens along each axis, without those in front."""
+        """Tokens along each axis, without the prefix."""
         return nearest_to_cube(self.tokens - self.prefix, self.axes)
 
     @property
     def prefix(self) -> int:
-        """Tokens at the origin in front of the lattice, 0 or 1."""
-        return min(range(min(2, self.tokens)), key=lambda count: _oblong(self.tokens - count, self.axes))
+        """Number of tokens at the origin before those of the lattice, 0 or 1."""
+        return min(range(min(2, self.tokens)), key=lambda count: _elongation(self.tokens - count, self.axes))
 
     def describe(self) -> str:
-        """The setting in words."""
+        """Describe the setting in words."""
         lattice = "×".join(map(str, self.lattice))
         front = " and one in front" if self.prefix else ""
         shape = f"batch {self.batch}, {self.heads} heads of {self.head_dim}"
@@ -85,7 +85,7 @@ def parse_shape(text: str) -> dict[str, int]:
     """Read "BATCH,HEADS,TOKENS,HEAD_DIM" as the settings of those names.
 
     Raises:
-        ValueError: not four whole numbers.
+        ValueError: the text is not four whole numbers.
     """
     numbers = [part.strip() for part in text.split(",")]
     if len(numbers) != 4 or not all(number.isdecimal() for number in numbers):
@@ -93,7 +93,7 @@ def parse_shape(text: str) -> dict[str, int]:
     return dict(zip(("batch", "heads", "tokens", "head_dim"), map(int, numbers), strict=True))
 
 
-def _oblong(tokens: int, axes: int) -> float:
-    """How far from a cube the best lattice of so many tokens is, 1 for a cube."""
+def _elongation(tokens: int, axes: int) -> float:
+    """Compute the ratio of the largest to the smallest size of the lattice closest to a cube; 1 for a cube."""
     sizes = nearest_to_cube(tokens, axes)
     return max(sizes) / min(sizes)

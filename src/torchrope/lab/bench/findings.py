@@ -1,4 +1,4 @@
-"""What a benchmark found, in the schema of all results: its answer, the table of ratios, the figure of times."""
+"""Convert the results of a benchmark to the schema of all results: answer, table of ratios, figure of times."""
 
 from collections import ChainMap
 from dataclasses import asdict
@@ -9,18 +9,18 @@ from torchrope.lab.results import Axis, Check, Column, Figure, Findings, RunFact
 from torchrope.lab.timing import Quartiles
 
 STEP = Axis("milliseconds", "Milliseconds per step, forward and backward", scale="log")
-# Of 17 values the quartiles are the 5th and the 13th, an interval of the median at 95.1 % by order statistics.
+# Of 17 values the quartiles are the 5th and the 13th: by order statistics a 95.1 % interval of the median.
 ROUNDS_FOR_CLAIMS = 17
 
 
 def bench_result(bench: Bench) -> StudyResult:
-    """Convert what was measured to a result, which the report shows beside comparisons and studies."""
+    """Convert a benchmark to a result that the report can show."""
     source = bench.source
     encodings = [one.encoding for one in bench.encodings]
     return StudyResult(
         study="bench",
         title="Speed",
-        question="How fast are rotations built and applied here, compared with the reference and with others' code?",
+        question="How fast does torchrope build and apply rotations, compared with its reference and other packages?",
         sources=(),
         findings=Findings(
             answer=_answer(bench),
@@ -30,7 +30,7 @@ def bench_result(bench: Bench) -> StudyResult:
             notes=[
                 f"{describe_setting(bench)}.",
                 "A step builds the rotation from its parameters, applies it to q and k, and computes the gradients to "
-                "q, k and the parameters. Implementations take turns in one process; a ratio is of the same round.",
+                "q, k and the parameters. Implementations are interleaved in one process; a ratio is of one round.",
                 *not_measured(bench),
             ],
         ),
@@ -48,14 +48,14 @@ def bench_result(bench: Bench) -> StudyResult:
 
 
 def ratio_table(bench: Bench) -> Table:
-    """The time of torchrope's step for each encoding, and how many times as fast it is as each of the others."""
+    """Build the table of the time of torchrope's step for each encoding, and its speed relative to the others."""
     others = _measured(bench)[1:]
     rows = []
     for one in bench.encodings:
         timed = {each.name: each for each in one.timed}
         ratios = (quartile_cells(name, timed[name].ratio if name in timed else None) for name in others)
-        own = quartile_cells(OURS, timed[OURS].milliseconds)
-        rows.append({"encoding": one.encoding, "backend": one.backend, **ChainMap(own, *ratios)})
+        times = quartile_cells(OURS, timed[OURS].milliseconds)
+        rows.append({"encoding": one.encoding, "backend": one.backend, **ChainMap(times, *ratios)})
     return Table(
         title="How many times as fast as others torchrope is",
         columns=[
@@ -65,13 +65,13 @@ def ratio_table(bench: Bench) -> Table:
             *(quartile_column(name, name, "×") for name in others),
         ],
         rows=rows,
-        note="Medians and quartiles. Below 1 the other is faster. From "
-        f"{ROUNDS_FOR_CLAIMS} rounds on, quartiles are a 95 % interval of the median.",
+        note="Medians and quartiles. Below 1 the other is faster. With "
+        f"{ROUNDS_FOR_CLAIMS} rounds or more, quartiles are a 95 % interval of the median.",
     )
 
 
 def time_figure(bench: Bench) -> Figure:
-    """Milliseconds of a step, a row per encoding and a mark for each implementation that was measured."""
+    """Build the figure of milliseconds per step, with a row per encoding and a mark per implementation."""
     rows = [
         {"encoding": one.encoding, "implementation": timed.name, **quartile_cells(STEP.key, timed.milliseconds)}
         for one in bench.encodings
@@ -94,17 +94,18 @@ def time_figure(bench: Bench) -> Figure:
 
 
 def not_measured(bench: Bench) -> list[str]:
-    """Implementations and encodings that were not measured, and why, one line for each."""
+    """List the implementations and encodings that were not measured, with the reason, one line for each."""
     reasons: dict[str, set[str]] = {}
     for one in bench.encodings:
         for name, reason in one.left_out.items():
             reasons.setdefault(name, set()).add(reason)
-    absent = {name: "; ".join(sorted(told)) for name, told in sorted(reasons.items()) if name not in _measured(bench)}
+    measured = _measured(bench)
+    absent = {name: "; ".join(sorted(given)) for name, given in sorted(reasons.items()) if name not in measured}
     return [f"{name} was not measured: {reason}" for name, reason in {**absent, **bench.not_fitting}.items()]
 
 
 def describe_setting(bench: Bench) -> str:
-    """Shape, threads, rounds and machine in one line."""
+    """Describe shape, threads, rounds and machine in one line."""
     setting, machine = bench.setting, bench.source.machine
     lattice = "×".join(map(str, setting.lattice)) + (" and one at the origin in front" if setting.prefix else "")
     return (
@@ -116,13 +117,13 @@ def describe_setting(bench: Bench) -> str:
 
 
 def quartile_column(key: str, title: str, unit: str = "", digits: int | None = None) -> Column:
-    """The column of a median and its quartiles."""
+    """Build the column of a median and its quartiles."""
     return Column(key, title, unit, digits, low=f"{key} low", high=f"{key} high")
 
 
-def quartile_cells(key: str, found: Quartiles | None) -> dict[str, Value]:
-    """A median and its quartiles as values of a row, None where nothing was measured."""
-    low, median, high = (None, None, None) if found is None else (found.low, found.median, found.high)
+def quartile_cells(key: str, value: Quartiles | None) -> dict[str, Value]:
+    """Convert a median and its quartiles to cells of a row, None if nothing was measured."""
+    low, median, high = (None, None, None) if value is None else (value.low, value.median, value.high)
     return {key: median, f"{key} low": low, f"{key} high": high}
 
 
@@ -151,10 +152,10 @@ def _parity(bench: Bench) -> Check:
     return Check(
         f"Rotated q and k and all gradients of {encodings} agree with the reference in float64",
         True,
-        f"{largest}allowed are twice the error of the reference in the same dtype and eight rounding steps",
+        f"{largest}allowed is twice the error of the reference in the same dtype plus eight rounding steps",
     )
 
 
 def _measured(bench: Bench) -> list[str]:
-    """Implementations that were measured at least once, torchrope first."""
+    """List the implementations that were measured at least once, torchrope first."""
     return [name for name in PEERS if any(one.of(name) for one in bench.encodings)]

@@ -1,4 +1,4 @@
-"""The rotation as an operation: one call against copies of q and k and against a complex multiply, shape by shape."""
+"""Time single calls of `rotate`, relative to copies of q and k and to a complex multiply, at several shapes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrope.lab.bench.bench import Tell
 from torchrope.lab.bench.config import Setting
-from torchrope.lab.bench.peers import Pair, Task, make_task, ready_complex_multiply
+from torchrope.lab.bench.peers import Pair, Task, make_task, precomputed_complex_multiply
 from torchrope.lab.bench.results import Operation
 from torchrope.lab.timing import (
     Quartiles,
@@ -32,48 +32,48 @@ SHARED, SHARED_TRAINING = "shared angles, forward / complex multiply", "shared a
 LEARNED = "learned frequencies, training / five copies"
 CALL = "one call on one token"
 IN_ATTENTION = ("comrope-ld:8", "comrope-ap:8", "string")
-"""Encodings whose scores alone matter, against `mixed`."""
+"""Encodings that are timed with `scores_only=True`, relative to `mixed`."""
 
 Call = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Two calls on the same q and k.
+    """A call of torchrope and the call to compare it with, on the same q and k.
 
     Attributes:
-        name: What is compared with what.
+        name: Name of the comparison.
         ours: The rotation.
-        other: What its time is divided by.
-        learns: Whether q and k require gradients.
+        other: The call by whose time that of the rotation is divided.
+        training: Whether q and k require gradients.
     """
 
     name: str
     ours: Call
     other: Call
-    learns: bool = False
+    training: bool = False
 
 
 def in_attention(encoding: str) -> str:
-    """Name of the comparison of an encoding with `mixed` where scores alone matter."""
+    """Return the name of the comparison of an encoding with `mixed`, both with `scores_only=True`."""
     return f"{encoding} in attention / mixed"
 
 
 def measure_operations(setting: Setting, rounds: int, tell: Tell) -> list[Operation]:
-    """Measure all comparisons at all shapes and dtypes, and the time of one call."""
+    """Measure all comparisons at all shapes and dtypes, and the time of one call on one token."""
     measured = []
     for shape in SHAPES:
         for dtype in DTYPES:
-            sized = _sized(setting, shape, dtype)
-            tell(f"one call: {sized.describe()}")
-            measured += _compare(sized, _cases(sized), rounds)
-    sized = _sized(setting, SHAPES[0], "float32")
-    tell(f"in attention: {sized.describe()}")
-    measured += _compare(sized, _cases_in_attention(sized), rounds)
-    return [*measured, _one_token(_sized(setting, ONE_TOKEN, "float32"), rounds)]
+            at_shape = _with_shape(setting, shape, dtype)
+            tell(f"one call: {at_shape.describe()}")
+            measured += _compare(at_shape, _cases(at_shape), rounds)
+    at_shape = _with_shape(setting, SHAPES[0], "float32")
+    tell(f"in attention: {at_shape.describe()}")
+    measured += _compare(at_shape, _cases_in_attention(at_shape), rounds)
+    return [*measured, _one_token(_with_shape(setting, ONE_TOKEN, "float32"), rounds)]
 
 
-def _sized(setting: Setting, shape: tuple[int, ...], dtype: str) -> Setting:
+def _with_shape(setting: Setting, shape: tuple[int, ...], dtype: str) -> Setting:
     batch, heads, tokens, head_dim = shape
     return replace(setting, batch=batch, heads=heads, tokens=tokens, head_dim=head_dim, dtype=dtype)
 
@@ -82,27 +82,28 @@ def _cases(setting: Setting) -> list[Case]:
     mixed, axial = make_task("mixed", setting), make_task("axial", setting)
     with torch.no_grad():
         rotation, shared = mixed.encoding(mixed.positions), axial.encoding(axial.positions)
-    multiply, multiply_shared = ready_complex_multiply(mixed), ready_complex_multiply(axial)
+    multiply, multiply_shared = precomputed_complex_multiply(mixed), precomputed_complex_multiply(axial)
 
-    def turn(q: Tensor, k: Tensor) -> Pair:
+    def rotate_ours(q: Tensor, k: Tensor) -> Pair:
         return rotate(q, k, rotation, layout="bhtd")
 
-    def turn_shared(q: Tensor, k: Tensor) -> Pair:
+    def rotate_shared(q: Tensor, k: Tensor) -> Pair:
         return rotate(q, k, shared, layout="bhtd")
 
+    shared_steps = _with_backward(rotate_shared, axial), _with_backward(multiply_shared, axial)
     return [
-        Case(FORWARD, turn, _two_copies),
-        Case(FORWARD_COMPLEX, turn, multiply),
-        Case(SHARED, turn_shared, multiply_shared),
-        Case(SHARED_TRAINING, _trained(turn_shared, axial), _trained(multiply_shared, axial), learns=True),
-        Case(LEARNED, _learned(mixed), _five_copies(mixed), learns=True),
+        Case(FORWARD, rotate_ours, _two_copies),
+        Case(FORWARD_COMPLEX, rotate_ours, multiply),
+        Case(SHARED, rotate_shared, multiply_shared),
+        Case(SHARED_TRAINING, *shared_steps, training=True),
+        Case(LEARNED, _training_step(mixed), _five_copies(mixed), training=True),
     ]
 
 
 def _cases_in_attention(setting: Setting) -> list[Case]:
-    mixed = _learned(make_task("mixed", setting), scores_only=True)
+    mixed = _training_step(make_task("mixed", setting), scores_only=True)
     return [
-        Case(in_attention(name), _learned(make_task(name, setting), scores_only=True), mixed, learns=True)
+        Case(in_attention(name), _training_step(make_task(name, setting), scores_only=True), mixed, training=True)
         for name in IN_ATTENTION
     ]
 
@@ -112,34 +113,35 @@ def _two_copies(q: Tensor, k: Tensor) -> Pair:
 
 
 def _five_copies(task: Task) -> Call:
-    """What a step must read and write: q and k, and two that are written; these, what comes back, and two more."""
+    """Return a call with the memory traffic of a step: it reads five tensors of q's size, and writes five."""
+    # Forward reads q and k, and writes both rotated; backward reads q, k and two gradients, and writes two gradients.
     return lambda q, k: [x.detach().clone() for x in (q, k, *task.cotangents, q)]
 
 
-def _trained(turn: Callable[[Tensor, Tensor], Pair], task: Task) -> Call:
-    """Forward and backward, to q and k."""
-    return lambda q, k: torch.autograd.grad(turn(q, k), (q, k), task.cotangents)
+def _with_backward(rotate_qk: Callable[[Tensor, Tensor], Pair], task: Task) -> Call:
+    """Return a call that rotates q and k, and computes their gradients."""
+    return lambda q, k: torch.autograd.grad(rotate_qk(q, k), (q, k), task.cotangents)
 
 
-def _learned(task: Task, scores_only: bool = False) -> Call:
-    """Forward and backward, to q, k and the parameters of the encoding, with its rotation built anew."""
+def _training_step(task: Task, scores_only: bool = False) -> Call:
+    """Return a call that builds the rotation, rotates, and computes gradients of q, k and the encoding's parameters."""
     parameters = tuple(task.encoding.parameters())
 
     def step(q: Tensor, k: Tensor) -> object:
-        turned = rotate(q, k, task.encoding(task.positions), layout="bhtd", scores_only=scores_only)
-        return torch.autograd.grad(turned, (q, k, *parameters), task.cotangents)
+        rotated = rotate(q, k, task.encoding(task.positions), layout="bhtd", scores_only=scores_only)
+        return torch.autograd.grad(rotated, (q, k, *parameters), task.cotangents)
 
     return step
 
 
 def _compare(setting: Setting, cases: Sequence[Case], rounds: int) -> list[Operation]:
     task = make_task("mixed", setting)
-    calls = {call: case.learns for case in cases for call in (case.ours, case.other)}
-    works = {call: _repeated(call, task, learns) for call, learns in calls.items()}
+    calls = {call: case.training for case in cases for call in (case.ours, case.other)}
+    works = {call: _repeated(call, task, training) for call, training in calls.items()}
     with freed_memory_kept():
         hot = interleaved_seconds(works, rounds=rounds, device=setting.device)
     cold = interleaved_cold_seconds(
-        {call: _fresh(call, task, learns) for call, learns in calls.items()}, rounds=rounds, device=setting.device
+        {call: _fresh(call, task, training) for call, training in calls.items()}, rounds=rounds, device=setting.device
     )
     return [
         Operation(
@@ -153,16 +155,16 @@ def _compare(setting: Setting, cases: Sequence[Case], rounds: int) -> list[Opera
     ]
 
 
-def _repeated(call: Call, task: Task, learns: bool) -> Work:
-    q, k = (x.detach().requires_grad_(learns) for x in (task.q, task.k))
+def _repeated(call: Call, task: Task, training: bool) -> Work:
+    q, k = (x.detach().requires_grad_(training) for x in (task.q, task.k))
     return lambda: call(q, k)
 
 
-def _fresh(call: Call, task: Task, learns: bool) -> Callable[[], Work]:
-    """What makes q and k anew, in memory that no call has touched, and gives the call on them."""
+def _fresh(call: Call, task: Task, training: bool) -> Callable[[], Work]:
+    """Return a function that copies q and k to memory that no call has used, and returns the call on the copies."""
 
     def prepare() -> Work:
-        return _repeated(call, replace(task, q=task.q.detach().clone(), k=task.k.detach().clone()), learns)
+        return _repeated(call, replace(task, q=task.q.detach().clone(), k=task.k.detach().clone()), training)
 
     return prepare
 
@@ -172,10 +174,10 @@ def _one_token(setting: Setting, rounds: int) -> Operation:
     with torch.no_grad():
         rotation = task.encoding(task.positions)
 
-    def turn(q: Tensor, k: Tensor) -> Pair:
+    def rotate_ours(q: Tensor, k: Tensor) -> Pair:
         return rotate(q, k, rotation, layout="bhtd")
 
-    [measured] = _compare(setting, [Case(CALL, turn, _two_copies)], rounds)
+    [measured] = _compare(setting, [Case(CALL, rotate_ours, _two_copies)], rounds)
     return measured
 
 

@@ -1,4 +1,4 @@
-"""Parity: a fast path is compared with the reference in float64 before it is timed."""
+"""Parity check: compare fast paths with the reference in float64 before they are timed."""
 
 import copy
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrope.lab.bench.config import Setting
 from torchrope.lab.bench.peers import Task, make_step, make_task, ours
 
-# Errors grow with neither batch nor tokens, and float64 exponentials of all of them would take minutes.
+# Errors do not grow with batch or tokens, and float64 exponentials for all of them would take minutes.
 _LARGEST = {"batch": 2, "tokens": 257}
 _FACTOR = 2.0
 _FLOOR_STEPS = 8.0
@@ -26,17 +26,17 @@ class ParityError(Exception):
 
 
 def require_parity(names: Sequence[str], setting: Setting, *, backend: str = "auto") -> float:
-    """Compare every encoding's fast path with the float64 reference, values and all gradients.
+    """Compare the values and all gradients of every encoding's fast path with the reference in float64.
 
-    The largest error may be twice the reference's own in the dtype, plus eight rounding steps of the largest value.
-    At most 2 samples and 257 tokens are compared.
+    The largest error may be twice that of the reference in the same dtype, plus eight rounding steps of the largest
+    value. At most 2 samples and 257 tokens are compared.
 
     Returns:
         The largest error as a share of the allowed one.
 
     Raises:
-        ParityError: an error is larger.
-        ValueError: an encoding that the setting does not fit.
+        ParityError: an error exceeds the allowed one.
+        ValueError: an encoding does not fit the shape.
     """
     smaller = replace(setting, **{name: min(getattr(setting, name), limit) for name, limit in _LARGEST.items()})
     compared = [(f"{name}: {line}", share) for name in names for line, share in _compare(name, smaller, backend)]
@@ -46,7 +46,7 @@ def require_parity(names: Sequence[str], setting: Setting, *, backend: str = "au
 
 
 def _compare(name: str, setting: Setting, backend: str) -> list[tuple[str, float]]:
-    """Every result in words, and its error as a share of the allowed one; NaN where there is none."""
+    """Describe every compared tensor, with its error as a share of the allowed one; NaN if it cannot be compared."""
     task = make_task(name, setting)
     truth, plain = _results(_in_float64(task), "reference"), _results(task, "reference")
     try:
@@ -65,18 +65,18 @@ def _in_float64(task: Task) -> Task:
 
 
 def _results(task: Task, backend: str) -> dict[str, Tensor]:
-    turned, gradients = make_step(task, ours(task, backend))()
+    rotated, gradients = make_step(task, ours(task, backend))()
     parameters = [name for name, _ in task.encoding.named_parameters()]
     named = zip(("q", "k", *parameters), gradients, strict=True)
-    return {"rotated q": turned[0], "rotated k": turned[1], **{f"gradient of {name}": grad for name, grad in named}}
+    return {"rotated q": rotated[0], "rotated k": rotated[1], **{f"gradient of {name}": grad for name, grad in named}}
 
 
 def _difference(fast: Tensor, plain: Tensor, truth: Tensor) -> tuple[str, float]:
     if fast.shape != truth.shape or fast.dtype != plain.dtype:
         return f"{fast.dtype} {tuple(fast.shape)} instead of {plain.dtype} {tuple(truth.shape)}", math.nan
-    error, own = _largest(fast.double() - truth), _largest(plain.double() - truth)
-    allowed = _FACTOR * own + _FLOOR_STEPS * torch.finfo(plain.dtype).eps * (_largest(truth) or 1.0)
-    line = f"error {error:.3g} exceeds {allowed:.3g}, twice the reference's {own:.3g} in {plain.dtype}"
+    error, reference_error = _largest(fast.double() - truth), _largest(plain.double() - truth)
+    allowed = _FACTOR * reference_error + _FLOOR_STEPS * torch.finfo(plain.dtype).eps * (_largest(truth) or 1.0)
+    line = f"error {error:.3g} exceeds {allowed:.3g}, twice the reference's {reference_error:.3g} in {plain.dtype}"
     return line, error / allowed
 
 

@@ -1,4 +1,4 @@
-"""Implementations that are measured: torchrope, its reference, and others with the same q, k and parameters."""
+"""Implementations to compare: torchrope, its reference, and other packages with the same q, k and parameters."""
 
 import importlib
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torchrope.ops import BACKENDS, rotate
 from torchrope.positions import grid, prefix
 
 Pair = tuple[Tensor, Tensor]
-Turn = Callable[[Tensor, Tensor], Pair]
+Rotate = Callable[[Tensor, Tensor], Pair]
 Step = Callable[[], tuple[Pair, tuple[Tensor, ...]]]
 
 OURS = "torchrope"
@@ -28,20 +28,20 @@ MATRIX_EXP = "matrix_exp"
 
 
 class Unavailable(Exception):
-    """An implementation cannot be measured here; the message says why."""
+    """An implementation cannot be measured; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every implementation does: rotate q and k `(batch, heads, tokens, head_dim)` at these positions.
+    """Inputs of all implementations: q and k `(batch, heads, tokens, head_dim)` to rotate, and their positions.
 
     Attributes:
-        setting: The shape in words.
-        encoding: The encoding, whose parameters all share or copy.
+        setting: Shape, dtype and device.
+        encoding: The encoding, whose parameters every implementation shares or copies.
         positions: `(tokens, axes)`, on the lattice of the encoding's paper.
         q: Queries.
         k: Keys.
-        cotangents: The gradients that come back to rotated q and k, the same for all.
+        cotangents: Upstream gradients of rotated q and k.
     """
 
     setting: Setting
@@ -54,17 +54,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to do a task.
+    """An implementation of the rotation.
 
     Attributes:
-        name: Of the implementation.
-        turn: Builds the rotation from the parameters and applies it to q and k.
-        parameters: What gets a gradient besides q and k.
-        channels: Its channel i is channel `channels[i]` of torchrope's layout; None where they are the same.
+        name: Name of the implementation.
+        rotate: Builds the rotation from the parameters and applies it to q and k.
+        parameters: Parameters that get a gradient, besides q and k.
+        channels: Its channel i is channel `channels[i]` in torchrope's layout; None if the layouts are equal.
     """
 
     name: str
-    turn: Turn
+    rotate: Rotate
     parameters: tuple[Tensor, ...]
     channels: Tensor | None = None
 
@@ -73,7 +73,7 @@ def make_encoding(name: str, setting: Setting) -> Encoding:
     """Build a rotary encoding by name, with the same parameters every time.
 
     Raises:
-        ValueError: an unknown name, one that rotates nothing, or an encoding that the setting does not fit.
+        ValueError: the name is unknown, the encoding is not rotary, or it does not fit the shape.
     """
     choice = choose(name)
     if choice.absolute is not None or choice.bias is not None or name == "none":
@@ -85,10 +85,10 @@ def make_encoding(name: str, setting: Setting) -> Encoding:
 
 
 def make_task(name: str, setting: Setting) -> Task:
-    """Draw the vectors of a task, the same every time.
+    """Draw q, k and upstream gradients of a task with a fixed seed.
 
     Raises:
-        ValueError: as `make_encoding`.
+        ValueError: the encoding is unknown, not rotary, or does not fit the shape.
     """
     encoding = make_encoding(name, setting)
     lattice = grid(*setting.lattice, **encoding.lattice(*setting.lattice), device=setting.device)
@@ -101,34 +101,34 @@ def make_task(name: str, setting: Setting) -> Task:
 
 
 def make_step(task: Task, peer: Peer) -> Step:
-    """A step of an implementation: rotated q and k, and the gradients to q, k and the parameters, in its layout."""
-    q, k, *cotangents = (_arranged(x, peer.channels) for x in (task.q, task.k, *task.cotangents))
+    """Return a function that computes rotated q and k and gradients of q, k and parameters, in the peer's layout."""
+    q, k, *cotangents = (_reordered(x, peer.channels) for x in (task.q, task.k, *task.cotangents))
     inputs = (q, k, *peer.parameters)
 
     def step() -> tuple[Pair, tuple[Tensor, ...]]:
-        turned = peer.turn(q, k)
-        return turned, torch.autograd.grad(turned, inputs, cotangents)
+        rotated = peer.rotate(q, k)
+        return rotated, torch.autograd.grad(rotated, inputs, cotangents)
 
     return step
 
 
 def ours(task: Task, backend: str = "auto", name: str = OURS) -> Peer:
-    """torchrope itself, by a backend."""
+    """torchrope with a backend."""
 
-    def turn(q: Tensor, k: Tensor) -> Pair:
+    def rotate_ours(q: Tensor, k: Tensor) -> Pair:
         return rotate(q, k, task.encoding(task.positions, backend=backend), layout="bhtd", backend=backend)
 
-    return Peer(name, turn, tuple(task.encoding.parameters()))
+    return Peer(name, rotate_ours, tuple(task.encoding.parameters()))
 
 
 def serving_backend(task: Task) -> str:
-    """The kernels that serve a task by their own name; "reference" where none do, so that "auto" is no more than it."""
+    """Return the backend whose kernels support the task; "reference" if none does, which "auto" then uses too."""
     for backend in BACKENDS:
         if backend in ("auto", "reference"):
             continue
         try:
             with torch.no_grad():
-                ours(task, backend).turn(task.q, task.k)
+                ours(task, backend).rotate(task.q, task.k)
         except (ValueError, RuntimeError):
             continue
         return backend
@@ -143,18 +143,18 @@ def reference(task: Task) -> Peer:
 def compiled_reference(task: Task) -> Peer:
     """The reference through torch.compile, with static shapes."""
     plain = reference(task)
-    # Every task compiles the same function; torch keeps a limited number of versions of one.
+    # Every task compiles the same function, of which torch caches a limited number of versions.
     torch.compiler.reset()
-    peer = Peer(COMPILED, torch.compile(plain.turn, fullgraph=True, dynamic=False), plain.parameters)
+    peer = Peer(COMPILED, torch.compile(plain.rotate, fullgraph=True, dynamic=False), plain.parameters)
     try:
         make_step(task, peer)()
-    except Exception as error:  # whatever a missing C++ compiler and the stages of torch.compile raise
+    except Exception as error:  # torch.compile raises many types, for example without a C++ compiler
         raise Unavailable(f"torch.compile failed: {type(error).__name__}") from error
     return peer
 
 
 def timm(task: Task) -> Peer:
-    """timm's own modules: RotaryEmbeddingMixed, or RotaryEmbeddingCat, whose table it computes once and keeps."""
+    """timm's modules: RotaryEmbeddingMixed, or RotaryEmbeddingCat, which caches its table."""
     layers = _installed("timm.layers")
     if task.setting.axes != 2 or task.setting.head_dim % 4:
         raise Unavailable("timm has two axes and heads divisible by 4")
@@ -174,44 +174,44 @@ def rotary_embedding_torch(task: Task) -> Peer:
     ladder = task.encoding.frequencies[0, ::axes].clone()
     module = package.RotaryEmbedding(dim=setting.head_dim // axes, custom_freqs=ladder).to(setting.device)
 
-    def turn(q: Tensor, k: Tensor) -> Pair:
+    def rotate_lattice(q: Tensor, k: Tensor) -> Pair:
         angles = module.get_axial_freqs(*setting.lattice).flatten(0, -2)  # (tokens, head_dim)
-        return _both(q, k, setting.prefix, lambda x: package.apply_rotary_emb(angles, x))
+        return _rotate_lattice_tokens(q, k, setting.prefix, lambda x: package.apply_rotary_emb(angles, x))
 
-    return Peer(ROTARY_EMBEDDING, turn, (), _axis_after_axis(task))
+    return Peer(ROTARY_EMBEDDING, rotate_lattice, (), _grouped_by_axis(task))
 
 
 def complex_multiply(task: Task) -> Peer:
-    """Channel pairs as complex numbers times e^{i angle}: how RoPE-ViT's code does it."""
+    """Multiply channel pairs as complex numbers by e^{i angle}, as in RoPE-ViT's code."""
     if task.encoding.block_size != 2:
-        raise Unavailable("complex numbers turn channel pairs alone")
+        raise Unavailable("a complex multiply rotates channel pairs alone")
 
-    def turn(q: Tensor, k: Tensor) -> Pair:
-        waves = _waves(task)
-        return _times(q, waves), _times(k, waves)
+    def multiply(q: Tensor, k: Tensor) -> Pair:
+        phases = _phases(task)
+        return _complex_product(q, phases), _complex_product(k, phases)
 
-    return Peer(COMPLEX, turn, tuple(task.encoding.parameters()))
+    return Peer(COMPLEX, multiply, tuple(task.encoding.parameters()))
 
 
-def ready_complex_multiply(task: Task) -> Turn:
-    """Likewise with e^{i angle} computed once, which leaves its frequencies without a gradient."""
+def precomputed_complex_multiply(task: Task) -> Rotate:
+    """Multiply channel pairs by precomputed e^{i angle}, without a gradient of the frequencies."""
     with torch.no_grad():
-        waves = _waves(task)
-    return lambda q, k: (_times(q, waves), _times(k, waves))
+        phases = _phases(task)
+    return lambda q, k: (_complex_product(q, phases), _complex_product(k, phases))
 
 
 def matrix_exp(task: Task) -> Peer:
-    """torch.matrix_exp per token, head and block, then dense block products: how LieRE and ComRoPE are published."""
+    """torch.matrix_exp per token, head and block, then dense block products, as in the code of LieRE and ComRoPE."""
     if task.encoding.block_size == 2:
         raise Unavailable("matrix_exp is for blocks larger than 2")
     block_size = task.encoding.block_size
 
-    def turn(q: Tensor, k: Tensor) -> Pair:
+    def rotate_blocks(q: Tensor, k: Tensor) -> Pair:
         exponents = torch.einsum("ta,ahnij->htnij", task.positions, task.encoding.generators())
         blocks = torch.matrix_exp(exponents.contiguous())
-        return _through_blocks(q, blocks, block_size), _through_blocks(k, blocks, block_size)
+        return _block_product(q, blocks, block_size), _block_product(k, blocks, block_size)
 
-    return Peer(MATRIX_EXP, turn, tuple(task.encoding.parameters()))
+    return Peer(MATRIX_EXP, rotate_blocks, tuple(task.encoding.parameters()))
 
 
 PEERS: dict[str, Callable[[Task], Peer]] = {
@@ -227,7 +227,7 @@ PEERS: dict[str, Callable[[Task], Peer]] = {
 
 
 def available_peers(task: Task) -> tuple[list[Peer], dict[str, str]]:
-    """The implementations that can do a task here, and by name why the others cannot."""
+    """Return the implementations available for a task, and by name the reasons why others are not."""
     peers, left_out = [], {}
     for name, build in PEERS.items():
         try:
@@ -256,11 +256,11 @@ def _timm_mixed(task: Task, encoding: MixedRoPE, layers: Any) -> Peer:
     with torch.no_grad():
         module.freqs.copy_(encoding.frequencies.unsqueeze(1))  # (axes, depth, heads, pairs)
 
-    def turn(q: Tensor, k: Tensor) -> Pair:
+    def rotate_mixed(q: Tensor, k: Tensor) -> Pair:
         embedding = module.get_embed()[0]
-        return _both(q, k, setting.prefix, lambda x: layers.apply_rot_embed_cat(x, embedding))
+        return _rotate_lattice_tokens(q, k, setting.prefix, lambda x: layers.apply_rot_embed_cat(x, embedding))
 
-    return Peer(TIMM, turn, (module.freqs,))
+    return Peer(TIMM, rotate_mixed, (module.freqs,))
 
 
 def _timm_axial(task: Task, encoding: AxialRoPE, layers: Any) -> Peer:
@@ -269,37 +269,37 @@ def _timm_axial(task: Task, encoding: AxialRoPE, layers: Any) -> Peer:
         setting.head_dim, temperature=encoding.base, in_pixels=False, feat_shape=list(setting.lattice)
     ).to(setting.device)
 
-    def turn(q: Tensor, k: Tensor) -> Pair:
+    def rotate_axial(q: Tensor, k: Tensor) -> Pair:
         embedding = module.get_embed()
-        return _both(q, k, setting.prefix, lambda x: layers.apply_rot_embed_cat(x, embedding))
+        return _rotate_lattice_tokens(q, k, setting.prefix, lambda x: layers.apply_rot_embed_cat(x, embedding))
 
-    return Peer(TIMM, turn, (), _axis_after_axis(task))
-
-
-def _both(q: Tensor, k: Tensor, front: int, turn: Callable[[Tensor], Tensor]) -> Pair:
-    return _behind(q, front, turn), _behind(k, front, turn)
+    return Peer(TIMM, rotate_axial, (), _grouped_by_axis(task))
 
 
-def _behind(x: Tensor, front: int, turn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Turn all tokens but those in front, which these packages leave to their caller."""
-    turned = turn(x[:, :, front:])
-    return torch.cat([x[:, :, :front], turned], dim=2) if front else turned
+def _rotate_lattice_tokens(q: Tensor, k: Tensor, prefix: int, rotate_one: Callable[[Tensor], Tensor]) -> Pair:
+    """Rotate all tokens but the prefix, which these packages leave to their caller."""
+
+    def rotated(x: Tensor) -> Tensor:
+        on_lattice = rotate_one(x[:, :, prefix:])
+        return torch.cat([x[:, :, :prefix], on_lattice], dim=2) if prefix else on_lattice
+
+    return rotated(q), rotated(k)
 
 
-def _axis_after_axis(task: Task) -> Tensor:
-    """The channels of torchrope, whose pairs take axes in turn, in the order of one axis after the other."""
+def _grouped_by_axis(task: Task) -> Tensor:
+    """Return the order of torchrope's channels, whose pairs interleave the axes, that groups pairs by axis."""
     pairs = torch.arange(task.setting.head_dim // 2).unflatten(0, (-1, task.setting.axes)).T.flatten()
     return torch.stack([2 * pairs, 2 * pairs + 1], dim=-1).flatten()
 
 
-def _arranged(x: Tensor, channels: Tensor | None) -> Tensor:
+def _reordered(x: Tensor, channels: Tensor | None) -> Tensor:
     if channels is None:
         return x
     return x.detach()[..., channels.to(x.device)].clone().requires_grad_(x.requires_grad)
 
 
 def _frequencies(encoding: Encoding) -> Tensor:
-    """Radians per unit of position, `(axes, heads or 1, pairs)`."""
+    """Return frequencies in radians per unit of position, `(axes, heads or 1, pairs)`."""
     if isinstance(encoding, MixedRoPE):
         return encoding.frequencies
     if isinstance(encoding, AxialRoPE):
@@ -307,17 +307,17 @@ def _frequencies(encoding: Encoding) -> Tensor:
     return encoding.generators()[..., 1, 0]
 
 
-def _waves(task: Task) -> Tensor:
-    """e^{i angle}, `(heads or 1, tokens, pairs)`."""
+def _phases(task: Task) -> Tensor:
+    """Compute e^{i angle}, `(heads or 1, tokens, pairs)`."""
     angles = torch.einsum("ta,ahp->htp", task.positions, _frequencies(task.encoding))
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def _times(x: Tensor, waves: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.to(waves.real.dtype).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * waves).flatten(-2).to(x.dtype)
+def _complex_product(x: Tensor, phases: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.to(phases.real.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * phases).flatten(-2).to(x.dtype)
 
 
-def _through_blocks(x: Tensor, blocks: Tensor, block_size: int) -> Tensor:
+def _block_product(x: Tensor, blocks: Tensor, block_size: int) -> Tensor:
     columns = x.to(blocks.dtype).unflatten(-1, (-1, block_size))  # (batch, heads, tokens, n, b)
     return torch.einsum("htnij,bhtnj->bhtni", blocks, columns).flatten(-2).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What measuring gives: dataclasses, and the JSON files of the suites."""
+"""Dataclasses of benchmark results, and their JSON files."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,10 +17,10 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Timed:
-    """One implementation of a step.
+    """Time of a step in one implementation.
 
     Attributes:
-        name: Of the implementation.
+        name: Name of the implementation.
         milliseconds: Time of a step.
         ratio: Its time over torchrope's in the same round: how many times as fast torchrope is.
     """
@@ -32,13 +32,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class Compared:
-    """One encoding, torchrope first.
+    """Comparison of implementations of one encoding.
 
     Attributes:
-        encoding: Its name.
-        backend: The kernels that torchrope took; "reference" where it has none for this device and dtype.
-        timed: Every implementation that could be measured.
-        left_out: Why others could not, by name.
+        encoding: Name of the encoding.
+        backend: The backend that torchrope used; "reference" if no kernels support this device and dtype.
+        timed: Every implementation that could be measured, torchrope first.
+        left_out: Reasons why others could not be measured, by name.
     """
 
     encoding: str
@@ -47,13 +47,13 @@ class Compared:
     left_out: dict[str, str]
 
     def of(self, name: str) -> Timed | None:
-        """What was measured of an implementation, None where nothing was."""
+        """Return the result of an implementation, None if it was not measured."""
         return next((timed for timed in self.timed if timed.name == name), None)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where numbers come from."""
+    """Provenance of results: command, date, commit, versions, machine and threads."""
 
     command: str
     date: str
@@ -66,15 +66,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Bench:
-    """What `torchrope bench` measures: rotation built and applied, forward and backward, every encoding.
+    """Results of `torchrope bench`: for every encoding, time of building and applying the rotation, with gradients.
 
     Attributes:
         setting: Shape, dtype, device.
-        rounds: Rounds that medians are over.
+        rounds: Number of rounds of the medians.
         encodings: The comparison of each encoding.
-        not_fitting: Why encodings of the default list were not measured, by name.
+        not_fitting: Reasons why encodings of the default list were not measured, by name.
         source: Machine, versions, commit.
-        parity: Largest error as a share of the allowed one; None where it was not recorded.
+        parity: Largest error as a share of the allowed one; None if not recorded.
     """
 
     setting: Setting
@@ -85,13 +85,13 @@ class Bench:
     parity: float | None = None
 
     def of(self, encoding: str) -> Compared:
-        """The comparison of an encoding."""
+        """Return the comparison of an encoding."""
         return next(compared for compared in self.encodings if compared.encoding == encoding)
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """What an encoding adds to a training step, as a share of the step without one."""
+    """Time of a training step with an encoding, and its overhead as a share of the step without one."""
 
     encoding: str
     milliseconds: Quartiles
@@ -100,7 +100,7 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Training:
-    """Whole training steps of a vision transformer, one of each encoding in turn."""
+    """Training steps of a vision transformer, with encodings interleaved in every round."""
 
     input_size: int
     patch_size: int
@@ -114,15 +114,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of building and applying a rotation, beyond q, k and parameters.
+    """Peak memory of building and applying a rotation, without q, k and parameters.
 
     Attributes:
-        encoding: Its name.
+        encoding: Name of the encoding.
         setting: Shape, dtype, device.
-        training: With backward, or forward without gradients.
-        peak_bytes: Most that was allocated at once.
-        rotation_bytes: The table of the rotation alone.
-        output_bytes: Rotated q and k, in training their gradients too; part of the peak.
+        training: Whether with backward, or forward alone without gradients.
+        peak_bytes: Largest number of bytes allocated at once.
+        rotation_bytes: Size of the rotation's table.
+        output_bytes: Size of rotated q and k, in training of their gradients too; part of the peak.
     """
 
     encoding: str
@@ -135,14 +135,14 @@ class Peak:
 
 @dataclass(frozen=True)
 class Growth:
-    """Time of a step over tokens or batch.
+    """Time of a step as a function of tokens or batch.
 
     Attributes:
-        encoding: Its name.
+        encoding: Name of the encoding.
         over: "tokens" or "batch".
-        sizes: Where it was measured.
-        milliseconds: Time of a step at each.
-        slope: Of log time over log size, by least squares; 1 is linear.
+        sizes: Numbers of tokens or samples.
+        milliseconds: Time of a step at each size.
+        slope: Slope of log time over log size, by least squares; 1 is linear.
     """
 
     encoding: str
@@ -154,14 +154,14 @@ class Growth:
 
 @dataclass(frozen=True)
 class Operation:
-    """One call on q and k over another.
+    """Time of one call on q and k relative to another.
 
     Attributes:
-        name: What is compared with what.
+        name: Name of the comparison.
         setting: Shape, dtype, device.
-        microseconds: Time of the call, repeated.
-        hot: Its time over the other's, both repeated.
-        cold: Likewise of single calls on new memory, after the caches were filled with something else.
+        microseconds: Time of the call, repeated on the same memory.
+        hot: Its time over the other's, both repeated on the same memory.
+        cold: Its time over the other's, of single calls on new memory after flushing the caches.
     """
 
     name: str
@@ -173,17 +173,17 @@ class Operation:
 
 @dataclass(frozen=True)
 class Judged:
-    """One target and what was measured.
+    """A target and the measured value.
 
     Attributes:
         name: Short name of the row.
-        what: What is compared with what.
-        unit: What follows the number: "×", " %" or nothing.
+        what: Description of the measurement.
+        unit: Unit after the number: "×", " %", " µs" or "".
         at_most: Whether smaller is better.
-        must: What must be reached, None where nothing must.
-        reach: What to reach for.
-        value: What was measured; None where it could not be.
-        why_not: Why it could not be measured.
+        must: Value that must be reached, None if there is none.
+        reach: Value to aim for, None if there is none.
+        value: Measured value; None if it could not be measured.
+        why_not: Reason why it could not be measured.
     """
 
     name: str
@@ -198,7 +198,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Suite:
-    """All rows of one machine."""
+    """All rows and measurements of one machine."""
 
     schema: int
     rows: tuple[Judged, ...]
@@ -211,17 +211,17 @@ class Suite:
 
 @dataclass(frozen=True)
 class Loading:
-    """How fast one kind of data comes on the CPU alone.
+    """Throughput of loading one kind of data, on the CPU alone.
 
     Attributes:
-        data: What is read.
-        shape: Of an example: channels and sizes.
-        augment: What is changed at random.
+        data: Description of the data.
+        shape: Shape of an example: channels and sizes.
+        augment: Description of the augmentation.
         batch: Examples of a batch.
-        workers: Loading processes.
-        examples_per_second: Measured, over whole epochs.
-        gflops: 10⁹ operations of the model's forward pass on an example.
-        taken_per_second: Examples that a GPU would take, computed from these, its peak and its utilisation.
+        workers: Number of loading processes.
+        examples_per_second: Examples loaded per second, over full epochs.
+        gflops: Floating-point operations of the model's forward pass on an example, in 10⁹.
+        taken_per_second: Examples that a GPU would train on per second, computed from gflops, its peak and utilisation.
     """
 
     data: str
@@ -236,13 +236,13 @@ class Loading:
 
 @dataclass(frozen=True)
 class DataSuite:
-    """Data of every kind on one machine.
+    """Loading throughput of every kind of data on one machine.
 
     Attributes:
-        schema: Version of this layout.
-        rounds: Epochs that quartiles are over.
-        peak_tflops: Of the GPU that examples are counted for, 10¹² operations a second.
-        utilisation: The share of it that the model reaches.
+        schema: Version of the schema.
+        rounds: Number of epochs of the quartiles.
+        peak_tflops: Peak of the GPU that `taken_per_second` is for, in 10¹² operations per second.
+        utilisation: Share of the peak that the model reaches.
         rows: The measurements.
         source: Machine, versions, commit.
     """
@@ -261,10 +261,10 @@ def write_results(path: Path, results: Suite | DataSuite) -> None:
 
 
 def read_results(path: Path, kind: type[Kind]) -> Kind:
-    """Read the results of a suite back.
+    """Read the results of a suite.
 
     Raises:
-        ValueError: not JSON, another version, or a part that is missing or of the wrong kind.
+        ValueError: the file is not JSON, has another schema version, or a field is missing or of the wrong type.
     """
     plain = read_mapping(path, "benchmark results")
     if plain.get("schema") != VERSION:

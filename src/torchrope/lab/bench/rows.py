@@ -1,4 +1,4 @@
-"""Targets of speed and memory, row by row, and the measurement that each is compared with."""
+"""Targets for speed and memory, and the measurement that each is compared with."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _LINEAR = 1.1
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that rows are judged by."""
+    """Measurements from which rows take their values."""
 
     operations: tuple[Operation, ...]
     bench: Bench
@@ -38,20 +38,20 @@ class Measurements:
 
 
 Measured = Quartiles | str
-"""A value, or why there is none."""
+"""A value, or the reason why it could not be measured."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One target.
+    """A target.
 
     Attributes:
         name: Short name.
-        what: What is compared with what.
-        must: What must be reached, None where nothing must.
-        reach: What to reach for.
-        find: The value among the measurements.
-        unit: "×", " %", " µs" or nothing.
+        what: Description of the measurement.
+        must: Value that must be reached, None if there is none.
+        reach: Value to aim for, None if there is none.
+        find: Selects the value from the measurements.
+        unit: "×", " %", " µs" or "".
         at_most: Whether smaller is better.
     """
 
@@ -64,14 +64,14 @@ class Row:
     at_most: bool = False
 
     def judge(self, measurements: Measurements) -> Judged:
-        """The row with its value."""
-        found = self.find(measurements)
-        value, why_not = (None, found) if isinstance(found, str) else (found, None)
+        """Return the row with its measured value."""
+        measured = self.find(measurements)
+        value, why_not = (None, measured) if isinstance(measured, str) else (measured, None)
         return Judged(self.name, self.what, self.unit, self.at_most, self.must, self.reach, value, why_not)
 
 
 def faster(encoding: str, peer: str, what: str, must: float, reach: float) -> Row:
-    """How many times as fast as a peer."""
+    """Build the row: how many times as fast as a peer torchrope is."""
 
     def find(measured: Measurements) -> Measured:
         compared = measured.bench.of(encoding)
@@ -82,7 +82,7 @@ def faster(encoding: str, peer: str, what: str, must: float, reach: float) -> Ro
 
 
 def call_takes(name: str, what: str, must: float, reach: float, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Row:
-    """The time of a call over another's: the largest of some shapes, over dtypes."""
+    """Build the row: time of a call over another's, the largest ratio over shapes and dtypes."""
 
     def find(measured: Measurements) -> Measured:
         return max((each.hot for each in _calls(measured, name, shapes)), key=lambda value: value.median)
@@ -92,7 +92,7 @@ def call_takes(name: str, what: str, must: float, reach: float, shapes: Sequence
 
 
 def call_is_faster(name: str, what: str, must: float, reach: float) -> Row:
-    """How many times as fast a call is as another: the smallest over shapes and dtypes."""
+    """Build the row: how many times as fast as another a call is, the smallest ratio over shapes and dtypes."""
 
     def find(measured: Measurements) -> Measured:
         slowest = max((each.hot for each in _calls(measured, name, SHAPES)), key=lambda value: value.median)
@@ -102,7 +102,7 @@ def call_is_faster(name: str, what: str, must: float, reach: float) -> Row:
 
 
 def call_on_one_token(must: float, reach: float) -> Row:
-    """The time of one call on one token."""
+    """Build the row: time of one call on one token."""
 
     def find(measured: Measurements) -> Measured:
         return next(each.microseconds for each in measured.operations if each.name == CALL)
@@ -115,18 +115,18 @@ def _calls(measured: Measurements, name: str, shapes: Sequence[tuple[int, ...]])
 
 
 def training_overhead(encoding: str, must: float, reach: float) -> Row:
-    """What an encoding adds to a training step, in percent."""
+    """Build the row: overhead of an encoding in a training step, in percent."""
 
     def find(measured: Measurements) -> Measured:
         share = next(o.share for o in measured.training.overheads if o.encoding == encoding)
         return Quartiles(100 * share.low, 100 * share.median, 100 * share.high)
 
-    what = f"training step of a ViT with {encoding}: what it adds to one without encoding"
+    what = f"training step of a ViT with {encoding}: overhead over one without encoding"
     return Row(f"training {encoding}", what, must, reach, find, " %", at_most=True)
 
 
 def peak_memory(batch: int, training: bool, must: float) -> Row:
-    """Peak memory beyond the outputs, which no path can do without, as a multiple of the rotation itself."""
+    """Build the row: peak memory without the outputs, which every path needs, as a multiple of the rotation's size."""
 
     def find(measured: Measurements) -> Measured:
         peak = next(p for p in measured.memory if (p.setting.batch, p.training) == (batch, training))
@@ -140,7 +140,7 @@ def peak_memory(batch: int, training: bool, must: float) -> Row:
 
 
 def growth(encoding: str, over: str) -> Row:
-    """The exponent with which time grows."""
+    """Build the row: exponent of the time as a power of tokens or batch."""
 
     def find(measured: Measurements) -> Measured:
         return quartiles([next(g.slope for g in measured.growth if (g.encoding, g.over) == (encoding, over))])
@@ -149,7 +149,7 @@ def growth(encoding: str, over: str) -> Row:
     return Row(f"growth of {encoding} over {over}", what, _LINEAR, None, find, unit="", at_most=True)
 
 
-_READY = "a complex multiply with a ready table"
+_PRECOMPUTED = "a complex multiply with a precomputed table"
 _PUBLISHED = "torch.matrix_exp and dense block products with autograd"
 
 ROWS: tuple[Row, ...] = (
@@ -160,15 +160,15 @@ ROWS: tuple[Row, ...] = (
     faster("comrope-ld:8", MATRIX_EXP, f"ComRoPE-LD_8 against {_PUBLISHED}", 20, 50),
     faster("comrope-ap:8", MATRIX_EXP, f"ComRoPE-AP_8 against {_PUBLISHED}", 20, 50),
     call_takes(FORWARD, "one call without gradient over copies of q and k", 2, 1.3),
-    call_is_faster(FORWARD_COMPLEX, f"one call without gradient against {_READY}", 1, 1.5),
-    call_is_faster(SHARED, f"the same with angles that heads share, against {_READY}", 1, 1.5),
-    call_is_faster(SHARED_TRAINING, f"the same, forward and backward, against {_READY}", 1, 1.5),
+    call_is_faster(FORWARD_COMPLEX, f"one call without gradient against {_PRECOMPUTED}", 1, 1.5),
+    call_is_faster(SHARED, f"the same with angles that heads share, against {_PRECOMPUTED}", 1, 1.5),
+    call_is_faster(SHARED_TRAINING, f"the same, forward and backward, against {_PRECOMPUTED}", 1, 1.5),
     call_takes(LEARNED, "learned frequencies, forward and backward, over five copies of q", 4, 2, SHAPES[2:]),
     call_takes(LEARNED, "learned frequencies, forward and backward, over five copies of q", 8, 4, SHAPES[:2]),
     call_on_one_token(25, 15),
-    call_takes(in_attention("comrope-ld:8"), "ComRoPE-LD_8 where scores alone matter, over RoPE-Mixed", 2, 1.3),
-    call_takes(in_attention("comrope-ap:8"), "ComRoPE-AP_8 where scores alone matter, over RoPE-Mixed", 2, 1.3),
-    call_takes(in_attention("string"), "STRING where scores alone matter, over RoPE-Mixed", 3, 1.5),
+    call_takes(in_attention("comrope-ld:8"), "ComRoPE-LD_8 with scores_only, over RoPE-Mixed", 2, 1.3),
+    call_takes(in_attention("comrope-ap:8"), "ComRoPE-AP_8 with scores_only, over RoPE-Mixed", 2, 1.3),
+    call_takes(in_attention("string"), "STRING with scores_only, over RoPE-Mixed", 3, 1.5),
     training_overhead("mixed", 4, 2),
     training_overhead("comrope-ap:8", 4, 2),
     training_overhead("comrope-ld:8", 4, 2),
@@ -184,7 +184,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def judge_all(measurements: Measurements) -> tuple[Judged, ...]:
-    """Every row with its value."""
+    """Return every row with its measured value."""
     return tuple(row.judge(measurements) for row in ROWS)
 
 

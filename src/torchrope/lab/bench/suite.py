@@ -1,4 +1,4 @@
-"""All rows of one machine: layer steps, whole training steps, memory, growth."""
+"""Run all benchmarks of one machine: layer steps, single calls, training steps, memory and scaling."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,18 +27,18 @@ _NO_ENCODING = "none"
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of everything that is measured.
+    """Sizes and rounds of all measurements.
 
     Attributes:
-        setting: Of the layer steps; the others start from it.
-        call_rounds: Of single calls.
-        training: The model, its batch and rounds; what it measures is filled in.
-        rounds: Of the layer steps.
-        memory_tokens: Tokens at which memory is measured.
-        memory_batches: Batches at which memory is measured.
-        growth_tokens: Tokens over which time grows.
-        growth_batches: Batches over which time grows, at the tokens of the setting.
-        growth_rounds: Rounds at each size.
+        setting: Shape, dtype and device of the layer steps; the other measurements change some of them.
+        training: Model, batch and rounds of the training steps; its overheads are empty.
+        rounds: Rounds of the layer steps.
+        call_rounds: Rounds of the single calls.
+        memory_tokens: Number of tokens at which memory is measured.
+        memory_batches: Batch sizes at which memory is measured.
+        growth_tokens: Numbers of tokens at which time is measured.
+        growth_batches: Batch sizes at which time is measured, with the tokens of the setting.
+        growth_rounds: Rounds at each of these sizes.
     """
 
     setting: Setting
@@ -53,13 +53,13 @@ class Plan:
 
 
 def standard_plan(device: str = "cpu") -> Plan:
-    """The sizes that the targets are for: ViT-S on images of 224x224, and layer steps of the tokens of 32x32."""
+    """Return the sizes of the targets: ViT-S on images of 224x224, and layer steps with the tokens of 32x32 images."""
     vit_s = Training(input_size=224, patch_size=16, batch=8, dim=384, depth=12, num_heads=6, rounds=9, overheads=())
     return Plan(Setting(device=device), vit_s)
 
 
 def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", tell: Tell = print) -> Suite:
-    """Check parity, measure everything, and judge the rows.
+    """Check parity, run all measurements, and compare them with the targets.
 
     Raises:
         ParityError: a fast path differs from the float64 reference; nothing is measured then.
@@ -83,27 +83,27 @@ def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", 
 
 
 def measure_training(plan: Training, device: str, tell: Tell) -> Training:
-    """Time whole training steps: AdamW on a ViT, one step of each encoding in turn, float32."""
+    """Time training steps of a ViT with AdamW in float32, with encodings interleaved in every round."""
     names = (_NO_ENCODING, *TRAINING_ENCODINGS)
     tell(f"training steps of {plan.dim} channels, batch {plan.batch}: {', '.join(names)}")
     steps = {name: _training_step(plan, name, device) for name in names}
     seconds = interleaved_seconds(steps, rounds=plan.rounds, device=device)
     overheads = (
-        Overhead(name, milliseconds(own), _beyond_one(ratio(own, seconds[_NO_ENCODING])))
-        for name, own in seconds.items()
+        Overhead(name, milliseconds(times), _minus_one(ratio(times, seconds[_NO_ENCODING])))
+        for name, times in seconds.items()
     )
     return replace(plan, overheads=tuple(overheads))
 
 
 def measure_peak(encoding: str, setting: Setting, *, training: bool) -> Peak:
-    """Measure the peak memory of one step, beyond q, k, their upstream gradients and the parameters."""
+    """Measure the peak memory of one step, without q, k, their upstream gradients and the parameters."""
     task = make_task(encoding, setting)
     peer = ours(task)
     step = make_step(task, peer)
 
     def infer() -> object:
         with torch.no_grad():
-            return peer.turn(task.q, task.k)
+            return peer.rotate(task.q, task.k)
 
     b, wide = task.encoding.block_size, max(4, task.positions.element_size())
     numbers = task.encoding.rotary_dim // 2 if b == 2 else task.encoding.rotary_dim * b
@@ -121,9 +121,9 @@ def measure_growth(encoding: str, over: str, sizes: tuple[int, ...], setting: Se
     """Time a step at several sizes, and fit the exponent."""
     times = []
     for size in sizes:
-        # One sample: from 32 MiB on the C library asks the system for fresh pages at every call, whatever is computed.
-        sized = replace(setting, tokens=size, batch=1) if over == "tokens" else replace(setting, batch=size)
-        task = make_task(encoding, sized)
+        # One sample: above 32 MiB malloc requests new pages from the system at every call, which would add to the time.
+        at_size = replace(setting, tokens=size, batch=1) if over == "tokens" else replace(setting, batch=size)
+        task = make_task(encoding, at_size)
         works = {encoding: make_step(task, ours(task))}
         times.append(milliseconds(interleaved_seconds(works, rounds=rounds, device=setting.device)[encoding]))
     return Growth(encoding, over, sizes, tuple(times), slope(sizes, [time.median for time in times]))
@@ -139,14 +139,14 @@ def _memory(plan: Plan, tell: Tell) -> tuple[Peak, ...]:
 
 def _growth(plan: Plan, over: str, tell: Tell) -> list[Growth]:
     sizes = plan.growth_tokens if over == "tokens" else plan.growth_batches
-    grown = []
+    growths = []
     for encoding in GROWTH_ENCODINGS:
         tell(f"time over {over}, {sizes[0]} to {sizes[-1]}: {encoding}")
-        grown.append(measure_growth(encoding, over, sizes, plan.setting, plan.growth_rounds))
-    return grown
+        growths.append(measure_growth(encoding, over, sizes, plan.setting, plan.growth_rounds))
+    return growths
 
 
-def _beyond_one(share: Quartiles) -> Quartiles:
+def _minus_one(share: Quartiles) -> Quartiles:
     return Quartiles(share.low - 1, share.median - 1, share.high - 1)
 
 

@@ -1,4 +1,4 @@
-"""Other people's detection and segmentation models on this library's backbones."""
+"""Semantic segmentation and object detection: heads of torchvision and transformers on torchrope's backbones."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 IGNORED = 255
-"""The class of pixels that have none."""
+"""Label of pixels without a class."""
 
 
 def by_size(
-    images: Sequence[Tensor], find: Callable[[list[Tensor]], list[dict[str, Tensor]]]
+    images: Sequence[Tensor], predict: Callable[[list[Tensor]], list[dict[str, Tensor]]]
 ) -> list[dict[str, Tensor]]:
-    """Predict for images of one size together, and give what is found in the order of the images."""
+    """Predict images of the same size as one batch, and return the predictions in the order of the images."""
     groups: dict[torch.Size, list[int]] = {}
     for index, image in enumerate(images):
         groups.setdefault(image.shape, []).append(index)
-    found = {
-        index: each
+    predictions = {
+        index: prediction
         for group in groups.values()
-        for index, each in zip(group, find([images[index] for index in group]), strict=True)
+        for index, prediction in zip(group, predict([images[index] for index in group]), strict=True)
     }
-    return [found[index] for index in range(len(images))]
+    return [predictions[index] for index in range(len(images))]

@@ -1,4 +1,4 @@
-"""Average precision of detections, kept image by image, so that other draws of images need no other matching."""
+"""COCO's average precision, from matches stored per image, so that bootstrap samples of images need no new matching."""
 
 import contextlib
 import io
@@ -10,9 +10,9 @@ from torch import Tensor
 
 Record = dict[str, Any]
 
-THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of overlap
+THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of IoU
 RECALLS = np.linspace(0.0, 1.0, 101)
-MOST = 100  # detections of an image that count
+MAX_DETECTIONS = 100  # per image
 
 
 def match(
@@ -24,19 +24,22 @@ def match(
     """Match the detections of every image with its objects, by pycocotools.
 
     Args:
-        predicted: Of every image `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)`, for masks `masks` `(n, h, w)` too.
-        targets: Of every image `boxes`, `labels`, `crowd` `(n,)` where some are, for masks `masks` too.
-        kind: What must overlap.
+        predicted: For each image `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)`; `masks` `(n, h, w)` if `kind` is
+            "masks".
+        targets: For each image `boxes`, `labels`; `crowd` `(n,)` bool if there are crowds; `masks` if `kind` is
+            "masks".
+        kind: Whether the IoU is that of boxes or of masks.
 
     Returns:
-        One plain dict for each image, which JSON can keep: `{"classes": {label: {"scores", "matched", "ignored",
-        "truths"}}}`. Detections come by falling score; bit t of `matched` says whether one meets an object at overlap
-        `THRESHOLDS[t]`, bit t of `ignored` whether it does not count there, as inside a crowd; `truths` counts objects.
+        One dict per image, which JSON can store: `{"classes": {label: {"scores", "matched", "ignored", "truths"}}}`.
+        Detections are in order of decreasing score; bit t of `matched` is 1 if the detection matches an object at IoU
+        `THRESHOLDS[t]`, bit t of `ignored` if it does not count there, for example inside a crowd; `truths` is the
+        number of objects.
 
     Example:
         >>> import torch
-        >>> there = {"boxes": torch.tensor([[0.0, 0.0, 8.0, 8.0]]), "labels": torch.tensor([3])}
-        >>> match([{**there, "scores": torch.tensor([0.5])}], [there])
+        >>> target = {"boxes": torch.tensor([[0.0, 0.0, 8.0, 8.0]]), "labels": torch.tensor([3])}
+        >>> match([{**target, "scores": torch.tensor([0.5])}], [target])
         [{'classes': {'3': {'scores': [0.5], 'matched': [1023], 'ignored': [0], 'truths': 1}}}]
     """
     if len(predicted) != len(targets):
@@ -44,15 +47,15 @@ def match(
     from pycocotools.cocoeval import COCOeval
 
     truths = [_annotations(target, kind) for target in targets]
-    found = [_annotations(each, kind) for each in predicted]
-    labels = sorted({each["category_id"] for image in (*truths, *found) for each in image})
+    detections = [_annotations(prediction, kind) for prediction in predicted]
+    labels = sorted({each["category_id"] for image in (*truths, *detections) for each in image})
     records: list[Record] = [{"classes": {}} for _ in targets]
     if not labels:
         return records
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints
-        evaluation = COCOeval(_index(truths, labels), _index(found, labels), "bbox" if kind == "boxes" else "segm")
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
+        evaluation = COCOeval(_index(truths, labels), _index(detections, labels), "bbox" if kind == "boxes" else "segm")
         evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, 1e10]], ["all"]
-        evaluation.params.maxDets = [MOST]
+        evaluation.params.maxDets = [MAX_DETECTIONS]
         evaluation.evaluate()
     for image in filter(None, evaluation.evalImgs):
         records[image["image_id"]]["classes"][str(image["category_id"])] = {
@@ -67,33 +70,33 @@ def match(
 def average_precision(
     records: Sequence[Record], weights: Sequence[float] | np.ndarray | None = None, *, iou: float | None = None
 ) -> float:
-    """COCO's average precision: precision at 101 recalls, averaged over them, overlaps .50 to .95, and classes.
+    """Compute COCO's average precision: the mean of precision over 101 recalls, IoU .50 to .95, and classes.
 
     Args:
-        records: What `match` returns.
-        weights: How often each image counts, 1 by default; whole numbers are as so many copies of it.
-        iou: One overlap alone, such as 0.5.
+        records: Result of `match`.
+        weights: Weight of each image, 1 by default; an integer weight n equals n copies of the image.
+        iou: A single IoU threshold, such as 0.5, instead of the mean over all.
 
     Returns:
-        From 0 to 1; of classes with objects alone, and nan where none has any.
+        A number from 0 to 1, the mean over classes with objects; nan if there are no objects.
 
     Raises:
-        ValueError: other weights than images, or an overlap that is none of `THRESHOLDS`.
+        ValueError: the number of weights differs from that of images, or `iou` is not one of `THRESHOLDS`.
 
     References:
         Lin et al., Microsoft COCO, and `COCOeval.accumulate` of its code.
     """
-    given = np.ones(len(records)) if weights is None else np.asarray(weights, dtype=float)
-    return float(average_precisions(records, given[None], iou=iou)[0])
+    per_image = np.ones(len(records)) if weights is None else np.asarray(weights, dtype=float)
+    return float(average_precisions(records, per_image[None], iou=iou)[0])
 
 
 def average_precisions(records: Sequence[Record], weights: np.ndarray, *, iou: float | None = None) -> np.ndarray:
-    """`average_precision` of many draws of images at once.
+    """Compute `average_precision` for many bootstrap samples of the images at once.
 
     Args:
-        records: What `match` returns.
-        weights: How often each image counts in each draw, `(draws, images)`.
-        iou: One overlap alone.
+        records: Result of `match`.
+        weights: Number of times that each image occurs in each sample, `(draws, images)`.
+        iou: A single IoU threshold instead of the mean over all.
 
     Returns:
         `(draws,)`.
@@ -104,69 +107,69 @@ def average_precisions(records: Sequence[Record], weights: np.ndarray, *, iou: f
     labels = sorted({label for record in records for label in record["classes"]})
     if not labels:
         return np.full(len(weights), np.nan)
-    of_classes = np.stack([_of_class(records, label, weights, rows) for label in labels])
-    there = ~np.isnan(of_classes)
+    per_class = np.stack([_of_class(records, label, weights, rows) for label in labels])
+    has_objects = ~np.isnan(per_class)
     with np.errstate(invalid="ignore"):
-        return np.where(there, of_classes, 0.0).sum(axis=0) / there.sum(axis=0)
+        return np.where(has_objects, per_class, 0.0).sum(axis=0) / has_objects.sum(axis=0)
 
 
 def _of_class(records: Sequence[Record], label: str, weights: np.ndarray, rows: list[int]) -> np.ndarray:
-    """Average precision of one class in each draw, nan where none of its objects is drawn."""
-    having = [(index, record["classes"][label]) for index, record in enumerate(records) if label in record["classes"]]
-    images = np.array([index for index, _ in having])
-    truths = weights[:, images] @ np.array([each["truths"] for _, each in having], dtype=float)
+    """Compute the average precision of one class in each draw; nan if the draw has no objects of the class."""
+    entries = [(index, record["classes"][label]) for index, record in enumerate(records) if label in record["classes"]]
+    images = np.array([index for index, _ in entries])
+    truths = weights[:, images] @ np.array([each["truths"] for _, each in entries], dtype=float)
     scores, matched, ignored = (
-        np.concatenate([np.asarray(each[name], dtype=kind) for _, each in having])
+        np.concatenate([np.asarray(each[name], dtype=kind) for _, each in entries])
         for name, kind in (("scores", float), ("matched", int), ("ignored", int))
     )
     order = np.argsort(-scores, kind="stable")
-    of_image = np.repeat(images, [len(each["scores"]) for _, each in having])[order]
+    image_of_detection = np.repeat(images, [len(each["scores"]) for _, each in entries])[order]
     matched, ignored = matched[order], ignored[order]
     totals = np.zeros(len(weights))
-    counted, drawn, seen = None, np.empty(0), np.empty(0)
+    last_counted, drawn, detections = None, np.empty(0), np.empty(0)
     for row in rows:
-        counts = (ignored >> row & 1) == 0
-        if counted is None or not np.array_equal(counts, counted):
-            counted, drawn = counts, weights[:, of_image[counts]]
-            seen = drawn.cumsum(axis=1)
-        hits = (matched[counts] >> row & 1) == 1
-        totals += _mean_precision(drawn[:, hits].cumsum(axis=1), seen[:, hits], truths)
+        counted = (ignored >> row & 1) == 0
+        if last_counted is None or not np.array_equal(counted, last_counted):
+            last_counted, drawn = counted, weights[:, image_of_detection[counted]]
+            detections = drawn.cumsum(axis=1)
+        hits = (matched[counted] >> row & 1) == 1
+        totals += _mean_precision(drawn[:, hits].cumsum(axis=1), detections[:, hits], truths)
     return np.where(truths > 0, totals / len(rows), np.nan)
 
 
-def _mean_precision(right: np.ndarray, seen: np.ndarray, truths: np.ndarray) -> np.ndarray:
-    """Mean over recalls of the highest precision at each or beyond, `(draws,)`.
+def _mean_precision(true_positives: np.ndarray, detections: np.ndarray, truths: np.ndarray) -> np.ndarray:
+    """Compute the mean over recalls of the highest precision at that recall or a higher one, `(draws,)`.
 
     Args:
-        right: Hits up to each hit, `(draws, hits)`; precision between hits falls, so that they suffice.
-        seen: Detections up to each hit, `(draws, hits)`.
-        truths: Objects, `(draws,)`.
+        true_positives: Hits up to each hit, `(draws, hits)`; hits suffice, because precision decreases between them.
+        detections: Detections up to each hit, `(draws, hits)`.
+        truths: Number of objects, `(draws,)`.
     """
-    precision = right / (seen + np.spacing(1))
+    precision = true_positives / (detections + np.spacing(1))
     highest = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
     highest = np.pad(highest, ((0, 0), (0, 1)))  # 0 at recalls that are not reached
-    recall = right / np.where(truths > 0, truths, 1.0)[:, None]
+    recall = true_positives / np.where(truths > 0, truths, 1.0)[:, None]
     return np.array([row[np.searchsorted(at, RECALLS)].mean() for row, at in zip(highest, recall, strict=True)])
 
 
 def _row(iou: float) -> list[int]:
-    near = np.flatnonzero(np.isclose(THRESHOLDS, iou))
-    if not len(near):
+    rows = np.flatnonzero(np.isclose(THRESHOLDS, iou))
+    if not len(rows):
         raise ValueError(f"iou must be one of {', '.join(f'{each:.2f}' for each in THRESHOLDS)}, got {iou}")
-    return [int(near[0])]
+    return [int(rows[0])]
 
 
 def _bits(flags: np.ndarray) -> list[int]:
-    """Flags `(thresholds, detections)` as one number for each detection."""
+    """Encode flags `(thresholds, detections)` as one integer per detection."""
     return (flags.T @ (1 << np.arange(len(flags)))).tolist()
 
 
 def _annotations(each: Mapping[str, Tensor], kind: str) -> list[dict[str, Any]]:
-    """The objects or detections of an image as COCO's files have them."""
+    """Convert the objects or detections of an image to COCO's annotations."""
     boxes, labels = each["boxes"].double().cpu().numpy(), each["labels"].tolist()
     scores = each["scores"].tolist() if "scores" in each else [None] * len(labels)
     crowd = each["crowd"].tolist() if "crowd" in each else [False] * len(labels)
-    outlines = _outlines(each["masks"]) if kind == "masks" else [{}] * len(labels)
+    encoded_masks = _encode_masks(each["masks"]) if kind == "masks" else [{}] * len(labels)
     return [
         {
             "category_id": label,
@@ -174,16 +177,16 @@ def _annotations(each: Mapping[str, Tensor], kind: str) -> list[dict[str, Any]]:
             "area": (right - left) * (bottom - top),
             "iscrowd": int(is_crowd),
             "score": score,
-            **outline,
+            **mask,
         }
-        for (left, top, right, bottom), label, score, is_crowd, outline in zip(
-            boxes.tolist(), labels, scores, crowd, outlines, strict=True
+        for (left, top, right, bottom), label, score, is_crowd, mask in zip(
+            boxes.tolist(), labels, scores, crowd, encoded_masks, strict=True
         )
     ]
 
 
-def _outlines(masks: Tensor) -> list[dict[str, Any]]:
-    """Masks `(n, h, w)` run-length encoded, with their areas."""
+def _encode_masks(masks: Tensor) -> list[dict[str, Any]]:
+    """Run-length encode masks `(n, h, w)`, and compute their areas."""
     from pycocotools import mask as coco
 
     encoded = [coco.encode(np.asfortranarray(mask, dtype=np.uint8)) for mask in masks.cpu().numpy()]
@@ -191,15 +194,15 @@ def _outlines(masks: Tensor) -> list[dict[str, Any]]:
 
 
 def _index(images: list[list[dict[str, Any]]], labels: list[int]) -> Any:
-    """Annotations of images 0 to n - 1 as pycocotools looks them up; they count from 1, since 0 means unmatched."""
+    """Build pycocotools' index of the annotations of images 0 to n - 1; ids start at 1, because 0 means unmatched."""
     from pycocotools.coco import COCO
 
-    listed = [{**each, "image_id": index} for index, image in enumerate(images) for each in image]
+    annotations = [{**each, "image_id": index} for index, image in enumerate(images) for each in image]
     coco = COCO()
     coco.dataset = {
-        "images": [{"id": index, "height": 0, "width": 0} for index in range(len(images))],  # sizes are for polygons
+        "images": [{"id": index, "height": 0, "width": 0} for index in range(len(images))],  # only polygons need sizes
         "categories": [{"id": label} for label in labels],
-        "annotations": [{**each, "id": number} for number, each in enumerate(listed, start=1)],
+        "annotations": [{**each, "id": number} for number, each in enumerate(annotations, start=1)],
     }
     coco.createIndex()
     return coco

@@ -1,4 +1,4 @@
-"""Faster R-CNN and Mask R-CNN of torchvision on the maps of this library's backbones, and what detectors share."""
+"""Object detection with torchvision's Faster R-CNN and Mask R-CNN on torchrope backbones, and helpers of detectors."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,29 +24,30 @@ from torchrope.models.features import Features, LayerNorm2d, pad
 from torchrope.tensors import wide_dtype
 
 Target = Mapping[str, Any]
-MOST = 100  # detections of an image, as COCO counts them
+MAX_DETECTIONS = 100  # per image, as in COCO's evaluation
 
 
 class FasterRCNN(nn.Module):
-    """Find objects with torchvision's Faster R-CNN, its heads those of ViTDet.
+    """Detect objects with torchvision's Faster R-CNN and the heads of ViTDet.
 
-        maps (+ every second cell of the last one) -> regions that may hold objects -> RoIAlign -> class and box
+        maps (+ the last one subsampled by 2) -> region proposals -> RoIAlign -> class and box
 
-    Maps of one width, as those of a simple feature pyramid, are taken as they are; others, as a Swin's stages, go
-    through a feature pyramid network. A region has two convolutions, a box four and a layer, with norms over channels
-    in between. Anchors are squares of 8 strides and rectangles of the same area, 1:2 and 2:1.
+    Feature maps of equal width, such as those of a simple feature pyramid, are used unchanged; others, such as the
+    stages of a Swin, go through a feature pyramid network. The region proposal head has two convolutions, the box head
+    four and a linear layer, with layer norms over channels in between. Anchors are squares with sides of 8 strides, and
+    rectangles of the same area, 1:2 and 2:1.
 
-    Images come normalised and are neither resized nor normalised again. What is found in an image does not depend on
-    what it comes with: `predict` takes those of one size together, and pads none to the size of others.
+    Images must be normalised; the model neither resizes nor normalises them. The detections of an image do not depend
+    on the other images of the batch: `predict` batches images of one size, and pads none to the size of another.
 
     Args:
-        backbone: Gives the maps.
-        classes: Names of the classes, without the background, which is torchvision's class 0 inside.
-        channels: Of the heads' convolutions, and of the pyramid where it is a network.
+        backbone: Computes the feature maps.
+        classes: Names of the classes, without the background, which is class 0 inside torchvision.
+        channels: Channels of the heads' convolutions, and of the feature pyramid network if there is one.
         mlp_dim: Channels of the layer before class and box.
-        regions: Regions of an image that a step learns from, of about four times as many that are proposed; about twice
-            as many are looked at in evaluation.
-        score_threshold: Detections that are less sure are left out.
+        regions: Regions per image that contribute to the loss, out of about four times as many proposals; in evaluation
+            there are about twice as many proposals.
+        score_threshold: Smallest score of a detection.
 
     References:
         Ren et al., Faster R-CNN; Li et al., Exploring Plain Vision Transformer Backbones for Object Detection (ViTDet),
@@ -84,10 +85,10 @@ class FasterRCNN(nn.Module):
         self.neck = nn.Identity() if one_width else FeaturePyramidNetwork(list(backbone.channels), channels)
         self.top = LastLevelMaxPool()
         top = int(2 * strides[-1])
-        self.divisor = max(backbone.size_divisor, top)  # powers of two apart: the cells of every map are whole
+        self.divisor = max(backbone.size_divisor, top)  # strides differ by powers of two: every map has whole cells
         width = backbone.channels[0] if one_width else channels
         anchors = [(8 * stride,) for stride in (*strides, top)]
-        parts = self._parts(
+        model = self._build(
             width,
             channels,
             strides,
@@ -100,77 +101,82 @@ class FasterRCNN(nn.Module):
             box_predictor=FastRCNNPredictor(mlp_dim, len(classes) + 1),
             box_batch_size_per_image=regions,
             box_score_thresh=score_threshold,
-            box_detections_per_img=MOST,
+            box_detections_per_img=MAX_DETECTIONS,
         )
-        self.rpn, self.roi_heads = parts.rpn, parts.roi_heads
-        for part in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
-            if part is not None:  # torchvision has places in the dtype of what says them: in bfloat16, 4 pixels of 1024
-                part.register_forward_hook(_widened)
+        self.rpn, self.roi_heads = model.rpn, model.roi_heads
+        for module in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
+            if module is not None:  # boxes have its output's dtype, and bfloat16 resolves 4 pixels in 1024
+                module.register_forward_hook(_widen_outputs)
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """The losses of a batch, which are summed: of regions and of their classes and boxes (and masks).
+        """Compute the losses of a batch, to be summed: of region proposals, and of classes and boxes (and masks).
 
-        Anchors and regions are drawn by torch's generator; in evaluation by one of their own, the same ones each time.
+        Anchors and regions are sampled with torch's random generator; in evaluation mode with a fixed seed.
 
         Args:
             images: `(channels, height, width)` each, of any sizes.
-            targets: Of each `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; where `crowd` `(n,)` is True, an object
-                teaches nothing.
+            targets: For each image `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; objects with `crowd` `(n,)` True
+                are left out.
         """
-        theirs = [{name: self._as_theirs(name, value) for name, value in objects(target).items()} for target in targets]
+        converted = [
+            {name: self._to_torchvision(name, value) for name, value in objects(target).items()} for target in targets
+        ]
         if self.training:
-            return self._run(images, theirs)[1]
-        with _learning(self.rpn, self.roi_heads), own_draws(images[0].device):
-            return self._run(images, theirs)[1]
+            return self._run(images, converted)[1]
+        with _training_mode(self.rpn, self.roi_heads), fixed_seed(images[0].device):
+            return self._run(images, converted)[1]
 
     def predict(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """The objects of each image, by falling score: `boxes` `(n, 4)` xyxy, `scores` and `labels` `(n,)`, n ≤ 100.
+        """Detect the objects of each image: `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)` by falling score, n ≤ 100.
 
         Args:
             images: `(channels, height, width)` each, of any sizes.
         """
-        return by_size(images, self._found)
+        return by_size(images, self._predict_same_size)
 
-    def _found(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        found, _ = self._run(images)
-        return [self._as_ours(each, image_size(image)) for each, image in zip(found, images, strict=True)]
+    def _predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        detections, _ = self._run(images)
+        return [
+            self._from_torchvision(of_image, image_size(image))
+            for of_image, image in zip(detections, images, strict=True)
+        ]
 
     def _run(
         self, images: Sequence[Tensor], targets: list[dict[str, Tensor]] | None = None
     ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        """Detections in evaluation, losses in training, as torchvision names them."""
+        """Compute detections in evaluation, losses in training, with torchvision's names."""
         batch, mask = pad(images, self.divisor)
         sizes = [image_size(image) for image in images]
         named = self.neck(OrderedDict((str(index), each) for index, each in enumerate(self.backbone(batch, mask))))
         levels, names = self.top([widen(each) for each in named.values()], [], list(named))
         maps = OrderedDict(zip(names, levels, strict=True))
-        regions, of_regions = self.rpn(ImageList(batch, sizes), maps, targets)
-        found, of_objects = self.roi_heads(maps, regions, sizes, targets)
-        return found, {**of_regions, **of_objects}
+        regions, region_losses = self.rpn(ImageList(batch, sizes), maps, targets)
+        detections, object_losses = self.roi_heads(maps, regions, sizes, targets)
+        return detections, {**region_losses, **object_losses}
 
-    def _parts(self, width: int, channels: int, strides: Sequence[float], **settings: Any) -> Any:
-        """The model of torchvision whose parts are taken; its own way of resizing and normalising is left behind."""
-        return detection.FasterRCNN(_Told(width), **settings)
+    def _build(self, width: int, channels: int, strides: Sequence[float], **settings: Any) -> Any:
+        """Build torchvision's model, of which only `rpn` and `roi_heads` are used: no resizing, no normalisation."""
+        return detection.FasterRCNN(_BackboneWidth(width), **settings)
 
-    def _as_theirs(self, name: str, value: Tensor) -> Tensor:
+    def _to_torchvision(self, name: str, value: Tensor) -> Tensor:
         return value + 1 if name == "labels" else value
 
-    def _as_ours(self, found: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
-        return {**found, "labels": found["labels"] - 1}
+    def _from_torchvision(self, detections: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
+        return {**detections, "labels": detections["labels"] - 1}
 
 
 class MaskRCNN(FasterRCNN):
-    """Find objects and their outlines with torchvision's Mask R-CNN; all else is as in `FasterRCNN`.
+    """Detect objects and their masks with torchvision's Mask R-CNN; everything else is as in `FasterRCNN`.
 
-    `losses` needs `masks` bool `(n, height, width)` of every target, `predict` gives them.
+    `losses` needs `masks` bool `(n, height, width)` in every target, and `predict` returns them.
 
     Args:
-        backbone: Gives the maps.
+        backbone: Computes the feature maps.
         classes: Names of the classes, without the background.
-        channels: Of the heads' convolutions, and of the pyramid where it is a network.
+        channels: Channels of the heads' convolutions, and of the feature pyramid network if there is one.
         mlp_dim: Channels of the layer before class and box.
-        regions: Regions of an image that a step learns from.
-        score_threshold: Detections that are less sure are left out.
+        regions: Regions per image that contribute to the loss.
+        score_threshold: Smallest score of a detection.
 
     References:
         He et al., Mask R-CNN; ViTDet's heads as in `FasterRCNN`.
@@ -178,26 +184,26 @@ class MaskRCNN(FasterRCNN):
 
     finds = ("boxes", "masks")
 
-    def _parts(self, width: int, channels: int, strides: Sequence[float], **settings: Any) -> Any:
+    def _build(self, width: int, channels: int, strides: Sequence[float], **settings: Any) -> Any:
         return detection.MaskRCNN(
-            _Told(width),
+            _BackboneWidth(width),
             mask_roi_pool=_pool(strides, 14),
             mask_head=MaskRCNNHeads(width, [channels] * 4, dilation=1, norm_layer=LayerNorm2d),
             mask_predictor=MaskRCNNPredictor(channels, channels, len(self.classes) + 1),
             **settings,
         )
 
-    def _as_theirs(self, name: str, value: Tensor) -> Tensor:
-        return value.to(torch.uint8) if name == "masks" else super()._as_theirs(name, value)
+    def _to_torchvision(self, name: str, value: Tensor) -> Tensor:
+        return value.to(torch.uint8) if name == "masks" else super()._to_torchvision(name, value)
 
-    def _as_ours(self, found: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
-        """Masks of boxes become masks of the image."""
-        masks = paste_masks_in_image(found["masks"], found["boxes"], size)[:, 0] > 0.5
-        return {**super()._as_ours(found, size), "masks": masks}
+    def _from_torchvision(self, detections: dict[str, Tensor], size: tuple[int, int]) -> dict[str, Tensor]:
+        """Paste the masks of boxes into masks of the image."""
+        masks = paste_masks_in_image(detections["masks"], detections["boxes"], size)[:, 0] > 0.5
+        return {**super()._from_torchvision(detections, size), "masks": masks}
 
 
-class _Told(nn.Module):
-    """All that torchvision asks of a backbone when it builds a model."""
+class _BackboneWidth(nn.Module):
+    """Placeholder with the one attribute of a backbone that torchvision reads when it builds a model."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -205,7 +211,7 @@ class _Told(nn.Module):
 
 
 def objects(target: Target) -> dict[str, Tensor]:
-    """Boxes, labels and masks of what a detector learns: no crowd, no box without an area."""
+    """Return boxes, labels and masks of the objects to train on: no crowds, no boxes without an area."""
     boxes = target["boxes"]
     keep = (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
     if "crowd" in target:
@@ -214,12 +220,12 @@ def objects(target: Target) -> dict[str, Tensor]:
 
 
 def image_size(image: Tensor) -> tuple[int, int]:
-    """Height and width."""
+    """Return height and width of an image `(channels, height, width)`."""
     return image.shape[1], image.shape[2]
 
 
 def _pool(strides: Sequence[float], size: int) -> MultiScaleRoIAlign:
-    """RoIAlign that is told the scales of the maps; left alone, it infers them from the first batch that it sees."""
+    """Build RoIAlign with the scales of the maps, which it would otherwise infer from its first batch."""
     pool = MultiScaleRoIAlign([str(index) for index in range(len(strides))], size, sampling_ratio=2)
     pool.scales = [1 / stride for stride in strides]
     pool.map_levels = LevelMapper(0, len(strides) - 1, canonical_scale=14 * strides[0], canonical_level=0)
@@ -227,32 +233,32 @@ def _pool(strides: Sequence[float], size: int) -> MultiScaleRoIAlign:
 
 
 @contextmanager
-def _learning(*parts: nn.Module) -> Iterator[None]:
-    """Have parts without dropout or statistics compute losses."""
-    for part in parts:
-        part.train()
+def _training_mode(*modules: nn.Module) -> Iterator[None]:
+    """Set modules without dropout or running statistics to training mode, in which they compute losses."""
+    for module in modules:
+        module.train()
     try:
         yield
     finally:
-        for part in parts:
-            part.eval()
+        for module in modules:
+            module.eval()
 
 
 @contextmanager
-def own_draws(device: torch.device) -> Iterator[None]:
-    """Draw the same numbers each time, and leave the generators of others as they were."""
+def fixed_seed(device: torch.device) -> Iterator[None]:
+    """Use a fixed random seed, and restore the states of torch's random generators afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield
 
 
-def _widened(_: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """A hook: what a module returns, one tensor or nested ones, in float32 at least."""
+def _widen_outputs(_: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Forward hook that converts a module's outputs, one tensor or nested ones, to at least float32."""
     if isinstance(outputs, Tensor):
         return widen(outputs)
-    return type(outputs)(_widened(_, inputs, each) for each in outputs)
+    return type(outputs)(_widen_outputs(_, inputs, each) for each in outputs)
 
 
 def widen(x: Tensor) -> Tensor:
-    """A tensor in float32 at least."""
+    """Convert a tensor to at least float32."""
     return x.to(wide_dtype(x))

@@ -1,7 +1,7 @@
-"""How a segmentation model is asked: in windows, at several sizes and mirrored; and what its answers hit.
+"""Sliding-window inference, multi-scale and flip test-time augmentation, and mean IoU of semantic segmentation.
 
-A model here is what has `predict(images) -> [{"logits": (classes, height, width)}, ...]`; so have `SlidingWindows` and
-`MultiScale` around one, and so they go around each other.
+A model here is any object with `predict(images) -> [{"logits": (classes, height, width)}, ...]`. `SlidingWindows` and
+`MultiScale` wrap one and have the same method, so that each can wrap the other.
 """
 
 import math
@@ -19,15 +19,15 @@ Predictions = list[dict[str, Tensor]]
 
 
 class SlidingWindows:
-    """Predict in windows that overlap, the mean of their logits where they do; an image below a window is one window.
+    """Predict overlapping windows and average their logits per pixel; an image smaller than a window is one window.
 
     Args:
-        model: Predicts a window.
+        model: The model that predicts each window.
         crop: Pixels of a window along each axis.
-        stride: Pixels from one window to the next; the last one ends where the image ends.
+        stride: Pixels from one window to the next; the last window ends at the edge of the image.
 
     Raises:
-        ValueError: a stride that would leave pixels out.
+        ValueError: the stride is below 1 or above `crop`.
 
     References:
         mmsegmentation's "slide" inference, with crop 512 and stride 341 for ADE20K at 512x512.
@@ -41,7 +41,7 @@ class SlidingWindows:
         self.stride = stride
 
     def predict(self, images: Sequence[Tensor]) -> Predictions:
-        """Predictions of images `(channels, height, width)`."""
+        """Predict the logits of images `(channels, height, width)`."""
         return [{"logits": self._logits(image)} for image in images]
 
     def _logits(self, image: Tensor) -> Tensor:
@@ -51,21 +51,21 @@ class SlidingWindows:
         count = image.new_zeros(height, width)
         for top in window_starts(height, self.crop, self.stride):
             windows = [image[:, top : top + self.crop, left : left + self.crop] for left in lefts]
-            for left, found in zip(lefts, self.model.predict(windows), strict=True):
-                high, wide = found["logits"].shape[-2:]
-                around = (left, width - left - wide, top, height - top - high)
-                total = total + functional.pad(found["logits"], around)
+            for left, prediction in zip(lefts, self.model.predict(windows), strict=True):
+                high, wide = prediction["logits"].shape[-2:]
+                padding = (left, width - left - wide, top, height - top - high)
+                total = total + functional.pad(prediction["logits"], padding)
                 count[top : top + high, left : left + wide] += 1
         return total / count
 
 
 class MultiScale:
-    """Predict an image at several sizes, and mirrored, and average the probabilities of the classes.
+    """Predict an image at several sizes, also flipped horizontally, and average the class probabilities.
 
     Args:
-        model: Predicts an image of any size.
-        scales: Factors on the image's own size; mmsegmentation's by default.
-        flip: Whether each size is seen mirrored too.
+        model: The model, for images of any size.
+        scales: Factors on the image's size; mmsegmentation's by default.
+        flip: Whether to predict the horizontally flipped image at each size too.
     """
 
     def __init__(
@@ -78,27 +78,27 @@ class MultiScale:
         self.flip = flip
 
     def predict(self, images: Sequence[Tensor]) -> Predictions:
-        """Predictions of images `(channels, height, width)`; the softmax of the logits is the mean of those seen."""
+        """Predict images `(channels, height, width)`; the softmax of the logits is the mean probability."""
         return [{"logits": self._logits(image)} for image in images]
 
     def _logits(self, image: Tensor) -> Tensor:
-        shares = [share for scale in self.scales for share in self._shares(image, scale)]
-        mean = torch.stack(shares).mean(dim=0)
+        probabilities = [each for scale in self.scales for each in self._probabilities(image, scale)]
+        mean = torch.stack(probabilities).mean(dim=0)
         return mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
 
-    def _shares(self, image: Tensor, scale: float) -> list[Tensor]:
-        """Probabilities `(classes, height, width)` seen at a scale, mirrored too if asked for."""
+    def _probabilities(self, image: Tensor, scale: float) -> list[Tensor]:
+        """Predict probabilities `(classes, height, width)` at a scale, and with `flip` also of the flipped image."""
         size = [max(1, round(extent * scale)) for extent in image.shape[-2:]]
         view = resized(image, size, antialias=True)
         views = [view, view.flip(-1)] if self.flip else [view]
-        logits = [found["logits"] for found in self.model.predict(views)]
+        logits = [prediction["logits"] for prediction in self.model.predict(views)]
         if self.flip:
             logits[1] = logits[1].flip(-1)
         return [resized(each, image.shape[-2:]).softmax(dim=0) for each in logits]
 
 
 def window_starts(size: int, crop: int, stride: int) -> list[int]:
-    """Where windows begin along an axis; the last one ends at its end.
+    """Compute the first pixel of each window along an axis; the last window ends at the last pixel.
 
     >>> window_starts(1000, 512, 341)
     [0, 341, 488]
@@ -108,7 +108,7 @@ def window_starts(size: int, crop: int, stride: int) -> list[int]:
 
 
 def resized(image: Tensor, size: Sequence[int], *, antialias: bool = False) -> Tensor:
-    """An image or logits `(channels, height, width)` brought to a height and width bilinearly, float32 at least."""
+    """Resize an image or logits `(channels, height, width)` bilinearly, in at least float32."""
     wide = image.to(wide_dtype(image))
     if tuple(size) == tuple(image.shape[-2:]):
         return wide
@@ -116,40 +116,40 @@ def resized(image: Tensor, size: Sequence[int], *, antialias: bool = False) -> T
 
 
 def per_image_counts(prediction: Tensor, map: Tensor, classes: int) -> Tensor:
-    """Count the pixels of one image by class: hit, predicted, true.
+    """Count the true positive, predicted and true pixels of each class in one image.
 
     Args:
         prediction: Logits `(classes, height, width)`, or classes `(height, width)`.
-        map: True classes `(height, width)`; pixels of 255 are not looked at.
+        map: True classes `(height, width)`; pixels of 255 are ignored.
         classes: Number of classes.
 
     Returns:
         Integers `(3, classes)`: pixels where prediction and truth are the class, where the prediction is, where the
-        truth is. Counts of images add up to those of a set.
+        truth is. The counts of a data set are the sums over its images.
 
     Raises:
-        ValueError: other sizes, and true classes that are none.
+        ValueError: prediction and map differ in size, or the map holds values that are no classes.
     """
-    found = prediction.argmax(dim=0) if prediction.ndim == 3 else prediction
-    if found.shape != map.shape:
-        raise ValueError(f"a prediction must have its map's size {tuple(map.shape)}, got {tuple(found.shape)}")
-    looked_at = map != IGNORED
-    found, true = found[looked_at].long(), map[looked_at].long()
+    predicted = prediction.argmax(dim=0) if prediction.ndim == 3 else prediction
+    if predicted.shape != map.shape:
+        raise ValueError(f"a prediction must have its map's size {tuple(map.shape)}, got {tuple(predicted.shape)}")
+    labelled = map != IGNORED
+    predicted, true = predicted[labelled].long(), map[labelled].long()
     if true.numel() and not 0 <= int(true.min()) <= int(true.max()) < classes:
-        came = sorted(set(true.unique().tolist()) - set(range(classes)))
-        raise ValueError(f"a map must hold classes below {classes} or {IGNORED}, got {came}")
-    of = [found[found == true], found, true]
-    return torch.stack([torch.bincount(each, minlength=classes) for each in of])
+        invalid = sorted(set(true.unique().tolist()) - set(range(classes)))
+        raise ValueError(f"a map must hold classes below {classes} or {IGNORED}, got {invalid}")
+    counted = [predicted[predicted == true], predicted, true]
+    return torch.stack([torch.bincount(each, minlength=classes) for each in counted])
 
 
 def mean_iou(counts: Tensor) -> Tensor:
-    """The mean over classes of  hit / (predicted + true - hit),  classes that occur nowhere left out.
+    """Compute the mean of  hit / (predicted + true - hit)  over the classes that occur in predictions or truth.
 
     Args:
-        counts: `(..., 3, classes)`, as `per_image_counts` gives them, summed over the images of a set.
+        counts: `(..., 3, classes)`, the sum of `per_image_counts` over the images of a data set.
 
     Returns:
-        `(...)`, float64; NaN where no class occurs.
+        `(...)`, float64; NaN if no class occurs.
     """
     hit, predicted, true = counts.double().unbind(dim=-2)
     return (hit / (predicted + true - hit)).nanmean(dim=-1)

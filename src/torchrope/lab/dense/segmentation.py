@@ -1,7 +1,7 @@
-"""Semantic segmentation on any backbone: UperNet and Mask2Former, made of transformers' parts.
+"""Semantic segmentation with UperNet and Mask2Former on torchrope's backbones, built from transformers' modules.
 
-A batch is two lists, images `(channels, height, width)` of any sizes and targets with `"map"`, the class of every pixel
-`(height, width)`, 255 where there is none.
+A batch is two lists: images `(channels, height, width)` of any sizes, and targets with `"map"` `(height, width)`, the
+class of every pixel, or 255 for pixels without a class.
 """
 
 from abc import ABC, abstractmethod
@@ -29,11 +29,11 @@ Target = dict[str, Any]
 
 
 class SemanticModel(nn.Module, ABC):
-    """What both models share: a backbone, names of classes, prediction image by image.
+    """Base class of both models: backbone, names of the classes and prediction.
 
     Args:
-        backbone: Gives the maps. Four of one stride, as layers of a plain ViT give them, go through `Rescale`.
-        classes: Names of the classes, in the order of a map's numbers.
+        backbone: Computes the feature maps. Four maps of one stride, as of layers of a plain ViT, go through `Rescale`.
+        classes: Names of the classes, in the order of the numbers in label maps.
     """
 
     def __init__(self, backbone: Features, classes: Sequence[str]) -> None:
@@ -47,43 +47,43 @@ class SemanticModel(nn.Module, ABC):
         self.strides = tuple(Rescale.strides(backbone.strides)) if plain else tuple(map(float, backbone.strides))
 
     def maps(self, images: Tensor, mask: Tensor | None = None) -> list[Tensor]:
-        """The maps that the head reads, of images `(batch, channels, height, width)`; `mask` is True inside of them."""
+        """Compute the head's input maps of images `(batch, channels, height, width)`; `mask` is False in padding."""
         return self.neck(self.backbone(images, mask))
 
     @abstractmethod
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits `(batch, classes, height, width)` of images of one size."""
+        """Compute logits `(batch, classes, height, width)` of images of one size."""
 
     @abstractmethod
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """The parts of the loss, to be summed."""
+        """Compute the terms of the loss, to be summed."""
 
     def predict(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """`{"logits": (classes, height, width)}` of every image, in its own pixels.
+        """Predict `{"logits": (classes, height, width)}` of every image, in the image's own size.
 
-        Images of one size go through the model together; none is padded to another's size, so that what is said of an
-        image depends on no other.
+        Images of one size are one batch; none is padded to another's size, so that a prediction does not depend on the
+        other images.
         """
-        return by_size(images, lambda alike: [{"logits": each} for each in self(torch.stack(alike))])
+        return by_size(images, lambda same_size: [{"logits": each} for each in self(torch.stack(same_size))])
 
 
 class UperNet(SemanticModel):
-    """Segment by a pyramid of maps with pooling at four scales on top (transformers' `UperNetHead`).
+    """Segment with a feature pyramid and pooling at four scales of the last map (transformers' `UperNetHead`).
 
-    On a plain ViT give it four layers' maps, as in BEiT v2's recipe, which the RoPE-ViT paper's table 3 follows:
-    `Features(vit, indices=layers_of_plain_vit(12))`; learned deconvolutions make a pyramid of them
-    (`Rescale`). The simple feature pyramid (`pyramid=True`) and a Swin's stages are read as they are.
+    For a plain ViT, use the maps of four layers, as in BEiT v2's recipe, which RoPE-ViT (table 3) follows:
+    `Features(vit, indices=layers_of_plain_vit(12))`; learned deconvolutions convert them to a pyramid (`Rescale`). The
+    simple feature pyramid (`pyramid=True`) and the stages of a Swin are used unchanged.
 
     Args:
-        backbone: Gives three maps or more, from fine to coarse.
+        backbone: Computes three maps or more, from fine to coarse.
         classes: Names of the classes.
-        channels: Channels inside the head; BEiT v2 has the backbone's width, mmsegmentation 512.
-        auxiliary_channels: Channels of the head that reads the third map for a second loss in training.
+        channels: Channels of the head; BEiT v2 has the backbone's width, mmsegmentation 512.
+        auxiliary_channels: Channels of the auxiliary head on the third map, for a second loss in training.
         auxiliary_weight: Weight of that loss.
-        pool_scales: Cells along each axis that the last map is averaged into.
+        pool_scales: Numbers of cells along each axis to which the last map is average-pooled.
 
     Raises:
-        ValueError: fewer maps, fewer than 2 classes.
+        ValueError: fewer than 3 maps, or fewer than 2 classes.
 
     References:
         Xiao et al., Unified Perceptual Parsing for Scene Understanding, section 3. Peng et al., BEiT v2, supplement.
@@ -92,7 +92,7 @@ class UperNet(SemanticModel):
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=4, num_heads=2, encoding="liere:8")
         >>> model = UperNet(Features(vit, indices=(1, 2, 3, 4)), ["sky", "sea"], channels=16).eval()
-        >>> [tuple(found["logits"].shape) for found in model.predict([torch.randn(3, 32, 40), torch.randn(3, 30, 50)])]
+        >>> [tuple(each["logits"].shape) for each in model.predict([torch.randn(3, 32, 40), torch.randn(3, 30, 50)])]
         [(2, 32, 40), (2, 30, 50)]
     """
 
@@ -108,7 +108,7 @@ class UperNet(SemanticModel):
     ) -> None:
         super().__init__(backbone, classes)
         if len(backbone.channels) < 3:
-            raise ValueError(f"UperNet reads three maps or more, got strides {backbone.strides}")
+            raise ValueError(f"UperNet needs three maps or more, got strides {backbone.strides}")
         config = UperNetConfig(
             id2label=dict(enumerate(classes)),
             hidden_size=channels,
@@ -123,14 +123,14 @@ class UperNet(SemanticModel):
         return enlarge(self.head(self.maps(images, mask)), self.strides[0], images.shape[-2:])
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Cross-entropy of the head, and of the auxiliary head by its weight, over pixels that have a class.
+        """Compute the cross-entropy of the head, and that of the auxiliary head times its weight, over labelled pixels.
 
-        An image alone, as the last batch of an epoch may be, is normed as in evaluation: the mean of one value is the
-        value.
+        For a batch of one image, such as the last of an epoch, batch norms use their running statistics: the statistics
+        of one image pooled to one cell would be those of a single value.
         """
         batch, mask = pad(images, self.backbone.size_divisor)
         truth = _padded_maps(targets, batch.shape[-2:])
-        with _evaluated_norms(self) if len(images) == 1 else nullcontext():
+        with _running_statistics(self) if len(images) == 1 else nullcontext():
             maps = self.maps(batch, mask)
             logits, coarse = self.head(maps), self.auxiliary_head(maps)
         auxiliary = _cross_entropy(coarse, self.strides[self.auxiliary_head.in_index], truth)
@@ -141,24 +141,24 @@ class UperNet(SemanticModel):
 
 
 class Mask2Former(SemanticModel):
-    """Segment by queries that each name a class and draw a mask (transformers' Mask2Former).
+    """Segment with queries that each predict a class and a mask (transformers' Mask2Former).
 
     The softmax of its logits is the share of each class in  Σ over queries  p(class | query) · p(pixel in mask).
 
     Args:
-        backbone: Gives four maps, each of half the resolution of the one before, or of one stride.
+        backbone: Computes four maps, each of half the resolution of the one before, or all of one stride.
         classes: Names of the classes.
         channels: Channels of pixel decoder, queries and masks, a multiple of 32.
-        queries: Masks that are proposed.
-        encoder_layers: Layers of the pixel decoder, of deformable attention.
-        decoder_layers: Layers that the queries go through.
+        queries: Number of queries.
+        encoder_layers: Layers of deformable attention in the pixel decoder.
+        decoder_layers: Layers of the transformer decoder.
         num_heads: Attention heads of both.
-        encoder_mlp_dim: Channels inside the MLP of the pixel decoder's layers.
-        mlp_dim: Channels inside the MLP of the queries' layers.
-        points: Points of a mask that a loss looks at.
+        encoder_mlp_dim: Hidden channels of the MLP of the pixel decoder's layers.
+        mlp_dim: Hidden channels of the MLP of the transformer decoder's layers.
+        points: Points per mask at which the losses are computed.
 
     Raises:
-        ValueError: other maps, channels that norm and heads do not divide, fewer than 2 classes.
+        ValueError: maps of other strides, channels not divisible by 32 and `num_heads`, or fewer than 2 classes.
 
     References:
         Cheng et al., Masked-attention Mask Transformer for Universal Image Segmentation, section 3; losses, their
@@ -189,7 +189,7 @@ class Mask2Former(SemanticModel):
     ) -> None:
         super().__init__(backbone, classes)
         if len(self.strides) != 4 or any(b != 2 * a for a, b in zip(self.strides, self.strides[1:], strict=False)):
-            rule = "Mask2Former reads four maps, each of half the resolution of the one before or all of one stride"
+            rule = "Mask2Former needs four maps, each of half the resolution of the one before or all of one stride"
             raise ValueError(f"{rule}, got strides {backbone.strides}")
         if channels % 32 or channels % num_heads:
             raise ValueError(f"channels must be divisible by 32 and num_heads = {num_heads}, got {channels}")
@@ -201,7 +201,7 @@ class Mask2Former(SemanticModel):
             encoder_feedforward_dim=encoder_mlp_dim,
             dim_feedforward=mlp_dim,
             encoder_layers=encoder_layers,
-            decoder_layers=decoder_layers + 1,  # transformers counts the masks of the queries as they begin, too
+            decoder_layers=decoder_layers + 1,  # transformers also counts the masks of the initial queries
             num_attention_heads=num_heads,
             num_queries=queries,
             train_num_points=points,
@@ -210,29 +210,29 @@ class Mask2Former(SemanticModel):
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         classes, masks = self.head(self.maps(images, mask))
-        there = enlarge(masks[-1], self.strides[0], images.shape[-2:]).sigmoid()
+        in_mask = enlarge(masks[-1], self.strides[0], images.shape[-2:]).sigmoid()
         with without_autocast(images):
-            shares = torch.einsum("bqc,bqhw->bchw", classes[-1].softmax(-1)[..., :-1], there)
+            shares = torch.einsum("bqc,bqhw->bchw", classes[-1].softmax(-1)[..., :-1], in_mask)
         return shares.clamp_min(torch.finfo(shares.dtype).tiny).log()
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Cross-entropy of the queries' classes, cross-entropy and Dice of their masks, of all layers together.
+        """Compute cross-entropy of the queries' classes, cross-entropy and Dice of their masks, summed over layers.
 
-        Every image is looked at in its own frame, whatever the batch was padded to. As in Mask2Former's training,
-        pixels without a class count as outside of every mask.
+        Losses of an image do not include the padding of the batch. As in Mask2Former's training, pixels without a class
+        count as outside of every mask.
         """
         batch, mask = pad(images, self.backbone.size_divisor)
         classes, masks = self.head(self.maps(batch, mask))
         sizes = [tuple(image.shape[-2:]) for image in images]
-        framed = _in_own_frames(masks, sizes, self.strides[0])
+        unpadded = _without_padding(masks, sizes, self.strides[0])
         maps = _of_one_size([target["map"] for target in targets])
         present = [_present(target["map"]) for target in targets]
-        drawn = [(map == own[:, None, None]).float() for map, own in zip(maps, present, strict=True)]
-        return self.head.losses(classes, framed, present, drawn)
+        true_masks = [(map == labels[:, None, None]).float() for map, labels in zip(maps, present, strict=True)]
+        return self.head.losses(classes, unpadded, present, true_masks)
 
 
 class Rescale(nn.Module):
-    """Make a pyramid of four maps of one stride: 4x and 2x by deconvolutions, 1x, and 1/2 by the maximum, as BEiT does.
+    """Rescale four maps of one stride to a pyramid: 4x and 2x by deconvolution, 1x, and 1/2 by max pooling (BEiT).
 
     Args:
         channels: Channels of each of the four maps.
@@ -257,16 +257,16 @@ class Rescale(nn.Module):
 
     @staticmethod
     def strides(strides: Sequence[float]) -> list[float]:
-        """The strides that maps of these strides have afterwards."""
+        """Compute the strides of the rescaled maps."""
         return [stride * factor for stride, factor in zip(strides, (0.25, 0.5, 1.0, 2.0), strict=True)]
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Four maps `(batch, channels, height, width)` to four of different sizes, from fine to coarse."""
+        """Rescale four maps `(batch, channels, height, width)`; the result is ordered from fine to coarse."""
         return [level(map) for level, map in zip(self.levels, maps, strict=True)]
 
 
 def layers_of_plain_vit(depth: int) -> tuple[int, int, int, int]:
-    """The layers whose maps UperNet reads, a third, half, two thirds and all of the way up, as BEiT's.
+    """Return the layers whose maps UperNet uses, at a third, half, two thirds and all of the depth, as in BEiT.
 
     >>> layers_of_plain_vit(12), layers_of_plain_vit(24)
     ((4, 6, 8, 12), (8, 12, 16, 24))
@@ -275,20 +275,20 @@ def layers_of_plain_vit(depth: int) -> tuple[int, int, int, int]:
 
 
 def enlarge(logits: Tensor, stride: float, size: Sequence[int]) -> Tensor:
-    """Bring a map of a stride to the pixels of its image, bilinearly; cells beyond the image's edge are cut off.
+    """Resize a map bilinearly to the pixels of its image, and crop cells beyond the image's edge.
 
     Args:
         logits: `(batch, channels, ceil(height / stride), ceil(width / stride))`.
         stride: Pixels between cells.
         size: Height and width of the image.
     """
-    whole = [round(cells * stride) for cells in logits.shape[-2:]]
+    padded_size = [round(cells * stride) for cells in logits.shape[-2:]]
     wide = logits.to(wide_dtype(logits))
-    return functional.interpolate(wide, whole, mode="bilinear")[..., : size[0], : size[1]]
+    return functional.interpolate(wide, padded_size, mode="bilinear")[..., : size[0], : size[1]]
 
 
 class _Mask2FormerHead(Mask2FormerPreTrainedModel):
-    """Mask2Former from the maps on, its weights drawn as transformers draws them."""
+    """Mask2Former without its backbone, initialised as by transformers."""
 
     def __init__(self, config: Mask2FormerConfig, channels: Sequence[int], num_classes: int) -> None:
         super().__init__(config)
@@ -300,42 +300,42 @@ class _Mask2FormerHead(Mask2FormerPreTrainedModel):
         self.post_init()
 
     def forward(self, maps: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Classes `(batch, queries, classes + 1)` and masks `(batch, queries, height, width)` after every layer."""
-        with without_autocast(maps[0]):  # offsets of deformable attention
+        """Compute classes `(batch, queries, classes + 1)` and masks `(batch, queries, height, width)` per layer."""
+        with without_autocast(maps[0]):  # offsets of deformable attention need float32
             decoded = self.pixel_decoder([map.to(wide_dtype(map)) for map in maps])
-        found = self.transformer(decoded.multi_scale_features, decoded.mask_features, output_hidden_states=True)
-        classes = [self.classifier(queries.transpose(0, 1)) for queries in found.intermediate_hidden_states]
+        output = self.transformer(decoded.multi_scale_features, decoded.mask_features, output_hidden_states=True)
+        classes = [self.classifier(queries.transpose(0, 1)) for queries in output.intermediate_hidden_states]
         wide = wide_dtype(*classes)
-        return [each.to(wide) for each in classes], [each.to(wide) for each in found.masks_queries_logits]
+        return [each.to(wide) for each in classes], [each.to(wide) for each in output.masks_queries_logits]
 
     def losses(
-        self, classes: list[Tensor], masks: list[Tensor], present: list[Tensor], drawn: list[Tensor]
+        self, classes: list[Tensor], masks: list[Tensor], present: list[Tensor], true_masks: list[Tensor]
     ) -> dict[str, Tensor]:
-        """The losses by kind, weighted and summed over layers.
+        """Compute the losses by kind, weighted and summed over layers.
 
         Args:
-            classes: What `forward` gives.
-            masks: Likewise.
-            present: Classes of each image `(n,)`.
-            drawn: Their masks `(n, height, width)`.
+            classes: Class logits of every layer, as `forward` returns them.
+            masks: Mask logits of every layer, as `forward` returns them.
+            present: Classes that occur in each image `(n,)`.
+            true_masks: Their masks `(n, height, width)`.
         """
         earlier = [
             {"masks_queries_logits": of_masks, "class_queries_logits": of_classes}
             for of_masks, of_classes in zip(masks[:-1], classes[:-1], strict=True)
         ]
         with without_autocast(masks[-1]):
-            found = self.criterion(masks[-1], classes[-1], drawn, present, earlier)
+            terms = self.criterion(masks[-1], classes[-1], true_masks, present, earlier)
         weights: dict[str, float] = self.criterion.weight_dict
         return {
-            kind: weight * torch.stack([loss for name, loss in found.items() if name.startswith(f"loss_{kind}")]).sum()
+            kind: weight * torch.stack([loss for name, loss in terms.items() if name.startswith(f"loss_{kind}")]).sum()
             for kind, weight in weights.items()
         }
 
 
 @contextmanager
-def _evaluated_norms(model: nn.Module) -> Iterator[None]:
-    """Batch norms by their running statistics; those that processes share see more than one batch."""
-    norms = [part for part in model.modules() if isinstance(part, nn.BatchNorm2d) and part.training]
+def _running_statistics(model: nn.Module) -> Iterator[None]:
+    """Use running statistics in BatchNorm2d; SyncBatchNorm, whose batch is that of all processes, does not change."""
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d) and module.training]
     for norm in norms:
         norm.eval()
     try:
@@ -346,7 +346,7 @@ def _evaluated_norms(model: nn.Module) -> Iterator[None]:
 
 
 def _cross_entropy(logits: Tensor, stride: float, truth: Tensor) -> Tensor:
-    """The mean over pixels that have a class; 0 where none has."""
+    """Compute the mean cross-entropy over labelled pixels; 0 if there are none."""
     logits = enlarge(logits, stride, truth.shape[-2:])
     total = functional.cross_entropy(logits, truth, ignore_index=IGNORED, reduction="sum")
     return total / (truth != IGNORED).sum().clamp_min(1)
@@ -354,26 +354,30 @@ def _cross_entropy(logits: Tensor, stride: float, truth: Tensor) -> Tensor:
 
 def _padded_maps(targets: Sequence[Target], size: Sequence[int]) -> Tensor:
     maps = [target["map"] for target in targets]
-    rest = [(0, size[1] - map.shape[1], 0, size[0] - map.shape[0]) for map in maps]
-    return torch.stack([functional.pad(map, own, value=IGNORED) for map, own in zip(maps, rest, strict=True)])
+    paddings = [(0, size[1] - map.shape[1], 0, size[0] - map.shape[0]) for map in maps]
+    return torch.stack(
+        [functional.pad(map, padding, value=IGNORED) for map, padding in zip(maps, paddings, strict=True)]
+    )
 
 
 def _present(map: Tensor) -> Tensor:
-    """The classes of a map `(n,)`."""
-    found = map.unique()
-    return found[found != IGNORED]
+    """Return the classes that occur in a map, `(n,)`."""
+    labels = map.unique()
+    return labels[labels != IGNORED]
 
 
 def _of_one_size(maps: list[Tensor]) -> list[Tensor]:
-    """Maps `(height, width)` drawn to the largest height and width of all."""
+    """Resize label maps `(height, width)` to the largest height and width, by nearest neighbour."""
     largest = [max(map.shape[axis] for map in maps) for axis in (0, 1)]
-    drawn = [functional.interpolate(map[None, None].float(), largest, mode="nearest-exact") for map in maps]
-    return [each[0, 0].long() for each in drawn]
+    resized = [functional.interpolate(map[None, None].float(), largest, mode="nearest-exact") for map in maps]
+    return [each[0, 0].long() for each in resized]
 
 
-def _in_own_frames(masks: list[Tensor], sizes: Sequence[Sequence[int]], stride: float) -> list[Tensor]:
-    """Maps of padded images drawn as if each image filled the map, `(batch, channels, height, width)` as before."""
-    shares = [[own / (cells * stride) for own, cells in zip(size, masks[0].shape[-2:], strict=True)] for size in sizes]
+def _without_padding(masks: list[Tensor], sizes: Sequence[Sequence[int]], stride: float) -> list[Tensor]:
+    """Resample maps so that each image without its padding fills the map, `(batch, channels, height, width)`."""
+    shares = [
+        [extent / (cells * stride) for extent, cells in zip(size, masks[0].shape[-2:], strict=True)] for size in sizes
+    ]
     if all(share == 1 for of_image in shares for share in of_image):
         return masks
     theta = masks[0].new_zeros(len(sizes), 2, 3)

@@ -1,6 +1,6 @@
 """Recipes: YAML files with settings of `torchrope compare` and `torchrope train`, one experiment each.
 
-Those in this folder are small, one for each data set and named like it; those in `papers` are what papers trained.
+Recipes in this folder are small, one per data set and with its name; those in `papers` are the settings of papers.
 """
 
 from pathlib import Path
@@ -10,29 +10,29 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """All recipes, the data sets' first."""
+    """List the names of all recipes, those of data sets first."""
     return [path.stem for path in _paths()]
 
 
 def find(name: str) -> Path:
-    """The file of a recipe.
+    """Return the file of a recipe.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no recipe has that name.
     """
     for path in _paths():
         if path.stem == name:
             return path
-    raise ValueError(f"recipes are {', '.join(names())}, got {name!r}")
+    raise ValueError(f"recipe must be one of {', '.join(names())}, got {name!r}")
 
 
 def summary(name: str) -> str:
-    """The first line of a recipe, which says what it is."""
+    """Return the first line of a recipe, which describes it."""
     return find(name).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def settings(name: str) -> dict[str, Any]:
-    """What a recipe sets, as nested dicts."""
+    """Read the settings of a recipe as nested dicts."""
     import yaml
 
     return yaml.safe_load(find(name).read_text(encoding="utf-8"))

@@ -35,8 +35,8 @@ from torchrope.lab.studies.engine.runs import Run, Trained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.cost import count_encoding_parameters
 from torchrope.lab.training.evaluate import predict_views_or_one
+from torchrope.lab.training.init_from import start_from
 from torchrope.lab.training.models import build_model
-from torchrope.lab.training.start import start_from
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis
 

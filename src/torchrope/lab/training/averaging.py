@@ -1,4 +1,4 @@
-"""An average of the weights, which is what is evaluated and kept."""
+"""Exponential moving average (EMA) of the weights, used for validation and saved as the trained model."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from torchrope.lab.training.parts import gathered, parts
+from torchrope.lab.training.sharded_tensors import gather_full, local_shards
 
 
 class AveragedWeights(WeightAveraging):
-    """Average the weights over steps:  a ← d a + (1 - d) w,  a = w after the first.
+    """Keep an exponential moving average of the weights:  a ← d a + (1 - d) w,  a = w after the first step.
 
-    Validation sees the average, checkpoints hold both, and the average is what a finished run leaves.
+    Validation uses the average, checkpoints hold both, and a finished run ends with the average as its weights.
 
     Args:
-        decay: How much of the average stays at every step, d.
+        decay: Factor d of the average at every step.
 
     References:
         Polyak and Juditsky, Acceleration of stochastic approximation by averaging; with decay, as in DeiT's code.
@@ -32,22 +32,22 @@ class AveragedWeights(WeightAveraging):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the average, and the weights of now beside it, whole."""
+        """Save the full tensors of the average and of the current weights."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        checkpoint["state_dict"] = gathered(checkpoint["state_dict"])
+        checkpoint["state_dict"] = gather_full(checkpoint["state_dict"])
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take up both; where they are sharded, this process's parts."""
-        mine = pl_module.state_dict()
-        both = {name: parts(checkpoint[name], mine) for name in ("state_dict", "current_model_state")}
+        """Load both; if they are sharded, this process's shards."""
+        current = pl_module.state_dict()
+        both = {name: local_shards(checkpoint[name], current) for name in ("state_dict", "current_model_state")}
         super().on_load_checkpoint(trainer, pl_module, {**checkpoint, **both})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the step of the last update."""
+        """Load the step of the last update."""
         super().load_state_dict({"latest_update_step": int(state_dict["latest_update_step"])})
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the average in the model, also where a finished run had nothing more to train."""
+        """Copy the average to the model, also if the run was already finished and nothing was trained."""
         self._copy_average_to_current(pl_module)

@@ -1,4 +1,4 @@
-"""A classifier in training: its loss and its metrics."""
+"""Lightning module for classification: loss and metrics."""
 
 import math
 from collections.abc import Sequence
@@ -35,41 +35,41 @@ class Classifier(Module):
         """The logarithm of the number of classes."""
         return math.log(max(self.num_classes, 2))
 
-    def forward(self, inputs: Tensor, *told: Tensor) -> Tensor:
-        """Logits `(batch, classes)`; what else a batch tells goes to the model too."""
-        return self.model(inputs, *told)
+    def forward(self, inputs: Tensor, *extra: Tensor) -> Tensor:
+        """Compute logits `(batch, classes)`; further tensors of a batch, such as voxel spacings, are passed on."""
+        return self.model(inputs, *extra)
 
     def training_step(self, batch: Sequence[Tensor], _: int) -> Tensor:
-        """The loss of a batch."""
-        inputs, labels, *told = batch
-        loss = training_loss(self(inputs, *told), labels, self.optim)
+        """Compute the loss of a batch."""
+        inputs, labels, *extra = batch
+        loss = training_loss(self(inputs, *extra), labels, self.optim)
         self.train_loss.update(loss.detach(), len(labels))
         return loss
 
     def validation_step(self, batch: Sequence[Tensor], _: int) -> None:
-        """Count loss and hits of a batch."""
-        inputs, labels, *told = batch
-        logits = self(inputs, *told)
+        """Update loss and accuracy with a batch."""
+        inputs, labels, *extra = batch
+        logits = self(inputs, *extra)
         self.val_loss.update(functional.cross_entropy(logits, labels), len(labels))
         self.val_top1.update(logits, labels)
 
     def on_validation_epoch_end(self) -> None:
-        """Report the epoch; Lightning resets the metrics."""
+        """Log the metrics of the epoch; Lightning resets them."""
         self.log_dict({"val_loss": self.val_loss, "val_top1": self.val_top1})
 
 
 def training_loss(logits: Tensor, labels: Tensor, config: OptimConfig) -> Tensor:
-    """Cross-entropy, or binary cross-entropy where every class with a share in the label counts as there.
+    """Compute cross-entropy, or binary cross-entropy with target 1 for every class that has a share in the label.
 
     Args:
         logits: `(batch, classes)`.
-        labels: Classes `(batch,)`, or their shares `(batch, classes)` where examples were mixed.
-        config: Which loss, and how much of the label is spread.
+        labels: Classes `(batch,)`, or their shares `(batch, classes)` if examples were mixed (mixup, CutMix).
+        config: Settings `loss` and `label_smoothing`.
 
     References:
         Touvron et al., DeiT III, section 3; `train_one_epoch` of its code for mixed labels.
     """
     if config.loss == "cross-entropy":
         return functional.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
-    there = functional.one_hot(labels, logits.shape[-1]) if labels.ndim == 1 else labels > 0
-    return functional.binary_cross_entropy_with_logits(logits, there.to(logits.dtype))
+    targets = functional.one_hot(labels, logits.shape[-1]) if labels.ndim == 1 else labels > 0
+    return functional.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype))

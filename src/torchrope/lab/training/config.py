@@ -1,4 +1,4 @@
-"""Settings of model and optimiser, as plain values: imports no torch."""
+"""Configuration dataclasses of a run: model, optimiser, precision and logging. Does not import torch."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from torchrope.lab.data.config import DataConfig, DigitsConfig, VolumesConfig, data_config
 
 CONFIG = "config.yaml"
-"""The file of a run's folder that holds its configuration."""
+"""File in a run's folder that holds its configuration."""
 
 OptimizerName = Literal["adamw", "adam", "lamb"]
 HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "deformable-detr", "dino"]
@@ -19,7 +19,7 @@ TASKS: dict[str, str] = {
     **dict.fromkeys(("upernet", "mask2former"), "segment"),
     **dict.fromkeys(("faster-rcnn", "mask-rcnn", "deformable-detr", "dino"), "detect"),
 }
-"""What each head does."""
+"""Task of each head."""
 
 _READ_BY = {
     **dict.fromkeys(("depth", "num_heads", "mlp_dim"), ("vit", "transformer")),
@@ -29,7 +29,7 @@ _READ_BY = {
     **dict.fromkeys(("patch_size", "spacing", "origin", "input_size", "drop_path_schedule"), ("vit", "swin")),
     **dict.fromkeys(("latents", "attention"), ("transformer",)),
 }
-"""Settings of a model that not all backbones have."""
+"""Settings that only some backbones have, and those backbones."""
 
 _CHOICES = {
     "attention": ("softmax", "linear"),
@@ -40,28 +40,29 @@ _CHOICES = {
 
 @dataclass
 class ModelConfig:
-    """The transformer around the encoding.
+    """Architecture of the model: backbone, head and position encoding's settings.
 
     Attributes:
         backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points", "series", "kanji-strokes").
-        head: What reads it: "classify"; "upernet" or "mask2former" for semantic segmentation; "faster-rcnn",
+        head: Head on the backbone: "classify"; "upernet" or "mask2former" for semantic segmentation; "faster-rcnn",
             "mask-rcnn", "deformable-detr" or "dino" for object detection.
-        size: The papers' sizes by name; dim, depth, num_heads and mlp_dim below then override it one by one.
+        size: The papers' sizes by name; each of dim, depth, num_heads and mlp_dim overrides it if given.
         dim: Channels of a token.
-        depth: Layers.
+        depth: Number of layers.
         num_heads: Attention heads.
-        mlp_dim: Channels inside the MLP.
+        mlp_dim: Hidden channels of the MLP.
         patch_size: Extent of a patch along each axis; one number means all axes.
-        depths: Layers of each stage of a Swin, which its size by name says otherwise.
-        stage_heads: Attention heads of each stage of a Swin, likewise.
-        window_size: Tokens of a Swin's window along each axis, 7 by default; one number means all axes. Of a ViT below
-            a head for segmentation or detection: its layers attend in such windows, as ViTDet's.
-        global_layers: Layers of such a ViT that attend everywhere, counted from 1; by default the last one of each
+        depths: Layers of each stage of a Swin; None takes those of `size`.
+        stage_heads: Attention heads of each stage of a Swin; None takes those of `size`.
+        window_size: Tokens of a Swin's window along each axis, 7 by default; one number means all axes. For a ViT with
+            a head for segmentation or detection: its layers use window attention of this size, as in ViTDet.
+        global_layers: Layers of such a ViT with global attention, counted from 1; by default the last one of each
             quarter.
-        head_channels: Channels of a head for segmentation or detection; None is the head's own.
-        num_queries: Objects that "mask2former", "deformable-detr" and "dino" look for; None is the head's own.
-        pool: "cls" reads a class token at the origin, "mean" averages the patches; a Swin and a Transformer always do.
-        num_registers: Extra tokens without a place.
+        head_channels: Channels of a head for segmentation or detection; None is the head's default.
+        num_queries: Object queries of "mask2former", "deformable-detr" and "dino"; None is the head's default.
+        pool: "cls" classifies a class token at the origin, "mean" the mean of the patches; Swin and Transformer always
+            use the mean.
+        num_registers: Extra tokens without a position (registers).
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel.
         attention_dropout: Probability of dropping an attention weight.
@@ -70,30 +71,32 @@ class ModelConfig:
             (Swin, BEiT, ViTDet), or "constant" (DeiT III).
         layer_scale: Initial factor on each branch; none by default.
         norm_eps: Added to the variance in every norm of a ViT; 1e-6 by default, LieRE and CLIP have 1e-5.
-        weight_init: How the weights of a ViT start: "xavier" as the first ViT's, "truncated-normal" with deviation 0.02
-            as DeiT's, or "torch" as linear layers of PyTorch, tokens and learned table N(0, 1), as LieRE's.
+        weight_init: Initialisation of a ViT: "xavier" as in the first ViT, "truncated-normal" with standard deviation
+            0.02 as in DeiT, or "torch" as in LieRE: PyTorch's for linear layers, N(0, 1) for tokens and learned table.
         share_layers: One encoding for all layers.
         share_heads: One set of generators for all heads.
-        encoding_scale: Factor on the generators of a rotary encoding at the start; for encodings that start at random.
-        rotary_dim: Channels of a head that rotate where the encoding does not fit the head, such as 60 of 64 on three
-            axes; encodings that fit it rotate all.
-        spacing: Distance between patches for the encoding, one number or one per axis; by default the convention
+        encoding_scale: Factor on the initial generators of a rotary encoding; for encodings with a random
+            initialisation.
+        rotary_dim: Channels of a head to rotate if the encoding does not fit the head, such as 60 of 64 with three
+            axes; encodings that fit the head rotate all of it.
+        spacing: Distance between the positions of patches, one number or one per axis; by default the convention
             of each encoding's paper.
-        origin: Position of the first patch, likewise.
-        input_size: Extent along each axis that positions are laid out for, in place of the data's: a second stage on
-            larger images keeps that of the first, whose lattice it runs past.
-        jitter: Move patches at random in training, with this deviation in halves of a cell (ComRoPE's perturbation
-            intensity); never along time. "learned-jittered" is looked up so, too: by 1 where this is 0.
-        unit_mm: Place the patches of every volume by the mm between its own voxels, in place of one lattice for all, at
-            origin + spacing · index · patch · voxel / unit_mm: where patches are unit_mm apart, positions are those of
-            a model without it, for every encoding.
-        latents: How many learned latents read the tokens of a Transformer, at a cost linear in their number; they then
-            attend to one another. 0: tokens attend to one another.
-        attention: Of a Transformer: "softmax", or "linear" (RoFormer, section 3.3), at a cost linear in the number of
-            tokens.
-        encoding_seed: Draw the start of the rotary encodings from this seed in place of the run's, all else the same.
-        checkpoint_layers: Keep the input of each layer alone and compute the layer again for its gradient: the same
-            numbers with less memory, for about a third more time.
+        origin: Position of the first patch, one number or one per axis; by default the convention of the paper.
+        input_size: Extent along each axis that positions are laid out for, instead of the data's: a second stage on
+            larger images keeps that of the first stage, and its lattice extends beyond it.
+        jitter: Standard deviation of random shifts of the patches in training, in halves of a cell (ComRoPE's
+            perturbation intensity); never along time. "learned-jittered" samples its table at positions shifted in
+            the same way, with deviation 1 if this is 0.
+        unit_mm: Place the patches of each volume by its own voxel spacing in mm, instead of on one lattice for all, at
+            origin + spacing · index · patch · voxel / unit_mm: with patches unit_mm apart, positions are those of a
+            model without this setting, for every encoding.
+        latents: Number of learned latents that cross-attend to the tokens of a Transformer, at a cost linear in it;
+            self-attention is then between the latents. 0: self-attention between the tokens.
+        attention: Attention of a Transformer: "softmax", or "linear" (RoFormer, section 3.3), at a cost linear in the
+            number of tokens.
+        encoding_seed: Seed of the initial rotary encodings, instead of the run's; everything else stays the same.
+        checkpoint_layers: Activation checkpointing: keep only the input of each layer, and compute the layer again for
+            its gradient; the same numbers with less memory, for about a third more time.
     """
 
     backbone: Literal["vit", "swin", "transformer"] = "vit"
@@ -159,7 +162,7 @@ class ModelConfig:
         if self.unit_mm is not None and not self.unit_mm > 0:
             raise ValueError(f"unit_mm must be above 0, got {self.unit_mm}")
         if self.unit_mm is not None and self.jitter:
-            raise ValueError(f"jitter is for one lattice of all samples, got {self.jitter} with unit_mm")
+            raise ValueError(f"jitter must be 0 with unit_mm, got {self.jitter}")
         if self.head not in TASKS:
             raise ValueError(f"head must be one of {', '.join(TASKS)}, got {self.head!r}")
         self._check_head()
@@ -167,77 +170,79 @@ class ModelConfig:
             default = one.default if one.default_factory is MISSING else one.default_factory()
             readers = _READ_BY.get(one.name, (self.backbone,))
             if getattr(self, one.name) != default and self.backbone not in readers:
-                rule = f"{one.name} is read by backbone {' and '.join(readers)} alone"
+                rule = f"{one.name} is a setting of backbone {' and '.join(readers)} alone"
                 raise ValueError(f"{rule}, got {getattr(self, one.name)}")
         if self.attention == "linear" and self.attention_dropout:
             rule = "attention_dropout is for softmax attention alone"
             raise ValueError(f"{rule}, got {self.attention_dropout} with attention linear")
 
     def _check_head(self) -> None:
-        """Refuse settings that no head, or another one, reads."""
+        """Raise ValueError for settings that the head does not have."""
         if self.backbone == "transformer" and self.task != "classify":
-            raise ValueError(f"head must be classify above backbone transformer, got {self.head!r}")
+            raise ValueError(f"head must be classify with backbone transformer, got {self.head!r}")
         windowed = self.backbone == "swin" or self.task != "classify"
         if self.window_size is not None and not windowed:
-            rule = "window_size is read by backbone swin alone, or by a vit below another head than classify"
+            rule = "window_size is a setting of backbone swin, or of vit with another head than classify"
             raise ValueError(f"{rule}, got {self.window_size}")
         if self.global_layers is not None and (self.backbone == "swin" or self.window_size is None):
             raise ValueError(f"global_layers is for a vit with window_size, got {self.global_layers}")
         for name in ("head_channels", "num_queries"):
             value = getattr(self, name)
             if value is not None and (value < 1 or self.task == "classify"):
-                raise ValueError(f"{name} must be 1 or more, below another head than classify, got {value}")
+                raise ValueError(f"{name} must be 1 or more, with another head than classify, got {value}")
         if self.num_queries is not None and self.head not in ("mask2former", "deformable-detr", "dino"):
-            rule = "num_queries is read by mask2former, deformable-detr and dino alone"
+            rule = "num_queries is a setting of mask2former, deformable-detr and dino alone"
             raise ValueError(f"{rule}, got {self.num_queries}")
 
     @property
     def task(self) -> str:
-        """What the head does: "classify", "segment" or "detect"."""
+        """Task of the head: "classify", "segment" or "detect"."""
         return TASKS[self.head]
 
     @property
     def patch(self) -> int | list[int]:
-        """The patch as `ViT` takes it."""
+        """The patch size as backbones take it."""
         return self.patch_size[0] if len(self.patch_size) == 1 else self.patch_size
 
     @property
     def window(self) -> int | list[int] | None:
-        """The window as backbones take it."""
+        """The window size as backbones take it."""
         return self.window_size[0] if self.window_size and len(self.window_size) == 1 else self.window_size
 
 
 @dataclass
 class OptimConfig:
-    """The optimiser, with linear warm-up and decay.
+    """Optimiser, loss and learning-rate schedule: linear warm-up, then decay.
 
     Attributes:
         epochs: Passes over the training data.
         lr: Highest learning rate.
-        weight_decay: Decay of weight matrices; never of norms and biases.
-        decay_encodings: Whether the parameters of encodings, class token and registers decay too, as in a Trainer of
+        weight_decay: Weight decay of matrices; norms and biases have none.
+        decay_encodings: Whether weight decay applies to encodings, class token and registers too, as in the Trainer of
             transformers (ComRoPE).
-        betas: Averaging of gradients and of their squares.
+        betas: Decay rates of Adam's averages of gradients and of their squares.
         warmup_epochs: Epochs of linear warm-up, at most half of all.
-        clip: Largest norm of a gradient; 0 does not clip.
+        clip: Largest gradient norm; 0 does not clip.
         label_smoothing: Share of the label that is spread over all classes.
-        loss: "cross-entropy", or "bce": each class is there or not, those of mixed labels all are (DeiT III).
-        optimizer: "adamw"; "adam" (LieRE), where decay is part of the gradient; or "lamb" (DeiT III).
+        loss: "cross-entropy", or "bce": binary cross-entropy with target 1 for every class in the (mixed) label
+            (DeiT III).
+        optimizer: "adamw"; "adam" (LieRE), whose weight decay is added to the gradient; or "lamb" (DeiT III).
         warmup_share: Warm-up as a share of all steps, in place of warmup_epochs.
         min_lr: Learning rate at the end.
         layer_decay: Factor on the learning rate from each layer to the one below it.
-        schedule: How the rate goes down after the warm-up: along a "cosine" or a "linear" line to min_lr, or by "step",
-            to a tenth at each milestone.
-        milestones: Epochs after which "step" goes down.
-        backbone_lr: Factor on the learning rate of the backbone below a head for segmentation or detection.
-        encoding_lr: Factor on the learning rate of the generators of rotary encodings; 0 leaves them as they start.
-        ema_decay: Keep an average of the weights, this much of it staying at every step; it is evaluated and kept.
-        effective_batch: Examples in one step of the optimiser over all devices: gradients of several batches add up
-            to it, whatever the number of devices. By default one batch of every device.
+        schedule: Decay of the learning rate after the warm-up: "cosine" or "linear" to min_lr, or "step", to a tenth at
+            each milestone.
+        milestones: Epochs after which "step" reduces the learning rate.
+        backbone_lr: Factor on the learning rate of the backbone of a model for segmentation or detection.
+        encoding_lr: Factor on the learning rate of the generators of rotary encodings; 0 keeps their initial values.
+        ema_decay: Decay of an exponential moving average (EMA) of the weights, which is evaluated and saved as the
+            model; None has no average.
+        effective_batch: Examples of one optimiser step over all devices, by gradient accumulation. By default one batch
+            of every device.
         sizes: Pixels per side, one of which is drawn for the inputs of every step (training across resolutions: Tian et
-            al., ResFormer, arXiv:2212.00776); by default all steps have the size of the data. Inputs are drawn at that
-            size where the data can be ("kanji"), else resampled behind their augmentation. Along time nothing changes.
-            Validation and costs are of the size of the data.
+            al., ResFormer, arXiv:2212.00776); by default all steps have the data's size. Inputs are rendered at that
+            size if the data can be ("kanji"), else resampled after augmentation. The length along time does not change.
+            Validation and costs have the data's size.
     """
 
     epochs: int = 15
@@ -262,7 +267,7 @@ class OptimConfig:
     sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.betas = tuple(self.betas)  # type: ignore[assignment]  # YAML has lists alone
+        self.betas = tuple(self.betas)  # type: ignore[assignment]  # YAML has no tuples
         if self.epochs < 1:
             raise ValueError(f"epochs must be 1 or more, got {self.epochs}")
         if not self.lr > 0:
@@ -285,9 +290,10 @@ class OptimConfig:
         if self.schedule not in ("cosine", "linear", "step"):
             raise ValueError(f"schedule must be one of cosine, linear, step, got {self.schedule!r}")
         if bool(self.milestones) != (self.schedule == "step"):
-            raise ValueError(f"milestones are what schedule step needs, got {self.milestones} with {self.schedule}")
+            rule = "milestones must be given with schedule step, and with no other"
+            raise ValueError(f"{rule}, got {self.milestones} with {self.schedule}")
         if any(not 0 < epoch < self.epochs for epoch in self.milestones):
-            raise ValueError(f"milestones must lie between 0 and epochs = {self.epochs}, got {self.milestones}")
+            raise ValueError(f"milestones must be between 0 and epochs = {self.epochs}, got {self.milestones}")
         for name in ("backbone_lr", "encoding_lr"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
@@ -301,19 +307,19 @@ class OptimConfig:
 
 @dataclass
 class ScaleConfig:
-    """How a run is computed and watched. All but precision may change from one start of a run to the next.
+    """Precision, checkpoints, divergence and logging of a run. All but precision may change when a run resumes.
 
     Attributes:
-        precision: "bf16" multiplies matrices in bfloat16 (mixed: weights, norms, angles and sums stay float32).
-        compile: Whether torch.compile makes the model faster, after a while at the start.
-        checkpoint_every: Steps of the optimiser between checkpoints within an epoch; by default there is one at the end
-            of every epoch.
-        on_nan: What to do when the loss or a gradient is not finite, or the loss explodes: "stop" says where and which
-            checkpoint is good; "skip" leaves the step out and counts it; "ignore" goes on.
-        explosion: A loss above this many times that of guessing, log(classes), counts as exploded.
-        logs: Where measures go as the run proceeds: "csv", "tensorboard", "wandb".
-        peak_tflops: What one device can compute at most, in 10¹² operations a second at this precision; with it the log
-            says which share of it the model gets.
+        precision: "bf16" is mixed precision: matrix products in bfloat16; weights, norms, angles and sums in float32.
+        compile: Whether to compile the model with torch.compile.
+        checkpoint_every: Optimiser steps between checkpoints within an epoch; by default there is one at the end of
+            every epoch.
+        on_nan: What to do if the loss or a gradient is not finite, or the loss diverges: "stop" raises an error that
+            names the step and the last good checkpoint; "skip" skips the step and counts it; "ignore" continues.
+        explosion: A loss above this many times that of guessing, log(classes), counts as diverged.
+        logs: Loggers of the metrics during training: "csv", "tensorboard", "wandb".
+        peak_tflops: Peak of one device at this precision, in 10¹² operations per second; if given, model FLOP
+            utilisation is logged.
     """
 
     precision: Literal["float32", "bf16"] = "float32"
@@ -336,24 +342,24 @@ class ScaleConfig:
 MAY_CHANGE = tuple(
     f"scale.{name}" for name in ("compile", "checkpoint_every", "on_nan", "explosion", "logs", "peak_tflops")
 )
-"""Settings that a run may change when it goes on; those of on_nan only matter once something is wrong."""
+"""Settings that may change when a run resumes; on_nan and explosion have no effect on a run that does not diverge."""
 
 
 @dataclass
 class RunConfig:
-    """One model to train.
+    """Configuration of a training run.
 
     Attributes:
         encoding: A name such as "mixed", "liere:8" or "learned+axial".
-        seed: Decides initial weights, the order of the data and dropout.
-        data: Which data.
-        model: The model around the encoding.
+        seed: Seed of initial weights, order of the data, augmentation and dropout.
+        data: The data.
+        model: The architecture.
         optim: The optimiser.
-        scale: How it is computed and watched.
-        start_from: Folder of a run whose weights this one starts with; a rotary encoding that they lack starts at
-            zero, as none (ComRoPE, supplement B.2).
-        backbone_from: What a backbone below a head for segmentation or detection starts with: the folder of a run
-            that classified, the file of a published checkpoint, or "timm:NAME".
+        scale: Precision, checkpoints and logging.
+        start_from: Folder of a run whose weights initialise the model; a rotary encoding that the run lacks starts at
+            zero, which equals no encoding (ComRoPE, supplementary material, section B.2).
+        backbone_from: Weights that initialise the backbone of a model for segmentation or detection: the folder of a
+            classification run, the file of a published checkpoint, or "timm:NAME".
     """
 
     encoding: str = "mixed"
@@ -367,62 +373,63 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.start_from is not None:
-            self.start_from = os.path.abspath(os.path.expanduser(self.start_from))  # the same from anywhere
+            # Absolute, so that it does not depend on the working directory.
+            self.start_from = os.path.abspath(os.path.expanduser(self.start_from))
         if self.backbone_from is not None:
             if self.model.task == "classify":
-                raise ValueError(f"backbone_from is for another head than classify, got {self.backbone_from!r}")
+                raise ValueError(f"backbone_from is for heads other than classify, got {self.backbone_from!r}")
             if not self.backbone_from.startswith("timm:"):
                 self.backbone_from = os.path.abspath(os.path.expanduser(self.backbone_from))
         check_spacing(self.model, self.data)
         if self.optim.sizes and self.model.task != "classify":
-            rule = "--optim.sizes is for model.head classify (others train on pictures of any size)"
+            rule = "--optim.sizes is for model.head classify (others train on images of any size)"
             raise ValueError(f"{rule}, got {', '.join(map(str, self.optim.sizes))} with {self.model.head}")
 
 
 @dataclass
 class EvaluationConfig:
-    """What a published checkpoint is evaluated on.
+    """Configuration of the evaluation of a published checkpoint.
 
     Attributes:
-        data: Which data.
+        data: The data to evaluate on.
     """
 
     data: DataConfig = field(default_factory=DigitsConfig)
 
 
 def check_spacing(model: ModelConfig, data: DataConfig) -> None:
-    """Refuse positions in mm where samples have no spacing, or would have two."""
+    """Raise ValueError if positions are in mm, but samples have no voxel spacing or are mixed from two."""
     if model.unit_mm is None:
         return
     if not isinstance(data, VolumesConfig):
         raise ValueError(f"--model.unit_mm is for volumes, rsna alone, got --data {data.name}")
     for name in ("mixup", "cutmix"):
         if getattr(data.augment, name):
-            rule = "--model.unit_mm places each volume by its own voxels, which a mix of two has not"
+            rule = "--model.unit_mm needs one voxel spacing per volume, which a mix of two does not have"
             raise ValueError(f"{rule}, got --data.augment.{name} {getattr(data.augment, name)}")
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A configuration as dicts, lists, numbers and strings, as YAML and JSON keep it."""
+    """Convert a configuration to dicts, lists, numbers and strings, as YAML and JSON store it."""
     return json.loads(json.dumps(asdict(config)))
 
 
 def differences(theirs: dict[str, Any], mine: dict[str, Any], *, but: Sequence[str] = ()) -> str:
-    """Say which settings differ, as "optim.lr 0.001 instead of 0.002"; nothing where they agree.
+    """List the first three settings that differ, as "optim.lr 0.001 instead of 0.002"; "" if none does.
 
     Args:
         theirs: A stored configuration.
-        mine: The present one.
+        mine: The current one.
         but: Settings that may differ.
     """
     old, new = flat(theirs), flat(mine)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name not in but]
-    told = [f"{name} {old.get(name)} instead of {new.get(name)}" for name in names]
-    return "; ".join(told[:3]) + ("; ..." if len(told) > 3 else "")
+    changes = [f"{name} {old.get(name)} instead of {new.get(name)}" for name in names]
+    return "; ".join(changes[:3]) + ("; ..." if len(changes) > 3 else "")
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one dict of dotted names."""
+    """Flatten nested settings to one dict with dotted names."""
     named: dict[str, Any] = {}
     for key, value in settings.items():
         named |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -430,7 +437,7 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_config(stored: Any) -> RunConfig:
-    """Turn a stored configuration back into its dataclasses."""
+    """Convert a stored configuration back to its dataclasses."""
     try:
         return RunConfig(
             encoding=stored["encoding"],
@@ -443,4 +450,4 @@ def read_config(stored: Any) -> RunConfig:
             backbone_from=stored.get("backbone_from"),
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{CONFIG} must be that of a torchrope run, got something else: {error!r}") from None
+        raise ValueError(f"{CONFIG} must be the configuration of a torchrope run, got {error!r}") from None

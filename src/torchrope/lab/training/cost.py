@@ -1,4 +1,4 @@
-"""What an encoding costs: parameters, floating-point operations, time and memory of a training step."""
+"""Costs of a model: parameters, floating-point operations, time and memory of a training step."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ from torchrope.models.layers import encoding_parameters
 # the squarings that large generators add depend on values and are not counted.
 _EXP_PRODUCTS = 5
 ROUNDS = 15
-"""Of measured steps; the exact interval of a median needs 6."""
+"""Rounds in which each model is timed; the exact confidence interval of a median needs 6."""
 STEPS = ROUNDS + 5
-"""That `measure_costs` takes of a model whose steps are not short: each round's, and those around them."""
+"""Steps of each model in `measure_costs` if a step is not short: one per round, and warm-up and memory steps."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Cost:
     """Costs of one model.
 
     Attributes:
-        parameters: Numbers that are learned.
+        parameters: Number of learned parameters.
         encoding_parameters: Those of the position encoding.
         flops: Operations of a forward pass per input; a multiply-add is two. Matrix products, attention and matrix
-            exponentials count, element-wise work does not. Rotations are made once for a batch and shared by it.
+            exponentials count, element-wise operations do not. A batch shares its rotations.
         step_seconds: Median time of a training step.
-        seconds: Of a training step in each round; models measured together have the same rounds.
-        peak_memory_bytes: Most memory that tensors of a training step hold at once: parameters, gradients, activations
-            and temporary ones; the moments that the optimiser keeps are not counted.
+        seconds: Time of a training step in each round; models measured together have the same rounds.
+        peak_memory_bytes: Peak memory of the tensors of a training step: parameters, gradients, activations and
+            temporaries, without the optimiser's moments.
     """
 
     parameters: int
@@ -48,10 +48,10 @@ class Cost:
 def measure_costs(
     builders: Mapping[str, Callable[[], nn.Module]], batch: tuple[Tensor, Tensor], *, rounds: int = ROUNDS
 ) -> dict[str, Cost]:
-    """Measure models in one process, in short rounds in which they take turns, so that other work slows all alike.
+    """Measure models in one process, interleaved in short rounds, so that other load slows all of them equally.
 
     Args:
-        builders: What builds each model, by name.
+        builders: Functions that build the models, by name.
         batch: Inputs and labels of a training step, on the device to measure.
         rounds: Samples of each model.
     """
@@ -73,13 +73,13 @@ def measure_costs(
 
 
 def count_encoding_parameters(model: nn.Module) -> int:
-    """Learned numbers of the position encodings of every kind; shared ones count once."""
+    """Count the learned parameters of all position encodings; shared ones count once."""
     names = encoding_parameters(model)
     return sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
 
 
 def count_flops(build: Callable[[], nn.Module], input_shape: torch.Size) -> int:
-    """Operations of one forward pass, on the meta device, where nothing is computed."""
+    """Count the floating-point operations of one forward pass, on the meta device."""
     formulas = {torch.ops.aten.linalg_matrix_exp: _matrix_exp_flops}
     with torch.device("meta"):
         model = build().to("meta").eval().requires_grad_(False)
@@ -104,14 +104,14 @@ def _training_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable
 
 
 def measure_peak_memory(model: nn.Module, step: Callable[[], None], device: torch.device) -> int:
-    """Most bytes that tensors hold at once in a step of a model."""
+    """Measure the peak memory of tensors in a step of a model, in bytes."""
     if device.type == "cuda":
         model.zero_grad()
-        others = torch.cuda.memory_allocated(device) - sum(p.nbytes for p in model.parameters())
+        other_bytes = torch.cuda.memory_allocated(device) - sum(p.nbytes for p in model.parameters())
         torch.cuda.reset_peak_memory_stats(device)
         step()
-        return torch.cuda.max_memory_allocated(device) - others
-    # torch keeps no peak for the CPU; its memory tracker sees every tensor that a step makes.
+        return torch.cuda.max_memory_allocated(device) - other_bytes
+    # torch records no peak for the CPU; its memory tracker records every tensor that a step allocates.
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:

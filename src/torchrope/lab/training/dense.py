@@ -1,4 +1,4 @@
-"""From a configuration to a model for segmentation or detection."""
+"""Build a model for semantic segmentation or object detection from a configuration."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SEGMENTER_CHANNELS, DETECTOR_CHANNELS = 512, 256
 
 
 def build_dense_module(config: RunConfig, data: DataModule) -> Module:
-    """Build the untrained model of a configuration whose head segments or detects."""
+    """Build the untrained model of a configuration for segmentation or detection."""
     model = build_head(config.model, build_features(config.encoding, config.model, data), data)
     if config.model.task == "segment":
         from torchrope.lab.training.segmenter import Segmenter
@@ -27,11 +27,10 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
 
 
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
-    """Build the backbone of a configuration: a Swin's stages, a ViT's four layers for UperNet, a pyramid for others.
+    """Build the backbone of a configuration: the stages of a Swin; of a ViT four layers for UperNet, else a pyramid.
 
-    Deformable DETR and DINO read a Swin's stages but the first, and DINO a ViT's pyramid but its finest level, as in
-    detrex. A detector's pyramid leaves out levels with a cell for every pixel, or more, where most of the time would
-    go.
+    As in detrex, Deformable DETR and DINO skip the first stage of a Swin, and DINO the finest level of a ViT's pyramid.
+    A detector's pyramid omits levels with one or more cells per pixel, which would take most of the time.
     """
     model = on_lattice(build_model(encoding, config, data))
     if not isinstance(model, ViT):
@@ -42,14 +41,14 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
         from torchrope.lab.dense.segmentation import layers_of_plain_vit
 
         return Features(model, indices=layers_of_plain_vit(len(model.layers)), **windows)
-    fine = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1)) if config.task == "detect" else 0
-    fine = max(fine, 1) if config.head == "dino" else fine
+    skipped = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1)) if config.task == "detect" else 0
+    skipped = max(skipped, 1) if config.head == "dino" else skipped
     channels = config.head_channels or DETECTOR_CHANNELS
-    return Features(model, pyramid=True, indices=range(fine, 4), out_channels=channels, **windows)
+    return Features(model, pyramid=True, indices=range(skipped, 4), out_channels=channels, **windows)
 
 
 def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.Module:
-    """Build what reads the maps of a backbone; what is within a head keeps the proportions of its paper."""
+    """Build the head on the feature maps of a backbone, its widths in the proportions of its paper."""
     detects = config.task == "detect"
     channels = config.head_channels or (DETECTOR_CHANNELS if config.head != "upernet" else SEGMENTER_CHANNELS)
     queries: dict[str, int] = {} if config.num_queries is None else {"queries": config.num_queries}
@@ -62,8 +61,8 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
         case "mask2former":
             from torchrope.lab.dense.segmentation import Mask2Former
 
-            wide = {"encoder_mlp_dim": 4 * channels, "mlp_dim": 8 * channels}
-            return Mask2Former(features, classes, channels=channels, **wide, **queries)
+            widths = {"encoder_mlp_dim": 4 * channels, "mlp_dim": 8 * channels}
+            return Mask2Former(features, classes, channels=channels, **widths, **queries)
         case "faster-rcnn":
             from torchrope.lab.dense.detection import FasterRCNN
 
@@ -80,4 +79,4 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
             from torchrope.lab.dense.detr import DINO
 
             return DINO(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
-    raise ValueError(f"head must be for segmentation or detection, got {config.head!r}")
+    raise ValueError(f"head must be one for segmentation or detection, got {config.head!r}")

@@ -1,4 +1,4 @@
-"""A detector in training: its losses and its average precision."""
+"""Lightning module for object detection: losses and average precision."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +18,11 @@ Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
 class Detector(Module):
     """Train a model for object detection.
 
-    Validation reports the loss that the model has in evaluation, and COCO's average precision of boxes, `val_ap`, and
-    of masks, `val_mask_ap`, where it finds them; over the images of all processes. Crowds count as COCO counts them.
+    Validation logs the loss in evaluation mode and COCO's average precision of boxes, `val_ap`, and of masks,
+    `val_mask_ap`, if the model predicts them; over the images of all processes. Crowds are treated as by COCO.
 
     Args:
-        model: Has `losses`, `predict` and `finds`, as those of `interop.heads.detection`.
+        model: Has `losses`, `predict` and `finds`, as those of `torchrope.lab.dense.detection`.
         optim: Settings of the optimiser.
     """
 
@@ -33,40 +33,40 @@ class Detector(Module):
         super().__init__(model, optim)
         self.val_loss = MeanMetric(nan_strategy="ignore")
         kinds = tuple({"boxes": "bbox", "masks": "segm"}[kind] for kind in model.finds)
-        # Its own are COCO's rounded to float32, which a recall such as 7 of 10 reaches and COCO's does not.
+        # The defaults are COCO's in float32, where a recall such as 7 / 10 reaches 0.7; in COCO's float64 it does not.
         exact = dict(iou_thresholds=THRESHOLDS.tolist(), rec_thresholds=RECALLS.tolist())
         self.val_precision = MeanAveragePrecision(iou_type=kinds, backend="pycocotools", **exact)  # type: ignore[arg-type]
 
     def forward(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """What is found in images `(channels, height, width)`."""
+        """Predict the objects of images `(channels, height, width)`."""
         return self.model.predict(images)
 
     def training_step(self, batch: Batch, _: int) -> dict[str, Tensor]:
-        """The loss of a batch, and beside it its parts."""
+        """Compute the loss of a batch, and the terms of which it is the sum."""
         images, targets = batch
         losses = self.model.losses(images, targets)
         loss = torch.stack(list(losses.values())).sum()
         self.train_loss.update(loss.detach(), len(images))
-        return {"loss": loss, **{name: part.detach() for name, part in losses.items()}}
+        return {"loss": loss, **{name: term.detach() for name, term in losses.items()}}
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        """Count loss and detections of a batch."""
+        """Update loss and average precision with a batch."""
         images, targets = batch
         losses = self.model.losses(images, targets)
         self.val_loss.update(torch.stack(list(losses.values())).sum(), len(images))
         self.val_precision.update(self(images), [_truth(target) for target in targets])
 
     def on_validation_epoch_end(self) -> None:
-        """Report the epoch; where no image has an object, nothing could be found."""
+        """Log the metrics of the epoch; average precision is 0 if no image has an object."""
         measured = self.val_precision.compute()
         self.val_precision.reset()
-        named = {"val_ap": "bbox_map", "val_mask_ap": "segm_map"} if len(self.model.finds) > 1 else {"val_ap": "map"}
-        found = {name: measured[key].clamp(min=0) for name, key in named.items()}
+        keys = {"val_ap": "bbox_map", "val_mask_ap": "segm_map"} if len(self.model.finds) > 1 else {"val_ap": "map"}
+        precisions = {name: measured[key].clamp(min=0) for name, key in keys.items()}
         self.log_dict({"val_loss": self.val_loss})
-        self.log_dict(found, sync_dist=True)  # the same in all processes
+        self.log_dict(precisions, sync_dist=True)  # the same in all processes
 
 
 def _truth(target: dict[str, Any]) -> dict[str, Tensor]:
-    """A target as torchmetrics names it."""
+    """Convert a target to the names that torchmetrics uses."""
     truth: dict[str, Tensor] = {name: target[name] for name in ("boxes", "labels", "masks") if name in target}
     return {**truth, "iscrowd": target["crowd"].long()} if "crowd" in target else truth

@@ -1,4 +1,4 @@
-"""On how many devices a run goes on, and how many batches make a step there."""
+"""Devices and strategy of a run, and the batches that an optimiser step accumulates."""
 
 import os
 from typing import Any
@@ -8,11 +8,11 @@ from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElastic
 from torchrope.lab.training.config import RunConfig
 
 
-def placed(settings: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer's settings, with the processes that torchrun or Slurm's srun has started where either did.
+def with_devices(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the Trainer's settings, with the world size of torchrun or Slurm's srun if either started this process.
 
     Args:
-        settings: With a strategy that may be "fsdp2", see `Sharded`.
+        settings: Settings of the Trainer; the strategy may be "fsdp2", see `Sharded`.
     """
     counts = _launched()
     strategy = settings.get("strategy", "auto")
@@ -26,26 +26,26 @@ def placed(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _launched() -> dict[str, int]:
-    """Numbers of processes on this machine and of machines; none where no launcher has started this one."""
+    """Return the numbers of processes per machine and of machines; an empty dict if not started by a launcher."""
     if TorchElasticEnvironment.detect():
-        total, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        world_size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     elif SLURMEnvironment.detect():
-        total = int(os.environ["SLURM_NTASKS"])
-        here = total // int(os.environ.get("SLURM_NNODES", 1))
+        world_size = int(os.environ["SLURM_NTASKS"])
+        local_size = world_size // int(os.environ.get("SLURM_NNODES", 1))
     else:
         return {}
-    return {"devices": here, "num_nodes": total // here}
+    return {"devices": local_size, "num_nodes": world_size // local_size}
 
 
 def batches_in_a_step(config: RunConfig, devices: int) -> int:
-    """How many batches of every device add up to the effective batch.
+    """Return how many batches per device add up to the effective batch: the gradient accumulation steps.
 
     Raises:
-        ValueError: no whole number of them does.
+        ValueError: the effective batch is not a multiple of batch size · devices.
     """
-    together = config.data.batch_size * devices
-    wanted = config.optim.effective_batch or together
-    if wanted % together:
+    batch = config.data.batch_size * devices
+    effective = config.optim.effective_batch or batch
+    if effective % batch:
         what = f"batch_size · devices = {config.data.batch_size} · {devices}"
-        raise ValueError(f"effective_batch must be a multiple of {what}, got {wanted}")
-    return wanted // together
+        raise ValueError(f"effective_batch must be a multiple of {what}, got {effective}")
+    return effective // batch

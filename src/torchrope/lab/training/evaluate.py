@@ -1,4 +1,4 @@
-"""What a trained classifier can do: accuracy, loss, and what shuffled positions and other resolutions leave of it."""
+"""Evaluation of a trained classifier: accuracy and loss, also with shuffled patches and at other resolutions."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -27,13 +27,14 @@ SHUFFLE_SEED = 0
 
 @dataclass(frozen=True)
 class AtSize:
-    """What a model makes of the validation set at one input size.
+    """Accuracy of a model on the validation set at one input size.
 
     Attributes:
-        size: Extent of every axis.
-        inputs: What its inputs are: as "trained", "drawn" or "read" at that size, or "resampled".
-        correct: 1.0 where the prediction is right, `(examples,)`.
-        enlarged: Examples of originals with fewer pixels than are shown.
+        size: Extent along every axis.
+        inputs: How the inputs were made: "trained" (of the training size), "drawn" or "read" at this size, or
+            "resampled" to it.
+        correct: 1.0 if the prediction is correct, else 0.0, `(examples,)`.
+        enlarged: Number of examples whose originals have fewer pixels than this size.
     """
 
     size: tuple[int, ...]
@@ -43,11 +44,11 @@ class AtSize:
 
     @property
     def top1(self) -> float:
-        """Share of right predictions."""
+        """Share of correct predictions."""
         return float(self.correct.mean())
 
     def measures(self) -> dict[str, Any]:
-        """Its measures, as JSON keeps them."""
+        """Return the measures as JSON stores them."""
         return {
             "size": list(self.size),
             "inputs": self.inputs,
@@ -65,8 +66,8 @@ class Evaluation:
         labels: True class of every example.
         predicted: Predicted class of every example.
         val_loss: Mean cross-entropy.
-        shuffled_top1: Top-1 after every example's patches, or positions of tokens, have changed places at random.
-        resolutions: What it can do at each input size, the training size among them.
+        shuffled_top1: Top-1 accuracy with the patches, or the positions of tokens, of every example randomly permuted.
+        resolutions: Accuracy at each input size, including the training size.
     """
 
     labels: list[int]
@@ -77,11 +78,11 @@ class Evaluation:
 
     @property
     def top1(self) -> float:
-        """Share of right predictions."""
+        """Share of correct predictions."""
         return float(self.correct.mean())
 
     def measures(self) -> dict[str, Any]:
-        """The measures alone, as JSON keeps them."""
+        """Return the measures, without labels and predictions, as JSON stores them."""
         return {
             "top1": self.top1,
             "interval": list(accuracy_interval(self.correct)[1:]),
@@ -92,7 +93,7 @@ class Evaluation:
 
     @property
     def correct(self) -> np.ndarray:
-        """1.0 where the prediction is right, `(examples,)`."""
+        """1.0 if the prediction is correct, else 0.0, `(examples,)`."""
         return np.equal(self.labels, self.predicted).astype(float)
 
 
@@ -102,11 +103,11 @@ def evaluate(
     """Measure a trained model on the validation set of its data.
 
     Args:
-        model: Evaluated on the device that it is on.
-        data: Its data. Where it has several `views` of an example, accuracy and loss are of the logits averaged
-            over them; shuffling and other sizes are measured on one.
-        sizes: Input sizes to evaluate at beside the training size, as `scaled_sizes` or `square_sizes` have them; none
-            without a lattice.
+        model: The model, evaluated on its current device.
+        data: Its data. If an example has several `views`, accuracy and loss are of the logits averaged over them;
+            shuffling and other sizes are measured on one view.
+        sizes: Input sizes to evaluate at besides the training size, as `scaled_sizes` or `square_sizes` return them;
+            must be empty for data without a lattice.
         window_size: Windows of a Swin at other sizes, see `windows_at`.
 
     Raises:
@@ -125,12 +126,12 @@ def evaluate(
 
 
 def correct_shuffled(model: Model, data: DataModule) -> list[bool]:
-    """Whether each validation example is right after its patches, or positions, have changed places at random."""
+    """Return whether each validation example is classified correctly with its patches, or positions, permuted."""
     return _right(*predict(model, data, shuffler(model, SHUFFLE_SEED)))
 
 
 def shuffler(model: Model, seed: int) -> Change:
-    """What exchanges the patches of a batch at random, or the positions of its tokens, which stay where they are."""
+    """Return a function that randomly permutes the patches of a batch, or the positions of its tokens."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, TokenClassifier):
         return partial(shuffle_positions, channels=model.channels, generator=generator)
@@ -138,12 +139,12 @@ def shuffler(model: Model, seed: int) -> Change:
 
 
 def correct_at(model: Model, data: DataModule, scales: Iterable[float]) -> dict[tuple[int, ...], list[bool]]:
-    """Whether each validation example is right at other sizes than the one trained at.
+    """Return whether each validation example is classified correctly, at sizes other than the training size.
 
     Args:
-        model: Evaluated on the device that it is on.
+        model: The model, evaluated on its current device.
         data: Its data.
-        scales: Sizes as multiples of the training size. Without a lattice there are none.
+        scales: Sizes as multiples of the training size. For tokens without a lattice the result is empty.
     """
     if isinstance(model, TokenClassifier):
         return {}
@@ -152,29 +153,30 @@ def correct_at(model: Model, data: DataModule, scales: Iterable[float]) -> dict[
 
 
 def keep_range(model: Model) -> None:
-    """Place the patches of inputs of other sizes in the range of positions that was trained, as ComRoPE's code does.
+    """Scale the positions of inputs of other sizes to the range of the training, as ComRoPE's code does.
 
     Raises:
-        ValueError: positions are those of a window, or not those of a lattice.
+        ValueError: the model is no ViT, or its positions are not those of a lattice with a spacing.
     """
     if not isinstance(model, ViT):
         what = "a Swin, whose positions are in its windows" if isinstance(model, Swin) else "tokens at any positions"
-        raise ValueError(f"the range of positions is kept by a ViT alone, got {what}")
+        raise ValueError(f"the model must be a ViT to keep the range of positions, got {what}")
     lattice: Any = model if model.place is None else model.place
     if not isinstance(lattice, ViT | JitteredLattice):
-        raise ValueError(f"the range of positions is kept on a lattice with a spacing, got {type(lattice).__name__}")
+        rule = "positions must be those of a lattice with a spacing to keep their range"
+        raise ValueError(f"{rule}, got {type(lattice).__name__}")
     trained = model.embed.lattice(model.arguments["input_size"])
     model.place = FixedRangeLattice(trained, lattice.spacing, lattice.origin)
 
 
 def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None) -> list[int] | None:
-    """Tokens of a Swin's window along each axis at an input size; None for those of the training.
+    """Return the tokens of a Swin's window along each axis at an input size; None for those of the training.
 
     Args:
         model: The model.
-        size: Of the input.
-        window_size: A number for all axes but time; "grow": as many times those of the training as the input is of the
-            training's, rounded (rope-vit's figures 5 and 6); None: those of the training.
+        size: Input size.
+        window_size: A number for all axes but time; "grow": the training's, scaled like the input and rounded
+            (RoPE-ViT, ECCV 2024, figures 5 and 6); None: the training's.
 
     Raises:
         ValueError: a window size for a ViT.
@@ -193,17 +195,17 @@ def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None
 
 
 def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Tensor]:
-    """Labels and logits as `predict`, averaged over the views of an example where its data has several."""
+    """Compute labels and logits as `predict` does, averaged over the views of an example if there are several."""
     return predict(model, data) if data.views == 1 else predict_views(model, data.test_dataloader())
 
 
 def predict_at(model: nn.Module, data: DataModule, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Labels and logits as `predict`, of inputs that are drawn or read at a size where they can be, else resampled."""
+    """Compute labels and logits as `predict` does, of inputs drawn or read at a size if possible, else resampled."""
     return predict(model, made_at(data, size) or data, partial(resize, size=size))
 
 
 def made_at(data: DataModule, size: tuple[int, ...]) -> DataModule | None:
-    """The data with validation examples drawn or read at a size; None where they can only be resampled."""
+    """Return the data with validation examples drawn or read at a size; None if they can only be resampled."""
     if tuple(size) == tuple(data.input_size):
         return data
     other = None if data.other_sizes == "resampled" else data.at_size(size[-1])
@@ -211,7 +213,7 @@ def made_at(data: DataModule, size: tuple[int, ...]) -> DataModule | None:
 
 
 def of_other_sizes(data: DataModule) -> str:
-    """What the name of a kept measure at other sizes ends with, so that one of resampled inputs is not taken for it."""
+    """Return the suffix of the cache name of measures at other sizes: "-read" if inputs are read at that size."""
     return "-read" if data.other_sizes == "read" else ""
 
 
@@ -219,13 +221,13 @@ def of_other_sizes(data: DataModule) -> str:
 def predict(
     model: nn.Module, data: DataModule, change: Change = lambda inputs: inputs, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Labels `(examples,)` and logits `(examples, classes)` of the validation set, its inputs changed.
+    """Compute labels `(examples,)` and logits `(examples, classes)` of the validation set with transformed inputs.
 
     Args:
-        model: Evaluated on the device that it is on.
+        model: The model, evaluated on its current device.
         data: The data.
-        change: What is done to a batch of inputs.
-        options: Handed to the model with each batch.
+        change: Applied to each batch of inputs.
+        options: Passed to the model with each batch.
     """
     was_training = model.training
     model.eval()
@@ -233,15 +235,15 @@ def predict(
     all_labels, all_logits = [], []
     for inputs, labels, *spacings in data.val_dataloader():
         changed = change(inputs)
-        told = [_resampled(spacing, inputs, changed).to(device) for spacing in spacings]
+        extra = [_resampled(spacing, inputs, changed).to(device) for spacing in spacings]
         all_labels.append(labels)
-        all_logits.append(model(changed.to(device), *told, **options).float().cpu())
+        all_logits.append(model(changed.to(device), *extra, **options).float().cpu())
     model.train(was_training)
     return torch.cat(all_labels), torch.cat(all_logits)
 
 
 def scaled_sizes(data: DataModule, patch_size: Sequence[int], scales: Iterable[float]) -> list[tuple[int, ...]]:
-    """Input sizes whose lattice of patches is about `scale` times the trained one along every axis but time."""
+    """Return input sizes whose lattice of patches is about `scale` times the training's along every axis but time."""
     sizes = {tuple(data.input_size)}
     for scale in scales:
         lattice = [
@@ -253,10 +255,10 @@ def scaled_sizes(data: DataModule, patch_size: Sequence[int], scales: Iterable[f
 
 
 def square_sizes(data: DataModule, patch_size: Sequence[int], sides: Iterable[int]) -> list[tuple[int, ...]]:
-    """Input sizes of so many pixels per side; time, or depth, stays as it is.
+    """Return input sizes with the given pixels per side; the length along time, or depth, does not change.
 
     Raises:
-        ValueError: patches do not fill one.
+        ValueError: a side is not a multiple of the patch size.
     """
     chosen = sorted(set(sides))
     patch = math.lcm(*patch_size[-2:])
@@ -269,12 +271,14 @@ def square_sizes(data: DataModule, patch_size: Sequence[int], sides: Iterable[in
 def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> AtSize:
     made, windows = made_at(data, size), windows_at(model, size, window_size)
     options = {} if windows is None else {"window_size": windows}
-    right = _correct(*predict(model, made or data, partial(resize, size=size), **options))
-    return AtSize(size, "resampled" if made is None else made.other_sizes, right, 0 if made is None else made.enlarged)
+    correct = _correct(*predict(model, made or data, partial(resize, size=size), **options))
+    if made is None:
+        return AtSize(size, "resampled", correct)
+    return AtSize(size, made.other_sizes, correct, made.enlarged)
 
 
 def _resampled(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:
-    """Distances between voxels `(batch, axes)` after inputs became larger or smaller: what they show stays as long."""
+    """Compute voxel spacings `(batch, axes)` of resampled inputs, whose extent in mm does not change."""
     return spacing * torch.tensor(inputs.shape[2:]) / torch.tensor(changed.shape[2:])
 
 

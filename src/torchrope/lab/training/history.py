@@ -1,4 +1,4 @@
-"""The learning curve of a run, and randomness that a run which goes on repeats."""
+"""Learning curve of a run, and random states that make a resumed run reproduce an uninterrupted one."""
 
 import io
 import random
@@ -19,49 +19,49 @@ OnEpoch = Callable[[dict[str, float]], None]
 
 
 class SeedEpoch(Callback):
-    """Make every epoch's randomness a function of seed, epoch and process alone, so that resuming repeats it.
+    """Seed every epoch from seed, epoch and rank alone, so that a resumed run draws the same random numbers.
 
-    A checkpoint within an epoch keeps the states of the generators of all processes.
+    A checkpoint within an epoch holds the states of the random generators of all processes.
 
     Args:
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rank = 0
-        self.kept: list[dict[str, Any]] = []
+        self.loaded: list[dict[str, Any]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Learn which process this is."""
+        """Store the rank of this process."""
         self.rank = trainer.global_rank
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seed dropout and augmentation."""
         torch.manual_seed((self.seed * 1_000_003 + trainer.current_epoch) + self.rank * 7_919_000_033)
-        self.kept = []
+        self.loaded = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Go on with the states that the checkpoint kept."""
-        if self.kept and trainer.fit_loop.restarted_mid_epoch:
-            _set_generators(self.kept[self.rank])
-        self.kept = []
+        """Restore the states of the checkpoint before the first batch of a run that resumes within an epoch."""
+        if self.loaded and trainer.fit_loop.restarted_mid_epoch:
+            _set_generators(self.loaded[self.rank])
+        self.loaded = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What the checkpoint keeps: the generators of every process."""
+        """Return the states of the random generators of every process."""
         return {"generators": of_all_processes(_generators())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the states for the first batch, if they are such."""
-        mine = _generators()
+        """Store the states for the first batch; raise now if they are invalid."""
+        current = _generators()
         for states in state_dict["generators"]:
             _set_generators(states)
-        _set_generators(mine)
-        self.kept = state_dict["generators"]
+        _set_generators(current)
+        self.loaded = state_dict["generators"]
 
 
 class History(Callback):
-    """The learning curve: one row per epoch, kept in the checkpoint and in a CSV file.
+    """The learning curve: one row per epoch, saved in the checkpoint and in a CSV file.
 
     Args:
         path: The CSV file.
@@ -78,14 +78,14 @@ class History(Callback):
         self.sums: list[dict[str, Any]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the module back the sums of the epoch that was under way."""
+        """Restore the module's loss sums of an unfinished epoch."""
         self.module = pl_module
         if self.sums:
             for name, value in self.sums[trainer.global_rank].items():
                 getattr(pl_module.train_loss, name).copy_(value)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock of an epoch that goes on where it was."""
+        """Start the clock with the seconds already spent on an epoch that is resumed."""
         self.epoch_started = time.perf_counter() - self.spent
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -93,10 +93,10 @@ class History(Callback):
         self.epoch_started = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add the epoch that ended, and write the file anew."""
-        # Read from the metric itself: callbacks are called before the module can log the epoch that ends.
-        known = {"train_loss": pl_module.train_loss.compute(), **trainer.callback_metrics}  # type: ignore[union-attr, operator]
-        metrics = {name: round(float(known[name]), 6) for name in ("train_loss", *pl_module.curve)}  # type: ignore[misc]
+        """Append a row for the epoch, and rewrite the file."""
+        # Computed from the metric: callbacks are called before the module can log the epoch that ends.
+        logged = {"train_loss": pl_module.train_loss.compute(), **trainer.callback_metrics}  # type: ignore[union-attr, operator]
+        metrics = {name: round(float(logged[name]), 6) for name in ("train_loss", *pl_module.curve)}  # type: ignore[misc]
         seconds = round(time.perf_counter() - self.epoch_started, 3)
         self.rows.append({"epoch": trainer.current_epoch + 1, **metrics, "seconds": seconds})
         if trainer.is_global_zero:
@@ -105,14 +105,14 @@ class History(Callback):
             self.on_epoch(self.rows[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """What the checkpoint keeps: the rows, and the sums and seconds of the epoch that is under way."""
+        """Return the rows, and the loss sums and seconds of the unfinished epoch."""
         metric = self.module.train_loss
         sums = {name: getattr(metric, name).cpu() for name in ("mean_value", "weight")}
         spent = time.perf_counter() - self.epoch_started
         return {"rows": self.rows, "sums": of_all_processes(sums), "seconds": spent}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up where the checkpoint was written."""
+        """Load the rows, and the loss sums and seconds of the unfinished epoch."""
         rows = state_dict["rows"]
         if not all({"epoch", "seconds"} <= set(row) and _are_numbers(row.values()) for row in rows):
             raise TypeError("a learning curve must be made of numbers")
@@ -129,7 +129,7 @@ class History(Callback):
 
 
 def read_curve(path: Path) -> list[dict[str, float]]:
-    """The rows that `History` has written; none where there is no such file."""
+    """Read the rows that `History` wrote; an empty list if the file is missing or damaged."""
     if not path.exists():
         return []
     try:
@@ -137,11 +137,11 @@ def read_curve(path: Path) -> list[dict[str, float]]:
             {name: float(value) for name, value in row.items()} for row in DictReader(path.read_text().splitlines())
         ]
     except (TypeError, ValueError):
-        return []  # it tells how far a run is; what the run goes on with is its checkpoint
+        return []  # the file only shows progress; a run resumes from its checkpoint
 
 
 def of_all_processes(value: Any) -> list[Any]:
-    """One value of each process, in the order of ranks; all processes must call it."""
+    """Gather the values of all processes, in the order of ranks; all processes must call it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()

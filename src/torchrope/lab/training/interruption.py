@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it saves behind the step that is under way, and exits in a way that says so."""
+"""Handling of SIGTERM and SIGUSR1: save a checkpoint after the current step, and exit with status 75."""
 
 import os
 import signal
@@ -14,21 +14,21 @@ from pytorch_lightning.callbacks import Checkpoint
 from torchrope.lab.training.checkpoints import WITHIN_EPOCH, save_within_epoch
 
 EXIT_INTERRUPTED = 75
-"""Exit status of a run that was asked to stop and saved: EX_TEMPFAIL of sysexits.h, try again."""
+"""Exit status of a run that a signal stopped after saving: EX_TEMPFAIL of sysexits.h (temporary failure)."""
 
 
 class Interrupted(SystemExit):
-    """The run was asked to stop, and has saved."""
+    """A signal stopped the run after it saved a checkpoint."""
 
 
 class SaveOnSignal(Checkpoint):
-    """Save and exit on SIGTERM; on Slurm also on SIGUSR1, after the job has been put into the queue again.
+    """Save and exit on SIGTERM and SIGUSR1; on Slurm, requeue the job on SIGUSR1.
 
-    A signal is answered behind the next step of the optimiser, in all processes at the same one, so that the run goes
-    on as if nothing had happened. At the end of an epoch the next one's first step is waited for.
+    All processes stop after the same optimiser step, the next one that completes, so that a resumed run equals an
+    uninterrupted one. A signal in the last batch of an epoch takes effect after the first step of the next.
 
     Args:
-        folder: The run's.
+        folder: The folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,30 +37,30 @@ class SaveOnSignal(Checkpoint):
         self.replaced: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Listen, in place of Lightning, which would save in the middle of a step."""
+        """Replace Lightning's signal handlers, which would save in the middle of a step."""
         try:
             self.replaced = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        except ValueError:  # signals reach the main thread alone, and this is another
+        except ValueError:  # only the main thread may set handlers, and this is another
             self.replaced = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Save, ask for another turn on Slurm, exit."""
+        """Save, requeue the job on Slurm, and exit."""
         if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
             return
         if not save_within_epoch(trainer, self.path):
             return
         if trainer.is_global_zero:
-            print(f"stopped by a signal; saved, the same command goes on: {self.path.parent}", file=sys.stderr)
+            print(f"stopped by a signal; saved, the same command resumes: {self.path.parent}", file=sys.stderr)
             if SLURMEnvironment.detect() and self.received == signal.SIGUSR1:
                 requeue()
         raise Interrupted(EXIT_INTERRUPTED)
 
     def on_train_end(self, *_: Any) -> None:
-        """Leave signals to whom they belonged."""
+        """Restore the previous signal handlers."""
         self._restore()
 
     def on_exception(self, *_: Any) -> None:
-        """Likewise."""
+        """Restore the previous signal handlers."""
         self._restore()
 
     def _note(self, number: int, _: Any) -> None:
@@ -73,10 +73,10 @@ class SaveOnSignal(Checkpoint):
 
 
 def requeue() -> None:
-    """Put this Slurm job, or this task of a job array, into the queue again."""
+    """Requeue this Slurm job, or this task of a job array."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{task}"
     try:
         subprocess.run(["scontrol", "requeue", job], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"the job could not be put into the queue again: {error}", file=sys.stderr)
+        print(f"the job could not be requeued: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""From a configuration to its model: a ViT, a Swin, or a Transformer for tokens at any positions."""
+"""Build the model of a configuration: a ViT, a Swin, or a Transformer for tokens at any positions."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ from torchrope.tensors import can_read
 
 
 class TokenClassifier(Transformer):
-    """A Transformer that takes a batch of data without a lattice as one tensor.
+    """A Transformer whose tokens and positions are one input tensor, for data without a lattice.
 
     Args:
-        channels: Numbers of a token, without its position.
-        num_views: With poses, views of an example, one after another; the 12 numbers behind the position of the first
-            token of each are its camera's.
-        settings: Those of `Transformer`.
+        channels: Channels of a token, without its position.
+        num_views: With poses, number of views of an example, one after another; in the first token of each view, the 12
+            numbers after the position are the pose of its camera.
+        settings: Arguments of `Transformer`.
 
     Attributes:
-        arguments: What it was built with.
-        channels: As above.
+        arguments: The arguments that it was built with.
+        channels: Channels of a token, without its position.
     """
 
     def __init__(self, channels: int, *, num_views: int = 1, **settings: Any) -> None:
@@ -43,17 +43,17 @@ class TokenClassifier(Transformer):
 
     @property
     def spacing(self) -> PerAxis:
-        """What the encoding's positions advance by in a unit, along each axis."""
+        """Distance between the encoding's positions one unit apart, along each axis."""
         return self.places.spacing
 
     def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Logits `(batch, classes)` of tokens and positions `(batch, n, channels + axes)`; rows of padding are NaN."""
+        """Compute logits `(batch, classes)` of tokens and positions `(batch, n, channels + axes)`; padding is NaN."""
         ends = self.channels, self.channels + len(self.scale)
         tokens, positions, numbers = inputs.tensor_split(ends, dim=-1)
         poses = None if self.poses is None else poses_of(numbers[:, :: numbers.shape[1] // self.num_views])
         valid = ~positions.isnan().any(dim=-1)
-        whole = can_read(valid) and bool(valid.all())  # attention is faster without a mask
-        logits = super().forward(tokens, positions, mask=None if whole else valid, poses=poses)
+        unpadded = can_read(valid) and bool(valid.all())  # attention is faster without a mask
+        logits = super().forward(tokens, positions, mask=None if unpadded else valid, poses=poses)
         assert isinstance(logits, Tensor)
         return logits
 
@@ -62,10 +62,10 @@ Model = ViT | Swin | TokenClassifier
 
 
 def on_lattice(model: Model) -> ViT | Swin:
-    """The model itself, of patches.
+    """Return the model if its tokens are patches on a lattice.
 
     Raises:
-        ValueError: it is one of tokens at any positions.
+        ValueError: its tokens have any positions.
     """
     if isinstance(model, TokenClassifier):
         raise ValueError("a model must be one of patches on a lattice, got one of tokens at any positions")
@@ -73,16 +73,16 @@ def on_lattice(model: Model) -> ViT | Swin:
 
 
 def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
-    """Build the model of a configuration for data of a kind.
+    """Build the model of a configuration for a data set.
 
     Args:
         encoding: A name such as "learned+liere:8".
-        config: Everything else about the model.
-        data: Tells the input size, channels and classes.
+        config: Architecture of the model.
+        data: The data, which determine input size, channels and classes.
 
     Raises:
-        ValueError: what the encoding or the model refuses, a setting of the other backbone, and data that are for
-            another task than the head's or for another backbone.
+        ValueError: arguments that the encoding or the model does not accept, a setting of another backbone, or data
+            for another task or backbone.
     """
     check_backbone(config, data)
     if config.task not in data.tasks:
@@ -98,7 +98,7 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
 
 
 def draw_encodings(model: nn.Module, seed: int) -> None:
-    """Draw the start of the rotary encodings of a model anew; nothing else is drawn or changed."""
+    """Initialise the rotary encodings of a model again from a seed; nothing else changes, nor do random states."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in model.modules():
@@ -108,17 +108,17 @@ def draw_encodings(model: nn.Module, seed: int) -> None:
 
 
 def check_backbone(config: ModelConfig, data: DataModule) -> None:
-    """Raise ValueError where a backbone for a lattice meets data without one, or the other way round."""
+    """Raise ValueError if the backbone needs a lattice and the data have none, or the other way round."""
     if data.lattice == (config.backbone == "transformer"):
         fitting = "vit or swin" if data.lattice else "transformer"
         raise ValueError(f"--model.backbone must be {fitting} for --data {data.name}, got {config.backbone}")
 
 
 def check_patches(config: ModelConfig, data: DataModule) -> None:
-    """Refuse a backbone that is not for the data, and patches that do not divide the inputs, before any data are read.
+    """Check, before any data are read, that the backbone fits the data and that patches divide the inputs.
 
     Raises:
-        ValueError: it is not, or they do not.
+        ValueError: the backbone does not fit, or the input size is not a multiple of the patch size.
     """
     check_backbone(config, data)
     if not data.lattice:
@@ -163,7 +163,7 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
 
 
 def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
-    """Build the Swin of a configuration, as `build_model` does; it averages its last stage, whatever `pool` says."""
+    """Build the Swin of a configuration, as `build_model` does; it pools by the mean and ignores `pool`."""
     choice = choose(encoding)
     sizes = _given(config, SWIN_SIZES, ("dim", "depths"))
     if config.stage_heads is not None:
@@ -192,7 +192,7 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
 def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> TokenClassifier:
     """Build the transformer of a configuration for tokens at any positions, as `build_model` does.
 
-    Every encoding starts as its paper has it for as many tokens along an axis as the data's extent has units.
+    Encodings are initialised as in their papers, for one token per unit of the data's extent along each axis.
     """
     choice = choose(encoding)
     norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
@@ -221,11 +221,11 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
 
 
 class AtReferenceSpacing(nn.Module):
-    """A model called with inputs alone, whose patches are all `unit_mm` apart: what it costs, not what it says.
+    """A model with positions in mm, called without voxel spacings, to measure costs: all patches are `unit_mm` apart.
 
     Args:
-        model: Placed by voxels.
-        spacing: mm between voxels along each axis.
+        model: The model, whose positions depend on voxel spacings.
+        spacing: Distance between voxels along each axis, in mm.
     """
 
     def __init__(self, model: ViT, spacing: Sequence[float]) -> None:
@@ -234,12 +234,12 @@ class AtReferenceSpacing(nn.Module):
         self.spacing = spacing
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits `(batch, classes)`."""
+        """Compute logits `(batch, classes)`."""
         return self.model(inputs, inputs.new_tensor(self.spacing).expand(len(inputs), -1))
 
 
 def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.Module:
-    """The model of a configuration as it is called with inputs alone, to measure what it costs."""
+    """Build the model of a configuration so that it takes inputs alone, to measure its costs."""
     model = build_model(encoding, config, data)
     if not isinstance(model, ViT) or config.unit_mm is None:
         return model
@@ -247,7 +247,7 @@ def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.
 
 
 def _places(choice: Choice, config: ModelConfig, data: DataModule) -> nn.Module | None:
-    """What places patches in spite of one lattice for all, if anything, from the lattice of the encoding's paper."""
+    """Build the module of jittered positions, or of positions in mm; None if all samples have one fixed lattice."""
     if config.unit_mm is None and not config.jitter:
         return None
     input_size = config.input_size or data.input_size
@@ -265,7 +265,7 @@ def _places(choice: Choice, config: ModelConfig, data: DataModule) -> nn.Module 
 
 
 def _rotary(choice: Choice, config: ModelConfig) -> Any:
-    """What builds the rotary encoding, with the settings that it takes."""
+    """Return the rotary encoding's constructor with the configured settings."""
     build: Any = choice.rotary
     if config.share_heads:
         build = _with(build, choice, "share_heads", shared_heads=True)
@@ -284,7 +284,7 @@ def _with(build: Any, choice: Choice, setting: str, **argument: Any) -> Any:
 
 
 def _fitting(build: Any, rotary_dim: int, **head: int) -> Encoding:
-    """An encoding of the whole head, or of its first channels where the whole head does not fit."""
+    """Build an encoding of the full head, or of `rotary_dim` channels if the full head does not fit."""
     try:
         return build(**head)
     except ValueError:
@@ -292,7 +292,7 @@ def _fitting(build: Any, rotary_dim: int, **head: int) -> Encoding:
 
 
 def _absolute(choice: Choice, config: ModelConfig, data: DataModule) -> Any:
-    """What builds the absolute encoding; one that is perturbed takes the jitter of the positions and spares time."""
+    """Return the absolute encoding's constructor; a perturbed one gets the jitter of the positions, none along time."""
     if choice.absolute is None or not takes(choice.absolute, "intensity"):
         return choice.absolute
     cell = [0.0 if axis == "time" else 1.0 for axis in data.axes]
@@ -300,7 +300,7 @@ def _absolute(choice: Choice, config: ModelConfig, data: DataModule) -> Any:
 
 
 def _given(config: ModelConfig, named: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """The size by name, overridden by what is given one by one; the backbone's defaults where neither is."""
+    """Return the sizes given by `size`, overridden by those given one by one; without both, the backbone's defaults."""
     given = {name: getattr(config, name) for name in names}
     return {**named.get(config.size or "", {}), **{name: value for name, value in given.items() if value is not None}}
 

@@ -1,4 +1,4 @@
-"""What every kind of training shares: optimiser, schedule, and what its learning curve tells."""
+"""Base class of the Lightning modules: optimiser, learning-rate schedule and metrics of the learning curve."""
 
 import math
 from typing import Any, ClassVar
@@ -13,15 +13,15 @@ from torchrope.lab.training.optim import build_optimizer, build_schedule
 
 
 class Module(pl.LightningModule):
-    """A model in training. A subclass writes the steps, and logs what `curve` names after every validation.
+    """Base class for training a model. Subclasses define the steps, and log the metrics of `curve` in validation.
 
     Args:
-        model: What is trained.
+        model: The model to train.
         optim: Settings of the optimiser.
 
     Attributes:
-        curve: Measures of a validation that the learning curve keeps; the last one is how good the model is, in [0, 1].
-        quality: What people call that one.
+        curve: Validation metrics in the learning curve; the last one measures the model's quality, in [0, 1].
+        quality: Display name of that metric.
         train_loss: Mean loss of the epoch so far.
     """
 
@@ -36,15 +36,15 @@ class Module(pl.LightningModule):
 
     @property
     def guess_loss(self) -> float:
-        """The loss of guessing, by which the guard knows an explosion; infinite where there is no such number."""
+        """Loss of guessing, to which `LossGuard`'s limit is proportional; infinite if not defined for the task."""
         return math.inf
 
     def on_train_epoch_start(self) -> None:
-        """Forget the last epoch's losses."""
+        """Reset the mean loss."""
         self.train_loss.reset()
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """The optimiser, whose weight decay spares encodings, with the schedule taken step by step."""
+        """Build the optimiser, and the learning-rate schedule with one update per step."""
         optimizer = build_optimizer(self.model, self.optim)
         schedule = build_schedule(optimizer, self.optim, int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,4 +1,4 @@
-"""A backbone that starts with the weights of a run, or with anything that `torchrope.load_backbone` reads."""
+"""Initialise a backbone with the weights of a run, or of any source that `torchrope.load_backbone` reads."""
 
 import os
 from pathlib import Path
@@ -14,32 +14,32 @@ from torchrope.models import Features, Swin, ViT
 
 
 def start_backbone(features: Features, source: str | os.PathLike[str]) -> None:
-    """Give a backbone the weights of a pre-trained model, as `torchrope.load_backbone` does.
+    """Load the weights of a pre-trained model into a backbone, as `torchrope.load_backbone` does.
 
     Args:
         features: The backbone, of the architecture and encoding of the source.
-        source: The folder of a run that classified, or whatever else `torchrope.load_backbone` takes.
+        source: The folder of a classification run, or any source that `torchrope.load_backbone` takes.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: what does not fit, in one line, or what cannot be read.
+        FileNotFoundError: the file does not exist.
+        ValueError: weights that do not fit the backbone, or a source that cannot be read.
     """
     folder = Path(source).expanduser()
     load_backbone(features, of_run(folder) if folder.is_dir() and not (folder / FILE).exists() else source)
 
 
 def of_run(folder: Path) -> ViT | Swin:
-    """The model of a run that classified, from its weights and configuration; its data need not be read.
+    """Build the model of a classification run from its weights and configuration, without reading its data.
 
     Raises:
-        ValueError: the folder holds no run, or one that did not classify.
+        ValueError: the folder holds no run, or one of another task.
     """
     if not (folder / CONFIG).exists():
-        raise ValueError(f"a backbone starts with the folder of a run, which holds {CONFIG}, got {folder}")
+        raise ValueError(f"backbone_from must be the folder of a run, which holds {CONFIG}, got {folder}")
     config = read_config(read_mapping(folder / CONFIG, CONFIG))
     if config.model.task != "classify":
         raise ValueError(
-            f"a backbone starts with a run that classified, got one with head {config.model.head} in {folder}"
+            f"backbone_from must be a classification run, got one with head {config.model.head} in {folder}"
         )
     stored = read_weights(folder)
     weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
@@ -49,5 +49,5 @@ def of_run(folder: Path) -> ViT | Swin:
     try:
         model.load_state_dict(weights)
     except RuntimeError:
-        raise ValueError(f"the weights of a run must be of its own model, got others in {folder}") from None
+        raise ValueError(f"weights must fit the model of the run's {CONFIG}, got others in {folder}") from None
     return model.eval()

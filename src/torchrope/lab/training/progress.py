@@ -1,4 +1,4 @@
-"""How far training is and how long it still takes: one estimate, and one display of it."""
+"""Estimate of the time left, and progress bar that displays it."""
 
 import math
 import time
@@ -18,13 +18,13 @@ from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
 
 @dataclass
 class Part:
-    """Work of one kind, in a unit that all parts share, such as forward passes of one example.
+    """Amount of work of one kind, in a unit that all parts share, such as forward passes of one example.
 
     Attributes:
-        left: Work that is left.
-        done: Work that has been timed.
-        seconds: Time that it took.
-        processes: Number of processes that share what is left.
+        left: Work left.
+        done: Work done and timed.
+        seconds: Time that the work done took.
+        processes: Number of processes that share the work left.
     """
 
     left: float = 0.0
@@ -33,16 +33,15 @@ class Part:
     processes: int = 1
 
     def add(self, work: float, seconds: float) -> None:
-        """Count work that took so many seconds, whatever is left."""
+        """Add timed work; the work left does not change."""
         self.done += work
         self.seconds += seconds
 
 
 def seconds_left(parts: Collection[Part]) -> float | None:
-    """Estimate the time that work takes:  Σ_k  left_k / processes_k · seconds_k / done_k  over its parts k.
+    """Estimate the time left:  Σ_k  left_k / processes_k · seconds_k / done_k  over the parts k.
 
-    A part of which nothing has been timed takes the mean rate  Σ seconds / Σ done  of all parts. None where nothing has
-    been timed at all.
+    A part with no timed work has the mean rate  Σ seconds / Σ done  of all parts. None if nothing has been timed.
 
     Example:
         >>> seconds_left([Part(left=40, done=20, seconds=10), Part(left=10)])
@@ -57,7 +56,7 @@ def seconds_left(parts: Collection[Part]) -> float | None:
 
 
 def as_clock(seconds: float) -> str:
-    """Seconds as minutes, hours and days.
+    """Format seconds as minutes, hours and days.
 
     Example:
         >>> as_clock(80), as_clock(7265.4)
@@ -67,52 +66,52 @@ def as_clock(seconds: float) -> str:
 
 
 class Display:
-    """A bar with the estimate of the time left on a terminal; elsewhere only the lines that it is given.
+    """Progress bar with the time left on a terminal; lines of text alone if the output is not a terminal.
 
     Args:
-        console: Where to write.
+        console: Console to write to.
         total: Steps of the bar.
-        left: What an estimate is followed by, such as "left".
+        left: Word after an estimate, such as "left".
     """
 
     def __init__(self, console: Console, total: int, left: str = "left") -> None:
         self.console, self.total, self.left = console, total, left
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), _Left())
         self.bar = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal, transient=True)
-        self.task = self.bar.add_task("starting", total=total, told="", at=0.0, estimate=None)
+        self.task = self.bar.add_task("starting", total=total, word="", at=0.0, estimate=None)
 
     @property
     def is_bar(self) -> bool:
-        """Whether there is a bar, so that lines need no estimate."""
+        """Whether a bar is shown, so that lines need no estimate."""
         return not self.bar.disable
 
     def update(self, description: str, completed: float, seconds: float | None) -> None:
-        """Move the bar to a step, with the time left from now on where that is known."""
-        told = {"told": self.left, "at": self.bar.get_time(), "estimate": seconds}
-        self.bar.update(self.task, description=description, completed=completed, **told)  # type: ignore[arg-type]
+        """Set the bar's step, and the time left from now on if it is known."""
+        fields = {"word": self.left, "at": self.bar.get_time(), "estimate": seconds}
+        self.bar.update(self.task, description=description, completed=completed, **fields)  # type: ignore[arg-type]
 
     def line(self, text: str, *notes: str, seconds: float | None = None) -> None:
-        """Print a line, its notes in parentheses; the last one is the estimate where no bar shows it."""
+        """Print a line with notes in parentheses; the last note is the estimate if no bar shows it."""
         about = [] if not seconds or self.is_bar else [f"about {as_clock(seconds)} {self.left}"]
         noted = ", ".join([*notes, *about])
         self.console.print(f"{text}  ({noted})" if noted else text, highlight=False, soft_wrap=True)
 
 
 class _Left(ProgressColumn):
-    """The last estimate, less the time since it was made."""
+    """Column with the last estimate minus the time since it was made."""
 
     def render(self, task: Task) -> Text:
-        estimate, at, told = (task.fields[name] for name in ("estimate", "at", "told"))
+        estimate, at, word = (task.fields[name] for name in ("estimate", "at", "word"))
         if estimate is None:
             return Text("")
-        return Text(f"about {as_clock(max(0.0, estimate - (task.get_time() - at)))} {told}")
+        return Text(f"about {as_clock(max(0.0, estimate - (task.get_time() - at)))} {word}")
 
 
 class RunProgress(ProgressBar):
-    """A bar over all steps of a run with the time left, validation included; without a terminal a line an epoch.
+    """Progress bar over all steps of a run with the time left, including validation; one line per epoch elsewhere.
 
-    Its estimates need the numbers of steps and of batches in a validation alone, and so know nothing of a limit of time
-    that the Trainer may have.
+    Estimates are computed from the numbers of training steps and validation batches; `max_time` of the Trainer is
+    ignored.
     """
 
     def __init__(self) -> None:
@@ -123,52 +122,52 @@ class RunProgress(ProgressBar):
         self.total, self.since = 0, 0.0
 
     def disable(self) -> None:
-        """Show nothing, as in all processes but the first."""
+        """Print nothing; Lightning calls this on all ranks but 0."""
         self.console.quiet = True
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Show the bar, from where the run goes on."""
+        """Start the bar."""
         self.total = int(trainer.estimated_stepping_batches)
         self.display = Display(self.console, self.total)
         self.display.bar.start()
         self.since = time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Move on."""
+        """Add the time of the batch, and update the bar."""
         self.training.add(1, self._passed())
         epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
         self.display.update(epoch, trainer.global_step, self._left(trainer, trainer.current_epoch))
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Time it."""
+        """Add the time of the batch."""
         if not trainer.sanity_checking:
             self.validation.add(_validation_work(trainer), self._passed())
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        """Tell how the epoch went."""
+        """Print the loss and the quality of the epoch."""
         self.validation.seconds += self._passed()
         done = trainer.current_epoch + 1
-        known = {"train_loss": module.train_loss.compute(), **trainer.callback_metrics}
-        loss = float(known.get("val_loss", known["train_loss"]))
-        measured = f"loss {loss:.4f}, {module.quality} {100 * float(known[module.curve[-1]]):.1f} %"
+        logged = {"train_loss": module.train_loss.compute(), **trainer.callback_metrics}
+        loss = float(logged.get("val_loss", logged["train_loss"]))
+        measured = f"loss {loss:.4f}, {module.quality} {100 * float(logged[module.curve[-1]]):.1f} %"
         self.display.line(f"epoch {done} of {trainer.max_epochs}: {measured}", seconds=self._left(trainer, done))
 
     def on_train_end(self, *_: Any) -> None:
-        """Close the bar."""
+        """Stop the bar."""
         self.display.bar.stop()
 
     def on_exception(self, *_: Any) -> None:
-        """Likewise, where there is one."""
+        """Stop the bar if it was started."""
         if self.display is not None:
             self.display.bar.stop()
 
     def _passed(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call."""
         before, self.since = self.since, time.monotonic()
         return self.since - before
 
     def _left(self, trainer: pl.Trainer, epochs_done: int) -> float | None:
-        """Estimate the seconds left after so many whole epochs, the validations of the others included."""
+        """Estimate the seconds left after a number of finished epochs, including the validations still to come."""
         self.training.left = (self.total - trainer.global_step) * trainer.accumulate_grad_batches
         epochs = min(
             (trainer.max_epochs or 0) - epochs_done, math.ceil(self.training.left / trainer.num_training_batches)
@@ -179,5 +178,5 @@ class RunProgress(ProgressBar):
 
 
 def _validation_work(trainer: Any) -> float:
-    """Work of a batch of validation, in batches of training: forward passes alone, of batches of another size."""
+    """Return the work of a validation batch in training batches: forward passes only, of another batch size."""
     return trainer.datamodule.val_batch_factor / BACKWARD_AND_FORWARD

@@ -1,4 +1,4 @@
-"""A published checkpoint and the data to evaluate it on."""
+"""Load a published checkpoint together with data of its input size and normalisation."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from torchrope.lab.training.evaluate import keep_range
 from torchrope.models import Swin, ViT
 
 NORMALISED = {**dict.fromkeys((rope_vit, timm_vit, rope_swin), "imagenet"), comrope: "half"}
-"""How inputs are normalised, by the family of the checkpoint: timm's default with DeiT's and Swin's, and ComRoPE's."""
+"""Input normalisation of each family of checkpoints: timm's default for ImageNet, or ComRoPE's."""
 
 
 def load_checkpoint(
@@ -31,32 +31,34 @@ def load_checkpoint(
 
     Args:
         file: The checkpoint.
-        config: Which data.
-        given: Settings of the data that were chosen and stay: "size", "frames", "normalise".
-        options: What `torchrope.load_published` is told.
-        ranged: Whether positions at other sizes keep their range, see `keep_range`; ComRoPE's as its code has it.
+        config: The data.
+        given: Settings of the data that the user chose, which do not change: "size", "frames", "normalise".
+        options: Options of `torchrope.load_published`.
+        ranged: Whether positions at other sizes keep their range, see `keep_range`; ComRoPE's as in its code.
 
     Returns:
-        The model, on a GPU where there is one, and its data.
+        The model, on a GPU if available, and its data.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: what `load_published` refuses, data of other axes, channels, sizes or classes, or inputs of which
-            nothing says how they are normalised.
+        FileNotFoundError: the file does not exist.
+        ValueError: a checkpoint that `load_published` cannot read, data of other axes, channels, sizes or classes, or
+            an unknown normalisation of the inputs.
     """
     state = read_state(file)
     family = family_of(state)
-    told = {**(options or {}), **({"positions": "range"} if ranged and "positions" in options_of(family) else {})}
-    model = convert(state, **told)
+    options = {**(options or {}), **({"positions": "range"} if ranged and "positions" in options_of(family) else {})}
+    model = convert(state, **options)
     assert isinstance(model, ViT | Swin)
-    if ranged and "positions" not in told:
+    if ranged and "positions" not in options:
         keep_range(model)
     data = make_data(_fitted(config, model.arguments["input_size"], family, given))
-    wanted = {"axes": len(model.embed.patch_size), "channels": model.arguments["in_channels"]}
-    came = {"axes": data.num_axes, "channels": data.in_channels}
-    for what, number in wanted.items():
-        if came[what] != number:
-            raise ValueError(f"--data must have the {number} {what} of the checkpoint, got {came[what]} of {data.name}")
+    required = {"axes": len(model.embed.patch_size), "channels": model.arguments["in_channels"]}
+    actual = {"axes": data.num_axes, "channels": data.in_channels}
+    for what, number in required.items():
+        if actual[what] != number:
+            raise ValueError(
+                f"--data must have the {number} {what} of the checkpoint, got {actual[what]} of {data.name}"
+            )
     data.setup()
     classes = model.arguments["num_classes"]
     if classes != data.num_classes:
@@ -65,18 +67,20 @@ def load_checkpoint(
 
 
 def _fitted(config: DataConfig, input_size: tuple[int, ...], family: Any, given: Collection[str]) -> DataConfig:
-    """The data's settings with the size and the normalisation of a checkpoint."""
-    *before, height, width = input_size
+    """Return the data's settings with the size and the normalisation of a checkpoint."""
+    *leading, height, width = input_size
     if height != width:
-        raise ValueError(f"--data has square pictures, got a checkpoint for {height} x {width} pixels")
-    wanted: dict[str, Any] = {"size": width} | ({"frames": before[0]} if before and hasattr(config, "frames") else {})
-    for name, value in wanted.items():
+        raise ValueError(f"a checkpoint must be for square images, got {height} x {width} pixels")
+    changes: dict[str, Any] = {"size": width}
+    if leading and hasattr(config, "frames"):
+        changes["frames"] = leading[0]
+    for name, value in changes.items():
         if name in given and getattr(config, name) != value:
-            rule = f"--data.{name} is that of the checkpoint, {value}"
-            raise ValueError(f"{rule}; --sizes names others, got {getattr(config, name)}")
+            rule = f"--data.{name} must be that of the checkpoint, {value}"
+            raise ValueError(f"{rule} (for other sizes give --sizes), got {getattr(config, name)}")
     if isinstance(config, ColourConfig) and "normalise" not in given:
         if family not in NORMALISED:
-            rule = f"inputs must be normalised as in the training, which checkpoints of {family.FAMILY} do not tell"
-            raise ValueError(f"{rule}; give --data.normalise, got none")
-        wanted["normalise"] = NORMALISED[family]
-    return replace(config, **wanted)
+            rule = f"--data.normalise must be given for {family.FAMILY}, whose checkpoints do not store it"
+            raise ValueError(f"{rule}, got none")
+        changes["normalise"] = NORMALISED[family]
+    return replace(config, **changes)

@@ -1,4 +1,4 @@
-"""One training run that survives being killed: a checkpoint after every epoch, written whole."""
+"""Train a model and read trained runs; a run saves a checkpoint after every epoch and can be resumed."""
 
 import logging
 import math
@@ -38,16 +38,16 @@ from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, plain, read_config
 from torchrope.lab.training.cost import count_flops
 from torchrope.lab.training.dense import build_dense_module
-from torchrope.lab.training.devices import batches_in_a_step, placed
+from torchrope.lab.training.devices import batches_in_a_step, with_devices
 from torchrope.lab.training.guards import LossGuard, device_memory, out_of_memory
 from torchrope.lab.training.history import History, OnEpoch, SeedEpoch
+from torchrope.lab.training.init_from import start_from
 from torchrope.lab.training.interruption import Interrupted, SaveOnSignal
 from torchrope.lab.training.models import build_for_costs, build_model
 from torchrope.lab.training.module import Module
 from torchrope.lab.training.pretrained import start_backbone
 from torchrope.lab.training.sizes import training_sizes
 from torchrope.lab.training.skipped import KeepSkipped
-from torchrope.lab.training.start import start_from
 from torchrope.lab.training.watch import Speed, count_tokens, loggers
 
 CURVE = "curve.csv"
@@ -64,10 +64,11 @@ CHATTER = (
     ".*does not have many workers.*",
     ".*LeafSpec.*",
     ".*exists and is not empty.*",
-    ".*dataloader is not resumable.*",  # ours goes on where it was
+    ".*dataloader is not resumable.*",  # it is: DataModule.resume_at
     ".*smaller than the logging interval.*",
     ".*dirpath has changed.*",  # a folder may be moved
 )
+"""Warnings of Lightning that do not apply."""
 PRECISIONS: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed"}
 
 
@@ -79,27 +80,27 @@ def train(
     on_epoch: OnEpoch | None = None,
     **trainer_settings: Any,
 ) -> tuple[Module, History]:
-    """Train to the last epoch, from the checkpoint in `folder` where there is one.
+    """Train to the last epoch; resume from the checkpoint in `folder` if there is one.
 
-    A run that was killed and goes on ends with the same weights as one that was not.
+    A run that was killed and resumed ends with the same weights as an uninterrupted one.
 
     Args:
-        config: The model and its settings.
-        data: Its data, set up.
+        config: Configuration of the run.
+        data: The data, set up.
         folder: Receives `config.yaml`, and after every epoch `checkpoint.ckpt`, `weights.safetensors` (the model alone)
-            and `curve.csv`, each whole at any time; `within-epoch.ckpt` where the configuration asks for it.
+            and `curve.csv`, each written atomically; also `within-epoch.ckpt` if `scale.checkpoint_every` is set.
         on_epoch: Called with every finished epoch's row of the learning curve.
-        trainer_settings: Passed on to Lightning's Trainer.
+        trainer_settings: Passed to Lightning's Trainer.
 
     Returns:
         The trained model, on the device it was trained on, and its learning curve.
 
     Raises:
-        ValueError: the folder belongs to another configuration, its checkpoint is damaged, `start_from` is no run of
-            such a model, patches do not divide `optim.sizes`, a batch does not fit into memory, or the loss is lost
-            (`Diverged`).
-        Interrupted: stopped by SIGTERM, or SIGUSR1 on Slurm; saved, the same call goes on.
-        KeyboardInterrupt: stopped by Ctrl-C; the same call goes on with the epoch that was under way.
+        ValueError: the folder holds a run of another configuration or a damaged checkpoint, `start_from` is not a run
+            of the same model, `optim.sizes` are not multiples of the patch size, a batch does not fit into memory, or
+            the loss diverges (`Diverged`).
+        Interrupted: a signal, SIGTERM or SIGUSR1, stopped the run after saving; the same call resumes.
+        KeyboardInterrupt: Ctrl-C stopped the run; the same call resumes from the last checkpoint.
     """
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config, data)
@@ -108,12 +109,12 @@ def train(
     data.run_seed = config.seed
     data.tells_spacing = config.model.unit_mm is not None
     data.train_sizes = training_sizes(config.optim, config.model, data)
-    going_on = newest(folder)
-    if config.start_from is not None and going_on is None:
+    checkpoint = newest(folder)
+    if config.start_from is not None and checkpoint is None:
         start_from(module.model, Path(config.start_from))
-    if config.backbone_from is not None and going_on is None:
+    if config.backbone_from is not None and checkpoint is None:
         start_backbone(module.model.backbone, config.backbone_from)
-    resume, data.resume_at = going_on or (None, (0, 0))
+    resume, data.resume_at = checkpoint or (None, (0, 0))
     history = History(folder / CURVE, on_epoch)
     with lightning_quiet():
         trainer = pl.Trainer(
@@ -131,8 +132,8 @@ def train(
             plugins=[WholeCheckpoints(plain(config))],
             default_root_dir=folder,
             reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
-            use_distributed_sampler=False,  # they know their process
-            **placed(
+            use_distributed_sampler=False,  # loaders already select their rank's examples
+            **with_devices(
                 {
                     **QUIET,
                     "precision": PRECISIONS[config.scale.precision],
@@ -150,44 +151,44 @@ def train(
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         except Interrupted:
             raise
-        except SystemExit:  # Lightning's answer to Ctrl-C
+        except SystemExit:  # raised by Lightning on Ctrl-C
             raise KeyboardInterrupt from None
         except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
+            traceback.clear_frames(error.__traceback__)  # their locals keep tensors alive
             fits = False
         except Exception as error:
             if not trainer._checkpoint_connector._loaded_checkpoint or resume is None:
                 raise
-            raise damaged(resume) from error  # it was being restored
+            raise damaged(resume) from error  # raised while Lightning restored it
         finally:
-            data.train_sizes = ()  # others who draw from it mean the size of the data
+            data.train_sizes = ()  # later loaders have the data's size
     if not fits:
-        raise ValueError(_what_would_fit(config, data, trainer))
+        raise ValueError(_out_of_memory(config, data, trainer))
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        module = build_module(config, data)  # the file has whole the weights that processes have parts of
+        module = build_module(config, data)  # the file holds full tensors, this process only shards
         module.load_state_dict(read_weights(folder))
     return module.to(trainer.strategy.root_device), history
 
 
 def callbacks(config: RunConfig, data: DataModule, folder: Path, guess_loss: float) -> list[Callback]:
-    """What a run does beside training, where its configuration asks for it."""
+    """Build the callbacks that the configuration asks for."""
     scale = config.scale
-    wanted: list[Callback] = [SaveOnSignal(folder)]
+    configured: list[Callback] = [SaveOnSignal(folder)]
     if scale.on_nan != "ignore":
-        wanted.append(LossGuard(folder, scale.explosion * guess_loss, skip=scale.on_nan == "skip"))
+        configured.append(LossGuard(folder, scale.explosion * guess_loss, skip=scale.on_nan == "skip"))
     if scale.logs:
-        wanted.append(_speed(config, data))
+        configured.append(_speed(config, data))
     if config.optim.ema_decay is not None:
-        wanted.append(AveragedWeights(config.optim.ema_decay))
+        configured.append(AveragedWeights(config.optim.ema_decay))
     if config.scale.checkpoint_every is not None:
-        wanted.append(WithinEpoch(folder, config.scale.checkpoint_every))
-    return wanted
+        configured.append(WithinEpoch(folder, config.scale.checkpoint_every))
+    return configured
 
 
 def _speed(config: RunConfig, data: DataModule) -> Speed:
     build = partial(build_model, config.encoding, config.model, data)
     if config.model.task != "classify":
-        return Speed(None, None, None)  # what is computed depends on the sizes of the pictures, and on what is in them
+        return Speed(None, None, None)  # tokens and FLOPs depend on the sizes and the contents of the images
     shape = torch.Size([1, *data.example_shape])
     for_costs = partial(build_for_costs, config.encoding, config.model, data)
     flops = None if config.scale.peak_tflops is None else count_flops(for_costs, shape)
@@ -196,7 +197,7 @@ def _speed(config: RunConfig, data: DataModule) -> Speed:
     return Speed(tokens, flops, config.scale.peak_tflops)
 
 
-def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:
+def _out_of_memory(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:
     if config.model.task != "classify":
         rule = f"a step must fit into memory, got batch_size {config.data.batch_size}"
         effective = config.optim.effective_batch or config.data.batch_size * trainer.world_size
@@ -204,8 +205,8 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
     device = trainer.strategy.root_device
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    sized = [(data.in_channels, *size) for size in training_sizes(config.optim, config.model, data)]
-    example = torch.zeros(1, *max([data.example_shape, *sized], key=math.prod), device=device)
+    shapes = [(data.in_channels, *size) for size in training_sizes(config.optim, config.model, data)]
+    example = torch.zeros(1, *max([data.example_shape, *shapes], key=math.prod), device=device)
     limit, devices = device_memory(device), trainer.world_size
     return out_of_memory(
         config, lambda: build_for_costs(config.encoding, config.model, data).to(device), example, limit, devices
@@ -213,7 +214,7 @@ def _what_would_fit(config: RunConfig, data: DataModule, trainer: pl.Trainer) ->
 
 
 def _claim(folder: Path, config: RunConfig) -> None:
-    """Make the folder this configuration's; one of another configuration is refused, not overwritten."""
+    """Write the configuration to the folder; raise ValueError if it holds another configuration or other files."""
     file = folder / CONFIG
     if not file.exists() and holds_files(folder):
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
@@ -228,21 +229,21 @@ def _claim(folder: Path, config: RunConfig) -> None:
 def load(
     folder: Path, data: DataModule | None = None, *, allow: Sequence[str] = (), crop_ratio: float | None = None
 ) -> tuple[RunConfig, DataModule, Module]:
-    """Read a run back: its configuration, its data, and the model of its last finished epoch.
+    """Read a trained run: its configuration, its data, and the model of its last finished epoch.
 
     Args:
-        folder: Where it was trained.
-        data: Its data, where that is set up already.
+        folder: The folder of the run.
+        data: Its data, if already set up.
         allow: Modules and packages that may be imported for an encoding that is not torchrope's.
-        crop_ratio: Share of the shorter side that validation shows, in place of the run's.
+        crop_ratio: Side of the validation crop as a share of the shorter side, instead of the run's.
 
     Raises:
-        ValueError: the folder holds no run, or its files are damaged or of another run; its encoding is of a module
-            that is neither loaded nor allowed.
+        ValueError: the folder holds no run, its files are damaged or of different runs, or its encoding is defined in a
+            module that is neither imported nor allowed.
     """
     trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
     if not (folder / CONFIG).exists() or not trained:
-        raise ValueError(f"a run's folder holds {CONFIG} and {CHECKPOINT}, got {folder}")
+        raise ValueError(f"a run's folder must hold {CONFIG} and {CHECKPOINT}, got {folder}")
     config = read_config(read_mapping(folder / CONFIG, CONFIG))
     load_modules([config.encoding], allow)
     if crop_ratio is not None:
@@ -261,7 +262,7 @@ def load(
 
 
 def build_module(config: RunConfig, data: DataModule) -> Module:
-    """The untrained model of a configuration."""
+    """Build the untrained model of a configuration."""
     if config.model.task != "classify":
         return build_dense_module(config, data)
     return Classifier(build_model(config.encoding, config.model, data), data.num_classes, config.optim)
@@ -269,7 +270,7 @@ def build_module(config: RunConfig, data: DataModule) -> Module:
 
 @contextmanager
 def lightning_quiet() -> Iterator[None]:
-    """Hush what Lightning says about itself: banners, tips, and advice that does not hold here."""
+    """Suppress Lightning's banners and tips, and its warnings that do not apply."""
     for name in ("pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""A segmentation model in training: its loss and its metrics."""
+"""Lightning module for semantic segmentation: loss and mean intersection over union."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,11 +20,11 @@ Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
 class Segmenter(Module):
     """Train a model for semantic segmentation.
 
-    Validation sees whole images, whose logits are brought to the size of their maps. Its loss is the mean cross-entropy
-    of pixels that have a class, its measure the mean intersection over union of the classes that occur.
+    Validation predicts full images, and resizes logits to the size of the label maps. It logs the mean cross-entropy of
+    labelled pixels, and the mean intersection over union of the classes that occur.
 
     Args:
-        model: Has `losses`, `predict` and `classes`, as those of `interop.heads.segmentation`.
+        model: Has `losses`, `predict` and `classes`, as those of `torchrope.lab.dense.segmentation`.
         optim: Settings of the optimiser.
     """
 
@@ -37,26 +37,26 @@ class Segmenter(Module):
         self.val_miou = MulticlassJaccardIndex(len(model.classes), ignore_index=IGNORED)
 
     def forward(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Predictions of images `(channels, height, width)`."""
+        """Predict the logits of images `(channels, height, width)`."""
         return self.model.predict(images)
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        """The loss of a batch."""
+        """Compute the loss of a batch."""
         images, targets = batch
         loss = torch.stack(list(self.model.losses(images, targets).values())).sum()
         self.train_loss.update(loss.detach(), len(images))
         return loss
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        """Count loss and hits of a batch."""
+        """Update loss and mean intersection over union with a batch."""
         images, targets = batch
-        for found, target in zip(self(images), targets, strict=True):
+        for prediction, target in zip(self(images), targets, strict=True):
             map = target["map"]
-            logits = resized(found["logits"], map.shape)[None]
+            logits = resized(prediction["logits"], map.shape)[None]
             loss = functional.cross_entropy(logits, map[None], ignore_index=IGNORED)
             self.val_loss.update(loss, (map != IGNORED).sum())
             self.val_miou.update(logits, map[None])
 
     def on_validation_epoch_end(self) -> None:
-        """Report the epoch; Lightning resets the metrics."""
+        """Log the metrics of the epoch; Lightning resets them."""
         self.log_dict({"val_loss": self.val_loss, "val_miou": self.val_miou})

@@ -1,4 +1,4 @@
-"""FSDP2: every process holds a part of the weights, gradients and moments; a layer is whole only while it computes."""
+"""Lightning strategy for FSDP2: every process holds a shard of the weights, gradients and optimiser moments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from torchrope.lab.training.averaging import AveragedWeights
-from torchrope.lab.training.parts import gathered, part_of, parts
+from torchrope.lab.training.sharded_tensors import gather_full, local_shard, local_shards
 
 
 class Sharded(ModelParallelStrategy):
-    """Train one model in parts, on all processes.
+    """Train one model, sharded over all processes; a layer is gathered only while it computes.
 
-    Checkpoints are those of a run that is not sharded, so that a run may go on with another strategy.
+    Checkpoints hold full tensors, as those of an unsharded run, so that a run may resume with another strategy.
 
     References:
         Zhao et al., PyTorch FSDP, arXiv:2304.11277; `torch.distributed.fsdp.fully_shard`.
@@ -29,16 +29,16 @@ class Sharded(ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning calls `load_optimizer_state_dict`: yes."""
+        """True: Lightning is to call `load_optimizer_state_dict`."""
         return True
 
     def setup_environment(self) -> None:
-        """Make all processes one axis of data."""
+        """Use all processes for data parallelism."""
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard the model, and its average where there is one, before the optimiser learns of its parameters."""
+        """Shard the model and, if there is one, its average, before the optimiser is built."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -52,53 +52,53 @@ class Sharded(ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights, on the first process alone."""
+        """Return the full weights on rank 0; other ranks get empty tensors."""
         assert self.lightning_module is not None
-        return gathered(self.lightning_module.state_dict())
+        return gather_full(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole moments, likewise."""
+        """Return the full moments on rank 0; other ranks get empty tensors."""
         state = optimizer.state_dict()
-        return {**state, "state": {number: gathered(moments) for number, moments in state["state"].items()}}
+        return {**state, "state": {number: gather_full(moments) for number, moments in state["state"].items()}}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the file in every process, each of which keeps its part."""
+        """Read the file in every process."""
         return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Keep this process's part of the weights."""
+        """Load this process's shards of the weights."""
         assert self.lightning_module is not None
-        mine = self.lightning_module.state_dict()
-        self.lightning_module.load_state_dict(parts(checkpoint["state_dict"], mine), strict=strict)
+        current = self.lightning_module.state_dict()
+        self.lightning_module.load_state_dict(local_shards(checkpoint["state_dict"], current), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep this process's part of the moments."""
+        """Load this process's shards of the moments."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             stored = [number for group in state["param_groups"] for number in group["params"]]
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             like = dict(zip(stored, weights, strict=True))
             moments = {
-                number: {name: part_of(value, like[number]) for name, value in of_one.items()}
+                number: {name: local_shard(value, like[number]) for name, value in of_one.items()}
                 for number, of_one in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": moments})
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard each layer of a `ViT` or `Swin`, and together what is around them.
+    """Shard each layer of a `ViT` or `Swin` as a unit, and all other modules as one more unit.
 
-    Encodings are among the latter: a rotation outlives the call that made it, and what is sharded on its own is freed
-    behind that.
+    Encodings belong to the last unit: a rotation is used after the call that computed it, while the parameters of a
+    unit of its own would be freed after that call.
 
     Args:
-        model: Changed in place.
-        mesh: One axis of processes.
+        model: The model, changed in place.
+        mesh: Processes to shard over, 1-d.
     """
     for parameter in model.parameters():
         if parameter.numel() == 0:
-            parameter.requires_grad_(False)  # a gradient without a number cannot be cut
+            parameter.requires_grad_(False)  # an empty gradient cannot be sharded
     for stage in getattr(model, "stages", [model]):
         for layer in stage.layers:
             fully_shard(layer, mesh=mesh)
-    # The root too: weights that stayed whole behind a validation would hide what is loaded or averaged into the parts.
+    # Also for the root: weights left gathered after a validation would hide what is loaded or averaged into the shards.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)

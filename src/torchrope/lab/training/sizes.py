@@ -1,4 +1,4 @@
-"""Sizes of inputs other than that of the data, given as pixels along the last axis."""
+"""Input sizes other than that of the data, given as pixels along the last axis."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ Size = tuple[int, ...]
 
 
 def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> tuple[Size, ...]:
-    """The input sizes that training draws from; none where it keeps to that of the data.
+    """Return the input sizes that training draws from; an empty tuple if all steps have the data's size.
 
     Raises:
-        ValueError: the patch does not divide them, or the data have no axis but time.
+        ValueError: a size is not a multiple of the patch size, or the data's last axis is time.
     """
     if not optim.sizes:
         return ()
@@ -24,21 +24,21 @@ def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> 
 
 
 def size_of(pixels: int, data: DataModule, patch_size: Sequence[int], option: str) -> Size:
-    """The input size with so many pixels along the last axis, and along those that are as long.
+    """Return the input size with the given pixels along the last axis, and along axes of the same length.
 
-    Time keeps its length; axes of another length change in proportion, to whole patches.
+    Time keeps its length; axes of another length change in proportion, rounded to whole patches.
 
     Args:
-        pixels: Along the last axis.
-        data: Tells the axes and their lengths.
+        pixels: Pixels along the last axis.
+        data: The data, with their axes and lengths.
         patch_size: Extent of a patch along each axis.
-        option: What the caller calls the number, for the error.
+        option: Name of the option, for errors.
 
     Raises:
-        ValueError: the patch does not divide it, or the last axis is time.
+        ValueError: the number is not a multiple of the patch size, or the last axis is time.
     """
     if data.axes[-1] == "time":
-        raise ValueError(f"{option} must be of data with another axis than time last, got {', '.join(data.axes)}")
+        raise ValueError(f"{option} is for data whose last axis is not time, got axes {', '.join(data.axes)}")
     last, size = data.input_size[-1], []
     for axis, length, patch in zip(data.axes, data.input_size, patch_size, strict=True):
         if axis == "time":

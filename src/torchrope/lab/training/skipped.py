@@ -1,4 +1,4 @@
-"""The files that a run could not read, kept in its folder and counted over all its starts and processes."""
+"""List of the files that a run could not read, saved in its folder and merged over processes and resumed runs."""
 
 import json
 from pathlib import Path
@@ -15,14 +15,14 @@ SKIPPED = "skipped.json"
 
 
 class KeepSkipped(Callback):
-    """Write down what could not be read with every checkpoint, and begin with what is written there.
+    """Save the list of unreadable files with every checkpoint, and load it at the start.
 
-    What a run sees does not depend on it: a file known to be damaged is tried again whenever it comes up. It decides
-    when there are too many.
+    The list limits how many files may be unreadable. It does not change the examples of a run: a listed file is read
+    again whenever it is drawn.
 
     Args:
-        folder: The run's.
-        data: What it reads.
+        folder: The folder of the run.
+        data: The data that the run reads.
     """
 
     def __init__(self, folder: Path, data: DataModule) -> None:
@@ -30,25 +30,25 @@ class KeepSkipped(Callback):
         self.data = data
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Count what earlier starts found, where it still cannot be read."""
+        """Load the list of earlier starts, without files that can be read now."""
         self._share(read_skipped(self.path.parent))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Bring together what all processes have found."""
+        """Merge and save the lists of all processes."""
         found = {name: why for of_one in of_all_processes(self._found()) for name, why in of_one.items()}
         if trainer.is_global_zero:
             self._write(found)
         self._share(found)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write what the last validation found."""
+        """Save the list after the last validation."""
         if trainer.is_global_zero:
             self._write(self._found())
 
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Write the list that the run may have stopped with."""
+        """Save the list, which may be the reason of the exception."""
         if trainer.is_global_zero:
             self._write(self._found())
 
@@ -66,7 +66,7 @@ class KeepSkipped(Callback):
 
 
 def read_skipped(folder: Path) -> dict[str, str]:
-    """The files that a run could not read, with what is wrong with them; none where nothing is written down.
+    """Read the files that a run could not read, and why; an empty dict if no list was saved.
 
     Raises:
         ValueError: the list is damaged.

@@ -1,4 +1,4 @@
-"""The logs of a run, and the speed that it has."""
+"""Loggers of a run, and a callback that logs loss, learning rate and throughput."""
 
 import math
 import time
@@ -13,25 +13,25 @@ from torchrope.lab.training.config import ScaleConfig
 from torchrope.models import ViT
 
 BACKWARD_AND_FORWARD = 3
-"""A backward pass computes twice what the forward pass does (Kaplan et al. 2020, section 2.1)."""
+"""Cost of a training step in forward passes: a backward pass costs two (Kaplan et al. 2020, section 2.1)."""
 
 
 def loggers(config: ScaleConfig, folder: Path) -> list[Logger]:
-    """The logs that a configuration asks for, in `folder/logs`; a run that goes on loses nothing of them.
+    """Build the configured loggers, which write to `folder/logs`; a resumed run appends to existing logs.
 
     Raises:
-        ValueError: one needs a package that is not there.
+        ValueError: a logger's package is not installed.
     """
     return [_logger(name, folder / "logs") for name in config.logs]
 
 
 class Speed(Callback):
-    """Log loss, learning rate and speed: examples and tokens a second on all devices, and the share of their peak.
+    """Log loss, learning rate and throughput: examples and tokens per second, and model FLOP utilisation.
 
     Args:
-        tokens: Tokens of an example; None where that is not known.
-        flops: Operations of a forward pass of an example.
-        peak_tflops: What one device can do, 10¹² operations a second.
+        tokens: Tokens of an example; None if unknown.
+        flops: Floating-point operations of a forward pass of one example; None if unknown.
+        peak_tflops: Peak of one device, in 10¹² operations per second; None if unknown.
     """
 
     def __init__(self, tokens: int | None, flops: int | None, peak_tflops: float | None) -> None:
@@ -42,17 +42,17 @@ class Speed(Callback):
         self.since = 0.0
 
     def on_train_start(self, *_: Any) -> None:
-        """Start the clock, also within an epoch."""
+        """Reset the clock and the number of examples."""
         self.examples, self.since = 0, time.perf_counter()
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        """Leave validation out of the clock."""
+        """Reset the clock, so that validation is not timed."""
         self.on_train_start()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log every `log_every_n_steps` steps, and the end of an epoch."""
+        """Log every `log_every_n_steps` steps, and at the end of an epoch."""
         self.examples += len(batch[1]) * trainer.world_size
         loop = trainer.fit_loop.epoch_loop
         due = trainer.global_step % trainer.log_every_n_steps == 0 and not loop._should_accumulate()  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class Speed(Callback):
         self.on_train_start()
         if trainer.is_global_zero and trainer.loggers:
             measures = {
-                **{name: float(part) for name, part in outputs.items()},  # the loss, and what it is made of
+                **{name: float(part) for name, part in outputs.items()},  # the loss and its terms
                 "lr": max(group["lr"] for group in trainer.optimizers[0].param_groups),
                 **speed_measures(rate, self.tokens, self.flops, self.peak_tflops, trainer.world_size),
             }
@@ -73,11 +73,11 @@ class Speed(Callback):
 def speed_measures(
     rate: float, tokens: int | None, flops: int | None, peak_tflops: float | None, devices: int
 ) -> dict[str, float]:
-    """What a rate of examples a second means: tokens a second, and the model FLOP utilisation
+    """Compute throughput in examples and tokens per second, and the model FLOP utilisation
 
-        3 · flops · rate / (devices · peak),
+        3 · flops · rate / (devices · peak)
 
-    of Chowdhery et al., PaLM, appendix B: operations that the model needs, whatever is computed again.
+    of Chowdhery et al., PaLM, appendix B. Recomputation by activation checkpointing is not counted.
 
     Example:
         >>> speed_measures(100.0, tokens=65, flops=10**9, peak_tflops=1.0, devices=1)
@@ -92,7 +92,7 @@ def speed_measures(
 
 
 def count_tokens(model: Any, input_size: tuple[int, ...]) -> int | None:
-    """Tokens that the model makes of an input, prefix included."""
+    """Return the number of tokens of a ViT for an input, including prefix tokens; None for other models."""
     if not isinstance(model, ViT):
         return None
     return math.prod(model.embed.lattice(input_size)) + model.num_prefix
@@ -110,5 +110,5 @@ def _logger(name: str, folder: Path) -> Logger:
 
                 return WandbLogger(save_dir=folder, project="torchrope")
     except ModuleNotFoundError:
-        raise ValueError(f"the log {name!r} needs its package: pip install {name}") from None
-    raise ValueError(f"logs are csv, tensorboard and wandb, got {name!r}")
+        raise ValueError(f"logger {name!r} needs a package that is not installed: pip install {name}") from None
+    raise ValueError(f"logs must be csv, tensorboard or wandb, got {name!r}")

@@ -1,4 +1,4 @@
-"""Nothing lost, nothing silently wrong: kills, signals, lost losses, full memory and disks, hostile files, seeds."""
+"""Robustness of runs: kills, signals, divergence, out of memory, full disks, malicious files, reproducibility."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def data_of(config: RunConfig) -> DataModule:
 
 
 class AtBatch(Callback):
-    """Do something to the batch of that number, counted over epochs from 1."""
+    """Call a function with the batch of a number, counted over epochs from 1."""
 
     def __init__(self, number: int, action: Any) -> None:
         self.number, self.action, self.seen = number, action, 0
@@ -79,7 +79,7 @@ def without_times(history: Any) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "augmented"])
-def test_a_run_killed_at_random_moments_ends_bit_for_bit_as_one_that_was_not(tmp_path: Path, kind: str) -> None:
+def test_killed_run_resumes_to_bit_identical_weights(tmp_path: Path, kind: str) -> None:
     trials = 20
     command = [sys.executable, killing.__file__, tmp_path / "runs", trials, kind, 1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -92,7 +92,7 @@ def test_a_run_killed_at_random_moments_ends_bit_for_bit_as_one_that_was_not(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped_after", [3, 7, 8, 11])
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_the_next_batch(tmp_path: Path, stopped_after: int) -> None:
+def test_stopped_run_saves_and_resumes_at_the_next_batch(tmp_path: Path, stopped_after: int) -> None:
     config = small_run()
     whole, curve = train(config, data_of(config), tmp_path / "whole")
     before = signal.getsignal(signal.SIGTERM)
@@ -104,30 +104,30 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_the_next_batch(tmp_p
 
     rest = AtBatch(0, None)
     resumed, again = train(config, data_of(config), tmp_path / "stopped", callbacks=[rest])
-    done = stopped_after + (stopped_after % 8 == 0)  # behind an epoch's last batch the next one is waited for
+    done = stopped_after + (stopped_after % 8 == 0)  # after the last batch of an epoch it stops one batch later
     assert rest.seen == 16 - done
     assert same_weights(whole, resumed)
     assert without_times(curve) == without_times(again)
 
 
-def test_the_command_line_exits_with_a_status_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_command_exits_with_75_on_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = torch.manual_seed
     calls: list[int] = []
 
-    def stop_in_the_second_epoch(seed: int) -> Any:
+    def stop_in_second_epoch(seed: int) -> Any:
         calls.append(seed)
         if seed == 1:  # of run 0, epoch 1
             os.kill(os.getpid(), signal.SIGTERM)
         return seeds(seed)
 
-    monkeypatch.setattr(torch, "manual_seed", stop_in_the_second_epoch)
+    monkeypatch.setattr(torch, "manual_seed", stop_in_second_epoch)
     with pytest.raises(SystemExit) as stopped:
         main(["train", *OPTIONS, "--data.batch_size=10", "--epochs=2", "--out", str(tmp_path)])
     assert stopped.value.code == 75
 
 
 @pytest.mark.parametrize("array", [False, True])
-def test_a_preempted_slurm_job_saves_and_goes_into_the_queue_again(
+def test_preempted_slurm_job_saves_and_is_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool
 ) -> None:
     slurm = {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "4321", "SLURM_JOB_NAME": "vit", "SLURM_NNODES": "1"}
@@ -149,7 +149,7 @@ def test_a_preempted_slurm_job_saves_and_goes_into_the_queue_again(
     assert rest.seen == 16 - 5
 
 
-def test_checkpoints_within_an_epoch_keep_what_a_kill_would_lose(tmp_path: Path) -> None:
+def test_killed_run_resumes_from_checkpoint_within_epoch(tmp_path: Path) -> None:
     config = small_run(checkpoint_every=3)
     whole, curve = train(small_run(), data_of(config), tmp_path / "whole")
 
@@ -165,7 +165,7 @@ def test_checkpoints_within_an_epoch_keep_what_a_kill_would_lose(tmp_path: Path)
     assert without_times(curve) == without_times(again)
 
 
-def test_what_a_killed_write_left_is_swept_away_and_strangers_files_are_not(tmp_path: Path) -> None:
+def test_unfinished_files_are_removed_and_other_files_kept(tmp_path: Path) -> None:
     config = small_run()
     (tmp_path / f"{UNFINISHED}abcd1234").write_text("half")
     train(config, data_of(config), tmp_path)
@@ -181,7 +181,7 @@ def test_what_a_killed_write_left_is_swept_away_and_strangers_files_are_not(tmp_
 # Files that cannot be read
 
 
-def test_damaged_files_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> None:
+def test_unreadable_files_are_counted_over_resumed_runs(tmp_path: Path) -> None:
     root, folder = imagenet(tmp_path / "data"), tmp_path / "run"
     config = replace(
         small_run(checkpoint_every=3),
@@ -201,7 +201,7 @@ def test_damaged_files_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> N
         train(config, data_of(config), folder, callbacks=[AtBatch(4, die)])
     assert set(json.loads((folder / "skipped.json").read_text())) == {first}
     (root / last).write_bytes(b"nor this")
-    for _ in range(2):  # goes on behind the first; then both are known before anything is read
+    for _ in range(2):  # resumes after the first; the second time both are on the list before reading
         with pytest.raises(TooManyFaults, match=r"at most --data\.max_skipped = 1 images may be unreadable, got 2"):
             train(config, data_of(config), folder)
         assert set(json.loads((folder / "skipped.json").read_text())) == {first, last}
@@ -215,30 +215,32 @@ def test_damaged_files_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> N
         train(config, data_of(config), folder)
 
 
-# Lost losses
+# Divergence
 
 
 def spoil(value: float) -> Any:
     return lambda batch: batch[0].fill_(value)
 
 
-def test_a_loss_that_is_not_finite_stops_with_step_examples_and_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_diverged_error_names_step_examples_and_checkpoint(tmp_path: Path) -> None:
     config = small_run()
     data = data_of(config)
-    with pytest.raises(Diverged) as lost:
+    with pytest.raises(Diverged) as diverged:
         train(config, data, tmp_path, callbacks=[AtBatch(11, spoil(float("nan")))])
-    message = str(lost.value)
+    message = str(diverged.value)
     assert "got nan" in message
     assert "in step 11 (epoch 2, batch 3) on example " in message
     assert f"the last good checkpoint is {tmp_path}/checkpoint.ckpt" in message
     assert "\n" not in message
-    order = torch.randperm(80, generator=torch.Generator().manual_seed(3 * 1_000_003 + 1)).tolist()  # torch's sampler
-    told = ", ".join(f"example {index}" for index in order[20:28])
-    assert f"on {told}, ... (10 in all);" in message
+    order = torch.randperm(
+        80, generator=torch.Generator().manual_seed(3 * 1_000_003 + 1)
+    ).tolist()  # as torch's sampler
+    examples = ", ".join(f"example {index}" for index in order[20:28])
+    assert f"on {examples}, ... (10 in all);" in message
     assert all(torch.isfinite(weight).all() for weight in load(tmp_path)[2].model.parameters())
 
 
-def test_an_exploding_loss_stops_and_a_poor_one_does_not(tmp_path: Path) -> None:
+def test_loss_guard_stops_above_the_limit_only(tmp_path: Path) -> None:
     config = small_run()
     train(config, data_of(config), tmp_path / "fine")
     with pytest.raises(
@@ -247,7 +249,7 @@ def test_an_exploding_loss_stops_and_a_poor_one_does_not(tmp_path: Path) -> None
         train(small_run(explosion=1e-3), data_of(config), tmp_path / "strict")
 
 
-def test_lost_steps_are_left_out_and_counted_if_asked(tmp_path: Path) -> None:
+def test_on_nan_skip_skips_and_counts_steps(tmp_path: Path) -> None:
     config = small_run(on_nan="skip")
     weights: list[torch.Tensor] = []
 
@@ -266,7 +268,7 @@ def test_lost_steps_are_left_out_and_counted_if_asked(tmp_path: Path) -> None:
     assert torch.isfinite(weights[-1]).all()
 
 
-def test_a_lost_loss_may_be_ignored(tmp_path: Path) -> None:
+def test_on_nan_ignore_continues(tmp_path: Path) -> None:
     trained, curve = train(
         small_run(on_nan="ignore"),
         data_of(small_run()),
@@ -274,15 +276,13 @@ def test_a_lost_loss_may_be_ignored(tmp_path: Path) -> None:
         callbacks=[AtBatch(5, spoil(float("nan")))],
     )
     assert not torch.isfinite(trained.model.head.weight).any()
-    assert [row["val_loss"] != row["val_loss"] for row in curve.rows] == [True, True]  # nan, and told as such
+    assert [row["val_loss"] != row["val_loss"] for row in curve.rows] == [True, True]  # nan
 
 
 # Full memory and disks
 
 
-def test_out_of_memory_says_which_batch_and_accumulation_would_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_error_names_a_batch_size_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_run()
     config = replace(
         config, data=replace(config.data, batch_size=64), model=replace(SMALL, dim=64, mlp_dim=1024, patch_size=[2])
@@ -299,17 +299,17 @@ def test_out_of_memory_says_which_batch_and_accumulation_would_fit(
 
     limit = int(step_of(24) / 0.9)
     monkeypatch.setattr("torchrope.lab.training.run.device_memory", lambda _: limit)
-    with pytest.raises(ValueError, match="a step must fit into memory, got batch_size 64") as told:
+    with pytest.raises(ValueError, match="a step must fit into memory, got batch_size 64") as raised:
         train(config, data_of(config), tmp_path, callbacks=[AtBatch(1, full)])
-    said = re.search(r"--data.batch_size 16 --optim.effective_batch 64 would fit \(up to (\d+) at", str(told.value))
-    assert said is not None
-    assert 22 <= int(said[1]) <= 24
-    assert "\n" not in str(told.value)
+    suggestion = re.search(
+        r"--data.batch_size 16 --optim.effective_batch 64 would fit \(up to (\d+) at", str(raised.value)
+    )
+    assert suggestion is not None
+    assert 22 <= int(suggestion[1]) <= 24
+    assert "\n" not in str(raised.value)
 
 
-def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_run()
     whole, _ = train(config, data_of(config), tmp_path / "whole")
     fsync, writes = os.fsync, 0
@@ -330,7 +330,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint_whole(
     assert same_weights(whole, resumed)
 
 
-# Files and recipes of strangers
+# Untrusted files and recipes
 
 
 class Payload:
@@ -343,7 +343,7 @@ class Payload:
 
 @pytest.mark.parametrize("name", ["checkpoint.ckpt", "within-epoch.ckpt", "weights.safetensors"])
 @pytest.mark.parametrize("form", ["pickle", "torch"])
-def test_a_malicious_file_runs_nothing(tmp_path: Path, name: str, form: str) -> None:
+def test_malicious_checkpoint_executes_no_code(tmp_path: Path, name: str, form: str) -> None:
     config = small_run()
     folder, proof = tmp_path / "run", tmp_path / "proof"
     train(config, data_of(config), folder)
@@ -354,13 +354,13 @@ def test_a_malicious_file_runs_nothing(tmp_path: Path, name: str, form: str) -> 
             {"state_dict": Payload(proof), "pytorch-lightning_version": "2.6.6", "global_step": 9}, folder / name
         )
     used = (lambda: load(folder)) if name.startswith("weights") else (lambda: train(config, data_of(config), folder))
-    with pytest.raises(ValueError, match=r"must be whole, got a damaged") as refused:
+    with pytest.raises(ValueError, match=r"must be complete, got a damaged") as refused:
         used()
     assert not proof.exists()
     assert name in str(refused.value)
 
 
-def test_weights_are_safetensors_with_the_configuration_beside_them(tmp_path: Path) -> None:
+def test_weights_file_is_safetensors_with_the_configuration(tmp_path: Path) -> None:
     config = small_run()
     trained, _ = train(config, data_of(config), tmp_path)
     with safetensors.safe_open(tmp_path / "weights.safetensors", "pt") as file:
@@ -404,7 +404,7 @@ EVIL = 'open("pwned", "w").close()\nfrom pytorch_lightning.callbacks import Call
         'trainer: !!python/object/apply:os.system ["touch pwned"]',
     ],
 )
-def test_a_recipe_imports_nothing_that_was_not_allowed(
+def test_recipe_encoding_is_not_imported_unless_allowed(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -419,7 +419,7 @@ def test_a_recipe_imports_nothing_that_was_not_allowed(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_allowed_by_name_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allowed_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mildly_evil.py").write_text(EVIL)
@@ -428,11 +428,11 @@ def test_what_is_allowed_by_name_is_imported(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "pwned").exists()
 
 
-# Seeds
+# Reproducibility
 
 
 @pytest.mark.slow
-def test_the_same_command_gives_the_same_numbers_whatever_the_workers(tmp_path: Path) -> None:
+def test_results_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchrope", "train", *OPTIONS, "--epochs=2", "--model.dropout=0.1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     runs = {name: tmp_path / name for name in ("first-0", "second-0", "third-2")}
@@ -461,7 +461,7 @@ def test_the_same_command_gives_the_same_numbers_whatever_the_workers(tmp_path: 
 # Logs
 
 
-def test_logs_hold_loss_rate_speed_and_utilisation_and_survive_a_second_start(tmp_path: Path) -> None:
+def test_logs_hold_throughput_and_are_kept_on_resume(tmp_path: Path) -> None:
     config = small_run(logs=["csv", "tensorboard"], peak_tflops=1e-3)
     train(config, data_of(config), tmp_path, log_every_n_steps=4)
     lines = (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
@@ -480,13 +480,13 @@ def test_logs_hold_loss_rate_speed_and_utilisation_and_survive_a_second_start(tm
     assert (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines() == lines
 
 
-def test_a_log_whose_package_is_missing_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logger_without_its_package_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", False)
-    with pytest.raises(ValueError, match=r"^the log 'wandb' needs its package: pip install wandb$"):
+    with pytest.raises(ValueError, match=r"^logger 'wandb' needs a package that is not installed: pip install wandb$"):
         train(small_run(logs=["wandb"]), data_of(small_run()), tmp_path)
 
 
-def test_the_configuration_may_change_how_but_not_what_is_trained(tmp_path: Path) -> None:
+def test_resumed_run_may_change_scale_settings_only(tmp_path: Path) -> None:
     train(small_run(), data_of(small_run()), tmp_path)
     train(small_run(checkpoint_every=5, on_nan="skip"), data_of(small_run()), tmp_path)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["scale"]["checkpoint_every"] == 5
