@@ -1,4 +1,4 @@
-"""Draw the figures of docs/concepts.md from torchrope itself: `python docs/figures.py` writes docs/figures/*.svg.
+"""Draw the figures of docs/concepts.md and docs/mathematics.md: `python docs/figures.py` writes docs/figures/*.svg.
 
 Plain SVG, the same text every time. Colours follow the page: light where it is light, dark where it is dark.
 """
@@ -224,6 +224,100 @@ def _curves(left: float, title: str, encoding: tr.Encoding, first: bool) -> list
     return parts
 
 
+def orders() -> str:
+    """The orbit of a vector under one generator, and steps along two generators in either order."""
+    parts = [_text(14, 22, "one generator", "title small"), *_sphere(115, 140)]
+    about = torch.linalg.matrix_exp(torch.linspace(0, 2 * math.pi, 97)[:, None, None] * _cross(0.1, -0.5, 0.86))
+    parts += _on_sphere(115, 140, about @ _START, "first line")
+    parts += _on_sphere(115, 140, about[:17] @ _START, "second line")
+    parts += [
+        _dot(*_seen(115, 140, _START), 4, "first-fill"),
+        _dot(*_seen(115, 140, about[16] @ _START), 4, "second-fill"),
+    ]
+    parts.append(_text(115, 256, "exp(pA) x goes around on a circle", "small middle"))
+
+    parts.append(_text(240, 22, "two that commute", "title small"))
+    parts += [_line(250, 220, 425, 220, "axis"), _line(250, 220, 250, 50, "axis")]
+    parts += [_text(427, 236, "angle of pair 0", "small end"), _text(256, 46, "angle of pair 1", "small")]
+    corner, along, across = (268.0, 206.0), (105.0, -36.0), (30.0, -96.0)
+    moved = [(corner[0] + a * along[0] + b * across[0], corner[1] + a * along[1] + b * across[1]) for a, b in _SQUARE]
+    parts += [_path([moved[0], moved[1], moved[3]], "line first"), _path([moved[0], moved[2], moved[3]], "line second")]
+    parts += [_dot(*moved[0], 4, "first-fill"), _dot(*moved[3], 5, "third-fill")]
+    parts.append(_text(340, 256, "both orders end in R(p) x", "small middle"))
+
+    parts += [_text(466, 22, "two that do not commute", "title small"), *_sphere(565, 140)]
+    first, second = _cross(0.0, 0.0, 1.2), _cross(-0.9, 0.3, 0.0)
+    steps = torch.linspace(0, 1, 25)[:, None, None]
+    for one, other, look in ((first, second, "line first"), (second, first, "line second")):
+        turned = torch.linalg.matrix_exp(steps * one)
+        path = torch.cat([turned @ _START, torch.linalg.matrix_exp(steps * other) @ turned[-1] @ _START])
+        parts += _on_sphere(565, 140, path, look)
+        parts.append(_dot(*_seen(565, 140, path[-1]), 4, f"{look.split()[1]}-fill"))
+    direct = torch.linalg.matrix_exp(steps * (first + second)) @ _START
+    parts += _on_sphere(565, 140, direct, "line third dashed")
+    parts += [_dot(*_seen(565, 140, _START), 4, "first-fill"), _dot(*_seen(565, 140, direct[-1]), 5, "third-fill")]
+    parts.append(_text(565, 256, "each order, and R(p) x, end elsewhere", "small middle"))
+    return _svg(690, 270, "Paths of a vector under one generator, two that commute, and two that do not", parts)
+
+
+_START = torch.tensor([-0.3, -0.85, 0.2]) / torch.tensor([-0.3, -0.85, 0.2]).norm()
+_SQUARE = ((0, 0), (1, 0), (0, 1), (1, 1))
+
+
+def _cross(x: float, y: float, z: float) -> Tensor:
+    """The skew-symmetric matrix of a rotation about an axis, whose length is the angle."""
+    return torch.tensor([[0.0, -z, y], [z, 0.0, -x], [-y, x, 0.0]])
+
+
+def _sphere(x: float, y: float) -> list[str]:
+    equator = torch.linspace(0, 2 * math.pi, 73)
+    ring = torch.stack([equator.cos(), equator.sin(), torch.zeros_like(equator)], dim=1)
+    return [f'<circle class="frame" cx="{_n(x)}" cy="{_n(y)}" r="90"/>', *_on_sphere(x, y, ring, "frame")]
+
+
+def _seen(x: float, y: float, point: Tensor) -> tuple[float, float]:
+    """A point of the unit sphere as it is seen from the front, 25 degrees above."""
+    tilt = math.radians(25)
+    a, b, c = point.tolist()
+    return x + 90 * a, y - 90 * (c * math.cos(tilt) + b * math.sin(tilt))
+
+
+def _on_sphere(x: float, y: float, points: Tensor, look: str) -> list[str]:
+    return [_path([_seen(x, y, point) for point in points], look)]
+
+
+def places() -> str:
+    """The score of a vector with itself three patches to the right, over the place of the first."""
+    families: list[tuple[str, Callable[..., tr.Encoding]]] = [
+        ("RoPE-Mixed", tr.MixedRoPE),
+        ("ComRoPE-LD, b = 8", partial(tr.ComRoPELD, block_size=8)),
+        ("LieRE, b = 8", partial(tr.LieRE, block_size=8)),
+    ]
+    parts = []
+    for column, (title, make) in enumerate(families):
+        torch.manual_seed(0)
+        encoding = make(num_axes=2, num_heads=1, head_dim=64)
+        left = 30 + 222 * column
+        score = _score_per_place(encoding)
+        parts += [_text(left, 22, title, "title small"), _matrix(left, 34, 160 / 16, score)]
+        spread = f"{score.min():.2f} to {score.max():.2f}".replace("-", "−")
+        parts.append(_text(left + 80, 212, spread, "small middle"))
+    return _svg(680, 225, "Scores at one offset over the place: constant where generators commute", parts)
+
+
+def _score_per_place(encoding: tr.Encoding) -> Tensor:
+    """q R(p)ᵀ R(p + (0, 3)) q for each p of 16 × 16 patches."""
+    spacing = type(encoding).lattice(16, 16)["spacing"]
+    here = tr.grid(16, 16)
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    x = x / x.norm()
+    with torch.no_grad():
+        unit = torch.as_tensor(spacing if isinstance(spacing, tuple) else (spacing, spacing))
+        queries = encoding(here * unit).matrix()[0] @ x  # (256, 64)
+        keys = encoding((here + torch.tensor([0.0, 3.0])) * unit).matrix()[0] @ x
+    return (queries * keys).sum(dim=1).view(16, 16)
+
+
 def _svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
@@ -252,7 +346,14 @@ def _n(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if abs(value) < 2 else f"{value:.1f}".removesuffix(".0")
 
 
-FIGURES = {"positions": positions, "generators": generators, "rotation": rotation, "scores": scores}
+FIGURES = {
+    "positions": positions,
+    "generators": generators,
+    "rotation": rotation,
+    "scores": scores,
+    "orders": orders,
+    "places": places,
+}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "figures")

@@ -1,4 +1,4 @@
-"""What the site takes from outside docs/: whole files as pages, and sections of the README where a page links to them.
+"""Pages of the site that are not Markdown files in docs/: notebooks, results, files beside docs/, parts of the README.
 
 A line that is nothing but a link to a section, such as `[README](../README.md#start)`, is that section on the site. On
 a forge it stays a link, and no text is written twice.
@@ -12,6 +12,7 @@ from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
 
 from torchrope.lab.benchmark.entry import Entry
 from torchrope.lab.benchmark.run import write_results
@@ -28,6 +29,7 @@ PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 PATH_AS_NAME = re.compile(r"\[(docs/[\w-]+\.md)\]\(\1\)")
 LONE_LINK = re.compile(r"^\[[^\]]*\]\(\.\./README\.md#([\w-]+)\)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -48,9 +50,15 @@ def _is_older(written: Path, sources: Sequence[Path]) -> bool:
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """Add the pages that lie beside docs/."""
+    """Add the pages whose files are beside docs/, and notebooks with the outputs that are saved in them."""
     for uri, source in PAGES.items():
         files.append(File.generated(config, uri, content=relocated((ROOT / source).read_text(encoding="utf-8"))))
+    for notebook in (ROOT / "docs").glob("*.ipynb"):
+        text, resources = MarkdownExporter().from_filename(str(notebook))
+        note = f"[Download this page as a notebook]({notebook.name}){{ download }}\n"
+        files.append(File.generated(config, f"{notebook.stem}.md", content=ANSI.sub("", text) + "\n" + note))
+        for name, content in resources["outputs"].items():
+            files.append(File.generated(config, name, content=content))
     return files
 
 

@@ -416,14 +416,14 @@ class StudyResult:
         write_json(path, self.plain())
 
     @staticmethod
-    def read(path: Path) -> "StudyResult":
+    def read(path: Path | str) -> "StudyResult":
         """Read what `write` wrote.
 
         Raises:
             ValueError: it is not JSON, has another schema, or lacks an entry; the message names the file and the entry.
         """
         try:
-            stored = _showable(parse_json(path.read_text(encoding="utf-8")))
+            stored = _showable(parse_json(Path(path).read_text(encoding="utf-8")))
         except (ValueError, OSError) as error:
             raise ValueError(f"a study must be JSON, got {path}: {error}") from None
         try:

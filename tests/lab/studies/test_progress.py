@@ -111,8 +111,22 @@ def test_a_run_that_another_process_has_trained_meanwhile_changes_no_rate() -> N
     assert progress.seconds_left() == pytest.approx(20 + 5 + 20)
 
 
+class Terminal(StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_needs_a_terminal_even_if_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks do
+    run, console = run_of("mixed"), Console(file=StringIO())
+    with StudyProgress([(run, 0)], 0, WORK, console) as progress:
+        assert not progress.display.is_bar
+
+
 def test_a_terminal_shows_the_estimate_in_the_bar_alone() -> None:
-    run, console = run_of("mixed"), Console(file=StringIO(), width=200, force_terminal=True, color_system=None)
+    run, console = run_of("mixed"), Console(file=Terminal(), width=200, force_terminal=True, color_system=None)
     with StudyProgress([(run, 0)], 0, WORK, console) as progress:
         progress.begin(run)
         progress.epoch(run, row(1))

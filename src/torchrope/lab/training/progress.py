@@ -77,7 +77,8 @@ class Display:
     def __init__(self, console: Console, total: int, left: str = "left") -> None:
         self.console, self.total, self.left = console, total, left
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), _Left())
-        self.bar = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal, transient=True)
+        disable = console.quiet or not console.file.isatty()  # notebooks force colours, and is_terminal with them
+        self.bar = Progress(*columns, console=console, disable=disable, transient=True)
         self.task = self.bar.add_task("starting", total=total, word="", at=0.0, estimate=None)
 
     @property
