@@ -11,20 +11,12 @@ from torchrope.ops import native
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernels", help="a library of kernels for CPUs to test in the place of the installed one")
-    parser.addoption(
-        "--emulated-kernels", help="a program of kernels for AArch64 to test, by tests/support/emulation.py"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--kernels")
     if path is not None:
         native.LIBRARY = ctypes.CDLL(path)
-    program = config.getoption("--emulated-kernels")
-    if program is not None:
-        import emulation
-
-        native.LIBRARY = emulation.EmulatedLibrary(emulation.EMULATOR, program)
 
 
 @pytest.fixture(autouse=True)
