@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[2] / "src" / "torchrope" / "ops" / "native"
+KERNELS = tuple(sorted(SOURCES.glob("*.c")))
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 
-# As pyproject.toml has them.
+# As setup.py has them.
 _FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi")
 
 
@@ -21,18 +22,11 @@ def build(library: Path, *flags: str, sources: Sequence[Path] = ()) -> Path:
         sources: C files beside the kernels' own.
     """
     assert COMPILER is not None
-    files = [*sorted(SOURCES.glob("*.c")), *sources]
-    command = [
-        COMPILER,
-        *_FLAGS,
-        *flags,
-        "-fPIC",
-        "-shared",
-        f"-I{SOURCES}",
-        *map(str, files),
-        "-o",
-        str(library),
-        "-lm",
-    ]
+    return compile_sources(COMPILER, [*KERNELS, *sources], library, "-fPIC", "-shared", *flags)
+
+
+def compile_sources(compiler: str, sources: Sequence[Path], target: Path, *flags: str) -> Path:
+    """Compile C files that may include the kernels' headers, by any compiler that takes GCC's options."""
+    command = [compiler, *_FLAGS, *flags, f"-I{SOURCES}", *map(str, sources), "-o", str(target), "-lm"]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    return library
+    return target
