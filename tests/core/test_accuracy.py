@@ -57,7 +57,7 @@ def test_a_lost_plane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_norms_are_kept_far_out(name: str, axes: int, backend: str) -> None:
     """Random places and whole lattices, on which tokens are multiples of one another, forward and backward."""
-    encoding = tr.choose(name).rotary(num_axes=axes, num_heads=2, head_dim=64)
+    encoding = tr.parse_encoding(name).rotary(num_axes=axes, num_heads=2, head_dim=64)
     side = {1: 40, 2: 7, 3: 4}[axes]
     for distance in (1.0, 30.0, 1e3, 1e4, 1e6, 1e12, 1e30):
         lattice = tr.grid(*[side] * axes, spacing=distance / (side - 1))
@@ -74,7 +74,7 @@ def test_norms_are_kept_far_out(name: str, axes: int, backend: str) -> None:
 @pytest.mark.parametrize("name", ["liere:16", "liere"])
 def test_norms_are_kept_along_a_long_line(name: str) -> None:
     """A kernel computes the tokens of a line as powers of one matrix, whose errors would add up."""
-    encoding = tr.choose(name).rotary(num_axes=1, num_heads=1, head_dim=32)
+    encoding = tr.parse_encoding(name).rotary(num_axes=1, num_heads=1, head_dim=32)
     q = torch.randn(1, 1, 4000, 32)
     turned, _ = tr.rotate(q, q, encoding(tr.grid(4000, spacing=0.1)))
     assert (turned.double().norm(dim=-1) / q.double().norm(dim=-1) - 1).abs().max() <= 1e-5
@@ -82,7 +82,7 @@ def test_norms_are_kept_along_a_long_line(name: str) -> None:
 
 def test_gradients_to_parameters_are_finite_and_bounded_far_out() -> None:
     for name in ("liere:8", "liere", "comrope-ld:8"):
-        encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=64)
+        encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=64)
         positions = (2 * torch.rand(20, 2) - 1) * 1e6
         q = torch.randn(1, 2, 20, 64)
         turned, _ = tr.rotate(q, q, encoding(positions))

@@ -100,18 +100,18 @@ def test_it_starts_small_and_is_drawn_anew_off_the_meta_device() -> None:
 
 
 def test_names_bring_a_bias_beside_the_others() -> None:
-    every = tr.choose("learned + bias + liere:8")
+    every = tr.parse_encoding("learned + bias + liere:8")
     assert every.parts == [tr.LearnedAPE, tr.RelativePositionBias, tr.LieRE]
-    assert tr.choose("bias").parts == [tr.RelativePositionBias]
-    assert tr.choose("bias").rotary is tr.NoEncoding
-    assert tr.choose("mixed").bias is None
+    assert tr.parse_encoding("bias").parts == [tr.RelativePositionBias]
+    assert tr.parse_encoding("bias").rotary is tr.NoEncoding
+    assert tr.parse_encoding("mixed").bias is None
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tr.choose("bias+mixed+bias"), "'bias' once, joined by '\\+', got 'bias\\+mixed\\+bias'"),
-        (lambda: tr.choose("bias:8"), "got 'bias:8'; did you mean 'bias'"),
+        (lambda: tr.parse_encoding("bias+mixed+bias"), "'bias' once, joined by '\\+', got 'bias\\+mixed\\+bias'"),
+        (lambda: tr.parse_encoding("bias:8"), "got 'bias:8'; did you mean 'bias'"),
         (lambda: tr.RelativePositionBias(sizes=(), num_heads=1), r"must be 1 or more, got sizes \(\), num_heads 1"),
         (lambda: tr.RelativePositionBias(sizes=(2, 0), num_heads=1), r"must be 1 or more, got sizes \(2, 0\)"),
         (lambda: tr.RelativePositionBias(sizes=(2,), num_heads=0), "must be 1 or more, got sizes .*, num_heads 0"),

@@ -289,12 +289,12 @@ def test_skew_and_upper_triangle_undo_each_other() -> None:
 
 
 def test_names_find_encodings() -> None:
-    both = tr.choose("learned+liere:8")
+    both = tr.parse_encoding("learned+liere:8")
     assert both.rotary(num_axes=2, num_heads=4, head_dim=16).block_size == 8
     assert both.absolute is tr.LearnedAPE
     assert both.parts == [tr.LearnedAPE, tr.LieRE]
-    assert tr.choose("sinusoidal").parts == [tr.SinusoidalAPE]
-    assert tr.choose("none").parts == [tr.NoEncoding]
+    assert tr.parse_encoding("sinusoidal").parts == [tr.SinusoidalAPE]
+    assert tr.parse_encoding("none").parts == [tr.NoEncoding]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_names_find_encodings() -> None:
 )
 def test_a_wrong_name_is_told_with_the_nearest_one(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tr.choose(name)
+        tr.parse_encoding(name)
 
 
 class Spiral(tr.Encoding):

@@ -293,8 +293,8 @@ def test_a_head_sees_its_field_of_view_and_slopes_with_the_distance(fov: int) ->
             lambda: tr.Transformer(3, num_axes=2, attention="linear", encoding="pape"),
             "linear attention has no scores to add to, got PaPE",
         ),
-        (lambda: tr.choose("harope:8"), "take a number, got 'harope:8'"),
-        (lambda: tr.choose("bias+lookhere"), "'bias' once"),
+        (lambda: tr.parse_encoding("harope:8"), "take a number, got 'harope:8'"),
+        (lambda: tr.parse_encoding("bias+lookhere"), "'bias' once"),
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(call: Callable[[], object], message: str) -> None:

@@ -187,7 +187,7 @@ def test_wrapping_goes_to_the_nearest_image_of_the_origin() -> None:
 
 @pytest.mark.parametrize("name", ["liere:4", "comrope-ld:4", "comrope-ap:2", "string", "axial", "learned+liere"])
 def test_on_circles_any_encoding_closes(name: str) -> None:
-    encoding = tr.choose(name).rotary(num_axes=3, num_heads=2, head_dim=12)
+    encoding = tr.parse_encoding(name).rotary(num_axes=3, num_heads=2, head_dim=12)
     positions = torch.tensor([[0.0, 1.0], [23.0, 2.0], [7.0, 3.0]])
     moved = positions + torch.tensor([[24.0, 0.0], [-48.0, 0.0], [0.0, 0.0]])
     here, there = (scores(encoding, tr.on_circles(each, (24.0, None))) for each in (positions, moved))

@@ -26,7 +26,7 @@ def cameras(*batch: int, intrinsics: bool = True) -> tr.Poses:
 
 
 def encoding(pixels: str | None = "axial", **settings: float) -> tr.PoseEncoding:
-    made = tr.choose(pixels).rotary(num_axes=2, num_heads=HEADS, head_dim=8) if pixels else None
+    made = tr.parse_encoding(pixels).rotary(num_axes=2, num_heads=HEADS, head_dim=8) if pixels else None
     settings = settings if pixels else {"pose_dim": 12, **settings}
     return tr.PoseEncoding(num_heads=HEADS, head_dim=HEAD_DIM, pixels=made, **settings)
 

@@ -26,7 +26,7 @@ def places(dtype: torch.dtype = WIDE) -> Tensor:
 
 
 def encoding(name: str = "mixed", **settings: float) -> tr.RayEncoding:
-    made = tr.choose(name).rotary(num_axes=6, num_heads=HEADS, head_dim=HEAD_DIM)
+    made = tr.parse_encoding(name).rotary(num_axes=6, num_heads=HEADS, head_dim=HEAD_DIM)
     return tr.RayEncoding(made.double(), **settings)
 
 

@@ -16,7 +16,7 @@ NAMES = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:8", "
 
 def a_rotation(name: str, positions: Tensor, **settings: object) -> Rotation:
     torch.manual_seed(0)
-    encoding = tr.choose(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM, **settings)
+    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM, **settings)
     return encoding(positions)
 
 
@@ -50,7 +50,7 @@ def test_a_part_rotates_as_that_part_of_the_whole(name: str, shared: bool, posit
 @pytest.mark.parametrize("name", NAMES)
 def test_other_positions_by_the_same_generators(name: str, positions: Tensor) -> None:
     torch.manual_seed(0)
-    encoding = tr.choose(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
+    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
     rotation, others = encoding(positions), torch.randn(5, 2)
     if isinstance(rotation, Block):
         with pytest.raises(ValueError, match="needs generators"):

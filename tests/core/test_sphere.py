@@ -146,8 +146,8 @@ def test_the_plane_keeps_angles_and_distances_near_its_centre_and_grows_beyond()
             lambda: tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4).generators(),
             "generators belong to rotations",
         ),
-        (lambda: tr.choose("sphere:1"), "max degree must be a whole number of 2 or more, got 'sphere:1'"),
-        (lambda: tr.choose("axial:4"), "only liere, .* sphere take a number, got 'axial:4'"),
+        (lambda: tr.parse_encoding("sphere:1"), "max degree must be a whole number of 2 or more, got 'sphere:1'"),
+        (lambda: tr.parse_encoding("axial:4"), "only liere, .* sphere take a number, got 'axial:4'"),
         (
             lambda: tr.Transformer(3, num_axes=2, latents=4, encoding="sphere"),
             "latents of SphereHarmonics must be given as positions.*got the number 4",

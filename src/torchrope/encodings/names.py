@@ -96,7 +96,7 @@ class Choice:
 Own = type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]
 
 
-def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
+def parse_encoding(name: str, own: Mapping[str, Own] | None = None) -> Choice:
     """Find encodings by name: one name, `name:number`, or an absolute one, "bias" and a rotary one joined by `+`.
 
     Args:
@@ -107,7 +107,7 @@ def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
         ValueError: an unknown name (the nearest one is suggested), a bad block size, or two of a kind.
 
     Example:
-        >>> choose("learned+liere:8").rotary(num_axes=2, num_heads=4, head_dim=16)
+        >>> parse_encoding("learned+liere:8").rotary(num_axes=2, num_heads=4, head_dim=16)
         LieRE(num_axes=2, num_heads=4, head_dim=16, block_size=8)
     """
     absolute: list[Any] = []
