@@ -165,7 +165,7 @@ def test_settings_of_features_that_were_tampered_with(settings: Any, message: st
 def test_without_huggingface_hub_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchrope.integrations.hub")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"shared by huggingface_hub and safetensors, got no huggingface_hub$"):
+    with pytest.raises(ImportError, match=r"needs huggingface_hub and safetensors, got no huggingface_hub$"):
         vit().save_pretrained(tmp_path)
     with pytest.raises(ImportError, match="got no huggingface_hub"):
         tr.Swin.from_pretrained(tmp_path)

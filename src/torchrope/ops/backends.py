@@ -80,7 +80,7 @@ def cpu_path() -> str:
 def _warn_not_built() -> None:
     """Warn, once per process, that rotations on CPUs use the slow path."""
     warnings.warn(
-        "torchrope uses plain PyTorch on CPUs: its kernels were not built when it was installed; "
+        "torchrope computes with plain PyTorch on CPUs: its kernels were not built when it was installed; "
         "reinstall it with a C compiler available (GCC 12, Clang 15 or newer)",
         stacklevel=2,
     )

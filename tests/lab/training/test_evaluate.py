@@ -296,7 +296,10 @@ def test_comropes_checkpoints_keep_the_range_by_the_patches_of_the_image(tmp_pat
         (["--data", "images", "--data.size", "64"], "--data.size is that of the checkpoint, 32; --sizes names others"),
         (["--data", "images", "--load", "layers"], "--load must be NAME=VALUE as in input_size=224, got 'layers'"),
         (["--data", "images", "--load", "layers=1"], "take the options num_heads, input_size, got layers"),
-        (["--data", "images", "--crop", "32"], "--crop is for semantic segmentation, got the file of a checkpoint"),
+        (
+            ["--data", "images", "--crop", "32"],
+            "--crop is for semantic segmentation, got the file of a classifier's checkpoint",
+        ),
         (["--data", "images", "--data.crop_ratoi", "1"], "there is no option --data.crop_ratoi; did you mean"),
         (
             ["--data", "digits", "--crop-ratio", "1"],

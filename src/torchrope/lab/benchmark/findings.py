@@ -180,7 +180,7 @@ def _title(found: OfSet) -> str:
 
 
 def table_of_conditions(sets: Sequence[OfSet], order: Sequence[str]) -> list[Table]:
-    """Mean top-1 with fewer examples, in random order, and at the smallest and the largest other size."""
+    """Mean validation loss, and top-1 with fewer examples, in random order, and at the smallest and largest size."""
     titles = {condition: title for condition, title in TITLES.items() if condition != "trained"}
     measured = {condition: [accuracies(found, condition) for found in sets] for condition in titles}
     rows: list[Row] = []
@@ -188,15 +188,24 @@ def table_of_conditions(sets: Sequence[OfSet], order: Sequence[str]) -> list[Tab
         means = {
             key: [100 * float(each[name].mean()) for each in rights if name in each] for key, rights in measured.items()
         }
-        rows.append({**named(name), **{key: float(np.mean(each)) if each else None for key, each in means.items()}})
+        conditions: dict[str, float | None] = {key: float(np.mean(e)) if e else None for key, e in means.items()}
+        rows.append({**named(name), "loss": _loss(sets, name), **conditions})
     kept = [key for key in titles if any(row[key] is not None for row in rows)]
     if not kept:
         return []
-    columns = (*NAMES, *(Column(key, titles[key], "%", 1) for key in kept))
+    loss = Column("loss", "Validation loss, as trained", digits=2)
+    columns = (*NAMES, loss, *(Column(key, titles[key], "%", 1) for key in kept))
     note = (
-        "Mean top-1 over the data sets that have it; other sizes are those of data on a lattice, without more training."
+        "Means over the data sets that have it, otherwise top-1; other sizes are those of data on a lattice, without "
+        "more training. Loss is cross entropy in nats."
     )
     return [Table("Under other conditions", columns, rows, note=note)]
+
+
+def _loss(sets: Sequence[OfSet], name: str) -> float | None:
+    """Mean validation loss over seeds and data sets; None if one is not finite."""
+    losses = [loss for found in sets if name in found.encodings for loss in found.encodings[name].losses]
+    return None if None in losses else float(np.mean([loss for loss in losses if loss is not None]))
 
 
 def _step(sets: Sequence[OfSet], name: str) -> float | None:
