@@ -275,7 +275,7 @@ class Windows:
     @classmethod
     def fit(cls, sizes: Sequence[int], window: Sequence[int]) -> "Windows":
         """Windows no larger than their lattice, not shifted."""
-        return cls(tuple(sizes), fitting(window, sizes), (0,) * len(sizes))
+        return cls(tuple(sizes), fit_window(window, sizes), (0,) * len(sizes))
 
     def shifted(self) -> "Windows":
         """The same windows shifted by half, except along axes where one window is the whole lattice."""
@@ -356,7 +356,7 @@ def per_axis_window(window_size: int | Sequence[int], num_axes: int) -> tuple[in
     return window
 
 
-def fitting(window: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+def fit_window(window: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """A window no larger than its lattice along any axis."""
     # Not min(): of a size that a compiler keeps symbolic it would make a symbolic window.
     return tuple(part if part <= size else size for part, size in zip(window, sizes, strict=True))
@@ -370,7 +370,7 @@ def pad_ends(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return functional.pad(x, [0, 0, *(amount for end in reversed(ends) for amount in (0, end))])
 
 
-def masked(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
+def mask_bias(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """A bias of the scores and a boolean mask as one."""
     if mask is None or bias is None:
         return bias if mask is None else mask

@@ -34,6 +34,6 @@ def empty_rows(like: Tensor) -> Tensor:
     return empty if empty.stride(-1) == 1 else like.new_empty(like.shape)
 
 
-def with_sets(x: Tensor, ndim: int) -> Tensor:
+def with_batch_dim(x: Tensor, ndim: int) -> Tensor:
     """Give what all samples share a leading dimension of 1."""
     return x if x.ndim == ndim else x.unsqueeze(0)

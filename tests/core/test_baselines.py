@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import torchrope as tr
 from torchrope.encodings.base import upper_triangle
-from torchrope.encodings.resample import sampled
+from torchrope.encodings.resample import sample_table
 
 SIZES = dict(num_axes=2, num_heads=64, head_dim=64)
 RANDOM = {
@@ -107,7 +107,7 @@ def test_between_sites_a_table_is_sampled_multilinearly(sizes: tuple[int, ...]) 
     last = torch.tensor(sizes, dtype=torch.float64) - 1
     places = torch.rand(50, len(sizes), dtype=torch.float64) * (last + 2) - 1  # up to one site beyond the edge
     places[: table[..., 0].numel()] = tr.grid(*sizes, dtype=torch.float64)[:50]
-    mine = sampled(table, places)
+    mine = sample_table(table, places)
     whole = table[..., 0].numel()
     assert torch.equal(mine[:whole], table.flatten(0, -2)[:50])
     if len(sizes) in (2, 3):

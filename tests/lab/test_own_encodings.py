@@ -180,13 +180,13 @@ def test_shared_heads_need_a_class_that_supports_them(package: Path) -> None:
 def test_a_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--encoding=own_package.turns:Spiral", "--out=run"]) == 0
     (package / "imported").unlink()
-    told = "own_package.turns, which is imported where the command line names it or says --allow own_package.turns"
+    message = "is imported if the command line names it or has --allow own_package.turns"
     for command in (["evaluate", "run"], [*TRAIN, "--config=run/config.yaml", "--out=other"]):
         for allow in ([], ["--allow=own_pack,own_package.other"]):
             forget()
             capsys.readouterr()
             assert main([*command, *allow]) == 2
-            assert told in capsys.readouterr().err
+            assert message in capsys.readouterr().err
             assert not imported(package)
     with pytest.raises(ValueError, match="is code of own_package"):
         load(Path("run"))

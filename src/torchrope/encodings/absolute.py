@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.encodings.resample import resample_axis, sampled
+from torchrope.encodings.resample import resample_axis, sample_table
 from torchrope.positions import PerAxis, grid, jitter, per_axis
 
 
@@ -128,7 +128,7 @@ class JitteredAPE(LearnedAPE):
         if not self.training:
             return vectors
         places = jitter(grid(*sizes, device=vectors.device), self.cell, intensity=self.intensity)
-        return sampled(vectors.unflatten(0, sizes), places)
+        return sample_table(vectors.unflatten(0, sizes), places)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, intensity={self.intensity}"

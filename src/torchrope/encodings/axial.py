@@ -59,11 +59,11 @@ class AxialRoPE(OneAxisPerPair):
         self.base = 10_000.0 ** (1 / num_axes) if base is None else base
         self.reset_parameters()
 
-    def ladder(self) -> Tensor:
-        return axial_ladder(self.num_axes, self.num_blocks, self.base)
+    def initial_frequencies(self) -> Tensor:
+        return axial_frequencies(self.num_axes, self.num_blocks, self.base)
 
 
-def axial_ladder(num_axes: int, num_pairs: int, base: float) -> Tensor:
+def axial_frequencies(num_axes: int, num_pairs: int, base: float) -> Tensor:
     """Frequencies `(num_axes, num_pairs)`: pair j turns with axis j mod N by base^(-(j div N) / (num_pairs / N))."""
     pair = torch.arange(num_pairs)
     step = torch.div(pair, num_axes, rounding_mode="floor")

@@ -67,7 +67,7 @@ class DINOv3RoPE(OneAxisPerPair):
         """Patch centres, with the training image [-1, 1] along every axis."""
         return centred_lattice(sizes)
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         pair = torch.arange(self.num_blocks)
         per_axis = max(self.num_blocks // self.num_axes, 1)
         theta = 2 * math.pi * self.base ** -((pair % per_axis).double() / per_axis)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchrope.encodings.axial import axial_ladder
+from torchrope.encodings.axial import axial_frequencies
 from torchrope.encodings.fixed import OneAxisPerPair
 
 
@@ -66,10 +66,10 @@ class DRoPE(OneAxisPerPair):
         self.base = 10_000.0 ** (1 / max(of_position, 1)) if base is None else base
         self.reset_parameters()
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         frequencies = torch.zeros(self.num_axes, self.num_blocks, dtype=torch.float64)
         rest = self.num_blocks - self.heading_pairs
         if self.num_axes > 1:
-            frequencies[:-1, :rest] = axial_ladder(self.num_axes - 1, rest, self.base)
+            frequencies[:-1, :rest] = axial_frequencies(self.num_axes - 1, rest, self.base)
         frequencies[-1, rest:] = 1.0
         return frequencies

@@ -13,8 +13,8 @@ from torchrope.encodings.base import Encoding, planar, rounding
 class FixedFrequencies(Encoding):
     """Turn each pair of channels by a fixed frequency along each axis:  a_j = sum_a p_a f_aj.
 
-    A subclass writes `ladder`, and ends its own constructor with `reset_parameters()`. The buffer `frequencies` stays
-    float32 in a model that is cast to bfloat16.
+    A subclass defines `initial_frequencies` and ends its constructor with `reset_parameters()`. The buffer
+    `frequencies` stays float32 in a model that is cast to bfloat16.
     """
 
     frequencies: Tensor
@@ -41,13 +41,13 @@ class FixedFrequencies(Encoding):
         self.register_buffer("frequencies", torch.empty(self._buffer_shape, dtype=wide))
 
     @abstractmethod
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         """The frequencies, of the buffer's shape, in radians per unit of position."""
 
     def reset_parameters(self) -> None:
         """Write the ladder of frequencies."""
         with torch.no_grad(), torch.device("cpu"):  # whatever the default device: a few numbers, exact in float64
-            self.frequencies.copy_(self.ladder())
+            self.frequencies.copy_(self.initial_frequencies())
 
     def generators(self) -> Tensor:
         return planar(self.frequencies_per_axis()).expand(-1, self.parameter_heads, -1, -1, -1)

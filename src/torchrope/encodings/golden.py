@@ -78,7 +78,7 @@ class GoldenGateRoPE(FixedFrequencies):
         """Patch centres, with the training image [-1, 1] along every axis."""
         return centred_lattice(sizes)
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         turning = self.num_blocks - round(self.resting * self.num_blocks)
         step = torch.linspace(0, 1, turning, dtype=torch.float64)
         omega = self.min_frequency * (self.max_frequency / self.min_frequency) ** step

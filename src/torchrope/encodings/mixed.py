@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings.axial import axial_ladder
+from torchrope.encodings.axial import axial_frequencies
 from torchrope.encodings.base import Encoding, Init, check_init, check_scale, planar
 
 
@@ -71,7 +71,7 @@ class MixedRoPE(Encoding):
             if self.init == "zeros":
                 self.frequencies.zero_()
                 return
-            self.frequencies.copy_(self.init_scale * turned_ladder(self.frequencies, self.base))
+            self.frequencies.copy_(self.init_scale * rotated_axial_frequencies(self.frequencies, self.base))
 
     def generators(self) -> Tensor:
         return planar(self.frequencies)
@@ -83,12 +83,12 @@ class MixedRoPE(Encoding):
         self.frequencies.copy_(generators[..., 1, 0])
 
 
-def turned_ladder(like: Tensor, base: float) -> Tensor:
+def rotated_axial_frequencies(like: Tensor, base: float) -> Tensor:
     """The axial ladder turned by one random rotation of the axes per head, `(axes, heads, pairs)` as `like`."""
     num_axes, heads, pairs = like.shape
-    turns = random_rotations(heads, num_axes)  # (heads, axes, axes)
-    ladder = axial_ladder(num_axes, pairs, base)  # (axes, pairs)
-    return (turns @ ladder.to(turns)).transpose(0, 1)
+    rotations = random_rotations(heads, num_axes)  # (heads, axes, axes)
+    frequencies = axial_frequencies(num_axes, pairs, base)  # (axes, pairs)
+    return (rotations @ frequencies.to(rotations)).transpose(0, 1)
 
 
 def random_rotations(count: int, num_axes: int) -> Tensor:

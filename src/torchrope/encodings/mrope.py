@@ -71,7 +71,7 @@ class MRoPE(OneAxisPerPair):
         """The axis that each pair belongs to, `(pairs)`."""
         return torch.arange(self.num_axes).repeat_interleave(torch.tensor(self.sections), output_size=self.num_blocks)
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         pair = torch.arange(self.num_blocks)
         theta = self.base ** -(pair.double() / max(self.num_blocks, 1))
         own_axis = self.axis_of_pair() == torch.arange(self.num_axes).unsqueeze(1)
@@ -224,7 +224,7 @@ class MultiHeadRoPE(FixedFrequencies):
         self.base = base
         self.reset_parameters()
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         theta = self.base ** -(torch.arange(self.num_blocks).double() / max(self.num_blocks, 1))
         frequencies = torch.zeros(self._buffer_shape, dtype=torch.float64)
         first = 0

@@ -31,7 +31,7 @@ def resample_axis(table: Tensor, axis: int, size: int, *, antialias: bool) -> Te
     return (table.movedim(axis, -1) @ matrix).movedim(-1, axis)
 
 
-def sampled(table: Tensor, places: Tensor) -> Tensor:
+def sample_table(table: Tensor, places: Tensor) -> Tensor:
     """Multilinear interpolation of a table at places between its entries; beyond its edge the last entry holds.
 
     Args:

@@ -64,7 +64,7 @@ class SimplexRoPE(FixedFrequencies):
         self.base = base
         self.reset_parameters()
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         corners = simplex(self.num_axes)  # (corners, axes)
         scales = self.num_blocks // len(corners)
         theta = self.base ** (-torch.arange(scales, dtype=torch.float64) / max(scales, 1))

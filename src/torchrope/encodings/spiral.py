@@ -69,7 +69,7 @@ class SpiralRoPE(FixedFrequencies):
         self.base = base
         self.reset_parameters()
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         k = torch.arange(self.num_directions)
         r = torch.arange(self.num_blocks // self.num_directions)
         rungs = max(self.num_blocks // 2, 1)

@@ -15,7 +15,7 @@ from torchrope.encodings.base import (
     upper_triangle,
     widened,
 )
-from torchrope.encodings.mixed import turned_ladder
+from torchrope.encodings.mixed import rotated_axial_frequencies
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
 from torchrope.ops.backends import check_not_onnx
 from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
@@ -104,7 +104,7 @@ class STRING(Encoding):
                 self.frequencies.zero_()
                 self.upper.zero_()
             else:
-                self.frequencies.copy_(self.init_scale * turned_ladder(self.frequencies, self.base))
+                self.frequencies.copy_(self.init_scale * rotated_axial_frequencies(self.frequencies, self.base))
                 self.upper.normal_(0, _STD)
 
     def basis(self) -> Tensor:

@@ -64,6 +64,6 @@ class VisionLLaMARoPE(OneAxisPerPair):
         """The training image is [0, 1) along every axis, as for LieRE."""
         return LieRE.lattice(*sizes)
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         theta = torch.exp(-4 * torch.linspace(0, 1, self.num_blocks // self.num_axes, dtype=torch.float64))
         return torch.block_diag(*theta.expand(self.num_axes, 1, -1))
