@@ -136,24 +136,24 @@ def test_parse_json_refuses_numbers_that_fit_no_machine_word() -> None:
         1e300,
         None,
     ]
-    with pytest.raises(ValueError, match=r"^whole numbers must fit into 64 bits, got one of 1329$"):
+    with pytest.raises(ValueError, match=r"^integers must fit into 64 bits, got one of 1329$"):
         parse_json('{"a": [{"b": 1' + 400 * "0" + "}]}")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &a [*a]", "a value must not hold itself, got an alias that does in line 1"),
-        ("x: 1\na: &a {b: {c: *a}}", "a value must not hold itself, got an alias that does in line 2"),
-        ("&a [[*a]]", "a value must not hold itself, got an alias that does in line 1"),
+        ("a: &a [*a]", "a value must not contain itself, got an alias that does in line 1"),
+        ("x: 1\na: &a {b: {c: *a}}", "a value must not contain itself, got an alias that does in line 2"),
+        ("&a [[*a]]", "a value must not contain itself, got an alias that does in line 1"),
         ("a: " + "[" * 150 + "]" * 150, "nesting must be at most 100 levels deep, got more"),
         ("a: " + "[" * 5000 + "]" * 5000, "nesting must be at most 100 levels deep, got more"),
-        ("a: 1" + 400 * "0", "whole numbers must fit into 64 bits, got one of 1329"),
+        ("a: 1" + 400 * "0", "integers must fit into 64 bits, got one of 1329"),
     ],
 )
 def test_read_mapping_refuses_yaml_without_bounds_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ValueError, match=rf"^settings must be whole, got .*mine\.yaml: {message}$"):
+    with pytest.raises(ValueError, match=rf"^settings must be valid JSON or YAML, got .*mine\.yaml: {message}$"):
         read_mapping(tmp_path / "mine.yaml", "settings")
 
 
@@ -162,7 +162,7 @@ def test_read_mapping_refuses_aliases_that_multiply(tmp_path: Path, repeated: st
     lines = ["l0: &l0 {name: lol}"]
     lines += [f"l{i}: &l{i} " + repeated % ", ".join(9 * [f"*l{i - 1}"]) for i in range(1, 30)]
     (tmp_path / "mine.yaml").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"values must be at most 100000 with aliases written out, got more$"):
+    with pytest.raises(ValueError, match=r"values must be at most 100000 with aliases expanded, got more$"):
         read_mapping(tmp_path / "mine.yaml", "settings")
 
 

@@ -158,7 +158,7 @@ def test_attention_of_a_packed_sequence_is_that_of_its_mask() -> None:
         ),
         (
             lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), lengths=(2, 2), bias=torch.zeros(4, 4)),
-            "samples end to end need a bias each, 2 of them, got one for all",
+            "packed samples need one bias each, 2 in all, got one for all",
         ),
     ],
 )
