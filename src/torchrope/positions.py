@@ -563,7 +563,7 @@ class VoxelLattice(torch.nn.Module):
         self.origin = per_axis("origin", origin, len(self.patch_size))
 
     def forward(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
-        """Return positions `(batch, patches, axes)` of lattices of these sizes, given voxel spacings `(batch, axes)`."""
+        """Return positions `(batch, patches, axes)` of a lattice of these sizes, given spacings `(batch, axes)`."""
         if spacing is None or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
             came = "none" if spacing is None else tuple(spacing.shape)
             raise ValueError(f"VoxelLattice needs voxel spacings (batch, {len(sizes)}), got {came}")
