@@ -1,4 +1,4 @@
-"""Position encodings, one file per family. `Encoding` has one method to write: `generators`."""
+"""Position encodings, one module per family. A subclass of `Encoding` must define `generators` only."""
 
 from torchrope.encodings.absolute import AbsoluteEncoding as AbsoluteEncoding
 from torchrope.encodings.absolute import JitteredAPE as JitteredAPE

@@ -56,7 +56,7 @@ class ComRoPE(Encoding):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patch centres, with the training image [0, 1] long along every axis."""
+        """Patch centres, with the training image spanning [0, 1] along every axis."""
         return {"spacing": tuple(1 / size for size in sizes), "origin": tuple(0.5 / size for size in sizes)}
 
 
@@ -67,11 +67,11 @@ class ComRoPEAP(ComRoPE):
     of P_j - P_j^T.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by N block_size.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by N block_size.
         block_size: b.
-        rotary_dim: Rotate only the first so many channels; all by default.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
         shared_heads: One set of generators for all heads.
         init: "paper" draws P from N(0, 1) per unit of position, where the image is 1 long; "zeros" starts the
             model as if it had no encoding. N(0, 1) is the default of the published code (`init_std`): the supplement
@@ -151,11 +151,11 @@ class ComRoPELD(ComRoPE):
     Multiples of one matrix commute. Parameters are the factors and the strict upper triangle of P - P^T.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by block_size.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by block_size.
         block_size: b.
-        rotary_dim: Rotate only the first so many channels; all by default.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
         shared_heads: One set of bases and factors for all heads.
         init: "paper" draws P and θ from N(0, 1) per unit of position, where the image is 1 long; "zeros" sets the
             factors to zero, and the model starts as if it had no encoding. N(0, 1) is the default of the published

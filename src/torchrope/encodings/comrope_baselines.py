@@ -15,12 +15,12 @@ class VanillaRoPE(AxialRoPE):
     pairs turn by 1 to 0.0002 radians across the image, where RoPE-Axial turns them by 13 to 0.17 on 14 patches.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 N.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
-        base: Ratio that the ladder of frequencies spans.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 N.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
+        base: Base of the geometric sequence of frequencies.
 
     Raises:
         ValueError: head_dim is not divisible by 2 N.
@@ -61,7 +61,7 @@ class VanillaRoPE(AxialRoPE):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patch centres, with the training image [0, 1] long along every axis."""
+        """Patch centres, with the training image spanning [0, 1] along every axis."""
         return ComRoPE.lattice(*sizes)
 
 
@@ -86,7 +86,7 @@ class NormalLieRE(LieRE):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patch centres, with the training image [0, 1] long along every axis."""
+        """Patch centres, with the training image spanning [0, 1] along every axis."""
         return ComRoPE.lattice(*sizes)
 
     def _draw(self) -> None:

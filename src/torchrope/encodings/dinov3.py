@@ -17,11 +17,11 @@ class DINOv3RoPE(OneAxisPerPair):
     `random_rescale`, are functions on positions.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 N.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 N.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
         base: Ratio of the longest period to come to the first, which is 1 unit of position.
 
     Raises:
@@ -64,7 +64,7 @@ class DINOv3RoPE(OneAxisPerPair):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patch centres, with the training image [-1, 1] along every axis."""
+        """Patch centres, with the training image spanning [-1, 1] along every axis."""
         return centred_lattice(sizes)
 
     def initial_frequencies(self) -> Tensor:

@@ -15,10 +15,10 @@ class DRoPE(OneAxisPerPair):
 
     Args:
         num_axes: Axes of the position and, last, the heading in radians; 1 is a heading alone.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, even.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, even.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
         heading_pairs: Pairs of the heading, the last ones of a head; half of all by default.
         base: Ratio that the ladder of the position spans; 10,000^(1 / axes of the position) by default.
 

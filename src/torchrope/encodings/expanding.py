@@ -35,5 +35,5 @@ class ExpandingEncoding(Encoding):
         """What `rotate` takes for positions `(tokens, num_axes)` or `(batch, tokens, num_axes)`."""
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"num_axes={self.num_axes}, num_heads={self.num_heads}, head_dim={self.head_dim}"

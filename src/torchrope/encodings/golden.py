@@ -17,10 +17,10 @@ class GoldenGateRoPE(FixedFrequencies):
     the highest frequency, the first pairs may rest. RoPE-Mixed with directions that are chosen and not learned.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, even.
-        rotary_dim: Rotate only the first so many channels; all by default.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, even.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
         shared_heads: One set of directions for all heads.
         min_frequency: The lowest ω, radians per unit of position, where the training image is [-1, 1].
         max_frequency: The highest ω.
@@ -75,7 +75,7 @@ class GoldenGateRoPE(FixedFrequencies):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patch centres, with the training image [-1, 1] along every axis."""
+        """Patch centres, with the training image spanning [-1, 1] along every axis."""
         return centred_lattice(sizes)
 
     def initial_frequencies(self) -> Tensor:

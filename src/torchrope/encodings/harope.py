@@ -24,10 +24,10 @@ class HARoPE(ExpandingEncoding):
     `STRING` of fixed frequencies. Nothing gets wider.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 N.
-        base: Ratio that the ladder of frequencies spans; 10,000^(1 / N) by default.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 N.
+        base: Base of the geometric sequence of frequencies; 10,000^(1 / N) by default.
 
     Raises:
         ValueError: head_dim is not divisible by 2 N.

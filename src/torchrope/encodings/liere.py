@@ -16,11 +16,11 @@ class LieRE(Encoding):
     they commute and LieRE is RoPE-Mixed. Parameters are the strict upper triangles.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by block_size.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by block_size.
         block_size: b, written LieRE_b; head_dim by default, as in the paper.
-        rotary_dim: Rotate only the first so many channels; all by default.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
         shared_heads: One set of generators for all heads.
         init: "paper" draws uniformly from [0, 2π) per unit of position, where the image is 1 long;
             "zeros" starts the model as if it had no encoding.

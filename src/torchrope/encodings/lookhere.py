@@ -21,7 +21,7 @@ class LookHere(ScoreBias):
 
     Args:
         sizes: Tokens along each axis at the training size; any other size works as well.
-        num_heads: Attention heads.
+        num_heads: Number of attention heads.
         fov: Field of view in degrees. 180: a half space; 90: a quarter about an axis.
         slope: Factor on all slopes.
 
@@ -53,7 +53,7 @@ class LookHere(ScoreBias):
             raise ValueError(f"slope must be 0 or more, got {slope}")
         self.fov = fov
         self.slope = slope
-        # Empty, and there only to follow the model to its device and dtype.
+        # Empty; it follows the model to its device and dtype.
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
     _anchor: Tensor
@@ -84,7 +84,7 @@ class LookHere(ScoreBias):
         return torch.where(seen | everything, -self.slope * slopes[:, None, None] * distance, -math.inf)
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"{super().extra_repr()}, fov={self.fov}, slope={self.slope}"
 
     def _looks(self) -> tuple[Tensor, Tensor]:

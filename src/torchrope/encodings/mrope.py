@@ -15,13 +15,13 @@ class MRoPE(OneAxisPerPair):
     highest frequencies. Where all coordinates of a token are the same this is the RoPE of text.
 
     Args:
-        num_axes: Length of a position, N; (time, height, width) in the papers.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, even.
+        num_axes: Number of axes of a position, N; (time, height, width) in the papers.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, even.
         sections: Pairs of each axis, such as (16, 24, 24); by default as even as can be.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
-        base: Ratio that the ladder of all pairs spans.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
+        base: Base of the geometric sequence of all frequencies.
 
     Raises:
         ValueError: sections that are not one per axis, or do not add up to the pairs, or do not fit the allocation.
@@ -91,13 +91,13 @@ class InterleavedMRoPE(MRoPE):
     Pair j belongs to axis a = j mod N while j < N sections_a, and to axis 0 beyond.
 
     Args:
-        num_axes: Length of a position, N; (time, height, width) in the papers.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, even.
+        num_axes: Number of axes of a position, N; (time, height, width) in the papers.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, even.
         sections: Pairs of each axis, such as (24, 20, 20); by default as even as can be.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
-        base: Ratio that the ladder of all pairs spans.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
+        base: Base of the geometric sequence of all frequencies.
 
     Raises:
         ValueError: sections that are not one per axis, or do not add up to the pairs, or run past the last pair.
@@ -135,13 +135,13 @@ class VideoRoPE(MRoPE):
     turns over a video so stay below a period. `torchrope.diagonal` makes the positions that the paper has with it.
 
     Args:
-        num_axes: Length of a position, N; (time, height, width) in the paper.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, even.
+        num_axes: Number of axes of a position, N; (time, height, width) in the paper.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, even.
         sections: Pairs of each axis, such as (16, 24, 24); by default as even as can be, those of space all alike.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
-        base: Ratio that the ladder of all pairs spans.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
+        base: Base of the geometric sequence of all frequencies.
 
     Raises:
         ValueError: sections that are not one per axis, or do not add up to the pairs, or differ among axes of space.
@@ -179,11 +179,11 @@ class MultiHeadRoPE(FixedFrequencies):
     Where M-RoPE divides the frequencies among the axes, every axis here has all of them, in heads of its own.
 
     Args:
-        num_axes: Length of a position, N; (time, height, width) in the paper.
+        num_axes: Number of axes of a position, N; (time, height, width) in the paper.
         num_heads: Attention heads, N or more.
-        head_dim: Channels of a head, even.
+        head_dim: Channels per head, even.
         sections: Heads of each axis, such as (2, 3, 3), in order; by default as even as can be. Heads beyond them rest.
-        rotary_dim: Rotate only the first so many channels; all by default.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
         base: Ratio that the ladder spans.
 
     Raises:

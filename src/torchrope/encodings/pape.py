@@ -47,9 +47,9 @@ class PaPE(ParabolicEncoding):
     q' = (q, sum_i b_i u_i - a_i u_i^2, a, 2 a u - b) and k' = (k, 1, -u'^2, u'). w, A and B are learned.
 
     Args:
-        num_axes: Length of a position, N.
+        num_axes: Number of axes of a position, N.
         num_heads: Attention heads; tokens have num_heads · head_dim channels.
-        head_dim: Channels of a head.
+        head_dim: Channels per head.
         num_parabolas: m, of each head.
 
     Raises:
@@ -100,9 +100,9 @@ class PaPERI(ParabolicEncoding):
     learned; s_h is drawn per head at the start, evenly within ±1 / √N, and fixed.
 
     Args:
-        num_axes: Length of a position, N.
+        num_axes: Number of axes of a position, N.
         num_heads: Attention heads; tokens have num_heads · head_dim channels.
-        head_dim: Channels of a head.
+        head_dim: Channels per head.
 
     Raises:
         ValueError: as `PaPE`.

@@ -141,7 +141,7 @@ class PoseAction(Action):
         origin: The point of the world that counts as zero, `(*batch, 1, 3)`; queries and keys must have the same.
         tokens_per_view: Consecutive tokens of a view.
         pose_dim: Channels in groups of 4 that the pose acts on; they come first.
-        head_dim: Channels of a head.
+        head_dim: Channels per head.
         pixels: The rotation of all other channels; None leaves them.
     """
 
@@ -204,8 +204,8 @@ class PoseEncoding(nn.Module):
     depend on, and applied in float32, so that worlds far from zero lose no digits; give such poses in float64.
 
     Args:
-        num_heads: Attention heads.
-        head_dim: Channels of a head.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head.
         pixels: An encoding of places in the image with as many heads and `head_dim - pose_dim` channels; None leaves
             these channels as they are.
         pose_dim: Channels that the pose acts on, a multiple of 4; by default those that `pixels` leaves.
@@ -293,7 +293,7 @@ class PoseEncoding(nn.Module):
         return action if turned is None else with_pixels(action, turned)
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, pose_dim={self.pose_dim}, unit={self.unit:g}"
 
 

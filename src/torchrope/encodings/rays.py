@@ -184,7 +184,7 @@ class RayEncoding(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"unit={self.unit:g}, angle={self.angle:g}, farthest={self.farthest:g}"
 
 

@@ -15,10 +15,10 @@ class SimplexRoPE(FixedFrequencies):
     Q_h is one random rotation per head, drawn at the start and fixed. One axis has one direction: RoPE.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 (N + 1), or by 2 with one axis.
-        rotary_dim: Rotate only the first so many channels; all by default.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 (N + 1), or by 2 with one axis.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
         shared_heads: One rotation of the simplex for all heads.
         base: Ratio that the scales span.
 

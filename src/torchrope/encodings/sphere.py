@@ -33,7 +33,7 @@ class SphereHarmonics(ExpandingEncoding):
         num_axes: 2 for latitude and longitude in degrees, 3 for vectors of any length, of which the direction counts;
             the centre (0, 0, 0) has none, and channels of degree 0 alone see it.
         num_heads: Attention heads; all are encoded alike.
-        head_dim: Channels of a head.
+        head_dim: Channels per head.
         max_degree: Largest degree L; channel c has degree round(c L / (head_dim - 1)). P_L tells places apart that are
             about 180 / L degrees from each other.
 
@@ -91,7 +91,7 @@ class SphereHarmonics(ExpandingEncoding):
         return Harmonics(values=values, degrees=tuple(self.degrees()), head_dim=self.head_dim, num_heads=self.num_heads)
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"{super().extra_repr()}, max_degree={self.max_degree}"
 
 

@@ -17,12 +17,12 @@ class SpiralRoPE(FixedFrequencies):
 
     Args:
         num_axes: 2.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 K.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 K.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
         num_directions: K, even.
-        base: Ratio that the ladder of frequencies spans.
+        base: Base of the geometric sequence of frequencies.
 
     Raises:
         ValueError: num_axes is not 2; K is odd or below 2; head_dim is not divisible by 2 K.

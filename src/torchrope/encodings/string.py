@@ -33,11 +33,11 @@ class STRING(Encoding):
     into the projections.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by block_size.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by block_size.
         block_size: b, even: P is block diagonal with blocks of this size; head_dim by default, as in the paper.
-        rotary_dim: Rotate only the first so many channels; all by default.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
         shared_heads: One basis and one set of frequencies for all heads.
         base: Ratio that the ladder of frequencies of the start spans, as in RoPE-Mixed.
         init: "paper" takes the frequencies of RoPE-Mixed and S from N(0, 0.02²), "zeros" sets both to zero, and the

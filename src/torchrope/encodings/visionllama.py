@@ -16,11 +16,11 @@ class VisionLLaMARoPE(OneAxisPerPair):
     the image is 1 long; a single pair has frequency 1.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 N.
-        rotary_dim: Rotate only the first so many channels; all by default. LieRE's code rotates 60 of 64 on three axes.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 N.
+        rotary_dim: Number of channels to rotate, the first ones; all by default. LieRE's code rotates 60 of 64 on three axes.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
 
     Raises:
         ValueError: head_dim is not divisible by 2 N.
