@@ -91,7 +91,7 @@ class Encoding(nn.Module, ABC):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Spacing and origin, as `torchrope.grid` takes them, for which the paper chose its initialisation.
+        """Return the arguments `spacing` and `origin` of `torchrope.grid` for which the paper chose its initialisation.
 
         Args:
             sizes: Number of tokens along each axis at the training size.

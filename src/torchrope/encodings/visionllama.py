@@ -19,7 +19,8 @@ class VisionLLaMARoPE(OneAxisPerPair):
         num_axes: Number of axes of a position, N.
         num_heads: Number of attention heads.
         head_dim: Channels per head, divisible by 2 N.
-        rotary_dim: Number of channels to rotate, the first ones; all by default. LieRE's code rotates 60 of 64 on three axes.
+        rotary_dim: Number of channels to rotate, the first ones; all by default. LieRE's code
+            rotates 60 of 64 on three axes.
         shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
 
     Raises:
