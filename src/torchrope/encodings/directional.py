@@ -61,12 +61,8 @@ class DRoPE(OneAxisPerPair):
         half = pairs - pairs // 2 if of_position else pairs
         self.heading_pairs = half if heading_pairs is None else heading_pairs
         if not 0 <= self.heading_pairs <= pairs or (not of_position and self.heading_pairs != pairs):
-            rule = (
-                f"heading_pairs must be 0 to {pairs}"
-                if of_position
-                else f"heading_pairs of a heading only must be {pairs}"
-            )
-            raise ValueError(f"{rule}, got {self.heading_pairs}")
+            allowed = f"0 to {pairs}" if of_position else f"{pairs} without a position"
+            raise ValueError(f"heading_pairs must be {allowed}, got {self.heading_pairs}")
         self.base = 10_000.0 ** (1 / max(of_position, 1)) if base is None else base
         self.reset_parameters()
 

@@ -131,7 +131,7 @@ class InterleavedMRoPE(MRoPE):
 class VideoRoPE(MRoPE):
     """Assign the high frequencies of M-RoPE to the spatial axes, interleaved, and the lowest ones to time.
 
-    The first pairs belong to axes 1 ... N - 1, interleaved, the last sections[0] pairs to axis 0, so that its angles stay
+    The first pairs belong to axes 1 ... N - 1, interleaved, the last sections[0] pairs to axis 0, whose angles stay
     below one period over a video. `torchrope.diagonal` returns the positions that the paper combines it with.
 
     Args:

@@ -91,7 +91,7 @@ class Poses:
         return Poses(select(self.rotation, 2), select(self.translation, 1), intrinsics)
 
     def matrices(self, origin: Tensor, unit: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Compute `P = [K 0; 0 1] [R (R o + t) / unit; 0 1]`, from the world relative to o to a camera, and its inverse.
+        """Compute `P = [K 0; 0 1] [R (R o + t) / unit; 0 1]`, from world coordinates about o to a camera, and P^-1.
 
         Args:
             origin: o, `(*batch, 1, 3)`.
@@ -200,9 +200,9 @@ class PoseEncoding(nn.Module):
         q' = A^-T q,   k' = A k,   v' = A v,   y = A^-1 y'        scores  q_m^T P_m P_n^-1 k_n + ...
 
     The first `pose_dim` channels of a head are vectors of 4, which P maps from the world to a camera; the others are
-    rotated by an encoding of the token's position in its image. Scores and outputs are invariant to rigid motions of the
-    world. P is computed in float64 relative to the mean camera centre of a sample, on which scores and outputs do not
-    depend, and applied in float32, so that coordinates far from zero keep their precision; pass them in float64.
+    rotated by an encoding of the token's position in its image. Scores and outputs are invariant to rigid motions of
+    the world. P is computed in float64 relative to the mean camera centre of a sample, which does not affect scores or
+    outputs, and applied in float32, so that coordinates far from zero keep their precision; pass them in float64.
 
     Args:
         num_heads: Number of attention heads.
@@ -216,9 +216,9 @@ class PoseEncoding(nn.Module):
         ValueError: numbers out of range; channels or heads of `pixels` that do not fit.
 
     References:
-        Miyato et al., GTA (arXiv:2310.10375), section 3.1: A also for values and outputs. Li et al., Cameras as Relative
-        Positional Encoding (arXiv:2507.10496), section 3.3: P with intrinsics on half of the channels, RoPE of x and y
-        on a quarter each.
+        Miyato et al., GTA (arXiv:2310.10375), section 3.1: A also for values and outputs. Li et al., Cameras as
+        Relative Positional Encoding (arXiv:2507.10496), section 3.3: P with intrinsics on half of the channels, RoPE of
+        x and y on a quarter each.
 
     Example:
         >>> import torch, torchrope as tr
