@@ -31,7 +31,7 @@ def spread(sizes: tuple[int, ...], generators: Tensor, family: type[tr.Encoding]
 
 
 @pytest.mark.parametrize("num_axes", [1, 2, 3])
-def test_vanilla_rope_is_comropes_equation_33(num_axes: int) -> None:
+def test_vanilla_rope_matches_comrope_equation_33(num_axes: int) -> None:
     n = 64 // (2 * num_axes)
     encoding = tr.VanillaRoPE(num_axes=num_axes, num_heads=1, head_dim=2 * n * num_axes)
     theta = 10_000.0 ** (-torch.arange(n, dtype=torch.float64) / n)
@@ -41,7 +41,7 @@ def test_vanilla_rope_is_comropes_equation_33(num_axes: int) -> None:
         assert torch.allclose(encoding.frequencies[:, pair].double(), expected)
 
 
-def test_vanilla_rope_turns_by_1_to_2e_4_across_the_image_and_rope_axial_by_13_to_a_sixth() -> None:
+def test_vanilla_rope_and_axial_angles_across_the_image() -> None:
     sizes = (14, 14)
     vanilla = spread(sizes, tr.VanillaRoPE(**SIZES).generators(), tr.VanillaRoPE)
     axial = spread(sizes, tr.AxialRoPE(**SIZES).generators(), tr.AxialRoPE)
@@ -52,14 +52,14 @@ def test_vanilla_rope_turns_by_1_to_2e_4_across_the_image_and_rope_axial_by_13_t
 
 
 @pytest.mark.parametrize("family", [tr.VanillaRoPE, tr.NormalLieRE])
-def test_comropes_baselines_have_its_positions(family: type[tr.Encoding]) -> None:
+def test_comrope_baselines_share_its_lattice(family: type[tr.Encoding]) -> None:
     assert family.lattice(4, 8) == tr.ComRoPELD.lattice(4, 8)
     positions = tr.grid(4, 8, **family.lattice(4, 8))
     assert torch.allclose(positions[0], torch.tensor([1 / 8, 1 / 16]))
     assert torch.allclose(positions + positions.flip(0), torch.ones(1))
 
 
-def test_normal_liere_starts_as_a_standard_normal_matrix_minus_its_transpose() -> None:
+def test_normal_liere_is_initialised_as_p_minus_its_transpose() -> None:
     values = upper_triangle(tr.NormalLieRE(**SIZES, block_size=8).generators()).detach()
     matrices = torch.randn(values.shape[0] * 64 * 8, 8, 8)
     expected = upper_triangle(matrices - matrices.mT)
@@ -69,7 +69,7 @@ def test_normal_liere_starts_as_a_standard_normal_matrix_minus_its_transpose() -
     assert within == pytest.approx(math.erf(0.5), abs=0.02)  # erf(1 / (√2 σ)) of a normal distribution
 
 
-def test_visionllama_is_the_baseline_of_lieres_code() -> None:
+def test_visionllama_matches_the_baseline_of_the_liere_code() -> None:
     encoding = tr.VisionLLaMARoPE(num_axes=3, num_heads=2, head_dim=64, rotary_dim=60)
     theta = torch.exp(-4 * torch.linspace(0, 1, 10, dtype=torch.float64))
     for axis in range(3):
@@ -83,7 +83,7 @@ def test_visionllama_is_the_baseline_of_lieres_code() -> None:
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_a_start_of_another_scale_is_the_papers_times_that(name: str) -> None:
+def test_init_scale_multiplies_the_initial_generators(name: str) -> None:
     drawn = []
     for scale in (1.0, 0.25):
         torch.manual_seed(0)
@@ -96,13 +96,13 @@ def test_a_start_of_another_scale_is_the_papers_times_that(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("name", RANDOM)
-def test_a_scale_that_is_none_is_told(name: str, scale: float) -> None:
+def test_init_scale_must_be_positive_and_finite(name: str, scale: float) -> None:
     with pytest.raises(ValueError, match=r"^init_scale must be above 0 and finite, got \S+; init='zeros' .*$"):
         RANDOM[name](**SIZES, init_scale=scale)
 
 
 @pytest.mark.parametrize("sizes", [(5,), (4, 6), (3, 4, 5), (1, 6), (2, 3, 2, 3)])
-def test_between_sites_a_table_is_sampled_multilinearly(sizes: tuple[int, ...]) -> None:
+def test_sample_table_is_multilinear(sizes: tuple[int, ...]) -> None:
     table = torch.randn(*sizes, 3, dtype=torch.float64)
     last = torch.tensor(sizes, dtype=torch.float64) - 1
     places = torch.rand(50, len(sizes), dtype=torch.float64) * (last + 2) - 1  # up to one site beyond the edge
@@ -118,7 +118,7 @@ def test_between_sites_a_table_is_sampled_multilinearly(sizes: tuple[int, ...]) 
         assert torch.allclose(mine, theirs.reshape(3, 50).T)
 
 
-def test_jittered_ape_stays_within_the_neighbouring_sites_in_training_alone() -> None:
+def test_jittered_ape_jitters_within_its_cell_in_training_only() -> None:
     table = tr.JitteredAPE(sizes=(5, 7), dim=2)
     with torch.no_grad():
         table.table.copy_(tr.grid(5, 7).unflatten(0, (5, 7)))  # each site's vector is its place
@@ -134,7 +134,7 @@ def test_jittered_ape_stays_within_the_neighbouring_sites_in_training_alone() ->
     assert seen.flatten(0, 1).amax(dim=0).tolist() == pytest.approx([4, 6])
 
 
-def test_jittered_ape_spares_an_axis_and_is_learned_ape_at_no_intensity() -> None:
+def test_jittered_ape_without_cell_or_intensity_is_learned_ape() -> None:
     video = tr.JitteredAPE(sizes=(3, 4), dim=6, cell=(0.0, 1.0))
     with torch.no_grad():
         video.table.copy_(torch.arange(3.0).reshape(3, 1, 1).expand(3, 4, 6))  # a vector of the first axis alone
@@ -148,7 +148,7 @@ def test_jittered_ape_spares_an_axis_and_is_learned_ape_at_no_intensity() -> Non
         tr.JitteredAPE(sizes=(3, 4), dim=6, intensity=-1)
 
 
-def test_jittered_ape_learns_from_the_sites_around() -> None:
+def test_jittered_ape_gradients_reach_neighbouring_entries() -> None:
     encoding = tr.JitteredAPE(sizes=(4, 4), dim=3).train()
     encoding(4, 4).sum().backward()
     assert encoding.table.grad is not None

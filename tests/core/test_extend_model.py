@@ -109,7 +109,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "vit", "vit-patch-centers", "own", "timm-dinov3", "swapped-beit"))
-def test_at_factor_one_outputs_are_the_same_and_at_two_they_are_not(kind: str) -> None:
+def test_extend_by_one_keeps_outputs_and_by_two_changes_them(kind: str) -> None:
     build, data = KINDS[kind]
     model, x = build(), data()
     before, state = outputs(model, x), copy.deepcopy(model.state_dict())
@@ -127,7 +127,7 @@ def test_at_factor_one_outputs_are_the_same_and_at_two_they_are_not(kind: str) -
 
 
 @pytest.mark.parametrize("name", mostly_slow(ROTATING, "eva02", "rope_mixed_ape", "gemma4"))
-def test_models_of_timm_that_rotate_are_extended_as_they_are(name: str) -> None:
+def test_extend_supports_rotary_models_of_timm(name: str) -> None:
     model = strong(name)
     x = images(model)
     before, state = model(x), copy.deepcopy(model.state_dict())
@@ -181,7 +181,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_gets_the_frequencies_of_the_formula(method: str) -> None:
+def test_extend_matches_the_formula_of_each_method(method: str) -> None:
     """Axis by axis, over the extents that the model was built for: 20 and 48 patches."""
     model = tr.ViT((20, 96), patch_size=(1, 2), in_channels=1, dim=128, depth=1, num_heads=2, encoding="axial").double()
     model.encodings[0].reset_parameters()  # exact, and not a ladder rounded to float32
@@ -195,7 +195,7 @@ def test_a_model_gets_the_frequencies_of_the_formula(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_squeezed_positions_have_the_angles_of_the_formula_from_token_to_token(method: str) -> None:
+def test_extend_with_fixed_range_positions_matches_the_formula(method: str) -> None:
     """DINOv3's are in [-1, 1] at every size: over one token, the angle is that of frequencies per token."""
     model = strong("dinov3", dynamic_img_size=True).double()
     own = tr.swap(copy.deepcopy(model), "mixed").rotary.encodings[0].frequencies.detach()
@@ -209,7 +209,7 @@ def test_squeezed_positions_have_the_angles_of_the_formula_from_token_to_token(m
         assert difference(larger(x), model(x)) < 1e-9
 
 
-def test_riflex_keeps_the_larger_input_within_one_turn_of_the_pair_that_repeated() -> None:
+def test_riflex_keeps_the_intrinsic_pair_within_one_turn() -> None:
     """The time axis of CogVideoX: base 10,000, 16 channels, 13 frames, seen to repeat at the 20th."""
     ladder = 10_000 ** (-torch.arange(8, dtype=torch.float64) / 8)
     slowed = tr.riflex(ladder.reshape(1, 1, 8), 2, train_size=13, period=20).flatten()
@@ -225,7 +225,7 @@ def test_riflex_keeps_the_larger_input_within_one_turn_of_the_pair_that_repeated
     assert (tr.riflex(torch.tensor([[[3.0, 2.0, 0.0]]]), 2, train_size=10) < 2).tolist() == [[[False, True, True]]]
 
 
-def test_dype_goes_from_twice_the_exponent_to_the_trained_frequencies() -> None:
+def test_dype_returns_to_the_trained_frequencies() -> None:
     ladder = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=32).double().frequencies.unsqueeze(1)
     assert torch.equal(tr.dype(ladder, 4, timestep=0), ladder)
     assert torch.allclose(tr.dype(ladder, 4, timestep=1), tr.ntk(ladder, 16))
@@ -306,7 +306,7 @@ def kept() -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "blocks": (partial(vit, "liere:4"), {}, "ntk scales frequencies, .* interpolate serves any encoding, got LieRE"),
+    "blocks": (partial(vit, "liere:4"), {}, "ntk needs frequencies, .* interpolate supports any encoding, got LieRE"),
     "no encoding": (partial(vit, "none"), {}, "^model must rotate q and k; swap supports .* got ViT$"),
     "no rotation": (partial(made, "vit"), {}, "^model must rotate q and k, .* got VisionTransformer$"),
     "no model": (lambda: nn.Linear(2, 2), {}, "^model must rotate q and k; .*, got Linear$"),
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_extended_is_told_in_one_line(case: str) -> None:
+def test_extend_refuses_unsupported_models_in_one_line(case: str) -> None:
     build, settings, message = REFUSED[case]
     model = build()
     with pytest.raises(ValueError, match=message) as caught:
@@ -353,14 +353,14 @@ def test_what_cannot_be_extended_is_told_in_one_line(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_blocks_are_interpolated() -> None:
+def test_extend_interpolates_blocks() -> None:
     model = vit("liere:4")
     larger = tr.extend(model, (2, 3), method="interpolate")
     by = torch.tensor([2.0, 3.0]).reshape(2, 1, 1, 1, 1)
     assert torch.allclose(larger.encodings[0].generators(), model.encodings[0].generators() / by)
 
 
-def test_an_enlarged_lattice_is_seen_as_the_one_trained_on() -> None:
+def test_extend_by_interpolation_keeps_rotations_of_the_lattice() -> None:
     """Interpolated by 2, tokens 2i of a lattice of twice the size turn as tokens i did."""
     for model in (vit(), vit("comrope-ld:4"), vit("dinov3")):
         larger = tr.extend(model, 2, method="interpolate")
@@ -369,14 +369,14 @@ def test_an_enlarged_lattice_is_seen_as_the_one_trained_on() -> None:
         assert torch.allclose(many.unflatten(-3, (8, 12))[:, ::2, ::2].flatten(1, 2), few, atol=1e-5)
 
 
-def test_windows_of_sam_stay_as_they_were_and_the_image_grows() -> None:
+def test_extend_of_sam_keeps_windows_and_scales_global_layers() -> None:
     model = swapped("sam")
     before, after = (one.rotary.encodings for one in (model, tr.extend(model, 2)))
     assert torch.equal(before[0].frequencies, after[0].frequencies)
     assert torch.allclose(after[1].frequencies, tr.ntk(before[1].frequencies, 2))
 
 
-def test_windows_of_swin_are_what_the_factor_counts() -> None:
+def test_extend_of_swin_scales_by_the_window_size() -> None:
     model = swin()
     x = torch.randn(1, 3, 64, 64)
     larger = tr.extend(model, 2, method="riflex")
@@ -387,7 +387,7 @@ def test_windows_of_swin_are_what_the_factor_counts() -> None:
         assert torch.allclose(grown.encodings[0].frequencies, expected)
 
 
-def test_a_size_of_training_that_is_given_goes_before_that_of_the_model() -> None:
+def test_extend_prefers_the_given_train_size() -> None:
     own = vit().encodings[0].frequencies
     model = vit()
     found = tr.extend(model, 2, method="riflex", train_size=3).encodings[0].frequencies
@@ -395,7 +395,7 @@ def test_a_size_of_training_that_is_given_goes_before_that_of_the_model() -> Non
     assert own.shape == found.shape
 
 
-def test_a_function_of_ones_own_scales_frequencies() -> None:
+def test_extend_accepts_a_custom_function() -> None:
     model = vit("axial", positions=tr.patch_centers)
     larger = tr.extend(model, (1, 2), method=partial(tr.yarn, train_size=2.0))
     expected = tr.yarn(model.encodings[0].frequencies_per_axis(), (1, 2), train_size=2.0)
@@ -404,7 +404,7 @@ def test_a_function_of_ones_own_scales_frequencies() -> None:
     assert torch.equal(larger.layers[0].attention.qkv.weight, model.layers[0].attention.qkv.weight)
 
 
-def test_voxels_that_are_placed_in_millimetres_are_not_squeezed() -> None:
+def test_extend_keeps_positions_in_millimetres() -> None:
     model = vit("mixed", positions=tr.VoxelLattice((2, 2), unit=2.0))
     larger = tr.extend(model, 2)
     assert torch.allclose(larger.encodings[0].frequencies, tr.ntk(model.encodings[0].frequencies, 2))
@@ -413,7 +413,7 @@ def test_voxels_that_are_placed_in_millimetres_are_not_squeezed() -> None:
     assert tr.extend(model, 2, method="yarn", train_size=(4, 6)) is not model
 
 
-def test_layers_that_share_are_scaled_once() -> None:
+def test_extend_scales_shared_layers_once() -> None:
     model = vit("mixed", share_layers=True)
     model.layers[1].attention.qkv = model.layers[0].attention.qkv
     larger = tr.extend(model, 2, method="yarn")
@@ -425,7 +425,7 @@ def test_layers_that_share_are_scaled_once() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_gradients_flow_through_the_copy_and_to_nothing_else(method: str) -> None:
+def test_extend_copies_parameters_with_gradients(method: str) -> None:
     for model, x in ((vit(), torch.randn(2, 3, 16, 24)), (swapped("rope_axial"), torch.randn(2, 3, 64, 64))):
         larger = tr.extend(model, 2, method=method, **METHODS[method])
         larger(x).square().sum().backward()
@@ -434,7 +434,7 @@ def test_gradients_flow_through_the_copy_and_to_nothing_else(method: str) -> Non
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_of_half_precision_is_scaled_in_float32() -> None:
+def test_extend_scales_half_precision_models_in_float32() -> None:
     model = vit().bfloat16()
     found = tr.extend(model, 2).encodings[0].frequencies
     exact = tr.ntk(model.encodings[0].frequencies.float(), 2)
@@ -442,7 +442,7 @@ def test_a_model_of_half_precision_is_scaled_in_float32() -> None:
     assert torch.equal(found, exact.bfloat16())
 
 
-def test_an_extended_model_is_saved_and_loaded(tmp_path: Any) -> None:
+def test_extend_result_can_be_saved_and_loaded(tmp_path: Any) -> None:
     model = tr.extend(strong("rope_axial"), 2, method="yarn")
     x = images(model)
     tr.save(model, tmp_path / "model.safetensors")
@@ -451,14 +451,14 @@ def test_an_extended_model_is_saved_and_loaded(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [vit, partial(swapped, "rope_axial")])
-def test_an_extended_model_compiles(build: Callable[[], Any]) -> None:
+def test_extend_result_compiles(build: Callable[[], Any]) -> None:
     model = tr.extend(build(), 2, method="yarn")
     x = torch.randn(2, 3, 16, 24) if isinstance(model, tr.ViT) else images(model)
     assert difference(torch.compile(model)(x), model(x)) < 1e-4
 
 
 @pytest.mark.slow
-def test_interpolation_keeps_more_of_what_was_learned_at_twice_the_size() -> None:
+def test_extend_keeps_accuracy_at_twice_the_size() -> None:
     """Digits in patches of one pixel: at 16 x 16 a model trained at 8 x 8 is near chance, interpolated far above it."""
     torch.manual_seed(0)
     digits = load_digits()

@@ -255,12 +255,12 @@ def _largest(x: Tensor) -> float:
 
 @settings(max_examples=80, derandomize=True, deadline=None, database=None)
 @given(cases())
-def test_random_cases_equal_dense_exponentials_in_float64(case: Case) -> None:
+def test_rotate_matches_dense_exponentials_for_random_cases(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.slow
 @settings(max_examples=10_000, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(cases())
-def test_ten_thousand_random_cases_equal_dense_exponentials_in_float64(case: Case) -> None:
+def test_rotate_matches_dense_exponentials_for_ten_thousand_cases(case: Case) -> None:
     check(case)

@@ -69,9 +69,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_position_that_is_not_finite_spoils_its_token_alone(
-    family: str, backend: str, value: float, unread: None
-) -> None:
+def test_nonfinite_positions_affect_only_their_token(family: str, backend: str, value: float, unread: None) -> None:
     encoding = FAMILIES[family]()
     turn, q = rotation_of(encoding, backend), vectors(FAMILIES[family]())
     lattice = tr.grid(4, 5, spacing=0.25)
@@ -104,7 +102,7 @@ def test_a_position_that_is_not_finite_spoils_its_token_alone(
         *(pytest.param(family, marks=pytest.mark.slow) for family in ("string:4", "liere:12", "liere")),
     ],
 )
-def test_a_position_that_is_nan_ends_nothing_in_compiled_and_exported_graphs(family: str) -> None:
+def test_nan_positions_run_in_compiled_and_exported_graphs(family: str) -> None:
     encoding = FAMILIES[family]()
     q, clean = vectors(encoding), tr.grid(4, 5, spacing=0.25)
     dirty = clean.clone()
@@ -128,7 +126,7 @@ def test_a_position_that_is_nan_ends_nothing_in_compiled_and_exported_graphs(fam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_that_can_be_read_are_refused_in_one_line(family: str) -> None:
+def test_nonfinite_positions_on_cpu_raise_in_one_line(family: str) -> None:
     positions = tr.grid(4, 5)
     positions[3, 1], positions[4, 0] = math.nan, -math.inf
     with pytest.raises(ValueError, match=r"^positions must be finite, got NaN or infinity in 2 of 20$"):
@@ -136,7 +134,7 @@ def test_positions_that_can_be_read_are_refused_in_one_line(family: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_may_be_mapped_over_and_nan_stays_where_it_is(family: str) -> None:
+def test_nan_positions_under_vmap_affect_only_their_token(family: str) -> None:
     encoding = FAMILIES[family]()
     turn, q = rotation_of(encoding, "auto"), vectors(encoding, batch=3)
     positions = tr.grid(4, 5, spacing=0.25).repeat(3, 1, 1) * torch.tensor([1.0, 2.0, 3.0])[:, None, None]
@@ -149,7 +147,7 @@ def test_positions_may_be_mapped_over_and_nan_stays_where_it_is(family: str) -> 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_channel_that_is_not_finite_spoils_its_own_block_alone(family: str, backend: str, value: float) -> None:
+def test_nonfinite_channels_affect_only_their_block(family: str, backend: str, value: float) -> None:
     encoding = FAMILIES[family]()
     turn, positions = rotation_of(encoding, backend), tr.grid(4, 5, spacing=0.25)
     b = encoding.block_size
@@ -170,7 +168,7 @@ def test_a_channel_that_is_not_finite_spoils_its_own_block_alone(family: str, ba
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("axial", "golden", "liere")])
-def test_a_parameter_that_is_not_finite_spoils_its_own_block_alone(family: str, backend: str, value: float) -> None:
+def test_nonfinite_parameters_affect_only_their_block(family: str, backend: str, value: float) -> None:
     encoding = FAMILIES[family]()
     turn, positions, q = rotation_of(encoding, backend), tr.grid(4, 5, spacing=0.25), vectors(encoding)
     clean = turn(q, q, positions)[0].detach()
@@ -194,7 +192,7 @@ EMPTY = [0, 2]
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_to_rotate_is_rotated_to_nothing(family: str, backend: str) -> None:
+def test_rotate_accepts_empty_dimensions(family: str, backend: str) -> None:
     """0 samples, heads, tokens, of q, k and positions: the shapes that came, and gradients of zero."""
     for batch, heads, tokens, sets in itertools.product(EMPTY, EMPTY, EMPTY, (None, 0, 2)):
         for keys in ("alike", "full"):
@@ -204,26 +202,26 @@ def test_nothing_to_rotate_is_rotated_to_nothing(family: str, backend: str) -> N
             k = torch.randn(*of_k, encoding.head_dim, requires_grad=True)
             shape = (tokens, 2) if sets is None else (sets, tokens, 2)
             try:
-                turned = tr.rotate(q, k, encoding(torch.zeros(shape), backend=backend), layout="bhtd", backend=backend)
+                rotated = tr.rotate(q, k, encoding(torch.zeros(shape), backend=backend), layout="bhtd", backend=backend)
             except ValueError as error:
                 assert "\n" not in str(error)  # noqa: PT017
                 continue
-            assert [x.shape for x in turned] == [q.shape, k.shape]
+            assert [x.shape for x in rotated] == [q.shape, k.shape]
             leaves = [q, k, *encoding.parameters()]
-            gradients = torch.autograd.grad(turned, leaves, [torch.ones_like(x) for x in turned], allow_unused=True)
+            gradients = torch.autograd.grad(rotated, leaves, [torch.ones_like(x) for x in rotated], allow_unused=True)
             assert all(g is None or g.isfinite().all() for g in gradients)
 
 
-def test_queries_without_heads_come_back_beside_keys_that_have_some() -> None:
+def test_rotate_accepts_queries_without_heads() -> None:
     for family in FAMILIES:
         encoding = FAMILIES[family]()
         q, k = torch.randn(2, 0, 9, encoding.head_dim), vectors(encoding, tokens=9)
-        turned_q, turned_k = tr.rotate(q, k, encoding(tr.grid(3, 3)))
-        assert turned_q.shape == q.shape
-        assert torch.equal(turned_k, tr.rotate(k, k, encoding(tr.grid(3, 3)))[1])
+        rotated_q, rotated_k = tr.rotate(q, k, encoding(tr.grid(3, 3)))
+        assert rotated_q.shape == q.shape
+        assert torch.equal(rotated_k, tr.rotate(k, k, encoding(tr.grid(3, 3)))[1])
 
 
-def test_no_channels_and_no_axes_are_refused_in_one_line() -> None:
+def test_encodings_refuse_zero_channels_and_axes_in_one_line() -> None:
     encoding = FAMILIES["liere:8"]()
     rotation = encoding(tr.grid(3, 3))
     with pytest.raises(ValueError, match=r"^head_dim of q must be the rotation's 16, got 0$"):
@@ -258,7 +256,7 @@ def without_memory(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("family", FAMILIES)
-def test_memory_that_is_not_to_be_had_is_an_error(
+def test_failed_allocations_raise_errors(
     family: str, without_memory: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding = FAMILIES[family]()
@@ -266,8 +264,8 @@ def test_memory_that_is_not_to_be_had_is_an_error(
     leaves = [q, positions, *encoding.parameters()]
 
     def step() -> tuple[Tensor, ...]:
-        turned, _ = tr.rotate(q, q, encoding(positions))
-        return (turned, *torch.autograd.grad(turned.square().cumsum(-1).sum(), leaves))
+        rotated, _ = tr.rotate(q, q, encoding(positions))
+        return (rotated, *torch.autograd.grad(rotated.square().cumsum(-1).sum(), leaves))
 
     expected = step()
     monkeypatch.setattr(native, "LIBRARY", without_memory)
@@ -290,7 +288,7 @@ def test_memory_that_is_not_to_be_had_is_an_error(
 
 
 @needs_kernels
-def test_kernels_that_were_not_built_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoding, q = FAMILIES["mixed"](), vectors(FAMILIES["mixed"]())
     monkeypatch.setattr(backends, "LIBRARY", None)
     backends._warn_not_built.cache_clear()

@@ -32,8 +32,8 @@ def encoding(name: str = "mixed", **settings: float) -> tr.RayEncoding:
 
 def attend(action: tr.RayAction, qkv: Tensor, **options: str) -> Tensor:
     q, k, v = qkv
-    turned_q, turned_k = tr.rotate(q, k, action, **options)
-    return action.outputs(scaled_dot_product_attention(turned_q, turned_k, action.values(v, **options)), **options)
+    rotated_q, rotated_k = tr.rotate(q, k, action, **options)
+    return action.outputs(scaled_dot_product_attention(rotated_q, rotated_k, action.values(v, **options)), **options)
 
 
 def seen(poses: tr.Poses, made: tr.RayEncoding, view: Tensor, index: int, u: Tensor, depth: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def seen(poses: tr.Poses, made: tr.RayEncoding, view: Tensor, index: int, u: Ten
 
 @pytest.mark.parametrize("name", ["mixed", "axial", "liere:8", "comrope-ld"])
 @pytest.mark.parametrize("intrinsics", [True, False])
-def test_attention_is_that_of_every_view_by_itself(name: str, intrinsics: bool) -> None:
+def test_ray_attention_matches_each_view_separately(name: str, intrinsics: bool) -> None:
     poses, made, u, depth = (
         cameras(intrinsics=intrinsics),
         encoding(name, unit=0.7),
@@ -82,7 +82,7 @@ def _dense(rotation: tr.Rotation) -> Tensor:
 @pytest.mark.parametrize("far", [0.0, 1e2])
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("name", ["mixed", "liere:8"])
-def test_one_motion_of_the_world_changes_nothing(name: str, dtype: torch.dtype, far: float) -> None:
+def test_ray_attention_is_invariant_to_world_motions(name: str, dtype: torch.dtype, far: float) -> None:
     made, poses, u = encoding(name), cameras(BATCH), places(dtype)
     made = made.to(dtype)
     depth, qkv = torch.rand(BATCH, TOKENS) + 0.5, torch.randn(3, BATCH, HEADS, TOKENS, HEAD_DIM, dtype=dtype)
@@ -95,7 +95,7 @@ def test_one_motion_of_the_world_changes_nothing(name: str, dtype: torch.dtype, 
     assert (attend(made(other, u, depth), qkv) - here).abs().amax(dim=(1, 2, 3)).min() > 1e-3
 
 
-def test_the_same_patch_seen_by_two_cameras_has_the_same_point() -> None:
+def test_ray_points_of_two_cameras_agree() -> None:
     poses, made, depth = cameras(1), encoding(farthest=100.0), torch.full((1, TOKENS), 2.0)
     point = torch.tensor([0.3, -0.2, 0.1], dtype=WIDE)
     to_view = poses.rotation[0] @ point + poses.translation[0]
@@ -107,7 +107,7 @@ def test_the_same_patch_seen_by_two_cameras_has_the_same_point() -> None:
     torch.testing.assert_close(positions[..., 3:], positions[:, :1, 3:].expand_as(positions[..., 3:]))
 
 
-def test_points_at_infinity_are_directions() -> None:
+def test_ray_depth_infinity_encodes_the_direction() -> None:
     made, poses, u = encoding(), cameras(BATCH), places()
     directions = made.positions(poses, u, torch.full((TOKENS,), torch.inf))
     far = made.positions(poses, u, torch.full((TOKENS,), 1e12))
@@ -115,7 +115,7 @@ def test_points_at_infinity_are_directions() -> None:
     assert set(directions[..., 5].abs().unique().tolist()) == {made.farthest}
 
 
-def test_depths_have_gradients() -> None:
+def test_ray_depths_have_gradients() -> None:
     made, poses, u = encoding(), cameras(BATCH), places()
     depth = (torch.rand(BATCH, TOKENS, dtype=WIDE) + 0.5).requires_grad_()
     assert torch.autograd.gradcheck(lambda d: made.positions(poses, u, d), depth)
@@ -128,17 +128,17 @@ def test_depths_have_gradients() -> None:
     assert gradient.isfinite().all()
 
 
-def test_layouts_agree() -> None:
+def test_ray_actions_accept_both_layouts() -> None:
     action = encoding()(cameras(BATCH), places(), torch.ones(BATCH, TOKENS))
     qkv = torch.randn(3, BATCH, HEADS, TOKENS, HEAD_DIM, dtype=WIDE)
     q, k, _ = qkv.transpose(2, 3)
-    turned = tr.rotate(q, k, action, layout="bthd")
-    for ours, theirs in zip(turned, tr.rotate(*qkv[:2], action, layout="bhtd"), strict=True):
+    rotated = tr.rotate(q, k, action, layout="bthd")
+    for ours, theirs in zip(rotated, tr.rotate(*qkv[:2], action, layout="bhtd"), strict=True):
         torch.testing.assert_close(ours.transpose(1, 2), theirs)
-    torch.testing.assert_close(action.outputs(turned[0], layout="bthd"), q)
+    torch.testing.assert_close(action.outputs(rotated[0], layout="bthd"), q)
 
 
-def test_attention_takes_rays_with_a_mask() -> None:
+def test_attention_accepts_rays_with_a_mask() -> None:
     attention = tr.Attention(HEADS * HEAD_DIM, HEADS).double()
     action = encoding()(cameras(BATCH), places(), torch.ones(BATCH, TOKENS))
     x = torch.randn(BATCH, TOKENS, HEADS * HEAD_DIM, dtype=WIDE)
@@ -158,20 +158,20 @@ def test_attention_takes_rays_with_a_mask() -> None:
     ("given", "message"),
     [
         (dict(places=torch.zeros(TOKENS, 3)), "places must be .* got torch.float32 \\(12, 3\\)"),
-        (dict(places=torch.zeros(TOKENS + 1, 2)), "tokens must be as many in each of 3 views, got 13"),
+        (dict(places=torch.zeros(TOKENS + 1, 2)), "tokens must be divisible among 3 views, got 13"),
         (dict(depth=torch.ones(5)), "depth must be \\(12\\) or \\(batch, 12\\), got \\(5,\\)"),
         (dict(depth=torch.zeros(TOKENS)), "depth must be above 0, got 12 of 12"),
         (dict(depth=torch.full((TOKENS,), torch.nan)), "depth must be above 0, got 12 of 12"),
-        (dict(depth=torch.ones(5, TOKENS)), "one batch, got 2, 5"),
+        (dict(depth=torch.ones(5, TOKENS)), "the same batch size, got 2, 5"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(given: dict[str, Tensor], message: str) -> None:
+def test_ray_encoding_refuses_invalid_input_in_one_line(given: dict[str, Tensor], message: str) -> None:
     usual = dict(poses=cameras(BATCH), places=places(), depth=torch.ones(TOKENS))
     with pytest.raises(ValueError, match=message):
         encoding()(**{**usual, **given})
 
 
-def test_the_encoding_has_six_axes_and_queries_the_batch_of_the_poses() -> None:
+def test_ray_encoding_checks_axes_and_batch() -> None:
     with pytest.raises(ValueError, match="6 axes, got 2"):
         tr.RayEncoding(tr.MixedRoPE(num_axes=2, num_heads=1, head_dim=8))
     with pytest.raises(ValueError, match="unit must be above 0"):
