@@ -1,4 +1,4 @@
-"""benchmarks/accuracy.py: blocks of any rank against float64, and what precision remains far from the origin."""
+"""benchmarks/accuracy.py: blocks of any rank against float64, and precision far from the origin."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_check_blocks_detects_a_missing_plane(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_rotate_keeps_norms_at_large_positions(name: str, axes: int, backend: str) -> None:
-    """Random places and whole lattices, on which tokens are multiples of one another, forward and backward."""
+    """Random positions and lattices, whose positions are multiples of each other, forward and backward."""
     encoding = tr.parse_encoding(name).rotary(num_axes=axes, num_heads=2, head_dim=64)
     side = {1: 40, 2: 7, 3: 4}[axes]
     for distance in (1.0, 30.0, 1e3, 1e4, 1e6, 1e12, 1e30):
@@ -73,7 +73,7 @@ def test_rotate_keeps_norms_at_large_positions(name: str, axes: int, backend: st
 
 @pytest.mark.parametrize("name", ["liere:16", "liere"])
 def test_rotate_keeps_norms_along_a_long_axis(name: str) -> None:
-    """A kernel computes the tokens of a line as powers of one matrix, whose errors would add up."""
+    """A kernel computes equally spaced tokens as powers of one matrix, whose errors could accumulate."""
     encoding = tr.parse_encoding(name).rotary(num_axes=1, num_heads=1, head_dim=32)
     q = torch.randn(1, 1, 4000, 32)
     rotated, _ = tr.rotate(q, q, encoding(tr.grid(4000, spacing=0.1)))
@@ -88,7 +88,7 @@ def test_gradients_are_bounded_at_large_positions() -> None:
         rotated, _ = tr.rotate(q, q, encoding(positions))
         rotated.square().cumsum(-1).sum().backward()
         for parameter in encoding.parameters():
-            # sum_tokens |p| |g| |x| bounds it where every J is an average over rotations.
+            # bounded by sum_tokens |p| |g| |x|, since every Jacobian is an average over rotations
             assert 0 < parameter.grad.abs().max() < 1e6 * 20 * 64 * 64 * 16
 
 

@@ -1,4 +1,4 @@
-"""The baselines that papers compare with, against their formulas; the scale of random starts."""
+"""Baselines of the papers against their formulas; the scale of random initialisation."""
 
 import math
 from functools import partial
@@ -23,8 +23,8 @@ RANDOM = {
 }
 
 
-def spread(sizes: tuple[int, ...], generators: Tensor, family: type[tr.Encoding]) -> Tensor:
-    """How far each pair turns from one end of the training image to the other along the axis that turns it."""
+def angles_across_image(sizes: tuple[int, ...], generators: Tensor, family: type[tr.Encoding]) -> Tensor:
+    """Return the angle of each pair across the training image, along its axis."""
     positions = tr.grid(*sizes, **family.lattice(*sizes))
     width = positions.amax(dim=0) - positions.amin(dim=0)
     return (generators[:, 0, :, 1, 0] * width.unsqueeze(1)).amax(dim=0)
@@ -43,8 +43,8 @@ def test_vanilla_rope_matches_comrope_equation_33(num_axes: int) -> None:
 
 def test_vanilla_rope_and_axial_angles_across_the_image() -> None:
     sizes = (14, 14)
-    vanilla = spread(sizes, tr.VanillaRoPE(**SIZES).generators(), tr.VanillaRoPE)
-    axial = spread(sizes, tr.AxialRoPE(**SIZES).generators(), tr.AxialRoPE)
+    vanilla = angles_across_image(sizes, tr.VanillaRoPE(**SIZES).generators(), tr.VanillaRoPE)
+    axial = angles_across_image(sizes, tr.AxialRoPE(**SIZES).generators(), tr.AxialRoPE)
     assert vanilla.max().item() == pytest.approx(13 / 14, rel=1e-3)  # between the centres of the outer patches
     assert vanilla.min().item() == pytest.approx(13 / 14 * 10_000 ** (-15 / 16), rel=1e-3)
     assert axial.max().item() == pytest.approx(13, rel=1e-3)
@@ -105,14 +105,14 @@ def test_init_scale_must_be_positive_and_finite(name: str, scale: float) -> None
 def test_sample_table_is_multilinear(sizes: tuple[int, ...]) -> None:
     table = torch.randn(*sizes, 3, dtype=torch.float64)
     last = torch.tensor(sizes, dtype=torch.float64) - 1
-    places = torch.rand(50, len(sizes), dtype=torch.float64) * (last + 2) - 1  # up to one site beyond the edge
+    places = torch.rand(50, len(sizes), dtype=torch.float64) * (last + 2) - 1  # up to one index outside
     places[: table[..., 0].numel()] = tr.grid(*sizes, dtype=torch.float64)[:50]
     mine = sample_table(table, places)
     whole = table[..., 0].numel()
     assert torch.equal(mine[:whole], table.flatten(0, -2)[:50])
     if len(sizes) in (2, 3):
         volume = table.movedim(-1, 0).unsqueeze(0)
-        shares = (2 * places / last.clamp(min=1) - 1).flip(-1)  # grid_sample names the last axis first
+        shares = (2 * places / last.clamp(min=1) - 1).flip(-1)  # grid_sample expects the last axis first
         shaped = shares.reshape(*(1,) * len(sizes), 50, len(sizes))
         theirs = functional.grid_sample(volume, shaped, align_corners=True, padding_mode="border")
         assert torch.allclose(mine, theirs.reshape(3, 50).T)
@@ -121,7 +121,7 @@ def test_sample_table_is_multilinear(sizes: tuple[int, ...]) -> None:
 def test_jittered_ape_jitters_within_its_cell_in_training_only() -> None:
     table = tr.JitteredAPE(sizes=(5, 7), dim=2)
     with torch.no_grad():
-        table.table.copy_(tr.grid(5, 7).unflatten(0, (5, 7)))  # each site's vector is its place
+        table.table.copy_(tr.grid(5, 7).unflatten(0, (5, 7)))  # each entry is its own index
     lattice = tr.grid(5, 7)
     assert torch.equal(table.eval()(5, 7), lattice)
     seen = torch.stack([table.train()(5, 7) for _ in range(200)]).detach()
@@ -130,14 +130,14 @@ def test_jittered_ape_jitters_within_its_cell_in_training_only() -> None:
     inner = off.unflatten(1, (5, 7))[:, 1:-1, 1:-1]
     assert inner.mean().abs() < 0.02
     assert (inner.abs() > 0.499).double().mean().item() == pytest.approx(2 * (1 - 0.8413), abs=0.03)  # |n| > 1
-    assert seen.amin() == 0  # beyond the edge the last site holds
+    assert seen.amin() == 0  # clamped at the edge
     assert seen.flatten(0, 1).amax(dim=0).tolist() == pytest.approx([4, 6])
 
 
 def test_jittered_ape_without_cell_or_intensity_is_learned_ape() -> None:
     video = tr.JitteredAPE(sizes=(3, 4), dim=6, cell=(0.0, 1.0))
     with torch.no_grad():
-        video.table.copy_(torch.arange(3.0).reshape(3, 1, 1).expand(3, 4, 6))  # a vector of the first axis alone
+        video.table.copy_(torch.arange(3.0).reshape(3, 1, 1).expand(3, 4, 6))  # constant along the second axis
     torch.testing.assert_close(video.train()(3, 4), video.eval()(3, 4))
     still = tr.JitteredAPE(sizes=(3, 4), dim=6, intensity=0.0).train()
     plain = tr.LearnedAPE(sizes=(3, 4), dim=6)
@@ -152,5 +152,5 @@ def test_jittered_ape_gradients_reach_neighbouring_entries() -> None:
     encoding = tr.JitteredAPE(sizes=(4, 4), dim=3).train()
     encoding(4, 4).sum().backward()
     assert encoding.table.grad is not None
-    assert encoding.table.grad.sum().item() == pytest.approx(48)  # shares of a token add up to 1
+    assert encoding.table.grad.sum().item() == pytest.approx(48)  # interpolation weights of a token sum to 1
     assert (encoding.table.grad >= 0).all()

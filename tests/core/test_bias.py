@@ -1,4 +1,4 @@
-"""The relative position bias: Swin's table, other lattices, names, and the vision transformer that takes it."""
+"""Relative position bias: Swin's table, other lattice sizes, names, and its use in a ViT."""
 
 from itertools import product
 
@@ -76,7 +76,7 @@ def test_bias_resizes_each_axis_separately() -> None:
     bias = tr.RelativePositionBias(sizes=(4, 4), num_heads=1).double()
     slope = tr.grid(7, 7).double()
     with torch.no_grad():
-        bias.table.copy_(slope[:, :1])  # changes along axis 0 alone
+        bias.table.copy_(slope[:, :1])  # varies along axis 0 only
     other = bias(2, 9).unflatten(1, (2, 9)).unflatten(3, (2, 9))[0]
     rows = torch.arange(2.0).double()
     expected = (3 + rows.unsqueeze(1) - rows).reshape(2, 1, 2, 1).expand_as(other)
@@ -164,7 +164,7 @@ def test_vit_adds_its_bias_at_any_size() -> None:
 
 
 def test_vit_class_token_has_no_bias() -> None:
-    model = _vit(encoding="bias", depth=1).eval()  # one layer: the class token has not met what the bias changed
+    model = _vit(encoding="bias", depth=1).eval()  # one layer: the class token has not yet attended to changed patches
     x = torch.randn(3, 1, 6, 8)
     before = model(x)
     with torch.no_grad():

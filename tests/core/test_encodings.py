@@ -1,4 +1,4 @@
-"""The families against their papers, each other, and others' code."""
+"""Encodings against their papers, each other, and reference implementations."""
 
 import math
 from functools import partial
@@ -64,7 +64,7 @@ def test_mixed_starts_from_rotated_axial_frequencies() -> None:
 
 @pytest.mark.parametrize("num_axes", [1, 2, 3, 4])
 def test_mixed_draws_uniform_rotations_of_the_axes(num_axes: int) -> None:
-    """Of the first pair of each axis, whose frequency is 1: orthogonal, determinant 1, no direction preferred."""
+    """Checked on the first pair of each axis, whose frequency is 1: orthogonal, determinant 1, uniform."""
     heads = 4000
     encoding = tr.MixedRoPE(num_axes=num_axes, num_heads=heads, head_dim=2 * num_axes)
     turns = encoding.frequencies.detach().movedim(1, 0)  # (heads, axes, axes)
@@ -76,7 +76,7 @@ def test_mixed_draws_uniform_rotations_of_the_axes(num_axes: int) -> None:
         deviation = 5 * heads**-0.5
         assert entries.mean(dim=0).abs().max() < deviation
         moments = num_axes * entries.T @ entries / heads
-        if num_axes == 2:  # where two numbers say it all
+        if num_axes == 2:  # two entries determine the matrix
             moments = moments[:2, :2]
         assert (moments - torch.eye(len(moments))).abs().max() < 3 * deviation
 
@@ -147,7 +147,7 @@ def test_set_generators_accepts_bfloat16(family: type) -> None:
 
 @pytest.mark.parametrize("share", [1e-6, 1e-4])
 def test_set_generators_tolerates_rounding_up_to_1e_5(share: float) -> None:
-    """Of the largest: lopsided blocks, heads that differ, entries outside of blocks, axes that are no multiples."""
+    """Relative to the largest entry, for asymmetric blocks, unequal heads, entries outside blocks, non-multiples."""
     exact = tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4).generators().detach()
     size = exact.abs().max() * share
     shared, blocks = exact[:, :1].expand(-1, 2, -1, -1, -1).clone(), torch.zeros(2, 2, 1, 8, 8)
@@ -316,7 +316,7 @@ def test_parse_encoding_suggests_the_nearest_name(name: str, message: str) -> No
 
 
 class Spiral(tr.Encoding):
-    """The README's own encoding: one learned frequency for all pairs and axes of a head."""
+    """The custom encoding of the README: one learned frequency per axis and head."""
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
         super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2)
@@ -338,9 +338,9 @@ def test_custom_encoding_with_one_method_has_all_properties() -> None:
 
 
 def test_check_names_the_encoding_and_the_failed_property() -> None:
-    class Lopsided(Spiral):
+    class NotSkew(Spiral):
         def generators(self) -> torch.Tensor:
             return super().generators().abs()
 
-    with pytest.raises(AssertionError, match=r"Lopsided\(.*\n.*generators must be skew-symmetric, A\^T = -A, got"):
-        tr.testing.check(partial(Lopsided, num_axes=2, num_heads=2, head_dim=8))
+    with pytest.raises(AssertionError, match=r"NotSkew\(.*\n.*generators must be skew-symmetric, A\^T = -A, got"):
+        tr.testing.check(partial(NotSkew, num_axes=2, num_heads=2, head_dim=8))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: kills, processes side by side, and content that is nested or grows without end."""
+"""Atomic file writes with killed and concurrent processes, and limits on nested and expanding content."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ write_whole(Path(sys.argv[1]), sys.argv[2])
 
 
 def stopped_writer(path: Path, content: str) -> "subprocess.Popen[str]":
-    """A process that has written all of a file, and waits for a line before it replaces the old one."""
+    """Start a process that has written a temporary file and waits for input before it replaces the old one."""
     command = [sys.executable, "-c", WRITER, str(path), content]
     writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
@@ -63,7 +63,7 @@ def test_write_whole_retries_if_its_file_was_removed(tmp_path: Path, monkeypatch
     flock, taken = fcntl.flock, []
 
     def late(file: Any, operation: int) -> None:
-        if not taken:  # another process looked between the file's creation and its lock
+        if not taken:  # another process cleaned up between creation and lock
             taken.append(file.name)
             os.unlink(file.name)
         flock(file, operation)

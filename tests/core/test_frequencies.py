@@ -23,7 +23,7 @@ HEAD_DIM = 32
 
 
 def half_and_half(x: Tensor) -> Tensor:
-    """Channels of torchrope in the order of libraries whose pairs are channels j and j + head_dim / 2."""
+    """Permute channels to the layout with pairs j and j + head_dim / 2."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
 
 
@@ -53,7 +53,7 @@ def test_dinov3_has_the_scores_of_timm(normalize: str) -> None:
     exact = own_axis * (2 * math.pi / theirs.periods).repeat(2)
     encoding.set_generators(planar(exact).unsqueeze(1))
     assert (scores(*tr.rotate(q, k, encoding(coords))) - expected).abs().max() < 1e-10
-    # theirs builds its coordinates in float32
+    # timm computes its coordinates in float32
     assert (theirs.get_embed(list(sizes)) - table).abs().max() < 1e-4
 
 
@@ -219,16 +219,16 @@ def llama(rope: dict[str, object]) -> LlamaConfig:
     )
 
 
-def ladder() -> Tensor:
+def geometric_frequencies() -> Tensor:
     return tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=HEAD_DIM).double().frequencies.unsqueeze(1)
 
 
 def test_interpolate_and_ntk_match_transformers() -> None:
     linear, _ = ROPE_INIT_FUNCTIONS["linear"](llama({"rope_type": "linear", "factor": 4.0}), "cpu")
-    assert torch.allclose(tr.interpolate(ladder(), 4.0).flatten().float(), linear, rtol=1e-5)
+    assert torch.allclose(tr.interpolate(geometric_frequencies(), 4.0).flatten().float(), linear, rtol=1e-5)
     # Dynamic NTK at factor 1 and three times the length has the base of a factor of 3.
     dynamic, _ = ROPE_INIT_FUNCTIONS["dynamic"](llama({"rope_type": "dynamic", "factor": 1.0}), "cpu", seq_len=768)
-    assert torch.allclose(tr.ntk(ladder(), 3.0).flatten().float(), dynamic, rtol=1e-5)
+    assert torch.allclose(tr.ntk(geometric_frequencies(), 3.0).flatten().float(), dynamic, rtol=1e-5)
 
 
 @pytest.mark.parametrize("train_size", [256, 2048])
@@ -241,7 +241,7 @@ def test_yarn_matches_transformers(factor: float, train_size: int) -> None:
         "truncate": False,
     }
     theirs, temperature = ROPE_INIT_FUNCTIONS["yarn"](llama(rope), "cpu")
-    mine = tr.yarn(ladder(), factor, train_size=train_size)
+    mine = tr.yarn(geometric_frequencies(), factor, train_size=train_size)
     assert torch.allclose(mine.flatten().float(), theirs, rtol=1e-5)
     assert tr.yarn_temperature(factor) == pytest.approx(temperature)
 
@@ -254,7 +254,7 @@ def test_yarn_temperature_is_one_for_inputs_not_longer(factor: float | tuple[flo
 def test_yarn_keeps_the_highest_frequency_as_transformers() -> None:
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 14, "truncate": False}
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](llama(rope), "cpu")
-    mine = tr.yarn(ladder(), 2.0, train_size=14)
+    mine = tr.yarn(geometric_frequencies(), 2.0, train_size=14)
     assert torch.allclose(mine.flatten().float(), theirs, rtol=1e-5)
     assert mine[0, 0, 0] == 1.0
 

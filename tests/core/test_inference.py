@@ -1,4 +1,4 @@
-"""Models for inference: freeze and absorb change the cost and never the outputs; both export."""
+"""freeze and absorb keep the outputs of models, and their results export."""
 
 import copy
 import io
@@ -32,36 +32,36 @@ NAMES = [
     "sinusoidal+mixed",
 ]
 COMMUTING = [name for name, make in CASES.items() if make().relative]
-COSTLY = re.compile(r"\b(cos|sin|exp|\w*_exp|exp_\w+|\w*eigh?|rotate_basis|\w*upsample\w*)\b")
+EXPENSIVE = re.compile(r"\b(cos|sin|exp|\w*_exp|exp_\w+|\w*eigh?|rotate_basis|\w*upsample\w*)\b")
 
 tiny = partial(tr.ViT, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
 image = partial(tiny, (8, 12), patch_size=2)
 
 
-class Listening(TorchDispatchMode):
-    """Notes which operators run."""
+class OperatorRecorder(TorchDispatchMode):
+    """Record the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.heard.append(func.__name__.split(".")[0])
+        self.names.append(func.__name__.split(".")[0])
         return func(*args, **(kwargs or {}))
 
 
-def costly(operators: list[str]) -> list[str]:
-    return [name for name in operators if COSTLY.search(name)]
+def expensive(operators: list[str]) -> list[str]:
+    return [name for name in operators if EXPENSIVE.search(name)]
 
 
-def listened(run: Callable[[], object]) -> list[str]:
-    with Listening() as listening, torch.no_grad():
+def expensive_operators(run: Callable[[], object]) -> list[str]:
+    with OperatorRecorder() as recorder, torch.no_grad():
         run()
-    return costly(listening.heard)
+    return expensive(recorder.names)
 
 
 def vit_of(make: Callable[[], Encoding], **settings: object) -> tr.ViT:
-    """A vision transformer for the encodings of a case, with biases that are not zero."""
+    """Build a ViT with the encodings of a case and nonzero biases."""
     one = make()
     sizes = {1: (6,), 2: (3, 4), 3: (2, 3, 2), 4: (2, 2, 2, 2)}[one.num_axes]
     model = tr.ViT(
@@ -106,7 +106,7 @@ def test_freeze_returns_the_same_rotation_from_constants(name: str) -> None:
         q = torch.randn(3, encoding.num_heads, positions.shape[-2], encoding.head_dim)
         assert error(tr.rotate(q, q, rotation)[0], tr.rotate(q, q, expected)[0]) < 1e-5
         assert not any(value.requires_grad for value in frozen.state_dict(keep_vars=True).values())
-        assert listened(partial(_rotate, q, frozen, positions)) == []
+        assert expensive_operators(partial(_rotate, q, frozen, positions)) == []
 
 
 def _rotate(q: Tensor, frozen: nn.Module, positions: Tensor) -> None:
@@ -121,7 +121,7 @@ def test_freeze_keeps_outputs_without_exponentials(name: str, share_layers: bool
     frozen = tr.freeze(model, (8, 12))
     x = torch.randn(3, 1, 8, 12)
     assert error(frozen(x), model(x)) < 1e-5
-    assert listened(lambda: frozen(x)) == []
+    assert expensive_operators(lambda: frozen(x)) == []
     assert not any(isinstance(module, Encoding | tr.AbsoluteEncoding) for module in frozen.modules())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert len({id(module) for module in frozen.encodings}) == (1 if share_layers else 2)
@@ -138,7 +138,7 @@ def test_recorder_records_expensive_operators() -> None:
     x = torch.randn(1, 1, 8, 12)
     for name in ("sinusoidal", "liere:8", "comrope-ap:3"):
         model = image(encoding=name).eval()
-        assert listened(lambda m=model: m(x))
+        assert expensive_operators(lambda m=model: m(x))
 
 
 def test_freeze_sets_evaluation_mode_and_the_input_size() -> None:
@@ -238,7 +238,7 @@ def test_frozen_models_compile_and_check_the_size_there_too() -> None:
 
 
 class Points(nn.Module):
-    """Another model than a ViT: attention over a fixed cloud of points, one encoding for two calls, one left out."""
+    """A model that is not a ViT: attention over fixed points, with one encoding called twice and registered twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_freeze_accepts_other_models_with_an_example() -> None:
     x = torch.randn(2, 6, 16)
     frozen = tr.freeze(model, torch.randn(1, 6, 16))
     assert error(frozen(x), model(x)) < 1e-5
-    assert listened(lambda: frozen(x)) == []
+    assert expensive_operators(lambda: frozen(x)) == []
     assert frozen.encoding is frozen.again["same"]
     assert isinstance(frozen.places, FrozenAbsolute)
     with pytest.raises(ValueError, match="must be the frozen ones"):
@@ -345,8 +345,8 @@ def test_absorb_finds_an_orthogonal_basis_for_any_spectrum(spectrum: str, block_
     for encoding in model.encodings:
         encoding.set_generators(block)
     plain = tr.absorb(model)
-    found = plain.encodings[0].frequencies.detach().flatten()
-    assert error(found.sort().values, frequencies.sort().values) < 1e-12 * max(frequencies.max().item(), 1e-12)
+    actual = plain.encodings[0].frequencies.detach().flatten()
+    assert error(actual.sort().values, frequencies.sort().values) < 1e-12 * max(frequencies.max().item(), 1e-12)
     x = data_for(model)
     assert error(plain(x), model(x)) < 1e-10
     old, new = (m.layers[0].attention.qkv.weight.detach()[:block_size] for m in (model, plain))
@@ -401,7 +401,7 @@ class _OtherAttention(tr.Attention):
 
 
 class _Unfactored(tr.LieRE):
-    """One that says of larger blocks that they commute, and not how."""
+    """A LieRE that claims to be relative without factors_and_base()."""
 
     relative = True
 
@@ -444,7 +444,7 @@ ALWAYS = ("mixed", "frozen comrope-ap:3", "absorbed and frozen")
 
 
 def exported(*names: str) -> list[Any]:
-    """Exporting takes a second or two: a model of each kind, and the others in `make slow`."""
+    """Mark all but the named models as slow: an export takes seconds."""
     return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in names]
 
 
@@ -459,7 +459,7 @@ def test_exported_programs_match_the_model(name: str) -> None:
     calls = [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
     assert not any("torchrope" in call for call in calls)
     if "frozen" in name:
-        assert costly(calls) == []
+        assert expensive(calls) == []
 
 
 @pytest.mark.slow

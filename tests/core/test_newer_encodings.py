@@ -25,7 +25,7 @@ def scores(encoding: tr.Encoding, positions: Tensor, tokens: Tensor | None = Non
 
 
 def changed(encoding: tr.Encoding) -> tr.Encoding:
-    """Away from a start at which the encoding is another one."""
+    """Change the parameters of an encoding that is initialised to another encoding."""
     with torch.no_grad():
         for index, parameter in enumerate(encoding.parameters()):
             parameter.add_(0.5 * drawn(*parameter.shape, seed=index))
@@ -67,7 +67,7 @@ def test_simplex_rope_of_one_axis_is_rope() -> None:
 def test_spiral_rope_with_two_directions_is_rope_axial() -> None:
     spiral = tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=2)
     axial = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=16)
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of one axis after the other
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # pairs grouped by axis
     assert torch.allclose(spiral.frequencies[:, 0], axial.frequencies[:, order], atol=1e-6)
 
 
@@ -298,6 +298,6 @@ def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
     ],
 )
 def test_newer_encodings_refuse_invalid_arguments(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as raised:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)

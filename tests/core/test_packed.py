@@ -1,4 +1,4 @@
-"""Samples of several sizes in one sequence: the same as one at a time, and none sees another."""
+"""Packed samples of several sizes: outputs equal those of single samples, and samples are independent."""
 
 from functools import partial
 
@@ -27,9 +27,9 @@ def one_at_a_time(model: tr.ViT, xs: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_logits_and_gradients_match_single_samples(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    dim = 24 if name == "nd" else 32  # three directions for each pair of a scale
+    dim = 24 if name == "nd" else 32  # divisible by three directions
     model = image(encoding=name, dim=dim, num_registers=1, embedding_norm=True).to(dtype)
-    model.eval()  # in training tables may jitter
+    model.eval()  # tables may be jittered in training
     xs = samples(dtype)
     packed, alone = model(xs), one_at_a_time(model, xs)
     assert packed.shape == (3, 5)
@@ -94,10 +94,10 @@ def test_packed_model_compiles_into_one_graph() -> None:
 
 def test_packed_drop_path_is_drawn_per_sample() -> None:
     drop = tr.models.layers.DropPath(0.5)
-    kept = drop(torch.ones(1, 600, 4), lengths=[1, 2] * 200)[0]
-    firsts, pairs = kept[0::3], torch.stack([kept[1::3], kept[2::3]])
+    outputs = drop(torch.ones(1, 600, 4), lengths=[1, 2] * 200)[0]
+    firsts, pairs = outputs[0::3], torch.stack([outputs[1::3], outputs[2::3]])
     assert torch.equal(pairs[0], pairs[1])
-    assert torch.equal(kept, kept[:, :1].expand(-1, 4))
+    assert torch.equal(outputs, outputs[:, :1].expand(-1, 4))
     for part in (firsts, pairs[0]):
         assert sorted(part.unique().tolist()) == [0, 2]
         assert part.mean().item() == pytest.approx(1, abs=0.2)

@@ -1,4 +1,4 @@
-"""Axes that close: one period is no way at all, for encodings with frequencies and on circles for all others."""
+"""Periodic axes: `Periodic` for encodings with frequencies, `on_circles` for all others."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ FAMILIES: dict[str, Callable[..., tr.Encoding]] = {
 }
 
 
-def closed(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.Periodic:
+def periodic(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.Periodic:
     torch.manual_seed(1)
     return tr.Periodic(FAMILIES[name](num_axes=len(periods), **HEAD), periods)
 
@@ -46,20 +46,20 @@ def scores(encoding: tr.Encoding, positions: Tensor) -> Tensor:
 @pytest.mark.parametrize("turns", [1, -1, 5])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_periodic_rotations_repeat_after_a_period(name: str, turns: int, dtype: torch.dtype) -> None:
-    encoding = closed(name).to(dtype)
+    encoding = periodic(name).to(dtype)
     positions = torch.tensor([[0, 0, 0], [5, 2, 1], [23, 1, 3]], dtype=dtype)
     moved = positions.clone()
     moved[0] += turns * torch.tensor([24, 0, 2 * math.pi], dtype=dtype)
     assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() < 1e-6
     if name not in ("none", "axial", "mrope"):
-        moved[0] += torch.tensor([0, 24, 0], dtype=dtype)  # this axis does not close
+        moved[0] += torch.tensor([0, 24, 0], dtype=dtype)  # this axis is not periodic
         assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_periodic_scores_depend_on_the_difference_modulo_t(name: str) -> None:
-    """Across the place where positions are wrapped, too: there frequencies that are not whole would jump."""
-    encoding = closed(name).double()
+    """Across the place where positions are wrapped, too: second frequencies that are not whole would jump."""
+    encoding = periodic(name).double()
     positions = torch.tensor([[11.0, 0.0, 3.0], [13.0, 0.5, 3.3], [2.0, 4.0, -1.0]], **WIDE)
     moved = positions + torch.tensor([7.3, -2.0, 1.9], **WIDE)
     assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() < 1e-10
@@ -67,7 +67,7 @@ def test_periodic_scores_depend_on_the_difference_modulo_t(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_periodic_generators_have_integer_turns_per_period(name: str) -> None:
-    encoding = closed(name).double()
+    encoding = periodic(name).double()
     generators, inner = encoding.generators(), encoding.encoding.generators()
     assert generators.shape == inner.shape
     assert torch.allclose(generators[1], inner[1])
@@ -88,7 +88,7 @@ def test_periodic_turns_are_nearest_integers_and_distinct() -> None:
 @pytest.mark.parametrize("period", [3.0, 24.0, 1000.0])
 @pytest.mark.parametrize("name", ["axial", "dinov3", "mrope", "golden"])
 def test_periodic_pairs_of_one_axis_have_distinct_turns(name: str, period: float) -> None:
-    turns = closed(name, (period,)).turns
+    turns = periodic(name, (period,)).turns
     assert all(len(set(head.abs().tolist())) == 6 for head in turns[0])
     assert turns.abs().min() >= 1
 
@@ -100,7 +100,7 @@ def test_periodic_encodings_have_every_property(name: str) -> None:
         return tr.Periodic(FAMILIES[name](num_axes=2, **HEAD), (24.0, None))
 
     for what, holds in tr.testing.PROPERTIES.items():
-        if name == "string" and what == "gradients are exact":  # sets frequencies that are no whole turns
+        if name == "string" and what == "gradients are exact":  # sets frequencies without integer turns
             continue
         with suppress(tr.testing.DoesNotApply):
             holds(make)
@@ -108,12 +108,12 @@ def test_periodic_encodings_have_every_property(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixed", "string"])
 def test_periodic_gradients_match_an_equal_encoding(name: str) -> None:
-    encoding = closed(name, (24.0, None)).double()
+    encoding = periodic(name, (24.0, None)).double()
     plain = FAMILIES[name](num_axes=2, **HEAD).double()
     plain.load_state_dict(encoding.encoding.state_dict())
     with torch.no_grad():
         plain.frequencies[0] = encoding.turns[0] * (2 * math.pi / 24)
-    positions = 10 * torch.rand(5, 2, **WIDE)  # within one period: nothing is wrapped
+    positions = 10 * torch.rand(5, 2, **WIDE)  # within one period: not wrapped
     for each in (encoding, plain):
         scores(each, positions).sin().sum().backward()
     mine, theirs = encoding.encoding.frequencies.grad, plain.frequencies.grad
@@ -126,7 +126,7 @@ def test_periodic_gradients_match_an_equal_encoding(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixed", "string", "comrope-ap2"])
 def test_periodic_turns_are_fixed_while_other_axes_learn(name: str) -> None:
-    encoding = closed(name, (24.0, None))
+    encoding = periodic(name, (24.0, None))
     before = encoding.generators().detach().clone()
     optimizer = torch.optim.AdamW(encoding.parameters(), lr=0.3, weight_decay=0.5)
     positions = torch.tensor([[0.0, 0.0], [5.0, 2.0], [20.0, -1.0]])
@@ -138,15 +138,15 @@ def test_periodic_turns_are_fixed_while_other_axes_learn(name: str) -> None:
     assert (encoding.generators()[1] - before[1]).abs().max() > 0.1
     moved = positions + torch.tensor([24.0, 0.0])
     assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() < 1e-6
-    if name != "string":  # whose basis learns
+    if name != "string":  # its basis is learned
         assert torch.equal(encoding.generators()[0], before[0])
 
 
 @pytest.mark.parametrize("name", ["mixed", "string"])
 def test_periodic_turns_are_saved_and_loaded(name: str) -> None:
-    encoding = closed(name)
+    encoding = periodic(name)
     with torch.no_grad():
-        next(encoding.encoding.parameters()).add_(10.0)  # the turns stay
+        next(encoding.encoding.parameters()).add_(10.0)  # the turns do not change
     other = tr.Periodic(FAMILIES[name](num_axes=3, **HEAD), PERIODS)
     other.load_state_dict(encoding.state_dict())
     assert torch.equal(other.generators(), encoding.generators())
@@ -160,13 +160,13 @@ def test_periodic_turns_match_the_encodings_of_a_model() -> None:
 
 
 def test_periodic_positions_have_gradients_on_every_axis() -> None:
-    encoding = closed("mixed").double()
+    encoding = periodic("mixed").double()
     positions = torch.tensor([[30.0, 1.0, 9.0], [3.0, 2.0, -4.0]], **WIDE).requires_grad_()
     assert torch.autograd.gradcheck(partial(scores, encoding), (positions,))
 
 
 def test_periodic_set_generators_needs_integer_turns() -> None:
-    encoding, other = closed("mixed"), closed("mixed")
+    encoding, other = periodic("mixed"), periodic("mixed")
     encoding.reset_parameters()
     other.set_generators(encoding.generators())
     assert torch.allclose(other.generators(), encoding.generators(), atol=1e-6)
@@ -177,7 +177,7 @@ def test_periodic_set_generators_needs_integer_turns() -> None:
 
 
 def test_periodic_keeps_the_lattice_of_its_encoding() -> None:
-    assert closed("golden", (2.0, None)).lattice(4, 8) == tr.GoldenGateRoPE.lattice(4, 8)
+    assert periodic("golden", (2.0, None)).lattice(4, 8) == tr.GoldenGateRoPE.lattice(4, 8)
 
 
 def test_wrap_maps_to_one_period_about_the_origin() -> None:
@@ -190,8 +190,8 @@ def test_on_circles_makes_any_encoding_periodic(name: str) -> None:
     encoding = tr.parse_encoding(name).rotary(num_axes=3, num_heads=2, head_dim=12)
     positions = torch.tensor([[0.0, 1.0], [23.0, 2.0], [7.0, 3.0]])
     moved = positions + torch.tensor([[24.0, 0.0], [-48.0, 0.0], [0.0, 0.0]])
-    here, there = (scores(encoding, tr.on_circles(each, (24.0, None))) for each in (positions, moved))
-    assert (here - there).abs().max() < 1e-6
+    first, second = (scores(encoding, tr.on_circles(each, (24.0, None))) for each in (positions, moved))
+    assert (first - second).abs().max() < 1e-6
 
 
 def test_on_circles_keeps_distances_of_neighbours() -> None:
@@ -210,21 +210,21 @@ def test_on_circles_keeps_distances_of_neighbours() -> None:
             lambda: tr.Periodic(tr.LieRE(num_axes=1, num_heads=1, head_dim=8, block_size=4), (1.0,)),
             r"Periodic rounds frequencies.*for others use positions of torchrope.on_circles, got LieRE",
         ),
-        (lambda: tr.Periodic(closed("axial").encoding, (1.0,)), r"periods must be one per axis \(3\).*got 1"),
+        (lambda: tr.Periodic(periodic("axial").encoding, (1.0,)), r"periods must be one per axis \(3\).*got 1"),
         (
             lambda: tr.Periodic(tr.HARoPE(num_axes=1, num_heads=1, head_dim=8), (1.0,)),
             "for others use positions of torchrope.on_circles, got HARoPE",
         ),
-        (lambda: closed("axial", (0.0, None)), r"periods must be above 0 and finite, or None, got \(0.0, None\)"),
+        (lambda: periodic("axial", (0.0, None)), r"periods must be above 0 and finite, or None, got \(0.0, None\)"),
         (lambda: tr.wrap(torch.zeros(2, 2), (math.inf, None)), "periods must be above 0 and finite"),
         (lambda: tr.on_circles(torch.zeros(2, 2), (1.0,)), r"periods must be one per axis \(2\).*got 1"),
         (
-            lambda: closed("mixed")(torch.full((2, 3), torch.nan)),
+            lambda: periodic("mixed")(torch.full((2, 3), torch.nan)),
             "positions must be finite, got NaN or infinity in 2 of 2",
         ),
     ],
 )
 def test_periodic_refuses_invalid_arguments_in_one_line(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as raised:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Poses of cameras and bodies: what one motion of the world changes, large worlds, what is refused."""
+"""Poses of cameras and bodies: invariance, accuracy far from the origin, and invalid input."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import torchrope as tr
 from torchrope.encodings.poses import from_quaternions
 
-HEADS, HEAD_DIM, VIEWS, EACH = 2, 20, 5, 4
+HEADS, HEAD_DIM, VIEWS, TOKENS_PER_VIEW = 2, 20, 5, 4
 WIDE = torch.float64
 EPS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -36,7 +36,7 @@ def places() -> Tensor:
 
 
 def states(dtype: torch.dtype, batch: int = 3) -> Tensor:
-    return torch.randn(3, batch, HEADS, VIEWS * EACH, HEAD_DIM, dtype=dtype)
+    return torch.randn(3, batch, HEADS, VIEWS * TOKENS_PER_VIEW, HEAD_DIM, dtype=dtype)
 
 
 def attend(action: tr.PoseAction, qkv: Tensor, **options: str) -> tuple[Tensor, Tensor]:
@@ -47,9 +47,9 @@ def attend(action: tr.PoseAction, qkv: Tensor, **options: str) -> tuple[Tensor, 
 
 
 def by_the_papers(poses: tr.Poses, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """GTA's equation: every pair of views by its own relative pose P_m P_n^-1, in float64; 12 channels, no pixels."""
+    """Compute GTA's equation for every pair of views from the relative pose P_m P_n^-1, in float64, without pixels."""
     forward, _ = poses.matrices(torch.zeros(1, 3, dtype=WIDE))
-    forward = forward.repeat_interleave(EACH, dim=-3)
+    forward = forward.repeat_interleave(TOKENS_PER_VIEW, dim=-3)
     relative = forward.unsqueeze(-3) @ torch.linalg.inv(forward).unsqueeze(-4)  # (batch, queries, keys, 4, 4)
     dense = torch.eye(HEAD_DIM, dtype=WIDE).repeat(*relative.shape[:-2], 1, 1)
     for start in (0, 4, 8):
@@ -60,7 +60,7 @@ def by_the_papers(poses: tr.Poses, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def test_pose_attention_matches_the_papers_for_every_pair() -> None:
     poses, qkv = cameras(3), states(WIDE)
-    action = encoding(None)(poses, tokens_per_view=EACH)
+    action = encoding(None)(poses, tokens_per_view=TOKENS_PER_VIEW)
     torch.testing.assert_close(attend(action, qkv)[1], by_the_papers(poses, *qkv), rtol=1e-10, atol=1e-10)
 
 
@@ -69,10 +69,10 @@ def test_pose_attention_matches_the_papers_for_every_pair() -> None:
 @pytest.mark.parametrize("pixels", ["axial", "liere:8", "none", None])
 def test_pose_attention_is_invariant_to_world_motions(pixels: str | None, dtype: torch.dtype, far: float) -> None:
     made, poses, qkv = encoding(pixels), cameras(3), states(dtype)
-    given = dict(pixels=places().to(dtype)) if pixels else dict(tokens_per_view=EACH)
-    moved = poses.moved(turns(3), far * torch.randn(3, 3, dtype=WIDE))  # each sample by another way
-    for here, there in zip(attend(made(poses, **given), qkv), attend(made(moved, **given), qkv), strict=True):
-        assert (here - there).abs().max() <= EPS[dtype] * here.abs().max()
+    given = dict(pixels=places().to(dtype)) if pixels else dict(tokens_per_view=TOKENS_PER_VIEW)
+    moved = poses.moved(turns(3), far * torch.randn(3, 3, dtype=WIDE))  # a different motion per sample
+    for first, second in zip(attend(made(poses, **given), qkv), attend(made(moved, **given), qkv), strict=True):
+        assert (first - second).abs().max() <= EPS[dtype] * first.abs().max()
 
 
 def test_pose_attention_depends_on_each_view() -> None:
@@ -81,7 +81,7 @@ def test_pose_attention_depends_on_each_view() -> None:
     one[2, 0] = 0.1
     other = tr.Poses(poses.rotation, poses.translation + one, poses.intrinsics)
     pairs = zip(attend(encoding()(poses, places()), qkv), attend(encoding()(other, places()), qkv), strict=True)
-    assert all((here - there).abs().max() > 1e-3 for here, there in pairs)
+    assert all((first - second).abs().max() > 1e-3 for first, second in pairs)
 
 
 @pytest.mark.parametrize("unit", [1e-3, 1.0, 1e4])
@@ -91,10 +91,10 @@ def test_pose_attention_is_accurate_in_any_unit_of_length(unit: float) -> None:
     world = tr.Poses(small.rotation, unit * small.translation, small.intrinsics).moved(torch.eye(3), far)
     exact = attend(encoding(unit=1.0)(small, places()), qkv)
     for dtype, share in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
-        found = attend(encoding(unit=unit)(world, places()), qkv.to(dtype))
-        for here, there in zip(exact, found, strict=True):
-            assert there.dtype == dtype
-            assert (here - there).abs().max() <= share * here.abs().max()
+        actual = attend(encoding(unit=unit)(world, places()), qkv.to(dtype))
+        for first, second in zip(exact, actual, strict=True):
+            assert second.dtype == dtype
+            assert (first - second).abs().max() <= share * first.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -128,7 +128,9 @@ def test_pose_gradients_reach_tokens_and_poses() -> None:
 
 def test_pose_of_a_view_equals_a_pose_per_token() -> None:
     poses, qkv = cameras(3), states(WIDE)
-    each = tr.Poses(*(x.repeat_interleave(EACH, dim=1) for x in (poses.rotation, poses.translation, poses.intrinsics)))
+    each = tr.Poses(
+        *(x.repeat_interleave(TOKENS_PER_VIEW, dim=1) for x in (poses.rotation, poses.translation, poses.intrinsics))
+    )
     both = [attend(encoding()(given, places()), qkv) for given in (poses, each)]
     torch.testing.assert_close(both[0], both[1], rtol=1e-12, atol=1e-12)
 
@@ -145,7 +147,7 @@ def test_quaternions_of_any_length_are_accepted() -> None:
     rotation = tr.Poses(quaternion, torch.zeros(7, 3)).rotation
     for factor in (-1.0, 1e-200, 1e200):
         torch.testing.assert_close(tr.Poses(factor * quaternion, torch.zeros(7, 3)).rotation, rotation)
-    turn = tr.Poses(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 3)).rotation[0]  # a quarter about z
+    turn = tr.Poses(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 3)).rotation[0]  # 90 degrees about z
     torch.testing.assert_close(turn @ torch.tensor([1.0, 0.0, 0.0]).double(), torch.tensor([0.0, 1.0, 0.0]).double())
 
 
@@ -164,7 +166,7 @@ def test_pose_actions_accept_both_layouts_and_grouped_heads() -> None:
 def test_attention_applies_actions_to_values_and_outputs() -> None:
     attention, x = (
         tr.Attention(HEADS * HEAD_DIM, HEADS).double(),
-        torch.randn(3, VIEWS * EACH, HEADS * HEAD_DIM).double(),
+        torch.randn(3, VIEWS * TOKENS_PER_VIEW, HEADS * HEAD_DIM).double(),
     )
     action = encoding()(cameras(3), places().double())
     qkv = attention.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -200,8 +202,8 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_poses_refuse_invalid_values_in_one_line(case: str) -> None:
-    given, told = BAD[case]
-    with pytest.raises(ValueError, match=told) as error:
+    given, message = BAD[case]
+    with pytest.raises(ValueError, match=message) as error:
         tr.Poses(**{"rotation": TURN, "translation": PLACE, **given})
     assert "\n" not in str(error.value)
 
@@ -226,7 +228,7 @@ def test_pose_actions_accept_no_samples_and_one_token() -> None:
     assert encoding("none")(poses, torch.zeros(1, 2)).queries(torch.zeros(0, HEADS, 1, HEAD_DIM)).shape[0] == 0
     one = encoding(None)(tr.Poses(turns(1), torch.randn(1, 3)))
     v = torch.randn(1, HEADS, 1, HEAD_DIM, dtype=WIDE)
-    torch.testing.assert_close(one.outputs(one.values(v)), v)  # attention to itself alone
+    torch.testing.assert_close(one.outputs(one.values(v)), v)  # attention to itself only
 
 
 VIEWED = dict(num_axes=2, num_outputs=3, dim=32, depth=2, num_heads=2, encoding="axial")
@@ -235,25 +237,25 @@ VIEWED = dict(num_axes=2, num_outputs=3, dim=32, depth=2, num_heads=2, encoding=
 @pytest.mark.parametrize("mode", ["action", "numbers"])
 def test_transformer_of_views_is_invariant_and_masks_padding(mode: str) -> None:
     model = tr.Transformer(5, poses=mode, **VIEWED).double()
-    x, poses = torch.randn(2, VIEWS * EACH, 5, dtype=WIDE), cameras(2, intrinsics=False)
+    x, poses = torch.randn(2, VIEWS * TOKENS_PER_VIEW, 5, dtype=WIDE), cameras(2, intrinsics=False)
     answer = model(x, places(), poses=poses)
     change = (answer - model(x, places(), poses=poses.moved(turns(2), torch.randn(2, 3)))).abs().max()
     assert change < 1e-10 if mode == "action" else change > 1e-3
     order = torch.randperm(VIEWS)
     permuted = tr.Poses(poses.rotation[:, order], poses.translation[:, order])
-    by_view = x.unflatten(1, (VIEWS, EACH))[:, order].flatten(1, 2)
+    by_view = x.unflatten(1, (VIEWS, TOKENS_PER_VIEW))[:, order].flatten(1, 2)
     torch.testing.assert_close(model(by_view, places(), poses=permuted), answer)
 
-    mask = torch.ones(2, VIEWS * EACH, dtype=torch.bool)
-    mask[0, 2 * EACH :] = False
+    mask = torch.ones(2, VIEWS * TOKENS_PER_VIEW, dtype=torch.bool)
+    mask[0, 2 * TOKENS_PER_VIEW :] = False
     two = tr.Poses(poses.rotation[:1, :2], poses.translation[:1, :2])
-    alone = model(x[:1, : 2 * EACH], places()[: 2 * EACH], poses=two)
+    alone = model(x[:1, : 2 * TOKENS_PER_VIEW], places()[: 2 * TOKENS_PER_VIEW], poses=two)
     torch.testing.assert_close(model(x, places(), mask=mask, poses=poses)[:1], alone)
 
 
 def test_transformer_refuses_invalid_poses() -> None:
     model = tr.Transformer(5, poses="action", **VIEWED)
-    x = torch.randn(2, VIEWS * EACH, 5)
+    x = torch.randn(2, VIEWS * TOKENS_PER_VIEW, 5)
     with pytest.raises(ValueError, match="poses=, and not allowed otherwise, got none"):
         model(x, places())
     with pytest.raises(ValueError, match="views divide 19 tokens"):
@@ -261,4 +263,4 @@ def test_transformer_refuses_invalid_poses() -> None:
     with pytest.raises(ValueError, match="softmax attention among tokens"):
         tr.Transformer(5, poses="action", latents=4, **VIEWED)
     with pytest.raises(ValueError, match="linear attention takes rotations"):
-        tr.LinearAttention(40, 2)(torch.randn(3, VIEWS * EACH, 40), encoding()(cameras(3), places()))
+        tr.LinearAttention(40, 2)(torch.randn(3, VIEWS * TOKENS_PER_VIEW, 40), encoding()(cameras(3), places()))

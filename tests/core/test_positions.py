@@ -102,7 +102,7 @@ def test_random_changes_are_drawn_per_sample(name: str) -> None:
     per_sample = change[:, 0]
     limit = 2.0 if name == "shift" else math.log(2.0)
     assert per_sample.abs().max() <= limit
-    # uniform: mean 0 and deviation limit / √3, and axes that agree in rescale alone
+    # uniform: mean 0 and standard deviation limit / √3; equal on all axes only for rescale
     assert per_sample.mean().abs() < 0.1 * limit
     assert per_sample.std().item() == pytest.approx(limit / math.sqrt(3), rel=0.1)
     assert torch.allclose(per_sample[:, 0], per_sample[:, 1]) == (name == "rescale")

@@ -1,4 +1,4 @@
-"""Rays of cameras: what one motion of the world changes, pairs by the formula, points at infinity, what is refused."""
+"""Rays of cameras: invariance, the formula for every pair of views, points at infinity, and invalid input."""
 
 import pytest
 import torch
@@ -8,17 +8,17 @@ from torch.nn.functional import scaled_dot_product_attention
 import torchrope as tr
 from torchrope.encodings.poses import from_quaternions
 
-HEADS, HEAD_DIM, VIEWS, EACH, BATCH = 2, 24, 3, 4, 2
-TOKENS = VIEWS * EACH
+HEADS, HEAD_DIM, VIEWS, TOKENS_PER_VIEW, BATCH = 2, 24, 3, 4, 2
+TOKENS = VIEWS * TOKENS_PER_VIEW
 WIDE = torch.float64
 EPS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 def cameras(*batch: int, intrinsics: bool = True) -> tr.Poses:
-    sharp = torch.tensor([[500.0, 2.0, 330.0], [0.0, 450.0, 240.0], [0.0, 0.0, 1.0]])
+    intrinsics_matrix = torch.tensor([[500.0, 2.0, 330.0], [0.0, 450.0, 240.0], [0.0, 0.0, 1.0]])
     turns = from_quaternions(torch.randn(*batch, VIEWS, 4, dtype=WIDE))
-    there = torch.randn(*batch, VIEWS, 3, dtype=WIDE)
-    return tr.Poses(turns, there, sharp if intrinsics else None, (480, 640) if intrinsics else None)
+    translation = torch.randn(*batch, VIEWS, 3, dtype=WIDE)
+    return tr.Poses(turns, translation, intrinsics_matrix if intrinsics else None, (480, 640) if intrinsics else None)
 
 
 def places(dtype: torch.dtype = WIDE) -> Tensor:
@@ -36,11 +36,11 @@ def attend(action: tr.RayAction, qkv: Tensor, **options: str) -> Tensor:
     return action.outputs(scaled_dot_product_attention(rotated_q, rotated_k, action.values(v, **options)), **options)
 
 
-def seen(poses: tr.Poses, made: tr.RayEncoding, view: Tensor, index: int, u: Tensor, depth: Tensor) -> Tensor:
-    """s of one token of camera `index` as `view` sees it, by the formula, in the world's frame."""
+def expected_ray(poses: tr.Poses, made: tr.RayEncoding, view: Tensor, index: int, u: Tensor, depth: Tensor) -> Tensor:
+    """Compute s of one token of camera `index` in the frame of `view` by the formula, through world coordinates."""
     rotation, along = poses.rotation, poses.translation
-    sharp = torch.eye(3, dtype=WIDE) if poses.intrinsics is None else poses.intrinsics[index]
-    ray = torch.linalg.solve(sharp, torch.cat([u, u.new_ones(1)]))
+    intrinsics_matrix = torch.eye(3, dtype=WIDE) if poses.intrinsics is None else poses.intrinsics[index]
+    ray = torch.linalg.solve(intrinsics_matrix, torch.cat([u, u.new_ones(1)]))
     point = rotation[index].mT @ (depth * ray - along[index])
     centre = -rotation[index].mT @ along[index]
     own = torch.eye(3, dtype=WIDE) if poses.intrinsics is None else poses.intrinsics[view]
@@ -64,8 +64,10 @@ def test_ray_attention_matches_each_view_separately(name: str, intrinsics: bool)
     qkv = torch.randn(3, 1, HEADS, TOKENS, HEAD_DIM, dtype=WIDE)
     outputs = attend(made(poses, u, depth), qkv)
     for view in range(VIEWS):
-        tokens = range(view * EACH, (view + 1) * EACH)
-        positions = torch.stack([seen(poses, made, view, n // EACH, u[n], depth[n]) for n in range(TOKENS)])
+        tokens = range(view * TOKENS_PER_VIEW, (view + 1) * TOKENS_PER_VIEW)
+        positions = torch.stack(
+            [expected_ray(poses, made, view, n // TOKENS_PER_VIEW, u[n], depth[n]) for n in range(TOKENS)]
+        )
         matrices = _dense(made.encoding(positions))
         q, k, v = (torch.einsum("hnij,hnj->hni", matrices, x[0]) for x in qkv)
         mixed = scaled_dot_product_attention(q[:, tokens], k, v)
@@ -74,7 +76,7 @@ def test_ray_attention_matches_each_view_separately(name: str, intrinsics: bool)
 
 
 def _dense(rotation: tr.Rotation) -> Tensor:
-    """R of each head and token, `(heads, tokens, head_dim, head_dim)`, column by column."""
+    """Compute R of each head and token, `(heads, tokens, head_dim, head_dim)`, column by column."""
     columns = torch.eye(HEAD_DIM, dtype=WIDE)[:, None, None].expand(-1, HEADS, TOKENS, -1)
     return torch.stack([tr.rotate_one(column[None], rotation, layout="bhtd")[0] for column in columns], dim=-1)
 
@@ -87,12 +89,12 @@ def test_ray_attention_is_invariant_to_world_motions(name: str, dtype: torch.dty
     made = made.to(dtype)
     depth, qkv = torch.rand(BATCH, TOKENS) + 0.5, torch.randn(3, BATCH, HEADS, TOKENS, HEAD_DIM, dtype=dtype)
     moved = poses.moved(from_quaternions(torch.randn(BATCH, 4, dtype=WIDE)), far * torch.randn(BATCH, 3, dtype=WIDE))
-    here, there = (attend(made(each, u, depth), qkv) for each in (poses, moved))
-    assert (here - there).abs().max() <= EPS[dtype] * here.abs().max()
+    first, second = (attend(made(each, u, depth), qkv) for each in (poses, moved))
+    assert (first - second).abs().max() <= EPS[dtype] * first.abs().max()
     one = torch.zeros(VIEWS, 3, dtype=WIDE)
     one[1, 0] = 0.5
     other = tr.Poses(poses.rotation, poses.translation + one, poses.intrinsics)
-    assert (attend(made(other, u, depth), qkv) - here).abs().amax(dim=(1, 2, 3)).min() > 1e-3
+    assert (attend(made(other, u, depth), qkv) - first).abs().amax(dim=(1, 2, 3)).min() > 1e-3
 
 
 def test_ray_points_of_two_cameras_agree() -> None:
@@ -100,9 +102,9 @@ def test_ray_points_of_two_cameras_agree() -> None:
     point = torch.tensor([0.3, -0.2, 0.1], dtype=WIDE)
     to_view = poses.rotation[0] @ point + poses.translation[0]
     pixels = (poses.intrinsics[0] @ to_view.unsqueeze(-1)).squeeze(-1)
-    u = (pixels[:, :2] / pixels[:, 2:]).repeat_interleave(EACH, dim=0)
-    depth = to_view[:, 2].abs().repeat_interleave(EACH)[None]
-    in_front = (to_view[:, 2] > 0).repeat_interleave(EACH)
+    u = (pixels[:, :2] / pixels[:, 2:]).repeat_interleave(TOKENS_PER_VIEW, dim=0)
+    depth = to_view[:, 2].abs().repeat_interleave(TOKENS_PER_VIEW)[None]
+    in_front = (to_view[:, 2] > 0).repeat_interleave(TOKENS_PER_VIEW)
     positions = made.positions(poses, u, depth)[0, :, in_front]
     torch.testing.assert_close(positions[..., 3:], positions[:, :1, 3:].expand_as(positions[..., 3:]))
 

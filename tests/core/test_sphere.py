@@ -1,4 +1,4 @@
-"""Places on a sphere: harmonics whose scores know the angle alone, and the stereographic plane for all others."""
+"""Positions on a sphere: spherical harmonics, and stereographic coordinates for other encodings."""
 
 import math
 
@@ -14,14 +14,14 @@ WIDE = dict(dtype=torch.float64)
 
 
 def rotations(count: int) -> Tensor:
-    """Turns of the sphere, `(count, 3, 3)`, among them turns about the poles and by half a turn."""
+    """Return rotations of the sphere, `(count, 3, 3)`, including rotations about the poles and by 180 degrees."""
     q, _ = torch.linalg.qr(torch.randn(count, 3, 3, generator=torch.Generator().manual_seed(3), **WIDE))
     q = q * torch.linalg.det(q)[:, None, None]
     return torch.cat([q, torch.diag(torch.tensor([-1.0, -1.0, 1.0], **WIDE)).unsqueeze(0)])
 
 
 def places(n: int = 9) -> Tensor:
-    """Unit vectors, with both poles, two that are the same and two that are opposite."""
+    """Return unit vectors, with both poles, two equal and two opposite ones."""
     drawn = tr.on_sphere(torch.randn(n, 3, generator=torch.Generator().manual_seed(1), **WIDE))
     poles = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], **WIDE)
     return torch.cat([drawn, poles, drawn[:1], -drawn[1:2]])
@@ -64,7 +64,7 @@ def test_sphere_scores_match_the_formula() -> None:
 
 
 def test_sphere_rotations_of_the_pole_are_not_invariant() -> None:
-    """Blocks of 3 that turn the pole to p, as papers have them: scores differ from place to place."""
+    """Blocks of 3 that rotate the pole to p, as in papers: scores depend on more than the angle."""
 
     def section(p: Tensor) -> Tensor:
         lam, phi = torch.atan2(p[:, 1], p[:, 0]), torch.asin(p[:, 2].clamp(-1, 1))
@@ -96,7 +96,7 @@ def test_sphere_values_and_gradients_are_finite_at_the_centre() -> None:
     assert p.grad.isfinite().all()
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, len(p), 8, generator=generator, **WIDE)
-    assert torch.allclose(values[..., -1, :-1], q[..., -1:, 0] * k[..., :-1, 0])  # degree 0 alone
+    assert torch.allclose(values[..., -1, :-1], q[..., -1:, 0] * k[..., :-1, 0])  # only degree 0
     assert torch.autograd.gradcheck(lambda x: scores(encoding, x), (places(3).requires_grad_(),))
     assert scores(encoding, torch.zeros(0, 3, **WIDE)).shape == (1, 2, 0, 0)
 
@@ -119,17 +119,17 @@ def test_transformer_on_a_sphere_is_rotation_invariant(attention: str) -> None:
 
 def test_stereographic_is_conformal_and_near_isometric() -> None:
     centre = (40.0, -30.0)
-    there = torch.tensor(centre, **WIDE)
+    at_centre = torch.tensor(centre, **WIDE)
     steps = torch.tensor([[0.0, 0.0], [1e-3, 0.0], [0.0, 1e-3]], **WIDE)
-    flat = tr.stereographic(there + steps, centre)
+    flat = tr.stereographic(at_centre + steps, centre)
     expected = [[0, 0], [0, 1e-3], [1e-3 * math.cos(math.radians(40)), 0]]
     assert torch.allclose(flat, torch.tensor(expected, **WIDE), atol=1e-8)
-    p = tr.on_sphere(there)
+    p = tr.on_sphere(at_centre)
     for q in places():
         gamma = math.acos(min(max(float(p @ q), -1), 1))
         far = tr.stereographic(q.unsqueeze(0), centre).norm().item()
         assert far == pytest.approx(math.degrees(2 * math.tan(gamma / 2)), rel=1e-6)
-    rotated = tr.stereographic(there + torch.tensor([[20.0, 30.0], [20.001, 30.0], [20.0, 30.001]], **WIDE), centre)
+    rotated = tr.stereographic(at_centre + torch.tensor([[20.0, 30.0], [20.001, 30.0], [20.0, 30.001]], **WIDE), centre)
     one, other = rotated[1] - rotated[0], rotated[2] - rotated[0]
     assert abs(one @ other / (one.norm() * other.norm())) < 1e-4  # meridian and parallel cross at right angles
 
@@ -167,6 +167,6 @@ def test_stereographic_is_conformal_and_near_isometric() -> None:
     ],
 )
 def test_sphere_refuses_invalid_positions_in_one_line(call: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as raised:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)

@@ -18,7 +18,7 @@ KERNELS = pytest.param("native", marks=pytest.mark.skipif(tr.ops.backends.LIBRAR
 
 
 def far_from_identity(**settings: object) -> tr.STRING:
-    """A STRING whose basis mixes all channels of a block."""
+    """Build a STRING whose basis mixes all channels of a block."""
     encoding = tr.STRING(**{**dict(num_axes=2, num_heads=2, head_dim=8), **settings})
     torch.nn.init.normal_(encoding.upper)
     return encoding
@@ -95,13 +95,13 @@ def test_string_rotates_grouped_heads_and_other_key_positions(
     backend: str, dtype: torch.dtype, shared_heads: bool
 ) -> None:
     encoding = far_from_identity(head_dim=10, rotary_dim=8, block_size=4, shared_heads=shared_heads)
-    here, there = encoding(tr.grid(3, 2)), encoding(tr.grid(2, 2).expand(3, -1, -1))
+    query_rotation, key_rotation = encoding(tr.grid(3, 2)), encoding(tr.grid(2, 2).expand(3, -1, -1))
     q, k = torch.randn(3, 6, 6, 10).to(dtype), torch.randn(3, 2, 4, 10).to(dtype)
-    rotated_q, rotated_k = tr.rotate(q, k, here, key_rotation=there, layout="bhtd", backend=backend)
+    rotated_q, rotated_k = tr.rotate(q, k, query_rotation, key_rotation=key_rotation, layout="bhtd", backend=backend)
     assert rotated_q.dtype == rotated_k.dtype == dtype
-    by_query_head = here.matrix().repeat_interleave(3, dim=0)
-    for turned, x, matrix in ((rotated_q, q, by_query_head), (rotated_k, k, there.matrix())):
-        tr.testing.assert_close(turned, (matrix.double() @ x.double().unsqueeze(-1)).squeeze(-1), "turned")
+    by_query_head = query_rotation.matrix().repeat_interleave(3, dim=0)
+    for rotated, x, matrix in ((rotated_q, q, by_query_head), (rotated_k, k, key_rotation.matrix())):
+        tr.testing.assert_close(rotated, (matrix.double() @ x.double().unsqueeze(-1)).squeeze(-1), "rotated")
 
 
 def test_string_keys_with_another_basis_keep_it() -> None:
@@ -176,7 +176,7 @@ def commuting() -> dict[str, Callable[[], Encoding]]:
 def test_string_accepts_any_commuting_generators(name: str) -> None:
     source = commuting()[name]().double()
     dense = block_diagonal(source.generators().detach(), source.rotary_dim).unsqueeze(2)
-    dense = torch.nn.functional.pad(dense, (0, source.rotary_dim % 2) * 2)  # a channel at rest makes it even
+    dense = torch.nn.functional.pad(dense, (0, source.rotary_dim % 2) * 2)  # a zero channel makes it even
     encoding = tr.STRING(num_axes=source.num_axes, num_heads=2, head_dim=16).double()
     encoding.set_generators(dense)
     assert (encoding.generators() - dense).abs().max() < 1e-10
@@ -192,7 +192,7 @@ def test_common_planes_with_equal_frequencies_are_found() -> None:
     assert (encoding.generators() - generators).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("seed", [0, 5, 8])  # one sum of the generators alone is refused at 5
+@pytest.mark.parametrize("seed", [0, 5, 8])  # with a single linear combination, seed 5 fails
 def test_common_planes_of_a_large_head_are_not_mixed_by_rounding(seed: int) -> None:
     torch.manual_seed(seed)
     source = far_from_identity(num_heads=1, head_dim=64)
