@@ -131,8 +131,8 @@ def test_mrope_with_equal_coordinates_is_rope_of_text(family: type) -> None:
     ("family", "sections", "message"),
     [
         (tr.MRoPE, (4, 6), r"sections must be 3 numbers of pairs with sum 16, got \(4, 6\)"),
-        (tr.MRoPE, (4, 6, 5), "add up to 16"),
-        (tr.MRoPE, (-1, 9, 8), "add up to 16"),
+        (tr.MRoPE, (4, 6, 5), "with sum 16"),
+        (tr.MRoPE, (-1, 9, 8), "with sum 16"),
         (tr.InterleavedMRoPE, (4, 6, 6), r"axis 1 has at most 5 interleaved pairs, got sections \(4, 6, 6\)"),
     ],
 )

@@ -266,12 +266,21 @@ def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
     ("call", "message"),
     [
         (lambda: tr.SimplexRoPE(num_axes=2, num_heads=1, head_dim=16), r"divisible by 2·\(num_axes \+ 1\) = 6, got 16"),
-        (lambda: tr.SpiralRoPE(num_axes=3, num_heads=1, head_dim=16), "num_axes must be 2, got 3"),
+        (lambda: tr.SpiralRoPE(num_axes=3, num_heads=1, head_dim=16), "num_axes of SpiralRoPE must be 2, got 3"),
         (lambda: tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=3), "even and 2 or more, got 3"),
         (lambda: tr.DRoPE(num_axes=2, num_heads=1, head_dim=8, heading_pairs=5), "heading_pairs must be 0 to 4, got 5"),
-        (lambda: tr.DRoPE(num_axes=1, num_heads=1, head_dim=8, heading_pairs=2), "takes all 4 pairs, got 2"),
-        (lambda: tr.MultiHeadRoPE(num_axes=3, num_heads=2, head_dim=8), "num_heads must be 3 or more, got 2"),
-        (lambda: tr.MultiHeadRoPE(num_axes=2, num_heads=2, head_dim=8, sections=(2, 1)), r"2 together .* got \(2, 1\)"),
+        (
+            lambda: tr.DRoPE(num_axes=1, num_heads=1, head_dim=8, heading_pairs=2),
+            "heading_pairs must be 4 without a position, got 2",
+        ),
+        (
+            lambda: tr.MultiHeadRoPE(num_axes=3, num_heads=2, head_dim=8),
+            "num_heads of MHRoPE must be num_axes = 3 or more, got 2",
+        ),
+        (
+            lambda: tr.MultiHeadRoPE(num_axes=2, num_heads=2, head_dim=8, sections=(2, 1)),
+            r"with sum 2 or less, got \(2, 1\)",
+        ),
         (
             lambda: tr.VideoRoPE(num_axes=3, num_heads=1, head_dim=16, sections=(4, 3, 1)),
             r"equal numbers of pairs, got sections \(4, 3, 1\)",

@@ -58,7 +58,7 @@ def test_periodic_rotations_repeat_after_a_period(name: str, turns: int, dtype: 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_periodic_scores_depend_on_the_difference_modulo_t(name: str) -> None:
-    """Across the place where positions are wrapped, too: second frequencies that are not whole would jump."""
+    """Across the place where positions are wrapped, too: there, non-integer turns would be discontinuous."""
     encoding = periodic(name).double()
     positions = torch.tensor([[11.0, 0.0, 3.0], [13.0, 0.5, 3.3], [2.0, 4.0, -1.0]], **WIDE)
     moved = positions + torch.tensor([7.3, -2.0, 1.9], **WIDE)

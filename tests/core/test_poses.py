@@ -213,7 +213,7 @@ def test_pose_encoding_refuses_invalid_arguments() -> None:
         tr.PoseEncoding(num_heads=2, head_dim=10)
     with pytest.raises(ValueError, match="2 heads of 8 channels, got 3 of 8"):
         tr.PoseEncoding(num_heads=2, head_dim=16, pixels=tr.AxialRoPE(num_axes=2, num_heads=3, head_dim=8))
-    with pytest.raises(ValueError, match="got none"):
+    with pytest.raises(ValueError, match="got None"):
         encoding()(cameras())
     with pytest.raises(ValueError, match="divisible among 5 views, got 4"):
         encoding()(cameras(), tr.grid(2, 2))
@@ -262,5 +262,5 @@ def test_transformer_refuses_invalid_poses() -> None:
         model(x[:, 1:], places()[1:], poses=cameras(2))
     with pytest.raises(ValueError, match="softmax attention among tokens"):
         tr.Transformer(5, poses="action", latents=4, **VIEWED)
-    with pytest.raises(ValueError, match="linear attention takes rotations"):
+    with pytest.raises(ValueError, match="linear attention needs a Rotation"):
         tr.LinearAttention(40, 2)(torch.randn(3, VIEWS * TOKENS_PER_VIEW, 40), encoding()(cameras(3), places()))

@@ -145,7 +145,7 @@ def test_position_functions_keep_at_least_float32(dtype: torch.dtype) -> None:
         (lambda: tr.prefix(tr.grid(2), -1), "count of 0 or more, got -1"),
         (lambda: tr.patch_centers(2, normalize="mean"), "normalize must be separate, max or min, got 'mean'"),
         (lambda: tr.random_shift(tr.grid(2), -1.0), "random_shift needs an amount of 0 or more, got -1.0"),
-        (lambda: tr.random_rescale(tr.grid(2), 0.5), "the largest stretch must be 1 or more, got 0.5"),
+        (lambda: tr.random_rescale(tr.grid(2), 0.5), "factor must be 1 or more, got 0.5"),
         (lambda: tr.shift(tr.grid(2, 2), (1.0, 2.0, 3.0)), r"offset must be .* \(2\), got 3"),
     ],
 )
