@@ -102,7 +102,10 @@ def linear_attention(
         if lengths is None:
             return _weighted_mean(*queries, *keys, causal, chunk_size).to(v.dtype)
         samples = split_samples(queries, keys, lengths, key_lengths)
-        means = [_weighted_mean(*sample, causal, chunk_size) for sample in samples]
+        means = [
+            _weighted_mean(sample_q, sample_rotated_q, sample_k, sample_rotated_k, sample_values, causal, chunk_size)
+            for sample_q, sample_rotated_q, sample_k, sample_rotated_k, sample_values in samples
+        ]
         return torch.cat(means, dim=-2).to(v.dtype)
 
 
