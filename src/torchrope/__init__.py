@@ -4,7 +4,7 @@
     enc = torchrope.LieRE(num_axes=2, num_heads=12, head_dim=64, block_size=8)     # an encoding: parameters
     q, k = torchrope.rotate(q, k, enc(p))                                          # R(p) q, R(p) k
 
-Names load on first use, so that `torchrope --help` need not wait for torch.
+Names are imported on first use, so that `torchrope --help` does not import torch.
 """
 
 from importlib import import_module
