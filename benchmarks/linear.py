@@ -54,7 +54,8 @@ class Row:
 
 def steps(plan: Plan, tokens: int) -> dict[str, Work]:
     """Forward and backward pass of each kind, by name."""
-    encoding = tr.choose(plan.encoding).rotary(num_axes=AXES, num_heads=plan.heads, head_dim=plan.dim // plan.heads)
+    head_dim = plan.dim // plan.heads
+    encoding = tr.parse_encoding(plan.encoding).rotary(num_axes=AXES, num_heads=plan.heads, head_dim=head_dim)
     x, positions = torch.randn(1, tokens, plan.dim), torch.rand(tokens, AXES) * tokens ** (1 / AXES)
     latents, places = torch.randn(1, plan.latents, plan.dim), torch.rand(plan.latents, AXES)
     softmax = tr.Attention(plan.dim, plan.heads)

@@ -4,7 +4,7 @@
     enc = torchrope.LieRE(num_axes=2, num_heads=12, head_dim=64, block_size=8)     # an encoding: parameters
     q, k = torchrope.rotate(q, k, enc(p))                                          # R(p) q, R(p) k
 
-Names load on first use, so that `torchrope --help` need not wait for torch.
+Names are imported on first use, so that `torchrope --help` does not import torch.
 """
 
 from importlib import import_module
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from torchrope.encodings import VanillaRoPE as VanillaRoPE
     from torchrope.encodings import VideoRoPE as VideoRoPE
     from torchrope.encodings import VisionLLaMARoPE as VisionLLaMARoPE
-    from torchrope.encodings import choose as choose
     from torchrope.encodings import dype as dype
     from torchrope.encodings import interpolate as interpolate
     from torchrope.encodings import ntk as ntk
+    from torchrope.encodings import parse_encoding as parse_encoding
     from torchrope.encodings import riflex as riflex
     from torchrope.encodings import yarn as yarn
     from torchrope.encodings import yarn_temperature as yarn_temperature
@@ -172,10 +172,10 @@ _NAMES = {
         "VanillaRoPE",
         "VideoRoPE",
         "VisionLLaMARoPE",
-        "choose",
         "dype",
         "interpolate",
         "ntk",
+        "parse_encoding",
         "riflex",
         "yarn",
         "yarn_temperature",

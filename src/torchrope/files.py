@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import IO, Any
 
 UNFINISHED = ".torchrope-unfinished-"
-"""Start of the names of files that are being written."""
+"""Prefix of the names of files that are being written."""
 DEEPEST = 100
-"""Levels of nesting; Python's recursion ends at a few hundred."""
+"""Maximum nesting depth; Python's recursion limit is a few hundred levels."""
 MOST_NODES = 100_000
-"""Values of a YAML file with its aliases written out."""
+"""Maximum number of values of a YAML file with aliases expanded."""
 _TOO_DEEP = f"nesting must be at most {DEEPEST} levels deep, got more"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that a killed process or a full disk leaves the old one, or none, never a part.
+    """Write a file atomically: if the process is killed or the disk is full, the old file, or none, remains.
 
-    Any number of processes may write into one folder, and the same file. What a killed one left in the folder is
-    removed, where the file system has locks.
+    Any number of processes may write into one folder, and the same file. Unfinished files of killed processes in the
+    folder are removed if the file system supports locks.
 
     Args:
-        path: Where; missing folders are made.
-        content: Text is written as UTF-8.
+        path: The file; missing folders are created.
+        content: The content; text is encoded as UTF-8.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; the message names the file.
@@ -40,7 +40,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def holds_files(folder: Path) -> bool:
-    """Whether there is anything in a folder but files that are being written, or whose writing was cut short."""
+    """Whether a folder exists and has files other than unfinished ones of `write_whole`."""
     return folder.is_dir() and any(not path.name.startswith(UNFINISHED) for path in folder.iterdir())
 
 
@@ -49,11 +49,11 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
     Args:
         path: The file; its name ends in .json, otherwise it is read as YAML.
-        what: What it should be, for the error.
+        what: Description of the file for error messages.
 
     Raises:
-        ValueError: it is not readable text, not JSON or YAML, holds something else, or is nested, repeats itself by
-            aliases or counts without bound.
+        ValueError: it is not readable, not JSON or YAML, not a mapping, or exceeds the bounds of `parse_json` or
+            `parse_yaml`.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{what} must be a readable file, got {path}: {error.strerror}") from None
     except Exception as error:  # UnicodeDecodeError, JSONDecodeError, YAMLError
-        raise ValueError(f"{what} must be whole, got {path}: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{what} must be valid JSON or YAML, got {path}: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         held = "nothing" if value is None else type(value).__name__
         raise ValueError(f"{what} must hold named settings, got {path} with {held}")
@@ -69,14 +69,14 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Parse JSON that can be computed with: nested at most 100 levels deep, whole numbers of 64 bits.
+    """Parse JSON of at most 100 levels of nesting and integers of at most 64 bits.
 
     Args:
         text: JSON.
-        parse_constant: What NaN and Infinity become, numbers by default.
+        parse_constant: Converts the names NaN, Infinity and -Infinity; to floats by default.
 
     Raises:
-        ValueError: it is no JSON, or goes beyond those bounds.
+        ValueError: it is not JSON, or exceeds those bounds.
     """
     try:
         value = json.loads(text, parse_constant=parse_constant)
@@ -87,15 +87,15 @@ def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) ->
 
 
 def parse_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
-    """Parse YAML within the bounds of `parse_json`, and of 100,000 values where each alias is written out.
+    """Parse YAML within the bounds of `parse_json`, and of at most 100,000 values with aliases expanded.
 
     Args:
         text: YAML.
-        load: Makes the value, `yaml.safe_load` by default.
+        load: Converts the text to a value, `yaml.safe_load` by default.
 
     Raises:
-        ValueError: it goes beyond those bounds, or holds itself.
-        yaml.YAMLError: it is no YAML.
+        ValueError: it exceeds those bounds, or an alias refers to a value that contains it.
+        yaml.YAMLError: it is not YAML.
     """
     import yaml
 
@@ -104,34 +104,34 @@ def parse_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     if node is not None and _nodes(node, {}) > MOST_NODES:
-        raise ValueError(f"values must be at most {MOST_NODES} with aliases written out, got more")
+        raise ValueError(f"values must be at most {MOST_NODES} with aliases expanded, got more")
     value = (load or yaml.safe_load)(text)
     _check_bounds([value], DEEPEST)
     return value
 
 
-def _nodes(node: Any, known: dict[Any, int]) -> int:
-    """Count the nodes of a YAML document as if each alias were written out."""
+def _nodes(node: Any, counts: dict[Any, int]) -> int:
+    """Count the nodes of a YAML document with aliases expanded."""
     if not isinstance(node.value, list):
         return 1
-    if node not in known:
-        known[node] = 0  # while it is being counted
+    if node not in counts:
+        counts[node] = 0  # while it is being counted
         parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-        known[node] = 1 + sum(_nodes(part, known) for part in parts)
-    if not known[node]:
-        raise ValueError(f"a value must not hold itself, got an alias that does in line {node.start_mark.line + 1}")
-    return known[node]
+        counts[node] = 1 + sum(_nodes(part, counts) for part in parts)
+    if not counts[node]:
+        raise ValueError(f"a value must not contain itself, got an alias that does in line {node.start_mark.line + 1}")
+    return counts[node]
 
 
 def _check_bounds(values: Any, levels: int) -> None:
-    """Raise ValueError for nesting below `levels`, or for whole numbers beyond 64 bits."""
+    """Raise ValueError for nesting deeper than `levels`, or for integers beyond 64 bits."""
     for value in values:
         if isinstance(value, dict | list):
             if not levels:
                 raise ValueError(_TOO_DEEP)
             _check_bounds(value.values() if isinstance(value, dict) else value, levels - 1)
         elif isinstance(value, int) and not -(2**63) <= value < 2**64:
-            raise ValueError(f"whole numbers must fit into 64 bits, got one of {value.bit_length()}")
+            raise ValueError(f"integers must fit into 64 bits, got one of {value.bit_length()}")
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -141,13 +141,13 @@ def _replace(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
         os.chmod(file.name, 0o644)
         if os.name == "nt":
-            file.close()  # what is open cannot be replaced there
+            file.close()  # Windows cannot replace an open file
         os.replace(file.name, path)
 
 
 @contextmanager
 def _unfinished(folder: Path) -> Iterator[IO[bytes]]:
-    """A new file, locked while this process lives; removed at the end unless it has become another."""
+    """Yield a new file, locked while this process runs; it is removed on an exception."""
     while True:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED, delete=False) as file:
             try:
@@ -156,7 +156,7 @@ def _unfinished(folder: Path) -> Iterator[IO[bytes]]:
                     yield file
                     return
             except BaseException:
-                Path(file.name).unlink(missing_ok=True)  # Ctrl-C may come right after the replacement
+                Path(file.name).unlink(missing_ok=True)  # an interrupt may arrive right after the replacement
                 raise
 
 
@@ -169,7 +169,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _lock(file: IO[bytes], *, wait: bool) -> bool:
-    """Lock a file until it is closed or its process ends; False where another has it, or where there are no locks."""
+    """Lock a file until it is closed or its process ends; return False if it is locked or locks are unsupported."""
     try:
         import fcntl
 

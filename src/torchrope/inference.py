@@ -1,4 +1,4 @@
-"""Models for inference: `absorb` multiplies learned bases into the projections, `freeze` makes rotations constants."""
+"""Models for inference: `absorb` folds learned bases into the projections, `freeze` precomputes rotations."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -20,21 +20,21 @@ Model = TypeVar("Model", bound=nn.Module)
 def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
     """Copy a model for inference at one input size:  every encoding's R(p) becomes a constant.
 
-    The copy is in evaluation mode and gives the same outputs. Planar rotations keep their cos and sin, all others
-    their matrices, in float32 or float64 whatever the model is cast to later; absolute encodings keep their vectors.
-    Matrices take memory, b numbers per channel, token and layer: where generators commute, `absorb` first.
+    The copy is in evaluation mode and gives the same outputs. Planar rotations store cos and sin, all others their
+    matrices, in float32 or float64 even if the model is cast later; absolute encodings store their vectors. Matrices
+    take b numbers per channel, token and layer: if generators commute, `absorb` first.
 
     Args:
         model: A `ViT`, or any model that calls encodings; an encoding itself becomes a `Frozen` one.
-        input_size: Extent of the data along each axis, as a `ViT` takes it. For other models an example of their
-            input, which they are run on once to see the positions.
+        input_size: Extent of the data along each axis, for a `ViT`. For other models an example of their input, on
+            which they run once to record the positions.
 
     Returns:
         The copy; the model is left as it is.
 
     Raises:
-        ValueError: input_size is no example where the model needs one; no encoding is called, or one at several
-            sets of positions. The copy raises it for another input size.
+        ValueError: input_size is not an example if the model needs one; no encoding is called, or one is called at
+            several sets of positions. The copy raises it for another input size.
 
     Example:
         >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2,
@@ -47,13 +47,13 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
     frozen = copy.deepcopy(model).eval()
     if isinstance(frozen, ViT) and not isinstance(input_size, Tensor):
         sizes = frozen.embed.lattice(input_size)
-        constants = _watch(frozen, lambda: frozen.rotations(sizes, device=frozen.prefix_tokens.device))
+        constants = _record_constants(frozen, lambda: frozen.rotations(sizes, device=frozen.prefix_tokens.device))
         if frozen.absolute is not None:
             constants[frozen.absolute] = FrozenAbsolute(sizes, frozen.absolute(*sizes))
         frozen.embed.register_forward_pre_hook(OnlySize(input_size))
     elif isinstance(input_size, Tensor):
         example = input_size
-        constants = _watch(frozen, lambda: frozen(example))
+        constants = _record_constants(frozen, lambda: frozen(example))
     else:
         raise ValueError(f"{type(model).__name__} needs an example of its input to be frozen, got {input_size}")
     if not constants:
@@ -64,10 +64,10 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
 def absorb(model: ViT) -> ViT:
     """Copy a model of commuting encodings as plain RoPE-Mixed:  R(p) = U rot(p) U^T,  W_q <- U^T W_q,  W_k <- U^T W_k.
 
-    Scores see (U^T q)^T rot(p' - p) (U^T k) only, so the basis U of each head goes into the projections and the
-    frequencies into `MixedRoPE`. Outputs stay the same, at the cost of RoPE. The basis is found in float64. Blocks of
-    odd size leave a channel each at rest; these move behind the channels that turn, two of them a pair of frequency
-    zero. Channels beyond `rotary_dim` stay as they are.
+    Scores are (U^T q)^T rot(p' - p) (U^T k), so the basis U of each head is folded into the projections and the
+    frequencies become those of `MixedRoPE`. Outputs stay the same, at the cost of RoPE. The basis is computed in
+    float64. A block of odd size has one channel that does not rotate; these channels move behind the rotated ones and
+    form pairs of frequency zero. Channels beyond `rotary_dim` are unchanged.
 
     Args:
         model: A `ViT` with `ComRoPEAP`, `ComRoPELD`, `STRING`, `LieRE` of one axis, any family with blocks of 2, or
@@ -77,12 +77,12 @@ def absorb(model: ViT) -> ViT:
         The copy; its state is that of a `ViT` with encoding="mixed" and the model's `spacing` and `origin`.
 
     Raises:
-        ValueError: generators that do not commute; something else than `Attention` with its one projection between
-            tokens and rotation, such as a norm of q and k; layers that share a projection but not the encoding.
+        ValueError: generators that do not commute; attention other than `Attention`, or with a norm of q and k between
+            projection and rotation; layers that share a projection but not the encoding.
 
     References:
         ComRoPE, axial partition and linear dependence: the generators that commute. Su et al., RoFormer, section 3.2.2,
-        where the rotation already stands beside W_q and W_k.
+        where the rotation is multiplied with W_q and W_k.
 
     Example:
         >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2,
@@ -94,7 +94,7 @@ def absorb(model: ViT) -> ViT:
         True
     """
     if not isinstance(model, ViT):
-        raise ValueError(f"absorb needs a ViT, whose layers it knows, got {type(model).__name__}")
+        raise ValueError(f"absorb needs a ViT, got {type(model).__name__}")
     plain = copy.deepcopy(model)
     split = {encoding: _as_mixed(encoding) for encoding in plain.encodings}
     folded: dict[nn.Parameter, nn.Module] = {}
@@ -103,17 +103,17 @@ def absorb(model: ViT) -> ViT:
         encoding = plain.encodings[index % len(plain.encodings)]
         basis = split[encoding][1]
         if basis is not None:
-            known = _plain_attention(index, attention)
-            for parameter in _not_yet_folded(index, known.qkv, encoding, folded):
-                _fold(parameter, basis, known.num_heads)
+            plain_attention = _plain_attention(index, attention)
+            for parameter in _not_yet_folded(index, plain_attention.qkv, encoding, folded):
+                _fold(parameter, basis, plain_attention.num_heads)
     plain.encodings = nn.ModuleList(split[encoding][0] for encoding in plain.encodings)
     return plain
 
 
 class _Exact(nn.Module):
-    """A module whose buffers are float32 at least: a cast to less moves them and leaves their values.
+    """A module whose buffers stay float32 or float64: a cast to a narrower dtype only moves them.
 
-    Empty buffers, which hold no values, are cast like others'.
+    Empty buffers are cast as usual.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -127,11 +127,11 @@ class _Exact(nn.Module):
 
 
 class Frozen(_Exact):
-    """An encoding at fixed positions: a rotation that was worked out once.
+    """An encoding at fixed positions: a precomputed rotation.
 
     Args:
         positions: `(*batch, tokens, axes)`.
-        rotation: What the encoding returned for them.
+        rotation: The encoding's rotation of these positions.
     """
 
     positions: Tensor
@@ -142,30 +142,30 @@ class Frozen(_Exact):
         super().__init__()
         self.head_dim = rotation.head_dim
         self.num_heads = rotation.heads
-        baked = rotation.detach()
-        if isinstance(baked, Planar):
-            table, frequencies = baked.tabulated().table, baked.frequencies.clone()
+        constant = rotation.detach()
+        if isinstance(constant, Planar):
+            table, frequencies = constant.tabulated().table, constant.frequencies.clone()
         else:
-            # A matrix that is there already is kept; float64 keeps the error of making one below the kernels'.
-            exact = baked if isinstance(baked, Block) else baked.to(torch.float64)
-            table, frequencies = exact.blocks().to(baked.dtype).clone(), None
+            # Existing matrices are stored as they are; others are computed in float64, more exactly than by kernels.
+            exact = constant if isinstance(constant, Block) else constant.to(torch.float64)
+            table, frequencies = exact.blocks().to(constant.dtype).clone(), None
         self.register_buffer("positions", positions.detach().to(wide_dtype(positions)).clone())
         self.register_buffer("table", table)
         self.register_buffer("frequencies", frequencies)
 
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
-        """The rotation that was worked out.
+        """Return the precomputed rotation.
 
         Args:
-            positions: Those it was frozen at.
-            backend: As an encoding's; nothing is left to compute.
+            positions: The positions that it was frozen at.
+            backend: Ignored; accepted as by every encoding.
 
         Raises:
-            ValueError: other positions. Where they lie on a GPU or in a compiled graph, only their shape is compared.
+            ValueError: other positions. On a GPU or in a compiled graph only their shape is compared.
         """
         self._check(positions)
         if self.frequencies is None:
-            # ONNX asks of an Einsum's ellipses that they stand for equally many dimensions, so samples get theirs.
+            # The ellipses of an ONNX Einsum must stand for equally many dimensions, so a batch dimension is added.
             with_samples = _is_exporting() and self.table.ndim == 5
             table = self.table.unsqueeze(0) if with_samples else self.table
             return Block(table=table, head_dim=self.head_dim, num_heads=self.num_heads)
@@ -177,30 +177,30 @@ class Frozen(_Exact):
             num_heads=self.num_heads,
         )
 
-    def same_place(self, other: nn.Module) -> bool:
-        """Whether another one was frozen at the same positions."""
+    def has_same_positions(self, other: nn.Module) -> bool:
+        """Whether another module was frozen at the same positions."""
         return isinstance(other, Frozen) and self.positions.equal(other.positions)
 
     def extra_repr(self) -> str:
-        """Show what the module was frozen at."""
+        """Return the frozen shape to show in `repr`."""
         return f"positions={tuple(self.positions.shape)}, num_heads={self.num_heads}, head_dim={self.head_dim}"
 
     def _check(self, positions: Tensor) -> None:
         if positions.shape != self.positions.shape:
-            known, came = tuple(self.positions.shape), tuple(positions.shape)
-            raise ValueError(f"positions must be those of shape {known} that were frozen, got shape {came}")
+            frozen, came = tuple(self.positions.shape), tuple(positions.shape)
+            raise ValueError(f"positions must be the frozen ones of shape {frozen}, got shape {came}")
         if torch.compiler.is_compiling() or positions.device.type != "cpu" or self.positions.device.type != "cpu":
             return
         if not torch.equal(positions.to(self.positions.dtype), self.positions):
-            raise ValueError(f"positions must be those that were frozen, got others of shape {tuple(positions.shape)}")
+            raise ValueError(f"positions must be the frozen ones, got others of shape {tuple(positions.shape)}")
 
 
 class FrozenAbsolute(_Exact):
-    """An absolute encoding for one lattice: vectors that were worked out once.
+    """An absolute encoding of one lattice: precomputed vectors.
 
     Args:
         sizes: Tokens along each axis.
-        vectors: What the encoding returned for them, `(tokens, dim)`.
+        vectors: The encoding's vectors for these sizes, `(tokens, dim)`.
     """
 
     table: Tensor
@@ -210,56 +210,56 @@ class FrozenAbsolute(_Exact):
         super().__init__()
         self.sizes = tuple(sizes)
         self.register_buffer("table", vectors.detach().to(wide_dtype(vectors)).clone())
-        # Empty, and there only to follow the model to its dtype.
+        # Empty buffer that follows the model's dtype.
         self.register_buffer("_anchor", vectors.new_empty(0), persistent=False)
 
     def forward(self, *sizes: int) -> Tensor:
-        """The vectors `(tokens, dim)`, in the model's dtype."""
+        """Return the vectors `(tokens, dim)` in the model's dtype."""
         if sizes != self.sizes:
             raise ValueError(f"sizes must be the frozen {self.sizes}, got {sizes}")
         return self.table.to(self._anchor.dtype)
 
-    def same_place(self, other: nn.Module) -> bool:
-        """Whether another one was frozen at the same lattice."""
+    def has_same_positions(self, other: nn.Module) -> bool:
+        """Whether another module was frozen for the same lattice."""
         return isinstance(other, FrozenAbsolute) and self.sizes == other.sizes
 
     def extra_repr(self) -> str:
-        """Show what the module was frozen at."""
+        """Return the frozen shape to show in `repr`."""
         return f"sizes={self.sizes}, dim={self.table.shape[-1]}"
 
 
 class OnlySize:
-    """Refuse data of another size than a model was frozen for; a forward hook, so that compiled graphs check too."""
+    """Raise ValueError for data of another size than a model was frozen for; a forward hook, also compiled."""
 
     def __init__(self, input_size: Sequence[int]) -> None:
         self.input_size = tuple(input_size)
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Look at data `(batch, channels, *sizes)`."""
+        """Check data `(batch, channels, *sizes)`."""
         came = tuple(args[0].shape[2:])
         if came != self.input_size:
             raise ValueError(f"the model was frozen for input size {self.input_size}, got {came}")
 
 
 def _is_exporting() -> bool:
-    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # its own since torch 2.7
+    return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # added in torch 2.7
 
 
-def _watch(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, nn.Module]:
-    """Run, and give every encoding that was called its constant."""
+def _record_constants(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, nn.Module]:
+    """Run a model, and return the constant replacement of every encoding that it called."""
     constants: dict[nn.Module, nn.Module] = {}
 
-    def note(encoding: nn.Module, args: tuple, kwargs: dict, output: Rotation | Tensor) -> None:
+    def record(encoding: nn.Module, args: tuple, kwargs: dict, output: Rotation | Tensor) -> None:
         constant: Frozen | FrozenAbsolute
         if isinstance(output, Rotation):
             constant = Frozen(args[0] if args else kwargs["positions"], output)
         else:
             constant = FrozenAbsolute(args, output)
-        if not constant.same_place(constants.setdefault(encoding, constant)):
+        if not constant.has_same_positions(constants.setdefault(encoding, constant)):
             raise ValueError(f"an encoding can be frozen at one set of positions, got another for {encoding}")
 
-    watched = [module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding)]
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in watched]
+    encodings = [module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding)]
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in encodings]
     try:
         with torch.no_grad():
             run()
@@ -270,7 +270,7 @@ def _watch(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, nn.Mo
 
 
 def _replace(model: nn.Module, constants: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put constants in the places of their encodings, wherever these stand."""
+    """Replace encodings by their constants, in all submodules."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in constants:
@@ -279,7 +279,7 @@ def _replace(model: nn.Module, constants: dict[nn.Module, nn.Module]) -> nn.Modu
 
 
 def _as_mixed(encoding: nn.Module) -> tuple[nn.Module, Tensor | None]:
-    """An encoding as RoPE-Mixed and a basis `(heads or 1, rotary_dim, rotary_dim)`; None where it is the identity."""
+    """Return an encoding as RoPE-Mixed and its basis `(heads or 1, rotary_dim, rotary_dim)`, None for the identity."""
     if not isinstance(encoding, Encoding):
         raise ValueError(f"absorb needs encodings with generators, got {type(encoding).__name__}: absorb, then freeze")
     if not encoding.relative:
@@ -305,12 +305,12 @@ def _factors_and_base(encoding: Encoding) -> tuple[Tensor, Tensor]:
         return factored
     generators = encoding.generators()  # (axes, heads, blocks, b, b)
     if len(generators) > 1:
-        raise ValueError(f"absorb needs factors_and_base() where blocks are larger than 2, got none of {encoding}")
+        raise ValueError(f"absorb needs factors_and_base() if blocks are larger than 2, got none of {encoding}")
     return generators.new_ones(generators.shape[:3]), generators[0]
 
 
 def _mixed(encoding: Encoding, frequencies: Tensor) -> MixedRoPE:
-    """RoPE-Mixed with frequencies `(axes, heads or 1, pairs)`; channels left over get pairs that do not turn."""
+    """Build RoPE-Mixed with frequencies `(axes, heads or 1, pairs)`; remaining pairs have frequency zero."""
     mixed = MixedRoPE(
         num_axes=encoding.num_axes,
         num_heads=encoding.num_heads,
@@ -319,15 +319,15 @@ def _mixed(encoding: Encoding, frequencies: Tensor) -> MixedRoPE:
         shared_heads=encoding.shared_heads,
         init="zeros",
     )
-    own = [*encoding.parameters(), *encoding.buffers()]
-    mixed.to(device=own[0].device if own else None, dtype=wide_dtype(*own)).train(encoding.training)
+    tensors = [*encoding.parameters(), *encoding.buffers()]
+    mixed.to(device=tensors[0].device if tensors else None, dtype=wide_dtype(*tensors)).train(encoding.training)
     with torch.no_grad():
         mixed.frequencies[..., : frequencies.shape[-1]] = frequencies
     return mixed
 
 
 def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """Frequencies and basis of  A_a = c_a B = U diag([[0, -c_a w], [c_a w, 0]]) U^T,  channels at rest last.
+    """Decompose  A_a = c_a B = U diag([[0, -c_a w], [c_a w, 0]]) U^T,  channels that do not rotate last.
 
     Args:
         factors: c, `(axes, heads or 1, blocks)`.
@@ -338,41 +338,41 @@ def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         float64 on the CPU.
     """
     heads, blocks, b, _ = base.shape
-    each = [planes(block) for block in base.cpu().double().flatten(0, 1)]  # not every device has float64
-    bases = torch.stack([basis for basis, _ in each]).unflatten(0, (heads, blocks))
-    angular = torch.stack([w for _, w in each]).unflatten(0, (heads, blocks))
+    decomposed = [planes(block) for block in base.cpu().double().flatten(0, 1)]  # not every device has float64
+    bases = torch.stack([basis for basis, _ in decomposed]).unflatten(0, (heads, blocks))
+    angular = torch.stack([w for _, w in decomposed]).unflatten(0, (heads, blocks))
     frequencies = factors.cpu().double().unsqueeze(-1) * angular  # (axes, heads, blocks, b div 2)
     channels = torch.arange(blocks * b).unflatten(0, (blocks, b))
-    turning, resting = channels[:, : b - b % 2], channels[:, b - b % 2 :]
-    order = torch.cat([turning.flatten(), resting.flatten()])
+    rotated, unrotated = channels[:, : b - b % 2], channels[:, b - b % 2 :]
+    order = torch.cat([rotated.flatten(), unrotated.flatten()])
     return frequencies.flatten(2), block_diagonal(bases, blocks * b)[..., order]
 
 
 def _plain_attention(index: int, attention: nn.Module) -> Attention:
-    """Pass attention through where nothing stands between its projection and the rotation."""
+    """Return attention if its projection is directly followed by the rotation; raise ValueError otherwise."""
     for name, child in attention.named_children():
         if "norm" in name and not isinstance(child, nn.Identity):
             raise ValueError(f"absorb needs q and k to be rotated as projected, got {name} in layer {index}")
     if type(attention) is not Attention or type(attention.qkv) is not nn.Linear:
-        own = type(getattr(attention, "qkv", None)).__name__
-        raise ValueError(f"absorb needs Attention with a Linear qkv, got {type(attention).__name__} with {own}")
+        projection = type(getattr(attention, "qkv", None)).__name__
+        raise ValueError(f"absorb needs Attention with a Linear qkv, got {type(attention).__name__} with {projection}")
     return attention
 
 
 def _not_yet_folded(
     index: int, projection: nn.Linear, encoding: nn.Module, folded: dict[nn.Parameter, nn.Module]
 ) -> list[nn.Parameter]:
-    """The parameters of a projection that no earlier layer folded; what layers share can take one basis alone."""
+    """Return the parameters of a projection that no earlier layer folded; a shared projection takes one basis."""
     parameters = list(projection.parameters())
     if any(folded.get(parameter, encoding) is not encoding for parameter in parameters):
         raise ValueError(f"absorb needs layers that share a projection to share the encoding, got layer {index}")
-    fresh = [parameter for parameter in parameters if parameter not in folded]
+    remaining = [parameter for parameter in parameters if parameter not in folded]
     folded.update(dict.fromkeys(parameters, encoding))
-    return fresh
+    return remaining
 
 
 def _fold(parameter: nn.Parameter, basis: Tensor, num_heads: int) -> None:
-    """W_q <- U^T W_q and W_k <- U^T W_k for the weight or the bias of a projection to q, k and v."""
+    """Compute W_q <- U^T W_q and W_k <- U^T W_k in place, for the weight or bias of a projection to q, k and v."""
     with torch.no_grad():
         rows = parameter.view(3, num_heads, -1, *parameter.shape[1:])[:2, :, : basis.shape[-1]]
         rows.copy_(torch.einsum("hcd,phc...->phd...", basis.expand(num_heads, -1, -1), rows.cpu().double()))

@@ -1,4 +1,4 @@
-"""Linear attention whose feature maps are rotated: time and memory grow with the number of tokens, not its square."""
+"""Linear attention with rotated feature maps: time and memory are linear in the number of tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ from torchrope.tensors import wide_dtype, without_autocast
 def elu_plus_one(x: Tensor) -> Tensor:
     """Map channels to positive features:  φ(x) = x + 1 where x > 0, e^x elsewhere  (= elu(x) + 1).
 
-    The exponential itself keeps features of x below -17 above 0 in float32, where elu(x) + 1 rounds to 0.
+    By the exponential, features of x below -17 stay above 0 in float32; elu(x) + 1 rounds to 0.
 
     References:
         Katharopoulos et al., Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention, equation 7.
@@ -25,7 +25,7 @@ def elu_plus_one(x: Tensor) -> Tensor:
         [0.3678794503211975, 1.0, 3.0]
     """
     above = x > 0
-    return torch.where(above, x + 1, x.masked_fill(above, 0).exp())  # clamped, an x of 0 would have no gradient
+    return torch.where(above, x + 1, x.masked_fill(above, 0).exp())  # clamp would have no gradient at 0
 
 
 def linear_attention(
@@ -42,35 +42,35 @@ def linear_attention(
     chunk_size: int = 64,
     feature_map: Callable[[Tensor], Tensor] = elu_plus_one,
 ) -> Tensor:
-    """Attend without scores of pairs, the rotation in the numerator alone.
+    """Compute linear attention with the rotation in the numerator only.
 
         y_m = sum_n (R(p_m) φ(q_m))^T (R(p_n) φ(k_n)) v_n / sum_n φ(q_m)^T φ(k_n)
 
-    The sum over n is one matrix of head_dim x head_dim for all queries, so that time and memory are O(n). Rotated
-    weights may be negative and need not add up to 1; the denominator, which does not rotate, is positive where φ is.
+    The sum over n is one head_dim x value_dim matrix for all queries, so time and memory are linear in the tokens.
+    Rotated weights may be negative and need not add up to 1; the denominator is not rotated, and positive if φ is.
 
     Args:
         q: Queries `(batch, heads, tokens, head_dim)`.
         k: Keys `(batch, heads, keys, head_dim)`.
         v: Values `(batch, heads, keys, value_dim)`.
-        rotation: The rotation of the queries' positions, and of the keys' where key_rotation is not given; None rotates
-            nothing, which is the attention of Katharopoulos et al.
+        rotation: The rotation of the queries' positions, and of the keys' if key_rotation is None. None for no
+            rotation, which is the attention of Katharopoulos et al.
         key_rotation: The rotation of the keys' positions, of the same encoding.
-        key_mask: Which keys are seen, boolean, `(batch, keys)`; the others may hold anything.
-        lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
+        key_mask: True for keys to attend to, `(batch, keys)`; the others are ignored, NaN included.
+        lengths: Tokens of each sample if samples are packed into one sequence (`torchrope.pack`); tokens then attend
+            within their sample only.
         key_lengths: Keys of each sample, those of the queries by default.
-        causal: Whether a token sees itself and those before it alone.
-        chunk_size: Tokens that causal attention takes at a time, C: its memory is tokens x (C + head_dim² / C) numbers
-            a head.
+        causal: Whether tokens attend only to themselves and to earlier tokens.
+        chunk_size: Tokens per chunk of causal attention, C: memory is tokens x (C + head_dim² / C) numbers per head.
         feature_map: φ, from channels to as many features.
 
     Returns:
-        `(batch, heads, tokens, value_dim)`, in the dtype of v; 0 where no key is seen. Sums are float32, or float64 for
-        float64.
+        `(batch, heads, tokens, value_dim)`, in the dtype of v; 0 if all keys are masked. Sums are computed in
+        float32, or in float64 for float64 inputs.
 
     Raises:
-        ValueError: causal attention where keys are not as many as queries; lengths that do not add up; chunk_size below
-            1; what `rotate` refuses.
+        ValueError: causal attention with unequal numbers of queries and keys; lengths that do not add up; chunk_size
+            below 1; inputs that `rotate` refuses.
 
     References:
         Su et al., RoFormer, section 3.3, equation 19.
@@ -87,43 +87,43 @@ def linear_attention(
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be 1 or more, got {chunk_size}")
     if isinstance(rotation, Action):
-        raise ValueError(f"linear attention takes rotations, got a {type(rotation).__name__}, which is none")
+        raise ValueError(f"linear attention needs a Rotation, got a {type(rotation).__name__}")
     wide = wide_dtype(q, k, v)
     with without_autocast(q):
-        unseen = None if key_mask is None else ~key_mask[:, None, :, None]
-        of_q, of_k = feature_map(q.to(wide)), feature_map(_cleared(k.to(wide), unseen))
-        of_k, values = _cleared(of_k, unseen), _cleared(v.to(wide), unseen)
-        turned_q, turned_k = of_q, of_k
+        masked_keys = None if key_mask is None else ~key_mask[:, None, :, None]
+        of_q, of_k = feature_map(q.to(wide)), feature_map(_zero_masked(k.to(wide), masked_keys))
+        of_k, values = _zero_masked(of_k, masked_keys), _zero_masked(v.to(wide), masked_keys)
+        rotated_q, rotated_k = of_q, of_k
         if rotation is not None:
-            turned_q, turned_k = rotate(
+            rotated_q, rotated_k = rotate(
                 of_q, of_k, rotation, key_rotation=key_rotation, layout="bhtd", scores_only=True
             )
-        queries, keys = (of_q, turned_q), (of_k, turned_k, values)
+        queries, keys = (of_q, rotated_q), (of_k, rotated_k, values)
         if lengths is None:
             return _weighted_mean(*queries, *keys, causal, chunk_size).to(v.dtype)
         samples = split_samples(queries, keys, lengths, key_lengths)
         means = [
-            _weighted_mean(own_q, own_turned_q, own_k, own_turned_k, own_values, causal, chunk_size)
-            for own_q, own_turned_q, own_k, own_turned_k, own_values in samples
+            _weighted_mean(sample_q, sample_rotated_q, sample_k, sample_rotated_k, sample_values, causal, chunk_size)
+            for sample_q, sample_rotated_q, sample_k, sample_rotated_k, sample_values in samples
         ]
         return torch.cat(means, dim=-2).to(v.dtype)
 
 
 def _weighted_mean(
-    of_q: Tensor, turned_q: Tensor, of_k: Tensor, turned_k: Tensor, values: Tensor, causal: bool, chunk_size: int
+    of_q: Tensor, rotated_q: Tensor, of_k: Tensor, rotated_k: Tensor, values: Tensor, causal: bool, chunk_size: int
 ) -> Tensor:
-    """Sums of values by rotated features over those of features, `(batch, heads, tokens, value_dim)`."""
+    """Divide sums of values weighted by rotated features by sums of features, `(batch, heads, tokens, value_dim)`."""
     if causal:
-        numerator = _sums_so_far(turned_q, turned_k, values, chunk_size)
+        numerator = _causal_sums(rotated_q, rotated_k, values, chunk_size)
         denominator = (of_q * of_k.cumsum(dim=-2)).sum(dim=-1, keepdim=True)
     else:
-        numerator = turned_q @ (turned_k.mT @ values)
+        numerator = rotated_q @ (rotated_k.mT @ values)
         denominator = of_q @ of_k.sum(dim=-2).unsqueeze(-1)
     return numerator / denominator.masked_fill(denominator == 0, 1)
 
 
-def _sums_so_far(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Tensor:
-    """sum_{n <= m} (q_m^T k_n) v_n:  pairs within chunks, and the sums of k v^T over the chunks before."""
+def _causal_sums(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Tensor:
+    """Compute sum_{n <= m} (q_m^T k_n) v_n  by pairs within chunks and sums of k v^T over earlier chunks."""
     tokens = q.shape[-2]
     size = max(min(chunk_size, tokens), 1)
     fill = -tokens % size
@@ -134,22 +134,22 @@ def _sums_so_far(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Tensor:
     return sums.flatten(-3, -2)[..., :tokens, :]
 
 
-def _cleared(x: Tensor, unseen: Tensor | None) -> Tensor:
-    return x if unseen is None else x.masked_fill(unseen, 0)
+def _zero_masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else x.masked_fill(mask, 0)
 
 
 class LinearAttention(nn.Module):
-    """Attend among tokens, or to another set, by rotated features:  `linear_attention` in the place of the softmax.
+    """Multi-head self- or cross-attention by `linear_attention` in place of softmax attention.
 
-    Its parameters are those of `Attention`, under the same names.
+    Parameters have the names and shapes of `Attention`'s.
 
     Args:
         dim: Channels of a token, divisible by num_heads.
         num_heads: Attention heads.
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping an output channel.
-        causal: Whether a token sees itself and those before it alone.
-        chunk_size: Tokens that causal attention takes at a time.
+        causal: Whether tokens attend only to themselves and to earlier tokens.
+        chunk_size: Tokens per chunk of causal attention.
         feature_map: φ, from channels to as many features.
 
     Raises:
@@ -199,30 +199,31 @@ class LinearAttention(nn.Module):
         key_lengths: Sequence[int] | None = None,
         within: None = None,
     ) -> Tensor:
-        """Mix tokens.
+        """Compute attention.
 
         Args:
             x: Tokens `(batch, tokens, dim)`.
-            rotation: The rotation of their positions; None rotates nothing.
-            context: Tokens `(batch, keys, dim)` of another set, which they attend to; by default to one another.
+            rotation: The rotation of their positions, None for no rotation.
+            context: Tokens `(batch, keys, dim)` to attend to; by default x itself.
             key_rotation: The rotation of the context's positions, of the same encoding.
-            bias: Which keys are seen, a boolean mask `(batch, 1, 1, keys)`: there are no scores to add to.
-            lengths: Tokens of each sample where samples lie end to end (`torchrope.pack`) and each sees itself alone.
-            key_lengths: Tokens of the context's samples, likewise.
-            within: There are no windows.
+            bias: Boolean mask `(batch, 1, 1, keys)`, True for keys to attend to: there are no scores to add to.
+            lengths: Tokens of each sample if samples are packed into one sequence (`torchrope.pack`); tokens then
+                attend within their sample only.
+            key_lengths: Tokens of each sample of the context, if packed.
+            within: Must be None: windows are not supported.
 
         Returns:
             Tokens `(batch, tokens, dim)`.
 
         Raises:
-            ValueError: a bias that is not such a mask; windows; lengths that do not add up to the tokens; tokens or
-                context alone rotated, or with lengths; causal attention to a context.
+            ValueError: a bias that is not such a mask; windows; lengths that do not add up to the tokens; a rotation
+                or lengths for only one of tokens and context; causal attention to a context.
         """
         check_context(context, rotation, key_rotation, lengths, key_lengths)
         if within is not None:
-            raise ValueError(f"linear attention has no windows, got {within}")
+            raise ValueError(f"linear attention must not have windows, got {within}")
         if self.causal and context is not None:
-            raise ValueError("causal attention is that among tokens in order, got a context")
+            raise ValueError("causal attention must be self-attention, got a context")
         q, k, v = project_heads(self.qkv, self.num_heads, x, context)
         mixed = linear_attention(
             q,
@@ -240,12 +241,12 @@ class LinearAttention(nn.Module):
         return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
 
     def extra_repr(self) -> str:
-        """Show what distinguishes it from softmax attention."""
+        """Return the settings that softmax attention does not have."""
         return f"causal={self.causal}, feature_map={getattr(self.feature_map, '__name__', self.feature_map)}"
 
 
 def _key_mask(bias: Tensor | None) -> Tensor | None:
-    """A mask of keys `(batch, 1, 1, keys)` as `(batch, keys)`."""
+    """Reshape a mask of keys `(batch, 1, 1, keys)` to `(batch, keys)`."""
     if bias is None:
         return None
     if bias.dtype != torch.bool or bias.ndim != 4 or bias.shape[1:3] != (1, 1):

@@ -1,6 +1,6 @@
 """Positions of tokens: lattices, and functions from positions to positions.
 
-Positions are plain float tensors `(tokens, axes)` or `(batch, tokens, axes)`: what changes them is a function from
+Positions are float tensors `(tokens, axes)` or `(batch, tokens, axes)`. They are transformed by functions from
 positions to positions: shift, rescale, jitter, and their random variants. Their unit is that of the lattice, one patch
 by default.
 """
@@ -18,7 +18,7 @@ from torchrope.tensors import can_read
 
 PerAxis = float | Sequence[float]
 Periods = Sequence[float | None]
-"""The period of each axis that closes, such as an angle or a time of day, and None for each that does not."""
+"""The period of each periodic axis, such as an angle or a time of day, and None for each other axis."""
 
 
 def grid(
@@ -28,15 +28,15 @@ def grid(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Place tokens on a lattice:  p = origin + spacing * index,  row-major, the last axis fastest.
+    """Return positions of a lattice:  p = origin + spacing * index,  row-major, the last axis fastest.
 
     Args:
         sizes: Number of tokens along each axis.
         spacing: Distance between neighbours, one number or one per axis. LieRE's [0, 1) at the training size is
             `spacing=1/train_size`; ComRoPE's is `spacing=1/n, origin=0.5/n`. Voxel sizes in millimetres work too.
         origin: Position of the first token, one number or one per axis.
-        device: Where the positions live.
-        dtype: Their floating dtype; never narrower than float32.
+        device: Device of the positions.
+        dtype: Dtype of the positions, float32 or float64.
 
     Returns:
         Positions `(prod(sizes), len(sizes))`.
@@ -67,22 +67,22 @@ def patch_centers(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Place tokens at the centres of patches of data that is [-1, 1] long:  p = 2 (index + 1/2) / n - 1.
+    """Return the centres of patches with the data in [-1, 1]:  p = 2 (index + 1/2) / n - 1.
 
-    DINOv3's coordinates: other than `grid`'s they squeeze a larger image into the same interval.
+    DINOv3's coordinates: unlike `grid`'s, they map images of every size to the same interval.
 
     Args:
         sizes: Number of tokens along each axis.
-        normalize: What n is: each axis's own size, or the largest or smallest of all for all axes, which keeps the
+        normalize: The n of each axis: its own size, or for all axes the largest or smallest size, which keeps the
             aspect ratio.
-        device: Where the positions live.
-        dtype: Their floating dtype; never narrower than float32.
+        device: Device of the positions.
+        dtype: Dtype of the positions, float32 or float64.
 
     Returns:
         Positions `(prod(sizes), len(sizes))`, row-major like `grid`'s.
 
     Raises:
-        ValueError: an unknown normalisation, and what `grid` refuses.
+        ValueError: an unknown normalisation; sizes or dtypes that `grid` refuses.
 
     References:
         Siméoni et al., DINOv3, section 3.2; `normalize_coords` of its code.
@@ -100,7 +100,7 @@ def patch_centers(
 
 
 def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
-    """Repeat one number for all axes, or check that there is one number per axis."""
+    """Return one number per axis; one number is repeated for all axes."""
     values = tuple(map(float, value)) if isinstance(value, Iterable) else (float(value),) * num_axes
     if len(values) != num_axes:
         raise ValueError(f"{name} must be one number or one per axis ({num_axes}), got {len(values)}")
@@ -108,11 +108,11 @@ def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
 
 
 def prefix(positions: Tensor, count: int) -> Tensor:
-    """Put `count` tokens without a place (CLS, registers) in front, at the origin, where R = I.
+    """Prepend positions of prefix tokens (CLS, registers) at the origin, where R = I.
 
     Args:
         positions: `(..., tokens, axes)`.
-        count: How many, 0 or more.
+        count: Number of prefix tokens, 0 or more.
 
     Returns:
         Positions `(..., count + tokens, axes)`.
@@ -128,7 +128,7 @@ def prefix(positions: Tensor, count: int) -> Tensor:
 
 
 def shift(positions: Tensor, offset: PerAxis | Tensor) -> Tensor:
-    """Move all tokens:  p + offset.
+    """Shift all positions:  p + offset.
 
     Args:
         positions: `(..., tokens, axes)`.
@@ -144,7 +144,7 @@ def shift(positions: Tensor, offset: PerAxis | Tensor) -> Tensor:
 
 
 def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
-    """Stretch all positions about the origin:  p * factor.
+    """Scale all positions about the origin:  p * factor.
 
     Args:
         positions: `(..., tokens, axes)`.
@@ -160,14 +160,14 @@ def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
 
 
 def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
-    """Squeeze an input of any size into the training size:  p * train_size / size.
+    """Scale positions of an input of any size to the training size:  p * train_size / size.
 
-    VisionLLaMA's auto-scaled RoPE: positions never leave the range that was trained.
+    VisionLLaMA's auto-scaled RoPE: positions stay within the trained range.
 
     Args:
-        positions: `(..., tokens, axes)`, tokens at the origin stay there.
-        sizes: Extent of the input, a number or one per axis.
-        train_sizes: Extent of the training data, the anchor, likewise.
+        positions: `(..., tokens, axes)`; positions at the origin do not change.
+        sizes: Extent of the input, one number or one per axis.
+        train_sizes: Extent of the training data (the anchor), one number or one per axis.
 
     Returns:
         Positions of the same shape.
@@ -185,24 +185,24 @@ def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
 
 
 def diagonal(frames: int, height: int, width: int, *, spacing: float = 2.0, start: float = 0.0) -> Tensor:
-    """Lay a video along the diagonal of its three axes:  (τ, τ + y - (H - 1) / 2, τ + x - (W - 1) / 2).
+    """Return positions of a video along the diagonal of three axes:  (τ, τ + y - (H - 1) / 2, τ + x - (W - 1) / 2).
 
-    τ = start + spacing · frame. Frames have their middle on the diagonal, on which text lies, and time has a spacing of
-    its own.
+    τ = start + spacing · frame. Frames are centred on the diagonal, as positions of text are, and time has its own
+    spacing.
 
     Args:
         frames: Number of frames.
         height: Tokens of a frame along y, H.
         width: Tokens of a frame along x, W.
-        spacing: Distance of frames.
-        start: Where the first frame lies: that of the text before it, plus 1.
+        spacing: Distance between frames.
+        start: Position of the first frame: that of the last text token before it, plus 1.
 
     Returns:
         `(frames · height · width, 3)`, the last axis fastest.
 
     References:
-        Wei et al., VideoRoPE, arXiv:2502.05173: diagonal layout and adjustable temporal spacing. Its code rounds the
-        middle of an even number of tokens down.
+        Wei et al., VideoRoPE, arXiv:2502.05173: diagonal layout and adjustable temporal spacing. The authors' code
+        rounds the centre of an even number of tokens down.
 
     Example:
         >>> diagonal(2, 1, 3)[:, 2].tolist()
@@ -214,16 +214,16 @@ def diagonal(frames: int, height: int, width: int, *, spacing: float = 2.0, star
 
 
 def around_text(height: int, width: int, *, radius: float = 10.0, by_angle: float = 0.5) -> Tensor:
-    """Lay the tokens of an image on a circle across the diagonal of three axes, on which text lies.
+    """Return positions of image tokens on a circle around the diagonal of three axes, where text tokens are.
 
-    Every token is as far from a text token (t, t, t) as every other:  √(radius² + 3 t²).  Its place on the circle is
-    a mean of two angles: that of the token about the middle of the image, stretched to one turn, and its number.
+    All image tokens have the same distance from a text token (t, t, t):  √(radius² + 3 t²).  The angle on the circle is
+    a weighted mean of two: the token's angle about the image centre, stretched to 2π, and 2π times its index share.
 
     Args:
         height: Tokens along y.
         width: Tokens along x.
-        radius: That of the circle.
-        by_angle: Weight of the first angle, 0 to 1.
+        radius: Radius of the circle.
+        by_angle: Weight of the first of the two angles, 0 to 1.
 
     Returns:
         `(height · width, 3)`, x fastest, about the origin; `shift` moves them along the diagonal.
@@ -246,22 +246,22 @@ def around_text(height: int, width: int, *, radius: float = 10.0, by_angle: floa
     about = torch.atan2(y - (height - 1) / 2, x - (width - 1) / 2)
     span = about.max() - about.min()
     stretched = (about - about.min()) * (2 * math.pi / span) if span > 0 else about
-    numbered = torch.arange(height * width) * (2 * math.pi / (height * width))
-    angle = by_angle * stretched + (1 - by_angle) * numbered
-    one = torch.tensor([-1.0, 1.0, 0.0]) / math.sqrt(2)
-    other = torch.tensor([-1.0, -1.0, 2.0]) / math.sqrt(6)
-    return radius * (angle.cos().unsqueeze(-1) * one + angle.sin().unsqueeze(-1) * other)
+    by_index = torch.arange(height * width) * (2 * math.pi / (height * width))
+    angle = by_angle * stretched + (1 - by_angle) * by_index
+    first = torch.tensor([-1.0, 1.0, 0.0]) / math.sqrt(2)
+    second = torch.tensor([-1.0, -1.0, 2.0]) / math.sqrt(6)
+    return radius * (angle.cos().unsqueeze(-1) * first + angle.sin().unsqueeze(-1) * second)
 
 
 def wrap(positions: Tensor, periods: Periods) -> Tensor:
-    """Bring the axes that close into one period about the origin:  p - T round(p / T).
+    """Wrap periodic axes into one period about the origin:  p - T round(p / T).
 
     Args:
         positions: `(..., tokens, axes)`.
-        periods: T of each axis, None where it does not close.
+        periods: T of each axis, None for axes that are not periodic.
 
     Returns:
-        Positions of the same shape, in [-T / 2, T / 2] along axes that close.
+        Positions of the same shape, in [-T / 2, T / 2] along periodic axes.
 
     Raises:
         ValueError: not one period per axis, or one that is not above 0.
@@ -279,21 +279,21 @@ def wrap(positions: Tensor, periods: Periods) -> Tensor:
 
 
 def on_circles(positions: Tensor, periods: Periods) -> Tensor:
-    """Lay each axis that closes on a circle of its length, as two axes:  p -> T / 2π (cos 2πp / T, sin 2πp / T).
+    """Map each periodic axis to two axes, a circle of circumference T:  p -> T / 2π (cos 2πp / T, sin 2πp / T).
 
-    Neighbours are as far apart as before. So any encoding, of an axis more for each that closes, is the same at 0 and
-    at one period; its scores depend on two places of the circle, not on the angle between them alone. `Periodic` keeps
+    Arc lengths equal distances along the axis. Any encoding with one more axis per periodic one is then the same at 0
+    and T, but its scores depend on both points of the circle, not only on the angle between them. `Periodic` keeps
     scores relative, for encodings that have frequencies.
 
     Args:
         positions: `(..., tokens, axes)`.
-        periods: T of each axis, None where it does not close.
+        periods: T of each axis, None for axes that are not periodic.
 
     Returns:
-        `(..., tokens, axes + axes that close)`, the two of a circle in the place of their axis.
+        `(..., tokens, axes + periodic axes)`; the two axes of a circle replace their axis.
 
     Raises:
-        ValueError: as `wrap`.
+        ValueError: not one period per axis, or one that is not above 0.
 
     Example:
         >>> on_circles(torch.tensor([[5.0, 0.0], [5.0, 24.0]]), (None, 24)).round(decimals=2).tolist()
@@ -310,16 +310,16 @@ def on_circles(positions: Tensor, periods: Periods) -> Tensor:
 
 
 def on_sphere(places: Tensor) -> Tensor:
-    """Places as unit vectors:  (cos φ cos λ, cos φ sin λ, sin φ),  or  v / |v|.
+    """Convert places on a sphere to unit vectors:  (cos φ cos λ, cos φ sin λ, sin φ),  or  v / |v|.
 
     Args:
         places: Latitude φ and longitude λ in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
 
     Returns:
-        `(..., 3)`; a vector of length 0 stays.
+        `(..., 3)`; a zero vector stays zero.
 
     Raises:
-        ValueError: neither 2 nor 3 numbers; a latitude beyond 90 degrees, where values can be read.
+        ValueError: neither 2 nor 3 numbers; a latitude beyond 90 degrees, which is checked on a CPU only.
 
     Example:
         >>> on_sphere(torch.tensor([[0.0, 90.0], [90.0, 0.0]])).abs().round().tolist()
@@ -339,21 +339,21 @@ def on_sphere(places: Tensor) -> Tensor:
 
 
 def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tensor:
-    """Project a sphere onto a plane from the point opposite of a centre: a place at angle γ from it gets 2 tan(γ / 2).
+    """Project a sphere stereographically about a centre: a point at angle γ from it has distance 2 tan(γ / 2).
 
-    Angles stay, and near the centre distances in degrees do; far from it they grow without bound. So encodings of two
-    axes can be used for a part of a sphere, poles included. Scores then depend on the difference in this plane, and not
-    on the angle between two places as those of `SphereHarmonics`.
+    Angles are preserved, and near the centre distances in degrees; far from it distances grow without bound. So
+    encodings of two axes apply to a part of a sphere, poles included. Scores depend on the difference in the plane, not
+    on the angle between two points as those of `SphereHarmonics`.
 
     Args:
         places: Latitude and longitude in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
-        centre: Latitude and longitude of the centre of the map in degrees; the north pole by default.
+        centre: Latitude and longitude of the centre of the projection in degrees; the north pole by default.
 
     Returns:
-        `(..., 2)` in degrees at the centre: towards the east, and towards the north.
+        `(..., 2)`, eastward and northward, in degrees at the centre.
 
     Raises:
-        ValueError: the place opposite of the centre, which has no image; what `on_sphere` refuses.
+        ValueError: the point opposite the centre, which has no image; places that `on_sphere` refuses.
 
     References:
         Snyder, Map Projections: A Working Manual, 1987, equations 21-2 to 21-4.
@@ -363,24 +363,24 @@ def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
         [[0.0, 0.0], [0.0, 1.0]]
     """
     vectors = on_sphere(places)
-    phi, lam = (math.radians(each) for each in centre)
+    phi, lam = (math.radians(degrees) for degrees in centre)
     up = (math.cos(phi) * math.cos(lam), math.cos(phi) * math.sin(lam), math.sin(phi))
     east = (-math.sin(lam), math.cos(lam), 0.0)
     north = (-math.sin(phi) * math.cos(lam), -math.sin(phi) * math.sin(lam), math.cos(phi))
     along_up, along_east, along_north = (
-        sum((v * each for v, each in zip(vectors.unbind(-1), axis, strict=True)), start=torch.zeros(()))
+        sum((v * component for v, component in zip(vectors.unbind(-1), axis, strict=True)), start=torch.zeros(()))
         for axis in (up, east, north)
     )
     if can_read(along_up) and (along_up <= -1 + 1e-6).any():
-        raise ValueError(f"places must have an image, got the one opposite of the centre {tuple(centre)}")
+        raise ValueError(f"places must have an image, got the point opposite the centre {tuple(centre)}")
     stretch = math.degrees(2) / (1 + along_up)
     return torch.stack([stretch * along_east, stretch * along_north], dim=-1)
 
 
 def check_periods(periods: Periods, num_axes: int) -> None:
-    """Refuse what is not a positive number, or None, for each axis."""
+    """Raise ValueError unless there is one period, or None, per axis, positive and finite."""
     if len(periods) != num_axes:
-        raise ValueError(f"periods must be one per axis ({num_axes}), None where it does not close, got {len(periods)}")
+        raise ValueError(f"periods must be one per axis ({num_axes}), None if not periodic, got {len(periods)}")
     if any(period is not None and not 0 < period < math.inf for period in periods):
         raise ValueError(f"periods must be above 0 and finite, or None, got {tuple(periods)}")
 
@@ -388,17 +388,17 @@ def check_periods(periods: Periods, num_axes: int) -> None:
 def jitter(
     positions: Tensor, amount: PerAxis, *, intensity: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Perturb every token on its own:  p + clip(n * intensity, -1, 1) * amount / 2  with  n ~ N(0, 1).
+    """Perturb every position independently:  p + clip(n * intensity, -1, 1) * amount / 2  with  n ~ N(0, 1).
 
-    With `amount` equal to the spacing no token leaves its own cell: ComRoPE's position perturbation, whose
-    configuration calls the rest `perturbation_intensity`. It spares the time axis (an amount of 0) and the class token
+    With `amount` equal to the spacing, tokens stay within their cells. This is ComRoPE's position perturbation, with
+    `intensity` its `perturbation_intensity`. ComRoPE does not perturb the time axis (amount 0) or the class token
     (perturb, then `prefix`); its `offset_intensity` o is `shift(positions, o * torch.randn(axes))`.
 
     Args:
         positions: `(..., tokens, axes)`.
         amount: Width of the cell, one number or one per axis.
-        intensity: Deviation of the perturbation before it is clipped to the cell, in halves of the cell.
-        generator: Source of randomness, for reproducible draws.
+        intensity: Standard deviation before clipping to the cell, in half cells.
+        generator: Random number generator.
 
     Returns:
         Positions of the same shape.
@@ -413,12 +413,12 @@ def jitter(
 
 
 def random_shift(positions: Tensor, amount: float, *, generator: torch.Generator | None = None) -> Tensor:
-    """Move all tokens of a sample by one draw per axis:  p + u  with  u ~ U(-amount, amount).
+    """Shift all tokens of a sample by one random offset per axis:  p + u  with  u ~ U(-amount, amount).
 
     Args:
-        positions: `(tokens, axes)`, drawn for once, or `(batch, tokens, axes)`, drawn for every sample.
+        positions: `(tokens, axes)`, one draw, or `(batch, tokens, axes)`, one draw per sample.
         amount: Largest shift, 0 or more.
-        generator: Source of randomness, for reproducible draws.
+        generator: Random number generator.
 
     Returns:
         Positions of the same shape.
@@ -428,16 +428,16 @@ def random_shift(positions: Tensor, amount: float, *, generator: torch.Generator
     """
     if amount < 0:
         raise ValueError(f"random_shift needs an amount of 0 or more, got {amount}")
-    return shift(positions, _drawn(positions, positions.shape[-1], generator) * amount)
+    return shift(positions, _uniform(positions, positions.shape[-1], generator) * amount)
 
 
 def random_stretch(positions: Tensor, factor: float, *, generator: torch.Generator | None = None) -> Tensor:
-    """Stretch each axis of a sample by a draw of its own:  p * e^u  with  u ~ U(-ln factor, ln factor).
+    """Scale each axis of a sample by a random factor:  p * e^u  with  u ~ U(-ln factor, ln factor).
 
     Args:
-        positions: `(tokens, axes)`, drawn for once, or `(batch, tokens, axes)`, drawn for every sample.
-        factor: Largest stretch, 1 or more; the smallest is 1 / factor.
-        generator: Source of randomness, for reproducible draws.
+        positions: `(tokens, axes)`, one draw, or `(batch, tokens, axes)`, one draw per sample.
+        factor: Largest factor, 1 or more; the smallest is 1 / factor.
+        generator: Random number generator.
 
     Returns:
         Positions of the same shape.
@@ -449,14 +449,14 @@ def random_stretch(positions: Tensor, factor: float, *, generator: torch.Generat
 
 
 def random_rescale(positions: Tensor, factor: float, *, generator: torch.Generator | None = None) -> Tensor:
-    """Stretch all axes of a sample by one draw:  p * e^u  with  u ~ U(-ln factor, ln factor).
+    """Scale all axes of a sample by one random factor:  p * e^u  with  u ~ U(-ln factor, ln factor).
 
-    DINOv3 trains with this and a factor of 2, after `random_shift` and `random_stretch` where these are on.
+    DINOv3 trains with this and a factor of 2, after `random_shift` and `random_stretch` if these are enabled.
 
     Args:
-        positions: `(tokens, axes)`, drawn for once, or `(batch, tokens, axes)`, drawn for every sample.
-        factor: Largest stretch, 1 or more; the smallest is 1 / factor.
-        generator: Source of randomness, for reproducible draws.
+        positions: `(tokens, axes)`, one draw, or `(batch, tokens, axes)`, one draw per sample.
+        factor: Largest factor, 1 or more; the smallest is 1 / factor.
+        generator: Random number generator.
 
     Returns:
         Positions of the same shape.
@@ -472,15 +472,15 @@ def random_rescale(positions: Tensor, factor: float, *, generator: torch.Generat
 
 
 class JitteredLattice(torch.nn.Module):
-    """Place patches on a lattice, and in training off it, each on its own within its cell.
+    """Compute positions of a lattice; in training each is perturbed within its cell.
 
-    One draw places a whole batch, as in ComRoPE's code.
+    All samples of a batch share one draw, as in ComRoPE's code.
 
     Args:
         spacing: Distance between patches, one number or one per axis.
-        origin: Position of the first patch, likewise.
-        cell: Width of the cell that a patch stays in, likewise; 0 spares an axis.
-        intensity: Deviation in halves of the cell, before clipping; see `torchrope.jitter`.
+        origin: Position of the first patch, one number or one per axis.
+        cell: Width of a cell, one number or one per axis; 0 for an axis without perturbation.
+        intensity: Standard deviation before clipping, in half cells; see `torchrope.jitter`.
     """
 
     def __init__(self, spacing: PerAxis, origin: PerAxis, cell: PerAxis, intensity: float) -> None:
@@ -491,22 +491,22 @@ class JitteredLattice(torch.nn.Module):
         self.intensity = intensity
 
     def forward(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
-        """Positions `(patches, axes)` of a lattice of these sizes."""
+        """Return positions `(patches, axes)` of a lattice of these sizes."""
         positions = grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
         return jitter(positions, self.cell, intensity=self.intensity) if self.training else positions
 
 
 class FixedRangeLattice(torch.nn.Module):
-    """Place the patches of a lattice of any size in the range of the training one:  p = o + s ((n/m - 1)/2 + i n/m).
+    """Compute positions of a lattice of any size within the training range:  p = o + s ((n/m - 1)/2 + i n/m).
 
-    Index i, m patches where n were trained, spacing s and origin o of the training: cells of n/m times the width fill
-    the interval [o - s/2, o + (n - 1/2) s]. At the training size positions are those of `grid`, bit for bit.
+    i is the index, m the number of patches, n that at the training size, s and o spacing and origin at that size: m
+    cells fill the interval [o - s/2, o + (n - 1/2) s]. At the training size positions are bit-identical to `grid`'s.
 
     Args:
-        sizes: Patches of the training along each axis.
+        sizes: Patches along each axis at the training size.
         spacing: Distance between patches at the training size, one number or one per axis.
-        origin: Position of the first patch at the training size, likewise.
-        unit: The axis whose n/m is that of all axes; by default each has its own.
+        origin: Position of the first patch at the training size, one number or one per axis.
+        unit: Index of the axis whose n/m is used for all axes; by default each axis uses its own.
 
     References:
         ComRoPE, `get_positions` of its code: (i + 1/2) / m on every axis, with the m of the image's sides.
@@ -527,7 +527,7 @@ class FixedRangeLattice(torch.nn.Module):
         self.unit = unit
 
     def forward(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
-        """Positions `(patches, axes)` of a lattice of these sizes."""
+        """Return positions `(patches, axes)` of a lattice of these sizes."""
         ratios = [trained / size for trained, size in zip(self.sizes, sizes, strict=True)]
         ratios = ratios if self.unit is None else [ratios[self.unit]] * len(sizes)
         spacing = [step * ratio for step, ratio in zip(self.spacing, ratios, strict=True)]
@@ -537,18 +537,17 @@ class FixedRangeLattice(torch.nn.Module):
 
 
 class VoxelLattice(torch.nn.Module):
-    """Place the patches of every sample by its own voxels:  p = origin + spacing · index · patch · voxel / unit.
+    """Compute positions from the voxel spacing of every sample:  p = origin + spacing · index · patch · voxel / unit.
 
-    Patches that are `unit` apart stand where `grid(*sizes, spacing=spacing, origin=origin)` has them; others in
-    proportion to their distance.
+    Patches whose centres are `unit` apart have the positions of `grid(*sizes, spacing=spacing, origin=origin)`; others
+    in proportion to their distance.
 
     Args:
         patch_size: Voxels of a patch along each axis.
-        unit: The distance between patches that counts as one step of the lattice, in the unit of the voxels, such as
-            16.0 for 16 mm where they are in mm.
-        spacing: Positions between patches that are one step apart, one number or one per axis; for an encoding that is
-            trained, `Encoding.lattice`'s.
-        origin: Position of the first patch, likewise.
+        unit: Distance between patches of one lattice step, in the unit of the voxel spacings, such as 16.0 for 16 mm.
+        spacing: Difference of positions per lattice step, one number or one per axis; `Encoding.lattice` returns that
+            of an encoding.
+        origin: Position of the first patch, one number or one per axis.
 
     Example:
         >>> place = VoxelLattice((2, 16), unit=16.0)
@@ -564,10 +563,10 @@ class VoxelLattice(torch.nn.Module):
         self.origin = per_axis("origin", origin, len(self.patch_size))
 
     def forward(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
-        """Positions `(batch, patches, axes)` of lattices of these sizes, from the voxels' spacings `(batch, axes)`."""
+        """Return positions `(batch, patches, axes)` of a lattice of these sizes, given spacings `(batch, axes)`."""
         if spacing is None or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
             came = "none" if spacing is None else tuple(spacing.shape)
-            raise ValueError(f"patches placed by voxels need spacings (batch, {len(sizes)}), got {came}")
+            raise ValueError(f"VoxelLattice needs voxel spacings (batch, {len(sizes)}), got {came}")
         voxels = spacing.to(device)
         steps = voxels * voxels.new_tensor(self.patch_size) / self.unit  # (batch, axes)
         indices = grid(*sizes).to(steps) * steps[:, None]
@@ -576,10 +575,10 @@ class VoxelLattice(torch.nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Samples of several sizes in one sequence, end to end, which attention must keep apart.
+    """Samples of several lengths packed into one sequence; attention must not cross samples.
 
     Attributes:
-        positions: `(total, axes)`, those of one sample after the other.
+        positions: `(total, axes)`, concatenated over samples.
         lengths: Tokens of each sample.
     """
 
@@ -588,29 +587,29 @@ class Packed:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Where samples begin, and the end: `(samples + 1)`, int32, as kernels for variable lengths take it."""
+        """Cumulative lengths starting at 0, `(samples + 1)`, int32, as variable-length attention kernels take them."""
         ends = torch.tensor((0, *self.lengths), device=self.positions.device).cumsum(0)
         return ends.to(torch.int32)
 
     @property
     def samples(self) -> Tensor:
-        """The sample that each token belongs to, `(total)`."""
+        """Index of the sample that each token belongs to, `(total)`."""
         lengths = torch.tensor(self.lengths, device=self.positions.device)
         return torch.arange(len(self.lengths), device=lengths.device).repeat_interleave(lengths)
 
     def mask(self) -> Tensor:
-        """True where two tokens belong to one sample, `(total, total)`, as scaled_dot_product_attention takes it."""
+        """Return a mask for scaled_dot_product_attention, True within a sample, `(total, total)`."""
         samples = self.samples
         return samples.unsqueeze(-1) == samples
 
 
 def pack(positions: Sequence[Tensor]) -> Packed:
-    """Lay the positions of several samples end to end.
+    """Concatenate the positions of several samples.
 
-    Rotate queries and keys `(1, heads, total, head_dim)` by an encoding's rotation of `positions`; then keep the
-    samples apart: `Attention` does, given `lengths`; `mask()` serves any attention; flex_attention takes
+    Rotate queries and keys `(1, heads, total, head_dim)` by an encoding's rotation of `positions`; then restrict
+    attention to each sample: `Attention` takes `lengths`; `mask()` works with any attention; flex_attention takes
     `create_block_mask(lambda b, h, i, j: samples[i] == samples[j], None, None, total, total)`; kernels for variable
-    lengths take `cu_seqlens`. Of a jagged `torch.nested` tensor rotate the `values()`, which are packed like this.
+    lengths take `cu_seqlens`. The `values()` of a jagged `torch.nested` tensor are packed in the same way.
 
     Args:
         positions: `(tokens, axes)` of each sample.
@@ -619,7 +618,7 @@ def pack(positions: Sequence[Tensor]) -> Packed:
         A `Packed`.
 
     Raises:
-        ValueError: no samples, or positions that are not `(tokens, axes)` of the same axes.
+        ValueError: no samples, or positions that are not `(tokens, axes)` with the same number of axes.
 
     Example:
         >>> packed = pack([prefix(grid(2, 2), 1), prefix(grid(1, 3), 1)])
@@ -634,12 +633,12 @@ def pack(positions: Sequence[Tensor]) -> Packed:
 
 def _log_uniform(positions: Tensor, axes: int, factor: float, generator: torch.Generator | None) -> Tensor:
     if not factor >= 1:
-        raise ValueError(f"the largest stretch must be 1 or more, got {factor}")
-    return (_drawn(positions, axes, generator) * math.log(factor)).exp()
+        raise ValueError(f"factor must be 1 or more, got {factor}")
+    return (_uniform(positions, axes, generator) * math.log(factor)).exp()
 
 
-def _drawn(positions: Tensor, axes: int, generator: torch.Generator | None) -> Tensor:
-    """Uniform in [-1, 1], one draw for all tokens of a sample, `(*batch, 1, axes)`."""
+def _uniform(positions: Tensor, axes: int, generator: torch.Generator | None) -> Tensor:
+    """Draw uniformly from [-1, 1], once for all tokens of a sample, `(*batch, 1, axes)`."""
     wide = torch.promote_types(positions.dtype, torch.float32)
     shape = (*positions.shape[:-2], 1, axes)
     return 2 * torch.rand(shape, dtype=wide, device=positions.device, generator=generator) - 1
@@ -648,9 +647,9 @@ def _drawn(positions: Tensor, axes: int, generator: torch.Generator | None) -> T
 def windows(
     positions: Tensor, sizes: Sequence[int], window: Sequence[int], *, offset: int | Sequence[int] = 0
 ) -> Tensor:
-    """Cut a lattice into windows that do not overlap; the first begins at `offset`, around the lattice's edges.
+    """Cut a lattice into windows that do not overlap; the first begins at `offset`, cyclically.
 
-    What is cut need not be positions: anything with one row a token, such as the tokens themselves.
+    Any tensor with one row per token can be cut, not only positions.
 
     Args:
         positions: `(..., prod(sizes), axes)`, row-major.
@@ -663,7 +662,7 @@ def windows(
         `(..., windows, prod(window), axes)`, windows row-major and tokens within a window row-major.
 
     Raises:
-        ValueError: a window that does not divide its lattice, or positions that are not the lattice's.
+        ValueError: a window that does not divide its lattice, or another number of positions than the lattice has.
 
     References:
         Liu et al., Swin Transformer, section 3.2 and figure 4.
@@ -697,5 +696,5 @@ def windows(
 
 
 def _wide(positions: Tensor) -> Tensor:
-    """Positions in float32 or wider: integers and half precision would lose what is done to them."""
+    """Convert positions to float32 or wider: integers and half precision would round the result."""
     return positions.to(torch.promote_types(positions.dtype, torch.float32))

@@ -1,13 +1,13 @@
-"""Rotations as values: `Planar`, `PlanarInBasis`, `Commuting`, `Block`, and `Action`. Sign and layout are here.
+"""Immutable rotations: `Planar`, `PlanarInBasis`, `Commuting`, `Block`, and `Action`; their sign and layout.
 
-A vector x of `head_dim` channels is cut into consecutive blocks. A planar rotation turns channels (2i, 2i+1), or
-(i, i + n) where its n pairs are laid out in halves, by the angle a_i, counter-clockwise:
+A vector x of `head_dim` channels is split into consecutive blocks. A planar rotation rotates channels (2i, 2i+1), or
+(i, i + n) if its n pairs are laid out in halves, by the angle a_i, counter-clockwise:
 
     [y_2i  ]   [cos a  -sin a] [x_2i  ]           [0  -a]
     [y_2i+1] = [sin a   cos a] [x_2i+1]  = exp(   [a   0]   ) x
 
-A block rotation multiplies channels [i b, (i+1) b) by an orthogonal b x b matrix. Channels beyond the rotated
-ones (`rotary_dim` < `head_dim`) pass unchanged. Tokens are second to last, heads before them, as in q and k.
+A block rotation multiplies channels [i b, (i+1) b) by an orthogonal b x b matrix. Channels from `rotary_dim` on are
+unchanged. Dimensions are ordered as in q and k: (..., heads, tokens, channels).
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,11 @@ from torchrope.tensors import can_read, without_autocast
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Rotation(ABC):
-    """What an encoding returns for positions: one rotation a head and token. Immutable.
+    """One rotation per head and token, as an encoding returns it for positions. Immutable.
 
     Attributes:
-        head_dim: Channels of a head, rotated or not.
-        num_heads: Heads that it was made for; its own by default. A rotation of one head serves them all.
+        head_dim: Channels per head, rotated or not.
+        num_heads: Number of heads to rotate; by default that of `shape`. A rotation with one head is broadcast.
     """
 
     head_dim: int
@@ -36,16 +36,16 @@ class Rotation(ABC):
     @property
     @abstractmethod
     def rotary_dim(self) -> int:
-        """Number of channels that turn."""
+        """Number of rotated channels."""
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """`(*batch, heads or 1, tokens)`: no batch where positions are shared, 1 where heads share."""
+        """`(*batch, heads or 1, tokens)`: no batch if samples share positions, 1 if heads share the rotation."""
 
     @property
     def heads(self) -> int:
-        """Heads that it was made for."""
+        """Number of heads to rotate."""
         return self.shape[-2] if self.num_heads is None else self.num_heads
 
     @property
@@ -55,47 +55,47 @@ class Rotation(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of the tensors."""
         return self._tensors()[0].device
 
     def matrix(self) -> Tensor:
-        """The same rotation as a dense matrix `(*batch, heads, tokens, head_dim, head_dim)`."""
+        """Return the dense matrices of the rotation, `(*batch, heads, tokens, head_dim, head_dim)`."""
         dense = block_diagonal(self.blocks(), self.head_dim)
         return dense.expand(*self.shape[:-2], self.heads, *dense.shape[-3:])
 
     @abstractmethod
     def blocks(self) -> Tensor:
-        """The matrices on the diagonal, `(*batch, heads or 1, tokens, num_blocks, b, b)`."""
+        """Return the blocks on the diagonal of the matrices, `(*batch, heads or 1, tokens, num_blocks, b, b)`."""
 
     @abstractmethod
     def inverse(self) -> "Rotation":
-        """The rotation that undoes this one:  R(p)^-1 = R(p)^T."""
+        """Return the inverse rotation:  R(p)^-1 = R(p)^T."""
 
     @abstractmethod
     def at(self, positions: Tensor) -> "Rotation":
-        """The rotation of other positions by the same generators, whose basis and frequencies both share.
+        """Return the rotation at other positions, with the same generators; both share basis and frequencies.
 
-        Scores of queries and keys at different positions may then leave a basis out (`rotate(..., scores_only=True,
-        key_rotation=...)`), where two calls of the encoding would work it out twice.
+        Scores of queries and keys at different positions can then omit the basis (`rotate(..., scores_only=True,
+        key_rotation=...)`), which two calls of the encoding would compute twice.
 
         Args:
             positions: `(*batch, tokens, axes)`, in the dtype of the rotation or converted to it.
 
         Raises:
-            ValueError: another number of axes; a `Block` rotation, which holds matrices and no generators.
+            ValueError: another number of axes; a `Block` rotation, which stores matrices and no generators.
         """
 
     def __getitem__(self, index: Any) -> "Rotation":
-        """Part of the samples, heads and tokens, by slices, as a tensor of `(*batch, heads, tokens)` is sliced.
+        """Slice samples, heads and tokens like a tensor of `(*batch, heads, tokens)`.
 
-        Heads that share a rotation are counted as those that it was made for. What samples share stays shared: an index
-        of a batch that is not there is refused.
+        Heads that share a rotation are indexed by `heads`, as if expanded. A rotation without batch dimensions cannot
+        be indexed along them.
 
         Args:
-            index: Slices and at most one `...`; tokens also by a tensor of indices `(n,)`.
+            index: Slices and at most one `...`; for tokens also a tensor of indices `(n,)`.
 
         Raises:
-            ValueError: too many dimensions, an integer, which would remove one, or no head that is left.
+            ValueError: too many dimensions, an integer, which would remove a dimension, or an empty slice of heads.
 
         Example:
             >>> import torch, torchrope as tr
@@ -104,15 +104,15 @@ class Rotation(ABC):
             (2, 6)
         """
         batch, heads, tokens = _indices(index, len(self.shape))
-        kept = range(self.heads)[heads]
-        if not kept:
-            raise ValueError(f"heads of a part must be 1 or more of {self.heads}, got {heads}")
+        selected = range(self.heads)[heads]
+        if not selected:
+            raise ValueError(f"a slice of heads must select 1 or more of {self.heads}, got {heads}")
         parts: dict[str, Any] = self._part(batch, heads, tokens)
-        return replace(self, num_heads=len(kept), **parts)
+        return replace(self, num_heads=len(selected), **parts)
 
     @abstractmethod
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
-        """The tensors of some samples, heads and tokens, by name."""
+        """Slice the tensors along samples, heads and tokens; return them by name."""
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -120,30 +120,30 @@ class Rotation(ABC):
         return f"{type(self).__name__}({shown}, heads={self.heads}, {dtype}, {self.device})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields, without what kernels remember of them: addresses in this process."""
+        """Return the fields without what kernels cache: addresses in this process."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rotation":
-        """The same rotation in memory of its own, without a gradient."""
+        """Return a detached copy."""
         return self._mapped(lambda tensor: tensor.detach().clone())
 
     def to(self, *args: Any, **kwargs: Any) -> "Rotation":
-        """The same rotation elsewhere; takes what `torch.Tensor.to` takes, but never narrows below float32."""
+        """Convert device and dtype; arguments as of `torch.Tensor.to`, but the dtype stays float32 or wider."""
 
-        def moved(tensor: Tensor) -> Tensor:
-            there = tensor.to(*args, **kwargs)
-            return there if there.dtype in (torch.float32, torch.float64) else tensor.to(there.device)
+        def convert(tensor: Tensor) -> Tensor:
+            converted = tensor.to(*args, **kwargs)
+            return converted if converted.dtype in (torch.float32, torch.float64) else tensor.to(converted.device)
 
-        return self._mapped(moved)
+        return self._mapped(convert)
 
     def detach(self) -> "Rotation":
-        """The same rotation without a gradient."""
+        """Return the rotation detached from the graph."""
         return self._mapped(Tensor.detach)
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Rotation":
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Rotation":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        mapped: dict[str, Any] = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **mapped)
 
     def _tensors(self) -> list[Tensor]:
         return [value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)]
@@ -156,10 +156,10 @@ class Planar(Rotation):
     Attributes:
         positions: `(*batch, tokens, axes)`.
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
-        table: cos and sin of the angles, `(*batch, heads or 1, tokens, pairs, 2)`, where they were worked out
-            beforehand; otherwise made where they are needed.
-        halves: Whether pair i is channels (i, i + pairs), as `rotate_half` in transformers has it, in place of
-            (2i, 2i + 1); `in_halves` makes one of the other.
+        table: cos and sin of the angles, `(*batch, heads or 1, tokens, pairs, 2)`, if precomputed; None to compute
+            them on use.
+        halves: Whether pair i is channels (i, i + pairs), as in `rotate_half` of transformers, instead of
+            (2i, 2i + 1); `in_halves` sets it.
     """
 
     positions: Tensor
@@ -177,11 +177,11 @@ class Planar(Rotation):
         return (*batch, self.frequencies.shape[1], tokens)
 
     def angles(self) -> Tensor:
-        """Angles in radians, `(*batch, heads or 1, tokens, pairs)`."""
+        """Return the angles in radians, `(*batch, heads or 1, tokens, pairs)`."""
         return combine(self.positions, self.frequencies)
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles, each `(*batch, heads or 1, tokens, pairs)`."""
+        """Return cos and sin of the angles, each `(*batch, heads or 1, tokens, pairs)`."""
         if self.table is not None:
             cos, sin = self.table.unbind(-1)
             return cos, sin
@@ -189,23 +189,24 @@ class Planar(Rotation):
         return angles.cos(), angles.sin()
 
     def tabulated(self) -> "Planar":
-        """The same rotation with cos and sin worked out."""
+        """Return the rotation with cos and sin precomputed."""
         return replace(self, table=torch.stack(self.cos_sin(), dim=-1))
 
     def in_halves(self) -> "Planar":
-        """The same angles for models whose pairs are channels (i, i + rotary_dim / 2), in place of (2i, 2i + 1)."""
+        """Return the rotation of channel pairs (i, i + rotary_dim / 2) instead of (2i, 2i + 1) by the same angles."""
         return replace(self, halves=True)
 
     def matrix(self) -> Tensor:
         dense = super().matrix()
         if not self.halves:
             return dense
-        first = torch.arange(self.head_dim, device=dense.device)
-        place = torch.cat([first[: self.rotary_dim : 2], first[1 : self.rotary_dim : 2], first[self.rotary_dim :]])
-        return dense[..., place, :][..., place]
+        channel = torch.arange(self.head_dim, device=dense.device)
+        rotated, rest = channel[: self.rotary_dim], channel[self.rotary_dim :]
+        order = torch.cat([rotated[::2], rotated[1::2], rest])
+        return dense[..., order, :][..., order]
 
     def blocks(self) -> Tensor:
-        """The turn of each pair, `(*batch, heads or 1, tokens, pairs, 2, 2)`, wherever its channels are."""
+        """Return the rotation of each pair, `(*batch, heads or 1, tokens, pairs, 2, 2)`, for either channel layout."""
         cos, sin = self.cos_sin()
         rows = [torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)]
         return torch.stack(rows, dim=-2)
@@ -219,19 +220,19 @@ class Planar(Rotation):
         return {"positions": self.positions[(*batch, tokens)], "frequencies": frequencies, "table": table}
 
     def inverse(self) -> "Planar":
-        turned = replace(self, positions=-self.positions, table=None)
-        return turned if self.table is None else turned.tabulated()
+        inverse = replace(self, positions=-self.positions, table=None)
+        return inverse if self.table is None else inverse.tabulated()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Commuting(Rotation):
-    """Rotation by multiples of one skew base B per block:  R(p) = exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a.
+    """Rotation by multiples of one skew matrix B per block:  R(p) = exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a.
 
     Attributes:
         positions: `(*batch, tokens, axes)`.
         factors: c, `(axes, heads or 1, blocks)`.
         base: B, `(heads or 1, blocks, b, b)`, b even.
-        basis: U, `(heads or 1, blocks, b, b)`, orthogonal, the planes in pairs of columns.
+        basis: U, `(heads or 1, blocks, b, b)`, orthogonal; each pair of columns spans one plane.
         angular: w, `(heads or 1, blocks, b / 2)`:  B = U diag([[0, -w], [w, 0]]) U^T.
     """
 
@@ -291,7 +292,7 @@ class PlanarInBasis(Rotation):
 
     @property
     def planar(self) -> Planar:
-        """rot(a), what is left of it where P is left out."""
+        """rot(a), the rotation without the basis P."""
         return Planar(
             positions=self.positions, frequencies=self.frequencies, head_dim=self.head_dim, num_heads=self.num_heads
         )
@@ -299,11 +300,11 @@ class PlanarInBasis(Rotation):
     def blocks(self) -> Tensor:
         b = self.basis.shape[-1]
         identity = torch.eye(b, dtype=self.dtype, device=self.device)
-        turns = block_diagonal(self.planar.blocks().unflatten(-3, (-1, b // 2)), b)  # (..., tokens, blocks, b, b)
+        rotations = block_diagonal(self.planar.blocks().unflatten(-3, (-1, b // 2)), b)  # (..., tokens, blocks, b, b)
         basis = self.basis.unsqueeze(1)  # (heads, 1, blocks, b, b)
-        # I + P (rot - I) P^T, not P rot P^T: at the origin this is I to the last bit.
+        # I + P (rot - I) P^T, not P rot P^T: this is exactly I at the origin.
         with without_autocast(basis):
-            return identity + basis @ (turns - identity) @ basis.mT
+            return identity + basis @ (rotations - identity) @ basis.mT
 
     def at(self, positions: Tensor) -> "PlanarInBasis":
         return replace(self, positions=_converted(positions, self.positions))
@@ -322,8 +323,8 @@ class Block(Rotation):
 
     Attributes:
         table: The matrices `(*batch, heads or 1, tokens, blocks, b, b)`.
-        tangent: Zeros `(*batch, heads or 1, tokens, blocks, b (b - 1) / 2)` without memory. Kernels return the
-            gradient to Ω in exp(Ω) R at Ω = 0 through it, above the diagonal, half the size of a matrix's.
+        tangent: Zeros `(*batch, heads or 1, tokens, blocks, b (b - 1) / 2)` without storage. Kernels return through
+            it the gradient with respect to Ω in exp(Ω) R at Ω = 0: its strict upper triangle, half a matrix's size.
     """
 
     table: Tensor
@@ -341,7 +342,7 @@ class Block(Rotation):
         return self.table
 
     def at(self, positions: Tensor) -> "Block":
-        raise ValueError("a rotation at other positions needs generators, got a Block rotation of matrices alone")
+        raise ValueError("a rotation at other positions needs generators, got a Block rotation, which has none")
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         def part(tensor: Tensor) -> Tensor:
@@ -355,44 +356,44 @@ class Block(Rotation):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Expansion(Rotation):
-    """No rotation: queries and keys get other channels, perhaps more of them, whose products are the scores.
+    """Map from queries and keys to feature vectors, perhaps wider ones, whose dot products are the scores.
 
-    `rotate` applies it, and attention divides scores by √head_dim as before. A subclass says how in `of_queries` and
-    `of_keys`. What only rotations have (`matrix`, `inverse`, another set of positions) is refused.
+    Not a rotation, but accepted wherever one is: `rotate` applies it, and attention divides scores by √head_dim as
+    before. A subclass defines `of_queries` and `of_keys`; `matrix`, `inverse` and `at` raise ValueError.
     """
 
     @abstractmethod
     def of_queries(self, q: Tensor, tokens: Tensor | None) -> Tensor:
-        """Queries `(*batch, heads, tokens, head_dim)` to those of the scores, `(*batch, heads, tokens, channels)`.
+        """Map queries `(*batch, heads, tokens, head_dim)` to features `(*batch, heads, tokens, channels)`.
 
         Args:
             q: Queries, float32 or wider.
-            tokens: What they were projected from, `(*batch, tokens, dim)`, where attention tells it.
+            tokens: Tokens that the queries were projected from, `(*batch, tokens, dim)`, if attention passes them.
 
         Raises:
-            ValueError: tokens are needed and were not told.
+            ValueError: tokens are needed and None.
         """
 
     @abstractmethod
     def of_keys(self, k: Tensor) -> Tensor:
-        """Keys to those of the scores, likewise."""
+        """Map keys `(*batch, heads, tokens, head_dim)` to features `(*batch, heads, tokens, channels)`."""
 
     @property
     def rotary_dim(self) -> int:
         return self.head_dim
 
     def blocks(self) -> Tensor:
-        raise ValueError(f"rotation matrices need a rotation, got {type(self).__name__}, which is none")
+        raise ValueError(f"matrices need a rotation, got {type(self).__name__}, which is not one")
 
     def inverse(self) -> "Rotation":
-        raise ValueError(f"the inverse needs a rotation, got {type(self).__name__}, which is none")
+        raise ValueError(f"the inverse needs a rotation, got {type(self).__name__}, which is not one")
 
     def at(self, positions: Tensor) -> "Rotation":
         raise ValueError(f"other positions need generators, got {type(self).__name__}, which has none")
 
 
 class Action(ABC):
-    """Invertible matrices A of tokens, which need not be orthogonal, for queries, keys, values and outputs.
+    """Invertible matrices A, one per token and not necessarily orthogonal, for queries, keys, values and outputs.
 
     q' = A_m^-T q,  k' = A_n k,  so that  q'^T k' = q^T A_m^-1 A_n k,  and  y = A_m^-1 sum_n w_mn A_n v. For rotations
     A^-T = A = R(p).
@@ -400,55 +401,55 @@ class Action(ABC):
 
     @abstractmethod
     def queries(self, q: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        """A^-T q for queries `(batch, heads, tokens, head_dim)`, with layout and backend as `torchrope.rotate`'s."""
+        """Compute A^-T q for queries `(batch, heads, tokens, head_dim)`; layout and backend as of `rotate`."""
 
     @abstractmethod
     def keys(self, k: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        """A k for keys, likewise."""
+        """Compute A k for keys; shapes and arguments as of `queries`."""
 
     @abstractmethod
     def values(self, v: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        """A v for the values of those tokens, likewise."""
+        """Compute A v for values of the same tokens as the keys."""
 
     @abstractmethod
     def outputs(self, y: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        """A^-1 y for what the queries of those tokens attended to, likewise."""
+        """Compute A^-1 y for attention outputs of the same tokens as the queries."""
 
     def bias(self, bias: Tensor) -> Tensor:
-        """A bias or mask `(batch or 1, heads or 1, queries or 1, keys)` for the scores of `queries` and `keys`."""
+        """Rearrange a bias or mask `(batch or 1, heads or 1, queries or 1, keys)` as `queries` and `keys` are."""
         return bias
 
     def join(self, x: Tensor) -> Tensor:
-        """What belongs to the tokens of `queries`, such as weights, as `(batch, heads, tokens, ...)`."""
+        """Rearrange per-query values, such as attention weights, to `(batch, heads, tokens, ...)`."""
         return x
 
     @abstractmethod
     def require_same_frame(self, other: "Rotation | Action") -> None:
-        """Raise ValueError where queries of this action and keys of another one cannot be compared."""
+        """Raise ValueError if queries of this action cannot be compared with keys of another."""
 
 
 def _converted(positions: Tensor, like: Tensor) -> Tensor:
-    """Positions in the dtype and on the device of others, in memory of their own."""
+    """Copy positions to the dtype and device of others."""
     if positions.ndim < 2 or positions.shape[-1] != like.shape[-1]:
         raise ValueError(f"positions must be (*batch, tokens, {like.shape[-1]}), got {tuple(positions.shape)}")
     return positions.to(like, copy=True)
 
 
 def _of_heads(x: Tensor, heads: slice, dim: int) -> Tensor:
-    """Some heads of what has them in a dimension; what all heads share stays as it is."""
+    """Slice the heads of a tensor along a dimension; a dimension of 1, shared by all heads, is kept."""
     return x if x.shape[dim] == 1 else x[(slice(None),) * dim + (heads,)]
 
 
 def _indices(index: Any, ndim: int) -> tuple[tuple[slice, ...], slice, Any]:
-    """Slices of samples, of heads, and of tokens, or their indices."""
+    """Expand an index to slices of samples, a slice of heads, and a slice or indices of tokens."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    gaps = [at for at, part in enumerate(parts) if part is ...]
-    if len(gaps) > 1 or len(parts) - len(gaps) > ndim:
+    ellipses = [at for at, part in enumerate(parts) if part is ...]
+    if len(ellipses) > 1 or len(parts) - len(ellipses) > ndim:
         raise ValueError(f"an index must have at most {ndim} parts and one '...', got {len(parts)} parts")
-    at = gaps[0] if gaps else len(parts)
-    before, after, whole = parts[:at], parts[at + 1 :], slice(None)
-    every: list[Any] = [*before, *(whole for _ in range(ndim - len(before) - len(after))), *after]
-    *batch, heads, tokens = every
+    at = ellipses[0] if ellipses else len(parts)
+    before, after = parts[:at], parts[at + 1 :]
+    expanded: list[Any] = [*before, *(slice(None) for _ in range(ndim - len(before) - len(after))), *after]
+    *batch, heads, tokens = expanded
     by_indices = isinstance(tokens, Tensor) and tokens.ndim == 1 and not tokens.is_floating_point()
     if not (by_indices or isinstance(tokens, slice)) or not all(isinstance(part, slice) for part in (*batch, heads)):
         raise ValueError(f"a rotation must be indexed by slices, tokens also by indices (n,), got {index}")
@@ -456,33 +457,33 @@ def _indices(index: Any, ndim: int) -> tuple[tuple[slice, ...], slice, Any]:
 
 
 # Each squaring inside torch.matrix_exp doubles the departure from orthogonality: below the first norm it stays at
-# rounding error, below the second float32 is exact enough to be mended afterwards.
-_NEAR, _FAR = 16.0, 1024.0
-# No digit of a larger angle is left in float32.
-_FARTHEST = 2.0**40
+# rounding error, below the second float32 is exact enough to be corrected afterwards.
+_NORM_WITHOUT_CORRECTION, _NORM_IN_FLOAT32 = 16.0, 1024.0
+# A larger angle has no correct digit modulo 2π in float32.
+_LARGEST_NORM = 2.0**40
 
 
 def exponential(skew: Tensor) -> Tensor:
-    """exp of skew matrices `(..., b, b)`, float32 or float64, any strides; orthogonal whatever their norm.
+    """Compute exp of skew matrices `(..., b, b)`, float32 or float64, any strides; orthogonal for any norm.
 
-    Far from zero it is computed in float64, where the device has it. Norms above 2^40 are scaled down to it.
+    Large norms are computed in float64 if the device supports it. Norms above 2^40 are scaled down to 2^40.
     """
-    skew = skew.contiguous()  # torch.matrix_exp refuses strides that einsum leaves behind
+    skew = skew.contiguous()  # torch.matrix_exp refuses some strides that einsum returns
     norm = skew.detach().abs().sum(dim=-1, keepdim=True).amax(dim=-2, keepdim=True)
-    if skew.is_meta or (can_read(norm) and not (norm > _NEAR).any()):
+    if skew.is_meta or (can_read(norm) and not (norm > _NORM_WITHOUT_CORRECTION).any()):
         return torch.linalg.matrix_exp(skew)
-    stays = skew.device.type == "mps" or (can_read(norm) and not (norm > _FAR).any())
-    wide = skew if stays else skew.double()
-    matrix = torch.linalg.matrix_exp(wide * (_FARTHEST / norm).clamp(max=1))
+    keep_dtype = skew.device.type == "mps" or (can_read(norm) and not (norm > _NORM_IN_FLOAT32).any())
+    wide = skew if keep_dtype else skew.double()
+    matrix = torch.linalg.matrix_exp(wide * (_LARGEST_NORM / norm).clamp(max=1))
     identity = torch.eye(skew.shape[-1], dtype=wide.dtype, device=wide.device)
     with without_autocast(skew):
-        for _ in range(2):  # each leaves the square of the error that was there
+        for _ in range(2):  # each squares the error
             matrix = matrix - matrix @ (matrix.mT @ matrix - identity) / 2
     return matrix.to(skew.dtype)
 
 
 def combine(positions: Tensor, per_axis: Tensor) -> Tensor:
-    """sum_a p_a X_a for p `(*batch, tokens, axes)` and X `(axes, heads, ...)`, to `(*batch, heads, tokens, ...)`.
+    """Compute sum_a p_a X_a `(*batch, heads, tokens, ...)` for p `(*batch, tokens, axes)` and X `(axes, heads, ...)`.
 
     A sum of products, not a matmul: a GPU would round a matmul to TensorFloat-32.
     """
@@ -495,7 +496,7 @@ def combine(positions: Tensor, per_axis: Tensor) -> Tensor:
 
 
 def block_diagonal(blocks: Tensor, size: int) -> Tensor:
-    """Lay blocks `(..., n, b, b)` on the diagonal of a `size` square; the diagonal left over is 1."""
+    """Place blocks `(..., n, b, b)` on the diagonal of a `size` x `size` matrix; the rest of the diagonal is 1."""
     *batch, n, b, _ = blocks.shape
     dense = torch.eye(size, dtype=blocks.dtype, device=blocks.device).repeat(*batch, 1, 1)
     cells = dense[..., : n * b, : n * b].unflatten(-1, (n, b)).unflatten(-3, (n, b))  # (..., n, b, n, b)

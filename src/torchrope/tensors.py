@@ -1,4 +1,4 @@
-"""Tensor utilities: the dtype to compute angles in, autocast switched off, whether values can be read."""
+"""Tensor utilities: dtypes for angles, disabling autocast, and whether values can be read."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
-    """The narrowest floating dtype that holds all of them, float32 at least."""
+    """Return the promoted dtype of tensors, at least float32."""
     return reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager:
-    """Switch autocast off on the device of a tensor; the meta device has none."""
+    """Return a context manager that disables autocast on the device of a tensor; the meta device has none."""
     # Not torch.amp.is_autocast_available: torch 2.11 and older cannot compile it.
     return nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether Python may branch on the values of a tensor: a plain one on a CPU, neither traced nor transformed.
+    """Whether Python may branch on the values of a tensor: a plain CPU tensor, neither traced nor transformed.
 
-    A GPU would have to be waited for; a graph and a function under `torch.vmap` have no values yet.
+    Reading from a GPU would synchronise; tensors in a compiled graph or under `torch.vmap` have no values.
     """
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return False
@@ -29,11 +29,11 @@ def can_read(x: Tensor) -> bool:
 
 
 def empty_rows(like: Tensor) -> Tensor:
-    """Memory for a result of the same shape and dtype, in the memory order of `like`, channels side by side."""
+    """Allocate a tensor like another in shape, dtype and memory order, with contiguous channels."""
     empty = torch.empty_like(like)
     return empty if empty.stride(-1) == 1 else like.new_empty(like.shape)
 
 
-def with_sets(x: Tensor, ndim: int) -> Tensor:
-    """Give what all samples share a leading dimension of 1."""
+def with_batch_dim(x: Tensor, ndim: int) -> Tensor:
+    """Add a batch dimension of 1 to a tensor that all samples share."""
     return x if x.ndim == ndim else x.unsqueeze(0)

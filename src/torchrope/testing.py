@@ -1,4 +1,4 @@
-"""Properties that every rotary encoding must have, tested on an encoding of your own by one call.
+"""Properties that every rotary encoding must have; `check` tests them on an encoding.
 
     >>> from functools import partial
     >>> import torchrope as tr
@@ -9,9 +9,9 @@
     passed      rotations are orthogonal: error ..., allowed ...
     ...
 
-A property is a function of what builds the encoding. It raises AssertionError where the encoding does not have it, and
-returns the largest error that it measured. Reference values are float64 `torch.linalg.matrix_exp` of the dense
-generators.
+A property is a function of a callable that builds the encoding. It raises AssertionError if the encoding does not have
+the property, and returns the largest error measured. Reference values are the float64 `torch.linalg.matrix_exp` of the
+dense generators.
 """
 
 import copy
@@ -46,7 +46,7 @@ TOLERANCE: dict[torch.dtype, float] = {
 
 
 class Measured(NamedTuple):
-    """An error, and the largest that is allowed."""
+    """A measured error and the largest error allowed."""
 
     error: float
     allowed: float
@@ -56,17 +56,17 @@ class Measured(NamedTuple):
 
 
 PROPERTIES: dict[str, Callable[[Make], Measured | None]] = {}
-"""Every property by name, in the order in which `check` tests them; the first ones explain failures of later ones."""
+"""Properties by name, in the order of testing; failures of the first ones explain failures of later ones."""
 
 
 @dataclass(frozen=True, repr=False)
 class CheckResult:
-    """What `check` found; printed, a table with one line per property.
+    """Result of `check`; its repr is a table with one line per property.
 
     Attributes:
-        encoding: The encoding, with the numbers that it was built with.
-        passed: The largest measured error of each property; None where it has none, as for equality.
-        skipped: Why a property does not apply.
+        encoding: Class and arguments of the encoding.
+        passed: The largest measured error of each property; None if it measures none, as for equality.
+        skipped: Why each skipped property does not apply.
     """
 
     encoding: str
@@ -82,16 +82,16 @@ def check(make: Make) -> CheckResult:
     """Test every property of an encoding.
 
     Args:
-        make: Builds a new encoding at each call, without arguments: `functools.partial(Mine, num_axes=2, ...)`.
+        make: Callable without arguments that builds a new encoding: `functools.partial(MyEncoding, num_axes=2, ...)`.
 
     Returns:
-        Names of the properties that passed, with the largest errors measured.
+        The properties that passed, with the largest errors measured, and those that do not apply.
 
     Raises:
         AssertionError: the encoding cannot be built or has no generators; or properties fail. The message names each,
-            with the usual cause or the measured error, and then those that passed. An exception within a property is
-            a failure of that property.
-        TypeError: make is an encoding and not what builds one.
+            with the usual cause or the measured error, and then those that passed. An exception in a property counts as
+            its failure.
+        TypeError: make is an encoding instead of a callable that builds one.
     """
     passed: dict[str, Measured | None] = {}
     failed: dict[str, Exception] = {}
@@ -114,28 +114,28 @@ def check(make: Make) -> CheckResult:
 
 
 class DoesNotApply(Exception):
-    """Raised by a property that is not defined for an encoding of this kind."""
+    """Raised by a property that is not defined for this kind of encoding."""
 
 
 def has_property(measure: Callable[[Make], Iterator[Measured] | None]) -> Callable[[Make], Measured | None]:
-    """Add a function to `PROPERTIES` under its own name, with spaces; it yields errors, of which the worst counts."""
+    """Register a function in `PROPERTIES` under its name with spaces; the worst of the errors that it yields counts."""
 
     @functools.wraps(measure)
     def holds(make: Make) -> Measured | None:
-        return max(measure(make) or (), key=lambda found: found.error / found.allowed, default=None)
+        return max(measure(make) or (), key=lambda measured: measured.error / measured.allowed, default=None)
 
     PROPERTIES[measure.__name__.replace("_", " ")] = holds
     return holds
 
 
 def assert_close_to_scale(actual: Tensor, truth: Tensor, what: str) -> Measured:
-    """`assert_close` of both divided by the largest magnitude of the truth, where that is above 1."""
+    """Apply `assert_close` to both tensors divided by the largest magnitude of the truth, if that is above 1."""
     scale = max(truth.abs().max().item(), 1.0) if truth.numel() else 1.0
     return assert_close(actual / scale, truth / scale, what)
 
 
 def assert_close(actual: Tensor, truth: Tensor, what: str, dtype: torch.dtype | None = None) -> Measured:
-    """Assert that the error against the truth is within the tolerance of a dtype, the actual one's by default."""
+    """Assert that the largest absolute error is within the tolerance of a dtype, by default that of `actual`."""
     if actual.shape != truth.shape:
         raise AssertionError(f"{what}: shape {tuple(actual.shape)} instead of {tuple(truth.shape)}")
     limit = TOLERANCE[dtype or actual.dtype]
@@ -147,38 +147,38 @@ def assert_close(actual: Tensor, truth: Tensor, what: str, dtype: torch.dtype | 
 
 @has_property
 def tensors_are_parameters_or_buffers(make: Make) -> None:
-    """Every tensor of the module is an `nn.Parameter` or a buffer: saved, moved and trained with the model."""
-    plain = []
+    """Every tensor of the module is an `nn.Parameter` or a buffer, so that the model saves, moves and trains it."""
+    problems = []
     for prefix_, module in make().named_modules(prefix="self"):
         for name, value in vars(module).items():
             if name in vars(nn.Module()):
                 continue
             where = f"`{prefix_}.{name}`"
             if isinstance(value, Tensor) and value.grad_fn is not None:
-                plain.append(f"{where} was computed from a parameter; keep the nn.Parameter, compute in generators()")
+                problems.append(f"{where} was computed from a parameter; keep the parameter, compute in generators()")
             elif isinstance(value, Tensor):
-                plain.append(f"{where} is a plain tensor; wrap it in nn.Parameter to learn it, or register_buffer")
+                problems.append(f"{where} is a plain tensor; wrap it in nn.Parameter to learn it, or register_buffer")
             elif isinstance(value, list | tuple | dict):
                 items = value.values() if isinstance(value, dict) else value
                 if any(isinstance(item, Tensor | nn.Module) for item in items):
                     kind = type(value).__name__
-                    plain.append(f"{where} is a {kind}, not looked into; use nn.ParameterList or nn.ModuleList")
-    _require(not plain, "tensors must be parameters or buffers, but " + "; ".join(plain))
+                    problems.append(f"{where} is a {kind}, not registered; use nn.ParameterList or nn.ModuleList")
+    _require(not problems, "tensors must be parameters or buffers, but " + "; ".join(problems))
 
 
 @has_property
 def generators_have_the_promised_shape(make: Make) -> None:
-    """Finite numbers `(num_axes, num_heads or 1, rotary_dim / b, b, b)`."""
+    """generators() returns finite numbers of shape `(num_axes, num_heads or 1, rotary_dim / b, b, b)`."""
     encoding = make()
     generators, b = encoding.generators(), encoding.block_size
     promised = (encoding.num_axes, encoding.parameter_heads, encoding.num_blocks, b, b)
     shape, cause = tuple(generators.shape), ""
     if b == 2 and shape == promised[:3]:
-        cause = "; these are frequencies, make blocks of them with planar(frequencies)"
+        cause = "; these are frequencies, convert them with planar(frequencies)"
     elif sorted(shape) == sorted(promised):
         cause = "; the dimensions are in another order"
     elif shape[1:2] == (encoding.num_heads,) and encoding.shared_heads:
-        cause = "; shared_heads=True leaves one head, self.parameter_heads"
+        cause = "; with shared_heads=True there is one head, self.parameter_heads"
     rule = f"(num_axes, {'1' if encoding.shared_heads else 'num_heads'}, rotary_dim / b, b, b) = {promised}"
     _require(shape == promised, f"generators() must return {rule}, got {shape}{cause}")
     _require(generators.is_floating_point(), f"generators() must return real floating point, got {generators.dtype}")
@@ -199,8 +199,8 @@ def generators_are_skew_symmetric(make: Make) -> None:
 
 @has_property
 def generators_follow_the_device_and_dtype(make: Make) -> None:
-    """`.to(device)` and `.double()` of the module move its generators; the meta device stands for a GPU."""
-    cause = "a tensor in it is made without device= and dtype=, or is neither parameter nor buffer"
+    """`.to(device)` and `.double()` of the module convert its generators; the meta device stands in for a GPU."""
+    cause = "a tensor in it is created without device= and dtype=, or is neither parameter nor buffer"
     dtype = make().double().generators().dtype
     _require(dtype == torch.float64, f"generators() of a float64 module must be float64, got {dtype}; {cause}")
     encoding = make().to("meta")
@@ -215,7 +215,7 @@ def generators_follow_the_device_and_dtype(make: Make) -> None:
 
 @has_property
 def generators_depend_on_the_parameters_alone(make: Make) -> None:
-    """generators() gives the same twice, and after forward(), which leaves its positions as they are."""
+    """generators() returns the same at each call, also after forward(), which does not change its positions."""
     encoding, positions = make(), _positions(make())
     first, state = encoding.generators().detach().clone(), torch.random.get_rng_state()
     same, drew = _same(encoding.generators(), first), not torch.equal(torch.random.get_rng_state(), state)
@@ -227,13 +227,13 @@ def generators_depend_on_the_parameters_alone(make: Make) -> None:
     _require(torch.equal(given, positions), "forward() must not change positions in place")
     _require(
         _same(encoding.generators(), first),
-        "generators() must depend on parameters alone, but forward() changed them; keep no positions in self",
+        "generators() must depend on parameters alone, but forward() changed them; store no positions in self",
     )
 
 
 @has_property
 def every_parameter_moves_the_generators(make: Make) -> None:
-    """Each parameter that requires a gradient changes the generators, and has a gradient through them."""
+    """Each parameter that requires a gradient changes the generators and gets a gradient through them."""
     encoding = make()
     learned = {name: p for name, p in encoding.named_parameters() if p.requires_grad}
     if not learned:
@@ -244,7 +244,7 @@ def every_parameter_moves_the_generators(make: Make) -> None:
     if generators.requires_grad:
         some_sum = (generators * torch.randn_like(generators)).sum()
         gradients = torch.autograd.grad(some_sum, tuple(learned.values()), retain_graph=True, allow_unused=True)
-    with torch.no_grad():  # away from zeros, where one parameter may hide another
+    with torch.no_grad():  # away from zeros, where one parameter may cancel the effect of another
         for p in learned.values():
             p.add_(torch.randn_like(p), alpha=0.1)
     wrong = []
@@ -254,8 +254,8 @@ def every_parameter_moves_the_generators(make: Make) -> None:
             p.add_(torch.randn_like(p), alpha=0.1)
         moved = not _same(encoding.generators(), before)
         if gradient is None and moved:
-            found = " and ".join(sorted(calls.found)) or ".detach(), .item(), .numpy() or a second nn.Parameter(...)"
-            wrong.append(f"`{name}` gets no gradient, because of {found} in generators()")
+            cause = " and ".join(sorted(calls.names)) or ".detach(), .item(), .numpy() or a second nn.Parameter(...)"
+            wrong.append(f"`{name}` gets no gradient, because of {cause} in generators()")
         elif gradient is None:
             wrong.append(f"`{name}` is not used in generators(); use it or remove it")
         elif gradient.any() and gradient.isfinite().all() and not moved:
@@ -265,28 +265,28 @@ def every_parameter_moves_the_generators(make: Make) -> None:
 
 @has_property
 def frequencies_and_factors_equal_the_generators(make: Make) -> Iterator[Measured]:
-    """frequencies_per_axis() and factors_and_base(), where a family writes them, give its generators()."""
+    """frequencies_per_axis() and factors_and_base(), if an encoding defines them, agree with its generators()."""
     encoding = make()
     generators = encoding.generators()
-    written = {}
+    overridden = {}
     if encoding.block_size == 2 and type(encoding).frequencies_per_axis is not Encoding.frequencies_per_axis:
-        written["planar(frequencies_per_axis())"] = planar(encoding.frequencies_per_axis())
+        overridden["planar(frequencies_per_axis())"] = planar(encoding.frequencies_per_axis())
     factored = encoding.factors_and_base()
     if factored is not None:
         factors, base = factored
-        written["c B of factors_and_base()"] = factors[..., None, None] * base
-    if not written:
-        raise DoesNotApply("neither frequencies_per_axis nor factors_and_base is written")
-    for what, value in written.items():
+        overridden["c B of factors_and_base()"] = factors[..., None, None] * base
+    if not overridden:
+        raise DoesNotApply("neither frequencies_per_axis nor factors_and_base is overridden")
+    for what, value in overridden.items():
         yield assert_close_to_scale(value.expand_as(generators), generators, f"{what} - generators()")
 
 
 @has_property
 def reset_parameters_draws_every_parameter(make: Make) -> None:
-    """reset_parameters() writes each parameter and buffer, and draws what __init__ drew."""
+    """reset_parameters() writes every parameter and buffer, with the same values as __init__ from the same seed."""
     torch.manual_seed(0)
     encoding = make()
-    fresh = encoding.generators().detach().clone()
+    initial = encoding.generators().detach().clone()
     tensors = {name: x for name, x in _tensors(encoding).items() if x.numel() and x.dtype != torch.bool}
     if not tensors:
         raise DoesNotApply("it has neither parameters nor buffers")
@@ -295,40 +295,41 @@ def reset_parameters_draws_every_parameter(make: Make) -> None:
     unwritten = {name: x.detach().clone() for name, x in tensors.items()}
     torch.manual_seed(0)
     encoding.reset_parameters()
-    renewed = _replaced(encoding, tensors)
-    _require(not renewed, f"reset_parameters() must write in place, but made a new {', '.join(renewed)}; use nn.init")
-    left = [f"`{name}`" for name, x in tensors.items() if bool((_equal(x, unwritten[name])).any())]
-    written = type(encoding).reset_parameters is not Encoding.reset_parameters
-    does = "does not write" if written else f"{type(encoding).__name__} does not define it, which leaves"
-    _require(not left, f"reset_parameters() must write every parameter and buffer, but {does} {', '.join(left)}")
+    replaced = _replaced(encoding, tensors)
+    _require(not replaced, f"reset_parameters() must write in place, but made a new {', '.join(replaced)}; use nn.init")
+    unchanged = [f"`{name}`" for name, x in tensors.items() if bool((_equal(x, unwritten[name])).any())]
+    defined = type(encoding).reset_parameters is not Encoding.reset_parameters
+    does = "does not write" if defined else f"{type(encoding).__name__} does not define it to write"
+    names = ", ".join(unchanged)
+    _require(not unchanged, f"reset_parameters() must write every parameter and buffer, but {does} {names}")
     _require(
-        _same(encoding.generators(), fresh),
-        "reset_parameters() must draw what __init__ drew from the same seed; let __init__ make them by torch.empty and "
-        "end with self.reset_parameters()",
+        _same(encoding.generators(), initial),
+        "reset_parameters() must draw the same values as __init__ from the same seed; let __init__ allocate them by "
+        "torch.empty and end with self.reset_parameters()",
     )
 
 
 @has_property
 def builds_on_the_meta_device(make: Make) -> None:
-    """Built on meta, given storage and reset, it holds the numbers that it would have been built with."""
+    """Built on the meta device, allocated and reset, the encoding equals one built directly from the same seed."""
     torch.manual_seed(0)
     encoding = make()
     try:
         with torch.device("meta"):
             empty = make()
     except Exception as error:
-        rule = "__init__ must read no values of tensors, so that it runs on the meta device"
+        rule = "__init__ must not read values of tensors, so that it runs on the meta device"
         raise AssertionError(f"{rule}: {_one_line(error)}") from error
-    elsewhere = [f"`{name}`" for name, x in _tensors(empty).items() if not x.is_meta]
+    other_device = [f"`{name}`" for name, x in _tensors(empty).items() if not x.is_meta]
     _require(
-        not elsewhere,
-        f"__init__ must make tensors on torch's default device, here meta, but {', '.join(elsewhere)} came from NumPy, "
-        "from a copy or with device=; make them by torch.empty",
+        not other_device,
+        f"__init__ must create tensors on torch's default device, here meta, but {', '.join(other_device)} came from "
+        "NumPy, from a copy or with device=; create them by torch.empty",
     )
     built = empty.to_empty(device="cpu")
     torch.manual_seed(0)
     built.reset_parameters()
-    _require(_same(built.generators(), encoding.generators()), "reset_parameters() gave other numbers after to_empty()")
+    _require(_same(built.generators(), encoding.generators()), "reset_parameters() gave other values after to_empty()")
 
 
 @has_property
@@ -343,7 +344,7 @@ def rotations_are_orthogonal(make: Make) -> Iterator[Measured]:
 
 @has_property
 def rotations_at_the_origin_are_the_identity(make: Make) -> None:
-    """R(0) = I, exactly, so that prefix tokens do not change."""
+    """R(0) = I, exactly, so that prefix tokens stay unchanged."""
     encoding = make()
     matrix = encoding(prefix(_positions(encoding), 2)).matrix()[..., :2, :, :]
     _require(torch.equal(matrix, torch.eye(encoding.head_dim).expand_as(matrix)), "R(0) must be I, exactly")
@@ -351,7 +352,7 @@ def rotations_at_the_origin_are_the_identity(make: Make) -> None:
 
 @has_property
 def rotations_equal_the_matrix_exponential(make: Make) -> Iterator[Measured]:
-    """R(p) is the float64 matrix exponential of the dense sum_a p_a A_a."""
+    """R(p) equals the float64 matrix exponential of the dense sum_a p_a A_a."""
     for encoding in (make(), make().double()):
         positions = _positions(encoding)
         yield assert_close(encoding(positions).matrix(), _dense_truth(encoding, positions), "R - exp(sum p A)")
@@ -359,18 +360,18 @@ def rotations_equal_the_matrix_exponential(make: Make) -> Iterator[Measured]:
 
 @has_property
 def rotate_multiplies_by_the_matrix(make: Make) -> Iterator[Measured]:
-    """rotate(q, k) is R q and R k, in each dtype, for shared and for per-sample positions; inverse undoes it."""
+    """rotate(q, k) is R q and R k, in each dtype, for shared and per-sample positions; R^-1 R q = q."""
     encoding = make()
     for positions in (_positions(encoding), torch.stack([_positions(encoding), -_positions(encoding)])):
         truth = _dense_truth(encoding, positions)
         rotation = encoding(positions)
         for dtype in TOLERANCE:
             q, k = _vectors(encoding, positions.shape[-2], dtype)
-            for x, turned in zip((q, k), rotate(q, k, rotation, layout="bhtd"), strict=True):
-                _require(turned.dtype == dtype, f"rotate must keep {dtype}, got {turned.dtype}")
+            for x, rotated in zip((q, k), rotate(q, k, rotation, layout="bhtd"), strict=True):
+                _require(rotated.dtype == dtype, f"rotate must keep {dtype}, got {rotated.dtype}")
                 expected = (truth @ x.double().unsqueeze(-1)).squeeze(-1)
                 # float32 angles bound a float64 result too.
-                yield assert_close(turned, expected, "rotate(x) - R x", torch.float32 if dtype.itemsize > 4 else dtype)
+                yield assert_close(rotated, expected, "rotate(x) - R x", torch.float32 if dtype.itemsize > 4 else dtype)
         q, k = _vectors(encoding, positions.shape[-2], torch.float32)
         back, _ = rotate(*rotate(q, k, rotation, layout="bhtd"), rotation.inverse(), layout="bhtd")
         yield assert_close(back, q, "R^-1 R q - q")
@@ -378,24 +379,24 @@ def rotate_multiplies_by_the_matrix(make: Make) -> Iterator[Measured]:
 
 @has_property
 def scores_are_relative_where_claimed(make: Make) -> Iterator[Measured]:
-    """R(p)^T R(p') depends on p' - p alone where `relative`, and demonstrably not where it is False."""
+    """R(p)^T R(p') depends on p' - p alone if `relative` is True, and measurably not if it is False."""
     encoding = make().double()
     claimed: object = encoding.relative
     if not isinstance(claimed, bool):
         raise AssertionError(f"relative must be True or False, got a {type(claimed).__name__}; is @property missing?")
-    here = _positions(encoding).double()
-    there = here.flip(0)
-    moved = torch.full((encoding.num_axes,), 0.7, dtype=torch.float64)
-    error = (_relation(encoding, here, there) - _relation(encoding, here + moved, there + moved)).abs().max().item()
+    p = _positions(encoding).double()
+    q = p.flip(0)
+    shift = torch.full((encoding.num_axes,), 0.7, dtype=torch.float64)
+    error = (_relation(encoding, p, q) - _relation(encoding, p + shift, q + shift)).abs().max().item()
     if claimed:
         fix = "let generators of different axes commute, or let `relative` return False"
-        rule = "where `relative` is True, a common shift of positions must not change R(p)^T R(p')"
+        rule = "if `relative` is True, a common shift of positions must not change R(p)^T R(p')"
         _require(error <= 1e-9, f"{rule}, got a change of {error:.3g}; {fix}")
         yield Measured(error, 1e-9)
     elif not encoding.generators().any():
-        raise DoesNotApply("`relative` is False, and zero generators cannot show it")
+        raise DoesNotApply("`relative` is False, which cannot be measured with zero generators")
     else:
-        rule = "where `relative` is False, a common shift of positions must change R(p)^T R(p') by 0.001 or more"
+        rule = "if `relative` is False, a common shift of positions must change R(p)^T R(p') by 0.001 or more"
         _require(error >= 1e-3, f"{rule}, got {error:.3g}; if the generators commute, let `relative` return True")
 
 
@@ -413,7 +414,7 @@ def tokens_permute_with_their_positions(make: Make) -> Iterator[Measured]:
 
 @has_property
 def gradients_are_exact(make: Make) -> None:
-    """torch.autograd.gradcheck to q, k, positions and parameters; at zero and at equal frequencies too."""
+    """torch.autograd.gradcheck of q, k, positions and parameters passes; also at zero and at equal frequencies."""
     _gradcheck(make().double(), "as built")
     if takes_generators(make()):
         for where, change in (("at zero generators", torch.zeros_like), ("at equal frequencies", _equal_frequencies)):
@@ -430,8 +431,8 @@ def compiles_into_one_graph(make: Make) -> Iterator[Measured]:
     q, k = _vectors(encoding, len(positions), torch.float32)
 
     def score(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-        turned_q, turned_k = rotate(q, k, encoding(positions), layout="bhtd")
-        return turned_q @ turned_k.mT
+        rotated_q, rotated_k = rotate(q, k, encoding(positions), layout="bhtd")
+        return rotated_q @ rotated_k.mT
 
     torch.compiler.reset()
     compiled = torch.compile(score, fullgraph=True, backend="aot_eager")
@@ -443,38 +444,38 @@ def compiles_into_one_graph(make: Make) -> Iterator[Measured]:
 
 @has_property
 def saving_and_copying_keep_the_generators(make: Make) -> None:
-    """state_dict, deepcopy and pickle give the same generators back."""
+    """state_dict, deepcopy and pickle preserve the generators."""
     encoding, other = make(), make()
     other.load_state_dict(encoding.state_dict())
     copies = {"state_dict": other, "deepcopy": copy.deepcopy(encoding), "pickle": pickle.loads(pickle.dumps(encoding))}
-    for way, same in copies.items():
-        _require(torch.equal(same.generators(), encoding.generators()), f"{way} must keep the generators")
+    for method, copied in copies.items():
+        _require(torch.equal(copied.generators(), encoding.generators()), f"{method} must keep the generators")
 
 
 @has_property
-def set_generators_takes_its_own(make: Make) -> Iterator[Measured]:
-    """set_generators(generators()) changes nothing; wrong shapes and symmetric blocks are refused."""
+def set_generators_accepts_its_own_generators(make: Make) -> Iterator[Measured]:
+    """set_generators(generators()) changes nothing; wrong shapes and symmetric blocks raise ValueError."""
     encoding, other = make(), make()
     _require_takes_generators(encoding)
     generators = encoding.generators().detach()
     before = dict(other.named_parameters())
     other.set_generators(generators)
-    renewed = _replaced(other, before)
+    replaced = _replaced(other, before)
     rule = "_take_generators() must write in place"
-    _require(not renewed, f"{rule}, but made a new {', '.join(renewed)}, which no optimizer knows; use copy_")
+    _require(not replaced, f"{rule}, but made a new {', '.join(replaced)}, which no optimizer holds; use copy_")
     yield assert_close_to_scale(other.generators(), generators, "generators after set_generators")
-    refused = [generators[1:], generators[0]]
+    invalid = [generators[1:], generators[0]]
     if generators.numel():
-        refused.append(generators[..., :-1])
-        refused.append(generators.abs() + torch.eye(encoding.block_size))
-    for bad in refused:
-        rule = f"set_generators must refuse what is not its generators, took {tuple(bad.shape)}"
+        invalid.append(generators[..., :-1])
+        invalid.append(generators.abs() + torch.eye(encoding.block_size))
+    for bad in invalid:
+        rule = f"set_generators must raise ValueError for invalid generators, but accepted {tuple(bad.shape)}"
         _require(_raises_value_error(other.set_generators, bad), rule)
 
 
 @has_property
 def zero_generators_change_nothing(make: Make) -> None:
-    """With zero generators q and k come back bit for bit."""
+    """With zero generators rotate returns q and k unchanged, bit for bit."""
     encoding = make()
     _require_takes_generators(encoding)
     encoding.set_generators(torch.zeros_like(encoding.generators()))
@@ -482,8 +483,8 @@ def zero_generators_change_nothing(make: Make) -> None:
     for dtype in TOLERANCE:
         q, k = _vectors(encoding, len(positions), dtype)
         for scores_only in (False, True):
-            turned_q, turned_k = rotate(q, k, encoding(positions), layout="bhtd", scores_only=scores_only)
-            unchanged = torch.equal(turned_q, q) and torch.equal(turned_k, k)
+            rotated_q, rotated_k = rotate(q, k, encoding(positions), layout="bhtd", scores_only=scores_only)
+            unchanged = torch.equal(rotated_q, q) and torch.equal(rotated_k, k)
             _require(unchanged, f"zero generators must not change q and k, but {dtype} ones changed")
 
 
@@ -501,13 +502,13 @@ def autocast_changes_nothing(make: Make) -> None:
 
 @has_property
 def integer_positions_and_no_tokens_work(make: Make) -> None:
-    """Integer positions give the rotation of the same floats; zero tokens give zero rotations."""
+    """Integer positions give the same rotation as equal floats; zero tokens give an empty rotation."""
     encoding = make()
-    whole = _positions(encoding).round()
-    same = torch.equal(encoding(whole.long()).matrix(), encoding(whole).matrix())
-    _require(same, "integer positions must give the rotation of the same floats")
+    rounded = _positions(encoding).round()
+    same = torch.equal(encoding(rounded.long()).matrix(), encoding(rounded).matrix())
+    _require(same, "integer positions must give the same rotation as equal floats")
     q, k = _vectors(encoding, 0, torch.float32)
-    shape = tuple(rotate(q, k, encoding(whole[:0]), layout="bhtd")[0].shape)
+    shape = tuple(rotate(q, k, encoding(rounded[:0]), layout="bhtd")[0].shape)
     _require(shape == q.shape, f"zero tokens must keep the shape {tuple(q.shape)}, got {shape}")
 
 
@@ -522,23 +523,23 @@ def refuses_bad_positions(make: Make) -> None:
     fix = "an overridden forward() must begin with positions = self._check_positions(positions)"
     for what, positions in bad.items():
         refused = _raises_value_error(encoding, positions)
-        _require(refused, f"positions with {what} must raise ValueError, but were taken; {fix}")
+        _require(refused, f"positions with {what} must raise ValueError, but were accepted; {fix}")
 
 
 def takes_generators(encoding: Encoding) -> bool:
-    """Whether the family has written the way back from generators to its parameters."""
+    """Whether an encoding implements `_take_generators`, from generators to its parameters."""
     return type(encoding)._take_generators is not Encoding._take_generators
 
 
 def _built(make: Make) -> Encoding:
-    """Build an encoding whose generators() returns a tensor, or say why no property can be tested."""
+    """Build an encoding whose generators() returns a tensor, or raise with the reason why nothing can be tested."""
     if isinstance(make, nn.Module):
-        name = type(make).__name__
-        raise TypeError(f"check takes what builds an encoding, got one; pass functools.partial({name}, num_axes=...)")
+        fix = f"pass functools.partial({type(make).__name__}, num_axes=...)"
+        raise TypeError(f"make must be a callable that builds an encoding, got an encoding; {fix}")
     untested = "no property can be tested: "
-    own = ("num_axes", "num_heads", "head_dim", "block_size", "rotary_dim", "shared_heads")
+    attributes = ("num_axes", "num_heads", "head_dim", "block_size", "rotary_dim", "shared_heads")
     call = "__init__ must begin with super().__init__(num_axes=..., num_heads=..., head_dim=..., block_size=...)"
-    unset = [f"no attribute '{name}'" for name in (*own, "num_blocks", "parameter_heads")]
+    unset = [f"no attribute '{name}'" for name in (*attributes, "num_blocks", "parameter_heads")]
     try:
         encoding = make()
     except Exception as error:
@@ -551,14 +552,14 @@ def _built(make: Make) -> Encoding:
     name = type(encoding).__name__
     _require(isinstance(encoding, Encoding), f"{untested}make must build a torchrope.Encoding, got {name}")
     _require(encoding is not make(), f"{untested}make must build a new {name} at each call, got the same twice")
-    missing = [attribute for attribute in ("_parameters", *own) if attribute not in vars(encoding)]
+    missing = [attribute for attribute in ("_parameters", *attributes) if attribute not in vars(encoding)]
     _require(not missing, f"{untested}{call}, got a {name} without {', '.join(missing)}")
     try:
         generators: object = encoding.generators()
     except Exception as error:
         raise AssertionError(f"{untested}generators() must return a Tensor, got {_one_line(error)}") from error
     if not isinstance(generators, Tensor):
-        cause = "is `return` missing?" if generators is None else "torch.stack makes one of several"
+        cause = "is `return` missing?" if generators is None else "combine several with torch.stack"
         kind = type(generators).__name__
         raise AssertionError(f"{untested}generators() must return a Tensor, got {kind}; {cause}")
     return encoding
@@ -567,7 +568,7 @@ def _built(make: Make) -> Encoding:
 def _lines(
     failed: Mapping[str, Exception], passed: Mapping[str, Measured | None], skipped: Mapping[str, str]
 ) -> list[str]:
-    """One line per property: those that failed, passed, and do not apply."""
+    """Return one line per property: first those that failed, then those that passed, then those that do not apply."""
     rows = [("failed", name, _one_line(error)) for name, error in failed.items()]
     rows += [("passed", name, str(measured or "")) for name, measured in passed.items()]
     rows += [("not tested", name, reason) for name, reason in skipped.items()]
@@ -575,7 +576,7 @@ def _lines(
 
 
 def _one_line(error: Exception) -> str:
-    """The first line of an exception, with its type unless it is a property's own."""
+    """Return the first line of an exception, with its type unless it is an AssertionError."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, AssertionError) and text:
         return text
@@ -583,21 +584,21 @@ def _one_line(error: Exception) -> str:
 
 
 class _Detaching(TorchFunctionMode):
-    """Collects the calls that return numbers without a gradient of tensors that have one."""
+    """Collect calls that return values detached from tensors that require a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.names: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(x, Tensor) and x.requires_grad for x in args):
             call = (resolve_name(func) or "").removeprefix("torch.Tensor.").removesuffix(".__get__")
             if call in ("detach", "item", "tolist", "numpy"):
-                self.found.add(f".{call}()")
+                self.names.add(f".{call}()")
             elif call in ("data", "__float__", "torch.tensor"):
-                self.found.add({"data": ".data", "__float__": "float()"}.get(call, "torch.tensor()"))
+                self.names.add({"data": ".data", "__float__": "float()"}.get(call, "torch.tensor()"))
             elif not torch.is_grad_enabled():
-                self.found.add("torch.no_grad()")
+                self.names.add("torch.no_grad()")
         return func(*args, **(kwargs or {}))
 
 
@@ -616,11 +617,11 @@ def _raises_value_error(call: Callable[[Tensor], object], argument: Tensor) -> b
 
 def _require_takes_generators(encoding: Encoding) -> None:
     if not takes_generators(encoding):
-        raise DoesNotApply("_take_generators is not written")
+        raise DoesNotApply("_take_generators is not defined")
 
 
 def _equal(x: Tensor, other: Tensor) -> Tensor:
-    """Where two tensors are equal, or both NaN."""
+    """Compare two tensors elementwise; NaN equals NaN."""
     return (x == other) | (x.isnan() & other.isnan())
 
 
@@ -629,26 +630,26 @@ def _same(x: Tensor, other: Tensor) -> bool:
 
 
 def _tensors(encoding: Encoding) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
+    """Return parameters and buffers by name."""
     return dict([*encoding.named_parameters(), *encoding.named_buffers()])
 
 
 def _replaced(encoding: Encoding, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of those tensors in whose place the encoding now has others."""
-    now = _tensors(encoding)
-    return [f"`{name}`" for name, x in tensors.items() if now.get(name) is not x]
+    """Return names of tensors that the encoding has replaced by other objects."""
+    current = _tensors(encoding)
+    return [f"`{name}`" for name, x in tensors.items() if current.get(name) is not x]
 
 
 def _positions(encoding: Encoding, tokens: int = 5) -> Tensor:
-    """A few places off the lattice, within three units of the origin, in the encoding's own precision."""
+    """Return a few non-integer positions in [-3, 3], in the dtype of the encoding."""
     generator = torch.Generator().manual_seed(encoding.num_axes)
-    places = torch.rand(tokens, encoding.num_axes, generator=generator, dtype=torch.float64) * 6 - 3
+    positions = torch.rand(tokens, encoding.num_axes, generator=generator, dtype=torch.float64) * 6 - 3
     dtypes = [x.dtype for x in _tensors(encoding).values() if x.is_floating_point()]
-    return places.to(dtypes[0] if dtypes else torch.float32)
+    return positions.to(dtypes[0] if dtypes else torch.float32)
 
 
 def _vectors(encoding: Encoding, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Queries and keys `(2, heads, tokens, head_dim)`."""
+    """Draw queries and keys `(2, heads, tokens, head_dim)`."""
     generator = torch.Generator().manual_seed(7)
     shape = (2, 2, encoding.num_heads, tokens, encoding.head_dim)
     q, k = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).unbind(0)
@@ -656,7 +657,7 @@ def _vectors(encoding: Encoding, tokens: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 def _dense_truth(encoding: Encoding, positions: Tensor) -> Tensor:
-    """exp(sum_a p_a A_a) in float64, dense."""
+    """Compute the dense exp(sum_a p_a A_a) in float64."""
     blocks = encoding.generators().detach().double()
     dense = block_diagonal(blocks, encoding.head_dim)  # (axes, heads, head_dim, head_dim)
     dense = dense - torch.diag_embed(dense.diagonal(dim1=-2, dim2=-1))
@@ -665,32 +666,33 @@ def _dense_truth(encoding: Encoding, positions: Tensor) -> Tensor:
     return matrix.expand(*matrix.shape[:-4], encoding.num_heads, *matrix.shape[-3:])
 
 
-def _relation(encoding: Encoding, here: Tensor, there: Tensor) -> Tensor:
-    return encoding(here).matrix().mT @ encoding(there).matrix()
+def _relation(encoding: Encoding, p: Tensor, q: Tensor) -> Tensor:
+    """Compute R(p)^T R(q)."""
+    return encoding(p).matrix().mT @ encoding(q).matrix()
 
 
 def _equal_frequencies(generators: Tensor) -> Tensor:
-    """Replace each block by a multiple of the one whose planes all turn alike, keeping its size and sign."""
+    """Give every plane of each block the frequency of the block's first plane."""
     b = generators.shape[-1]
-    turn = torch.zeros(b, b, dtype=generators.dtype)
+    unit = torch.zeros(b, b, dtype=generators.dtype)
     even = torch.arange(0, b - 1, 2)
-    turn[even + 1, even], turn[even, even + 1] = 1.0, -1.0
-    return generators[..., 1:2, 0:1] * turn
+    unit[even + 1, even], unit[even, even + 1] = 1.0, -1.0
+    return generators[..., 1:2, 0:1] * unit
 
 
 def _gradcheck(encoding: Encoding, where: str) -> None:
-    """Check derivatives to everything that has them, over two tokens and one sample."""
+    """Check gradients of q, k, positions and all parameters, for one sample of two tokens."""
     parameters = dict(encoding.named_parameters())
     positions = (_positions(encoding, tokens=2).double() / 3).requires_grad_()
     q, k = (x[:1].clone().requires_grad_() for x in _vectors(encoding, 2, torch.float64))
 
-    def turned(q: Tensor, k: Tensor, positions: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(q: Tensor, k: Tensor, positions: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
         rotation = functional_call(encoding, dict(zip(parameters, values, strict=True)), (positions,))
         return rotate(q, k, rotation, layout="bhtd")
 
-    free = [p.detach().clone().requires_grad_() for p in parameters.values()]
+    leaves = [p.detach().clone().requires_grad_() for p in parameters.values()]
     try:
-        torch.autograd.gradcheck(turned, (q, k, positions, *free), fast_mode=True, atol=1e-5, rtol=1e-4)
+        torch.autograd.gradcheck(rotated, (q, k, positions, *leaves), fast_mode=True, atol=1e-5, rtol=1e-4)
     except GradcheckError as error:
         number = r"(?:tensor\()?([^,)\s]+)\S*\s*"
         found = re.search(rf"input (\d+),\s*numerical:{number}analytical:{number}", str(error))

@@ -1,4 +1,4 @@
-"""benchmarks/accuracy.py: blocks of any rank against float64, and what precision remains far from the origin."""
+"""benchmarks/accuracy.py: blocks of any rank against float64, and precision far from the origin."""
 
 import json
 
@@ -14,7 +14,7 @@ BACKENDS = ("auto", "reference")
 
 @pytest.mark.parametrize("family", [tr.ComRoPELD, tr.ComRoPEAP])
 @pytest.mark.parametrize("b", [2, 3, 4, 6, 8, 16, pytest.param(64, marks=pytest.mark.slow)])
-def test_blocks_of_any_rank_are_rotated_rightly(b: int, family: type[tr.Encoding]) -> None:
+def test_rotate_matches_float64_for_blocks_of_any_rank(b: int, family: type[tr.Encoding]) -> None:
     for kind in accuracy.KINDS:
         if (b == 64) <= (kind in ("one plane at rest", "rank 2", "repeated frequencies")):
             checked = accuracy.check_blocks(kind, b, family)
@@ -22,14 +22,14 @@ def test_blocks_of_any_rank_are_rotated_rightly(b: int, family: type[tr.Encoding
 
 
 @pytest.mark.slow
-def test_ten_thousand_blocks_are_rotated_rightly() -> None:
+def test_rotate_matches_float64_for_ten_thousand_blocks() -> None:
     checked = accuracy.check_all(10_000, tell=lambda _: None)
     assert sum(one.blocks for one in checked) >= 10_000
     assert {(one.kind, one.block_size) for one in checked} == {(k, b) for k in accuracy.KINDS for b in accuracy.SIZES}
     assert [one for one in checked if one.failures] == []
 
 
-def test_a_lost_plane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_blocks_detects_a_missing_plane(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_last(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         basis, angular = whole(base)
         angular[..., -1] = 0
@@ -55,44 +55,44 @@ def test_a_lost_plane_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("liere", 3, marks=pytest.mark.slow),
     ],
 )
-def test_norms_are_kept_far_out(name: str, axes: int, backend: str) -> None:
-    """Random places and whole lattices, on which tokens are multiples of one another, forward and backward."""
-    encoding = tr.choose(name).rotary(num_axes=axes, num_heads=2, head_dim=64)
+def test_rotate_keeps_norms_at_large_positions(name: str, axes: int, backend: str) -> None:
+    """Random positions and lattices, whose positions are multiples of each other, forward and backward."""
+    encoding = tr.parse_encoding(name).rotary(num_axes=axes, num_heads=2, head_dim=64)
     side = {1: 40, 2: 7, 3: 4}[axes]
     for distance in (1.0, 30.0, 1e3, 1e4, 1e6, 1e12, 1e30):
         lattice = tr.grid(*[side] * axes, spacing=distance / (side - 1))
         scattered = (2 * torch.rand(20, axes) - 1) * distance
         positions = torch.cat([lattice, scattered])
         q = torch.randn(1, 2, len(positions), 64, requires_grad=True)
-        turned, _ = tr.rotate(q, q, encoding(positions, backend=backend), backend=backend)
-        (back,) = torch.autograd.grad(turned, q, q.detach())
-        for x in (turned, back):
+        rotated, _ = tr.rotate(q, q, encoding(positions, backend=backend), backend=backend)
+        (back,) = torch.autograd.grad(rotated, q, q.detach())
+        for x in (rotated, back):
             change = x.detach().double().norm(dim=-1) / q.detach().double().norm(dim=-1) - 1
             assert change.abs().max() <= 1e-5, distance
 
 
 @pytest.mark.parametrize("name", ["liere:16", "liere"])
-def test_norms_are_kept_along_a_long_line(name: str) -> None:
-    """A kernel computes the tokens of a line as powers of one matrix, whose errors would add up."""
-    encoding = tr.choose(name).rotary(num_axes=1, num_heads=1, head_dim=32)
+def test_rotate_keeps_norms_along_a_long_axis(name: str) -> None:
+    """A kernel computes equally spaced tokens as powers of one matrix, whose errors could accumulate."""
+    encoding = tr.parse_encoding(name).rotary(num_axes=1, num_heads=1, head_dim=32)
     q = torch.randn(1, 1, 4000, 32)
-    turned, _ = tr.rotate(q, q, encoding(tr.grid(4000, spacing=0.1)))
-    assert (turned.double().norm(dim=-1) / q.double().norm(dim=-1) - 1).abs().max() <= 1e-5
+    rotated, _ = tr.rotate(q, q, encoding(tr.grid(4000, spacing=0.1)))
+    assert (rotated.double().norm(dim=-1) / q.double().norm(dim=-1) - 1).abs().max() <= 1e-5
 
 
-def test_gradients_to_parameters_are_finite_and_bounded_far_out() -> None:
+def test_gradients_are_bounded_at_large_positions() -> None:
     for name in ("liere:8", "liere", "comrope-ld:8"):
-        encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=64)
+        encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=64)
         positions = (2 * torch.rand(20, 2) - 1) * 1e6
         q = torch.randn(1, 2, 20, 64)
-        turned, _ = tr.rotate(q, q, encoding(positions))
-        turned.square().cumsum(-1).sum().backward()
+        rotated, _ = tr.rotate(q, q, encoding(positions))
+        rotated.square().cumsum(-1).sum().backward()
         for parameter in encoding.parameters():
-            # sum_tokens |p| |g| |x| bounds it where every J is an average over rotations.
+            # bounded by sum_tokens |p| |g| |x|, since every Jacobian is an average over rotations
             assert 0 < parameter.grad.abs().max() < 1e6 * 20 * 64 * 64 * 16
 
 
-def test_committed_results_are_those_of_the_page() -> None:
+def test_results_match_the_documentation_page() -> None:
     results = json.loads(accuracy.RESULTS.read_text(encoding="utf-8"))
     assert sum(one["blocks"] for one in results["blocks"]) >= 10_000
     assert sum(one["failures"] for one in results["blocks"]) == 0

@@ -1,4 +1,4 @@
-"""The baselines that papers compare with, against their formulas; the scale of random starts."""
+"""Baselines of the papers against their formulas; the scale of random initialisation."""
 
 import math
 from functools import partial
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import torchrope as tr
 from torchrope.encodings.base import upper_triangle
-from torchrope.encodings.resample import sampled
+from torchrope.encodings.resample import sample_table
 
 SIZES = dict(num_axes=2, num_heads=64, head_dim=64)
 RANDOM = {
@@ -23,15 +23,15 @@ RANDOM = {
 }
 
 
-def spread(sizes: tuple[int, ...], generators: Tensor, family: type[tr.Encoding]) -> Tensor:
-    """How far each pair turns from one end of the training image to the other along the axis that turns it."""
+def angles_across_image(sizes: tuple[int, ...], generators: Tensor, family: type[tr.Encoding]) -> Tensor:
+    """Return the angle of each pair across the training image, along its axis."""
     positions = tr.grid(*sizes, **family.lattice(*sizes))
     width = positions.amax(dim=0) - positions.amin(dim=0)
     return (generators[:, 0, :, 1, 0] * width.unsqueeze(1)).amax(dim=0)
 
 
 @pytest.mark.parametrize("num_axes", [1, 2, 3])
-def test_vanilla_rope_is_comropes_equation_33(num_axes: int) -> None:
+def test_vanilla_rope_matches_comrope_equation_33(num_axes: int) -> None:
     n = 64 // (2 * num_axes)
     encoding = tr.VanillaRoPE(num_axes=num_axes, num_heads=1, head_dim=2 * n * num_axes)
     theta = 10_000.0 ** (-torch.arange(n, dtype=torch.float64) / n)
@@ -41,10 +41,10 @@ def test_vanilla_rope_is_comropes_equation_33(num_axes: int) -> None:
         assert torch.allclose(encoding.frequencies[:, pair].double(), expected)
 
 
-def test_vanilla_rope_turns_by_1_to_2e_4_across_the_image_and_rope_axial_by_13_to_a_sixth() -> None:
+def test_vanilla_rope_and_axial_angles_across_the_image() -> None:
     sizes = (14, 14)
-    vanilla = spread(sizes, tr.VanillaRoPE(**SIZES).generators(), tr.VanillaRoPE)
-    axial = spread(sizes, tr.AxialRoPE(**SIZES).generators(), tr.AxialRoPE)
+    vanilla = angles_across_image(sizes, tr.VanillaRoPE(**SIZES).generators(), tr.VanillaRoPE)
+    axial = angles_across_image(sizes, tr.AxialRoPE(**SIZES).generators(), tr.AxialRoPE)
     assert vanilla.max().item() == pytest.approx(13 / 14, rel=1e-3)  # between the centres of the outer patches
     assert vanilla.min().item() == pytest.approx(13 / 14 * 10_000 ** (-15 / 16), rel=1e-3)
     assert axial.max().item() == pytest.approx(13, rel=1e-3)
@@ -52,14 +52,14 @@ def test_vanilla_rope_turns_by_1_to_2e_4_across_the_image_and_rope_axial_by_13_t
 
 
 @pytest.mark.parametrize("family", [tr.VanillaRoPE, tr.NormalLieRE])
-def test_comropes_baselines_have_its_positions(family: type[tr.Encoding]) -> None:
+def test_comrope_baselines_share_its_lattice(family: type[tr.Encoding]) -> None:
     assert family.lattice(4, 8) == tr.ComRoPELD.lattice(4, 8)
     positions = tr.grid(4, 8, **family.lattice(4, 8))
     assert torch.allclose(positions[0], torch.tensor([1 / 8, 1 / 16]))
     assert torch.allclose(positions + positions.flip(0), torch.ones(1))
 
 
-def test_normal_liere_starts_as_a_standard_normal_matrix_minus_its_transpose() -> None:
+def test_normal_liere_is_initialised_as_p_minus_its_transpose() -> None:
     values = upper_triangle(tr.NormalLieRE(**SIZES, block_size=8).generators()).detach()
     matrices = torch.randn(values.shape[0] * 64 * 8, 8, 8)
     expected = upper_triangle(matrices - matrices.mT)
@@ -69,7 +69,7 @@ def test_normal_liere_starts_as_a_standard_normal_matrix_minus_its_transpose() -
     assert within == pytest.approx(math.erf(0.5), abs=0.02)  # erf(1 / (√2 σ)) of a normal distribution
 
 
-def test_visionllama_is_the_baseline_of_lieres_code() -> None:
+def test_visionllama_matches_the_baseline_of_the_liere_code() -> None:
     encoding = tr.VisionLLaMARoPE(num_axes=3, num_heads=2, head_dim=64, rotary_dim=60)
     theta = torch.exp(-4 * torch.linspace(0, 1, 10, dtype=torch.float64))
     for axis in range(3):
@@ -83,7 +83,7 @@ def test_visionllama_is_the_baseline_of_lieres_code() -> None:
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_a_start_of_another_scale_is_the_papers_times_that(name: str) -> None:
+def test_init_scale_multiplies_the_initial_generators(name: str) -> None:
     drawn = []
     for scale in (1.0, 0.25):
         torch.manual_seed(0)
@@ -96,32 +96,32 @@ def test_a_start_of_another_scale_is_the_papers_times_that(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("name", RANDOM)
-def test_a_scale_that_is_none_is_told(name: str, scale: float) -> None:
+def test_init_scale_must_be_positive_and_finite(name: str, scale: float) -> None:
     with pytest.raises(ValueError, match=r"^init_scale must be above 0 and finite, got \S+; init='zeros' .*$"):
         RANDOM[name](**SIZES, init_scale=scale)
 
 
 @pytest.mark.parametrize("sizes", [(5,), (4, 6), (3, 4, 5), (1, 6), (2, 3, 2, 3)])
-def test_between_sites_a_table_is_sampled_multilinearly(sizes: tuple[int, ...]) -> None:
+def test_sample_table_is_multilinear(sizes: tuple[int, ...]) -> None:
     table = torch.randn(*sizes, 3, dtype=torch.float64)
     last = torch.tensor(sizes, dtype=torch.float64) - 1
-    places = torch.rand(50, len(sizes), dtype=torch.float64) * (last + 2) - 1  # up to one site beyond the edge
+    places = torch.rand(50, len(sizes), dtype=torch.float64) * (last + 2) - 1  # up to one index outside
     places[: table[..., 0].numel()] = tr.grid(*sizes, dtype=torch.float64)[:50]
-    mine = sampled(table, places)
+    mine = sample_table(table, places)
     whole = table[..., 0].numel()
     assert torch.equal(mine[:whole], table.flatten(0, -2)[:50])
     if len(sizes) in (2, 3):
         volume = table.movedim(-1, 0).unsqueeze(0)
-        shares = (2 * places / last.clamp(min=1) - 1).flip(-1)  # grid_sample names the last axis first
+        shares = (2 * places / last.clamp(min=1) - 1).flip(-1)  # grid_sample expects the last axis first
         shaped = shares.reshape(*(1,) * len(sizes), 50, len(sizes))
         theirs = functional.grid_sample(volume, shaped, align_corners=True, padding_mode="border")
         assert torch.allclose(mine, theirs.reshape(3, 50).T)
 
 
-def test_jittered_ape_stays_within_the_neighbouring_sites_in_training_alone() -> None:
+def test_jittered_ape_jitters_within_its_cell_in_training_only() -> None:
     table = tr.JitteredAPE(sizes=(5, 7), dim=2)
     with torch.no_grad():
-        table.table.copy_(tr.grid(5, 7).unflatten(0, (5, 7)))  # each site's vector is its place
+        table.table.copy_(tr.grid(5, 7).unflatten(0, (5, 7)))  # each entry is its own index
     lattice = tr.grid(5, 7)
     assert torch.equal(table.eval()(5, 7), lattice)
     seen = torch.stack([table.train()(5, 7) for _ in range(200)]).detach()
@@ -130,14 +130,14 @@ def test_jittered_ape_stays_within_the_neighbouring_sites_in_training_alone() ->
     inner = off.unflatten(1, (5, 7))[:, 1:-1, 1:-1]
     assert inner.mean().abs() < 0.02
     assert (inner.abs() > 0.499).double().mean().item() == pytest.approx(2 * (1 - 0.8413), abs=0.03)  # |n| > 1
-    assert seen.amin() == 0  # beyond the edge the last site holds
+    assert seen.amin() == 0  # clamped at the edge
     assert seen.flatten(0, 1).amax(dim=0).tolist() == pytest.approx([4, 6])
 
 
-def test_jittered_ape_spares_an_axis_and_is_learned_ape_at_no_intensity() -> None:
+def test_jittered_ape_without_cell_or_intensity_is_learned_ape() -> None:
     video = tr.JitteredAPE(sizes=(3, 4), dim=6, cell=(0.0, 1.0))
     with torch.no_grad():
-        video.table.copy_(torch.arange(3.0).reshape(3, 1, 1).expand(3, 4, 6))  # a vector of the first axis alone
+        video.table.copy_(torch.arange(3.0).reshape(3, 1, 1).expand(3, 4, 6))  # constant along the second axis
     torch.testing.assert_close(video.train()(3, 4), video.eval()(3, 4))
     still = tr.JitteredAPE(sizes=(3, 4), dim=6, intensity=0.0).train()
     plain = tr.LearnedAPE(sizes=(3, 4), dim=6)
@@ -148,9 +148,9 @@ def test_jittered_ape_spares_an_axis_and_is_learned_ape_at_no_intensity() -> Non
         tr.JitteredAPE(sizes=(3, 4), dim=6, intensity=-1)
 
 
-def test_jittered_ape_learns_from_the_sites_around() -> None:
+def test_jittered_ape_gradients_reach_neighbouring_entries() -> None:
     encoding = tr.JitteredAPE(sizes=(4, 4), dim=3).train()
     encoding(4, 4).sum().backward()
     assert encoding.table.grad is not None
-    assert encoding.table.grad.sum().item() == pytest.approx(48)  # shares of a token add up to 1
+    assert encoding.table.grad.sum().item() == pytest.approx(48)  # interpolation weights of a token sum to 1
     assert (encoding.table.grad >= 0).all()

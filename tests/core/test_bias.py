@@ -1,4 +1,4 @@
-"""The relative position bias: Swin's table, other lattices, names, and the vision transformer that takes it."""
+"""Relative position bias: Swin's table, other lattice sizes, names, and its use in a ViT."""
 
 from itertools import product
 
@@ -20,7 +20,7 @@ from torchrope.lab.training.models import build_vit
 
 
 @pytest.mark.parametrize("sizes", [(5,), (2, 3), (3, 1), (2, 3, 2)])
-def test_tokens_at_the_same_offset_share_a_number_in_row_major_order(sizes: tuple[int, ...]) -> None:
+def test_bias_depends_on_offsets_in_row_major_order(sizes: tuple[int, ...]) -> None:
     bias = tr.RelativePositionBias(sizes=sizes, num_heads=2)
     offsets = list(product(*(range(1 - size, size) for size in sizes)))
     places = list(product(*map(range, sizes)))
@@ -31,7 +31,7 @@ def test_tokens_at_the_same_offset_share_a_number_in_row_major_order(sizes: tupl
 
 
 @pytest.mark.parametrize("window", [(4, 5), (2, 3), (1, 5), (4, 1)])
-def test_a_window_has_the_numbers_of_its_pairs_in_the_whole_lattice(window: tuple[int, ...]) -> None:
+def test_bias_of_a_window_is_a_part_of_the_lattice(window: tuple[int, ...]) -> None:
     bias = tr.RelativePositionBias(sizes=(4, 5), num_heads=2)
     inside = torch.zeros(4, 5, dtype=torch.bool)
     inside[: window[0], : window[1]] = True
@@ -39,13 +39,13 @@ def test_a_window_has_the_numbers_of_its_pairs_in_the_whole_lattice(window: tupl
     assert torch.equal(bias(4, 5, window=window), bias(4, 5)[:, tokens][:, :, tokens])
 
 
-def test_the_order_is_timms() -> None:
+def test_bias_has_the_order_of_timm() -> None:
     bias = tr.RelativePositionBias(sizes=(3, 4), num_heads=5)
     theirs = bias.table[get_relative_position_index(3, 4).flatten()].unflatten(0, (12, 12)).permute(2, 0, 1)
     assert torch.equal(bias(3, 4), theirs)
 
 
-def test_along_axes_that_grow_the_table_is_resampled_as_swins_authors_do() -> None:
+def test_bias_table_is_enlarged_as_by_the_swin_authors() -> None:
     bias = tr.RelativePositionBias(sizes=(7, 7), num_heads=3).double()
     wide = tr.RelativePositionBias(sizes=(12, 12), num_heads=3).double()
     with torch.no_grad():
@@ -53,14 +53,14 @@ def test_along_axes_that_grow_the_table_is_resampled_as_swins_authors_do() -> No
     assert torch.allclose(bias(12, 12), wide(12, 12), atol=1e-14)
 
 
-def test_along_axes_that_shrink_every_offset_keeps_its_number() -> None:
+def test_bias_of_smaller_lattices_keeps_each_offset() -> None:
     bias = tr.RelativePositionBias(sizes=(4, 5, 3), num_heads=2)
     tokens = torch.arange(60).reshape(4, 5, 3)[:2, :5, :1].flatten()
     assert torch.equal(bias(2, 5, 1), bias(4, 5, 3)[:, tokens][:, :, tokens])
 
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:Using a non-tuple sequence")  # timm's own
-def test_shrinking_is_nearly_what_timm_and_beit_do() -> None:
+def test_bias_of_smaller_lattices_is_close_to_timm_and_beit() -> None:
     bias = tr.RelativePositionBias(sizes=(7, 7), num_heads=1)
     with torch.no_grad():
         bias.table.copy_(torch.cos(tr.grid(13, 13).sum(dim=-1, keepdim=True) / 4))
@@ -72,11 +72,11 @@ def test_shrinking_is_nearly_what_timm_and_beit_do() -> None:
     assert (stretched.flatten() - small.table.flatten()).abs().max() > 0.5
 
 
-def test_one_axis_may_shrink_while_another_grows() -> None:
+def test_bias_resizes_each_axis_separately() -> None:
     bias = tr.RelativePositionBias(sizes=(4, 4), num_heads=1).double()
     slope = tr.grid(7, 7).double()
     with torch.no_grad():
-        bias.table.copy_(slope[:, :1])  # changes along axis 0 alone
+        bias.table.copy_(slope[:, :1])  # varies along axis 0 only
     other = bias(2, 9).unflatten(1, (2, 9)).unflatten(3, (2, 9))[0]
     rows = torch.arange(2.0).double()
     expected = (3 + rows.unsqueeze(1) - rows).reshape(2, 1, 2, 1).expand_as(other)
@@ -84,14 +84,14 @@ def test_one_axis_may_shrink_while_another_grows() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (2, 5), (6, 6)])
-def test_the_gradient_reaches_the_table_at_every_size(sizes: tuple[int, int]) -> None:
+def test_bias_gradients_reach_the_table_at_every_size(sizes: tuple[int, int]) -> None:
     bias = tr.RelativePositionBias(sizes=(3, 3), num_heads=2).double()
     bias(*sizes).sum().backward()
     tokens = sizes[0] * sizes[1]
     assert bias.table.grad.sum(dim=0).tolist() == pytest.approx([tokens**2] * 2)
 
 
-def test_it_starts_small_and_is_drawn_anew_off_the_meta_device() -> None:
+def test_bias_is_initialised_after_the_meta_device() -> None:
     with torch.device("meta"):
         bias = tr.RelativePositionBias(sizes=(14, 14), num_heads=12)
     bias.to_empty(device="cpu").reset_parameters()
@@ -99,19 +99,19 @@ def test_it_starts_small_and_is_drawn_anew_off_the_meta_device() -> None:
     assert repr(bias) == "RelativePositionBias(sizes=(14, 14), num_heads=12)"
 
 
-def test_names_bring_a_bias_beside_the_others() -> None:
-    every = tr.choose("learned + bias + liere:8")
+def test_parse_encoding_accepts_a_bias_with_others() -> None:
+    every = tr.parse_encoding("learned + bias + liere:8")
     assert every.parts == [tr.LearnedAPE, tr.RelativePositionBias, tr.LieRE]
-    assert tr.choose("bias").parts == [tr.RelativePositionBias]
-    assert tr.choose("bias").rotary is tr.NoEncoding
-    assert tr.choose("mixed").bias is None
+    assert tr.parse_encoding("bias").parts == [tr.RelativePositionBias]
+    assert tr.parse_encoding("bias").rotary is tr.NoEncoding
+    assert tr.parse_encoding("mixed").bias is None
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tr.choose("bias+mixed+bias"), "'bias' once, joined by '\\+', got 'bias\\+mixed\\+bias'"),
-        (lambda: tr.choose("bias:8"), "got 'bias:8'; did you mean 'bias'"),
+        (lambda: tr.parse_encoding("bias+mixed+bias"), "'bias' once, joined by '\\+', got 'bias\\+mixed\\+bias'"),
+        (lambda: tr.parse_encoding("bias:8"), "got 'bias:8'; did you mean 'bias'"),
         (lambda: tr.RelativePositionBias(sizes=(), num_heads=1), r"must be 1 or more, got sizes \(\), num_heads 1"),
         (lambda: tr.RelativePositionBias(sizes=(2, 0), num_heads=1), r"must be 1 or more, got sizes \(2, 0\)"),
         (lambda: tr.RelativePositionBias(sizes=(2,), num_heads=0), "must be 1 or more, got sizes .*, num_heads 0"),
@@ -125,7 +125,7 @@ def test_names_bring_a_bias_beside_the_others() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(make: object, message: str) -> None:
+def test_bias_refuses_invalid_arguments_in_one_line(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -135,7 +135,7 @@ def _vit(**settings: object) -> tr.ViT:
     return tr.ViT((6, 8), **{**base, **settings})
 
 
-def test_a_vit_adds_it_between_patches_and_nothing_for_the_class_token_as_beit() -> None:
+def test_vit_bias_is_zero_for_the_class_token_as_in_beit() -> None:
     model = _vit(encoding="bias+mixed")
     ours = model.score_biases((3, 4))
     for bias, values in zip(model.biases, ours, strict=True):
@@ -146,7 +146,7 @@ def test_a_vit_adds_it_between_patches_and_nothing_for_the_class_token_as_beit()
     assert not torch.equal(*ours)
 
 
-def test_a_vits_scores_move_by_its_bias_at_any_size() -> None:
+def test_vit_adds_its_bias_at_any_size() -> None:
     model = _vit(encoding="bias").eval()
     plain = _vit(encoding="none").eval()
     plain.load_state_dict({name: value for name, value in model.state_dict().items() if "biases" not in name})
@@ -163,8 +163,8 @@ def test_a_vits_scores_move_by_its_bias_at_any_size() -> None:
         assert model.biases[0].table.grad.abs().sum() > 0
 
 
-def test_a_class_token_sees_all_patches_alike() -> None:
-    model = _vit(encoding="bias", depth=1).eval()  # one layer: the class token has not met what the bias changed
+def test_vit_class_token_has_no_bias() -> None:
+    model = _vit(encoding="bias", depth=1).eval()  # one layer: the class token has not yet attended to changed patches
     x = torch.randn(3, 1, 6, 8)
     before = model(x)
     with torch.no_grad():
@@ -172,14 +172,14 @@ def test_a_class_token_sees_all_patches_alike() -> None:
     assert torch.allclose(model(x), before, atol=1e-6)
 
 
-def test_a_bias_counts_as_an_encoding_and_does_not_decay() -> None:
+def test_bias_counts_as_encoding_without_weight_decay() -> None:
     model = _vit(encoding="bias")
     assert count_encoding_parameters(model) == 2 * 5 * 7 * 2
     assert count_encoding_parameters(_vit(encoding="bias", share_layers=True)) == 5 * 7 * 2
     assert model.no_weight_decay() == {"prefix_tokens", "biases.0.table", "biases.1.table"}
 
 
-def test_a_configuration_brings_it_by_name() -> None:
+def test_build_vit_accepts_a_bias_by_name() -> None:
     model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(data_config()))
     assert [bias.num_heads for bias in model.biases] == [2, 2]
     with pytest.raises(ValueError, match=r"bench measures rotary encodings, got 'bias\+mixed'"):

@@ -1,4 +1,4 @@
-"""The families against their papers, each other, and others' code."""
+"""Encodings against their papers, each other, and reference implementations."""
 
 import math
 from functools import partial
@@ -24,24 +24,24 @@ def count(encoding: torch.nn.Module) -> int:
         (tr.AxialRoPE, 0),
     ],
 )
-def test_vit_b_has_the_papers_number_of_encoding_parameters(family: type, expected: int) -> None:
+def test_vit_b_has_the_number_of_parameters_of_the_papers(family: type, expected: int) -> None:
     layers = [family(num_axes=2, num_heads=12, head_dim=64) for _ in range(12)]
     assert sum(map(count, layers)) == expected
 
 
-def test_one_shared_liere_has_the_papers_4032_parameters() -> None:
+def test_liere_shared_has_the_4032_parameters_of_the_paper() -> None:
     assert count(tr.LieRE(num_axes=2, num_heads=12, head_dim=64, shared_heads=True)) == 4032
 
 
-def test_axial_with_one_axis_is_roformers_rope() -> None:
+def test_axial_with_one_axis_is_rope_of_roformer() -> None:
     head_dim, tokens = 16, 50
     theta = 10_000.0 ** (-2 * torch.arange(head_dim // 2, dtype=torch.float64) / head_dim)  # RoFormer, eq. 15
     angle = torch.arange(tokens, dtype=torch.float64).unsqueeze(-1) * theta
     x = torch.randn(1, 1, tokens, head_dim, dtype=torch.float64)
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angle), angle)
+    rotated = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angle), angle)
     encoding = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=head_dim)
     mine, _ = tr.rotate(x, x, encoding(tr.grid(tokens)))
-    assert (mine - torch.view_as_real(turned).flatten(-2)).abs().max() < 1e-4
+    assert (mine - torch.view_as_real(rotated).flatten(-2)).abs().max() < 1e-4
 
 
 def test_axial_with_two_axes_has_the_frequencies_of_rope_vit() -> None:
@@ -53,7 +53,7 @@ def test_axial_with_two_axes_has_the_frequencies_of_rope_vit() -> None:
     assert not frequencies[1, 0::2].any()
 
 
-def test_mixed_starts_from_the_axial_ladder_turned_per_head() -> None:
+def test_mixed_starts_from_rotated_axial_frequencies() -> None:
     encoding = tr.MixedRoPE(num_axes=2, num_heads=4, head_dim=64)
     lengths = encoding.frequencies.norm(dim=0)  # (heads, pairs)
     ladder = 10.0 ** (-torch.arange(16) / 16)
@@ -63,8 +63,8 @@ def test_mixed_starts_from_the_axial_ladder_turned_per_head() -> None:
 
 
 @pytest.mark.parametrize("num_axes", [1, 2, 3, 4])
-def test_mixed_turns_the_axes_by_uniform_rotations(num_axes: int) -> None:
-    """Of the first pair of each axis, whose frequency is 1: orthogonal, determinant 1, no direction preferred."""
+def test_mixed_draws_uniform_rotations_of_the_axes(num_axes: int) -> None:
+    """Checked on the first pair of each axis, whose frequency is 1: orthogonal, determinant 1, uniform."""
     heads = 4000
     encoding = tr.MixedRoPE(num_axes=num_axes, num_heads=heads, head_dim=2 * num_axes)
     turns = encoding.frequencies.detach().movedim(1, 0)  # (heads, axes, axes)
@@ -76,13 +76,13 @@ def test_mixed_turns_the_axes_by_uniform_rotations(num_axes: int) -> None:
         deviation = 5 * heads**-0.5
         assert entries.mean(dim=0).abs().max() < deviation
         moments = num_axes * entries.T @ entries / heads
-        if num_axes == 2:  # where two numbers say it all
+        if num_axes == 2:  # two entries determine the matrix
             moments = moments[:2, :2]
         assert (moments - torch.eye(len(moments))).abs().max() < 3 * deviation
 
 
 @pytest.mark.parametrize("num_axes", [1, 2, 3])
-def test_blocks_of_two_are_one_and_the_same_family(num_axes: int) -> None:
+def test_blocks_of_two_are_equal_for_all_classes(num_axes: int) -> None:
     sizes = dict(num_axes=num_axes, num_heads=2, head_dim=12)
     axial = tr.AxialRoPE(**sizes).double()
     positions = torch.randn(7, num_axes, dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_blocks_of_two_are_one_and_the_same_family(num_axes: int) -> None:
         assert (other(positions).matrix() - truth).abs().max() < 1e-12
 
 
-def test_larger_blocks_take_smaller_ones_over_and_refuse_the_reverse() -> None:
+def test_set_generators_accepts_smaller_blocks_only() -> None:
     sizes = dict(num_axes=2, num_heads=2, head_dim=16)
     mixed = tr.MixedRoPE(**sizes)
     liere = tr.LieRE(**sizes, block_size=8)
@@ -110,20 +110,20 @@ def test_larger_blocks_take_smaller_ones_over_and_refuse_the_reverse() -> None:
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        (tr.AxialRoPE, "AxialRoPE turns all heads alike"),
+        (tr.AxialRoPE, "AxialRoPE needs the same generators in all heads"),
         (partial(tr.AxialRoPE, shared_heads=True), "shares its generators among heads"),
-        (partial(tr.ComRoPEAP, block_size=2), "ComRoPEAP gives block j to axis j mod 2"),
-        (partial(tr.ComRoPELD, block_size=4), "ComRoPELD makes all axes multiples of one base"),
-        (tr.NoEncoding, "NoEncoding has zero generators alone"),
+        (partial(tr.ComRoPEAP, block_size=2), "ComRoPEAP rotates block j along axis j mod 2"),
+        (partial(tr.ComRoPELD, block_size=4), "generators of ComRoPELD must be multiples of one base"),
+        (tr.NoEncoding, "generators of NoEncoding must be zero"),
     ],
 )
-def test_a_family_refuses_generators_that_it_cannot_represent(family: type, message: str) -> None:
+def test_set_generators_refuses_what_it_cannot_represent(family: type, message: str) -> None:
     sizes = dict(num_axes=2, num_heads=2, head_dim=8)
     with pytest.raises(ValueError, match=message):
         family(**sizes).set_generators(tr.LieRE(**sizes, block_size=2).generators())
 
 
-def test_linear_dependence_takes_multiples_of_one_base_and_survives_zero() -> None:
+def test_comrope_ld_accepts_multiples_of_a_base_and_zeros() -> None:
     sizes = dict(num_axes=3, num_heads=2, head_dim=8, block_size=4)
     source, target = tr.ComRoPELD(**sizes), tr.ComRoPELD(**sizes)
     target.set_generators(source.generators())
@@ -137,7 +137,7 @@ def test_linear_dependence_takes_multiples_of_one_base_and_survives_zero() -> No
 
 
 @pytest.mark.parametrize("family", [tr.ComRoPEAP, tr.ComRoPELD, tr.LieRE, tr.MixedRoPE, tr.AxialRoPE])
-def test_generators_that_were_rounded_to_bfloat16_are_taken(family: type) -> None:
+def test_set_generators_accepts_bfloat16(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=16)
     rounded = encoding.generators().detach().to(torch.bfloat16)
     encoding.set_generators(rounded)
@@ -146,8 +146,8 @@ def test_generators_that_were_rounded_to_bfloat16_are_taken(family: type) -> Non
 
 
 @pytest.mark.parametrize("share", [1e-6, 1e-4])
-def test_generators_differ_by_rounding_up_to_a_hundred_thousandth(share: float) -> None:
-    """Of the largest: lopsided blocks, heads that differ, entries outside of blocks, axes that are no multiples."""
+def test_set_generators_tolerates_rounding_up_to_1e_5(share: float) -> None:
+    """Relative to the largest entry, for asymmetric blocks, unequal heads, entries outside blocks, non-multiples."""
     exact = tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4).generators().detach()
     size = exact.abs().max() * share
     shared, blocks = exact[:, :1].expand(-1, 2, -1, -1, -1).clone(), torch.zeros(2, 2, 1, 8, 8)
@@ -173,7 +173,7 @@ def test_generators_differ_by_rounding_up_to_a_hundred_thousandth(share: float) 
             encoding.set_generators(generators)
 
 
-def test_encodings_build_under_a_narrow_default_dtype() -> None:
+def test_encodings_build_with_default_dtype_bfloat16() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         axial, mixed = (f(num_axes=2, num_heads=1, head_dim=16) for f in (tr.AxialRoPE, tr.MixedRoPE))
@@ -183,7 +183,7 @@ def test_encodings_build_under_a_narrow_default_dtype() -> None:
     assert mixed(tr.grid(3, 3)).dtype == torch.float32
 
 
-def test_axis_partition_is_rope_axial_with_learned_blocks() -> None:
+def test_comrope_ap_assigns_blocks_to_axes_as_rope_axial() -> None:
     generators = tr.ComRoPEAP(num_axes=3, num_heads=2, head_dim=12, block_size=2).generators()
     for block in range(6):
         used = generators[:, :, block].flatten(1).any(dim=1)
@@ -191,7 +191,7 @@ def test_axis_partition_is_rope_axial_with_learned_blocks() -> None:
 
 
 @pytest.mark.parametrize("family", [tr.LieRE, tr.ComRoPEAP, tr.ComRoPELD, tr.MixedRoPE])
-def test_initial_values_follow_the_papers_and_zeros_rotate_nothing(family: type) -> None:
+def test_init_follows_the_papers_or_is_zero(family: type) -> None:
     sizes = dict(num_axes=2, num_heads=64, head_dim=64)
     zeros = family(**sizes, init="zeros")
     assert not zeros.generators().any()
@@ -243,13 +243,13 @@ def test_fixed_frequencies_stay_float32_in_a_bfloat16_model() -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_told_in_one_line(build: partial, message: str) -> None:
+def test_encodings_refuse_invalid_sizes_in_one_line(build: partial, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         build()
     assert "\n" not in str(caught.value)
 
 
-def test_bad_positions_are_told_in_one_line() -> None:
+def test_encodings_refuse_invalid_positions_in_one_line() -> None:
     encoding = tr.MixedRoPE(num_axes=2, num_heads=1, head_dim=8)
     for positions, message in [
         (torch.zeros(4, 3), "positions must have num_axes = 2 axes, got 3"),
@@ -265,7 +265,7 @@ def test_bad_positions_are_told_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_encoding_is_built_on_the_meta_device_without_its_numbers(case: str) -> None:
+def test_encodings_build_on_the_meta_device(case: str) -> None:
     with torch.device("meta"):
         empty = CASES[case]()
     assert {name: tuple(p.shape) for name, p in empty.named_parameters()} == {
@@ -274,12 +274,12 @@ def test_an_encoding_is_built_on_the_meta_device_without_its_numbers(case: str) 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_repr_shows_what_was_asked_for(case: str) -> None:
+def test_repr_shows_the_arguments(case: str) -> None:
     encoding = CASES[case]()
     assert f"num_axes={encoding.num_axes}, num_heads={encoding.num_heads}" in repr(encoding)
 
 
-def test_skew_and_upper_triangle_undo_each_other() -> None:
+def test_skew_and_upper_triangle_are_inverse() -> None:
     upper = torch.randn(3, 10)
     blocks = skew(upper, 5)
     assert torch.equal(upper_triangle(blocks), upper)
@@ -288,13 +288,13 @@ def test_skew_and_upper_triangle_undo_each_other() -> None:
     assert planar(torch.tensor(2.0)).tolist() == [[0.0, -2.0], [2.0, 0.0]]
 
 
-def test_names_find_encodings() -> None:
-    both = tr.choose("learned+liere:8")
+def test_parse_encoding_finds_classes() -> None:
+    both = tr.parse_encoding("learned+liere:8")
     assert both.rotary(num_axes=2, num_heads=4, head_dim=16).block_size == 8
     assert both.absolute is tr.LearnedAPE
     assert both.parts == [tr.LearnedAPE, tr.LieRE]
-    assert tr.choose("sinusoidal").parts == [tr.SinusoidalAPE]
-    assert tr.choose("none").parts == [tr.NoEncoding]
+    assert tr.parse_encoding("sinusoidal").parts == [tr.SinusoidalAPE]
+    assert tr.parse_encoding("none").parts == [tr.NoEncoding]
 
 
 @pytest.mark.parametrize(
@@ -310,13 +310,13 @@ def test_names_find_encodings() -> None:
         ("", "encodings are none, axial"),
     ],
 )
-def test_a_wrong_name_is_told_with_the_nearest_one(name: str, message: str) -> None:
+def test_parse_encoding_suggests_the_nearest_name(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tr.choose(name)
+        tr.parse_encoding(name)
 
 
 class Spiral(tr.Encoding):
-    """The README's own encoding: one learned frequency for all pairs and axes of a head."""
+    """The custom encoding of the README: one learned frequency per axis and head."""
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
         super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2)
@@ -330,17 +330,17 @@ class Spiral(tr.Encoding):
         return planar(self.frequency.expand(-1, -1, self.num_blocks))
 
 
-def test_ones_own_encoding_needs_one_method_and_has_all_properties() -> None:
+def test_custom_encoding_with_one_method_has_all_properties() -> None:
     make = partial(Spiral, num_axes=2, num_heads=2, head_dim=8)
     tr.testing.check(make)
-    with pytest.raises(ValueError, match="Spiral cannot take generators over"):
+    with pytest.raises(ValueError, match="Spiral cannot be set from generators"):
         make().set_generators(make().generators())
 
 
-def test_a_broken_encoding_is_named_with_the_property_that_fails() -> None:
-    class Lopsided(Spiral):
+def test_check_names_the_encoding_and_the_failed_property() -> None:
+    class NotSkew(Spiral):
         def generators(self) -> torch.Tensor:
             return super().generators().abs()
 
-    with pytest.raises(AssertionError, match=r"Lopsided\(.*\n.*generators must be skew-symmetric, A\^T = -A, got"):
-        tr.testing.check(partial(Lopsided, num_axes=2, num_heads=2, head_dim=8))
+    with pytest.raises(AssertionError, match=r"NotSkew\(.*\n.*generators must be skew-symmetric, A\^T = -A, got"):
+        tr.testing.check(partial(NotSkew, num_axes=2, num_heads=2, head_dim=8))

@@ -1,4 +1,4 @@
-"""Whole models for larger inputs: outputs of before at factor 1, the papers' formulas, and what attention then sees."""
+"""`extend` of models: unchanged outputs at factor 1, the papers' formulas, and attention scores of larger inputs."""
 
 import copy
 import math
@@ -49,7 +49,7 @@ def clip() -> CLIPVisionModel:
 
 
 def sharp(model: Any) -> Any:
-    """Scores that depend much on q and k, so that a rotation matters."""
+    """Scale q and k up, so that scores depend on the rotation."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in ("qkv.weight", "q_proj.weight", "k_proj.weight")):
@@ -63,8 +63,8 @@ def swapped(name: str, encoding: str = "mixed") -> Any:
     return tr.swap(model, encoding) if rotates else tr.swap(model, encoding, init="paper")
 
 
-class Own(nn.Module):
-    """A model of a user's own that holds an encoding."""
+class CustomModel(nn.Module):
+    """A custom model with an encoding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
     "swin": (swin, lambda: torch.randn(2, 3, 32, 32)),
     "features": (features, lambda: torch.randn(2, 3, 32, 32)),
     "clip": (clip, lambda: torch.randn(2, 3, 64, 64)),
-    "own": (Own, lambda: torch.randn(2, 16, 32)),
+    "own": (CustomModel, lambda: torch.randn(2, 16, 32)),
     **{f"timm-{name}": (partial(strong, name), lambda: torch.randn(2, 3, 64, 64)) for name in ("dinov3", "sam_rope")},
     **{
         f"swapped-{name}": (partial(swapped, name), partial(torch.randn, 2, 3, size, size))
@@ -94,14 +94,14 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
 
 
 def mostly_slow(names: Iterable[str], *fast: str) -> list[Any]:
-    """Cases, of which some run by default."""
+    """Mark all but some cases as slow."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def outputs(model: Any, x: Tensor) -> Tensor:
-    found = model(x)
-    found = getattr(found, "last_hidden_state", found)
-    return found[0] if isinstance(found, list) else found
+    actual = model(x)
+    actual = getattr(actual, "last_hidden_state", actual)
+    return actual[0] if isinstance(actual, list) else actual
 
 
 def difference(one: Tensor, other: Tensor) -> float:
@@ -109,7 +109,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "vit", "vit-patch-centers", "own", "timm-dinov3", "swapped-beit"))
-def test_at_factor_one_outputs_are_the_same_and_at_two_they_are_not(kind: str) -> None:
+def test_extend_by_one_keeps_outputs_and_by_two_changes_them(kind: str) -> None:
     build, data = KINDS[kind]
     model, x = build(), data()
     before, state = outputs(model, x), copy.deepcopy(model.state_dict())
@@ -127,7 +127,7 @@ def test_at_factor_one_outputs_are_the_same_and_at_two_they_are_not(kind: str) -
 
 
 @pytest.mark.parametrize("name", mostly_slow(ROTATING, "eva02", "rope_mixed_ape", "gemma4"))
-def test_models_of_timm_that_rotate_are_extended_as_they_are(name: str) -> None:
+def test_extend_supports_rotary_models_of_timm(name: str) -> None:
     model = strong(name)
     x = images(model)
     before, state = model(x), copy.deepcopy(model.state_dict())
@@ -136,39 +136,41 @@ def test_models_of_timm_that_rotate_are_extended_as_they_are(name: str) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
-# The papers' formulas, for one ladder of frequencies
+# The papers' formulas, for one geometric sequence of frequencies
 
 
-def interpolate_formula(ladder: Tensor, s: float, size: float) -> Tensor:
-    return ladder / s
+def interpolate_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
+    return frequencies / s
 
 
-def ntk_formula(ladder: Tensor, s: float, size: float) -> Tensor:
+def ntk_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
     """The base b of f_j = f_0 b^(-2j / d) changed to b s^(d / (d - 2))."""
-    d = 2 * len(ladder)
-    base = (ladder[0] / ladder[1]) ** (d / 2)
-    return ladder[0] * (base * s ** (d / (d - 2))) ** (-2 * torch.arange(len(ladder), dtype=torch.float64) / d)
+    d = 2 * len(frequencies)
+    base = (frequencies[0] / frequencies[1]) ** (d / 2)
+    return frequencies[0] * (base * s ** (d / (d - 2))) ** (
+        -2 * torch.arange(len(frequencies), dtype=torch.float64) / d
+    )
 
 
-def yarn_formula(ladder: Tensor, s: float, size: float) -> Tensor:
+def yarn_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
     """Equations 17 to 20 with α = 1 and β = 32, the ramp linear in the index of the pair, as in the code."""
-    turns = size * ladder / (2 * math.pi)
-    log_base = float((ladder[0] / ladder[1]).log())
+    turns = size * frequencies / (2 * math.pi)
+    log_base = float((frequencies[0] / frequencies[1]).log())
     at = [math.log(float(turns[0]) / number) / log_base for number in (min(32.0, float(turns[0])), 1.0)]
-    ramp = ((torch.arange(len(ladder), dtype=torch.float64) - at[0]) / (at[1] - at[0])).clamp(0, 1)
-    return ladder * (1 - ramp) + ladder / s * ramp
+    ramp = ((torch.arange(len(frequencies), dtype=torch.float64) - at[0]) / (at[1] - at[0])).clamp(0, 1)
+    return frequencies * (1 - ramp) + frequencies / s * ramp
 
 
-def riflex_formula(ladder: Tensor, s: float, size: float) -> Tensor:
-    """Equations 7 and 8; the period of the pair that repeats first once the input grows."""
-    periods = [2 * math.pi / float(f) for f in ladder]
+def riflex_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
+    """Equations 7 and 8, for the pair that repeats first in a larger input."""
+    periods = [2 * math.pi / float(f) for f in frequencies]
     k = next(index for index, period in enumerate(periods) if period >= size)
-    return torch.stack([f if j != k else f.new_tensor(2 * math.pi / (s * size)) for j, f in enumerate(ladder)])
+    return torch.stack([f if j != k else f.new_tensor(2 * math.pi / (s * size)) for j, f in enumerate(frequencies)])
 
 
-def dype_formula(ladder: Tensor, s: float, size: float) -> Tensor:
+def dype_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
     """DY-NTK with κ(0.5) = 2 (0.5)²."""
-    return ntk_formula(ladder, s**0.5, size)
+    return ntk_formula(frequencies, s**0.5, size)
 
 
 FORMULAS = {
@@ -181,71 +183,71 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_gets_the_frequencies_of_the_formula(method: str) -> None:
-    """Axis by axis, over the extents that the model was built for: 20 and 48 patches."""
+def test_extend_matches_the_formula_of_each_method(method: str) -> None:
+    """Per axis, for the training sizes of the model: 20 and 48 patches."""
     model = tr.ViT((20, 96), patch_size=(1, 2), in_channels=1, dim=128, depth=1, num_heads=2, encoding="axial").double()
-    model.encodings[0].reset_parameters()  # exact, and not a ladder rounded to float32
-    found = tr.extend(model, (3, 2.5), method=method, **METHODS[method]).encodings[0].frequencies
+    model.encodings[0].reset_parameters()  # exact, not rounded to float32
+    actual = tr.extend(model, (3, 2.5), method=method, **METHODS[method]).encodings[0].frequencies
     for axis, (size, s) in enumerate(((20, 3), (48, 2.5))):
-        ladder = model.encodings[0].frequencies[axis, axis::2]
-        expected = FORMULAS[method](ladder, s, size)
-        assert torch.allclose(found[axis, axis::2], expected, rtol=1e-12), axis
-        assert not torch.allclose(expected, ladder)
-        assert not found[axis, 1 - axis :: 2].any()
+        frequencies = model.encodings[0].frequencies[axis, axis::2]
+        expected = FORMULAS[method](frequencies, s, size)
+        assert torch.allclose(actual[axis, axis::2], expected, rtol=1e-12), axis
+        assert not torch.allclose(expected, frequencies)
+        assert not actual[axis, 1 - axis :: 2].any()
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_squeezed_positions_have_the_angles_of_the_formula_from_token_to_token(method: str) -> None:
-    """DINOv3's are in [-1, 1] at every size: over one token, the angle is that of frequencies per token."""
+def test_extend_with_fixed_range_positions_matches_the_formula(method: str) -> None:
+    """DINOv3's positions are in [-1, 1] at every size: compare angles between neighbouring tokens."""
     model = strong("dinov3", dynamic_img_size=True).double()
     own = tr.swap(copy.deepcopy(model), "mixed").rotary.encodings[0].frequencies.detach()
     larger = tr.extend(model, 2, method=method, **METHODS[method])
     step = 2 / 4  # between 4 patches; half of it between 8
     used = own[0, 0] != 0
-    found = larger.rotary.encodings[0].frequencies[0, 0, used] * step / 2
-    assert torch.allclose(found, FORMULAS[method](own[0, 0, used] * step, 2, 4), rtol=1e-9)
+    actual = larger.rotary.encodings[0].frequencies[0, 0, used] * step / 2
+    assert torch.allclose(actual, FORMULAS[method](own[0, 0, used] * step, 2, 4), rtol=1e-9)
     x = torch.randn(1, 3, 128, 128, dtype=torch.float64)
     if method == "interpolate":
         assert difference(larger(x), model(x)) < 1e-9
 
 
-def test_riflex_keeps_the_larger_input_within_one_turn_of_the_pair_that_repeated() -> None:
-    """The time axis of CogVideoX: base 10,000, 16 channels, 13 frames, seen to repeat at the 20th."""
-    ladder = 10_000 ** (-torch.arange(8, dtype=torch.float64) / 8)
-    slowed = tr.riflex(ladder.reshape(1, 1, 8), 2, train_size=13, period=20).flatten()
-    changed = (slowed != ladder).nonzero().flatten().tolist()
+def test_riflex_keeps_the_intrinsic_pair_within_one_turn() -> None:
+    """The time axis of CogVideoX: base 10,000, 16 channels, 13 frames; repetition was observed at frame 20."""
+    frequencies = 10_000 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    slowed = tr.riflex(frequencies.reshape(1, 1, 8), 2, train_size=13, period=20).flatten()
+    changed = (slowed != frequencies).nonzero().flatten().tolist()
     assert changed == [1]
     assert slowed[1].item() == pytest.approx(2 * math.pi / 26)
-    assert tr.riflex(ladder.reshape(1, 1, 8), 2, train_size=13, turns=0.9)[0, 0, 1] == pytest.approx(
+    assert tr.riflex(frequencies.reshape(1, 1, 8), 2, train_size=13, turns=0.9)[0, 0, 1] == pytest.approx(
         0.9 * 2 * math.pi / 26
     )
     # A pair that stays within one turn is kept: 13 frames, grown to 18 of a period of 19.9.
-    assert torch.equal(tr.riflex(ladder.reshape(1, 1, 8), 18 / 13, train_size=13).flatten(), ladder)
-    # Where no period holds the training data, the slowest is the nearest.
+    assert torch.equal(tr.riflex(frequencies.reshape(1, 1, 8), 18 / 13, train_size=13).flatten(), frequencies)
+    # If no period reaches the training size, the longest period is the nearest.
     assert (tr.riflex(torch.tensor([[[3.0, 2.0, 0.0]]]), 2, train_size=10) < 2).tolist() == [[[False, True, True]]]
 
 
-def test_dype_goes_from_twice_the_exponent_to_the_trained_frequencies() -> None:
-    ladder = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=32).double().frequencies.unsqueeze(1)
-    assert torch.equal(tr.dype(ladder, 4, timestep=0), ladder)
-    assert torch.allclose(tr.dype(ladder, 4, timestep=1), tr.ntk(ladder, 16))
-    assert torch.allclose(tr.dype(ladder, 4, timestep=0.3, scale=1, exponent=1), tr.ntk(ladder, 4**0.3))
+def test_dype_returns_to_the_trained_frequencies() -> None:
+    frequencies = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=32).double().frequencies.unsqueeze(1)
+    assert torch.equal(tr.dype(frequencies, 4, timestep=0), frequencies)
+    assert torch.allclose(tr.dype(frequencies, 4, timestep=1), tr.ntk(frequencies, 16))
+    assert torch.allclose(tr.dype(frequencies, 4, timestep=0.3, scale=1, exponent=1), tr.ntk(frequencies, 4**0.3))
 
 
 # YaRN's temperature
 
 
 def scores_of(model: Any, x: Tensor) -> list[Tensor]:
-    """q^T k of every attention that the model computes, with the bias."""
+    """Return q^T k of every attention call of the model, with the bias."""
     seen: list[Tensor] = []
     attention = functional.scaled_dot_product_attention
 
-    def note(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **others: Any) -> Tensor:
+    def record(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **others: Any) -> Tensor:
         seen.append((q @ k.mT).detach())
         return attention(q, k, v, attn_mask=attn_mask, **others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "scaled_dot_product_attention", note)
+        patch.setattr(functional, "scaled_dot_product_attention", record)
         model(x)
     return seen
 
@@ -256,17 +258,17 @@ SHARPENED += ["gemma4", "qwen3", "deepseek", "pe", "ours", "clip"]
 
 @pytest.mark.parametrize("name", mostly_slow(SHARPENED, "vit_qk_norm", "vit_parallel", "sam", "eva02", "ours", "clip"))
 def test_yarn_multiplies_scores_by_its_temperature_squared(name: str) -> None:
-    """Against frequencies of YaRN alone, in the first layer, whose input is the same."""
+    """Compared with YaRN frequencies without temperature, in the first layer, whose input is the same."""
     model = {"ours": vit, "clip": clip}[name]() if name in ("ours", "clip") else strong(name)
     if name in ("vit", "vit_qk_norm", "vit_parallel", "beit", "sam"):
         tr.swap(model, "mixed", init="paper")
     x = torch.randn(2, 3, 8, 12) if name == "ours" else torch.randn(2, 3, 64, 64) if name == "clip" else images(model)
-    found = tr.extend(model, (2, 3), method="yarn")
-    alone = copy.deepcopy(found)
+    actual = tr.extend(model, (2, 3), method="yarn")
+    alone = copy.deepcopy(actual)
     for part, module in alone.named_modules():
         if isinstance(module, (nn.Linear, nn.LayerNorm)) or "norm" in type(module).__name__.lower():
             module.load_state_dict(dict(model.named_modules())[part].state_dict())
-    sharpened, plain = scores_of(found, x), scores_of(alone, x)
+    sharpened, plain = scores_of(actual, x), scores_of(alone, x)
     index = 1 if name == "sam" else 0  # a window in its first layer, which does not grow
     factor = (0.1 * math.log(6) + 1) ** 2
     assert tr.yarn_temperature((2, 3)) ** 2 == pytest.approx(factor)
@@ -301,16 +303,16 @@ def with_norm(norm: nn.Module) -> Any:
     return tr.swap(model, "mixed", init="paper")
 
 
-def kept() -> Any:
+def swapped_beside() -> Any:
     return tr.swap(made("rope_axial"), "mixed", keep_rotation=True)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "blocks": (partial(vit, "liere:4"), {}, "ntk scales frequencies, .* interpolate serves any encoding, got LieRE"),
+    "blocks": (partial(vit, "liere:4"), {}, "ntk needs frequencies, .* interpolate supports any encoding, got LieRE"),
     "no encoding": (partial(vit, "none"), {}, "^model must rotate q and k; swap supports .* got ViT$"),
     "no rotation": (partial(made, "vit"), {}, "^model must rotate q and k, .* got VisionTransformer$"),
     "no model": (lambda: nn.Linear(2, 2), {}, "^model must rotate q and k; .*, got Linear$"),
-    "beside": (kept, {}, "^extend scales the encodings .* got keep_rotation=True"),
+    "beside": (swapped_beside, {}, "^extend scales the encodings .* got keep_rotation=True"),
     "cosine": (
         partial(swapped, "swin_v2"),
         {"method": "yarn"},
@@ -326,8 +328,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"method": "yarn"},
         "linear in its weights, got Offset in Attention$",
     ),
-    "own, yarn": (Own, {"method": "yarn", "train_size": 4}, "^yarn also scales keys .* got Own$"),
-    "own, riflex": (Own, {"method": "riflex"}, "^riflex needs train_size, .*, got none$"),
+    "own, yarn": (CustomModel, {"method": "yarn", "train_size": 4}, "^yarn also scales keys .* got CustomModel$"),
+    "own, riflex": (CustomModel, {"method": "riflex"}, "^riflex needs train_size, .*, got none$"),
     "no timestep": (vit, {"method": "dype"}, "^dype needs timestep, from 1, noise, to 0, the image, got none$"),
     "timestep": (vit, {"timestep": 0.5}, "^timestep is for dype, got 0.5 for ntk$"),
     "late": (vit, {"method": "dype", "timestep": 2}, "^timestep must be between 0, the image, and 1, noise, got 2$"),
@@ -345,7 +347,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_extended_is_told_in_one_line(case: str) -> None:
+def test_extend_refuses_unsupported_models_in_one_line(case: str) -> None:
     build, settings, message = REFUSED[case]
     model = build()
     with pytest.raises(ValueError, match=message) as caught:
@@ -353,15 +355,15 @@ def test_what_cannot_be_extended_is_told_in_one_line(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_blocks_are_interpolated() -> None:
+def test_extend_interpolates_blocks() -> None:
     model = vit("liere:4")
     larger = tr.extend(model, (2, 3), method="interpolate")
     by = torch.tensor([2.0, 3.0]).reshape(2, 1, 1, 1, 1)
     assert torch.allclose(larger.encodings[0].generators(), model.encodings[0].generators() / by)
 
 
-def test_an_enlarged_lattice_is_seen_as_the_one_trained_on() -> None:
-    """Interpolated by 2, tokens 2i of a lattice of twice the size turn as tokens i did."""
+def test_extend_by_interpolation_keeps_rotations_of_the_lattice() -> None:
+    """Interpolated by 2, tokens 2i of a lattice of twice the size rotate as tokens i did."""
     for model in (vit(), vit("comrope-ld:4"), vit("dinov3")):
         larger = tr.extend(model, 2, method="interpolate")
         few = model.encodings[0](tr.grid(4, 6, spacing=model.spacing)).matrix()
@@ -369,14 +371,14 @@ def test_an_enlarged_lattice_is_seen_as_the_one_trained_on() -> None:
         assert torch.allclose(many.unflatten(-3, (8, 12))[:, ::2, ::2].flatten(1, 2), few, atol=1e-5)
 
 
-def test_windows_of_sam_stay_as_they_were_and_the_image_grows() -> None:
+def test_extend_of_sam_keeps_windows_and_scales_global_layers() -> None:
     model = swapped("sam")
     before, after = (one.rotary.encodings for one in (model, tr.extend(model, 2)))
     assert torch.equal(before[0].frequencies, after[0].frequencies)
     assert torch.allclose(after[1].frequencies, tr.ntk(before[1].frequencies, 2))
 
 
-def test_windows_of_swin_are_what_the_factor_counts() -> None:
+def test_extend_of_swin_scales_by_the_window_size() -> None:
     model = swin()
     x = torch.randn(1, 3, 64, 64)
     larger = tr.extend(model, 2, method="riflex")
@@ -387,24 +389,24 @@ def test_windows_of_swin_are_what_the_factor_counts() -> None:
         assert torch.allclose(grown.encodings[0].frequencies, expected)
 
 
-def test_a_size_of_training_that_is_given_goes_before_that_of_the_model() -> None:
+def test_extend_prefers_the_given_train_size() -> None:
     own = vit().encodings[0].frequencies
     model = vit()
-    found = tr.extend(model, 2, method="riflex", train_size=3).encodings[0].frequencies
-    assert torch.allclose(found, tr.riflex(model.encodings[0].frequencies, 2, train_size=3))
-    assert own.shape == found.shape
+    actual = tr.extend(model, 2, method="riflex", train_size=3).encodings[0].frequencies
+    assert torch.allclose(actual, tr.riflex(model.encodings[0].frequencies, 2, train_size=3))
+    assert own.shape == actual.shape
 
 
-def test_a_function_of_ones_own_scales_frequencies() -> None:
+def test_extend_accepts_a_custom_function() -> None:
     model = vit("axial", positions=tr.patch_centers)
     larger = tr.extend(model, (1, 2), method=partial(tr.yarn, train_size=2.0))
     expected = tr.yarn(model.encodings[0].frequencies_per_axis(), (1, 2), train_size=2.0)
-    by = torch.tensor([1.0, 2.0]).reshape(2, 1, 1)  # patches stand twice as close along the second axis
+    by = torch.tensor([1.0, 2.0]).reshape(2, 1, 1)  # patches are twice as dense along the second axis
     assert torch.allclose(larger.encodings[0].frequencies_per_axis(), expected * by)
     assert torch.equal(larger.layers[0].attention.qkv.weight, model.layers[0].attention.qkv.weight)
 
 
-def test_voxels_that_are_placed_in_millimetres_are_not_squeezed() -> None:
+def test_extend_keeps_positions_in_millimetres() -> None:
     model = vit("mixed", positions=tr.VoxelLattice((2, 2), unit=2.0))
     larger = tr.extend(model, 2)
     assert torch.allclose(larger.encodings[0].frequencies, tr.ntk(model.encodings[0].frequencies, 2))
@@ -413,7 +415,7 @@ def test_voxels_that_are_placed_in_millimetres_are_not_squeezed() -> None:
     assert tr.extend(model, 2, method="yarn", train_size=(4, 6)) is not model
 
 
-def test_layers_that_share_are_scaled_once() -> None:
+def test_extend_scales_shared_layers_once() -> None:
     model = vit("mixed", share_layers=True)
     model.layers[1].attention.qkv = model.layers[0].attention.qkv
     larger = tr.extend(model, 2, method="yarn")
@@ -425,7 +427,7 @@ def test_layers_that_share_are_scaled_once() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_gradients_flow_through_the_copy_and_to_nothing_else(method: str) -> None:
+def test_extend_copies_parameters_with_gradients(method: str) -> None:
     for model, x in ((vit(), torch.randn(2, 3, 16, 24)), (swapped("rope_axial"), torch.randn(2, 3, 64, 64))):
         larger = tr.extend(model, 2, method=method, **METHODS[method])
         larger(x).square().sum().backward()
@@ -434,15 +436,15 @@ def test_gradients_flow_through_the_copy_and_to_nothing_else(method: str) -> Non
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_of_half_precision_is_scaled_in_float32() -> None:
+def test_extend_scales_half_precision_models_in_float32() -> None:
     model = vit().bfloat16()
-    found = tr.extend(model, 2).encodings[0].frequencies
+    actual = tr.extend(model, 2).encodings[0].frequencies
     exact = tr.ntk(model.encodings[0].frequencies.float(), 2)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, exact.bfloat16())
+    assert actual.dtype == torch.bfloat16
+    assert torch.equal(actual, exact.bfloat16())
 
 
-def test_an_extended_model_is_saved_and_loaded(tmp_path: Any) -> None:
+def test_extend_result_can_be_saved_and_loaded(tmp_path: Any) -> None:
     model = tr.extend(strong("rope_axial"), 2, method="yarn")
     x = images(model)
     tr.save(model, tmp_path / "model.safetensors")
@@ -451,15 +453,15 @@ def test_an_extended_model_is_saved_and_loaded(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [vit, partial(swapped, "rope_axial")])
-def test_an_extended_model_compiles(build: Callable[[], Any]) -> None:
+def test_extend_result_compiles(build: Callable[[], Any]) -> None:
     model = tr.extend(build(), 2, method="yarn")
     x = torch.randn(2, 3, 16, 24) if isinstance(model, tr.ViT) else images(model)
     assert difference(torch.compile(model)(x), model(x)) < 1e-4
 
 
 @pytest.mark.slow
-def test_interpolation_keeps_more_of_what_was_learned_at_twice_the_size() -> None:
-    """Digits in patches of one pixel: at 16 x 16 a model trained at 8 x 8 is near chance, interpolated far above it."""
+def test_extend_keeps_accuracy_at_twice_the_size() -> None:
+    """Digits in patches of one pixel: trained at 8 x 8, a model at 16 x 16 is near chance, interpolated far above."""
     torch.manual_seed(0)
     digits = load_digits()
     x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

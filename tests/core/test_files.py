@@ -1,4 +1,4 @@
-"""Files that are whole or not there: kills, processes side by side, and content that is nested or grows without end."""
+"""Atomic file writes with killed and concurrent processes, and limits on nested and expanding content."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ write_whole(Path(sys.argv[1]), sys.argv[2])
 
 
 def stopped_writer(path: Path, content: str) -> "subprocess.Popen[str]":
-    """A process that has written all of a file, and waits for a line before it replaces the old one."""
+    """Start a process that has written a temporary file and waits for input before it replaces the old one."""
     command = [sys.executable, "-c", WRITER, str(path), content]
     writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
@@ -37,7 +37,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_write_whole_removes_what_killed_processes_left_in_the_folder(tmp_path: Path) -> None:
+def test_write_whole_removes_files_of_killed_processes(tmp_path: Path) -> None:
     write_whole(tmp_path / "a.txt", "old")
     for name in ("a.txt", "b.txt"):
         with stopped_writer(tmp_path / name, "half") as writer:
@@ -48,7 +48,7 @@ def test_write_whole_removes_what_killed_processes_left_in_the_folder(tmp_path: 
     assert names(tmp_path) == {"a.txt", "c.txt"}
 
 
-def test_write_whole_leaves_alone_what_another_process_is_writing(tmp_path: Path) -> None:
+def test_write_whole_keeps_files_of_running_processes(tmp_path: Path) -> None:
     with stopped_writer(tmp_path / "a.txt", "theirs") as first, stopped_writer(tmp_path / "b.txt", "theirs") as second:
         write_whole(tmp_path / "a.txt", "mine")
         assert (tmp_path / "a.txt").read_text() == "mine"
@@ -59,13 +59,11 @@ def test_write_whole_leaves_alone_what_another_process_is_writing(tmp_path: Path
     assert (tmp_path / "a.txt").read_text() == (tmp_path / "b.txt").read_text() == "theirs"
 
 
-def test_write_whole_begins_again_where_its_file_was_taken_for_abandoned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_whole_retries_if_its_file_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, taken = fcntl.flock, []
 
     def late(file: Any, operation: int) -> None:
-        if not taken:  # another process looked between the file's creation and its lock
+        if not taken:  # another process cleaned up between creation and lock
             taken.append(file.name)
             os.unlink(file.name)
         flock(file, operation)
@@ -77,9 +75,7 @@ def test_write_whole_begins_again_where_its_file_was_taken_for_abandoned(
     assert (tmp_path / "a.txt").read_text() == "whole"
 
 
-def test_write_whole_needs_no_locks_but_then_cannot_tell_what_is_abandoned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_whole_without_locks_keeps_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with stopped_writer(tmp_path / "a.txt", "theirs") as writer:
 
         def refuse(*_: object) -> None:
@@ -93,7 +89,7 @@ def test_write_whole_needs_no_locks_but_then_cannot_tell_what_is_abandoned(
     assert (tmp_path / "a.txt").read_text() == "theirs"
 
 
-def test_write_whole_cleans_up_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_whole_cleans_up_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_whole(tmp_path / "a.txt", "old")
 
     def full(_: int) -> None:
@@ -106,7 +102,7 @@ def test_write_whole_cleans_up_when_the_disk_is_full(tmp_path: Path, monkeypatch
     assert (tmp_path / "a.txt").read_text() == "old"
 
 
-def test_holds_files_counts_no_write_that_was_cut_short(tmp_path: Path) -> None:
+def test_holds_files_ignores_interrupted_writes(tmp_path: Path) -> None:
     assert not holds_files(tmp_path / "missing")
     with stopped_writer(tmp_path / "a.txt", "half") as writer:
         assert not holds_files(tmp_path)
@@ -128,7 +124,7 @@ def test_parse_json_refuses_deep_nesting(wrapped: str, levels: int) -> None:
         parse_json(text)
 
 
-def test_parse_json_refuses_numbers_that_fit_no_machine_word() -> None:
+def test_parse_json_refuses_integers_above_64_bits() -> None:
     assert parse_json(f"[{2**63}, {-(2**63)}, true, 1e300, NaN]", lambda _: None) == [
         2**63,
         -(2**63),
@@ -136,24 +132,24 @@ def test_parse_json_refuses_numbers_that_fit_no_machine_word() -> None:
         1e300,
         None,
     ]
-    with pytest.raises(ValueError, match=r"^whole numbers must fit into 64 bits, got one of 1329$"):
+    with pytest.raises(ValueError, match=r"^integers must fit into 64 bits, got one of 1329$"):
         parse_json('{"a": [{"b": 1' + 400 * "0" + "}]}")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &a [*a]", "a value must not hold itself, got an alias that does in line 1"),
-        ("x: 1\na: &a {b: {c: *a}}", "a value must not hold itself, got an alias that does in line 2"),
-        ("&a [[*a]]", "a value must not hold itself, got an alias that does in line 1"),
+        ("a: &a [*a]", "a value must not contain itself, got an alias that does in line 1"),
+        ("x: 1\na: &a {b: {c: *a}}", "a value must not contain itself, got an alias that does in line 2"),
+        ("&a [[*a]]", "a value must not contain itself, got an alias that does in line 1"),
         ("a: " + "[" * 150 + "]" * 150, "nesting must be at most 100 levels deep, got more"),
         ("a: " + "[" * 5000 + "]" * 5000, "nesting must be at most 100 levels deep, got more"),
-        ("a: 1" + 400 * "0", "whole numbers must fit into 64 bits, got one of 1329"),
+        ("a: 1" + 400 * "0", "integers must fit into 64 bits, got one of 1329"),
     ],
 )
-def test_read_mapping_refuses_yaml_without_bounds_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_read_mapping_refuses_unbounded_yaml_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ValueError, match=rf"^settings must be whole, got .*mine\.yaml: {message}$"):
+    with pytest.raises(ValueError, match=rf"^settings must be valid JSON or YAML, got .*mine\.yaml: {message}$"):
         read_mapping(tmp_path / "mine.yaml", "settings")
 
 
@@ -162,7 +158,7 @@ def test_read_mapping_refuses_aliases_that_multiply(tmp_path: Path, repeated: st
     lines = ["l0: &l0 {name: lol}"]
     lines += [f"l{i}: &l{i} " + repeated % ", ".join(9 * [f"*l{i - 1}"]) for i in range(1, 30)]
     (tmp_path / "mine.yaml").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"values must be at most 100000 with aliases written out, got more$"):
+    with pytest.raises(ValueError, match=r"values must be at most 100000 with aliases expanded, got more$"):
         read_mapping(tmp_path / "mine.yaml", "settings")
 
 

@@ -23,7 +23,7 @@ HEAD_DIM = 32
 
 
 def half_and_half(x: Tensor) -> Tensor:
-    """Channels of torchrope in the order of libraries whose pairs are channels j and j + head_dim / 2."""
+    """Permute channels to the layout with pairs j and j + head_dim / 2."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
 
 
@@ -53,7 +53,7 @@ def test_dinov3_has_the_scores_of_timm(normalize: str) -> None:
     exact = own_axis * (2 * math.pi / theirs.periods).repeat(2)
     encoding.set_generators(planar(exact).unsqueeze(1))
     assert (scores(*tr.rotate(q, k, encoding(coords))) - expected).abs().max() < 1e-10
-    # theirs builds its coordinates in float32
+    # timm computes its coordinates in float32
     assert (theirs.get_embed(list(sizes)) - table).abs().max() < 1e-4
 
 
@@ -67,7 +67,7 @@ def test_dinov3_has_the_scores_of_transformers() -> None:
     assert (scores(*tr.rotate(q, k, encoding(positions))) - expected).abs().max() < 1e-4
 
 
-def test_a_vit_places_patches_as_dinov3_does_at_any_size() -> None:
+def test_vit_has_positions_of_dinov3_at_any_size() -> None:
     build = partial(
         tr.ViT, (8, 8), patch_size=2, in_channels=1, num_classes=3, dim=32, depth=1, num_heads=2, encoding="dinov3"
     )
@@ -121,7 +121,7 @@ def test_interleaved_mrope_has_the_scores_of_timm_on_images() -> None:
 
 
 @pytest.mark.parametrize("family", [tr.MRoPE, tr.InterleavedMRoPE])
-def test_mrope_is_the_rope_of_text_where_all_coordinates_agree(family: type) -> None:
+def test_mrope_with_equal_coordinates_is_rope_of_text(family: type) -> None:
     text = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=HEAD_DIM)(tr.grid(9))
     positions = tr.grid(9).expand(-1, 3)
     assert torch.allclose(family(num_axes=3, num_heads=1, head_dim=HEAD_DIM)(positions).matrix(), text.matrix())
@@ -130,13 +130,13 @@ def test_mrope_is_the_rope_of_text_where_all_coordinates_agree(family: type) -> 
 @pytest.mark.parametrize(
     ("family", "sections", "message"),
     [
-        (tr.MRoPE, (4, 6), r"sections must be 3 numbers of pairs that add up to 16, got \(4, 6\)"),
-        (tr.MRoPE, (4, 6, 5), "add up to 16"),
-        (tr.MRoPE, (-1, 9, 8), "add up to 16"),
-        (tr.InterleavedMRoPE, (4, 6, 6), r"axis 1 takes at most 5 interleaved pairs, got sections \(4, 6, 6\)"),
+        (tr.MRoPE, (4, 6), r"sections must be 3 numbers of pairs with sum 16, got \(4, 6\)"),
+        (tr.MRoPE, (4, 6, 5), "with sum 16"),
+        (tr.MRoPE, (-1, 9, 8), "with sum 16"),
+        (tr.InterleavedMRoPE, (4, 6, 6), r"axis 1 has at most 5 interleaved pairs, got sections \(4, 6, 6\)"),
     ],
 )
-def test_sections_that_do_not_fit_are_told(family: type, sections: tuple[int, ...], message: str) -> None:
+def test_mrope_refuses_invalid_sections(family: type, sections: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         family(num_axes=3, num_heads=2, head_dim=HEAD_DIM, sections=sections)
 
@@ -157,7 +157,7 @@ def test_golden_frequencies_are_geometric_along_the_golden_angle() -> None:
 
 
 @pytest.mark.parametrize("num_axes", [1, 3, 4])
-def test_other_directions_are_normal_points_of_the_generalised_golden_ratio(num_axes: int) -> None:
+def test_directions_follow_the_generalised_golden_ratio(num_axes: int) -> None:
     ratio = {1: (1 + math.sqrt(5)) / 2, 3: 1.2207440846057596, 4: 1.1673039782614187}[num_axes]
     normal = torch.distributions.Normal(0.0, 1.0)
     for index, direction in enumerate(directions(20, num_axes), start=1):
@@ -167,7 +167,7 @@ def test_other_directions_are_normal_points_of_the_generalised_golden_ratio(num_
 
 
 @pytest.mark.parametrize("num_axes", [2, 3])
-def test_directions_cover_all_ways_more_evenly_than_chance(num_axes: int) -> None:
+def test_directions_are_more_even_than_random_ones(num_axes: int) -> None:
     def farthest(spread: Tensor) -> float:
         anywhere = torch.nn.functional.normalize(torch.randn(2000, num_axes, dtype=torch.float64), dim=-1)
         return (anywhere @ spread.mT).abs().amax(dim=1).min().item()
@@ -181,10 +181,10 @@ def test_directions_cover_all_ways_more_evenly_than_chance(num_axes: int) -> Non
     [
         (dict(min_frequency=0.0), "frequencies must be 0 < lowest <= highest, got 0.0 and 20.0"),
         (dict(max_frequency=0.1), "got 0.2 and 0.1"),
-        (dict(resting=1.5), "resting must be a share from 0 to 1, got 1.5"),
+        (dict(resting=1.5), "resting must be a fraction from 0 to 1, got 1.5"),
     ],
 )
-def test_golden_refuses_what_makes_no_ladder(change: dict, message: str) -> None:
+def test_golden_refuses_invalid_frequencies(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tr.GoldenGateRoPE(num_axes=2, num_heads=1, head_dim=8, **change)
 
@@ -201,9 +201,9 @@ def test_fixed_frequencies_stay_float32_in_a_bfloat16_model(family: type) -> Non
 
 
 @pytest.mark.parametrize("family", [tr.DINOv3RoPE, tr.MRoPE, tr.VisionLLaMARoPE])
-def test_a_pair_of_one_axis_refuses_a_second(family: type) -> None:
+def test_one_axis_per_pair_refuses_a_second_axis(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=8)
-    with pytest.raises(ValueError, match=f"{family.__name__} gives a pair to one axis, got a pair that turns with 2"):
+    with pytest.raises(ValueError, match=f"{family.__name__} rotates a pair along one axis, got a pair with 2 axes"):
         encoding.set_generators(planar(torch.ones(2, 1, 4)))
     golden = tr.GoldenGateRoPE(num_axes=2, num_heads=2, head_dim=8)
     golden.set_generators(planar(torch.arange(16.0).reshape(2, 2, 4)))
@@ -219,21 +219,21 @@ def llama(rope: dict[str, object]) -> LlamaConfig:
     )
 
 
-def ladder() -> Tensor:
+def geometric_frequencies() -> Tensor:
     return tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=HEAD_DIM).double().frequencies.unsqueeze(1)
 
 
-def test_interpolation_and_ntk_are_those_of_transformers() -> None:
+def test_interpolate_and_ntk_match_transformers() -> None:
     linear, _ = ROPE_INIT_FUNCTIONS["linear"](llama({"rope_type": "linear", "factor": 4.0}), "cpu")
-    assert torch.allclose(tr.interpolate(ladder(), 4.0).flatten().float(), linear, rtol=1e-5)
+    assert torch.allclose(tr.interpolate(geometric_frequencies(), 4.0).flatten().float(), linear, rtol=1e-5)
     # Dynamic NTK at factor 1 and three times the length has the base of a factor of 3.
     dynamic, _ = ROPE_INIT_FUNCTIONS["dynamic"](llama({"rope_type": "dynamic", "factor": 1.0}), "cpu", seq_len=768)
-    assert torch.allclose(tr.ntk(ladder(), 3.0).flatten().float(), dynamic, rtol=1e-5)
+    assert torch.allclose(tr.ntk(geometric_frequencies(), 3.0).flatten().float(), dynamic, rtol=1e-5)
 
 
 @pytest.mark.parametrize("train_size", [256, 2048])
 @pytest.mark.parametrize("factor", [1.0, 4.0, 16.0])
-def test_yarn_is_that_of_transformers(factor: float, train_size: int) -> None:
+def test_yarn_matches_transformers(factor: float, train_size: int) -> None:
     rope = {
         "rope_type": "yarn",
         "factor": factor,
@@ -241,20 +241,20 @@ def test_yarn_is_that_of_transformers(factor: float, train_size: int) -> None:
         "truncate": False,
     }
     theirs, temperature = ROPE_INIT_FUNCTIONS["yarn"](llama(rope), "cpu")
-    mine = tr.yarn(ladder(), factor, train_size=train_size)
+    mine = tr.yarn(geometric_frequencies(), factor, train_size=train_size)
     assert torch.allclose(mine.flatten().float(), theirs, rtol=1e-5)
     assert tr.yarn_temperature(factor) == pytest.approx(temperature)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, (0.5, 0.5), (4.0, 0.25)])
-def test_inputs_that_are_not_longer_keep_the_temperature_of_one(factor: float | tuple[float, ...]) -> None:
+def test_yarn_temperature_is_one_for_inputs_not_longer(factor: float | tuple[float, ...]) -> None:
     assert tr.yarn_temperature(factor) == 1.0
 
 
-def test_yarn_keeps_the_fastest_pair_where_none_turns_often_as_transformers_does() -> None:
+def test_yarn_keeps_the_highest_frequency_as_transformers() -> None:
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 14, "truncate": False}
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](llama(rope), "cpu")
-    mine = tr.yarn(ladder(), 2.0, train_size=14)
+    mine = tr.yarn(geometric_frequencies(), 2.0, train_size=14)
     assert torch.allclose(mine.flatten().float(), theirs, rtol=1e-5)
     assert mine[0, 0, 0] == 1.0
 
@@ -263,7 +263,7 @@ SCALINGS = {"interpolate": tr.interpolate, "ntk": tr.ntk, "yarn": partial(tr.yar
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_each_axis_has_its_own_factor(name: str) -> None:
+def test_scalings_accept_a_factor_per_axis(name: str) -> None:
     frequencies = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=32).frequencies_per_axis()
     scaled = SCALINGS[name](frequencies, (1.0, 3.0))
     assert torch.equal(scaled[0], frequencies[0])
@@ -275,7 +275,7 @@ def test_each_axis_has_its_own_factor(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_pairs_keep_their_directions_where_all_axes_grow_alike(name: str) -> None:
+def test_scalings_keep_directions_if_factors_are_equal(name: str) -> None:
     frequencies = tr.MixedRoPE(num_axes=3, num_heads=4, head_dim=24).frequencies.detach()
     scaled = SCALINGS[name](frequencies, 2.0)
     ratio = scaled / frequencies
@@ -286,7 +286,7 @@ def test_pairs_keep_their_directions_where_all_axes_grow_alike(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_nothing_grows_nothing_changes_and_gradients_pass(name: str) -> None:
+def test_scalings_by_one_are_the_identity_with_gradients(name: str) -> None:
     frequencies = torch.tensor([[[1.0, 0.0, 0.1]], [[0.0, 0.0, 0.2]], [[0.0, 0.0, 0.0]]], requires_grad=True)
     assert torch.allclose(SCALINGS[name](frequencies, 1.0), frequencies)
     (gradient,) = torch.autograd.grad(SCALINGS[name](frequencies, 2.0).sum(), frequencies)
@@ -294,7 +294,7 @@ def test_nothing_grows_nothing_changes_and_gradients_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_encoding_extends_by_interpolation_and_is_left_as_it_is(case: str) -> None:
+def test_extend_interpolates_a_copy_of_every_encoding(case: str) -> None:
     encoding = CASES[case]()
     before = encoding.generators().detach().clone()
     factor = [2.0 + axis for axis in range(encoding.num_axes)]
@@ -307,7 +307,7 @@ def test_every_encoding_extends_by_interpolation_and_is_left_as_it_is(case: str)
 
 @pytest.mark.parametrize("method", ["ntk", "yarn"])
 @pytest.mark.parametrize("family", [tr.AxialRoPE, tr.MixedRoPE, tr.GoldenGateRoPE, tr.STRING])
-def test_encodings_with_frequencies_extend_by_them(family: type, method: str) -> None:
+def test_extend_scales_frequencies_by_every_method(family: type, method: str) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=16)
     own = encoding.frequencies if family is tr.STRING else encoding.frequencies_per_axis()
     expected = SCALINGS[method](own, (1.0, 2.0))
@@ -339,11 +339,11 @@ def test_encodings_with_frequencies_extend_by_them(family: type, method: str) ->
         (lambda: tr.extend(CASES["axial-N2"](), 2.0, method="yarn"), "yarn needs train_size"),
         (
             lambda: tr.extend(CASES["liere4-N2-rest"](), 2.0),
-            "ntk scales frequencies, which blocks of 2 and STRING have; interpolate serves any encoding, got LieRE",
+            "ntk needs frequencies, which blocks of 2 and STRING have; interpolate supports any encoding, got LieRE",
         ),
     ],
 )
-def test_what_cannot_be_scaled_is_told_in_one_line(call: object, message: str) -> None:
+def test_extend_refuses_invalid_arguments_in_one_line(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         call()  # type: ignore[operator]
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Random encodings, shapes, strides and gradients, held to `oracle.py`: dense exponentials in float64.
+"""Random encodings, shapes, strides and gradients against `oracle.py`: dense exponentials in float64.
 
 The examples are the same in every run; `make slow` tries 10,000.
 """
@@ -29,14 +29,14 @@ FAMILIES = {**WITH_BLOCKS, **FIXED, "mixed": tr.MixedRoPE}
 BLOCKS = (2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 12, 16, 17, 20, 24, 32, 64)
 ENTRIES = ("normal", "normal", "zero", "whole", "pruned", "equal")
 NARROW = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
-# Rounding steps of the angles' dtype, and of the vectors', that a result may be off. In float64 the oracle errs:
-# torch.matrix_exp by 6e-13 at norms of 0.04.
-STEPS, OWN_STEPS = {torch.float32: 16.0, torch.float64: 1e4}, 4.0
+# Allowed error, in rounding steps of the dtype of angles and of that of vectors. In float64 the oracle is inexact:
+# torch.matrix_exp has an error of 6e-13 at norms of 0.04.
+STEPS, OUTPUT_STEPS = {torch.float32: 16.0, torch.float64: 1e4}, 4.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn; every tensor follows from it and the seed."""
+    """Random settings of a case; they and the seed determine every tensor."""
 
     family: str
     block_size: int
@@ -57,7 +57,7 @@ class Case:
     scale: float
     scores_only: bool
     backend: str
-    wanted: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
     seed: int
 
     @property
@@ -65,8 +65,8 @@ class Case:
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
 
-def seldom(often: st.SearchStrategy, other: st.SearchStrategy) -> st.SearchStrategy:
-    """Eight times of nine the one, otherwise the other."""
+def mostly(often: st.SearchStrategy, other: st.SearchStrategy) -> st.SearchStrategy:
+    """Draw from the first strategy with probability 8/9, otherwise from the other."""
     return st.integers(0, 8).flatmap(lambda drawn: other if drawn == 8 else often)
 
 
@@ -75,7 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
     family = draw(st.sampled_from((*WITH_BLOCKS, *WITH_BLOCKS, "mixed", *FIXED)))
     b = draw(st.sampled_from([b for b in BLOCKS if family != "string" or b % 2 == 0])) if family in WITH_BLOCKS else 2
     few, axes = b > 20, draw(st.integers(1, 5))
-    batch = draw(seldom(st.integers(1, 3).map(lambda n: (n,)), st.lists(st.integers(0, 3), max_size=3).map(tuple)))
+    batch = draw(mostly(st.integers(1, 3).map(lambda n: (n,)), st.lists(st.integers(0, 3), max_size=3).map(tuple)))
     return Case(
         family=family,
         block_size=b,
@@ -86,23 +86,23 @@ def cases(draw: st.DrawFn) -> Case:
         shared_heads=draw(st.booleans()),
         rest=draw(st.sampled_from((0, 0, 1, 5))),
         batch=batch,
-        tokens=draw(seldom(st.integers(1, 9 if few else 40), st.just(0))),
-        key_tokens=draw(st.none() | seldom(st.integers(1, 9), st.just(0))),
+        tokens=draw(mostly(st.integers(1, 9 if few else 40), st.just(0))),
+        key_tokens=draw(st.none() | mostly(st.integers(1, 9), st.just(0))),
         own_positions=draw(st.booleans()),
         layout=draw(st.sampled_from(LAYOUTS)),
         upstream_layout=draw(st.sampled_from(LAYOUTS)),
-        dtypes=draw(seldom(st.tuples(*[st.sampled_from(NARROW)] * 2), st.just((torch.float64, torch.float64)))),
+        dtypes=draw(mostly(st.tuples(*[st.sampled_from(NARROW)] * 2), st.just((torch.float64, torch.float64)))),
         entries=draw(st.sampled_from(ENTRIES)),
         scale=draw(st.sampled_from((1.0, 1.0, 1.0, 1e-3, 0.0, 30.0, 1e3))),
         scores_only=draw(st.booleans()),
-        backend=draw(seldom(st.just("auto"), st.just("reference"))),
-        wanted=draw(seldom(st.just((True,) * 6), st.tuples(*[st.booleans()] * 6))),
+        backend=draw(mostly(st.just("auto"), st.just("reference"))),
+        requires_grad=draw(mostly(st.just((True,) * 6), st.tuples(*[st.booleans()] * 6))),
         seed=draw(st.integers(0, 2**16)),
     )
 
 
 def check(case: Case) -> None:
-    """Rotate by the library and by the formula; compare values and the gradients that are wanted."""
+    """Compare values and gradients of the library with those of the formula."""
     torch.manual_seed(case.seed)
     encoding = _encoding(case)
     key_tokens = case.tokens if case.key_tokens is None else case.key_tokens
@@ -114,21 +114,21 @@ def check(case: Case) -> None:
     tokens = [case.tokens] if case.key_tokens is None else [case.tokens, key_tokens]
     places = [case.scale * (2 * torch.rand(*sets, t, case.axes, dtype=case.angles) - 1) for t in tokens]
     leaves = [x.detach() for x in (q, k, *places, *encoding.parameters())]
-    wanted = [want for want, _ in zip(case.wanted, leaves, strict=False)]
-    found = _by_library(case, encoding, leaves, wanted, upstream)
+    requires_grad = [want for want, _ in zip(case.requires_grad, leaves, strict=False)]
+    found = _by_library(case, encoding, leaves, requires_grad, upstream)
     exact, sizes, names = _by_formula(case, encoding, leaves, upstream)
     own = max(torch.finfo(dtype).eps for dtype in case.dtypes) if case.scores_only else 0.0
     for name, actual, expected, size in zip(names, found, exact, sizes, strict=True):
         if actual is not None:
             assert actual.shape == expected.shape, name
-            steps = STEPS[case.angles] * torch.finfo(case.angles).eps + OWN_STEPS * own
-            allowed = steps * size + OWN_STEPS * torch.finfo(actual.dtype).eps * _largest(expected)
+            steps = STEPS[case.angles] * torch.finfo(case.angles).eps + OUTPUT_STEPS * own
+            allowed = steps * size + OUTPUT_STEPS * torch.finfo(actual.dtype).eps * _largest(expected)
             error = _largest(actual.double() - expected)
             assert error <= allowed, f"{name}: error {error:.3g} exceeds {allowed:.3g}"
 
 
 def _encoding(case: Case) -> Encoding:
-    """The encoding of a case, its parameters drawn."""
+    """Build the encoding of a case with random parameters."""
     rotary = case.block_size * case.blocks
     size: dict[str, Any] = dict(num_axes=case.axes, num_heads=case.own_heads, head_dim=rotary + case.rest)
     size |= {"block_size": case.block_size} if case.family in WITH_BLOCKS else {}
@@ -152,10 +152,10 @@ def _entries(shape: torch.Size, kind: str) -> Tensor:
 
 
 def _by_library(
-    case: Case, encoding: Encoding, leaves: Sequence[Tensor], wanted: Sequence[bool], upstream: Sequence[Tensor]
+    case: Case, encoding: Encoding, leaves: Sequence[Tensor], requires_grad: Sequence[bool], upstream: Sequence[Tensor]
 ) -> list[Tensor | None]:
     names = [name for name, _ in encoding.named_parameters()]
-    leaves = [leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, wanted, strict=True)]
+    leaves = [leaf.detach().requires_grad_(want) for leaf, want in zip(leaves, requires_grad, strict=True)]
     q, k, *places = leaves[: len(leaves) - len(names)]
     values = dict(zip(names, leaves[len(leaves) - len(names) :], strict=True))
     rotation, *of_keys = (
@@ -180,7 +180,7 @@ def _by_library(
 def _by_formula(
     case: Case, encoding: Encoding, leaves: Sequence[Tensor], upstream: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[float], list[str]]:
-    """Results and gradients in float64, the size of what each is a sum of times one plus the angle, and their names."""
+    """Return results and gradients in float64, the scale of each for rounding errors, and their names."""
     parameters = [name for name, _ in encoding.named_parameters()]
     wide = [leaf.double().requires_grad_() for leaf in leaves]
     q, k, *places = wide[: len(wide) - len(parameters)]
@@ -207,7 +207,7 @@ def _sizes(
     arrived: Sequence[Tensor],
     values: dict[str, Tensor],
 ) -> list[float]:
-    """What results and gradients are sums of, times one plus the largest angle: rounding errors are shares of that."""
+    """Return the scale of each result and gradient, times one plus the largest angle: rounding is relative to it."""
     norms = torch.linalg.matrix_norm(blocks, 2).amax(dim=(1, 2))  # (axes)
     angle = 1 + max(_largest(place.abs() @ norms) for _, place in pairs)
     lengths = [_largest(x.norm(dim=-1)) for x, _ in pairs]
@@ -218,7 +218,7 @@ def _sizes(
     of_generators = sum(float((moment * place).sum()) for moment, place in zip(moments, places, strict=True))
     if case.family == "ld":  # a product of two parameters
         of_generators *= max([1.0, *(_largest(value) * case.block_size for value in values.values())])
-    if case.family == "string":  # whose basis rotates at the origin, too
+    if case.family == "string":  # its basis has a gradient at the origin, too
         of_generators += 8 * sum(float(moment.sum()) for moment in moments)
     sizes = [lengths[0] * lengths[1]] if case.scores_only else lengths
     sizes = [*sizes, *(_largest(g.norm(dim=-1)) for g in arrived)]
@@ -233,7 +233,7 @@ def _of_tokens(x: Tensor, over: Callable[..., Tensor]) -> Tensor:
 
 
 def _generators(case: Case, encoding: Encoding, values: dict[str, Tensor]) -> Tensor:
-    """Blocks `(axes, heads or 1, blocks, b, b)`, float64, from the numbers that the encoding holds."""
+    """Compute blocks `(axes, heads or 1, blocks, b, b)` in float64 from the parameters and buffers of the encoding."""
     if case.family in FIXED:
         frequencies = encoding.frequencies
         frequencies = frequencies.unsqueeze(1) if frequencies.ndim == 2 else frequencies
@@ -255,12 +255,12 @@ def _largest(x: Tensor) -> float:
 
 @settings(max_examples=80, derandomize=True, deadline=None, database=None)
 @given(cases())
-def test_random_cases_equal_dense_exponentials_in_float64(case: Case) -> None:
+def test_rotate_matches_dense_exponentials_for_random_cases(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.slow
 @settings(max_examples=10_000, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(cases())
-def test_ten_thousand_random_cases_equal_dense_exponentials_in_float64(case: Case) -> None:
+def test_rotate_matches_dense_exponentials_for_ten_thousand_cases(case: Case) -> None:
     check(case)

@@ -1,4 +1,4 @@
-"""What tensors may hold: NaN, infinity, nothing at all; and memory that is not to be had. No process ends by it."""
+"""NaN, infinity, empty tensors and failed allocations: errors are contained, and no process crashes."""
 
 import ctypes
 import itertools
@@ -15,7 +15,7 @@ from torchrope.encodings import Encoding
 from torchrope.ops import backends, native
 
 FAMILIES: dict[str, Callable[[], Encoding]] = {
-    name: lambda name=name, dim=dim: tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=dim)
+    name: lambda name=name, dim=dim: tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=dim)
     for name, dim in (
         ("axial", 8),
         ("mixed", 8),
@@ -36,24 +36,24 @@ needs_kernels = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels we
 
 
 @pytest.fixture
-def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions whose values cannot be looked at, as on a GPU or in a graph."""
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the check of position values, as on a GPU or in a graph."""
     monkeypatch.setattr("torchrope.encodings.base.can_read", lambda x: False)
 
 
 def rotation_of(encoding: Encoding, backend: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    def turn(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def apply(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return tr.rotate(q, k, encoding(positions, backend=backend), layout="bhtd", backend=backend)
 
-    return turn
+    return apply
 
 
 def vectors(encoding: Encoding, tokens: int = 20, batch: int = 2) -> Tensor:
     return torch.randn(batch, encoding.num_heads, tokens, encoding.head_dim)
 
 
-def assert_confined(dirty: Tensor, clean: Tensor, where: tuple[slice | int, ...]) -> None:
-    """NaN where it was put, and everything else as without it."""
+def assert_nonfinite_only(dirty: Tensor, clean: Tensor, where: tuple[slice | int, ...]) -> None:
+    """Assert non-finite values in one region, and equality everywhere else."""
     assert not dirty[where].isfinite().all()
     mask = torch.ones(clean.shape, dtype=torch.bool)
     mask[where] = False
@@ -61,7 +61,7 @@ def assert_confined(dirty: Tensor, clean: Tensor, where: tuple[slice | int, ...]
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
-    """Equal to rounding, which depends on what is computed side by side."""
+    """Assert equality up to rounding, which depends on the batch."""
     largest = max(expected.abs().max().item(), 1.0)
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5 * largest)
 
@@ -69,29 +69,27 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_position_that_is_not_finite_spoils_its_token_alone(
-    family: str, backend: str, value: float, unread: None
-) -> None:
+def test_nonfinite_positions_affect_only_their_token(family: str, backend: str, value: float, unchecked: None) -> None:
     encoding = FAMILIES[family]()
-    turn, q = rotation_of(encoding, backend), vectors(FAMILIES[family]())
+    apply, q = rotation_of(encoding, backend), vectors(FAMILIES[family]())
     lattice = tr.grid(4, 5, spacing=0.25)
     for positions, where in (
         (lattice.clone(), (slice(None), slice(None), 7)),
         (lattice.repeat(2, 1, 1), (1, slice(None), 7)),
     ):
         leaves = [x.clone().requires_grad_() for x in (q, positions)]
-        clean = turn(leaves[0], leaves[0], leaves[1])[0]
+        clean = apply(leaves[0], leaves[0], leaves[1])[0]
         gradient = torch.autograd.grad(clean.square().cumsum(-1).sum(), leaves)
         positions[(1, 7, 0) if positions.ndim == 3 else (7, 0)] = value
         dirty_leaves = [x.clone().requires_grad_() for x in (q, positions)]
-        dirty = turn(dirty_leaves[0], dirty_leaves[0], dirty_leaves[1])[0]
-        assert_confined(dirty.detach(), clean.detach(), where)
-        found = torch.autograd.grad(dirty.square().cumsum(-1).sum(), dirty_leaves)
-        assert_confined(found[0], gradient[0], where)
+        dirty = apply(dirty_leaves[0], dirty_leaves[0], dirty_leaves[1])[0]
+        assert_nonfinite_only(dirty.detach(), clean.detach(), where)
+        actual = torch.autograd.grad(dirty.square().cumsum(-1).sum(), dirty_leaves)
+        assert_nonfinite_only(actual[0], gradient[0], where)
         at = (1, 7) if positions.ndim == 3 else (7,)
         mask = torch.ones(positions.shape[:-1], dtype=torch.bool)
         mask[at] = False
-        assert_near(found[1][mask], gradient[1][mask])
+        assert_near(actual[1][mask], gradient[1][mask])
 
 
 @pytest.mark.slow
@@ -104,7 +102,7 @@ def test_a_position_that_is_not_finite_spoils_its_token_alone(
         *(pytest.param(family, marks=pytest.mark.slow) for family in ("string:4", "liere:12", "liere")),
     ],
 )
-def test_a_position_that_is_nan_ends_nothing_in_compiled_and_exported_graphs(family: str) -> None:
+def test_nan_positions_run_in_compiled_and_exported_graphs(family: str) -> None:
     encoding = FAMILIES[family]()
     q, clean = vectors(encoding), tr.grid(4, 5, spacing=0.25)
     dirty = clean.clone()
@@ -124,11 +122,11 @@ def test_a_position_that_is_nan_ends_nothing_in_compiled_and_exported_graphs(fam
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     exported = torch.export.export(module, (q, clean)).module()
     for graph in (compiled, exported):
-        assert_confined(graph(q, dirty).detach(), expected, (slice(None), slice(None), 7))
+        assert_nonfinite_only(graph(q, dirty).detach(), expected, (slice(None), slice(None), 7))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_that_can_be_read_are_refused_in_one_line(family: str) -> None:
+def test_nonfinite_positions_on_cpu_raise_in_one_line(family: str) -> None:
     positions = tr.grid(4, 5)
     positions[3, 1], positions[4, 0] = math.nan, -math.inf
     with pytest.raises(ValueError, match=r"^positions must be finite, got NaN or infinity in 2 of 20$"):
@@ -136,44 +134,44 @@ def test_positions_that_can_be_read_are_refused_in_one_line(family: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_may_be_mapped_over_and_nan_stays_where_it_is(family: str) -> None:
+def test_nan_positions_under_vmap_affect_only_their_token(family: str) -> None:
     encoding = FAMILIES[family]()
-    turn, q = rotation_of(encoding, "auto"), vectors(encoding, batch=3)
+    apply, q = rotation_of(encoding, "auto"), vectors(encoding, batch=3)
     positions = tr.grid(4, 5, spacing=0.25).repeat(3, 1, 1) * torch.tensor([1.0, 2.0, 3.0])[:, None, None]
-    clean = turn(q, q, positions)[0]
+    clean = apply(q, q, positions)[0]
     positions[1, 7, 0] = math.nan
-    mapped = torch.vmap(lambda q, p: turn(q, q, p)[0])(q, positions)
-    assert_confined(mapped.detach(), clean.detach(), (1, slice(None), 7))
+    mapped = torch.vmap(lambda q, p: apply(q, q, p)[0])(q, positions)
+    assert_nonfinite_only(mapped.detach(), clean.detach(), (1, slice(None), 7))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_channel_that_is_not_finite_spoils_its_own_block_alone(family: str, backend: str, value: float) -> None:
+def test_nonfinite_channels_affect_only_their_block(family: str, backend: str, value: float) -> None:
     encoding = FAMILIES[family]()
-    turn, positions = rotation_of(encoding, backend), tr.grid(4, 5, spacing=0.25)
+    apply, positions = rotation_of(encoding, backend), tr.grid(4, 5, spacing=0.25)
     b = encoding.block_size
     for channel in (0, encoding.head_dim - 1):
         q = vectors(encoding).requires_grad_()
         block = slice(channel // b * b, channel // b * b + b)
-        clean = turn(q, q, positions)[0].detach()
+        clean = apply(q, q, positions)[0].detach()
         spoiled = q.detach().clone()
         spoiled[1, 0, 7, channel] = value
-        assert_confined(turn(spoiled, spoiled, positions)[0].detach(), clean, (1, 0, 7, block))
+        assert_nonfinite_only(apply(spoiled, spoiled, positions)[0].detach(), clean, (1, 0, 7, block))
         upstream = torch.randn_like(clean)
-        (expected,) = torch.autograd.grad(turn(q, q, positions)[0], q, upstream)
+        (expected,) = torch.autograd.grad(apply(q, q, positions)[0], q, upstream)
         upstream[1, 0, 7, channel] = value
-        (found,) = torch.autograd.grad(turn(q, q, positions)[0], q, upstream)
-        assert_confined(found, expected, (1, 0, 7, block))
+        (actual,) = torch.autograd.grad(apply(q, q, positions)[0], q, upstream)
+        assert_nonfinite_only(actual, expected, (1, 0, 7, block))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("axial", "golden", "liere")])
-def test_a_parameter_that_is_not_finite_spoils_its_own_block_alone(family: str, backend: str, value: float) -> None:
+def test_nonfinite_parameters_affect_only_their_block(family: str, backend: str, value: float) -> None:
     encoding = FAMILIES[family]()
-    turn, positions, q = rotation_of(encoding, backend), tr.grid(4, 5, spacing=0.25), vectors(encoding)
-    clean = turn(q, q, positions)[0].detach()
+    apply, positions, q = rotation_of(encoding, backend), tr.grid(4, 5, spacing=0.25), vectors(encoding)
+    clean = apply(q, q, positions)[0].detach()
     upper = getattr(encoding, "upper", None)
     with torch.no_grad():
         if upper is None:
@@ -181,7 +179,7 @@ def test_a_parameter_that_is_not_finite_spoils_its_own_block_alone(family: str, 
         else:
             upper[..., 1, 0, 0] = value  # head 1, block 0
     b = encoding.block_size
-    dirty = turn(q, q, positions)[0].detach()
+    dirty = apply(q, q, positions)[0].detach()
     moved = positions.any(dim=-1)
     mask = torch.ones_like(dirty, dtype=torch.bool)
     mask[:, 1, :, :b] = False
@@ -194,8 +192,8 @@ EMPTY = [0, 2]
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_to_rotate_is_rotated_to_nothing(family: str, backend: str) -> None:
-    """0 samples, heads, tokens, of q, k and positions: the shapes that came, and gradients of zero."""
+def test_rotate_accepts_empty_dimensions(family: str, backend: str) -> None:
+    """With 0 samples, heads or tokens of q, k and positions, shapes are kept and gradients are finite."""
     for batch, heads, tokens, sets in itertools.product(EMPTY, EMPTY, EMPTY, (None, 0, 2)):
         for keys in ("alike", "full"):
             encoding = FAMILIES[family]()
@@ -204,26 +202,26 @@ def test_nothing_to_rotate_is_rotated_to_nothing(family: str, backend: str) -> N
             k = torch.randn(*of_k, encoding.head_dim, requires_grad=True)
             shape = (tokens, 2) if sets is None else (sets, tokens, 2)
             try:
-                turned = tr.rotate(q, k, encoding(torch.zeros(shape), backend=backend), layout="bhtd", backend=backend)
+                rotated = tr.rotate(q, k, encoding(torch.zeros(shape), backend=backend), layout="bhtd", backend=backend)
             except ValueError as error:
                 assert "\n" not in str(error)  # noqa: PT017
                 continue
-            assert [x.shape for x in turned] == [q.shape, k.shape]
+            assert [x.shape for x in rotated] == [q.shape, k.shape]
             leaves = [q, k, *encoding.parameters()]
-            gradients = torch.autograd.grad(turned, leaves, [torch.ones_like(x) for x in turned], allow_unused=True)
+            gradients = torch.autograd.grad(rotated, leaves, [torch.ones_like(x) for x in rotated], allow_unused=True)
             assert all(g is None or g.isfinite().all() for g in gradients)
 
 
-def test_queries_without_heads_come_back_beside_keys_that_have_some() -> None:
+def test_rotate_accepts_queries_without_heads() -> None:
     for family in FAMILIES:
         encoding = FAMILIES[family]()
         q, k = torch.randn(2, 0, 9, encoding.head_dim), vectors(encoding, tokens=9)
-        turned_q, turned_k = tr.rotate(q, k, encoding(tr.grid(3, 3)))
-        assert turned_q.shape == q.shape
-        assert torch.equal(turned_k, tr.rotate(k, k, encoding(tr.grid(3, 3)))[1])
+        rotated_q, rotated_k = tr.rotate(q, k, encoding(tr.grid(3, 3)))
+        assert rotated_q.shape == q.shape
+        assert torch.equal(rotated_k, tr.rotate(k, k, encoding(tr.grid(3, 3)))[1])
 
 
-def test_no_channels_and_no_axes_are_refused_in_one_line() -> None:
+def test_encodings_refuse_zero_channels_and_axes_in_one_line() -> None:
     encoding = FAMILIES["liere:8"]()
     rotation = encoding(tr.grid(3, 3))
     with pytest.raises(ValueError, match=r"^head_dim of q must be the rotation's 16, got 0$"):
@@ -234,7 +232,7 @@ def test_no_channels_and_no_axes_are_refused_in_one_line() -> None:
 
 @pytest.fixture(scope="module")
 def without_memory(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels, whose allocations fail from a given one on."""
+    """Build the kernels with allocations that fail after a given number."""
     if COMPILER is None:
         pytest.skip("no C compiler")
     folder = tmp_path_factory.mktemp("kernels")
@@ -258,7 +256,7 @@ def without_memory(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("family", FAMILIES)
-def test_memory_that_is_not_to_be_had_is_an_error(
+def test_failed_allocations_raise_errors(
     family: str, without_memory: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding = FAMILIES[family]()
@@ -266,8 +264,8 @@ def test_memory_that_is_not_to_be_had_is_an_error(
     leaves = [q, positions, *encoding.parameters()]
 
     def step() -> tuple[Tensor, ...]:
-        turned, _ = tr.rotate(q, q, encoding(positions))
-        return (turned, *torch.autograd.grad(turned.square().cumsum(-1).sum(), leaves))
+        rotated, _ = tr.rotate(q, q, encoding(positions))
+        return (rotated, *torch.autograd.grad(rotated.square().cumsum(-1).sum(), leaves))
 
     expected = step()
     monkeypatch.setattr(native, "LIBRARY", without_memory)
@@ -276,7 +274,7 @@ def test_memory_that_is_not_to_be_had_is_an_error(
     for allowed in itertools.count():
         left.value = allowed
         try:
-            found = step()
+            actual = step()
         except MemoryError as error:
             assert str(error).startswith("torchrope_")  # noqa: PT017
             failures += 1
@@ -285,16 +283,16 @@ def test_memory_that_is_not_to_be_had_is_an_error(
             left.value = -1
         break
     assert failures >= (1 if family in ("axial", "golden") else 2)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert_near(one, other)
 
 
 @needs_kernels
-def test_kernels_that_were_not_built_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoding, q = FAMILIES["mixed"](), vectors(FAMILIES["mixed"]())
     monkeypatch.setattr(backends, "LIBRARY", None)
     backends._warn_not_built.cache_clear()
-    with pytest.warns(UserWarning, match=r"^torchrope computes with plain PyTorch on CPUs: .*$") as told:
+    with pytest.warns(UserWarning, match=r"^torchrope computes with plain PyTorch on CPUs: .*$") as warned:
         tr.rotate(q, q, encoding(tr.grid(4, 5)))
-    assert len(told) == 1
+    assert len(warned) == 1
     tr.rotate(q, q, encoding(tr.grid(4, 5)))  # a second warning would be an error

@@ -1,4 +1,4 @@
-"""Models for inference: freeze and absorb change the cost and never the outputs; both export."""
+"""freeze and absorb keep the outputs of models, and their results export."""
 
 import copy
 import io
@@ -32,36 +32,36 @@ NAMES = [
     "sinusoidal+mixed",
 ]
 COMMUTING = [name for name, make in CASES.items() if make().relative]
-COSTLY = re.compile(r"\b(cos|sin|exp|\w*_exp|exp_\w+|\w*eigh?|rotate_basis|\w*upsample\w*)\b")
+EXPENSIVE = re.compile(r"\b(cos|sin|exp|\w*_exp|exp_\w+|\w*eigh?|rotate_basis|\w*upsample\w*)\b")
 
 tiny = partial(tr.ViT, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
 image = partial(tiny, (8, 12), patch_size=2)
 
 
-class Listening(TorchDispatchMode):
-    """Notes which operators run."""
+class OperatorRecorder(TorchDispatchMode):
+    """Record the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.heard.append(func.__name__.split(".")[0])
+        self.names.append(func.__name__.split(".")[0])
         return func(*args, **(kwargs or {}))
 
 
-def costly(operators: list[str]) -> list[str]:
-    return [name for name in operators if COSTLY.search(name)]
+def expensive(operators: list[str]) -> list[str]:
+    return [name for name in operators if EXPENSIVE.search(name)]
 
 
-def listened(run: Callable[[], object]) -> list[str]:
-    with Listening() as listening, torch.no_grad():
+def expensive_operators(run: Callable[[], object]) -> list[str]:
+    with OperatorRecorder() as recorder, torch.no_grad():
         run()
-    return costly(listening.heard)
+    return expensive(recorder.names)
 
 
 def vit_of(make: Callable[[], Encoding], **settings: object) -> tr.ViT:
-    """A vision transformer for the encodings of a case, with biases that are not zero."""
+    """Build a ViT with the encodings of a case and nonzero biases."""
     one = make()
     sizes = {1: (6,), 2: (3, 4), 3: (2, 3, 2), 4: (2, 2, 2, 2)}[one.num_axes]
     model = tr.ViT(
@@ -94,7 +94,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_frozen_encoding_returns_the_same_rotation_from_constants(name: str) -> None:
+def test_freeze_returns_the_same_rotation_from_constants(name: str) -> None:
     encoding = CASES[name]()
     for positions in (torch.randn(7, encoding.num_axes), torch.randn(3, 5, encoding.num_axes)):
         frozen = tr.freeze(encoding, positions)
@@ -106,7 +106,7 @@ def test_a_frozen_encoding_returns_the_same_rotation_from_constants(name: str) -
         q = torch.randn(3, encoding.num_heads, positions.shape[-2], encoding.head_dim)
         assert error(tr.rotate(q, q, rotation)[0], tr.rotate(q, q, expected)[0]) < 1e-5
         assert not any(value.requires_grad for value in frozen.state_dict(keep_vars=True).values())
-        assert listened(partial(_rotate, q, frozen, positions)) == []
+        assert expensive_operators(partial(_rotate, q, frozen, positions)) == []
 
 
 def _rotate(q: Tensor, frozen: nn.Module, positions: Tensor) -> None:
@@ -115,33 +115,33 @@ def _rotate(q: Tensor, frozen: nn.Module, positions: Tensor) -> None:
 
 @pytest.mark.parametrize("share_layers", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_frozen_model_computes_the_same_without_exponentials(name: str, share_layers: bool) -> None:
+def test_freeze_keeps_outputs_without_exponentials(name: str, share_layers: bool) -> None:
     model = image(encoding=name, share_layers=share_layers, num_registers=2).eval()
     before = copy.deepcopy(model.state_dict())
     frozen = tr.freeze(model, (8, 12))
     x = torch.randn(3, 1, 8, 12)
     assert error(frozen(x), model(x)) < 1e-5
-    assert listened(lambda: frozen(x)) == []
+    assert expensive_operators(lambda: frozen(x)) == []
     assert not any(isinstance(module, Encoding | tr.AbsoluteEncoding) for module in frozen.modules())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert len({id(module) for module in frozen.encodings}) == (1 if share_layers else 2)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_models_of_any_number_of_axes_freeze(name: str) -> None:
+def test_freeze_supports_any_number_of_axes(name: str) -> None:
     model = vit_of(CASES[name], pool="mean")
     x = data_for(model)
     assert error(tr.freeze(model, x.shape[2:])(x), model(x)) < 1e-5
 
 
-def test_the_listener_hears_what_it_should() -> None:
+def test_recorder_records_expensive_operators() -> None:
     x = torch.randn(1, 1, 8, 12)
     for name in ("sinusoidal", "liere:8", "comrope-ap:3"):
         model = image(encoding=name).eval()
-        assert listened(lambda m=model: m(x))
+        assert expensive_operators(lambda m=model: m(x))
 
 
-def test_a_frozen_model_is_in_evaluation_mode_at_a_size_of_its_own() -> None:
+def test_freeze_sets_evaluation_mode_and_the_input_size() -> None:
     model = image(encoding="learned+liere:4", dropout=0.5).train()
     frozen = tr.freeze(model, (12, 12))
     x = torch.randn(2, 1, 12, 12)
@@ -152,7 +152,7 @@ def test_a_frozen_model_is_in_evaluation_mode_at_a_size_of_its_own() -> None:
 
 @pytest.mark.parametrize("other", [(12, 8), (8, 8), (16, 12)])
 @pytest.mark.parametrize("name", ["mixed", "learned"])
-def test_another_size_is_refused_in_one_line(other: tuple[int, int], name: str) -> None:
+def test_frozen_model_refuses_other_sizes_in_one_line(other: tuple[int, int], name: str) -> None:
     frozen = tr.freeze(image(encoding=name), (8, 12))
     x = torch.randn(1, 1, *other)
     message = rf"^the model was frozen for input size \(8, 12\), got \({other[0]}, {other[1]}\)$"
@@ -161,11 +161,11 @@ def test_another_size_is_refused_in_one_line(other: tuple[int, int], name: str) 
             call(x)
 
 
-def test_other_positions_are_refused() -> None:
+def test_frozen_encoding_refuses_other_positions() -> None:
     frozen = tr.freeze(CASES["liere4-N2-rest"](), tr.grid(2, 3))
-    with pytest.raises(ValueError, match=r"of shape \(6, 2\) that were frozen, got shape \(8, 2\)"):
+    with pytest.raises(ValueError, match=r"the frozen ones of shape \(6, 2\), got shape \(8, 2\)"):
         frozen(tr.grid(2, 4))
-    with pytest.raises(ValueError, match=r"those that were frozen, got others of shape \(6, 2\)"):
+    with pytest.raises(ValueError, match=r"the frozen ones, got others of shape \(6, 2\)"):
         frozen(tr.grid(3, 2))
     absolute = tr.freeze(image(encoding="learned"), (8, 12)).absolute
     with pytest.raises(ValueError, match=r"sizes must be the frozen \(4, 6\), got \(6, 4\)"):
@@ -174,7 +174,7 @@ def test_other_positions_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["mixed", "liere:8", "sinusoidal"])
-def test_casts_never_round_the_constants(name: str, dtype: torch.dtype) -> None:
+def test_frozen_constants_are_not_rounded_by_casts(name: str, dtype: torch.dtype) -> None:
     model = image(encoding=name).eval()
     frozen = tr.freeze(model, (8, 12))
     held = {key: value.clone() for key, value in frozen.state_dict().items() if "table" in key}
@@ -190,7 +190,7 @@ def test_casts_never_round_the_constants(name: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(back[key], value) for key, value in held.items())
 
 
-def test_casts_move_the_constants_to_another_device() -> None:
+def test_frozen_constants_follow_the_device() -> None:
     frozen = tr.freeze(image(encoding="learned+liere:8"), (8, 12)).to("meta", torch.bfloat16)
     assert {buffer.device.type for buffer in frozen.buffers()} == {"meta"}
     tables = [module.table for module in frozen.modules() if isinstance(module, Frozen | FrozenAbsolute)]
@@ -238,7 +238,7 @@ def test_frozen_models_compile_and_check_the_size_there_too() -> None:
 
 
 class Points(nn.Module):
-    """Another model than a ViT: attention over a fixed cloud of points, one encoding for two calls, one left out."""
+    """A model that is not a ViT: attention over fixed points, with one encoding called twice and registered twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,15 +253,15 @@ class Points(nn.Module):
         return self.attention(x, self.again["same"](positions=self.points + shift))
 
 
-def test_other_models_freeze_by_an_example() -> None:
+def test_freeze_accepts_other_models_with_an_example() -> None:
     model = Points().eval()
     x = torch.randn(2, 6, 16)
     frozen = tr.freeze(model, torch.randn(1, 6, 16))
     assert error(frozen(x), model(x)) < 1e-5
-    assert listened(lambda: frozen(x)) == []
+    assert expensive_operators(lambda: frozen(x)) == []
     assert frozen.encoding is frozen.again["same"]
     assert isinstance(frozen.places, FrozenAbsolute)
-    with pytest.raises(ValueError, match="those that were frozen"):
+    with pytest.raises(ValueError, match="must be the frozen ones"):
         frozen(x, shift=1.0)
 
 
@@ -274,7 +274,7 @@ def test_other_models_freeze_by_an_example() -> None:
         (lambda: tr.freeze(_Moving(), torch.zeros(1, 6, 16)), "frozen at one set of positions, got another"),
     ],
 )
-def test_what_cannot_be_frozen_is_told_in_one_line(run: Callable[[], object], message: str) -> None:
+def test_freeze_refuses_unsupported_models_in_one_line(run: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         run()
     assert "\n" not in str(caught.value)
@@ -290,7 +290,7 @@ class _Moving(Points):
 
 @pytest.mark.parametrize("share_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COMMUTING)
-def test_an_absorbed_model_is_plain_mixed_and_computes_the_same(name: str, share_layers: bool) -> None:
+def test_absorb_converts_to_mixed_with_equal_outputs(name: str, share_layers: bool) -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
         model = vit_of(CASES[name], share_layers=share_layers).to(dtype)
         before = copy.deepcopy(model.state_dict())
@@ -303,7 +303,7 @@ def test_an_absorbed_model_is_plain_mixed_and_computes_the_same(name: str, share
 
 @pytest.mark.parametrize("name", ["axial", "mixed", "liere:2", "comrope-ap:4", "comrope-ap:3", "comrope-ld:8"])
 @pytest.mark.parametrize("qkv_bias", [False, True])
-def test_its_state_is_that_of_a_model_built_as_mixed(name: str, qkv_bias: bool) -> None:
+def test_absorb_returns_the_state_of_a_mixed_model(name: str, qkv_bias: bool) -> None:
     model = image(encoding=name, qkv_bias=qkv_bias).eval()
     mixed = image(encoding="mixed", qkv_bias=qkv_bias, spacing=model.spacing, origin=model.origin).eval()
     mixed.load_state_dict(tr.absorb(model).state_dict())
@@ -313,7 +313,7 @@ def test_its_state_is_that_of_a_model_built_as_mixed(name: str, qkv_bias: bool) 
         assert error(tr.freeze(mixed, size)(x), model(x)) < 1e-5
 
 
-def test_liere_of_one_axis_is_absorbed_at_any_block() -> None:
+def test_absorb_supports_liere_of_one_axis_for_any_block() -> None:
     for block_size in (3, 4, 24):
         model = tiny((16,), patch_size=2, encoding=f"liere:{block_size}").double().eval()
         x = torch.randn(2, 1, 16, dtype=torch.float64)
@@ -332,7 +332,7 @@ FREQUENCIES = {
 
 @pytest.mark.parametrize("spectrum", FREQUENCIES)
 @pytest.mark.parametrize("block_size", [12, 13])
-def test_any_spectrum_is_found_with_an_orthogonal_basis(spectrum: str, block_size: int) -> None:
+def test_absorb_finds_an_orthogonal_basis_for_any_spectrum(spectrum: str, block_size: int) -> None:
     frequencies = torch.tensor(FREQUENCIES[spectrum], dtype=torch.float64)
     basis = torch.linalg.qr(torch.randn(block_size, block_size, dtype=torch.float64)).Q
     rot = torch.block_diag(*(f * torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double() for f in frequencies))
@@ -345,15 +345,15 @@ def test_any_spectrum_is_found_with_an_orthogonal_basis(spectrum: str, block_siz
     for encoding in model.encodings:
         encoding.set_generators(block)
     plain = tr.absorb(model)
-    found = plain.encodings[0].frequencies.detach().flatten()
-    assert error(found.sort().values, frequencies.sort().values) < 1e-12 * max(frequencies.max().item(), 1e-12)
+    actual = plain.encodings[0].frequencies.detach().flatten()
+    assert error(actual.sort().values, frequencies.sort().values) < 1e-12 * max(frequencies.max().item(), 1e-12)
     x = data_for(model)
     assert error(plain(x), model(x)) < 1e-10
     old, new = (m.layers[0].attention.qkv.weight.detach()[:block_size] for m in (model, plain))
     assert error(new.mT @ new, old.mT @ old) < 1e-12
 
 
-def test_the_basis_is_exact_in_a_narrow_model_too() -> None:
+def test_absorb_computes_the_basis_exactly_in_half_precision() -> None:
     model = image(encoding="comrope-ld:8").to(torch.bfloat16)
     wide = tr.absorb(copy.deepcopy(model).double())
     plain = tr.absorb(model)
@@ -364,7 +364,7 @@ def test_the_basis_is_exact_in_a_narrow_model_too() -> None:
     assert error(plain.layers[0].attention.qkv.weight, folded) <= folded.abs().max().item() * 2**-8
 
 
-def test_values_and_what_does_not_turn_stay_as_they_are() -> None:
+def test_absorb_keeps_values_and_unrotated_channels() -> None:
     model = vit_of(CASES["comrope-ld5-N4-rest"])
     plain = tr.absorb(model)
     for old, new in zip(model.layers, plain.layers, strict=True):
@@ -374,7 +374,7 @@ def test_values_and_what_does_not_turn_stay_as_they_are() -> None:
         assert not torch.equal(old[:2, :, :15], new[:2, :, :15])
 
 
-def test_layers_may_share_a_projection_with_the_encoding_and_not_without() -> None:
+def test_absorb_needs_shared_projections_to_share_encodings() -> None:
     shared = image(encoding="comrope-ld:8", share_layers=True).double().eval()
     shared.layers[1].attention.qkv = shared.layers[0].attention.qkv
     x = torch.randn(2, 1, 8, 12, dtype=torch.float64)
@@ -401,7 +401,7 @@ class _OtherAttention(tr.Attention):
 
 
 class _Unfactored(tr.LieRE):
-    """One that says of larger blocks that they commute, and not how."""
+    """A LieRE that claims to be relative without factors_and_base()."""
 
     relative = True
 
@@ -416,14 +416,14 @@ def _with_attention(attention: nn.Module) -> tr.ViT:
     ("build", "message"),
     [
         (lambda: image(encoding="liere:8"), "absorb needs generators that commute, got LieRE"),
-        (lambda: image(encoding=_Unfactored), r"needs factors_and_base\(\) where blocks are larger than 2"),
+        (lambda: image(encoding=_Unfactored), r"needs factors_and_base\(\) if blocks are larger than 2"),
         (lambda: _with_attention(NormedAttention()), "rotated as projected, got q_norm in layer 1"),
         (lambda: _with_attention(_OtherAttention(48, 2)), "Attention with a Linear qkv, got _OtherAttention"),
         (lambda: tr.freeze(image(encoding="comrope-ld:8"), (8, 12)), "got Frozen: absorb, then freeze"),
-        (lambda: nn.Linear(3, 3), "absorb needs a ViT, whose layers it knows, got Linear"),
+        (lambda: nn.Linear(3, 3), "absorb needs a ViT, got Linear"),
     ],
 )
-def test_what_cannot_be_absorbed_is_refused_with_the_reason(build: Callable[[], nn.Module], message: str) -> None:
+def test_absorb_refuses_unsupported_models(build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         tr.absorb(build())
     assert "\n" not in str(caught.value)
@@ -444,13 +444,13 @@ ALWAYS = ("mixed", "frozen comrope-ap:3", "absorbed and frozen")
 
 
 def exported(*names: str) -> list[Any]:
-    """Exporting takes a second or two: a model of each kind, and the others in `make slow`."""
+    """Mark all but the named models as slow: an export takes seconds."""
     return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in names]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", exported(*EXPORTED))
-def test_models_export(name: str) -> None:
+def test_exported_programs_match_the_model(name: str) -> None:
     model = EXPORTED[name]().eval()
     program = torch.export.export(model, (torch.randn(2, 1, 8, 12),))
     x = torch.randn(2, 1, 8, 12)
@@ -459,12 +459,12 @@ def test_models_export(name: str) -> None:
     calls = [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
     assert not any("torchrope" in call for call in calls)
     if "frozen" in name:
-        assert costly(calls) == []
+        assert expensive(calls) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", exported("frozen learned", "absorbed", "absorbed and frozen"))
-def test_exported_programs_outlive_the_library(name: str) -> None:
+def test_exported_programs_run_without_the_library(name: str) -> None:
     model = EXPORTED[name]().eval()
     x = torch.randn(2, 1, 8, 12)
     file = io.BytesIO()
@@ -477,7 +477,7 @@ def test_exported_programs_outlive_the_library(name: str) -> None:
 @pytest.mark.parametrize(
     "name", exported("frozen axial", "frozen liere:8", "frozen comrope-ap:3", "frozen sinusoidal+mixed", "absorbed")
 )
-def test_models_run_in_onnxruntime(name: str, tmp_path: Path) -> None:
+def test_onnx_models_match_in_onnxruntime(name: str, tmp_path: Path) -> None:
     model = EXPORTED[name]().eval()
     path = tmp_path / "model.onnx"
     torch.onnx.export(model, (torch.randn(2, 1, 8, 12),), path, dynamo=True, verbose=False)

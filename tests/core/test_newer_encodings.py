@@ -25,7 +25,7 @@ def scores(encoding: tr.Encoding, positions: Tensor, tokens: Tensor | None = Non
 
 
 def changed(encoding: tr.Encoding) -> tr.Encoding:
-    """Away from a start at which the encoding is another one."""
+    """Change the parameters of an encoding that is initialised to another encoding."""
     with torch.no_grad():
         for index, parameter in enumerate(encoding.parameters()):
             parameter.add_(0.5 * drawn(*parameter.shape, seed=index))
@@ -36,7 +36,7 @@ def changed(encoding: tr.Encoding) -> tr.Encoding:
 
 
 @pytest.mark.parametrize("num_axes", [2, 3, 4, 7])
-def test_the_corners_of_a_simplex_are_balanced_and_equally_far_apart(num_axes: int) -> None:
+def test_simplex_vertices_are_balanced_and_equidistant(num_axes: int) -> None:
     corners = simplex(num_axes)
     products = corners @ corners.T
     expected = (1 + 1 / num_axes) * torch.eye(num_axes + 1, **WIDE) - 1 / num_axes
@@ -44,7 +44,7 @@ def test_the_corners_of_a_simplex_are_balanced_and_equally_far_apart(num_axes: i
     assert corners.sum(dim=0).abs().max() < 1e-12
 
 
-def test_every_direction_has_the_same_energy_at_each_scale_and_heads_have_directions_of_their_own() -> None:
+def test_simplex_rope_is_isotropic_with_directions_per_head() -> None:
     encoding = tr.SimplexRoPE(num_axes=3, num_heads=2, head_dim=24, base=1000.0)
     f = encoding.frequencies.double().unflatten(-1, (3, 4))  # (axes, heads, scales, corners)
     for scale, size in enumerate((1.0, 0.1, 0.01)):
@@ -55,7 +55,7 @@ def test_every_direction_has_the_same_energy_at_each_scale_and_heads_have_direct
     assert not torch.allclose(f[:, 0], f[:, 1], atol=1e-2)
 
 
-def test_along_one_axis_it_is_rope() -> None:
+def test_simplex_rope_of_one_axis_is_rope() -> None:
     simplex_rope = tr.SimplexRoPE(num_axes=1, num_heads=2, head_dim=12)
     rope = tr.AxialRoPE(num_axes=1, num_heads=2, head_dim=12)
     assert torch.allclose(simplex_rope.frequencies_per_axis().abs(), rope.frequencies_per_axis().expand(-1, 2, -1))
@@ -64,15 +64,15 @@ def test_along_one_axis_it_is_rope() -> None:
 # Spiral RoPE
 
 
-def test_two_directions_of_the_spiral_are_rope_axial() -> None:
+def test_spiral_rope_with_two_directions_is_rope_axial() -> None:
     spiral = tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=2)
     axial = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=16)
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of one axis after the other
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # pairs grouped by axis
     assert torch.allclose(spiral.frequencies[:, 0], axial.frequencies[:, order], atol=1e-6)
 
 
 @pytest.mark.parametrize("directions", [4, 8])
-def test_groups_look_along_uniform_directions_and_share_the_ladder_with_what_is_perpendicular(directions: int) -> None:
+def test_spiral_rope_has_uniform_directions_and_shared_frequencies(directions: int) -> None:
     encoding = tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=64, num_directions=directions)
     groups = encoding.frequencies[:, 0].double().unflatten(-1, (directions, -1))  # (axes, groups, pairs)
     angles = torch.atan2(groups[1], groups[0])
@@ -87,11 +87,11 @@ def test_groups_look_along_uniform_directions_and_share_the_ladder_with_what_is_
 # DRoPE
 
 
-def test_a_heading_closes_and_its_difference_is_what_counts() -> None:
+def test_drope_heading_is_periodic_and_relative() -> None:
     encoding = tr.DRoPE(num_axes=3, num_heads=2, head_dim=16).double()
     positions = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, -2.0], [0.0, 0.0, 0.1]], **WIDE)
-    turned = positions + torch.tensor([0.0, 0.0, 2 * math.pi], **WIDE) * torch.tensor([[1.0], [-2.0], [0.0]], **WIDE)
-    assert torch.allclose(scores(encoding, turned), scores(encoding, positions), atol=1e-10)
+    rotated = positions + torch.tensor([0.0, 0.0, 2 * math.pi], **WIDE) * torch.tensor([[1.0], [-2.0], [0.0]], **WIDE)
+    assert torch.allclose(scores(encoding, rotated), scores(encoding, positions), atol=1e-10)
     elsewhere = positions + torch.tensor([7.0, -3.0, 1.0], **WIDE)
     assert torch.allclose(scores(encoding, elsewhere), scores(encoding, positions), atol=1e-10)
     alone = tr.DRoPE(num_axes=1, num_heads=1, head_dim=4)(torch.tensor([[0.7]], **WIDE)).angles()
@@ -101,7 +101,7 @@ def test_a_heading_closes_and_its_difference_is_what_counts() -> None:
 # MHRoPE, VideoRoPE, Circle-RoPE
 
 
-def test_each_axis_has_the_whole_ladder_in_heads_of_its_own() -> None:
+def test_mhrope_heads_have_all_frequencies_of_one_axis() -> None:
     encoding = tr.MultiHeadRoPE(num_axes=3, num_heads=8, head_dim=16, sections=(2, 3, 2))
     ladder = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=16).frequencies[0]
     of_head = [0, 0, 1, 1, 1, 2, 2, None]
@@ -111,7 +111,7 @@ def test_each_axis_has_the_whole_ladder_in_heads_of_its_own() -> None:
             assert torch.allclose(encoding.frequencies[other, head], expected)
 
 
-def test_time_has_the_lowest_frequencies_of_videorope() -> None:
+def test_videorope_assigns_the_lowest_frequencies_to_time() -> None:
     encoding = tr.VideoRoPE(num_axes=3, num_heads=1, head_dim=128, sections=(16, 24, 24))
     time, height, width = encoding.frequencies
     assert [int((each > 0).sum()) for each in (time, height, width)] == [16, 24, 24]
@@ -119,7 +119,7 @@ def test_time_has_the_lowest_frequencies_of_videorope() -> None:
     assert height[0] > width[1] > height[2]
 
 
-def test_frames_have_their_middle_on_the_diagonal() -> None:
+def test_diagonal_centres_frames_on_the_diagonal() -> None:
     places = tr.diagonal(4, 3, 5, spacing=2.0, start=10.0).unflatten(0, (4, 15))
     assert torch.allclose(places.mean(dim=1), (10 + 2 * torch.arange(4.0)).unsqueeze(1).expand(-1, 3))
     assert torch.allclose(places[1:] - places[:-1], torch.full((), 2.0))
@@ -127,7 +127,7 @@ def test_frames_have_their_middle_on_the_diagonal() -> None:
 
 
 @pytest.mark.parametrize("by_angle", [0.0, 0.5, 1.0])
-def test_every_token_of_a_circle_is_as_far_from_a_text_token(by_angle: float) -> None:
+def test_around_text_is_equidistant_from_text_tokens(by_angle: float) -> None:
     places = tr.around_text(4, 6, radius=3.0, by_angle=by_angle).double()
     for text in (-2.0, 0.0, 11.0):
         distance = (places - text).norm(dim=-1)
@@ -140,7 +140,7 @@ def test_every_token_of_a_circle_is_as_far_from_a_text_token(by_angle: float) ->
 # HARoPE
 
 
-def test_the_maps_of_harope_start_as_none_and_cancel_at_the_same_place() -> None:
+def test_harope_maps_start_as_identity_and_cancel() -> None:
     axial = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=8).double()
     encoding = tr.HARoPE(num_axes=2, num_heads=2, head_dim=8).double()
     places = drawn(5, 2, seed=3)
@@ -152,18 +152,18 @@ def test_the_maps_of_harope_start_as_none_and_cancel_at_the_same_place() -> None
     assert torch.allclose(scores(encoding, same), q @ k.mT, atol=1e-10)
 
 
-def test_harope_is_its_formula_and_serves_grouped_queries() -> None:
+def test_harope_matches_its_formula_with_grouped_queries() -> None:
     encoding = changed(tr.HARoPE(num_axes=2, num_heads=2, head_dim=8).double())
     places, q, k = drawn(5, 2, seed=3), drawn(1, 4, 5, 8), drawn(1, 2, 5, 8, seed=1)
     of_queries, of_keys = encoding.maps()
     assert torch.allclose(of_queries.mT @ of_keys, torch.eye(8, **WIDE).expand(2, 8, 8), atol=1e-10)
     r = encoding.rotary(places).matrix()
-    turned_q, turned_k = tr.rotate(q, k, encoding(places), layout="bhtd")
+    rotated_q, rotated_k = tr.rotate(q, k, encoding(places), layout="bhtd")
     per_query = of_queries.repeat_interleave(2, dim=0)
     expected_q = torch.einsum("htij,hjk,bhtk->bhti", r[:1].expand(4, -1, -1, -1), per_query, q)
     expected_k = torch.einsum("htij,hjk,bhtk->bhti", r[:1].expand(2, -1, -1, -1), of_keys, k)
-    assert torch.allclose(turned_q, expected_q, atol=1e-6)
-    assert torch.allclose(turned_k, expected_k, atol=1e-6)
+    assert torch.allclose(rotated_q, expected_q, atol=1e-6)
+    assert torch.allclose(rotated_k, expected_k, atol=1e-6)
 
 
 # PaPE
@@ -180,7 +180,7 @@ def test_pape_adds_its_parabolas() -> None:
     assert torch.allclose(scores(encoding, places, x), q @ k.mT + added, atol=1e-10)
 
 
-def test_pape_ri_is_a_parabola_of_the_distance_which_turns_leave_alone() -> None:
+def test_pape_ri_is_a_rotation_invariant_parabola() -> None:
     encoding = tr.PaPERI(num_axes=3, num_heads=2, head_dim=4).double()
     places, x = drawn(6, 3, seed=3), drawn(1, 6, 8, seed=4)
     a = functional.softplus(torch.einsum("td,hd->ht", x[0], encoding.weight[0, :, 0]))
@@ -197,7 +197,7 @@ WIDENING: dict[str, Callable[..., tr.Encoding]] = {"harope": tr.HARoPE, "pape": 
 
 
 @pytest.mark.parametrize("name", WIDENING)
-def test_what_is_no_rotation_is_relative_learns_and_is_saved(name: str) -> None:
+def test_expanding_encodings_are_relative_learn_and_save(name: str) -> None:
     encoding = changed(WIDENING[name](num_axes=2, num_heads=2, head_dim=8).double())
     places, x = drawn(6, 2, seed=3), drawn(1, 6, 16, seed=4)
     expected = scores(encoding, places, x)
@@ -217,7 +217,7 @@ def test_what_is_no_rotation_is_relative_learns_and_is_saved(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["harope", "pape", "pape-ri", "learned+pape", "lookhere", "lookhere+mixed"])
-def test_a_vit_takes_each_by_name_at_any_size_and_several_sizes_as_one(name: str) -> None:
+def test_vit_accepts_newer_encodings_by_name_at_any_size(name: str) -> None:
     model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=32, depth=2, num_heads=4, encoding=name)
     model = model.eval().double()
     small, large = drawn(1, 1, 8, 8), drawn(1, 1, 12, 4)
@@ -228,7 +228,7 @@ def test_a_vit_takes_each_by_name_at_any_size_and_several_sizes_as_one(name: str
 
 
 @pytest.mark.parametrize("name", ["harope", "pape", "pape-ri"])
-def test_a_transformer_stays_the_same_wherever_the_set_is(name: str) -> None:
+def test_transformer_is_invariant_to_a_common_shift(name: str) -> None:
     settings = dict(num_axes=2, num_outputs=3, dim=32, depth=2, num_heads=4, context_dim=4)
     model = tr.Transformer(5, encoding=name, **settings).double()
     x, places, context, theirs = drawn(2, 7, 5), drawn(7, 2, seed=1), drawn(2, 4, 4, seed=2), drawn(4, 2, seed=3)
@@ -242,7 +242,7 @@ def test_a_transformer_stays_the_same_wherever_the_set_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("fov", [180, 90])
-def test_a_head_sees_its_field_of_view_and_slopes_with_the_distance(fov: int) -> None:
+def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
     bias = tr.LookHere(sizes=(5, 5), num_heads=12, fov=fov)(5, 5)
     assert bias.shape == (12, 25, 25)
     seen = bias.isfinite().unflatten(-1, (5, 5))
@@ -266,21 +266,30 @@ def test_a_head_sees_its_field_of_view_and_slopes_with_the_distance(fov: int) ->
     ("call", "message"),
     [
         (lambda: tr.SimplexRoPE(num_axes=2, num_heads=1, head_dim=16), r"divisible by 2·\(num_axes \+ 1\) = 6, got 16"),
-        (lambda: tr.SpiralRoPE(num_axes=3, num_heads=1, head_dim=16), "num_axes must be 2, got 3"),
+        (lambda: tr.SpiralRoPE(num_axes=3, num_heads=1, head_dim=16), "num_axes of SpiralRoPE must be 2, got 3"),
         (lambda: tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=3), "even and 2 or more, got 3"),
         (lambda: tr.DRoPE(num_axes=2, num_heads=1, head_dim=8, heading_pairs=5), "heading_pairs must be 0 to 4, got 5"),
-        (lambda: tr.DRoPE(num_axes=1, num_heads=1, head_dim=8, heading_pairs=2), "takes all 4 pairs, got 2"),
-        (lambda: tr.MultiHeadRoPE(num_axes=3, num_heads=2, head_dim=8), "num_heads must be 3 or more, got 2"),
-        (lambda: tr.MultiHeadRoPE(num_axes=2, num_heads=2, head_dim=8, sections=(2, 1)), r"2 together .* got \(2, 1\)"),
+        (
+            lambda: tr.DRoPE(num_axes=1, num_heads=1, head_dim=8, heading_pairs=2),
+            "heading_pairs must be 4 without a position, got 2",
+        ),
+        (
+            lambda: tr.MultiHeadRoPE(num_axes=3, num_heads=2, head_dim=8),
+            "num_heads of MHRoPE must be num_axes = 3 or more, got 2",
+        ),
+        (
+            lambda: tr.MultiHeadRoPE(num_axes=2, num_heads=2, head_dim=8, sections=(2, 1)),
+            r"with sum 2 or less, got \(2, 1\)",
+        ),
         (
             lambda: tr.VideoRoPE(num_axes=3, num_heads=1, head_dim=16, sections=(4, 3, 1)),
-            r"as many pairs each, got sections \(4, 3, 1\)",
+            r"equal numbers of pairs, got sections \(4, 3, 1\)",
         ),
         (lambda: tr.around_text(2, 2, by_angle=2.0), "by_angle 0 to 1, got 10.0 and 2.0"),
         (lambda: tr.PaPE(num_axes=2, num_heads=1, head_dim=8, num_parabolas=0), "num_parabolas must be 1 .* got 0"),
         (
             lambda: scores(tr.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2)),
-            "parabolas need the tokens that queries come from.* got none",
+            "parabolas need the tokens of the queries.* got None",
         ),
         (
             lambda: scores(tr.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2), drawn(1, 4, 8)),
@@ -293,11 +302,11 @@ def test_a_head_sees_its_field_of_view_and_slopes_with_the_distance(fov: int) ->
             lambda: tr.Transformer(3, num_axes=2, attention="linear", encoding="pape"),
             "linear attention has no scores to add to, got PaPE",
         ),
-        (lambda: tr.choose("harope:8"), "take a number, got 'harope:8'"),
-        (lambda: tr.choose("bias+lookhere"), "'bias' once"),
+        (lambda: tr.parse_encoding("harope:8"), "take a number, got 'harope:8'"),
+        (lambda: tr.parse_encoding("bias+lookhere"), "'bias' once"),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as told:
+def test_newer_encodings_refuse_invalid_arguments(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Samples of several sizes in one sequence: the same as one at a time, and none sees another."""
+"""Packed samples of several sizes: outputs equal those of single samples, and samples are independent."""
 
 from functools import partial
 
@@ -26,10 +26,10 @@ def one_at_a_time(model: tr.ViT, xs: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_logits_and_gradients_as_one_at_a_time(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    dim = 24 if name == "nd" else 32  # three directions for each pair of a scale
+def test_packed_logits_and_gradients_match_single_samples(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    dim = 24 if name == "nd" else 32  # divisible by three directions
     model = image(encoding=name, dim=dim, num_registers=1, embedding_norm=True).to(dtype)
-    model.eval()  # in training tables may jitter
+    model.eval()  # tables may be jittered in training
     xs = samples(dtype)
     packed, alone = model(xs), one_at_a_time(model, xs)
     assert packed.shape == (3, 5)
@@ -41,14 +41,14 @@ def test_the_same_logits_and_gradients_as_one_at_a_time(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("settings", [dict(pool="mean"), dict(pool="mean", num_registers=2), dict(num_classes=0)])
-def test_each_sample_pools_its_own_tokens(settings: dict) -> None:
+def test_packed_samples_pool_their_own_tokens(settings: dict) -> None:
     model = image(encoding="string", **settings).eval()
     xs = samples()
     assert (model(xs) - one_at_a_time(model, xs)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_pooling_reads_the_class_token_or_the_patches_alone(pool: str) -> None:
+def test_packed_pooling_uses_the_class_token_or_patches_only(pool: str) -> None:
     model = image(encoding="axial", num_classes=0, num_registers=2, pool=pool).eval()
     seen: list[Tensor] = []
     model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
@@ -59,7 +59,7 @@ def test_pooling_reads_the_class_token_or_the_patches_alone(pool: str) -> None:
     assert torch.allclose(features, torch.stack(expected), atol=1e-6)
 
 
-def test_no_sample_sees_another() -> None:
+def test_packed_samples_are_independent() -> None:
     model = image(encoding="mixed").eval()
     xs = samples()
     before = model(xs)
@@ -72,7 +72,7 @@ def test_no_sample_sees_another() -> None:
     assert not leak.any()
 
 
-def test_a_model_takes_samples_as_batches_of_one_and_three_axes_too() -> None:
+def test_packed_model_accepts_batches_of_one_and_three_axes() -> None:
     model = image(encoding="axial").eval()
     xs = samples()
     assert torch.equal(model([x.unsqueeze(0) for x in xs]), model(xs))
@@ -84,7 +84,7 @@ def test_a_model_takes_samples_as_batches_of_one_and_three_axes_too() -> None:
 
 
 @pytest.mark.slow
-def test_it_compiles_into_one_graph() -> None:
+def test_packed_model_compiles_into_one_graph() -> None:
     model = image(encoding="mixed").eval()
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -92,12 +92,12 @@ def test_it_compiles_into_one_graph() -> None:
     assert (compiled(xs) - model(xs)).abs().max() < 1e-5
 
 
-def test_drop_path_skips_a_branch_for_each_sample_on_its_own() -> None:
+def test_packed_drop_path_is_drawn_per_sample() -> None:
     drop = tr.models.layers.DropPath(0.5)
-    kept = drop(torch.ones(1, 600, 4), lengths=[1, 2] * 200)[0]
-    firsts, pairs = kept[0::3], torch.stack([kept[1::3], kept[2::3]])
+    outputs = drop(torch.ones(1, 600, 4), lengths=[1, 2] * 200)[0]
+    firsts, pairs = outputs[0::3], torch.stack([outputs[1::3], outputs[2::3]])
     assert torch.equal(pairs[0], pairs[1])
-    assert torch.equal(kept, kept[:, :1].expand(-1, 4))
+    assert torch.equal(outputs, outputs[:, :1].expand(-1, 4))
     for part in (firsts, pairs[0]):
         assert sorted(part.unique().tolist()) == [0, 2]
         assert part.mean().item() == pytest.approx(1, abs=0.2)
@@ -107,7 +107,7 @@ def lattices() -> list[Tensor]:
     return [tr.prefix(tr.grid(*size), 1) for size in ((2, 3), (4, 1), (3, 3))]
 
 
-def test_packed_positions_say_where_samples_begin() -> None:
+def test_packed_positions_hold_sample_offsets() -> None:
     packed = tr.pack(lattices())
     assert packed.lengths == (7, 5, 10)
     assert torch.equal(packed.positions, torch.cat(lattices()))
@@ -119,7 +119,7 @@ def test_packed_positions_say_where_samples_begin() -> None:
 
 
 @pytest.mark.parametrize("family", [tr.MixedRoPE, tr.LieRE, tr.STRING, tr.ComRoPELD])
-def test_any_attention_takes_the_mask(family: type[tr.Encoding]) -> None:
+def test_packed_mask_is_accepted_by_any_attention(family: type[tr.Encoding]) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=8)
     packed = tr.pack(lattices())
     q, k, v = torch.randn(3, 1, 2, 22, 8).unbind(0)
@@ -132,7 +132,7 @@ def test_any_attention_takes_the_mask(family: type[tr.Encoding]) -> None:
         assert (mixed - alone).abs().max() < 1e-5
 
 
-def test_attention_of_a_packed_sequence_is_that_of_its_mask() -> None:
+def test_packed_attention_equals_masked_attention() -> None:
     attention = tr.Attention(16, 2)
     packed = tr.pack(lattices())
     rotation = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)(packed.positions)
@@ -158,10 +158,10 @@ def test_attention_of_a_packed_sequence_is_that_of_its_mask() -> None:
         ),
         (
             lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), lengths=(2, 2), bias=torch.zeros(4, 4)),
-            "samples end to end need a bias each, 2 of them, got one for all",
+            "packed samples need one bias each, 2 in all, got one for all",
         ),
     ],
 )
-def test_what_cannot_be_packed_is_told_in_one_line(call: object, message: str) -> None:
+def test_pack_refuses_invalid_samples_in_one_line(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Axes that close: one period is no way at all, for encodings with frequencies and on circles for all others."""
+"""Periodic axes: `Periodic` for encodings with frequencies, `on_circles` for all others."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ FAMILIES: dict[str, Callable[..., tr.Encoding]] = {
 }
 
 
-def closed(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.Periodic:
+def periodic(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.Periodic:
     torch.manual_seed(1)
     return tr.Periodic(FAMILIES[name](num_axes=len(periods), **HEAD), periods)
 
@@ -38,36 +38,36 @@ def closed(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.Periodi
 def scores(encoding: tr.Encoding, positions: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, len(positions), 12, generator=generator, **WIDE).to(positions.dtype)
-    turned_q, turned_k = tr.rotate(q, k, encoding(positions), layout="bhtd")
-    return turned_q @ turned_k.mT
+    rotated_q, rotated_k = tr.rotate(q, k, encoding(positions), layout="bhtd")
+    return rotated_q @ rotated_k.mT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("turns", [1, -1, 5])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_period_is_no_way_at_all(name: str, turns: int, dtype: torch.dtype) -> None:
-    encoding = closed(name).to(dtype)
+def test_periodic_rotations_repeat_after_a_period(name: str, turns: int, dtype: torch.dtype) -> None:
+    encoding = periodic(name).to(dtype)
     positions = torch.tensor([[0, 0, 0], [5, 2, 1], [23, 1, 3]], dtype=dtype)
     moved = positions.clone()
     moved[0] += turns * torch.tensor([24, 0, 2 * math.pi], dtype=dtype)
     assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() < 1e-6
     if name not in ("none", "axial", "mrope"):
-        moved[0] += torch.tensor([0, 24, 0], dtype=dtype)  # this axis does not close
+        moved[0] += torch.tensor([0, 24, 0], dtype=dtype)  # this axis is not periodic
         assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_scores_depend_on_the_way_around_alone(name: str) -> None:
-    """Across the place where positions are wrapped, too: there frequencies that are not whole would jump."""
-    encoding = closed(name).double()
+def test_periodic_scores_depend_on_the_difference_modulo_t(name: str) -> None:
+    """Across the place where positions are wrapped, too: there, non-integer turns would be discontinuous."""
+    encoding = periodic(name).double()
     positions = torch.tensor([[11.0, 0.0, 3.0], [13.0, 0.5, 3.3], [2.0, 4.0, -1.0]], **WIDE)
     moved = positions + torch.tensor([7.3, -2.0, 1.9], **WIDE)
     assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_generators_turn_whole_times_along_axes_that_close_and_stay_along_others(name: str) -> None:
-    encoding = closed(name).double()
+def test_periodic_generators_have_integer_turns_per_period(name: str) -> None:
+    encoding = periodic(name).double()
     generators, inner = encoding.generators(), encoding.encoding.generators()
     assert generators.shape == inner.shape
     assert torch.allclose(generators[1], inner[1])
@@ -76,7 +76,7 @@ def test_generators_turn_whole_times_along_axes_that_close_and_stay_along_others
         assert torch.allclose(whole, torch.eye(whole.shape[-1], **WIDE).expand_as(whole), atol=1e-9)
 
 
-def test_turns_are_the_nearest_whole_ones_and_differ_where_a_pair_sees_one_axis_alone() -> None:
+def test_periodic_turns_are_nearest_integers_and_distinct() -> None:
     along_all = torch.tensor([[[0.4, 0.6, -1.2]], [[0.4, 0.6, -1.2]], [[0.4, 0.6, -1.2]]])
     turns = distinct_turns(along_all, (2 * math.pi, None, 4 * math.pi))
     assert turns.tolist() == [[[0, 1, -1]], [[0, 0, 0]], [[1, 1, -2]]]
@@ -87,33 +87,33 @@ def test_turns_are_the_nearest_whole_ones_and_differ_where_a_pair_sees_one_axis_
 
 @pytest.mark.parametrize("period", [3.0, 24.0, 1000.0])
 @pytest.mark.parametrize("name", ["axial", "dinov3", "mrope", "golden"])
-def test_no_two_pairs_of_a_head_say_the_same_of_a_lone_axis(name: str, period: float) -> None:
-    turns = closed(name, (period,)).turns
+def test_periodic_pairs_of_one_axis_have_distinct_turns(name: str, period: float) -> None:
+    turns = periodic(name, (period,)).turns
     assert all(len(set(head.abs().tolist())) == 6 for head in turns[0])
     assert turns.abs().min() >= 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["axial", "golden", "mixed", "string"])
-def test_every_property_of_encodings_holds(name: str) -> None:
+def test_periodic_encodings_have_every_property(name: str) -> None:
     def make() -> tr.Periodic:
         return tr.Periodic(FAMILIES[name](num_axes=2, **HEAD), (24.0, None))
 
     for what, holds in tr.testing.PROPERTIES.items():
-        if name == "string" and what == "gradients are exact":  # sets frequencies that are no whole turns
+        if name == "string" and what == "gradients are exact":  # sets frequencies without integer turns
             continue
         with suppress(tr.testing.DoesNotApply):
             holds(make)
 
 
 @pytest.mark.parametrize("name", ["mixed", "string"])
-def test_gradients_are_those_of_an_encoding_that_has_the_closed_frequencies_itself(name: str) -> None:
-    encoding = closed(name, (24.0, None)).double()
+def test_periodic_gradients_match_an_equal_encoding(name: str) -> None:
+    encoding = periodic(name, (24.0, None)).double()
     plain = FAMILIES[name](num_axes=2, **HEAD).double()
     plain.load_state_dict(encoding.encoding.state_dict())
     with torch.no_grad():
         plain.frequencies[0] = encoding.turns[0] * (2 * math.pi / 24)
-    positions = 10 * torch.rand(5, 2, **WIDE)  # within one period: nothing is wrapped
+    positions = 10 * torch.rand(5, 2, **WIDE)  # within one period: not wrapped
     for each in (encoding, plain):
         scores(each, positions).sin().sum().backward()
     mine, theirs = encoding.encoding.frequencies.grad, plain.frequencies.grad
@@ -125,8 +125,8 @@ def test_gradients_are_those_of_an_encoding_that_has_the_closed_frequencies_itse
 
 
 @pytest.mark.parametrize("name", ["mixed", "string", "comrope-ap2"])
-def test_turns_are_fixed_while_the_frequencies_of_open_axes_learn(name: str) -> None:
-    encoding = closed(name, (24.0, None))
+def test_periodic_turns_are_fixed_while_other_axes_learn(name: str) -> None:
+    encoding = periodic(name, (24.0, None))
     before = encoding.generators().detach().clone()
     optimizer = torch.optim.AdamW(encoding.parameters(), lr=0.3, weight_decay=0.5)
     positions = torch.tensor([[0.0, 0.0], [5.0, 2.0], [20.0, -1.0]])
@@ -138,63 +138,63 @@ def test_turns_are_fixed_while_the_frequencies_of_open_axes_learn(name: str) -> 
     assert (encoding.generators()[1] - before[1]).abs().max() > 0.1
     moved = positions + torch.tensor([24.0, 0.0])
     assert (scores(encoding, moved) - scores(encoding, positions)).abs().max() < 1e-6
-    if name != "string":  # whose basis learns
+    if name != "string":  # its basis is learned
         assert torch.equal(encoding.generators()[0], before[0])
 
 
 @pytest.mark.parametrize("name", ["mixed", "string"])
-def test_turns_are_saved_and_loaded(name: str) -> None:
-    encoding = closed(name)
+def test_periodic_turns_are_saved_and_loaded(name: str) -> None:
+    encoding = periodic(name)
     with torch.no_grad():
-        next(encoding.encoding.parameters()).add_(10.0)  # the turns stay
+        next(encoding.encoding.parameters()).add_(10.0)  # the turns do not change
     other = tr.Periodic(FAMILIES[name](num_axes=3, **HEAD), PERIODS)
     other.load_state_dict(encoding.state_dict())
     assert torch.equal(other.generators(), encoding.generators())
 
 
-def test_models_take_the_turns_of_the_encodings_that_they_hold() -> None:
+def test_periodic_turns_match_the_encodings_of_a_model() -> None:
     model = tr.Transformer(3, num_axes=1, dim=16, depth=2, num_heads=2, encoding="mixed", periods=(24.0,), scale=0.5)
     for encoding in model.encodings:
         drawn = distinct_turns(encoding.encoding.frequencies, encoding.periods)
         assert torch.equal(encoding.turns.double(), drawn.double())
 
 
-def test_positions_have_their_gradient_on_every_axis() -> None:
-    encoding = closed("mixed").double()
+def test_periodic_positions_have_gradients_on_every_axis() -> None:
+    encoding = periodic("mixed").double()
     positions = torch.tensor([[30.0, 1.0, 9.0], [3.0, 2.0, -4.0]], **WIDE).requires_grad_()
     assert torch.autograd.gradcheck(partial(scores, encoding), (positions,))
 
 
-def test_periodic_takes_over_generators_of_whole_turns_and_refuses_others() -> None:
-    encoding, other = closed("mixed"), closed("mixed")
+def test_periodic_set_generators_needs_integer_turns() -> None:
+    encoding, other = periodic("mixed"), periodic("mixed")
     encoding.reset_parameters()
     other.set_generators(encoding.generators())
     assert torch.allclose(other.generators(), encoding.generators(), atol=1e-6)
     before = other.encoding.frequencies.clone()
-    with pytest.raises(ValueError, match=r"Periodic needs whole turns per period, got generators that are off by 0\."):
+    with pytest.raises(ValueError, match=r"must have integer turns per period, got a difference of 0\."):
         other.set_generators(encoding.encoding.generators())
     assert torch.equal(other.encoding.frequencies, before)
 
 
-def test_periodic_keeps_the_unit_of_its_encoding() -> None:
-    assert closed("golden", (2.0, None)).lattice(4, 8) == tr.GoldenGateRoPE.lattice(4, 8)
+def test_periodic_keeps_the_lattice_of_its_encoding() -> None:
+    assert periodic("golden", (2.0, None)).lattice(4, 8) == tr.GoldenGateRoPE.lattice(4, 8)
 
 
-def test_wrapping_goes_to_the_nearest_image_of_the_origin() -> None:
+def test_wrap_maps_to_one_period_about_the_origin() -> None:
     positions = torch.tensor([[25, 25], [-13, -13], [12, 0]])
     assert tr.wrap(positions, (24, None)).tolist() == [[1, 25], [11, -13], [12, 0]]
 
 
 @pytest.mark.parametrize("name", ["liere:4", "comrope-ld:4", "comrope-ap:2", "string", "axial", "learned+liere"])
-def test_on_circles_any_encoding_closes(name: str) -> None:
-    encoding = tr.choose(name).rotary(num_axes=3, num_heads=2, head_dim=12)
+def test_on_circles_makes_any_encoding_periodic(name: str) -> None:
+    encoding = tr.parse_encoding(name).rotary(num_axes=3, num_heads=2, head_dim=12)
     positions = torch.tensor([[0.0, 1.0], [23.0, 2.0], [7.0, 3.0]])
     moved = positions + torch.tensor([[24.0, 0.0], [-48.0, 0.0], [0.0, 0.0]])
-    here, there = (scores(encoding, tr.on_circles(each, (24.0, None))) for each in (positions, moved))
-    assert (here - there).abs().max() < 1e-6
+    first, second = (scores(encoding, tr.on_circles(each, (24.0, None))) for each in (positions, moved))
+    assert (first - second).abs().max() < 1e-6
 
 
-def test_circles_keep_the_distance_of_neighbours() -> None:
+def test_on_circles_keeps_distances_of_neighbours() -> None:
     positions = torch.tensor([[0.0], [0.01], [12.0], [12.01]], **WIDE)
     places = tr.on_circles(positions, (24.0,))
     assert places.shape == (4, 2)
@@ -208,23 +208,23 @@ def test_circles_keep_the_distance_of_neighbours() -> None:
     [
         (
             lambda: tr.Periodic(tr.LieRE(num_axes=1, num_heads=1, head_dim=8, block_size=4), (1.0,)),
-            r"Periodic rounds frequencies.*others take positions of torchrope.on_circles, got LieRE",
+            r"Periodic rounds frequencies.*for others use positions of torchrope.on_circles, got LieRE",
         ),
-        (lambda: tr.Periodic(closed("axial").encoding, (1.0,)), r"periods must be one per axis \(3\).*got 1"),
+        (lambda: tr.Periodic(periodic("axial").encoding, (1.0,)), r"periods must be one per axis \(3\).*got 1"),
         (
             lambda: tr.Periodic(tr.HARoPE(num_axes=1, num_heads=1, head_dim=8), (1.0,)),
-            "others take positions of torchrope.on_circles, got HARoPE",
+            "for others use positions of torchrope.on_circles, got HARoPE",
         ),
-        (lambda: closed("axial", (0.0, None)), r"periods must be above 0 and finite, or None, got \(0.0, None\)"),
+        (lambda: periodic("axial", (0.0, None)), r"periods must be above 0 and finite, or None, got \(0.0, None\)"),
         (lambda: tr.wrap(torch.zeros(2, 2), (math.inf, None)), "periods must be above 0 and finite"),
         (lambda: tr.on_circles(torch.zeros(2, 2), (1.0,)), r"periods must be one per axis \(2\).*got 1"),
         (
-            lambda: closed("mixed")(torch.full((2, 3), torch.nan)),
+            lambda: periodic("mixed")(torch.full((2, 3), torch.nan)),
             "positions must be finite, got NaN or infinity in 2 of 2",
         ),
     ],
 )
-def test_what_cannot_close_is_told_in_one_line(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as told:
+def test_periodic_refuses_invalid_arguments_in_one_line(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)

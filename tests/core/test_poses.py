@@ -1,4 +1,4 @@
-"""Poses of cameras and bodies: what one motion of the world changes, large worlds, what is refused."""
+"""Poses of cameras and bodies: invariance, accuracy far from the origin, and invalid input."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import torchrope as tr
 from torchrope.encodings.poses import from_quaternions
 
-HEADS, HEAD_DIM, VIEWS, EACH = 2, 20, 5, 4
+HEADS, HEAD_DIM, VIEWS, TOKENS_PER_VIEW = 2, 20, 5, 4
 WIDE = torch.float64
 EPS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -26,7 +26,7 @@ def cameras(*batch: int, intrinsics: bool = True) -> tr.Poses:
 
 
 def encoding(pixels: str | None = "axial", **settings: float) -> tr.PoseEncoding:
-    made = tr.choose(pixels).rotary(num_axes=2, num_heads=HEADS, head_dim=8) if pixels else None
+    made = tr.parse_encoding(pixels).rotary(num_axes=2, num_heads=HEADS, head_dim=8) if pixels else None
     settings = settings if pixels else {"pose_dim": 12, **settings}
     return tr.PoseEncoding(num_heads=HEADS, head_dim=HEAD_DIM, pixels=made, **settings)
 
@@ -36,20 +36,20 @@ def places() -> Tensor:
 
 
 def states(dtype: torch.dtype, batch: int = 3) -> Tensor:
-    return torch.randn(3, batch, HEADS, VIEWS * EACH, HEAD_DIM, dtype=dtype)
+    return torch.randn(3, batch, HEADS, VIEWS * TOKENS_PER_VIEW, HEAD_DIM, dtype=dtype)
 
 
 def attend(action: tr.PoseAction, qkv: Tensor, **options: str) -> tuple[Tensor, Tensor]:
     q, k, v = qkv
-    turned_q, turned_k = tr.rotate(q, k, action, **options)
-    mixed = scaled_dot_product_attention(turned_q, turned_k, action.values(v, **options))
-    return turned_q @ turned_k.mT, action.outputs(mixed, **options)
+    rotated_q, rotated_k = tr.rotate(q, k, action, **options)
+    mixed = scaled_dot_product_attention(rotated_q, rotated_k, action.values(v, **options))
+    return rotated_q @ rotated_k.mT, action.outputs(mixed, **options)
 
 
 def by_the_papers(poses: tr.Poses, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """GTA's equation: every pair of views by its own relative pose P_m P_n^-1, in float64; 12 channels, no pixels."""
+    """Compute GTA's equation for every pair of views from the relative pose P_m P_n^-1, in float64, without pixels."""
     forward, _ = poses.matrices(torch.zeros(1, 3, dtype=WIDE))
-    forward = forward.repeat_interleave(EACH, dim=-3)
+    forward = forward.repeat_interleave(TOKENS_PER_VIEW, dim=-3)
     relative = forward.unsqueeze(-3) @ torch.linalg.inv(forward).unsqueeze(-4)  # (batch, queries, keys, 4, 4)
     dense = torch.eye(HEAD_DIM, dtype=WIDE).repeat(*relative.shape[:-2], 1, 1)
     for start in (0, 4, 8):
@@ -58,53 +58,53 @@ def by_the_papers(poses: tr.Poses, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhmn,bmncd,bhnd->bhmc", scores.softmax(dim=-1), dense, v)
 
 
-def test_attention_is_that_of_the_papers_for_every_pair() -> None:
+def test_pose_attention_matches_the_papers_for_every_pair() -> None:
     poses, qkv = cameras(3), states(WIDE)
-    action = encoding(None)(poses, tokens_per_view=EACH)
+    action = encoding(None)(poses, tokens_per_view=TOKENS_PER_VIEW)
     torch.testing.assert_close(attend(action, qkv)[1], by_the_papers(poses, *qkv), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("far", [0.0, 1.0, 1e4])
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("pixels", ["axial", "liere:8", "none", None])
-def test_one_motion_of_the_world_changes_nothing(pixels: str | None, dtype: torch.dtype, far: float) -> None:
+def test_pose_attention_is_invariant_to_world_motions(pixels: str | None, dtype: torch.dtype, far: float) -> None:
     made, poses, qkv = encoding(pixels), cameras(3), states(dtype)
-    given = dict(pixels=places().to(dtype)) if pixels else dict(tokens_per_view=EACH)
-    moved = poses.moved(turns(3), far * torch.randn(3, 3, dtype=WIDE))  # each sample by another way
-    for here, there in zip(attend(made(poses, **given), qkv), attend(made(moved, **given), qkv), strict=True):
-        assert (here - there).abs().max() <= EPS[dtype] * here.abs().max()
+    given = dict(pixels=places().to(dtype)) if pixels else dict(tokens_per_view=TOKENS_PER_VIEW)
+    moved = poses.moved(turns(3), far * torch.randn(3, 3, dtype=WIDE))  # a different motion per sample
+    for first, second in zip(attend(made(poses, **given), qkv), attend(made(moved, **given), qkv), strict=True):
+        assert (first - second).abs().max() <= EPS[dtype] * first.abs().max()
 
 
-def test_a_motion_of_one_view_changes_scores_and_outputs() -> None:
+def test_pose_attention_depends_on_each_view() -> None:
     poses, qkv = cameras(3), states(WIDE)
     one = torch.zeros(VIEWS, 3, dtype=WIDE)
     one[2, 0] = 0.1
     other = tr.Poses(poses.rotation, poses.translation + one, poses.intrinsics)
     pairs = zip(attend(encoding()(poses, places()), qkv), attend(encoding()(other, places()), qkv), strict=True)
-    assert all((here - there).abs().max() > 1e-3 for here, there in pairs)
+    assert all((first - second).abs().max() > 1e-3 for first, second in pairs)
 
 
 @pytest.mark.parametrize("unit", [1e-3, 1.0, 1e4])
-def test_float32_holds_whatever_the_unit_of_the_world(unit: float) -> None:
+def test_pose_attention_is_accurate_in_any_unit_of_length(unit: float) -> None:
     small, qkv = cameras(3), states(WIDE)
     far = unit * torch.tensor([1e4, -1e4, 1e4], dtype=WIDE)
     world = tr.Poses(small.rotation, unit * small.translation, small.intrinsics).moved(torch.eye(3), far)
     exact = attend(encoding(unit=1.0)(small, places()), qkv)
     for dtype, share in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
-        found = attend(encoding(unit=unit)(world, places()), qkv.to(dtype))
-        for here, there in zip(exact, found, strict=True):
-            assert there.dtype == dtype
-            assert (here - there).abs().max() <= share * here.abs().max()
+        actual = attend(encoding(unit=unit)(world, places()), qkv.to(dtype))
+        for first, second in zip(exact, actual, strict=True):
+            assert second.dtype == dtype
+            assert (first - second).abs().max() <= share * first.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_inputs_are_computed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+def test_pose_actions_round_half_precision_once(dtype: torch.dtype) -> None:
     action, (q, k, v) = encoding()(cameras(3), places()), states(dtype)
     for apply, x in ((action.queries, q), (action.keys, k), (action.values, v), (action.outputs, v)):
         torch.testing.assert_close(apply(x), apply(x.float()).to(dtype), rtol=0, atol=0)
 
 
-def test_kernels_and_the_reference_agree_forward_and_backward() -> None:
+def test_pose_kernels_match_the_reference() -> None:
     action, inputs, weight = encoding()(cameras(3), places()), states(torch.float32), states(torch.float32)
     for apply in (action.queries, action.keys, action.outputs):
         leaves = [inputs[0].clone().requires_grad_() for _ in range(2)]
@@ -114,7 +114,7 @@ def test_kernels_and_the_reference_agree_forward_and_backward() -> None:
         torch.testing.assert_close(apply(inputs[0], backend="native"), apply(inputs[0], backend="reference"))
 
 
-def test_gradients_reach_tokens_and_poses() -> None:
+def test_pose_gradients_reach_tokens_and_poses() -> None:
     q, k, v = torch.randn(3, 1, HEADS, 3, HEAD_DIM, dtype=WIDE)
     made = partial(encoding(None), tokens_per_view=1)
 
@@ -126,45 +126,47 @@ def test_gradients_reach_tokens_and_poses() -> None:
     assert torch.autograd.gradcheck(run, [x.detach().clone().requires_grad_() for x in given], fast_mode=True)
 
 
-def test_a_view_shared_by_its_tokens_is_a_pose_for_each() -> None:
+def test_pose_of_a_view_equals_a_pose_per_token() -> None:
     poses, qkv = cameras(3), states(WIDE)
-    each = tr.Poses(*(x.repeat_interleave(EACH, dim=1) for x in (poses.rotation, poses.translation, poses.intrinsics)))
+    each = tr.Poses(
+        *(x.repeat_interleave(TOKENS_PER_VIEW, dim=1) for x in (poses.rotation, poses.translation, poses.intrinsics))
+    )
     both = [attend(encoding()(given, places()), qkv) for given in (poses, each)]
     torch.testing.assert_close(both[0], both[1], rtol=1e-12, atol=1e-12)
 
 
-def test_poses_of_all_samples_and_of_each() -> None:
+def test_poses_are_shared_by_samples_or_per_sample() -> None:
     poses, qkv = cameras(), states(WIDE)
     each = tr.Poses(poses.rotation.expand(3, -1, -1, -1), poses.translation.expand(3, -1, -1), poses.intrinsics[0])
     both = [attend(encoding()(given, places()), qkv)[1] for given in (poses, each)]
     torch.testing.assert_close(both[0], both[1])
 
 
-def test_quaternions_of_any_length_are_rotations() -> None:
+def test_quaternions_of_any_length_are_accepted() -> None:
     quaternion = torch.randn(7, 4, dtype=WIDE)
     rotation = tr.Poses(quaternion, torch.zeros(7, 3)).rotation
     for factor in (-1.0, 1e-200, 1e200):
         torch.testing.assert_close(tr.Poses(factor * quaternion, torch.zeros(7, 3)).rotation, rotation)
-    turn = tr.Poses(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 3)).rotation[0]  # a quarter about z
+    turn = tr.Poses(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 3)).rotation[0]  # 90 degrees about z
     torch.testing.assert_close(turn @ torch.tensor([1.0, 0.0, 0.0]).double(), torch.tensor([0.0, 1.0, 0.0]).double())
 
 
-def test_rounded_matrices_become_orthogonal() -> None:
+def test_poses_make_rounded_matrices_orthogonal() -> None:
     rotation = tr.Poses(turns(50).half(), torch.zeros(50, 3)).rotation
     assert (rotation.mT @ rotation - torch.eye(3)).abs().max() < 1e-14
 
 
-def test_both_layouts_and_grouped_heads() -> None:
+def test_pose_actions_accept_both_layouts_and_grouped_heads() -> None:
     action, (q, k, _) = encoding("none")(cameras(3), places()), states(WIDE)
     swapped = tr.rotate(q.transpose(1, 2), k.transpose(1, 2), action, layout="bthd")
     torch.testing.assert_close([x.transpose(1, 2) for x in swapped], list(tr.rotate(q, k, action)))
     torch.testing.assert_close(action.keys(k[:, :1]), action.keys(k)[:, :1])
 
 
-def test_attention_takes_values_in_and_outputs_out() -> None:
+def test_attention_applies_actions_to_values_and_outputs() -> None:
     attention, x = (
         tr.Attention(HEADS * HEAD_DIM, HEADS).double(),
-        torch.randn(3, VIEWS * EACH, HEADS * HEAD_DIM).double(),
+        torch.randn(3, VIEWS * TOKENS_PER_VIEW, HEADS * HEAD_DIM).double(),
     )
     action = encoding()(cameras(3), places().double())
     qkv = attention.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -175,7 +177,7 @@ def test_attention_takes_values_in_and_outputs_out() -> None:
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]))
 
 
-def test_keys_of_another_set_need_the_same_origin() -> None:
+def test_pose_keys_of_another_set_need_the_same_origin() -> None:
     made, poses, qkv = encoding(), cameras(3), states(WIDE)
     action, theirs = made(poses, places()), made(cameras(3), places())
     with pytest.raises(ValueError, match=r"origin=action\.origin"):
@@ -190,7 +192,7 @@ BAD = {
     "a mirror": (dict(rotation=-TURN), "orthogonal with determinant 1"),
     "zero quaternion": (dict(rotation=torch.zeros(VIEWS, 4)), "must not be zero, got 5 of 5"),
     "NaN": (dict(translation=PLACE / 0), "translations must be finite.* in 5 rows"),
-    "NaN turned": (dict(rotation=TURN * torch.nan), "rotations must be finite"),
+    "NaN rotated": (dict(rotation=TURN * torch.nan), "rotations must be finite"),
     "singular": (dict(intrinsics=torch.diag(torch.tensor([1.0, 0.0, 1.0]))), "invertible, got singular ones in 1 of 1"),
     "shapes": (dict(rotation=TURN[:4]), r"got \(4, 3, 3\) and \(5, 3\)"),
     "shape of intrinsics": (dict(intrinsics=torch.eye(4)), r"intrinsics must be .*got \(4, 4\)"),
@@ -199,21 +201,21 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_poses_are_told_in_one_line(case: str) -> None:
-    given, told = BAD[case]
-    with pytest.raises(ValueError, match=told) as error:
+def test_poses_refuse_invalid_values_in_one_line(case: str) -> None:
+    given, message = BAD[case]
+    with pytest.raises(ValueError, match=message) as error:
         tr.Poses(**{"rotation": TURN, "translation": PLACE, **given})
     assert "\n" not in str(error.value)
 
 
-def test_bad_encodings_are_told() -> None:
+def test_pose_encoding_refuses_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
         tr.PoseEncoding(num_heads=2, head_dim=10)
     with pytest.raises(ValueError, match="2 heads of 8 channels, got 3 of 8"):
         tr.PoseEncoding(num_heads=2, head_dim=16, pixels=tr.AxialRoPE(num_axes=2, num_heads=3, head_dim=8))
-    with pytest.raises(ValueError, match="got none"):
+    with pytest.raises(ValueError, match="got None"):
         encoding()(cameras())
-    with pytest.raises(ValueError, match="as many in each of 5 views, got 4"):
+    with pytest.raises(ValueError, match="divisible among 5 views, got 4"):
         encoding()(cameras(), tr.grid(2, 2))
     (q, k, _), action = states(torch.float32), encoding()(cameras(), places())
     rotation = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=20)(places())
@@ -221,44 +223,44 @@ def test_bad_encodings_are_told() -> None:
         tr.rotate(q, k, action, key_rotation=rotation)
 
 
-def test_no_samples_and_one_token() -> None:
+def test_pose_actions_accept_no_samples_and_one_token() -> None:
     poses = tr.Poses(turns(0, 1), torch.zeros(0, 1, 3))
     assert encoding("none")(poses, torch.zeros(1, 2)).queries(torch.zeros(0, HEADS, 1, HEAD_DIM)).shape[0] == 0
     one = encoding(None)(tr.Poses(turns(1), torch.randn(1, 3)))
     v = torch.randn(1, HEADS, 1, HEAD_DIM, dtype=WIDE)
-    torch.testing.assert_close(one.outputs(one.values(v)), v)  # attention to itself alone
+    torch.testing.assert_close(one.outputs(one.values(v)), v)  # attention to itself only
 
 
 VIEWED = dict(num_axes=2, num_outputs=3, dim=32, depth=2, num_heads=2, encoding="axial")
 
 
 @pytest.mark.parametrize("mode", ["action", "numbers"])
-def test_a_transformer_of_views_moves_with_its_world_and_knows_its_padding(mode: str) -> None:
+def test_transformer_of_views_is_invariant_and_masks_padding(mode: str) -> None:
     model = tr.Transformer(5, poses=mode, **VIEWED).double()
-    x, poses = torch.randn(2, VIEWS * EACH, 5, dtype=WIDE), cameras(2, intrinsics=False)
+    x, poses = torch.randn(2, VIEWS * TOKENS_PER_VIEW, 5, dtype=WIDE), cameras(2, intrinsics=False)
     answer = model(x, places(), poses=poses)
     change = (answer - model(x, places(), poses=poses.moved(turns(2), torch.randn(2, 3)))).abs().max()
     assert change < 1e-10 if mode == "action" else change > 1e-3
     order = torch.randperm(VIEWS)
     permuted = tr.Poses(poses.rotation[:, order], poses.translation[:, order])
-    by_view = x.unflatten(1, (VIEWS, EACH))[:, order].flatten(1, 2)
+    by_view = x.unflatten(1, (VIEWS, TOKENS_PER_VIEW))[:, order].flatten(1, 2)
     torch.testing.assert_close(model(by_view, places(), poses=permuted), answer)
 
-    mask = torch.ones(2, VIEWS * EACH, dtype=torch.bool)
-    mask[0, 2 * EACH :] = False
+    mask = torch.ones(2, VIEWS * TOKENS_PER_VIEW, dtype=torch.bool)
+    mask[0, 2 * TOKENS_PER_VIEW :] = False
     two = tr.Poses(poses.rotation[:1, :2], poses.translation[:1, :2])
-    alone = model(x[:1, : 2 * EACH], places()[: 2 * EACH], poses=two)
+    alone = model(x[:1, : 2 * TOKENS_PER_VIEW], places()[: 2 * TOKENS_PER_VIEW], poses=two)
     torch.testing.assert_close(model(x, places(), mask=mask, poses=poses)[:1], alone)
 
 
-def test_a_transformer_tells_what_does_not_fit() -> None:
+def test_transformer_refuses_invalid_poses() -> None:
     model = tr.Transformer(5, poses="action", **VIEWED)
-    x = torch.randn(2, VIEWS * EACH, 5)
+    x = torch.randn(2, VIEWS * TOKENS_PER_VIEW, 5)
     with pytest.raises(ValueError, match="poses=, and not allowed otherwise, got none"):
         model(x, places())
     with pytest.raises(ValueError, match="views divide 19 tokens"):
         model(x[:, 1:], places()[1:], poses=cameras(2))
     with pytest.raises(ValueError, match="softmax attention among tokens"):
         tr.Transformer(5, poses="action", latents=4, **VIEWED)
-    with pytest.raises(ValueError, match="linear attention takes rotations"):
-        tr.LinearAttention(40, 2)(torch.randn(3, VIEWS * EACH, 40), encoding()(cameras(3), places()))
+    with pytest.raises(ValueError, match="linear attention needs a Rotation"):
+        tr.LinearAttention(40, 2)(torch.randn(3, VIEWS * TOKENS_PER_VIEW, 40), encoding()(cameras(3), places()))

@@ -15,18 +15,18 @@ def test_grid_is_row_major_with_the_last_axis_fastest() -> None:
     assert index[2, 1, 3].tolist() == [2, 1, 3]
 
 
-def test_spacing_and_origin_are_one_number_or_one_per_axis() -> None:
+def test_grid_accepts_spacing_and_origin_per_axis() -> None:
     positions = tr.grid(2, 2, spacing=(0.5, 2.0), origin=(1.0, -1.0))
     assert positions.tolist() == [[1.0, -1.0], [1.0, 1.0], [1.5, -1.0], [1.5, 1.0]]
     assert tr.grid(4, spacing=0.25, origin=0.125).flatten().tolist() == [0.125, 0.375, 0.625, 0.875]
 
 
 @pytest.mark.parametrize("sizes", [(0,), (3, 0), (0, 2, 2)])
-def test_an_axis_without_tokens_gives_no_positions(sizes: tuple[int, ...]) -> None:
+def test_grid_accepts_axes_without_tokens(sizes: tuple[int, ...]) -> None:
     assert tr.grid(*sizes).shape == (0, len(sizes))
 
 
-def test_prefix_sits_at_the_origin_in_front() -> None:
+def test_prefix_prepends_positions_at_the_origin() -> None:
     positions = tr.grid(2, 2, origin=5.0)
     both = tr.prefix(positions, 3)
     assert torch.equal(both[:3], torch.zeros(3, 2))
@@ -34,7 +34,7 @@ def test_prefix_sits_at_the_origin_in_front() -> None:
     assert tr.prefix(positions.expand(4, -1, -1), 1).shape == (4, 5, 2)
 
 
-def test_a_larger_lattice_runs_past_the_smaller_one_with_the_same_spacing() -> None:
+def test_grid_keeps_its_spacing_at_larger_sizes() -> None:
     small, large = tr.grid(4, 4, spacing=1 / 4), tr.grid(6, 6, spacing=1 / 4)
     assert torch.equal(large.reshape(6, 6, 2)[:4, :4], small.reshape(4, 4, 2))
 
@@ -47,7 +47,7 @@ def test_shift_and_rescale_act_on_each_axis() -> None:
     assert tr.shift(positions, per_sample).shape == (2, 4, 2)
 
 
-def test_jitter_stays_in_its_cell_and_repeats_with_its_generator() -> None:
+def test_jitter_stays_in_its_cell_and_is_reproducible() -> None:
     positions = tr.grid(30, 30)
     moved = tr.jitter(positions, (1.0, 0.5), generator=torch.Generator().manual_seed(3))
     offset = moved - positions
@@ -57,7 +57,7 @@ def test_jitter_stays_in_its_cell_and_repeats_with_its_generator() -> None:
 
 
 @pytest.mark.parametrize("intensity", [0.0, 0.4, 1.0, 3.0])
-def test_jitter_and_a_gaussian_shift_are_comropes_perturbation(intensity: float) -> None:
+def test_jitter_with_a_gaussian_shift_matches_comrope(intensity: float) -> None:
     patches = 6
     noise = torch.randn(patches**2, 2, generator=torch.Generator().manual_seed(5))
     offset = 0.1 * torch.randn(2)
@@ -68,7 +68,7 @@ def test_jitter_and_a_gaussian_shift_are_comropes_perturbation(intensity: float)
     assert torch.allclose(tr.shift(moved, offset), expected, atol=1e-6)
 
 
-def test_jitter_can_spare_an_axis() -> None:
+def test_jitter_of_zero_keeps_an_axis() -> None:
     positions = tr.grid(3, 4, 4)
     moved = tr.jitter(positions, (0.0, 1.0, 1.0))
     assert torch.equal(moved[:, 0], positions[:, 0])
@@ -76,7 +76,7 @@ def test_jitter_can_spare_an_axis() -> None:
 
 
 @pytest.mark.parametrize("normalize", ["separate", "max", "min"])
-def test_patch_centers_are_dinov3s(normalize: str) -> None:
+def test_patch_centers_match_dinov3(normalize: str) -> None:
     expected = make_coords_dinov3(3, 5, normalize_coords=normalize)
     assert torch.allclose(tr.patch_centers(3, 5, normalize=normalize), expected, atol=1e-6)
     video = tr.patch_centers(2, 3, 4, normalize=normalize)
@@ -84,7 +84,7 @@ def test_patch_centers_are_dinov3s(normalize: str) -> None:
     assert tr.patch_centers(0, 3, normalize=normalize).shape == (0, 2)
 
 
-def test_patch_centers_at_the_training_size_are_the_lattice_of_their_encodings() -> None:
+def test_patch_centers_match_lattices_at_the_training_size() -> None:
     for family in (tr.DINOv3RoPE, tr.GoldenGateRoPE):
         assert torch.allclose(tr.grid(3, 5, **family.lattice(3, 5)), tr.patch_centers(3, 5), atol=1e-6)
 
@@ -93,7 +93,7 @@ RANDOM = {"shift": tr.random_shift, "stretch": tr.random_stretch, "rescale": tr.
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_a_random_change_is_one_for_all_tokens_of_a_sample(name: str) -> None:
+def test_random_changes_are_drawn_per_sample(name: str) -> None:
     positions = tr.patch_centers(3, 4, dtype=torch.float64)
     batch = positions.expand(500, -1, -1)
     moved = RANDOM[name](batch, 2.0, generator=torch.Generator().manual_seed(1))
@@ -102,7 +102,7 @@ def test_a_random_change_is_one_for_all_tokens_of_a_sample(name: str) -> None:
     per_sample = change[:, 0]
     limit = 2.0 if name == "shift" else math.log(2.0)
     assert per_sample.abs().max() <= limit
-    # uniform: mean 0 and deviation limit / √3, and axes that agree in rescale alone
+    # uniform: mean 0 and standard deviation limit / √3; equal on all axes only for rescale
     assert per_sample.mean().abs() < 0.1 * limit
     assert per_sample.std().item() == pytest.approx(limit / math.sqrt(3), rel=0.1)
     assert torch.allclose(per_sample[:, 0], per_sample[:, 1]) == (name == "rescale")
@@ -112,19 +112,19 @@ def test_a_random_change_is_one_for_all_tokens_of_a_sample(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_an_amount_of_nothing_changes_nothing(name: str) -> None:
+def test_random_changes_of_zero_are_the_identity(name: str) -> None:
     positions = tr.patch_centers(3, 4)
     assert torch.equal(RANDOM[name](positions, 0.0 if name == "shift" else 1.0), positions)
 
 
-def test_anchored_positions_stay_within_the_training_size() -> None:
+def test_anchor_maps_to_the_training_size() -> None:
     anchored = tr.anchor(tr.prefix(tr.grid(8, 6), 1), (8, 6), (4, 4))
     assert anchored.amax(dim=0).tolist() == pytest.approx([3.5, 4 * 5 / 6])  # VisionLLaMA: (i B / H, j B / W)
     assert torch.equal(tr.anchor(tr.grid(4, 4), 4, 4), tr.grid(4, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
-def test_functions_on_positions_never_round_below_float32(dtype: torch.dtype) -> None:
+def test_position_functions_keep_at_least_float32(dtype: torch.dtype) -> None:
     whole = torch.arange(256, 260).unsqueeze(-1).to(dtype)
     assert tr.shift(whole, 0.5).tolist() == [[v + 0.5] for v in whole.flatten().tolist()]
     assert tr.rescale(whole, 0.5).dtype == torch.float32
@@ -145,10 +145,10 @@ def test_functions_on_positions_never_round_below_float32(dtype: torch.dtype) ->
         (lambda: tr.prefix(tr.grid(2), -1), "count of 0 or more, got -1"),
         (lambda: tr.patch_centers(2, normalize="mean"), "normalize must be separate, max or min, got 'mean'"),
         (lambda: tr.random_shift(tr.grid(2), -1.0), "random_shift needs an amount of 0 or more, got -1.0"),
-        (lambda: tr.random_rescale(tr.grid(2), 0.5), "the largest stretch must be 1 or more, got 0.5"),
+        (lambda: tr.random_rescale(tr.grid(2), 0.5), "factor must be 1 or more, got 0.5"),
         (lambda: tr.shift(tr.grid(2, 2), (1.0, 2.0, 3.0)), r"offset must be .* \(2\), got 3"),
     ],
 )
-def test_bad_input_is_told_in_one_line(call: object, message: str) -> None:
+def test_position_functions_refuse_invalid_input(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Every property over every encoding, and what `testing.check` says of the usual mistakes."""
+"""Every property for every encoding, and the messages of `testing.check` for common mistakes."""
 
 import re
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from torchrope import testing
 from torchrope.encodings import planar, skew
 from torchrope.rotations import Rotation
 
-OF_EACH_FAMILY = {type(make()): case for case, make in CASES.items()}.values()
+ONE_PER_CLASS = {type(make()): case for case, make in CASES.items()}.values()
 
 
-def compiled_later(case: str, name: str) -> Any:
-    """Compiling takes longer than all other properties: `make slow` does it."""
+def slow_if_compiled(case: str, name: str) -> Any:
+    """Mark compilation as slow: it takes longer than all other properties."""
     return pytest.param(case, name, marks=pytest.mark.slow if name == "compiles into one graph" else ())
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), [compiled_later(case, name) for case in CASES for name in testing.PROPERTIES]
+    ("case", "name"), [slow_if_compiled(case, name) for case in CASES for name in testing.PROPERTIES]
 )
-def test_property(case: str, name: str) -> None:
+def test_property_holds(case: str, name: str) -> None:
     try:
         testing.PROPERTIES[name](CASES[case])
     except testing.DoesNotApply as reason:
@@ -36,8 +36,8 @@ def test_property(case: str, name: str) -> None:
 SIZES = dict(num_axes=2, num_heads=2, head_dim=8)
 
 
-class Right(tr.Encoding):
-    """A right encoding in blocks of 2; each wrong one below changes one thing."""
+class Correct(tr.Encoding):
+    """A correct encoding with blocks of 2; each wrong one below changes one thing."""
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, block_size: int = 2) -> None:
         super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=block_size)
@@ -46,7 +46,7 @@ class Right(tr.Encoding):
         self.reset_parameters()
 
     def add(self) -> None:
-        """What a wrong encoding has besides."""
+        """Add what a wrong encoding has in addition."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.frequencies)
@@ -55,8 +55,8 @@ class Right(tr.Encoding):
         return planar(self.frequencies)
 
 
-class RightBlocks(tr.Encoding):
-    """The same in free blocks of 4."""
+class CorrectBlocks(tr.Encoding):
+    """A correct encoding with free blocks of 4."""
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
         super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=4)
@@ -74,13 +74,13 @@ class RightBlocks(tr.Encoding):
         self.upper.copy_(generators[..., rows, columns])
 
 
-class PlainTensor(Right):
+class PlainTensor(Correct):
     def add(self) -> None:
         del self.frequencies
         self.frequencies = torch.empty(self.num_axes, self.num_heads, self.num_blocks)
 
 
-class ComputedFromParameter(Right):
+class ComputedFromParameter(Correct):
     def add(self) -> None:
         self.scaled = self.frequencies * 2
 
@@ -88,7 +88,7 @@ class ComputedFromParameter(Right):
         return planar(self.scaled)
 
 
-class ListOfParameters(Right):
+class ListOfParameters(Correct):
     def add(self) -> None:
         self.factors = [nn.Parameter(torch.ones(1))]
 
@@ -96,39 +96,39 @@ class ListOfParameters(Right):
         return super().generators() * self.factors[0]
 
 
-class Detach(Right):
+class Detach(Correct):
     def generators(self) -> Tensor:
         return planar(self.frequencies.detach())
 
 
-class Data(Right):
+class Data(Correct):
     def generators(self) -> Tensor:
         return planar(self.frequencies.data)
 
 
-class NoGrad(Right):
+class NoGrad(Correct):
     def generators(self) -> Tensor:
         with torch.no_grad():
             return planar(self.frequencies)
 
 
-class SecondParameter(Right):
+class SecondParameter(Correct):
     def generators(self) -> Tensor:
         return nn.Parameter(planar(self.frequencies))
 
 
-class Item(Right):
+class Item(Correct):
     def generators(self) -> Tensor:
         first = self.frequencies[0, 0, 0].item()
         return planar(torch.full_like(self.frequencies, first, requires_grad=False))
 
 
-class Branch(Right):
+class Branch(Correct):
     def generators(self) -> Tensor:
         return super().generators() if self.frequencies.sum() > -1e9 else -super().generators()
 
 
-class Unused(Right):
+class Unused(Correct):
     def add(self) -> None:
         self.phase = nn.Parameter(torch.empty(1))
 
@@ -137,7 +137,7 @@ class Unused(Right):
         nn.init.zeros_(self.phase)
 
 
-class BufferMadeOnce(Right):
+class ComputedInInit(Correct):
     def add(self) -> None:
         self.register_buffer("made", planar(self.frequencies), persistent=False)
 
@@ -145,44 +145,44 @@ class BufferMadeOnce(Right):
         return self.made
 
 
-class NoReturn(Right):
+class NoReturn(Correct):
     def generators(self) -> Tensor:
         planar(self.frequencies)
 
 
-class List(Right):
+class List(Correct):
     def generators(self) -> Tensor:
         return list(planar(self.frequencies))
 
 
-class Raises(Right):
+class Raises(Correct):
     def generators(self) -> Tensor:
         return planar(self.frequency)
 
 
-class NoSuper(Right):
+class NoSuper(Correct):
     def __init__(self, **sizes: int) -> None:
         self.frequencies = nn.Parameter(torch.empty(2, 2, 4))
 
 
-class NoSuperPlain(Right):
+class NoSuperPlain(Correct):
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
         self.num_axes = num_axes
 
 
-class LateSuper(Right):
+class LateSuper(Correct):
     def __init__(self, **sizes: int) -> None:
         blocks = self.num_blocks
         super().__init__(**sizes)
         self.blocks = blocks
 
 
-class SuperOfModule(Right):
+class SuperOfModule(Correct):
     def __init__(self, **sizes: int) -> None:
         nn.Module.__init__(self)
 
 
-class SuperWithoutSizes(Right):
+class SuperWithoutSizes(Correct):
     def __init__(self, **sizes: int) -> None:
         tr.Encoding.__init__(self)
 
@@ -191,58 +191,58 @@ class NoGenerators(tr.Encoding):
     pass
 
 
-class Frequencies(Right):
+class Frequencies(Correct):
     def generators(self) -> Tensor:
         return self.frequencies
 
 
-class HeadsFirst(Right):
+class HeadsFirst(Correct):
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads + 1, head_dim=head_dim)  # not as many as axes
+        super().__init__(num_axes=num_axes, num_heads=num_heads + 1, head_dim=head_dim)  # heads and axes must differ
 
     def generators(self) -> Tensor:
         return super().generators().transpose(0, 1)
 
 
-class AllHeads(Right):
+class AllHeads(Correct):
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
         self.shared_heads = True
 
 
-class Complex(Right):
+class Complex(Correct):
     def generators(self) -> Tensor:
         return super().generators() * torch.ones((), dtype=torch.complex64, device=self.frequencies.device)
 
 
-class NotFinite(Right):
+class NotFinite(Correct):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.frequencies, torch.nan)
 
 
-class Symmetric(Right):
+class Symmetric(Correct):
     def generators(self) -> Tensor:
         return super().generators().abs()
 
 
-class SymmetricBlocks(RightBlocks):
+class SymmetricBlocks(CorrectBlocks):
     def generators(self) -> Tensor:
         return super().generators().abs()
 
 
-class Float32(Right):
+class Float32(Correct):
     def generators(self) -> Tensor:
         generators = torch.zeros(*self.frequencies.shape, 2, 2, device=self.frequencies.device)
         generators[..., 1, 0], generators[..., 0, 1] = self.frequencies, -self.frequencies
         return generators
 
 
-class OnTheCPU(Right):
+class OnTheCPU(Correct):
     def generators(self) -> Tensor:
         return super().generators() * torch.arange(1.0, 3.0).view(2, 1, 1, 1, 1)
 
 
-class MadeAnew(tr.Encoding):
+class CreatedInGenerators(tr.Encoding):
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes, block_size=2)
 
@@ -250,18 +250,18 @@ class MadeAnew(tr.Encoding):
         return planar(torch.ones(self.num_axes, self.num_heads, self.num_blocks, dtype=torch.float64))
 
 
-class Random(Right):
+class Random(Correct):
     def generators(self) -> Tensor:
         return super().generators() * (1 + torch.rand(()).to(self.frequencies.device))
 
 
-class InPlace(Right):
+class InPlace(Correct):
     def generators(self) -> Tensor:
         self.frequencies.data.mul_(2)
         return super().generators()
 
 
-class KeepsPositions(Right):
+class KeepsPositions(Correct):
     longest = 1.0
 
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
@@ -272,26 +272,26 @@ class KeepsPositions(Right):
         return super().generators() / self.longest
 
 
-class MovesPositions(Right):
+class MovesPositions(Correct):
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         self._check_positions(positions)
         positions *= 2
         return super().forward(positions, backend=backend)
 
 
-class OtherFrequencies(Right):
+class OtherFrequencies(Correct):
     def frequencies_per_axis(self) -> Tensor:
         return -self.frequencies
 
 
-class NoReset(Right):
+class NoReset(Correct):
     def add(self) -> None:
         nn.init.ones_(self.frequencies)
 
     reset_parameters = tr.Encoding.reset_parameters
 
 
-class ResetOfSome(Right):
+class ResetOfSome(Correct):
     def add(self) -> None:
         self.phase = nn.Parameter(torch.ones(1))
 
@@ -299,131 +299,135 @@ class ResetOfSome(Right):
         return super().generators() * self.phase
 
 
-class ResetToOthers(Right):
+class ResetToOthers(Correct):
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
         nn.init.ones_(self.frequencies)
 
 
-class ResetMakesNew(Right):
+class ResetMakesNew(Correct):
     def reset_parameters(self) -> None:
         self.frequencies = nn.Parameter(torch.randn_like(self.frequencies))
 
 
-class DeviceInInit(Right):
+class DeviceInInit(Correct):
     def add(self) -> None:
         self.frequencies = nn.Parameter(torch.empty(self.frequencies.shape, device="cpu"))
 
 
-class ValuesInInit(Right):
+class ValuesInInit(Correct):
     def add(self) -> None:
         self.largest = self.frequencies.abs().max().item()
 
 
-class ClaimsToBeRelative(RightBlocks):
+class ClaimsToBeRelative(CorrectBlocks):
     relative = True
 
 
-class ClaimsNotToBeRelative(Right):
+class ClaimsNotToBeRelative(Correct):
     relative = False
 
 
-class RelativeMethod(Right):
+class RelativeMethod(Correct):
     def relative(self) -> bool:
         return True
 
 
-class TakesNew(RightBlocks):
+class TakesNew(CorrectBlocks):
     def _take_generators(self, generators: Tensor) -> None:
         rows, columns = torch.triu_indices(4, 4, 1)
         self.upper = nn.Parameter(generators[..., rows, columns].clone())
 
 
-class TakesOthers(RightBlocks):
+class TakesOthers(CorrectBlocks):
     def _take_generators(self, generators: Tensor) -> None:
         super()._take_generators(generators.mT + 1)
 
 
-class MatrixProduct(Right):
+class MatrixProduct(Correct):
     def generators(self) -> Tensor:
         return super().generators() @ torch.eye(2, dtype=self.frequencies.dtype, device=self.frequencies.device)
 
 
-class WrongGradient(Right):
+class WrongGradient(Correct):
     def generators(self) -> Tensor:
         return planar(self.frequencies.detach() * 2 - self.frequencies)
 
 
-class Shifted(Right):
+class Shifted(Correct):
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         return super().forward(positions + 0.5, backend=backend)
 
 
-class Backwards(Right):
+class Backwards(Correct):
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         return super().forward(-positions, backend=backend)
 
 
-class Centred(Right):
+class Centred(Correct):
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         self._check_positions(positions)
         return super().forward(positions - positions.flatten(0, -2)[0], backend=backend)
 
 
-class FloatsAlone(Right):
+class FloatsOnly(Correct):
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         return super().forward(positions if positions.is_floating_point() else 2 * positions, backend=backend)
 
 
-class TakesAnyPositions(Right):
+class TakesAnyPositions(Correct):
     def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
         return super().forward(positions.nan_to_num(posinf=0.0), backend=backend)
 
 
-# A wrong encoding, a property that it fails, in its first row the first one, and what the message says of the cause.
+# A wrong encoding, a property that it fails (in its first row the first one), and a part of the message.
 TENSORS, SHAPE = "tensors are parameters or buffers", "generators have the promised shape"
 DEVICE, ALONE = "generators follow the device and dtype", "generators depend on the parameters alone"
 EVERY, RESET = "every parameter moves the generators", "reset parameters draws every parameter"
-RELATIVE, TAKES = "scores are relative where claimed", "set generators takes its own"
+RELATIVE, TAKES = "scores are relative where claimed", "set generators accepts its own generators"
 MISTAKES: list[tuple[type[tr.Encoding], str, str]] = [
     (PlainTensor, TENSORS, r"`self.frequencies` is a plain tensor; wrap it in nn.Parameter"),
-    (ComputedFromParameter, TENSORS, r"`self.scaled` was computed from a parameter; keep the nn.Parameter"),
-    (ListOfParameters, TENSORS, r"`self.factors` is a list, not looked into; use nn.ParameterList"),
+    (ComputedFromParameter, TENSORS, r"`self.scaled` was computed from a parameter; keep the parameter"),
+    (ListOfParameters, TENSORS, r"`self.factors` is a list, not registered; use nn.ParameterList"),
     (Frequencies, SHAPE, r"b, b\) = \(2, 2, 4, 2, 2\), got \(2, 2, 4\); these are frequencies.*planar"),
     (HeadsFirst, SHAPE, r"got \(3, 2, 4, 2, 2\); the dimensions are in another order"),
-    (AllHeads, SHAPE, r"= \(2, 1, 4, 2, 2\), got \(2, 2, 4, 2, 2\); shared_heads=True leaves one head"),
+    (AllHeads, SHAPE, r"= \(2, 1, 4, 2, 2\), got \(2, 2, 4, 2, 2\); with shared_heads=True there is one head"),
     (Complex, SHAPE, r"real floating point, got torch.complex64"),
     (NotFinite, SHAPE, r"must be finite, got NaN or infinity; does __init__ end with self.reset_parameters\(\)\?"),
     (Symmetric, "generators are skew symmetric", r"got A \+ A\^T of up to \d.*; return x - x.mT, or skew\(upper, b\)"),
     (SymmetricBlocks, "generators are skew symmetric", r"got A \+ A\^T of up to \d"),
-    (Float32, DEVICE, r"float64, got torch.float32; a tensor in it is made without device= and dtype="),
-    (OnTheCPU, DEVICE, r"a tensor in it is made without device= and dtype="),
-    (MadeAnew, DEVICE, r"must be on the module's device, meta, got cpu; a tensor in it is made without device="),
+    (Float32, DEVICE, r"float64, got torch.float32; a tensor in it is created without device= and dtype="),
+    (OnTheCPU, DEVICE, r"a tensor in it is created without device= and dtype="),
+    (
+        CreatedInGenerators,
+        DEVICE,
+        r"must be on the module's device, meta, got cpu; a tensor in it is created without device=",
+    ),
     (Branch, DEVICE, r"reads values: no .item\(\), float\(\) or `if` on tensors"),
     (Item, DEVICE, r"reads values: no .item\(\), float\(\) or `if` on tensors"),
     (Item, EVERY, r"`frequencies` gets no gradient, because of .item\(\) in generators"),
     (Random, ALONE, r"draws random numbers; draw them in reset_parameters"),
     (InPlace, ALONE, r"changes a tensor in place or keeps state"),
-    (KeepsPositions, ALONE, r"forward\(\) changed them; keep no positions in self"),
+    (KeepsPositions, ALONE, r"forward\(\) changed them; store no positions in self"),
     (MovesPositions, ALONE, r"must not change positions in place"),
     (Detach, EVERY, r"`frequencies` gets no gradient, because of .detach\(\) in generators"),
     (Data, EVERY, r"`frequencies` gets no gradient, because of .data in generators"),
     (NoGrad, EVERY, r"`frequencies` gets no gradient, because of torch.no_grad\(\) in generators"),
     (SecondParameter, EVERY, r"`frequencies` gets no gradient, because of .* a second nn.Parameter"),
     (Unused, EVERY, r"`phase` is not used in generators\(\); use it or remove it"),
-    (BufferMadeOnce, EVERY, r"`frequencies` is used once, before generators\(\) is called"),
+    (ComputedInInit, EVERY, r"`frequencies` is used once, before generators\(\) is called"),
     (OtherFrequencies, "frequencies and factors equal the generators", r"frequencies_per_axis.*error 2 exceeds"),
-    (NoReset, RESET, r"NoReset does not define it, which leaves `frequencies`"),
+    (NoReset, RESET, r"NoReset does not define it to write `frequencies`"),
     (ResetOfSome, RESET, r"does not write `phase`"),
-    (ResetToOthers, RESET, r"must draw what __init__ drew.*end with self.reset_parameters"),
+    (ResetToOthers, RESET, r"must draw the same values as __init__.*end with self.reset_parameters"),
     (ResetMakesNew, RESET, r"made a new `frequencies`; use nn.init"),
     (DeviceInInit, "builds on the meta device", r"`frequencies` came from NumPy, from a copy or with device="),
-    (ValuesInInit, "builds on the meta device", r"__init__ must read no values of tensors.*item\(\)"),
+    (ValuesInInit, "builds on the meta device", r"__init__ must not read values of tensors.*item\(\)"),
     (WrongGradient, "gradients are exact", r"to `frequencies` as built is -0\.0\d+ instead of 0\.0\d+"),
     (ClaimsToBeRelative, RELATIVE, r"got a change of 0\.\d+; let generators.*commute, or let `relative` return False"),
     (ClaimsNotToBeRelative, RELATIVE, r"got [\d.e-]+; if the generators commute, let `relative` return True"),
     (RelativeMethod, RELATIVE, r"got a method; is @property missing\?"),
-    (TakesNew, TAKES, r"made a new `upper`, which no optimizer knows; use copy_"),
+    (TakesNew, TAKES, r"made a new `upper`, which no optimizer holds; use copy_"),
     (TakesOthers, TAKES, r"generators after set_generators: error [\d.]+ exceeds 0.0001"),
     (MatrixProduct, "autocast changes nothing", r"got a change of 0\.\d+; compute matrix products"),
     (SymmetricBlocks, "rotations are orthogonal", r"R\^T R - I: error [\d.e+]+ exceeds 0.0001"),
@@ -434,14 +438,14 @@ MISTAKES: list[tuple[type[tr.Encoding], str, str]] = [
     (Centred, "tokens permute with their positions", r"permuted R - R permuted: error [\d.]+ exceeds"),
     (Branch, "compiles into one graph", r"Unsupported: Data-dependent branching"),
     (ComputedFromParameter, "saving and copying keep the generators", r"RuntimeError: Only Tensors created explicitly"),
-    (FloatsAlone, "integer positions and no tokens work", r"must give the rotation of the same floats"),
+    (FloatsOnly, "integer positions and no tokens work", r"must give the same rotation as equal floats"),
     (TakesOthers, "zero generators change nothing", r"zero generators must not change q and k, but torch.float64 ones"),
     (TakesAnyPositions, "refuses bad positions", r"positions with nan must raise ValueError.*_check_positions"),
 ]
-ONE = Right(**SIZES)
+ONE = Correct(**SIZES)
 UNTESTABLE: list[tuple[Callable[[], object], str]] = [
     (partial(NoReturn, **SIZES), r"generators\(\) must return a Tensor, got NoneType; is `return` missing\?"),
-    (partial(List, **SIZES), r"generators\(\) must return a Tensor, got list; torch.stack"),
+    (partial(List, **SIZES), r"generators\(\) must return a Tensor, got list; combine several with torch.stack"),
     (partial(Raises, **SIZES), r"generators\(\) must return a Tensor, got AttributeError.*'frequency'"),
     (partial(NoSuper, **SIZES), r"must begin with super\(\).__init__\(num_axes=.*cannot assign parameters"),
     (partial(NoSuperPlain, **SIZES), r"must begin with super\(\).__init__\(num_axes=.*without _parameters, num_heads"),
@@ -449,9 +453,9 @@ UNTESTABLE: list[tuple[Callable[[], object], str]] = [
     (partial(SuperOfModule, **SIZES), r"must begin with super\(\).__init__\(num_axes=.*without num_axes"),
     (partial(SuperWithoutSizes, **SIZES), r"must begin with super\(\).__init__\(num_axes=.*missing 4 required"),
     (partial(NoGenerators, **SIZES, block_size=2), r"must define generators\(\), got TypeError"),
-    (Right, r"make\(\) must build an encoding without arguments, got TypeError.*'num_axes', 'num_heads'"),
+    (Correct, r"make\(\) must build an encoding without arguments, got TypeError.*'num_axes', 'num_heads'"),
     (partial(nn.Linear, 2, 2), r"make must build a torchrope.Encoding, got Linear"),
-    (lambda: ONE, r"make must build a new Right at each call"),
+    (lambda: ONE, r"make must build a new Correct at each call"),
 ]
 
 
@@ -461,7 +465,7 @@ UNTESTABLE: list[tuple[Callable[[], object], str]] = [
     ("wrong", "name", "cause"),
     [pytest.param(*row, id=row[0].__name__) for row in MISTAKES],
 )
-def test_the_usual_mistakes_are_named(wrong: type[tr.Encoding], name: str, cause: str) -> None:
+def test_check_names_common_mistakes(wrong: type[tr.Encoding], name: str, cause: str) -> None:
     with pytest.raises(AssertionError) as caught:
         testing.check(partial(wrong, **SIZES))
     title, *lines = str(caught.value).splitlines()
@@ -475,22 +479,22 @@ def test_the_usual_mistakes_are_named(wrong: type[tr.Encoding], name: str, cause
         assert message == failed[0]
 
 
-def test_every_property_fails_for_some_encoding() -> None:
+def test_properties_each_fail_for_some_encoding() -> None:
     assert {name for _, name, _ in MISTAKES} == set(testing.PROPERTIES)
 
 
 @pytest.mark.parametrize(("make", "cause"), UNTESTABLE)
-def test_what_cannot_be_tested_is_told_at_once(make: Callable[[], tr.Encoding], cause: str) -> None:
+def test_check_fails_early_without_generators(make: Callable[[], tr.Encoding], cause: str) -> None:
     with pytest.raises(AssertionError, match=rf"^no property can be tested: .*{cause}.*$"):
         testing.check(make)
 
 
-def test_an_encoding_is_not_what_builds_one() -> None:
-    with pytest.raises(TypeError, match=r"pass functools.partial\(Right, num_axes="):
-        testing.check(Right(**SIZES))
+def test_check_refuses_an_instance() -> None:
+    with pytest.raises(TypeError, match=r"pass functools.partial\(Correct, num_axes="):
+        testing.check(Correct(**SIZES))
 
 
-def test_all_failures_are_told_and_an_exception_fails_one_property() -> None:
+def test_check_reports_all_failures_and_exceptions() -> None:
     class Several(Detach, ClaimsNotToBeRelative):
         def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
             if positions.dtype == torch.long:
@@ -514,32 +518,32 @@ def test_all_failures_are_told_and_an_exception_fails_one_property() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("right", [Right, RightBlocks])
-def test_what_passed_is_returned_with_its_errors(right: type[tr.Encoding]) -> None:
+@pytest.mark.parametrize("cls", [Correct, CorrectBlocks])
+def test_check_returns_measured_errors(cls: type[tr.Encoding]) -> None:
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
-    result = testing.check(partial(right, **SIZES))
+    result = testing.check(partial(cls, **SIZES))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert list(result.passed) == [name for name in testing.PROPERTIES if name not in result.skipped]
     assert 0 < result.passed["rotations are orthogonal"].error <= 1e-4
     assert result.passed["rotations at the origin are the identity"] is None
     takes = {TAKES, "zero generators change nothing"}
-    assert takes <= set(result.passed if right is RightBlocks else result.skipped)
+    assert takes <= set(result.passed if cls is CorrectBlocks else result.skipped)
     title, *lines = str(result).splitlines()
-    assert title == f"{right(**SIZES)}: {len(result.passed)} properties passed, {len(result.skipped)} do not apply"
+    assert title == f"{cls(**SIZES)}: {len(result.passed)} properties passed, {len(result.skipped)} do not apply"
     assert [line.split(": ")[0][12:] for line in lines] == [*result.passed, *result.skipped]
     assert re.search(r"^passed      rotations are orthogonal: error \S+, allowed \S+$", str(result), re.MULTILINE)
-    assert right is RightBlocks or lines[-1].startswith("not tested  zero generators change nothing: _take_generators")
+    assert cls is CorrectBlocks or lines[-1].startswith("not tested  zero generators change nothing: _take_generators")
 
 
-ALL_AT_ONCE = [  # each by itself is held by test_property
+CASES_OF_CHECK = [  # test_property_holds tests each property separately
     pytest.param(case, marks=() if case.startswith(("mixed", "comrope-ld")) else pytest.mark.slow)
-    for case in OF_EACH_FAMILY
+    for case in ONE_PER_CLASS
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ALL_AT_ONCE)
-def test_every_family_passes_all_properties_that_apply(case: str) -> None:
+@pytest.mark.parametrize("case", CASES_OF_CHECK)
+def test_check_passes_for_every_class(case: str) -> None:
     result = testing.check(CASES[case])
     assert set(result.passed) | set(result.skipped) == set(testing.PROPERTIES)

@@ -1,4 +1,4 @@
-"""Rotations as values: parts of them, other positions by the same generators, copies, one line of text."""
+"""Rotations as values: slices, other positions, copies, repr."""
 
 import copy
 
@@ -14,9 +14,9 @@ HEADS, HEAD_DIM, TOKENS, BATCH = 4, 24, 7, 3
 NAMES = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:8", "string:8", "golden", "none")
 
 
-def a_rotation(name: str, positions: Tensor, **settings: object) -> Rotation:
+def make_rotation(name: str, positions: Tensor, **settings: object) -> Rotation:
     torch.manual_seed(0)
-    encoding = tr.choose(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM, **settings)
+    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM, **settings)
     return encoding(positions)
 
 
@@ -27,8 +27,8 @@ def positions(request: pytest.FixtureRequest) -> Tensor:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_part_rotates_as_that_part_of_the_whole(name: str, shared: bool, positions: Tensor) -> None:
-    rotation = a_rotation(name, positions, shared_heads=shared)
+def test_rotation_slices_equal_slices_of_the_result(name: str, shared: bool, positions: Tensor) -> None:
+    rotation = make_rotation(name, positions, shared_heads=shared)
     q, k = torch.randn(2, BATCH, HEADS, TOKENS, HEAD_DIM)
     whole = tr.rotate(q, k, rotation)
     tokens = torch.tensor([5, 0, 0])
@@ -43,14 +43,14 @@ def test_a_part_rotates_as_that_part_of_the_whole(name: str, shared: bool, posit
         part = rotation[index]
         of_vectors = (*index, slice(None)) if any(part is ... for part in index) else index
         own = [each[of_vectors] for each in (q, k)]
-        for turned, expected in zip(tr.rotate(*own, part, layout="bhtd"), whole, strict=True):
-            torch.testing.assert_close(turned, expected[of_vectors], atol=2e-6, rtol=0)
+        for rotated, expected in zip(tr.rotate(*own, part, layout="bhtd"), whole, strict=True):
+            torch.testing.assert_close(rotated, expected[of_vectors], atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_other_positions_by_the_same_generators(name: str, positions: Tensor) -> None:
+def test_rotation_at_other_positions_keeps_generators(name: str, positions: Tensor) -> None:
     torch.manual_seed(0)
-    encoding = tr.choose(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
+    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
     rotation, others = encoding(positions), torch.randn(5, 2)
     if isinstance(rotation, Block):
         with pytest.raises(ValueError, match="needs generators"):
@@ -61,7 +61,7 @@ def test_other_positions_by_the_same_generators(name: str, positions: Tensor) ->
         rotation.at(torch.zeros(5, 3))
 
 
-def test_keys_at_other_positions_share_a_learned_basis() -> None:
+def test_rotation_of_keys_at_other_positions_shares_the_basis() -> None:
     encoding = tr.STRING(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
     rotation = encoding(torch.randn(TOKENS, 2))
     of_keys = rotation.at(torch.randn(5, 2))
@@ -70,12 +70,12 @@ def test_keys_at_other_positions_share_a_learned_basis() -> None:
     full = tr.rotate(q, k, rotation, key_rotation=of_keys)
     inner = tr.rotate(q, k, rotation, key_rotation=of_keys, scores_only=True)
     torch.testing.assert_close(inner[0] @ inner[1].mT, full[0] @ full[1].mT, atol=1e-4, rtol=1e-5)
-    assert not torch.allclose(inner[0], full[0])  # the basis was left out
+    assert not torch.allclose(inner[0], full[0])  # without the basis
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_deep_copy_has_memory_of_its_own_and_no_gradient(name: str, positions: Tensor) -> None:
-    rotation = a_rotation(name, positions)
+def test_rotation_deepcopy_is_detached_and_independent(name: str, positions: Tensor) -> None:
+    rotation = make_rotation(name, positions)
     before = rotation.matrix().detach().clone()
     copied = copy.deepcopy({"kept": rotation})["kept"]
     with torch.no_grad():
@@ -87,8 +87,8 @@ def test_a_deep_copy_has_memory_of_its_own_and_no_gradient(name: str, positions:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_printed_in_one_line(name: str, positions: Tensor) -> None:
-    shown = repr(a_rotation(name, positions))
+def test_rotation_repr_is_one_line(name: str, positions: Tensor) -> None:
+    shown = repr(make_rotation(name, positions))
     assert "\n" not in shown
     assert len(shown) < 160
     assert f"head_dim={HEAD_DIM}" in shown
@@ -105,12 +105,12 @@ def test_printed_in_one_line(name: str, positions: Tensor) -> None:
         ((..., torch.zeros(2, 2, dtype=torch.long)), "slices"),
     ],
 )
-def test_an_index_that_would_change_the_layout_is_refused(index: object, words: str) -> None:
+def test_rotation_refuses_an_index_that_changes_dimensions(index: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        a_rotation("mixed", torch.zeros(TOKENS, 2))[index]
+        make_rotation("mixed", torch.zeros(TOKENS, 2))[index]
 
 
-def test_gradients_reach_the_generators_of_the_heads_that_are_kept() -> None:
+def test_rotation_slices_have_gradients_to_their_generators() -> None:
     encoding = tr.MixedRoPE(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
     part = encoding(torch.randn(TOKENS, 2))[1:3]
     q, k = torch.randn(2, 1, 2, TOKENS, HEAD_DIM)
@@ -120,16 +120,16 @@ def test_gradients_reach_the_generators_of_the_heads_that_are_kept() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_positions_may_be_lists_and_arrays(name: str) -> None:
+def test_encodings_accept_lists_and_arrays(name: str) -> None:
     at = [[0.0, 1.5], [2.0, -3.0], [4, 5]]
-    expected = a_rotation(name, torch.tensor(at)).matrix()
+    expected = make_rotation(name, torch.tensor(at)).matrix()
     for positions in (at, np.array(at), np.array(at, dtype=np.float32), tuple(map(tuple, at))):
-        found = a_rotation(name, positions)  # type: ignore[arg-type]
-        assert found.dtype == torch.float32
-        assert torch.equal(found.matrix(), expected)
+        rotation = make_rotation(name, positions)  # type: ignore[arg-type]
+        assert rotation.dtype == torch.float32
+        assert torch.equal(rotation.matrix(), expected)
 
 
 @pytest.mark.parametrize("positions", [[["a", "b"]], [[1.0, 2.0], [3.0]], None, [[None, 1.0]]])
-def test_positions_that_are_no_numbers(positions: object) -> None:
+def test_encodings_refuse_positions_that_are_not_numbers(positions: object) -> None:
     with pytest.raises(ValueError, match="positions must be numbers"):
-        a_rotation("mixed", positions)  # type: ignore[arg-type]
+        make_rotation("mixed", positions)  # type: ignore[arg-type]

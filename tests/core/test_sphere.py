@@ -1,4 +1,4 @@
-"""Places on a sphere: harmonics whose scores know the angle alone, and the stereographic plane for all others."""
+"""Positions on a sphere: spherical harmonics, and stereographic coordinates for other encodings."""
 
 import math
 
@@ -14,14 +14,14 @@ WIDE = dict(dtype=torch.float64)
 
 
 def rotations(count: int) -> Tensor:
-    """Turns of the sphere, `(count, 3, 3)`, among them turns about the poles and by half a turn."""
+    """Return rotations of the sphere, `(count, 3, 3)`, including rotations about the poles and by 180 degrees."""
     q, _ = torch.linalg.qr(torch.randn(count, 3, 3, generator=torch.Generator().manual_seed(3), **WIDE))
     q = q * torch.linalg.det(q)[:, None, None]
     return torch.cat([q, torch.diag(torch.tensor([-1.0, -1.0, 1.0], **WIDE)).unsqueeze(0)])
 
 
 def places(n: int = 9) -> Tensor:
-    """Unit vectors, with both poles, two that are the same and two that are opposite."""
+    """Return unit vectors, with both poles, two equal and two opposite ones."""
     drawn = tr.on_sphere(torch.randn(n, 3, generator=torch.Generator().manual_seed(1), **WIDE))
     poles = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], **WIDE)
     return torch.cat([drawn, poles, drawn[:1], -drawn[1:2]])
@@ -35,7 +35,7 @@ def scores(encoding: tr.Encoding, positions: Tensor, dtype: torch.dtype = torch.
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2, 7, 40])
-def test_products_of_harmonics_are_legendre_polynomials_of_the_angle(degree: int) -> None:
+def test_spherical_harmonics_satisfy_the_addition_theorem(degree: int) -> None:
     p = places()
     values = spherical_harmonics(p, degree)
     for each in range(degree + 1):
@@ -45,7 +45,7 @@ def test_products_of_harmonics_are_legendre_polynomials_of_the_angle(degree: int
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 8, 13])
-def test_scores_depend_on_the_great_circle_alone(head_dim: int) -> None:
+def test_sphere_scores_depend_on_the_angle_only(head_dim: int) -> None:
     encoding = tr.SphereHarmonics(num_axes=3, num_heads=2, head_dim=head_dim, max_degree=9)
     p = places()
     expected = scores(encoding, p)
@@ -53,7 +53,7 @@ def test_scores_depend_on_the_great_circle_alone(head_dim: int) -> None:
         assert (scores(encoding, p @ turn.T) - expected).abs().max() < 1e-10
 
 
-def test_scores_are_the_formula() -> None:
+def test_sphere_scores_match_the_formula() -> None:
     encoding = tr.SphereHarmonics(num_axes=3, num_heads=2, head_dim=8, max_degree=5)
     assert encoding.degrees() == [0, 1, 1, 2, 3, 4, 4, 5]
     p = places()
@@ -63,8 +63,8 @@ def test_scores_are_the_formula() -> None:
     assert torch.allclose(scores(encoding, p), torch.einsum("bhic,bhjc,cij->bhij", q, k, weights), atol=1e-10)
 
 
-def test_a_rotation_from_a_section_changes_with_the_pole() -> None:
-    """Blocks of 3 that turn the pole to p, as papers have them: scores differ from place to place."""
+def test_sphere_rotations_of_the_pole_are_not_invariant() -> None:
+    """Blocks of 3 that rotate the pole to p, as in papers: scores depend on more than the angle."""
 
     def section(p: Tensor) -> Tensor:
         lam, phi = torch.atan2(p[:, 1], p[:, 0]), torch.asin(p[:, 2].clamp(-1, 1))
@@ -74,11 +74,11 @@ def test_a_rotation_from_a_section_changes_with_the_pole() -> None:
         return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
 
     p, turn = places(), rotations(1)[0]
-    of, turned = section(p), section(p @ turn.T)
-    assert (torch.einsum("iab,jcb->ijac", of, of) - torch.einsum("iab,jcb->ijac", turned, turned)).abs().max() > 0.5
+    of, rotated = section(p), section(p @ turn.T)
+    assert (torch.einsum("iab,jcb->ijac", of, of) - torch.einsum("iab,jcb->ijac", rotated, rotated)).abs().max() > 0.5
 
 
-def test_degrees_of_latitude_and_longitude_are_places_as_well() -> None:
+def test_sphere_accepts_latitude_and_longitude() -> None:
     by_angle = tr.SphereHarmonics(num_axes=2, num_heads=2, head_dim=8)
     by_vector = tr.SphereHarmonics(num_axes=3, num_heads=2, head_dim=8)
     degrees = torch.tensor([[0.0, 0.0], [90.0, 17.0], [90.0, -80.0], [-33.0, 151.0], [-33.0, 151.0 - 360]], **WIDE)
@@ -88,7 +88,7 @@ def test_degrees_of_latitude_and_longitude_are_places_as_well() -> None:
     assert (scores(by_angle, moved.float(), torch.float32) - scores(by_angle, degrees)).abs().max() < 1e-4
 
 
-def test_values_and_gradients_are_finite_everywhere_the_centre_included() -> None:
+def test_sphere_values_and_gradients_are_finite_at_the_centre() -> None:
     encoding = tr.SphereHarmonics(num_axes=3, num_heads=2, head_dim=8)
     p = torch.cat([places(), torch.zeros(1, 3, **WIDE)]).requires_grad_()
     values = scores(encoding, p)
@@ -96,13 +96,13 @@ def test_values_and_gradients_are_finite_everywhere_the_centre_included() -> Non
     assert p.grad.isfinite().all()
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, len(p), 8, generator=generator, **WIDE)
-    assert torch.allclose(values[..., -1, :-1], q[..., -1:, 0] * k[..., :-1, 0])  # degree 0 alone
+    assert torch.allclose(values[..., -1, :-1], q[..., -1:, 0] * k[..., :-1, 0])  # only degree 0
     assert torch.autograd.gradcheck(lambda x: scores(encoding, x), (places(3).requires_grad_(),))
     assert scores(encoding, torch.zeros(0, 3, **WIDE)).shape == (1, 2, 0, 0)
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
-def test_a_transformer_reads_the_globe_alike_wherever_the_poles_are(attention: str) -> None:
+def test_transformer_on_a_sphere_is_rotation_invariant(attention: str) -> None:
     settings = dict(num_axes=3, num_outputs=3, dim=16, depth=2, num_heads=2, attention=attention, scale=0.3, extent=2.0)
     model = tr.Transformer(5, encoding="sphere:3", **settings).double()
     x, p = torch.randn(2, 13, 5, **WIDE), places()
@@ -117,20 +117,20 @@ def test_a_transformer_reads_the_globe_alike_wherever_the_poles_are(attention: s
     assert torch.allclose(weights.sum(dim=-1), torch.ones((), **WIDE))
 
 
-def test_the_plane_keeps_angles_and_distances_near_its_centre_and_grows_beyond() -> None:
+def test_stereographic_is_conformal_and_near_isometric() -> None:
     centre = (40.0, -30.0)
-    there = torch.tensor(centre, **WIDE)
+    at_centre = torch.tensor(centre, **WIDE)
     steps = torch.tensor([[0.0, 0.0], [1e-3, 0.0], [0.0, 1e-3]], **WIDE)
-    flat = tr.stereographic(there + steps, centre)
+    flat = tr.stereographic(at_centre + steps, centre)
     expected = [[0, 0], [0, 1e-3], [1e-3 * math.cos(math.radians(40)), 0]]
     assert torch.allclose(flat, torch.tensor(expected, **WIDE), atol=1e-8)
-    p = tr.on_sphere(there)
+    p = tr.on_sphere(at_centre)
     for q in places():
         gamma = math.acos(min(max(float(p @ q), -1), 1))
         far = tr.stereographic(q.unsqueeze(0), centre).norm().item()
         assert far == pytest.approx(math.degrees(2 * math.tan(gamma / 2)), rel=1e-6)
-    turned = tr.stereographic(there + torch.tensor([[20.0, 30.0], [20.001, 30.0], [20.0, 30.001]], **WIDE), centre)
-    one, other = turned[1] - turned[0], turned[2] - turned[0]
+    rotated = tr.stereographic(at_centre + torch.tensor([[20.0, 30.0], [20.001, 30.0], [20.0, 30.001]], **WIDE), centre)
+    one, other = rotated[1] - rotated[0], rotated[2] - rotated[0]
     assert abs(one @ other / (one.norm() * other.norm())) < 1e-4  # meridian and parallel cross at right angles
 
 
@@ -141,13 +141,13 @@ def test_the_plane_keeps_angles_and_distances_near_its_centre_and_grows_beyond()
         (lambda: tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4, max_degree=-1), "max_degree must be 0 .* -1"),
         (lambda: tr.on_sphere(torch.tensor([[91.0, 0.0]])), "latitudes must be -90 to 90 degrees, got one of 91"),
         (lambda: tr.on_sphere(torch.zeros(3, 1)), r"places must be latitude .* got \(3, 1\)"),
-        (lambda: tr.stereographic(torch.tensor([[-90.0, 0.0]])), "must have an image, got the one opposite"),
+        (lambda: tr.stereographic(torch.tensor([[-90.0, 0.0]])), "must have an image, got the point opposite"),
         (
             lambda: tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4).generators(),
-            "generators belong to rotations",
+            "generators need a rotation",
         ),
-        (lambda: tr.choose("sphere:1"), "max degree must be a whole number of 2 or more, got 'sphere:1'"),
-        (lambda: tr.choose("axial:4"), "only liere, .* sphere take a number, got 'axial:4'"),
+        (lambda: tr.parse_encoding("sphere:1"), "max degree must be a whole number of 2 or more, got 'sphere:1'"),
+        (lambda: tr.parse_encoding("axial:4"), "only liere, .* sphere take a number, got 'axial:4'"),
         (
             lambda: tr.Transformer(3, num_axes=2, latents=4, encoding="sphere"),
             "latents of SphereHarmonics must be given as positions.*got the number 4",
@@ -166,7 +166,7 @@ def test_the_plane_keeps_angles_and_distances_near_its_centre_and_grows_beyond()
         ),
     ],
 )
-def test_what_is_no_place_is_told_in_one_line(call: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as told:
+def test_sphere_refuses_invalid_positions_in_one_line(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
         call()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)

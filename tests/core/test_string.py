@@ -18,7 +18,7 @@ KERNELS = pytest.param("native", marks=pytest.mark.skipif(tr.ops.backends.LIBRAR
 
 
 def far_from_identity(**settings: object) -> tr.STRING:
-    """A STRING whose basis mixes all channels of a block."""
+    """Build a STRING whose basis mixes all channels of a block."""
     encoding = tr.STRING(**{**dict(num_axes=2, num_heads=2, head_dim=8), **settings})
     torch.nn.init.normal_(encoding.upper)
     return encoding
@@ -29,7 +29,7 @@ def vectors(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
     return q, k
 
 
-def test_it_is_equation_9_of_the_paper_with_the_basis_of_equation_10() -> None:
+def test_string_matches_equations_9_and_10_of_the_paper() -> None:
     encoding = far_from_identity(block_size=4).double()
     identity = torch.eye(4, dtype=torch.float64)
     s = skew(encoding.upper, 4)
@@ -41,14 +41,14 @@ def test_it_is_equation_9_of_the_paper_with_the_basis_of_equation_10() -> None:
     assert (encoding(positions).matrix() - truth).abs().max() < 1e-12
 
 
-def test_a_head_has_the_papers_number_of_parameters() -> None:
+def test_string_has_the_number_of_parameters_of_the_paper() -> None:
     d, axes = 64, 3
     encoding = tr.STRING(num_axes=axes, num_heads=1, head_dim=d)
     assert sum(p.numel() for p in encoding.parameters()) == axes * d // 2 + d * (d - 1) // 2
 
 
 @pytest.mark.parametrize("init", ["paper", "zeros"])
-def test_it_starts_near_mixed_or_at_nothing(init: str) -> None:
+def test_string_starts_near_mixed_or_at_zero(init: str) -> None:
     torch.manual_seed(3)
     encoding = tr.STRING(num_axes=2, num_heads=16, head_dim=32, init=init)
     torch.manual_seed(3)
@@ -57,7 +57,7 @@ def test_it_starts_near_mixed_or_at_nothing(init: str) -> None:
     assert encoding.upper.std().item() == pytest.approx(0.02 if init == "paper" else 0.0, rel=0.05)
 
 
-def test_scores_need_the_inner_rotation_alone() -> None:
+def test_string_scores_need_only_the_inner_rotation() -> None:
     encoding = far_from_identity(num_axes=2, rotary_dim=6)
     rotation = encoding(tr.grid(3, 3))
     q, k = vectors(2, 2, 9, 8)
@@ -68,7 +68,7 @@ def test_scores_need_the_inner_rotation_alone() -> None:
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_zero_frequencies_leave_a_model_bit_identical_and_learn(pool: str) -> None:
+def test_string_with_zero_frequencies_keeps_outputs_and_learns(pool: str) -> None:
     build = partial(tr.ViT, (8, 8), patch_size=2, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, pool=pool)
     plain, rotated = build(encoding="none"), build(encoding=partial(tr.STRING, init="zeros"))
     assert not rotated.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
@@ -78,33 +78,33 @@ def test_zero_frequencies_leave_a_model_bit_identical_and_learn(pool: str) -> No
     assert all(encoding.frequencies.grad.abs().sum() > 0 for encoding in rotated.encodings)
 
 
-def test_what_does_not_turn_stays_to_the_bit_in_any_basis() -> None:
+def test_string_keeps_tokens_at_the_origin_bit_identical() -> None:
     encoding = far_from_identity()
     positions = tr.prefix(tr.grid(2, 2), 3)
     q, k = vectors(1, 2, 7, 8)
-    turned_q, turned_k = tr.rotate(q, k, encoding(positions), layout="bhtd")
-    assert torch.equal(turned_q[:, :, :4], q[:, :, :4])  # three in front and the first of the lattice
-    assert torch.equal(turned_k[:, :, :4], k[:, :, :4])
-    assert not torch.allclose(turned_q[:, :, 4:], q[:, :, 4:], atol=1e-2)
+    rotated_q, rotated_k = tr.rotate(q, k, encoding(positions), layout="bhtd")
+    assert torch.equal(rotated_q[:, :, :4], q[:, :, :4])  # the prefix and the first of the lattice
+    assert torch.equal(rotated_k[:, :, :4], k[:, :, :4])
+    assert not torch.allclose(rotated_q[:, :, 4:], q[:, :, 4:], atol=1e-2)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", KERNELS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared_heads", [False, True])
-def test_grouped_heads_and_keys_elsewhere_turn_by_their_matrices(
+def test_string_rotates_grouped_heads_and_other_key_positions(
     backend: str, dtype: torch.dtype, shared_heads: bool
 ) -> None:
     encoding = far_from_identity(head_dim=10, rotary_dim=8, block_size=4, shared_heads=shared_heads)
-    here, there = encoding(tr.grid(3, 2)), encoding(tr.grid(2, 2).expand(3, -1, -1))
+    query_rotation, key_rotation = encoding(tr.grid(3, 2)), encoding(tr.grid(2, 2).expand(3, -1, -1))
     q, k = torch.randn(3, 6, 6, 10).to(dtype), torch.randn(3, 2, 4, 10).to(dtype)
-    turned_q, turned_k = tr.rotate(q, k, here, key_rotation=there, layout="bhtd", backend=backend)
-    assert turned_q.dtype == turned_k.dtype == dtype
-    by_query_head = here.matrix().repeat_interleave(3, dim=0)
-    for turned, x, matrix in ((turned_q, q, by_query_head), (turned_k, k, there.matrix())):
-        tr.testing.assert_close(turned, (matrix.double() @ x.double().unsqueeze(-1)).squeeze(-1), "turned")
+    rotated_q, rotated_k = tr.rotate(q, k, query_rotation, key_rotation=key_rotation, layout="bhtd", backend=backend)
+    assert rotated_q.dtype == rotated_k.dtype == dtype
+    by_query_head = query_rotation.matrix().repeat_interleave(3, dim=0)
+    for rotated, x, matrix in ((rotated_q, q, by_query_head), (rotated_k, k, key_rotation.matrix())):
+        tr.testing.assert_close(rotated, (matrix.double() @ x.double().unsqueeze(-1)).squeeze(-1), "rotated")
 
 
-def test_keys_keep_their_basis_where_it_may_be_another() -> None:
+def test_string_keys_with_another_basis_keep_it() -> None:
     encoding, other = far_from_identity(), far_from_identity()
     q, k = vectors(1, 2, 4, 8)
     here, there = encoding(tr.grid(2, 2)), other(tr.grid(2, 2))
@@ -116,7 +116,7 @@ def test_keys_keep_their_basis_where_it_may_be_another() -> None:
             assert (whole[0] @ whole[1].mT - scores[0] @ scores[1].mT).abs().max() < 1e-4
 
 
-def test_gradients_of_the_kernels_are_those_of_the_reference() -> None:
+def test_string_kernel_gradients_match_the_reference() -> None:
     encoding = far_from_identity()
     q, k = vectors(2, 2, 9, 8)
     upstream = torch.randn(2, 2, 9, 8)
@@ -131,7 +131,7 @@ def test_gradients_of_the_kernels_are_those_of_the_reference() -> None:
     assert all(gradient.abs().min() > 0 for gradient in gradients("auto")[2:])
 
 
-def test_autocast_and_vmap_change_nothing_and_no_tokens_are_fine() -> None:
+def test_string_supports_autocast_vmap_and_no_tokens() -> None:
     encoding = far_from_identity()
     q, k = vectors(4, 2, 9, 8)
     plain = tr.rotate(q, k, encoding(tr.grid(3, 3)))[0]
@@ -151,7 +151,7 @@ def test_autocast_and_vmap_change_nothing_and_no_tokens_are_fine() -> None:
         ("fastest", torch.float32, "backend must be one of"),
     ],
 )
-def test_a_backend_that_cannot_serve_says_why(backend: str, dtype: torch.dtype, message: str) -> None:
+def test_string_backend_errors_name_the_reason(backend: str, dtype: torch.dtype, message: str) -> None:
     q, k = vectors(1, 2, 4, 8, dtype=dtype)
     with pytest.raises(ValueError, match=message):
         tr.rotate(q, k, far_from_identity()(tr.grid(2, 2)), backend=backend)
@@ -173,16 +173,16 @@ def commuting() -> dict[str, Callable[[], Encoding]]:
 
 
 @pytest.mark.parametrize("name", commuting())
-def test_it_takes_whatever_commutes(name: str) -> None:
+def test_string_accepts_any_commuting_generators(name: str) -> None:
     source = commuting()[name]().double()
     dense = block_diagonal(source.generators().detach(), source.rotary_dim).unsqueeze(2)
-    dense = torch.nn.functional.pad(dense, (0, source.rotary_dim % 2) * 2)  # a channel at rest makes it even
+    dense = torch.nn.functional.pad(dense, (0, source.rotary_dim % 2) * 2)  # a zero channel makes it even
     encoding = tr.STRING(num_axes=source.num_axes, num_heads=2, head_dim=16).double()
     encoding.set_generators(dense)
     assert (encoding.generators() - dense).abs().max() < 1e-10
 
 
-def test_planes_that_turn_alike_or_against_each_other_or_alike_in_sum_are_found() -> None:
+def test_common_planes_with_equal_frequencies_are_found() -> None:
     basis = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64)).Q
     frequencies = torch.tensor([[1.0, 1, 1, 0, 3, 2], [2.0, -2, 2, 0, 2, 3], [0.0, 0, 0, 1e-6, 0, 0]]).double()
     generators = basis @ block_diagonal(planar(frequencies), 12) @ basis.mT
@@ -192,8 +192,8 @@ def test_planes_that_turn_alike_or_against_each_other_or_alike_in_sum_are_found(
     assert (encoding.generators() - generators).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("seed", [0, 5, 8])  # one sum of the generators alone is refused at 5
-def test_rounding_does_not_mix_the_planes_of_a_large_head(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, 5, 8])  # with a single linear combination, seed 5 fails
+def test_common_planes_of_a_large_head_are_not_mixed_by_rounding(seed: int) -> None:
     torch.manual_seed(seed)
     source = far_from_identity(num_heads=1, head_dim=64)
     encoding = tr.STRING(num_axes=2, num_heads=1, head_dim=64)
@@ -202,7 +202,7 @@ def test_rounding_does_not_mix_the_planes_of_a_large_head(seed: int) -> None:
 
 
 @pytest.mark.parametrize("b", [2, 3, 5, 8, 16, 33, 64])
-def test_planes_are_those_of_blocks_of_any_rank(b: int) -> None:
+def test_planes_of_blocks_of_any_rank_are_found(b: int) -> None:
     for kind, make in accuracy.KINDS.items():
         for base in make(3, b).double():
             basis, angular = planes(base)
@@ -214,19 +214,19 @@ def test_planes_are_those_of_blocks_of_any_rank(b: int) -> None:
             assert (basis @ inside @ basis.mT - base).abs().max() <= 1e-12 * max(base.abs().max().item(), 1.0), kind
 
 
-def test_what_does_not_commute_is_refused() -> None:
+def test_string_refuses_generators_that_do_not_commute() -> None:
     sizes = dict(num_axes=2, num_heads=2, head_dim=8)
     encoding = tr.STRING(**sizes)
-    with pytest.raises(ValueError, match="STRING needs generators that commute, got some that share no planes, by"):
+    with pytest.raises(ValueError, match="generators of STRING must commute, got some without common planes"):
         encoding.set_generators(tr.LieRE(**sizes).generators())
     with pytest.raises(ValueError, match="STRING needs generators within blocks of 4"):
         tr.STRING(**sizes, block_size=4).set_generators(far_from_identity().generators())
-    with pytest.raises(ValueError, match="block_size must be even, for blocks hold pairs of channels, got 3"):
+    with pytest.raises(ValueError, match=r"^block_size must be even, .* got 3$"):
         tr.STRING(num_axes=2, num_heads=2, head_dim=9, block_size=3)
 
 
 @pytest.mark.parametrize("determinant", [1, -1])
-def test_every_basis_has_a_cayley_form_up_to_signs(determinant: int) -> None:
+def test_inverse_cayley_exists_for_every_basis_up_to_signs(determinant: int) -> None:
     rotated = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64)).Q
     swap = torch.eye(6, dtype=torch.float64)[[1, 0, 3, 2, 5, 4]]
     for basis in (-torch.eye(6, dtype=torch.float64), swap, rotated):
@@ -236,7 +236,7 @@ def test_every_basis_has_a_cayley_form_up_to_signs(determinant: int) -> None:
         assert (cayley(found) - basis * signs).abs().max() < 1e-12
 
 
-def test_a_trained_model_freezes_and_absorbs_in_a_basis_far_from_the_channels() -> None:
+def test_string_model_freezes_and_absorbs_with_any_basis() -> None:
     model = tr.ViT(
         (8, 8), patch_size=2, in_channels=1, num_classes=5, dim=32, depth=2, num_heads=2, encoding="string:8"
     )

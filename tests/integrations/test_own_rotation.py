@@ -391,7 +391,7 @@ def with_another_rope(model: Any) -> Any:
     [
         (partial(strong, "vit"), dict(init="own"), "needs a model with a built-in rotation, got VisionTransformer$"),
         (partial(strong, "dinov3"), dict(spacing=0.5), "keeps the model's positions; .* take spacing, got spacing=0.5"),
-        (partial(strong, "dinov3"), dict(encoding="none"), "can represent .*: NoEncoding has zero generators alone"),
+        (partial(strong, "dinov3"), dict(encoding="none"), "can represent .*: generators of NoEncoding must be zero"),
         (lambda: with_another_rope(strong("dinov3")), {}, "reads timm's RotaryEmbeddingCat.* got OtherRope"),
         (
             partial(timm.create_model, "vit_small_patch16_dinov3", device="meta", **SMALL),
@@ -519,7 +519,7 @@ def test_pairs_are_dealt_to_the_axes_where_a_family_needs_that() -> None:
     ours = tr.rotate(q[..., order], k[..., order], encoding(tr.grid(2, 3)))
     assert torch.allclose(ours[0] @ ours[1].mT, truth[0] @ truth[1].mT, atol=1e-5)
     tilted = OwnRotation(ladder + ladder.flip(0), halves(12))
-    with pytest.raises(ValueError, match=r"'mixed' can.*: ComRoPEAP gives block j to axis j mod 2"):
+    with pytest.raises(ValueError, match=r"'mixed' can.*: ComRoPEAP rotates block j along axis j mod 2"):
         tilted.taken_by(encoding)
 
 

@@ -30,7 +30,7 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, turns: Tensor, key_turns: Tensor,
 
 
 def encoding_of(name: str, num_axes: int = 2) -> tr.Encoding:
-    return tr.choose(name).rotary(num_axes=num_axes, num_heads=2, head_dim=8).double()
+    return tr.parse_encoding(name).rotary(num_axes=num_axes, num_heads=2, head_dim=8).double()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -232,7 +232,7 @@ HEADS = torch.zeros(1, 2, 4, 8)
         ),
         (
             lambda: tr.LinearAttention(16, 2, causal=True)(torch.zeros(1, 4, 16), context=torch.zeros(1, 4, 16)),
-            "causal attention is that among tokens in order, got a context",
+            "causal attention must be self-attention, got a context",
         ),
         (
             lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), context=torch.zeros(1, 5, 16), lengths=[4]),
@@ -240,7 +240,7 @@ HEADS = torch.zeros(1, 2, 4, 8)
         ),
         (
             lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), key_lengths=[4]),
-            "key_rotation and key_lengths are those of a context, got none",
+            "key_rotation and key_lengths need a context, got none",
         ),
         (
             lambda: tr.Attention(16, 2)(

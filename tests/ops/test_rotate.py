@@ -120,7 +120,7 @@ def test_rotation_is_an_immutable_value() -> None:
 )
 def test_rotation_is_unchanged_when_its_inputs_change(name: str, backend: str) -> None:
     head_dim = 6 if name.endswith("3") else 8
-    encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=head_dim)
+    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=head_dim)
     positions, q = torch.rand(9, 2), torch.randn(2, 2, 9, head_dim)
     turn = encoding(positions, backend=backend)
     before, matrix = tr.rotate(q, q, turn, backend=backend)[0].clone(), turn.matrix().clone()
@@ -138,7 +138,9 @@ def test_rotation_is_unchanged_when_its_inputs_change(name: str, backend: str) -
     "name", ["comrope-ld:4", "comrope-ld:3", "comrope-ap:4", "comrope-ap:3", "liere:4", "string:4"]
 )
 def test_parameters_in_half_precision_are_multiplied_in_float32(name: str, dtype: torch.dtype, backend: str) -> None:
-    encoding = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=12 if name.endswith("3") else 8).to(dtype)
+    encoding = (
+        tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=12 if name.endswith("3") else 8).to(dtype)
+    )
     positions = torch.rand(20, 2)
     exact = copy.deepcopy(encoding).double()(positions.double()).matrix()
     error = (encoding(positions, backend=backend).matrix().double() - exact).abs().max()
@@ -197,7 +199,7 @@ def test_batch_of_positions_must_match_the_vectors() -> None:
 @pytest.mark.parametrize("name", ["mixed", "liere:4", "comrope-ld:4", "string:4"])
 def test_rotate_one_equals_rotate(name: str, backend: str) -> None:
     """And with fewer rotations than heads, each turns a group."""
-    turn = tr.choose(name).rotary(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3), backend=backend)
+    turn = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3), backend=backend)
     q, k = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8)
     together = tr.rotate(q, k, turn, backend=backend)
     for x, expected in zip((q, k), together, strict=True):

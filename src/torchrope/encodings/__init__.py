@@ -1,4 +1,4 @@
-"""Position encodings, one file per family. `Encoding` has one method to write: `generators`."""
+"""Position encodings, one module per family. A subclass of `Encoding` must define `generators` only."""
 
 from torchrope.encodings.absolute import AbsoluteEncoding as AbsoluteEncoding
 from torchrope.encodings.absolute import JitteredAPE as JitteredAPE
@@ -31,7 +31,7 @@ from torchrope.encodings.names import BIAS as BIAS
 from torchrope.encodings.names import EXPANDING as EXPANDING
 from torchrope.encodings.names import ROTARY as ROTARY
 from torchrope.encodings.names import Choice as Choice
-from torchrope.encodings.names import choose as choose
+from torchrope.encodings.names import parse_encoding as parse_encoding
 from torchrope.encodings.none import NoEncoding as NoEncoding
 from torchrope.encodings.pape import PaPE as PaPE
 from torchrope.encodings.pape import PaPERI as PaPERI

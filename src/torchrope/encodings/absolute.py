@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.encodings.resample import resample_axis, sampled
+from torchrope.encodings.resample import resample_axis, sample_table
 from torchrope.positions import PerAxis, grid, jitter, per_axis
 
 
 class AbsoluteEncoding(nn.Module, ABC):
-    """Give every place of a lattice a vector, added to its token:  x_p + e(p).
+    """Compute one vector per position of a lattice, added to its token:  x_p + e(p).
 
     Args:
-        sizes: Tokens along each axis at the training size.
-        dim: Channels of a token.
+        sizes: Number of tokens along each axis at the training size.
+        dim: Channels per token.
 
     Raises:
         ValueError: a size or dim below 1.
@@ -37,13 +37,13 @@ class AbsoluteEncoding(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, *sizes: int) -> Tensor:
-        """Vectors `(prod(sizes), dim)` for a lattice of these sizes, row-major like `torchrope.grid`."""
+        """Return vectors `(prod(sizes), dim)` for a lattice of these sizes, row-major like `torchrope.grid`."""
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters, as at construction; for modules that were built on the meta device."""
+        """Initialise the parameters as at construction; needed after building on the meta device."""
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"sizes={self.sizes}, dim={self.dim}"
 
     def _check_axes(self, sizes: Sequence[int]) -> None:
@@ -52,11 +52,11 @@ class AbsoluteEncoding(nn.Module, ABC):
 
 
 class LearnedAPE(AbsoluteEncoding):
-    """Look the vector up in a learned table:  e(p) = T[p].  Other lattices get the table resampled.
+    """Look the vector up in a learned table:  e(p) = T[p].  For other lattice sizes the table is resampled.
 
     Args:
-        sizes: Tokens along each axis at the training size.
-        dim: Channels of a token.
+        sizes: Number of tokens along each axis at the training size.
+        dim: Channels per token.
 
     References:
         Dosovitskiy et al., An Image is Worth 16x16 Words, sections 3.1 and 3.2 (resampling).
@@ -68,7 +68,7 @@ class LearnedAPE(AbsoluteEncoding):
 
     title = "learned APE"
     formula = "xₚ + T[p],  T learned"
-    summary = "A learned vector per place, added to the token; resampled at other sizes. The standard of ViT."
+    summary = "A learned vector per position, added to the token; resampled at other sizes. The standard of ViT."
     source = "Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.1"
 
     def __init__(self, *, sizes: Sequence[int], dim: int) -> None:
@@ -77,7 +77,7 @@ class LearnedAPE(AbsoluteEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw from a normal distribution of standard deviation 0.02, cut at two deviations."""
+        """Draw from a normal distribution of standard deviation 0.02, truncated at two deviations."""
         nn.init.trunc_normal_(self.table, std=0.02, a=-0.04, b=0.04)
 
     def forward(self, *sizes: int) -> Tensor:
@@ -90,21 +90,21 @@ class LearnedAPE(AbsoluteEncoding):
 
 
 class JitteredAPE(LearnedAPE):
-    """Look the vector up in training at a place near the token's:  e(p) = T[p + clip(n · intensity, -1, 1) · cell / 2].
+    """Look the vector up near the token in training:  e(p) = T[p + clip(n · intensity, -1, 1) · cell / 2].
 
-    n ~ N(0, 1) is drawn for each token and axis, once for a whole batch. Between the sites of the table its vectors are
-    mixed multilinearly, beyond its edge the last one holds. In evaluation it is `LearnedAPE`.
+    n ~ N(0, 1) is drawn per token and axis, once for a whole batch. Between its entries the table is interpolated
+    multilinearly, outside it is clamped to its edge. In evaluation mode this is `LearnedAPE`.
 
     Args:
-        sizes: Tokens along each axis at the training size.
-        dim: Channels of a token.
-        intensity: Deviation of the perturbation before it is clipped, in halves of the cell.
-        cell: Width of the cell that a token stays in, in tokens, one number or one per axis; 0 spares an axis.
+        sizes: Number of tokens along each axis at the training size.
+        dim: Channels per token.
+        intensity: Standard deviation of the perturbation before clipping, in units of half a cell.
+        cell: Width of the cell that a token stays in, in tokens, one number or one per axis; 0 for no perturbation.
 
     References:
-        ComRoPE, table 3: its absolute encoding, perturbed; `get_positions` of its code. That code samples the table
-        with aligned corners, at (i + 1/2) (n - 1) / n for token i, in evaluation too, and on two axes sees its middle
-        column alone; here every token has its own site.
+        ComRoPE (arXiv:2506.03737), table 3: the perturbed absolute encoding; `get_positions` of its code. That code
+        samples the table with aligned corners, at (i + 1/2) (n - 1) / n for token i, also in evaluation, and on two
+        axes reads its middle column only; here every token has its own entry.
 
     Example:
         >>> JitteredAPE(sizes=(4, 4), dim=8)(6, 6).shape
@@ -113,7 +113,7 @@ class JitteredAPE(LearnedAPE):
 
     title = "learned APE, jittered"
     formula = "xₚ + T[p + noise] in training,  T learned"
-    summary = "A learned vector per place, in training looked up near it: ComRoPE's perturbed absolute encoding."
+    summary = "A learned vector per position, in training looked up near it: ComRoPE's perturbed absolute encoding."
     source = "ComRoPE, table 3"
 
     def __init__(self, *, sizes: Sequence[int], dim: int, intensity: float = 1.0, cell: PerAxis = 1.0) -> None:
@@ -127,28 +127,28 @@ class JitteredAPE(LearnedAPE):
         vectors = super().forward(*sizes)
         if not self.training:
             return vectors
-        places = jitter(grid(*sizes, device=vectors.device), self.cell, intensity=self.intensity)
-        return sampled(vectors.unflatten(0, sizes), places)
+        positions = jitter(grid(*sizes, device=vectors.device), self.cell, intensity=self.intensity)
+        return sample_table(vectors.unflatten(0, sizes), positions)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, intensity={self.intensity}"
 
 
 class SinusoidalAPE(AbsoluteEncoding):
-    """Give each axis its own channels of sines and cosines:  sin(p_a ω_t), cos(p_a ω_t),  ω_t = base^(-t / n).
+    """Compute sines and cosines of each axis in separate channels:  sin(p_a ω_t), cos(p_a ω_t),  ω_t = base^(-t / n).
 
-    n = dim div (2 N) is the number of frequencies of an axis; channels left over are zero.
+    n = dim div (2 N) is the number of frequencies per axis; remaining channels are zero.
 
     Args:
-        sizes: Tokens along each axis at the training size.
-        dim: Channels of a token, 2 N or more.
-        base: Ratio that the ladder of frequencies spans.
+        sizes: Number of tokens along each axis at the training size.
+        dim: Channels per token, 2 N or more.
+        base: Base of the geometric sequence of frequencies.
 
     Raises:
         ValueError: dim is below 2 N.
 
     References:
-        Vaswani et al., Attention Is All You Need, section 3.5, one axis after the other.
+        Vaswani et al., Attention Is All You Need, section 3.5, applied to each axis.
 
     Example:
         >>> SinusoidalAPE(sizes=(2,), dim=4)(2).round(decimals=3).tolist()
@@ -165,7 +165,7 @@ class SinusoidalAPE(AbsoluteEncoding):
         if dim < 2 * len(self.sizes):
             raise ValueError(f"dim must be at least 2·num_axes = {2 * len(self.sizes)}, got {dim}")
         self.base = base
-        # Empty, and there only to follow the model to its device.
+        # Empty; it follows the model to its device.
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
     def forward(self, *sizes: int) -> Tensor:
@@ -173,7 +173,7 @@ class SinusoidalAPE(AbsoluteEncoding):
         return self.at(grid(*sizes, device=self._anchor.device))
 
     def at(self, positions: Tensor) -> Tensor:
-        """Vectors `(..., tokens, dim)` of any positions `(..., tokens, axes)`, not those of a lattice alone."""
+        """Return vectors `(..., tokens, dim)` of arbitrary positions `(..., tokens, axes)`."""
         positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
         n = self.dim // (2 * positions.shape[-1])
         omega = self.base ** (-torch.arange(n, device=positions.device) / n)

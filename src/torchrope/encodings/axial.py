@@ -1,4 +1,4 @@
-"""RoPE and RoPE-Axial: fixed frequencies, each pair of channels rotates along one axis."""
+"""RoPE and RoPE-Axial: fixed frequencies, each pair of channels rotated along one axis."""
 
 import torch
 from torch import Tensor
@@ -7,26 +7,25 @@ from torchrope.encodings.fixed import OneAxisPerPair
 
 
 class AxialRoPE(OneAxisPerPair):
-    """Turn each pair of channels with one axis:  a_j = p_{j mod N} θ_{j div N},  θ_t = base^(-t / n).
+    """Rotate each pair of channels along one axis:  a_j = p_{j mod N} θ_{j div N},  θ_t = base^(-t / n).
 
-    n = head_dim / (2 N) is the number of frequencies of an axis. With one axis this is RoPE (RoFormer,
-    base 10,000), with two it is RoPE-Axial (base 100). Frequencies are fixed and no parameters; they stay
-    float32 in a model that is cast to bfloat16.
+    n = head_dim / (2 N) is the number of frequencies per axis. With one axis this is RoPE (RoFormer, base 10,000),
+    with two RoPE-Axial (base 100). Frequencies are a buffer, which stays float32 in a model cast to bfloat16.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 N.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
-        base: Ratio that the ladder of frequencies spans; 10,000^(1 / N) by default.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 N.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
+        base: Base of the geometric sequence of frequencies; 10,000^(1 / N) by default.
 
     Raises:
         ValueError: head_dim is not divisible by 2 N.
 
     References:
-        Su et al., RoFormer, equation 15. Heo et al., Rotary Position Embedding for Vision Transformer,
-        equations 12 and 13.
+        Su et al., RoFormer, equation 15. Heo et al., Rotary Position Embedding for Vision Transformer (ECCV 2024,
+        arXiv:2403.13298), equations 12 and 13.
 
     Example:
         >>> AxialRoPE(num_axes=2, num_heads=1, head_dim=8).frequencies.tolist()
@@ -35,7 +34,7 @@ class AxialRoPE(OneAxisPerPair):
 
     title = "RoPE-Axial"
     formula = "angle of pair j = p_{j mod N} · θ_{j div N},  θₜ = base^(−t/n) fixed"
-    summary = "RoPE with each pair of channels given to one axis; fixed frequencies, nothing learned."
+    summary = "RoPE with each pair of channels assigned to one axis; fixed frequencies, nothing learned."
     source = "Heo et al., RoPE for Vision Transformer, eq. 12-13; one axis: Su et al., RoFormer, eq. 15"
 
     def __init__(
@@ -59,12 +58,12 @@ class AxialRoPE(OneAxisPerPair):
         self.base = 10_000.0 ** (1 / num_axes) if base is None else base
         self.reset_parameters()
 
-    def ladder(self) -> Tensor:
-        return axial_ladder(self.num_axes, self.num_blocks, self.base)
+    def initial_frequencies(self) -> Tensor:
+        return axial_frequencies(self.num_axes, self.num_blocks, self.base)
 
 
-def axial_ladder(num_axes: int, num_pairs: int, base: float) -> Tensor:
-    """Frequencies `(num_axes, num_pairs)`: pair j turns with axis j mod N by base^(-(j div N) / (num_pairs / N))."""
+def axial_frequencies(num_axes: int, num_pairs: int, base: float) -> Tensor:
+    """Return frequencies `(num_axes, num_pairs)`: base^(-(j div N) / (num_pairs / N)) along axis j mod N for pair j."""
     pair = torch.arange(num_pairs)
     step = torch.div(pair, num_axes, rounding_mode="floor")
     theta = base ** (-step.double() * num_axes / max(num_pairs, 1))

@@ -20,36 +20,36 @@ Positions = Tensor | Sequence[Any]
 
 
 class Encoding(nn.Module, ABC):
-    """Give every position a rotation:  R(p) = exp(sum_a p_a A_a),  A_a skew-symmetric.
+    """Map positions to rotations:  R(p) = exp(sum_a p_a A_a),  A_a skew-symmetric.
 
-    A subclass must write `generators`, and `reset_parameters` if it has parameters. It should write
-    `_take_generators`, the way back from generators to its parameters, and say in `relative` whether its
-    generators commute. `torchrope.testing.check` then tests it and reports what is wrong.
+    A subclass must define `generators`, and `reset_parameters` if it has parameters. It should define
+    `_take_generators`, which sets its parameters from generators, and `relative`, whether its generators commute.
+    `torchrope.testing.check` tests it and names mistakes.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head.
-        block_size: Generators are block diagonal with blocks of this size, b.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head.
+        block_size: Size b of the diagonal blocks of the generators.
         rotary_dim: Rotate only the first so many channels of a head; all by default.
-        shared_heads: One set of parameters for all heads.
+        shared_heads: Share one set of parameters among all heads.
 
     Raises:
-        ValueError: a number out of range, or a head_dim that blocks of this size do not fill.
+        ValueError: a number out of range, or a head_dim that is not divisible by the block size.
     """
 
     title: ClassVar[str] = ""
     """Name in the literature."""
     formula: ClassVar[str] = "R(p) = exp(Σₐ pₐ Aₐ)"
-    """The generators in one line of text."""
+    """Formula in one line of text."""
     summary: ClassVar[str] = ""
-    """What it is, in one sentence."""
+    """Description in one sentence."""
     source: ClassVar[str] = ""
     """Paper and equation."""
     reads_places: ClassVar[bool] = False
-    """Whether positions are places in a unit of the encoding's own, which no scale, extent or period changes."""
+    """Whether positions have a fixed unit, such as degrees, which no scale, extent or period may change."""
     adds_to_scores: ClassVar[bool] = False
-    """Whether it reads tokens and adds to scores, which linear attention does not have."""
+    """Whether it adds a function of the tokens to the scores, which linear attention does not have."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class Encoding(nn.Module, ABC):
 
     @abstractmethod
     def generators(self) -> Tensor:
-        """Skew blocks in radians per unit of position, `(num_axes, num_heads, rotary_dim / b, b, b)`.
+        """Return skew blocks in radians per unit of position, `(num_axes, num_heads, rotary_dim / b, b, b)`.
 
-        Differentiable in the parameters; `num_heads` is 1 where heads share.
+        Differentiable in the parameters; the dimension of heads is 1 if heads share them.
         """
 
     @property
@@ -91,19 +91,19 @@ class Encoding(nn.Module, ABC):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Spacing and origin, as `torchrope.grid` takes them, for which the paper chose its initialisation.
+        """Return the arguments `spacing` and `origin` of `torchrope.grid` for which the paper chose its initialisation.
 
         Args:
-            sizes: Tokens along each axis at the training size.
+            sizes: Number of tokens along each axis at the training size.
         """
         return {"spacing": 1.0, "origin": 0.0}
 
     def frequencies_per_axis(self) -> Tensor:
-        """For blocks of 2, the generators' one number each: `(num_axes, num_heads or 1, rotary_dim / 2)`."""
+        """Return the frequencies of blocks of 2, `(num_axes, num_heads or 1, rotary_dim / 2)`."""
         return self.generators()[..., 1, 0]
 
     def factors_and_base(self) -> tuple[Tensor, Tensor] | None:
-        """The generators as multiples of one base per block,  A_a = c_a B, where the family is so made.
+        """Factor the generators into multiples of one base per block,  A_a = c_a B; None if they have no such form.
 
         Returns:
             Factors c `(num_axes, num_heads or 1, blocks)` and base B `(num_heads or 1, blocks, b, b)`, or None.
@@ -111,31 +111,31 @@ class Encoding(nn.Module, ABC):
         return None
 
     def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
-        """Rotate each of the positions:  R(p) = exp(sum_a p_a A_a).
+        """Compute the rotation of each position:  R(p) = exp(sum_a p_a A_a).
 
         Args:
             positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`; integers work. Lists and
-                NumPy arrays become tensors of torch's default dtype on the device of the encoding. Of a jagged
-                `torch.nested` tensor `(batch, jagged, num_axes)` the tokens are taken end to end, without a batch.
-            backend: How matrices are exponentiated, as `rotate`'s.
+                NumPy arrays are converted to torch's default dtype on the device of the encoding. A jagged
+                `torch.nested` tensor `(batch, jagged, num_axes)` is concatenated to one sequence without batch.
+            backend: Implementation of the matrix exponential; values as of `rotate`.
 
         Returns:
             A `Planar` rotation for blocks of 2, a `Commuting` one for multiples of one base, a `Block` otherwise.
-            Angles are float32, or float64 where the positions or the parameters are; autocast never touches them.
+            Angles are float32, or float64 if positions or parameters are; autocast does not affect them.
 
         Raises:
-            ValueError: wrong shape or number of axes; NaN or infinity; a backend that cannot serve; a rotation that an
-                export to ONNX has no operators for, where `torchrope.freeze` must come first. On a GPU, which would
-                have to be waited for, and inside torch.compile, torch.export and torch.func, NaN and infinity are not
-                looked for: the rotation of such a token is NaN, and of no other.
+            ValueError: wrong shape or number of axes; NaN or infinity; an unsupported backend; a rotation without
+                operators in ONNX during export (apply `torchrope.freeze` first). NaN and infinity are not checked on
+                a GPU, which would have to synchronise, nor inside torch.compile, torch.export and torch.func: the
+                rotation of such a token, and of no other, is NaN.
         """
         positions = self._check_positions(positions)
-        made_for: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
+        head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
-            # Copies, here and below: a rotation is a value, but positions and parameters change in place, and
-            # parameters are freed where they are sharded.
+            # Copies, here and below: a rotation is immutable, but positions and parameters may change in place, and
+            # sharded parameters are freed.
             positions, frequencies = widened(positions, self.frequencies_per_axis(), copy=True)
-            return Planar(positions=positions, frequencies=frequencies, **made_for)
+            return Planar(positions=positions, frequencies=frequencies, **head_sizes)
         check_not_onnx(self)
         factored = self.factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
@@ -144,56 +144,56 @@ class Encoding(nn.Module, ABC):
                 wide_positions, factors = widened(positions, factors, copy=True)
                 basis, angular = skew_eig(base)
                 return Commuting(
-                    positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular, **made_for
+                    positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular, **head_sizes
                 )
         generators = self.generators()
-        if generators.stride(1) == 0:  # one head's numbers, seen by all
+        if generators.stride(1) == 0:  # expanded over heads
             generators = generators[:, :1]
         positions, generators = widened(positions, generators)
         if takes_kernels(backend, positions, generators) and fits_kernels(positions, self.block_size):
             table, tangent = exp_generators(positions, generators)
-            return Block(table=table, tangent=tangent, **made_for)
-        return Block(table=skew_exp(combine(positions, generators), backend="reference"), **made_for)
+            return Block(table=table, tangent=tangent, **head_sizes)
+        return Block(table=skew_exp(combine(positions, generators), backend="reference"), **head_sizes)
 
     def set_generators(self, generators: Tensor) -> None:
-        """Take generators over from another encoding, a checkpoint or a formula.
+        """Set the parameters from the generators of another encoding, a checkpoint or a formula.
 
         Args:
             generators: `(num_axes, num_heads or 1, n, c, c)` skew blocks; blocks of another size c are regrouped.
 
         Raises:
-            ValueError: wrong shape, not skew, or what this family cannot represent.
+            ValueError: wrong shape, not skew, or generators that this encoding cannot represent.
         """
         with torch.no_grad():
             self._take_generators(self._regrouped(generators.detach()))
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters, as at construction; for modules that were built on the meta device."""
+        """Initialise the parameters as at construction; needed after building on the meta device."""
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
-        shown = ["num_axes", "num_heads", "head_dim", "block_size"]
-        words = [f"{name}={getattr(self, name)}" for name in shown]
-        words += [f"rotary_dim={self.rotary_dim}"] if self.rotary_dim != self.head_dim else []
-        words += ["shared_heads=True"] if self.shared_heads else []
-        return ", ".join(words)
+        """Return the arguments of the module."""
+        names = ["num_axes", "num_heads", "head_dim", "block_size"]
+        arguments = [f"{name}={getattr(self, name)}" for name in names]
+        arguments += [f"rotary_dim={self.rotary_dim}"] if self.rotary_dim != self.head_dim else []
+        arguments += ["shared_heads=True"] if self.shared_heads else []
+        return ", ".join(arguments)
 
     def _take_generators(self, generators: Tensor) -> None:
-        """Set the parameters from checked generators `(num_axes, parameter_heads, num_blocks, b, b)`."""
-        raise ValueError(f"{type(self).__name__} cannot take generators over, got {tuple(generators.shape)}")
+        """Set the parameters from validated generators `(num_axes, parameter_heads, num_blocks, b, b)`."""
+        raise ValueError(f"{type(self).__name__} cannot be set from generators, got {tuple(generators.shape)}")
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a head."""
+        """Number of blocks per head."""
         return self.rotary_dim // self.block_size
 
     @property
     def parameter_heads(self) -> int:
-        """Heads that have parameters of their own."""
+        """Number of heads with separate parameters."""
         return 1 if self.shared_heads else self.num_heads
 
     def _require_divisible(self, divisor: int, meaning: str) -> None:
-        """Refuse channels that blocks cannot fill; each family names its own rule."""
+        """Raise if the rotated channels are not divisible by a number, whose meaning the message gives."""
         if self.rotary_dim % divisor:
             name = "head_dim" if self.rotary_dim == self.head_dim else "rotary_dim"
             largest = self.rotary_dim // divisor * divisor
@@ -201,7 +201,7 @@ class Encoding(nn.Module, ABC):
             raise ValueError(f"{name} must be divisible by {meaning} = {divisor}, got {self.rotary_dim}{hint}")
 
     def _as_positions(self, positions: Sequence[Any]) -> Tensor:
-        """Positions that are no tensor, as one."""
+        """Convert lists and arrays to a tensor."""
         device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
         try:
             return torch.as_tensor(positions, dtype=torch.get_default_dtype(), device=device)
@@ -211,7 +211,7 @@ class Encoding(nn.Module, ABC):
             ) from None
 
     def _check_positions(self, given: Positions) -> Tensor:
-        """Positions as a tensor; refuse what are none."""
+        """Return positions as a tensor; raise if their shape, dtype or values are invalid."""
         positions = given if isinstance(given, Tensor) else self._as_positions(given)
         if positions.is_nested:
             positions = positions.values()
@@ -225,15 +225,14 @@ class Encoding(nn.Module, ABC):
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
         if not positions.is_floating_point() or not can_read(positions):
             return positions
-        if (
-            not math.isfinite(positions.detach().sum()) and not torch.isfinite(positions).all()
-        ):  # the sum is the quick look
+        # The sum is a fast test that needs no second tensor.
+        if not math.isfinite(positions.detach().sum()) and not torch.isfinite(positions).all():
             bad = int((~torch.isfinite(positions)).any(dim=-1).sum())
             raise ValueError(f"positions must be finite, got NaN or infinity in {bad} of {positions[..., 0].numel()}")
         return positions
 
     def _regrouped(self, generators: Tensor) -> Tensor:
-        """Check generators from elsewhere and cut them into blocks of this family's size."""
+        """Validate generators and split them into blocks of this encoding's size."""
         a, b = generators, self.block_size
         if not a.is_floating_point():
             raise ValueError(f"generators must be floating point, got {a.dtype}")
@@ -243,19 +242,19 @@ class Encoding(nn.Module, ABC):
             raise ValueError(f"generators must be {rule}, got {tuple(a.shape)}")
         if not a.numel():
             return a
-        slack = rounding(a)
-        lopsided = (a + a.mT).abs().max().item()
-        if not lopsided <= slack:
-            raise ValueError(f"generators must be skew-symmetric, got A + A^T of up to {lopsided:.3g}")
+        tolerance = rounding(a)
+        symmetric = (a + a.mT).abs().max().item()
+        if not symmetric <= tolerance:
+            raise ValueError(f"generators must be skew-symmetric, got A + A^T of up to {symmetric:.3g}")
         if a.shape[-1] != b:
             dense = block_diagonal(a, self.rotary_dim)
             cells = dense.unflatten(-1, (-1, b)).unflatten(-3, (-1, b))  # (axes, heads, n, b, n, b)
             a = cells.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).contiguous()
-            if (block_diagonal(a, self.rotary_dim) - dense).abs().max().item() > slack:
+            if (block_diagonal(a, self.rotary_dim) - dense).abs().max().item() > tolerance:
                 raise ValueError(f"{type(self).__name__} needs generators within blocks of {b}, got larger ones")
         if not self.shared_heads:
             return a.expand(-1, self.num_heads, -1, -1, -1)
-        if (a - a[:, :1]).abs().max().item() > slack:
+        if (a - a[:, :1]).abs().max().item() > tolerance:
             raise ValueError(f"{type(self).__name__} shares its generators among heads, got heads that differ")
         return a[:, :1]
 
@@ -283,31 +282,31 @@ def upper_triangle(blocks: Tensor) -> Tensor:
 
 
 def planar(frequencies: Tensor) -> Tensor:
-    """Write frequencies `(...)` as generators `(..., 2, 2)` of counter-clockwise turns:  [[0, -f], [f, 0]]."""
+    """Convert frequencies `(...)` to generators `(..., 2, 2)` of counter-clockwise rotations:  [[0, -f], [f, 0]]."""
     return skew(-frequencies.unsqueeze(-1), 2)
 
 
 def rounding(generators: Tensor) -> float:
-    """The difference that rounding explains: 1e-5 of the largest generator, or two steps of its dtype."""
-    share = max(1e-5, 2 * torch.finfo(generators.dtype).eps)
-    return max(share * generators.abs().max().item(), 1e-12)
+    """Return the tolerance for rounding error: 1e-5 of the largest generator, or two steps of its dtype."""
+    relative = max(1e-5, 2 * torch.finfo(generators.dtype).eps)
+    return max(relative * generators.abs().max().item(), 1e-12)
 
 
 def check_init(init: str) -> Init:
-    """Pass "paper" or "zeros" through; refuse anything else."""
+    """Return init if it is "paper" or "zeros"; raise otherwise."""
     if init == "paper" or init == "zeros":
         return init  # type: ignore[return-value]
     raise ValueError(f"init must be 'paper' or 'zeros', got {init!r}")
 
 
 def check_scale(init_scale: float) -> float:
-    """Pass a positive, finite factor through; refuse anything else."""
+    """Return a factor if it is positive and finite; raise otherwise."""
     if not 0 < init_scale < math.inf:
         raise ValueError(f"init_scale must be above 0 and finite, got {init_scale}; init='zeros' starts at zero")
     return float(init_scale)
 
 
 def widened(*tensors: Tensor, copy: bool = False) -> tuple[Tensor, ...]:
-    """All in the narrowest dtype that holds them, float32 at least; in memory of their own if asked for."""
+    """Convert tensors to their promoted dtype, at least float32; `copy` copies them in any case."""
     wide = wide_dtype(*tensors)
     return tuple(tensor.to(wide, copy=copy) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Relative position bias: a learned number per offset, added to the attention score of two tokens."""
+"""Relative position bias: a learned number per head and offset, added to the attention scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from torchrope.encodings.resample import resample_axis
 
 
 class ScoreBias(nn.Module, ABC):
-    """What is added to the scores of two tokens of a lattice, for each head.
+    """Base class of biases that are added to the attention scores of a lattice, per head.
 
     Args:
-        sizes: Tokens along each axis at the training size.
-        num_heads: Attention heads.
+        sizes: Number of tokens along each axis at the training size.
+        num_heads: Number of attention heads.
 
     Raises:
         ValueError: a size or num_heads below 1.
@@ -34,33 +34,33 @@ class ScoreBias(nn.Module, ABC):
         self.num_heads = num_heads
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters, where there are any."""
+        """Initialise the parameters, if any."""
 
     @abstractmethod
     def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
-        """The numbers for all pairs of tokens of a lattice, or of a window: `(num_heads, tokens, tokens)`."""
+        """Return the bias of all pairs of tokens of a lattice, or of a window: `(num_heads, tokens, tokens)`."""
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"sizes={self.sizes}, num_heads={self.num_heads}"
 
 
 class RelativePositionBias(ScoreBias):
     """Add a learned number per head and offset to the scores:  softmax(q^T k / √d + T[p - p']) v.
 
-    Other lattices: along an axis with fewer tokens every offset keeps its number; along one with more, the table is
-    stretched by cubic resampling, as Swin's authors do for larger windows.
+    At other lattice sizes: along an axis with fewer tokens every offset keeps its number; along one with more the table
+    is enlarged by cubic interpolation, as Swin's authors do for larger windows.
 
     Args:
-        sizes: Tokens along each axis at the training size.
-        num_heads: Attention heads.
+        sizes: Number of tokens along each axis at the training size.
+        num_heads: Number of attention heads.
 
     Raises:
         ValueError: a size or num_heads below 1.
 
     References:
-        Liu et al., Swin Transformer, equation 4. The table is flat as in their code, offsets row-major from the
-        most negative one, p of the query minus p' of the key.
+        Liu et al., Swin Transformer, equation 4. The table is flat as in their code: offsets p - p' of query and key,
+        row-major from the most negative one.
 
     Example:
         >>> bias = RelativePositionBias(sizes=(7, 7), num_heads=3)
@@ -83,14 +83,14 @@ class RelativePositionBias(ScoreBias):
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
-        """The numbers for all pairs of tokens of a lattice, row-major like `torchrope.grid`.
+        """Return the bias of all pairs of tokens of a lattice, row-major like `torchrope.grid`.
 
         Args:
-            sizes: Tokens along each axis.
-            window: Tokens of a part of the lattice along each axis, whose pairs alone are given; all by default.
+            sizes: Number of tokens along each axis.
+            window: Number of tokens along each axis of a window, whose pairs are returned; the lattice by default.
 
         Returns:
-            `(num_heads, prod(sizes), prod(sizes))`, queries before keys; of a window as many as it has.
+            `(num_heads, prod(window), prod(window))`, queries before keys.
 
         Raises:
             ValueError: not one size per axis.
@@ -102,7 +102,7 @@ class RelativePositionBias(ScoreBias):
         return table.movedim(-1, 0).flatten(1)[:, _offsets(part, self.table.device)]
 
     def resampled(self, *sizes: int) -> Tensor:
-        """The table of a lattice of these sizes, `(offsets, num_heads)`.
+        """Resample the table to a lattice of these sizes, `(offsets, num_heads)`.
 
         Raises:
             ValueError: not one size per axis.
@@ -110,21 +110,21 @@ class RelativePositionBias(ScoreBias):
         if len(sizes) != len(self.sizes):
             raise ValueError(f"{type(self).__name__} needs {len(self.sizes)} sizes, one per axis, got {len(sizes)}")
         table = self.table.unflatten(0, _spans(self.sizes))
-        for axis, (own, size) in enumerate(zip(self.sizes, sizes, strict=True)):
-            if size < own:
-                table = table.narrow(axis, own - size, 2 * size - 1)
-            elif size > own:
+        for axis, (trained, size) in enumerate(zip(self.sizes, sizes, strict=True)):
+            if size < trained:
+                table = table.narrow(axis, trained - size, 2 * size - 1)
+            elif size > trained:
                 table = resample_axis(table, axis, 2 * size - 1, antialias=False)
         return table.flatten(0, -2)
 
 
 def _spans(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Offsets along each axis:  -(s - 1) ... s - 1."""
+    """Return the number of offsets -(s - 1) ... s - 1 along each axis."""
     return tuple(2 * size - 1 for size in sizes)
 
 
 def _offsets(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Where in the flat table each pair of tokens finds its offset, `(tokens, tokens)`."""
+    """Return the index of each pair of tokens in the flat table, `(tokens, tokens)`."""
     index = torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes)).reshape(-1, len(sizes))
     offsets = index.unsqueeze(1) - index  # (queries, keys, axes)
     flat = torch.zeros_like(offsets[..., 0])

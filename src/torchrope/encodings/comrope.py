@@ -1,4 +1,4 @@
-"""ComRoPE: learned generators that commute, so that scores depend on relative position alone."""
+"""ComRoPE: learned commuting generators, for scores that depend on relative positions only."""
 
 import math
 from abc import abstractmethod
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from torchrope.encodings.base import Encoding, Init, check_init, check_scale, rounding, skew, upper_triangle, widened
 
-# P is standard normal by the published code's default, so P - P^T has this standard deviation above the diagonal; the
-# supplement gives deviations after training alone, 0.17 to 0.38 (table 8).
+# P is standard normal by default in the published code, so P - P^T has this standard deviation above the diagonal; the
+# supplement gives only deviations after training, 0.17 to 0.38 (table 8).
 _STD = math.sqrt(2)
 
 
 class ComRoPE(Encoding):
-    """Both kinds of ComRoPE: blocks P - P^T, of which the strict upper triangles are the parameter `upper`."""
+    """Base class of both variants: blocks P - P^T, whose strict upper triangles are the parameter `upper`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ComRoPE(Encoding):
 
     @abstractmethod
     def factors_and_base(self) -> tuple[Tensor, Tensor]:
-        """Factors `(num_axes, heads, blocks)` and P - P^T `(heads, blocks, b, b)`:  A_a = c_a (P - P^T)."""
+        """Return factors `(num_axes, heads, blocks)` and P - P^T `(heads, blocks, b, b)`:  A_a = c_a (P - P^T)."""
 
     def generators(self) -> Tensor:
         factors, base = widened(*self.factors_and_base())  # a product in half precision would be rounded
@@ -56,33 +56,33 @@ class ComRoPE(Encoding):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patch centres, with the training image [0, 1] long along every axis."""
+        """Patch centres, with the training image spanning [0, 1] along every axis."""
         return {"spacing": tuple(1 / size for size in sizes), "origin": tuple(0.5 / size for size in sizes)}
 
 
 class ComRoPEAP(ComRoPE):
-    """Give each block to one axis:  A_a = diag over blocks j of (P_j - P_j^T if j mod N = a else 0).
+    """Assign each block to one axis:  A_a = diag over blocks j of (P_j - P_j^T if j mod N = a else 0).
 
     Blocks of different axes never overlap, so the generators commute. Parameters are the strict upper triangles
     of P_j - P_j^T.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by N block_size.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by N block_size.
         block_size: b.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: One set of generators for all heads.
-        init: "paper" draws P from N(0, 1) per unit of position, where the image is 1 long; "zeros" starts the
-            model as if it had no encoding. N(0, 1) is the default of the published code (`init_std`): the supplement
-            says nothing of the start.
-        init_scale: Factor on the generators at the start, and so the deviation of P.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Share one set of generators among all heads.
+        init: "paper" draws P from N(0, 1) per unit of position, for an image of length 1; "zeros" starts as a model
+            without encoding. N(0, 1) is the default of the published code (`init_std`); the supplement does not
+            give the initialisation.
+        init_scale: Factor on the initial generators: the standard deviation of P.
 
     Raises:
         ValueError: head_dim is not divisible by N block_size; init_scale is not above 0.
 
     References:
-        ComRoPE, section on axial partition (AP); supplement E.2.3.
+        ComRoPE (CVPR 2025, arXiv:2506.03737), section on axial partition (AP); supplement E.2.3.
 
     Example:
         >>> ComRoPEAP(num_axes=2, num_heads=12, head_dim=64, block_size=8).generators().shape
@@ -91,7 +91,7 @@ class ComRoPEAP(ComRoPE):
 
     title = "ComRoPE-AP"
     formula = "Aₐ = diagⱼ(Pⱼ − Pⱼᵀ if j mod N = a else 0)"
-    summary = "Learned blocks, each given to one axis, so that the generators commute and scores are relative."
+    summary = "Learned blocks, each assigned to one axis, so that the generators commute and scores are relative."
     source = "ComRoPE, axial partition; supplement E.2.3"
 
     def __init__(
@@ -120,7 +120,7 @@ class ComRoPEAP(ComRoPE):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw P from N(0, init_scale²), or start from zero."""
+        """Draw P from N(0, init_scale²), or set zeros."""
         with torch.no_grad():
             if self.init == "zeros":
                 self.upper.zero_()
@@ -132,12 +132,12 @@ class ComRoPEAP(ComRoPE):
         return own_axis.to(self.upper.dtype).expand(-1, self.parameter_heads, -1), skew(self.upper, self.block_size)
 
     def _take_generators(self, generators: Tensor) -> None:
-        foreign = generators * ~self._own_axis(generators.device)[..., None, None]
-        if foreign.abs().max() > rounding(generators):
+        other_axes = generators * ~self._own_axis(generators.device)[..., None, None]
+        if other_axes.abs().max() > rounding(generators):
             raise ValueError(
-                f"ComRoPEAP gives block j to axis j mod {self.num_axes}, got a block that turns with another axis"
+                f"ComRoPEAP rotates block j along axis j mod {self.num_axes}, got a block with another axis"
             )
-        self.upper.copy_(upper_triangle((generators - foreign).sum(dim=0)))
+        self.upper.copy_(upper_triangle((generators - other_axes).sum(dim=0)))
 
     def _own_axis(self, device: torch.device) -> Tensor:
         block = torch.arange(self.num_blocks, device=device)
@@ -146,28 +146,28 @@ class ComRoPEAP(ComRoPE):
 
 
 class ComRoPELD(ComRoPE):
-    """Make all axes multiples of one base:  A_a = θ_a (P - P^T) in each block, θ a factor per axis, head, block.
+    """Make the generators multiples of one base:  A_a = θ_a (P - P^T) in each block, θ a factor per axis, head, block.
 
     Multiples of one matrix commute. Parameters are the factors and the strict upper triangle of P - P^T.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by block_size.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by block_size.
         block_size: b.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: One set of bases and factors for all heads.
-        init: "paper" draws P and θ from N(0, 1) per unit of position, where the image is 1 long; "zeros" sets the
-            factors to zero, and the model starts as if it had no encoding. N(0, 1) is the default of the published
-            code (`init_std`, for P alone): the supplement says nothing of the start.
-        init_scale: Factor on the generators at the start, and so the deviation of P; that of θ stays 1.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Share one set of bases and factors among all heads.
+        init: "paper" draws P and θ from N(0, 1) per unit of position, for an image of length 1; "zeros" sets the
+            factors to zero: the model starts as one without encoding. N(0, 1) is the default of the published code
+            (`init_std`, for P only); the supplement does not give the initialisation.
+        init_scale: Factor on the initial generators: the standard deviation of P; that of θ stays 1.
 
     Raises:
         ValueError: head_dim is not divisible by block_size; init_scale is not above 0.
 
     References:
-        ComRoPE, section on linear dependence (LD); supplement E.2.4, whose factors are per head (the published
-        code shares them among heads).
+        ComRoPE (CVPR 2025, arXiv:2506.03737), section on linear dependence (LD); supplement E.2.4, with factors per
+        head (the published code shares them among heads).
 
     Example:
         >>> encoding = ComRoPELD(num_axes=3, num_heads=2, head_dim=16)
@@ -177,7 +177,7 @@ class ComRoPELD(ComRoPE):
 
     title = "ComRoPE-LD"
     formula = "Aₐ = θₐ (P − Pᵀ) in each block,  θ and P learned"
-    summary = "One learned block for all axes, times a factor per axis; the generators commute, scores are relative."
+    summary = "One learned block for all axes, times a factor per axis: the generators commute, scores are relative."
     source = "ComRoPE, linear dependence; supplement E.2.4"
 
     def __init__(
@@ -206,9 +206,9 @@ class ComRoPELD(ComRoPE):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw P from N(0, init_scale²) and θ from N(0, 1); "zeros" sets θ alone to zero.
+        """Draw P from N(0, init_scale²) and θ from N(0, 1); "zeros" sets only θ to zero.
 
-        Were both zero, no gradient would reach either.
+        If both were zero, both would have zero gradients.
         """
         with torch.no_grad():
             self.upper.normal_(0, self.init_scale * _STD)
@@ -224,8 +224,8 @@ class ComRoPELD(ComRoPE):
         entries = upper_triangle(generators).movedim(0, -2)  # (heads, blocks, axes, entries)
         left, scale, right = torch.linalg.svd(entries.double(), full_matrices=False)
         if scale.shape[-1] > 1 and (scale[..., 1] > rounding(generators) * len(entries)).any():
-            raise ValueError("ComRoPELD makes all axes multiples of one base, got generators that are not")
-        found = scale[..., 0] > 0  # (heads, blocks)
+            raise ValueError("generators of ComRoPELD must be multiples of one base, got generators that are not")
+        nonzero = scale[..., 0] > 0  # (heads, blocks)
         base = right[..., 0, :] * scale[..., :1]
-        self.upper.copy_(torch.where(found.unsqueeze(-1), base, self.upper.double()))
-        self.factors.copy_((left[..., 0] * found.unsqueeze(-1)).movedim(-1, 0))
+        self.upper.copy_(torch.where(nonzero.unsqueeze(-1), base, self.upper.double()))
+        self.factors.copy_((left[..., 0] * nonzero.unsqueeze(-1)).movedim(-1, 0))

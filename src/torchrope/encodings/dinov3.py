@@ -1,4 +1,4 @@
-"""DINOv3's RoPE: axial periods on coordinates in [-1, 1]."""
+"""DINOv3's RoPE: RoPE-Axial with given periods on coordinates in [-1, 1]."""
 
 import math
 from typing import Any
@@ -10,26 +10,26 @@ from torchrope.encodings.fixed import OneAxisPerPair, centred_lattice
 
 
 class DINOv3RoPE(OneAxisPerPair):
-    """Turn each pair of channels with one axis:  a_(a n + t) = 2π p_a / base^(t / n),  n = head_dim / (2 N).
+    """Rotate each pair of channels along one axis:  a_(a n + t) = 2π p_a / base^(t / n),  n = head_dim / (2 N).
 
-    RoPE-Axial by periods: the image is [-1, 1] long, and one after the other the axes have their n pairs. Its
-    coordinates are `torchrope.patch_centers`; what it does to them in training, `random_shift`, `random_stretch` and
-    `random_rescale`, are functions on positions.
+    RoPE-Axial parametrised by periods, on an image that spans [-1, 1]; each axis has n consecutive pairs. The
+    coordinates are `torchrope.patch_centers`; DINOv3's augmentations of them in training are the functions
+    `random_shift`, `random_stretch` and `random_rescale`.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 N.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
-        base: Ratio of the longest period to come to the first, which is 1 unit of position.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 N.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
+        base: Base of the geometric sequence of periods, of which the first is 1 unit of position.
 
     Raises:
         ValueError: head_dim is not divisible by 2 N.
 
     References:
-        Siméoni et al., DINOv3, section 3.2, and its code, `rope_position_encoding.py`. Its channels lie half and half:
-        pair j is their channels j and j + head_dim / 2, here 2j and 2j + 1.
+        Siméoni et al., DINOv3, section 3.2, and its code, `rope_position_encoding.py`. There pair j is channels j and
+        j + head_dim / 2, here 2j and 2j + 1.
 
     Example:
         >>> (2 * math.pi / DINOv3RoPE(num_axes=2, num_heads=1, head_dim=8).frequencies).tolist()
@@ -38,7 +38,7 @@ class DINOv3RoPE(OneAxisPerPair):
 
     title = "RoPE, DINOv3"
     formula = "angle of pair a·n + t = 2π pₐ / base^(t/n) fixed,  p in [−1, 1]"
-    summary = "RoPE-Axial by periods, on coordinates that make every image 2 long; fixed frequencies."
+    summary = "RoPE-Axial parametrised by periods, on coordinates in [-1, 1] for every image; fixed frequencies."
     source = "Siméoni et al., DINOv3, section 3.2"
 
     def __init__(
@@ -64,10 +64,10 @@ class DINOv3RoPE(OneAxisPerPair):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patch centres, with the training image [-1, 1] along every axis."""
+        """Patch centres, with the training image spanning [-1, 1] along every axis."""
         return centred_lattice(sizes)
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         pair = torch.arange(self.num_blocks)
         per_axis = max(self.num_blocks // self.num_axes, 1)
         theta = 2 * math.pi * self.base ** -((pair % per_axis).double() / per_axis)

@@ -1,33 +1,33 @@
-"""DRoPE: a heading beside a position, whose turns are the angle itself."""
+"""DRoPE: RoPE for positions with a heading, whose pairs rotate by the heading angle."""
 
 import torch
 from torch import Tensor
 
-from torchrope.encodings.axial import axial_ladder
+from torchrope.encodings.axial import axial_frequencies
 from torchrope.encodings.fixed import OneAxisPerPair
 
 
 class DRoPE(OneAxisPerPair):
-    """Turn a share of the pairs by the heading itself and the others by the position:  a_j = ψ,  or RoPE-Axial's.
+    """Rotate some pairs by the heading,  a_j = ψ,  and the others by RoPE-Axial of the position.
 
     The last axis is the heading ψ in radians. Its pairs have frequency 1, "a uniform identity scalar", so that ψ and
-    ψ + 2π are one heading and scores depend on the difference modulo 2π; a ladder of frequencies would break both.
+    ψ + 2π give the same rotation and scores depend on the difference modulo 2π; other frequencies would break both.
 
     Args:
-        num_axes: Axes of the position and, last, the heading in radians; 1 is a heading alone.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, even.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
-        heading_pairs: Pairs of the heading, the last ones of a head; half of all by default.
-        base: Ratio that the ladder of the position spans; 10,000^(1 / axes of the position) by default.
+        num_axes: Number of axes: those of the position, then the heading in radians; 1 for a heading only.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, even.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
+        heading_pairs: Number of pairs of the heading, the last ones of a head; half of all by default.
+        base: Base of the frequencies of the position; 10,000^(1 / axes of the position) by default.
 
     Raises:
         ValueError: head_dim is odd; heading_pairs out of range.
 
     References:
         Zhao et al., DRoPE: Directional Rotary Position Embedding for Efficient Agent Interaction Modeling,
-        arXiv:2503.15029, sections III and IV: within one head. What share of a head is the heading's is not said there.
+        arXiv:2503.15029, sections III and IV: within one head. The paper does not give the number of heading pairs.
 
     Example:
         >>> DRoPE(num_axes=3, num_heads=1, head_dim=8).frequencies.tolist()
@@ -35,8 +35,8 @@ class DRoPE(OneAxisPerPair):
     """
 
     title = "DRoPE"
-    formula = "angle of pair j = ψ, the heading; of the other pairs RoPE-Axial's"
-    summary = "RoPE-Axial for a position, and pairs that turn by a heading itself, which closes after 2π; fixed."
+    formula = "angle of pair j = ψ, the heading; other pairs as RoPE-Axial"
+    summary = "RoPE-Axial for the position, and pairs that rotate by the heading angle, periodic in 2π; fixed."
     source = "Zhao et al., DRoPE, arXiv:2503.15029, sections III and IV"
 
     def __init__(
@@ -61,15 +61,15 @@ class DRoPE(OneAxisPerPair):
         half = pairs - pairs // 2 if of_position else pairs
         self.heading_pairs = half if heading_pairs is None else heading_pairs
         if not 0 <= self.heading_pairs <= pairs or (not of_position and self.heading_pairs != pairs):
-            rule = f"heading_pairs must be 0 to {pairs}" if of_position else f"a heading alone takes all {pairs} pairs"
-            raise ValueError(f"{rule}, got {self.heading_pairs}")
+            allowed = f"0 to {pairs}" if of_position else f"{pairs} without a position"
+            raise ValueError(f"heading_pairs must be {allowed}, got {self.heading_pairs}")
         self.base = 10_000.0 ** (1 / max(of_position, 1)) if base is None else base
         self.reset_parameters()
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         frequencies = torch.zeros(self.num_axes, self.num_blocks, dtype=torch.float64)
         rest = self.num_blocks - self.heading_pairs
         if self.num_axes > 1:
-            frequencies[:-1, :rest] = axial_ladder(self.num_axes - 1, rest, self.base)
+            frequencies[:-1, :rest] = axial_frequencies(self.num_axes - 1, rest, self.base)
         frequencies[-1, rest:] = 1.0
         return frequencies

@@ -1,4 +1,4 @@
-"""`ExpandingEncoding`, the base class of encodings that give queries and keys other channels and rotate nothing."""
+"""`ExpandingEncoding`, the base class of encodings that map queries and keys to features without a rotation."""
 
 from abc import abstractmethod
 
@@ -9,10 +9,10 @@ from torchrope.rotations import Expansion
 
 
 class ExpandingEncoding(Encoding):
-    """Scores of an encoding that is no rotation:  q'^T k' with q' = E(p, q),  k' = F(p', k).
+    """Map queries and keys to features whose products are the scores:  q'^T k',  q' = E(p, q),  k' = F(p', k).
 
-    A subclass writes `forward`. `tr.ViT`, `Swin`, `Transformer`, `Attention` and `rotate` take it as any other; what
-    asks for generators (`set_generators`, `swap`, `absorb`, `freeze`, `extend`, studies of generators) refuses it.
+    A subclass must define `forward`. `ViT`, `Swin`, `Transformer`, `Attention` and `rotate` accept it as any encoding;
+    functions that need generators (`set_generators`, `swap`, `absorb`, `freeze`, `extend`) raise ValueError.
     """
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
@@ -23,17 +23,17 @@ class ExpandingEncoding(Encoding):
         return False
 
     def generators(self) -> Tensor:
-        """Refuse: there are none.
+        """Raise ValueError: only rotations have generators.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(f"generators belong to rotations, got {type(self).__name__}, which is none")
+        raise ValueError(f"generators need a rotation, got {type(self).__name__}, which is not one")
 
     @abstractmethod
     def forward(self, positions: Positions, *, backend: str = "auto") -> Expansion:
-        """What `rotate` takes for positions `(tokens, num_axes)` or `(batch, tokens, num_axes)`."""
+        """Compute the map of queries and keys at positions `(tokens, num_axes)` or `(batch, tokens, num_axes)`."""
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"num_axes={self.num_axes}, num_heads={self.num_heads}, head_dim={self.head_dim}"

@@ -1,4 +1,4 @@
-"""`FixedFrequencies`, the base class of encodings whose frequencies are constants."""
+"""Base classes of encodings with constant frequencies: `FixedFrequencies` and `OneAxisPerPair`."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from torchrope.encodings.base import Encoding, planar, rounding
 
 
 class FixedFrequencies(Encoding):
-    """Turn each pair of channels by a fixed frequency along each axis:  a_j = sum_a p_a f_aj.
+    """Rotate each pair of channels by a fixed frequency along each axis:  a_j = sum_a p_a f_aj.
 
-    A subclass writes `ladder`, and ends its own constructor with `reset_parameters()`. The buffer `frequencies` stays
-    float32 in a model that is cast to bfloat16.
+    A subclass defines `initial_frequencies` and ends its constructor with `reset_parameters()`. The buffer
+    `frequencies` stays float32 in a model that is cast to bfloat16.
     """
 
     frequencies: Tensor
-    """`(axes, heads or 1, pairs)`, or `(axes, pairs)` where heads always turn alike."""
+    """`(axes, heads or 1, pairs)`, or `(axes, pairs)` if all heads always rotate by the same angles."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class FixedFrequencies(Encoding):
         self.register_buffer("frequencies", torch.empty(self._buffer_shape, dtype=wide))
 
     @abstractmethod
-    def ladder(self) -> Tensor:
-        """The frequencies, of the buffer's shape, in radians per unit of position."""
+    def initial_frequencies(self) -> Tensor:
+        """Compute the frequencies, of the buffer's shape, in radians per unit of position."""
 
     def reset_parameters(self) -> None:
-        """Write the ladder of frequencies."""
-        with torch.no_grad(), torch.device("cpu"):  # whatever the default device: a few numbers, exact in float64
-            self.frequencies.copy_(self.ladder())
+        """Write the initial frequencies."""
+        with torch.no_grad(), torch.device("cpu"):  # a few numbers, computed in float64 on any default device
+            self.frequencies.copy_(self.initial_frequencies())
 
     def generators(self) -> Tensor:
         return planar(self.frequencies_per_axis()).expand(-1, self.parameter_heads, -1, -1, -1)
@@ -63,15 +63,15 @@ class FixedFrequencies(Encoding):
         self.frequencies.copy_(generators[..., 1, 0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        exact = self.frequencies
+        original = self.frequencies
         super()._apply(fn, recurse)
         if self.frequencies.dtype not in (torch.float32, torch.float64):
-            self.frequencies = exact.to(self.frequencies.device)
+            self.frequencies = original.to(self.frequencies.device)
         return self
 
 
 class OneAxisPerPair(FixedFrequencies):
-    """Fixed frequencies, the same in all heads, where each pair of channels belongs to one axis."""
+    """Rotate each pair of channels along one axis by a fixed frequency, the same in all heads."""
 
     def frequencies_per_axis(self) -> Tensor:
         return self.frequencies.unsqueeze(1)
@@ -81,17 +81,17 @@ class OneAxisPerPair(FixedFrequencies):
         return (self.num_axes, self.num_blocks)
 
     def _take_generators(self, generators: Tensor) -> None:
-        family = type(self).__name__
+        name = type(self).__name__
         frequencies = generators[..., 1, 0]  # (axes, heads, pairs)
-        slack = rounding(generators)
-        if (frequencies - frequencies[:, :1]).abs().max() > slack:
-            raise ValueError(f"{family} turns all heads alike, got generators whose heads differ")
-        axes_used = (frequencies[:, 0].abs() > slack).sum(dim=0)
+        tolerance = rounding(generators)
+        if (frequencies - frequencies[:, :1]).abs().max() > tolerance:
+            raise ValueError(f"{name} needs the same generators in all heads, got heads that differ")
+        axes_used = (frequencies[:, 0].abs() > tolerance).sum(dim=0)
         if (axes_used > 1).any():
-            raise ValueError(f"{family} gives a pair to one axis, got a pair that turns with {axes_used.max().item()}")
+            raise ValueError(f"{name} rotates a pair along one axis, got a pair with {axes_used.max().item()} axes")
         self.frequencies.copy_(frequencies[:, 0])
 
 
 def centred_lattice(sizes: Sequence[int]) -> dict[str, Any]:
-    """Spacing and origin of patch centres in [-1, 1]."""
+    """Return spacing and origin of patch centres in [-1, 1]."""
     return {"spacing": tuple(2 / size for size in sizes), "origin": tuple(1 / size - 1 for size in sizes)}

@@ -11,23 +11,23 @@ from torchrope.encodings.fixed import FixedFrequencies, centred_lattice
 
 
 class GoldenGateRoPE(FixedFrequencies):
-    """Turn pair j of head h along a direction of its own:  a_hj = ω_j <u_hj, p>,  |u_hj| = 1,  fixed.
+    """Rotate pair j of head h along a fixed direction:  a_hj = ω_j <u_hj, p>,  |u_hj| = 1,  fixed.
 
-    Directions follow a sequence of low discrepancy over all heads and pairs, ω grows geometrically from the lowest to
-    the highest frequency, the first pairs may rest. RoPE-Mixed with directions that are chosen and not learned.
+    Directions follow a low-discrepancy sequence over all heads and pairs; ω grows geometrically from the lowest to the
+    highest frequency and may be 0 for the first pairs. RoPE-Mixed with fixed instead of learned directions.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, even.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: One set of directions for all heads.
-        min_frequency: The lowest ω, radians per unit of position, where the training image is [-1, 1].
-        max_frequency: The highest ω.
-        resting: Share of the pairs whose ω is 0.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, even.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Share one set of directions among all heads.
+        min_frequency: Lowest ω, radians per unit of position, for a training image that spans [-1, 1].
+        max_frequency: Highest ω.
+        resting: Fraction of the pairs with ω = 0.
 
     Raises:
-        ValueError: head_dim is odd; frequencies or share out of range.
+        ValueError: head_dim is odd; frequencies or fraction out of range.
 
     References:
         J. Xiong, On N-dimensional Rotary Positional Embeddings, 2025, jerryxio.ng/posts/nd-rope: directions at
@@ -42,7 +42,7 @@ class GoldenGateRoPE(FixedFrequencies):
 
     title = "RoPE, golden gate"
     formula = "angle of pair j, head h = ωⱼ ⟨uₕⱼ, p⟩,  uₕⱼ spread evenly, ωⱼ geometric, both fixed"
-    summary = "Fixed frequencies, each pair of channels along a direction of its own, the directions spread evenly."
+    summary = "Fixed frequencies, each pair of channels along its own direction; directions are evenly distributed."
     source = "J. Xiong, On N-dimensional Rotary Positional Embeddings, July 2025"
 
     def __init__(
@@ -67,7 +67,7 @@ class GoldenGateRoPE(FixedFrequencies):
         if not 0 < min_frequency <= max_frequency:
             raise ValueError(f"frequencies must be 0 < lowest <= highest, got {min_frequency} and {max_frequency}")
         if not 0 <= resting <= 1:
-            raise ValueError(f"resting must be a share from 0 to 1, got {resting}")
+            raise ValueError(f"resting must be a fraction from 0 to 1, got {resting}")
         self.min_frequency = min_frequency
         self.max_frequency = max_frequency
         self.resting = resting
@@ -75,23 +75,23 @@ class GoldenGateRoPE(FixedFrequencies):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patch centres, with the training image [-1, 1] along every axis."""
+        """Patch centres, with the training image spanning [-1, 1] along every axis."""
         return centred_lattice(sizes)
 
-    def ladder(self) -> Tensor:
-        turning = self.num_blocks - round(self.resting * self.num_blocks)
-        step = torch.linspace(0, 1, turning, dtype=torch.float64)
+    def initial_frequencies(self) -> Tensor:
+        rotating = self.num_blocks - round(self.resting * self.num_blocks)
+        step = torch.linspace(0, 1, rotating, dtype=torch.float64)
         omega = self.min_frequency * (self.max_frequency / self.min_frequency) ** step
-        omega = functional.pad(omega, (self.num_blocks - turning, 0))
+        omega = functional.pad(omega, (self.num_blocks - rotating, 0))
         spread = directions(self.parameter_heads * self.num_blocks, self.num_axes)
         return omega * spread.T.unflatten(-1, (self.parameter_heads, self.num_blocks))
 
 
 def directions(count: int, num_axes: int) -> Tensor:
-    """Unit vectors `(count, num_axes)` spread evenly, however many are taken; opposite ones count as the same.
+    """Return unit vectors `(count, num_axes)`, evenly distributed for any count; opposite ones are equivalent.
 
-    Two axes: the angle grows by π / φ, φ the golden ratio. Others: points of the unit cube by the roots of
-    x^(N + 1) = x + 1, made normal by the inverse error function, and normalised.
+    Two axes: the angle grows by π / φ, φ the golden ratio. Otherwise: a sequence in the unit cube from the root of
+    x^(N + 1) = x + 1, mapped to a normal distribution by the inverse error function, and normalised.
 
     Example:
         >>> directions(3, 2).round(decimals=2).tolist()
@@ -107,7 +107,7 @@ def directions(count: int, num_axes: int) -> Tensor:
 
 
 def _golden_ratio(num_axes: int) -> float:
-    """The root above 1 of  x^(N + 1) = x + 1."""
+    """Compute the root above 1 of  x^(N + 1) = x + 1."""
     root = 2.0
     for _ in range(64):
         root = (1 + root) ** (1 / (num_axes + 1))

@@ -1,4 +1,4 @@
-"""HARoPE: RoPE-Axial behind a learned linear map of each head."""
+"""HARoPE: RoPE-Axial after a learned linear map per head."""
 
 import math
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ from torchrope.tensors import wide_dtype
 
 
 class HARoPE(ExpandingEncoding):
-    """Rotate behind a learned invertible map of each head:  q' = R(p) M_h q,  k' = R(p) M_h^-T k,  M = U diag(s) V^T.
+    """Rotate after a learned invertible map per head:  q' = R(p) M_h q,  k' = R(p) M_h^-T k,  M = U diag(s) V^T.
 
-    U and V are exponentials of skew matrices, s = softplus(σ) + 1e-6, and M starts as I: RoPE-Axial. The score
-    q^T M^T R(p' - p) M^-T k is relative, and q^T k at the same place whatever M is. With an orthogonal M this is
-    `STRING` of fixed frequencies. Nothing gets wider.
+    U and V are exponentials of skew matrices, s = softplus(σ) + 1e-6, and M is initialised to I: RoPE-Axial. The score
+    q^T M^T R(p' - p) M^-T k is relative, and equals q^T k at equal positions for any M. With an orthogonal M this is
+    `STRING` with fixed frequencies. q' and k' keep head_dim channels.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 N.
-        base: Ratio that the ladder of frequencies spans; 10,000^(1 / N) by default.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 N.
+        base: Base of the geometric sequence of frequencies; 10,000^(1 / N) by default.
 
     Raises:
         ValueError: head_dim is not divisible by 2 N.
 
     References:
         Li et al., Head-wise Adaptive Rotary Positional Encoding for Fine-Grained Image Generation, arXiv:2510.10489: a
-        map per head by its singular value decomposition. That keys have the inverse transpose is the authors' code.
+        map per head by its singular value decomposition. The inverse transpose for keys is from the authors' code.
 
     Example:
         >>> sum(p.numel() for p in HARoPE(num_axes=2, num_heads=2, head_dim=8).parameters())
@@ -43,7 +43,7 @@ class HARoPE(ExpandingEncoding):
 
     title = "HARoPE"
     formula = "q′ = R(p) M q,  k′ = R(p) M⁻ᵀ k,  M = U diag(s) Vᵀ learned"
-    summary = "RoPE-Axial behind a learned invertible map of each head; scores stay relative."
+    summary = "RoPE-Axial after a learned invertible map per head; scores stay relative."
     source = "Li et al., Head-wise Adaptive Rotary Positional Encoding, arXiv:2510.10489"
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, base: float | None = None) -> None:
@@ -60,21 +60,21 @@ class HARoPE(ExpandingEncoding):
         return True
 
     def reset_parameters(self) -> None:
-        """Start with M = I."""
+        """Initialise M = I."""
         nn.init.zeros_(self.left)
         nn.init.zeros_(self.right)
-        nn.init.constant_(self.scales, math.log(math.expm1(1.0 - _LEAST)))
+        nn.init.constant_(self.scales, math.log(math.expm1(1.0 - _MIN_SINGULAR_VALUE)))
         self.rotary.reset_parameters()
 
     def maps(self) -> tuple[Tensor, Tensor]:
-        """M of queries and M^-T of keys, `(num_heads, head_dim, head_dim)` each, float32 at least."""
+        """Compute M for queries and M^-T for keys, `(num_heads, head_dim, head_dim)` each, float32 at least."""
         wide = wide_dtype(self.left)
-        u, v = (exponential(skew(each.to(wide), self.head_dim)) for each in (self.left, self.right))
-        s = (functional.softplus(self.scales.to(wide)) + _LEAST).unsqueeze(-2)
+        u, v = (exponential(skew(upper.to(wide), self.head_dim)) for upper in (self.left, self.right))
+        s = (functional.softplus(self.scales.to(wide)) + _MIN_SINGULAR_VALUE).unsqueeze(-2)
         return (u * s) @ v.mT, (u / s) @ v.mT
 
     def forward(self, positions: Positions, *, backend: str = "auto") -> "Mapped":
-        """The rotation of RoPE-Axial and the maps before it."""
+        """Compute the rotation of RoPE-Axial and the maps before it."""
         of_queries, of_keys = self.maps()
         rotation = self.rotary(positions, backend=backend)
         return Mapped(
@@ -86,18 +86,18 @@ class HARoPE(ExpandingEncoding):
         )
 
 
-_LEAST = 1e-6
-"""Least singular value of M."""
+_MIN_SINGULAR_VALUE = 1e-6
+"""Smallest singular value of M."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Mapped(Expansion):
-    """What `HARoPE` returns.
+    """Maps and rotation of queries and keys, as returned by `HARoPE`.
 
     Attributes:
-        rotation: What comes behind the maps.
+        rotation: Rotation after the maps.
         query_map: M `(heads, head_dim, head_dim)`.
-        key_map: M^-T, likewise.
+        key_map: M^-T `(heads, head_dim, head_dim)`.
     """
 
     rotation: Rotation
@@ -115,9 +115,9 @@ class Mapped(Expansion):
     def of_keys(self, k: Tensor) -> Tensor:
         return self._mapped_and_rotated(k, self.key_map)
 
-    def _mapped_and_rotated(self, x: Tensor, of_heads: Tensor) -> Tensor:
-        of_heads = of_heads.repeat_interleave(x.shape[-3] // of_heads.shape[0], dim=0)  # grouped queries
-        return rotate_one(x @ of_heads.to(x.dtype).mT, self.rotation, layout="bhtd")
+    def _mapped_and_rotated(self, x: Tensor, maps: Tensor) -> Tensor:
+        maps = maps.repeat_interleave(x.shape[-3] // maps.shape[0], dim=0)  # grouped queries
+        return rotate_one(x @ maps.to(x.dtype).mT, self.rotation, layout="bhtd")
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Any]:
         rotation = self.rotation[(*batch, heads, tokens)]

@@ -1,4 +1,4 @@
-"""LieRE: free skew-symmetric generators, one per axis."""
+"""LieRE: unconstrained skew-symmetric generators, one per axis."""
 
 import math
 from typing import Any
@@ -10,27 +10,28 @@ from torchrope.encodings.base import Encoding, Init, check_init, check_scale, sk
 
 
 class LieRE(Encoding):
-    """Exponentiate free generators:  R(p) = exp(sum_a p_a A_a),  A_a block diagonal, skew, learned.
+    """Exponentiate unconstrained generators:  R(p) = exp(sum_a p_a A_a),  A_a block diagonal, skew, learned.
 
-    Blocks of different axes need not commute, so scores may depend on absolute position too; for blocks of 2
-    they commute and LieRE is RoPE-Mixed. Parameters are the strict upper triangles.
+    Blocks of different axes need not commute, so scores may depend on absolute positions too; blocks of 2 commute, and
+    LieRE is RoPE-Mixed. Parameters are the strict upper triangles.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by block_size.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by block_size.
         block_size: b, written LieRE_b; head_dim by default, as in the paper.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: One set of generators for all heads.
-        init: "paper" draws uniformly from [0, 2π) per unit of position, where the image is 1 long;
-            "zeros" starts the model as if it had no encoding.
-        init_scale: Factor on the generators at the start, [0, 2π init_scale) then.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Share one set of generators among all heads.
+        init: "paper" draws uniformly from [0, 2π) per unit of position, for an image of length 1; "zeros" starts as a
+            model without encoding.
+        init_scale: Factor on the initial generators, which are then drawn from [0, 2π init_scale).
 
     Raises:
         ValueError: head_dim is not divisible by block_size; init_scale is not above 0.
 
     References:
-        LieRE: Generalizing Rotary Position Encodings to Higher Dimensional Inputs, algorithm 1 and listing B.5.
+        LieRE: Generalizing Rotary Position Encodings to Higher Dimensional Inputs (ICLR 2025 submission), algorithm 1
+        and listing B.5.
 
     Example:
         >>> vit_b = [LieRE(num_axes=2, num_heads=12, head_dim=64, block_size=8) for layer in range(12)]
@@ -39,8 +40,8 @@ class LieRE(Encoding):
     """
 
     title = "LieRE"
-    formula = "R(p) = exp(Σₐ pₐ Aₐ),  Aₐ = Uₐ − Uₐᵀ free, block by block"
-    summary = "A learned generator per axis, free within its blocks; more than RoPE can say, relative only nearly."
+    formula = "R(p) = exp(Σₐ pₐ Aₐ),  Aₐ = Uₐ − Uₐᵀ unconstrained, block by block"
+    summary = "A learned generator per axis, unconstrained within blocks: more general than RoPE, not exactly relative."
     source = "LieRE, ICLR 2025 submission, algorithm 1"
 
     def __init__(
@@ -72,11 +73,11 @@ class LieRE(Encoding):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """The training image is [0, 1) along every axis."""
+        """Patches in [0, 1) along every axis at the training size."""
         return {"spacing": tuple(1 / size for size in sizes), "origin": 0.0}
 
     def reset_parameters(self) -> None:
-        """Draw the generators of the start, or start from zero."""
+        """Draw the initial generators, or set zeros."""
         with torch.no_grad():
             if self.init == "zeros":
                 self.upper.zero_()

@@ -1,4 +1,4 @@
-"""LookHere: each head looks into one direction, and less the farther away."""
+"""LookHere: a fixed bias per head, which masks keys outside a field of view and penalises distance."""
 
 import math
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from torchrope.positions import grid
 
 
 class LookHere(ScoreBias):
-    """Add to the scores of head h  -s_h |p' - p|  where the query at p has the key at p' in sight, else -inf.
+    """Add -s_h |p' - p| to the scores of head h if the key at p' is in the field of view of the query at p, else -inf.
 
-    In sight is what lies within fov / 2 of the direction of the head, its edges included, and the query itself. Of
-    every three heads one sees everything. Heads that look along the axes come first, back and forth along each in turn:
-    for two axes up, down, left, right. Slopes s_h are 1/2, 1/4, ... for each group of 4 of them, and 1/4, 1/16, 1/64,
-    1/256 for the heads that see everything. Nothing is learned; other sizes need nothing.
+    The field of view contains the query itself and all keys within fov / 2 of the direction of the head, inclusive. One
+    in three heads is undirected and attends to all keys. The directed heads come first; their directions alternate
+    between both signs of each axis: for two axes up, down, left, right. Slopes s_h are 1/2, 1/4, ... for each group of
+    4 directed heads, and 1/4, 1/16, 1/64, 1/256 for undirected ones. Nothing is learned; any size works.
 
     Args:
-        sizes: Tokens along each axis at the training size; any other size works as well.
-        num_heads: Attention heads.
-        fov: Field of view in degrees. 180: a half space; 90: a quarter about an axis.
+        sizes: Number of tokens along each axis at the training size; `forward` accepts any size.
+        num_heads: Number of attention heads.
+        fov: Field of view in degrees: 180, a half space, or 90, within 45 degrees of an axis.
         slope: Factor on all slopes.
 
     Raises:
@@ -40,7 +40,7 @@ class LookHere(ScoreBias):
 
     title = "LookHere"
     formula = "softmax(qᵀk/√d − sₕ |p − p′|), masked beyond the field of view of head h"
-    summary = "Each head sees a half space or a quarter, and less the farther away; fixed."
+    summary = "Each head attends to a half space or a quarter, with a penalty on distance; fixed."
     source = "Fuller et al., LookHere, NeurIPS 2024, arXiv:2405.13985"
 
     def __init__(
@@ -53,48 +53,48 @@ class LookHere(ScoreBias):
             raise ValueError(f"slope must be 0 or more, got {slope}")
         self.fov = fov
         self.slope = slope
-        # Empty, and there only to follow the model to its device and dtype.
+        # Empty; it follows the model to its device and dtype.
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
     _anchor: Tensor
 
     def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
-        """The numbers for all pairs of tokens of a lattice.
+        """Return the bias of all pairs of tokens of a lattice, row-major like `torchrope.grid`.
 
         Args:
-            sizes: Tokens along each axis.
-            window: Tokens of a part of the lattice along each axis, whose pairs alone are given; all by default.
+            sizes: Number of tokens along each axis.
+            window: Number of tokens along each axis of a window, whose pairs are returned; the lattice by default.
 
         Returns:
-            `(num_heads, prod(sizes), prod(sizes))`, queries before keys; of a window as many as it has.
+            `(num_heads, prod(window), prod(window))`, queries before keys.
 
         Raises:
             ValueError: not one size per axis.
         """
         if len(sizes) != len(self.sizes):
             raise ValueError(f"{type(self).__name__} needs {len(self.sizes)} sizes, one per axis, got {len(sizes)}")
-        places = grid(*(sizes if window is None else window), device=self._anchor.device).to(self._anchor.dtype)
-        way = places - places.unsqueeze(1)  # (queries, keys, axes)
-        distance = way.norm(dim=-1)
-        directions, slopes = self._looks()
-        along = torch.einsum("qka,ha->hqk", way, directions)
-        # An edge belongs to what is seen, whatever the rounding of a root.
-        seen = along >= math.cos(math.radians(self.fov / 2)) * distance - 1e-4
-        everything = (directions == 0).all(dim=-1)[:, None, None]
-        return torch.where(seen | everything, -self.slope * slopes[:, None, None] * distance, -math.inf)
+        positions = grid(*(sizes if window is None else window), device=self._anchor.device).to(self._anchor.dtype)
+        offset = positions - positions.unsqueeze(1)  # (queries, keys, axes)
+        distance = offset.norm(dim=-1)
+        directions, slopes = self._directions_and_slopes()
+        along = torch.einsum("qka,ha->hqk", offset, directions)
+        # The tolerance includes the boundary of the field of view despite rounding.
+        in_view = along >= math.cos(math.radians(self.fov / 2)) * distance - 1e-4
+        undirected = (directions == 0).all(dim=-1)[:, None, None]
+        return torch.where(in_view | undirected, -self.slope * slopes[:, None, None] * distance, -math.inf)
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"{super().extra_repr()}, fov={self.fov}, slope={self.slope}"
 
-    def _looks(self) -> tuple[Tensor, Tensor]:
-        """Direction `(heads, axes)` and slope `(heads)` of each head; those that see everything have direction 0."""
+    def _directions_and_slopes(self) -> tuple[Tensor, Tensor]:
+        """Return the direction `(heads, axes)`, 0 if undirected, and slope `(heads)` of each head."""
         axes = len(self.sizes)
-        around = torch.eye(axes).repeat_interleave(2, dim=0) * torch.tensor([-1.0, 1.0]).repeat(axes).unsqueeze(1)
-        everywhere = self.num_heads // 3
-        ahead = self.num_heads - everywhere
+        both_ways = torch.eye(axes).repeat_interleave(2, dim=0) * torch.tensor([-1.0, 1.0]).repeat(axes).unsqueeze(1)
+        undirected = self.num_heads // 3
+        directed = self.num_heads - undirected
         directions = torch.zeros(self.num_heads, axes)
-        directions[:ahead] = around[torch.arange(ahead) % len(around)]
-        group = torch.arange(ahead) // 4
-        slopes = torch.cat([0.5 ** (group + 1.0), 0.25 ** (torch.arange(everywhere) % 4 + 1.0)])
+        directions[:directed] = both_ways[torch.arange(directed) % len(both_ways)]
+        group = torch.arange(directed) // 4
+        slopes = torch.cat([0.5 ** (group + 1.0), 0.25 ** (torch.arange(undirected) % 4 + 1.0)])
         return directions.to(self._anchor), slopes.to(self._anchor)

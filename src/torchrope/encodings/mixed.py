@@ -1,33 +1,33 @@
-"""RoPE-Mixed: learned frequencies, each pair of channels rotates along all axes."""
+"""RoPE-Mixed: learned frequencies, each pair of channels rotated along all axes."""
 
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings.axial import axial_ladder
+from torchrope.encodings.axial import axial_frequencies
 from torchrope.encodings.base import Encoding, Init, check_init, check_scale, planar
 
 
 class MixedRoPE(Encoding):
-    """Turn each pair of channels with all axes:  a_j = sum_a p_a θ_aj,  θ learned.
+    """Rotate each pair of channels along all axes:  a_j = sum_a p_a θ_aj,  θ learned.
 
-    Starts from the axial ladder turned by one random rotation of the axes per head, so that at first each head
-    looks along axes of its own.
+    Initialised with the frequencies of RoPE-Axial, rotated by one random rotation of the axes per head, so that heads
+    start with different directions.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, even.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: One set of frequencies for all heads.
-        base: Ratio that the ladder of the start spans.
-        init: "paper", or "zeros", where the model starts as if it had no encoding.
-        init_scale: Factor on the frequencies at the start.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, even.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Share one set of frequencies among all heads.
+        base: Base of the geometric sequence of initial frequencies.
+        init: "paper", or "zeros": zero frequencies, so that the model starts as one without encoding.
+        init_scale: Factor on the initial frequencies.
 
     Raises:
         ValueError: head_dim is odd; init_scale is not above 0.
 
     References:
-        Heo et al., Rotary Position Embedding for Vision Transformer, equation 14.
+        Heo et al., Rotary Position Embedding for Vision Transformer (ECCV 2024, arXiv:2403.13298), equation 14.
 
     Example:
         >>> sum(p.numel() for p in MixedRoPE(num_axes=2, num_heads=12, head_dim=64).parameters())
@@ -36,7 +36,7 @@ class MixedRoPE(Encoding):
 
     title = "RoPE-Mixed"
     formula = "angle of pair j = Σₐ pₐ θₐⱼ,  θ learned"
-    summary = "RoPE with learned frequencies, so that each pair of channels turns along a direction of its own."
+    summary = "RoPE with learned frequencies: each pair of channels rotates along its own learned direction."
     source = "Heo et al., RoPE for Vision Transformer, eq. 14"
 
     def __init__(
@@ -66,12 +66,12 @@ class MixedRoPE(Encoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Turn the axial ladder by a random rotation per head, or start from zero."""
+        """Draw rotated axial frequencies, or set zeros."""
         with torch.no_grad():
             if self.init == "zeros":
                 self.frequencies.zero_()
                 return
-            self.frequencies.copy_(self.init_scale * turned_ladder(self.frequencies, self.base))
+            self.frequencies.copy_(self.init_scale * rotated_axial_frequencies(self.frequencies, self.base))
 
     def generators(self) -> Tensor:
         return planar(self.frequencies)
@@ -83,16 +83,16 @@ class MixedRoPE(Encoding):
         self.frequencies.copy_(generators[..., 1, 0])
 
 
-def turned_ladder(like: Tensor, base: float) -> Tensor:
-    """The axial ladder turned by one random rotation of the axes per head, `(axes, heads, pairs)` as `like`."""
+def rotated_axial_frequencies(like: Tensor, base: float) -> Tensor:
+    """Rotate axial frequencies by one random rotation of the axes per head, `(axes, heads, pairs)` as `like`."""
     num_axes, heads, pairs = like.shape
-    turns = random_rotations(heads, num_axes)  # (heads, axes, axes)
-    ladder = axial_ladder(num_axes, pairs, base)  # (axes, pairs)
-    return (turns @ ladder.to(turns)).transpose(0, 1)
+    rotations = random_rotations(heads, num_axes)  # (heads, axes, axes)
+    frequencies = axial_frequencies(num_axes, pairs, base)  # (axes, pairs)
+    return (rotations @ frequencies.to(rotations)).transpose(0, 1)
 
 
 def random_rotations(count: int, num_axes: int) -> Tensor:
-    """Uniform rotations `(count, num_axes, num_axes)`: QR of a Gaussian, signs made unique, determinant 1."""
+    """Draw uniform rotations `(count, num_axes, num_axes)`: QR of a Gaussian with unique signs and determinant 1."""
     q, r = torch.linalg.qr(torch.randn(count, num_axes, num_axes, dtype=torch.float32))
     q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     determinant = torch.linalg.det(q)

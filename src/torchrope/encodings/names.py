@@ -57,7 +57,7 @@ EXPANDING: dict[str, type[ExpandingEncoding]] = {
     "pape": PaPE,
     "pape-ri": PaPERI,
 }
-"""Encodings that stand where a rotary one does, and rotate nothing."""
+"""Encodings that take the place of a rotary one but map queries and keys without a rotation."""
 ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {
     "learned": LearnedAPE,
     "sinusoidal": SinusoidalAPE,
@@ -66,18 +66,18 @@ ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {
 BIAS: dict[str, type[ScoreBias]] = {"bias": RelativePositionBias, "lookhere": LookHere}
 WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld", "string", "comrope-liere")
 WITH_NUMBER = {**dict.fromkeys(WITH_BLOCKS, "block_size"), "sphere": "max_degree"}
-"""What a number behind the colon is of each encoding that takes one."""
+"""The argument that a number behind the colon sets, for each encoding that accepts one."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a name stands for: a rotary encoding, an absolute one, a bias, or several of them.
+    """Parsed name of an encoding: a rotary encoding, an absolute one, a score bias, or a combination.
 
     Attributes:
         name: The name as written, such as "learned+liere:8".
-        rotary: Builds the rotary encoding from num_axes, num_heads, head_dim; `NoEncoding` where none was named.
+        rotary: Builds the rotary encoding from num_axes, num_heads, head_dim; `NoEncoding` if the name has none.
         absolute: Builds the absolute encoding from sizes and dim, or None.
-        bias: Builds the bias of the scores from sizes and num_heads, or None.
+        bias: Builds the score bias from sizes and num_heads, or None.
     """
 
     name: str
@@ -93,37 +93,37 @@ class Choice:
         return parts if parts and rotary is NoEncoding else [*parts, rotary]
 
 
-Own = type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]
+EncodingClass = type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]
 
 
-def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
-    """Find encodings by name: one name, `name:number`, or an absolute one, "bias" and a rotary one joined by `+`.
+def parse_encoding(name: str, own: Mapping[str, EncodingClass] | None = None) -> Choice:
+    """Parse the name of an encoding: `name`, `name:number`, or an absolute, a bias and a rotary name joined by `+`.
 
     Args:
-        name: The name; a number is the block size, of "sphere" the largest degree.
-        own: Further classes by their names; a rotary one takes a block size where its `__init__` does.
+        name: The name; a number sets the block size, for "sphere" the largest degree.
+        own: Additional classes by name; a rotary one accepts a block size if its `__init__` does.
 
     Raises:
-        ValueError: an unknown name (the nearest one is suggested), a bad block size, or two of a kind.
+        ValueError: an unknown name (the nearest one is suggested), an invalid number, or two encodings of one kind.
 
     Example:
-        >>> choose("learned+liere:8").rotary(num_axes=2, num_heads=4, head_dim=16)
+        >>> parse_encoding("learned+liere:8").rotary(num_axes=2, num_heads=4, head_dim=16)
         LieRE(num_axes=2, num_heads=4, head_dim=16, block_size=8)
     """
     absolute: list[Any] = []
     bias: list[Any] = []
     rotary: list[Any] = []
     classes: dict[str, Any] = {**ROTARY, **EXPANDING, **ABSOLUTE, **BIAS, **(own or {})}
-    for part in (each.strip() for each in name.split("+")):
+    for part in (part.strip() for part in name.split("+")):
         base, block = _base_and_block(part, own or {})
-        found: Any = classes.get(base)
-        kind = next((kind for kind in (Encoding, AbsoluteEncoding, ScoreBias) if _is(found, kind)), None)
+        cls: Any = classes.get(base)
+        kind = next((kind for kind in (Encoding, AbsoluteEncoding, ScoreBias) if _is_subclass(cls, kind)), None)
         if kind is Encoding:
-            rotary.append(_with_number(base, found, block))
+            rotary.append(_with_number(base, cls, block))
         elif kind is None or block:
             raise ValueError(_unknown(part))
         else:
-            (absolute if kind is AbsoluteEncoding else bias).append(found)
+            (absolute if kind is AbsoluteEncoding else bias).append(cls)
     if max(len(absolute), len(bias), len(rotary)) > 1:
         rule = "at most one absolute and one rotary name and 'bias' once"
         raise ValueError(f"an encoding is {rule}, joined by '+', got {name!r}")
@@ -136,17 +136,17 @@ def choose(name: str, own: Mapping[str, Own] | None = None) -> Choice:
 
 
 def takes(build: Callable[..., Any], argument: str) -> bool:
-    """Whether what builds an encoding takes an argument of that name."""
+    """Whether a callable accepts a keyword argument of this name."""
     parameters = inspect.signature(build).parameters.values()
-    return any(one.name == argument or one.kind is one.VAR_KEYWORD for one in parameters)
+    return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _is(found: Any, kind: type) -> bool:
-    return isinstance(found, type) and issubclass(found, kind)
+def _is_subclass(cls: Any, kind: type) -> bool:
+    return isinstance(cls, type) and issubclass(cls, kind)
 
 
-def _base_and_block(part: str, own: Mapping[str, Own]) -> tuple[str, str]:
-    """The name of a class, which may hold colons where it is one's own, and its block size, "" without one."""
+def _base_and_block(part: str, own: Mapping[str, EncodingClass]) -> tuple[str, str]:
+    """Split a name into class name and number, "" if none; names in `own` may contain colons."""
     if part in own:
         return part, ""
     base, _, block = part.rpartition(":")
@@ -163,15 +163,15 @@ def _with_number(name: str, build: type[Encoding], number: str) -> Callable[...,
         raise ValueError(f"only {', '.join(WITH_NUMBER)} take a number, got '{name}:{number}'")
     argument = WITH_NUMBER.get(name, "block_size")
     if not takes(build, argument):
-        raise ValueError(f"{name} must take {argument} to be named with one, got '{name}:{number}'")
+        raise ValueError(f"{name} must accept {argument} to be named with a number, got '{name}:{number}'")
     if not number.isdecimal() or int(number) < 2 or number != str(int(number)):
         raise ValueError(f"{argument.replace('_', ' ')} must be a whole number of 2 or more, got '{name}:{number}'")
-    given: dict[str, Any] = {argument: int(number)}
-    return partial(build, **given)
+    keywords: dict[str, Any] = {argument: int(number)}
+    return partial(build, **keywords)
 
 
 def _unknown(part: str) -> str:
-    known = [*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS]
-    near = difflib.get_close_matches(part.partition(":")[0].lower(), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"encodings are {', '.join(known)}, got {part!r}{hint}"
+    names = [*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS]
+    close = difflib.get_close_matches(part.partition(":")[0].lower(), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"encodings are {', '.join(names)}, got {part!r}{hint}"

@@ -8,13 +8,13 @@ from torchrope.rotations import Planar, Rotation
 
 
 class NoEncoding(Encoding):
-    """Rotate nothing:  R(p) = I,  A_a = 0.  The model sees a bag of tokens.
+    """Rotate nothing:  R(p) = I,  A_a = 0.  The model is invariant to the order of tokens.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head.
-        shared_heads: True shortens `generators` to one head.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head.
+        shared_heads: True returns `generators` for one head.
 
     Example:
         >>> import torchrope as tr
@@ -24,8 +24,8 @@ class NoEncoding(Encoding):
 
     title = "none"
     formula = "R(p) = I"
-    summary = "No position at all: the model sees a bag of tokens. The baseline."
-    source = "Vaswani et al. 2017, section 3.5, left out"
+    summary = "No positions: the model is invariant to the order of tokens. The baseline."
+    source = "Vaswani et al. 2017, without section 3.5"
 
     _anchor: Tensor
 
@@ -38,19 +38,19 @@ class NoEncoding(Encoding):
             rotary_dim=head_dim - head_dim % 2,
             shared_heads=shared_heads,
         )
-        # Empty, and there only to follow the model to its device.
+        # Empty; it follows the model to its device.
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
     def generators(self) -> Tensor:
         return self._anchor.new_zeros(self.num_axes, self.parameter_heads, self.num_blocks, 2, 2)
 
     def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
-        """A rotation that turns no channel of any position."""
+        """Return the identity for every position: a rotation with rotary_dim 0."""
         positions = self._check_positions(positions)
         frequencies = positions.new_zeros(self.num_axes, 1, 0, dtype=torch.float32)
-        where = positions.to(torch.float32, copy=True)
-        return Planar(positions=where, frequencies=frequencies, head_dim=self.head_dim, num_heads=self.num_heads)
+        positions = positions.to(torch.float32, copy=True)
+        return Planar(positions=positions, frequencies=frequencies, head_dim=self.head_dim, num_heads=self.num_heads)
 
     def _take_generators(self, generators: Tensor) -> None:
         if generators.any():
-            raise ValueError(f"NoEncoding has zero generators alone, got some of up to {generators.abs().max():.3g}")
+            raise ValueError(f"generators of NoEncoding must be zero, got some of up to {generators.abs().max():.3g}")

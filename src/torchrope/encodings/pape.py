@@ -1,4 +1,4 @@
-"""PaPE: a sum of parabolas of the way between two tokens, added to their score by channels of queries and keys."""
+"""PaPE: parabolas of the offset between two tokens, added to their score by additional channels of q and k."""
 
 import math
 from abc import abstractmethod
@@ -16,7 +16,7 @@ from torchrope.tensors import wide_dtype
 
 
 class ParabolicEncoding(ExpandingEncoding):
-    """What `PaPE` and `PaPERI` have in common: parabolas of projected positions, whose shape the query decides."""
+    """Base class of `PaPE` and `PaPERI`: parabolas of projected positions, with coefficients from the query's token."""
 
     adds_to_scores: ClassVar[bool] = True
 
@@ -28,37 +28,37 @@ class ParabolicEncoding(ExpandingEncoding):
 
     @abstractmethod
     def projections(self) -> Tensor:
-        """From positions to the u of each head, `(num_axes, num_heads, parabolas)`."""
+        """Return the projections of positions to u, `(num_axes, num_heads, parabolas)`."""
 
     def forward(self, positions: Positions, *, backend: str = "auto") -> "Parabolas":
-        """The projected positions, and what makes curvatures and slopes of tokens."""
+        """Project the positions; return them with the weight that maps tokens to curvatures and slopes."""
         positions = self._check_positions(positions)
         wide = wide_dtype(positions, self.weight)
-        places = combine(positions.to(wide), self.projections().to(wide))  # (*batch, heads, tokens, parabolas)
-        return Parabolas(places=places, weight=self.weight, head_dim=self.head_dim, num_heads=self.num_heads)
+        projected = combine(positions.to(wide), self.projections().to(wide))  # (*batch, heads, tokens, parabolas)
+        return Parabolas(projected=projected, weight=self.weight, head_dim=self.head_dim, num_heads=self.num_heads)
 
 
 class PaPE(ParabolicEncoding):
-    """Add parabolas of the way from query to key, in the directions w_hi, of a shape that the query's token x decides:
+    """Add parabolas of the offset along directions w_hi to the scores, with coefficients from the query's token x:
 
         q^T k + sum_i -a_i (u_i - u'_i)^2 + b_i (u_i - u'_i),   u_i = <w_hi, p>,  a = softplus(A x),  b = B x
 
-    divided by √head_dim with q^T k. In plain attention by 2 m + 1 more channels of q and k, m the number of parabolas:
-    q' = (q, sum_i b_i u_i - a_i u_i^2, a, 2 a u - b) and k' = (k, 1, -u'^2, u'). w, A and B are learned.
+    divided by √head_dim together with q^T k. Computed by standard attention with 2 m + 1 additional channels, m the
+    number of parabolas: q' = (q, sum_i b_i u_i - a_i u_i^2, a, 2 a u - b), k' = (k, 1, -u'^2, u'). w, A, B are learned.
 
     Args:
-        num_axes: Length of a position, N.
+        num_axes: Number of axes of a position, N.
         num_heads: Attention heads; tokens have num_heads · head_dim channels.
-        head_dim: Channels of a head.
-        num_parabolas: m, of each head.
+        head_dim: Channels per head.
+        num_parabolas: Number m of parabolas per head.
 
     Raises:
-        ValueError: num_parabolas below 1. In `rotate`, no tokens: attention that has none, such as linear attention,
+        ValueError: num_parabolas below 1. In `rotate`, tokens=None: linear attention, for example, passes no tokens and
             cannot add to scores.
 
     References:
-        Øhrstrøm et al., Parabolic Position Encoding, arXiv:2602.01418. Starts are those of the authors' code, as is the
-        division by √head_dim; the number of parabolas is a setting there.
+        Øhrstrøm et al., Parabolic Position Encoding, arXiv:2602.01418. The initialisation and the division by √head_dim
+        are those of the authors' code; the number of parabolas is a setting there.
 
     Example:
         >>> import torchrope as tr
@@ -70,7 +70,7 @@ class PaPE(ParabolicEncoding):
 
     title = "PaPE"
     formula = "qᵀk + Σᵢ −aᵢ (uᵢ − u′ᵢ)² + bᵢ (uᵢ − u′ᵢ),  uᵢ = ⟨wᵢ, p⟩,  a and b of the query's token"
-    summary = "Parabolas of the offset, of a shape that the query decides, added to the scores by extra channels."
+    summary = "Parabolas of the offset, with coefficients from the query, added to the scores by extra channels."
     source = "Øhrstrøm et al., Parabolic Position Encoding, arXiv:2602.01418"
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, num_parabolas: int = 4) -> None:
@@ -82,7 +82,7 @@ class PaPE(ParabolicEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all evenly from ±1 / √(numbers that are summed), as `nn.Linear`."""
+        """Draw uniformly from ±1 / √fan_in, as `nn.Linear`."""
         nn.init.uniform_(self.directions, -1 / math.sqrt(self.num_axes), 1 / math.sqrt(self.num_axes))
         bound = 1 / math.sqrt(self.weight.shape[-1])
         nn.init.uniform_(self.weight, -bound, bound)
@@ -92,20 +92,20 @@ class PaPE(ParabolicEncoding):
 
 
 class PaPERI(ParabolicEncoding):
-    """Add one parabola of the distance, whose curvature the query's token x decides:
+    """Add a parabola of the distance to the scores, with a curvature from the query's token x:
 
         q^T k - a s_h^2 |p - p'|^2,   a = softplus(A x)
 
-    divided by √head_dim with q^T k, by 2 N + 1 more channels. Turning or moving all positions changes nothing. A is
-    learned; s_h is drawn per head at the start, evenly within ±1 / √N, and fixed.
+    divided by √head_dim together with q^T k, computed with 2 N + 1 additional channels. Invariant to rotations and
+    translations of all positions. A is learned; s_h is drawn uniformly from ±1 / √N per head, and fixed.
 
     Args:
-        num_axes: Length of a position, N.
+        num_axes: Number of axes of a position, N.
         num_heads: Attention heads; tokens have num_heads · head_dim channels.
-        head_dim: Channels of a head.
+        head_dim: Channels per head.
 
     Raises:
-        ValueError: as `PaPE`.
+        ValueError: In `rotate`, tokens=None.
 
     References:
         Øhrstrøm et al., Parabolic Position Encoding, arXiv:2602.01418: the rotation-invariant variant.
@@ -113,7 +113,7 @@ class PaPERI(ParabolicEncoding):
 
     title = "PaPE-RI"
     formula = "qᵀk − a sₕ² |p − p′|²,  a of the query's token"
-    summary = "A parabola of the distance, whose curvature the query decides, added to the scores by extra channels."
+    summary = "A parabola of the distance, with a curvature from the query, added to the scores by extra channels."
     source = "Øhrstrøm et al., Parabolic Position Encoding, arXiv:2602.01418"
 
     scales: Tensor
@@ -137,36 +137,38 @@ class PaPERI(ParabolicEncoding):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Parabolas(Expansion):
-    """What `PaPE` and `PaPERI` return.
+    """Projected positions and weights of the coefficients, as returned by `PaPE` and `PaPERI`.
 
     Attributes:
-        places: u `(*batch, heads, tokens, parabolas)`.
-        weight: From tokens to curvatures and, where there are two, slopes: `(1 or 2, heads, parabolas or 1, dim)`.
+        projected: u `(*batch, heads, tokens, parabolas)`.
+        weight: Maps tokens to curvatures and, if its first size is 2, slopes: `(1 or 2, heads, parabolas or 1, dim)`.
     """
 
-    places: Tensor
+    projected: Tensor
     weight: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.places.shape[:-1])
+        return tuple(self.projected.shape[:-1])
 
     def of_queries(self, q: Tensor, tokens: Tensor | None) -> Tensor:
         if tokens is None:
-            raise ValueError("parabolas need the tokens that queries come from, rotate(..., tokens=x), got none")
-        shapes = torch.einsum("...td,chmd->c...htm", tokens, self.weight.to(q.dtype))  # (1 or 2, ..., heads, tokens, m)
-        if shapes.shape[-3:-1] != q.shape[-3:-1]:
+            raise ValueError("parabolas need the tokens of the queries, rotate(..., tokens=x), got None")
+        coefficients = torch.einsum(
+            "...td,chmd->c...htm", tokens, self.weight.to(q.dtype)
+        )  # (1 or 2, ..., heads, tokens, m)
+        if coefficients.shape[-3:-1] != q.shape[-3:-1]:
             rule = f"tokens of queries {tuple(q.shape)} must have {self.weight.shape[-1]} channels"
             raise ValueError(f"{rule}, got {tuple(tokens.shape)}")
-        u = self.places.to(q.dtype)
-        a = functional.softplus(shapes[0]).expand(*q.shape[:-1], u.shape[-1])
-        b = shapes[1] if len(shapes) == 2 else torch.zeros_like(a)
-        own = (b * u - a * u.square()).sum(dim=-1, keepdim=True)
-        return torch.cat([q, own, a, 2 * a * u - b], dim=-1)
+        u = self.projected.to(q.dtype)
+        a = functional.softplus(coefficients[0]).expand(*q.shape[:-1], u.shape[-1])
+        b = coefficients[1] if len(coefficients) == 2 else torch.zeros_like(a)
+        constant = (b * u - a * u.square()).sum(dim=-1, keepdim=True)
+        return torch.cat([q, constant, a, 2 * a * u - b], dim=-1)
 
     def of_keys(self, k: Tensor) -> Tensor:
-        u = self.places.to(k.dtype).expand(*k.shape[:-1], -1)
+        u = self.projected.to(k.dtype).expand(*k.shape[:-1], -1)
         return torch.cat([k, torch.ones_like(k[..., :1]), -u.square(), u], dim=-1)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
-        return {"places": self.places[(*batch, heads)][..., tokens, :], "weight": self.weight[:, heads]}
+        return {"projected": self.projected[(*batch, heads)][..., tokens, :], "weight": self.weight[:, heads]}

@@ -1,4 +1,4 @@
-"""Camera and body poses: rigid motions and projections that act on queries, keys, values and outputs."""
+"""Encoding of camera and body poses: rigid motions and projections applied to queries, keys, values and outputs."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from torchrope.rotations import Action, Block, Rotation
 from torchrope.tensors import can_read, wide_dtype, without_autocast
 
 ORTHOGONAL = 1e-3
-"""How far R^T R may be from I: numbers of float16 pass and are made orthogonal."""
+"""Largest allowed error of R^T R - I: float16 rotations are accepted and made orthogonal."""
 SINGULAR = 1e-12
-"""Least determinant of intrinsics, as a share of the product of their rows' lengths."""
+"""Smallest allowed determinant of intrinsics, relative to the product of their row norms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,16 +23,16 @@ class Poses:
     """Poses of views, cameras or bodies:  x_camera = R x_world + t,  and pixels  u ~ K x_camera.
 
     Attributes:
-        rotation: R, `(*batch, views, 3, 3)`; given as unit quaternions (w, x, y, z), `(*batch, views, 4)`, of any
-            length, they become matrices. Made orthogonal to the last bit in float64.
+        rotation: R, `(*batch, views, 3, 3)`; quaternions (w, x, y, z), `(*batch, views, 4)`, of any length are
+            converted to matrices. Made orthogonal up to rounding in float64.
         translation: t in the unit of the data, `(*batch, views, 3)`.
-        intrinsics: K, `(*batch, views, 3, 3)`, or `(3, 3)` of all; None for bodies and where all cameras are alike.
-        image_size: Height and width of an image in pixels. With it K maps to [-1/2, 1/2] in place of pixels, so that
-            its numbers are about 1 (PRoPE, section 3.3).
+        intrinsics: K, `(*batch, views, 3, 3)`, or `(3, 3)` shared by all views; None for bodies or identical cameras.
+        image_size: Height and width of an image in pixels. If given, K is rescaled to map to [-1/2, 1/2] instead of
+            pixels, so that its entries are about 1 (PRoPE, section 3.3).
 
     Raises:
-        ValueError: wrong shapes; what is no rotation; a quaternion of zeros; NaN or infinity; singular intrinsics. On
-            a GPU, which would have to be waited for, and inside torch.compile, values are not looked at.
+        ValueError: wrong shapes; matrices that are not rotations; a zero quaternion; NaN or infinity; singular
+            intrinsics. Values are not checked on a GPU, which would have to synchronise, nor inside torch.compile.
 
     Example:
         >>> import torch
@@ -53,66 +53,67 @@ class Poses:
             rotation = _orthogonal(wide)
         else:
             rule = "rotations must be matrices (*batch, views, 3, 3) or quaternions (*batch, views, 4)"
-            came = f"{tuple(self.rotation.shape)} and {tuple(self.translation.shape)}"
-            raise ValueError(f"{rule} with translations (*batch, views, 3), got {came}")
+            shapes = f"{tuple(self.rotation.shape)} and {tuple(self.translation.shape)}"
+            raise ValueError(f"{rule} with translations (*batch, views, 3), got {shapes}")
         _require_finite("translations", self.translation)
         object.__setattr__(self, "rotation", rotation)
         object.__setattr__(self, "translation", _double(self.translation))
         if self.intrinsics is not None:
-            object.__setattr__(self, "intrinsics", self._checked(_double(self.intrinsics)))
+            object.__setattr__(self, "intrinsics", self._check_intrinsics(_double(self.intrinsics)))
         object.__setattr__(self, "image_size", None)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`(*batch, views)`."""
+        """Batch and views, `(*batch, views)`."""
         return tuple(self._shape)
 
     def centres(self) -> Tensor:
-        """Where the cameras are in the world, c = -R^T t, `(*batch, views, 3)`."""
+        """Return the camera centres in the world, c = -R^T t, `(*batch, views, 3)`."""
         return -times(self.rotation.mT, self.translation)
 
     def moved(self, rotation: Tensor, translation: Tensor) -> "Poses":
-        """The same views of a world that moved:  x_world -> G x_world + h,  for `(*batch, 3, 3)` and `(*batch, 3)`.
+        """Apply a rigid motion x_world -> G x_world + h to the world,  G `(*batch, 3, 3)`,  h `(*batch, 3)`.
 
-        Scores and outputs do not change under it.
+        Scores and outputs are invariant to it.
         """
-        turned = self.rotation @ _double(rotation).mT.unsqueeze(-3)
-        along = self.translation - times(turned, _double(translation).unsqueeze(-2))
-        return replace(self, rotation=turned, translation=along)
+        moved_rotation = self.rotation @ _double(rotation).mT.unsqueeze(-3)
+        moved_translation = self.translation - times(moved_rotation, _double(translation).unsqueeze(-2))
+        return replace(self, rotation=moved_rotation, translation=moved_translation)
 
     def of_views(self, index: Tensor) -> "Poses":
-        """Some views of each sample, or one several times, by their indices `(batch, views)`."""
+        """Select views of each sample by indices `(batch, views)`, possibly repeated."""
         samples = torch.arange(len(index), device=index.device).unsqueeze(-1)
 
-        def chosen(x: Tensor, ndim: int) -> Tensor:
+        def select(x: Tensor, ndim: int) -> Tensor:
             return x.expand(len(index), *x.shape[-ndim - 1 :])[samples, index]
 
-        intrinsics = None if self.intrinsics is None else chosen(self.intrinsics, 2)
-        return Poses(chosen(self.rotation, 2), chosen(self.translation, 1), intrinsics)
+        intrinsics = None if self.intrinsics is None else select(self.intrinsics, 2)
+        return Poses(select(self.rotation, 2), select(self.translation, 1), intrinsics)
 
     def matrices(self, origin: Tensor, unit: float = 1.0) -> tuple[Tensor, Tensor]:
-        """`P = [K 0; 0 1] [R (R o + t) / unit; 0 1]`, from the world about o to a camera, and its inverse.
+        """Compute `P = [K 0; 0 1] [R (R o + t) / unit; 0 1]`, from world coordinates about o to a camera, and P^-1.
 
         Args:
             origin: o, `(*batch, 1, 3)`.
-            unit: Length that counts as one.
+            unit: Unit of length.
 
         Returns:
             Two tensors `(*batch, views, 4, 4)`.
         """
-        along = (times(self.rotation, origin) + self.translation) / unit
-        forward, back = _affine(self.rotation, along), _affine(self.rotation.mT, -times(self.rotation.mT, along))
+        shift = (times(self.rotation, origin) + self.translation) / unit
+        to_camera, to_world = _affine(self.rotation, shift), _affine(self.rotation.mT, -times(self.rotation.mT, shift))
         if self.intrinsics is None:
-            return forward, back
-        nothing = torch.zeros_like(along)
-        return _affine(self.intrinsics, nothing) @ forward, back @ _affine(torch.linalg.inv(self.intrinsics), nothing)
+            return to_camera, to_world
+        zero = torch.zeros_like(shift)
+        project, unproject = _affine(self.intrinsics, zero), _affine(torch.linalg.inv(self.intrinsics), zero)
+        return project @ to_camera, to_world @ unproject
 
     @property
     def _shape(self) -> torch.Size:
         return self.translation.shape[:-1]
 
-    def _checked(self, intrinsics: Tensor) -> Tensor:
-        """K of every view, in units of the image, invertible."""
+    def _check_intrinsics(self, intrinsics: Tensor) -> Tensor:
+        """Return K of every view, in units of the image; raise if it is not invertible."""
         if intrinsics.shape not in ((*self._shape, 3, 3), (3, 3)):
             rule = f"intrinsics must be {(*self._shape, 3, 3)} or (3, 3)"
             raise ValueError(f"{rule}, got {tuple(intrinsics.shape)}")
@@ -124,25 +125,25 @@ class Poses:
             to_units = [[1 / width, 0, -0.5], [0, 1 / height, -0.5], [0, 0, 1]]
             intrinsics = intrinsics.new_tensor(to_units) @ intrinsics
         volume = torch.linalg.det(intrinsics).abs()
-        lengths = torch.linalg.vector_norm(intrinsics, dim=-1).prod(dim=-1)
-        if can_read(volume) and not (volume > SINGULAR * lengths).all():
-            bad = int((~(volume > SINGULAR * lengths)).sum())
+        row_norms = torch.linalg.vector_norm(intrinsics, dim=-1).prod(dim=-1)
+        if can_read(volume) and not (volume > SINGULAR * row_norms).all():
+            bad = int((~(volume > SINGULAR * row_norms)).sum())
             raise ValueError(f"intrinsics must be invertible, got singular ones in {bad} of {volume.numel()}")
         return intrinsics.expand(*self._shape, 3, 3)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PoseAction(Action):
-    """What `PoseEncoding` returns:  A = diag(P^-1, ..., P^-1, R(p)),  P the pose of a token, p its place in the image.
+    """Action returned by `PoseEncoding`:  A = diag(P^-1, ..., P^-1, R(p)),  P a token's pose, p its image position.
 
     Attributes:
-        to_camera: P, `(*batch, views, 4, 4)`, which each view's tokens share.
-        to_world: P^-1, likewise.
-        origin: The point of the world that counts as zero, `(*batch, 1, 3)`; queries and keys must have the same.
-        tokens_per_view: Consecutive tokens of a view.
-        pose_dim: Channels in groups of 4 that the pose acts on; they come first.
-        head_dim: Channels of a head.
-        pixels: The rotation of all other channels; None leaves them.
+        to_camera: P, `(*batch, views, 4, 4)`, shared by the tokens of a view.
+        to_world: P^-1, `(*batch, views, 4, 4)`.
+        origin: Origin of the world coordinates, `(*batch, 1, 3)`; that of queries and keys must be equal.
+        tokens_per_view: Number of consecutive tokens per view.
+        pose_dim: Number of channels multiplied by P in groups of 4, the first ones.
+        head_dim: Channels per head.
+        pixels: The rotation of the other channels; None leaves them unchanged.
     """
 
     to_camera: Tensor
@@ -167,57 +168,57 @@ class PoseAction(Action):
         return self.keys(v, layout=layout, backend=backend)
 
     def outputs(self, y: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        back = None if self.pixels is None else self.pixels.inverse()
-        return self._apply(y, self.to_camera, back, layout, backend)
+        inverse = None if self.pixels is None else self.pixels.inverse()
+        return self._apply(y, self.to_camera, inverse, layout, backend)
 
     def require_same_frame(self, other: Rotation | Action) -> None:
         if not isinstance(other, PoseAction):
-            raise ValueError(f"queries and keys must both have poses, got {type(other).__name__} for keys")
+            raise ValueError(f"queries and keys must both have poses, got {type(other).__name__} for the keys")
         same = other.origin is self.origin or not can_read(self.origin) or torch.equal(other.origin, self.origin)
         if not same or (other.head_dim, other.pose_dim) != (self.head_dim, self.pose_dim):
-            rule = "keys must have the encoding and the origin of queries: call it with origin=action.origin"
-            raise ValueError(f"{rule}, got others")
+            rule = "keys must have the sizes and the origin of queries: call the encoding with origin=action.origin"
+            raise ValueError(f"{rule}, got different ones")
 
     def _apply(self, x: Tensor, views: Tensor, pixels: Rotation | None, layout: str | None, backend: str) -> Tensor:
         if x.ndim < 3 or x.shape[-1] != self.head_dim:
             raise ValueError(f"x must be (batch, heads, tokens, {self.head_dim}), got {tuple(x.shape)}")
-        # A kernel applies any matrix and its transpose; 16 numbers a token are few beside its channels.
+        # The kernels of `Block` apply any matrix, not only orthogonal ones; 16 numbers per token cost little memory.
         table = views.to(wide_dtype(x)).repeat_interleave(self.tokens_per_view, dim=-3)
         blocks = table.unsqueeze(-4).unsqueeze(-3).expand(*table.shape[:-3], 1, -1, self.pose_dim // 4, 4, 4)
         pose = Block(table=blocks, head_dim=self.pose_dim, num_heads=1)
         if self.pose_dim == self.head_dim:
             return rotate_one(x, pose, layout=layout, backend=backend)
         first, rest = x.split([self.pose_dim, self.head_dim - self.pose_dim], dim=-1)
-        turned = rest if pixels is None else rotate_one(rest, pixels, layout=layout, backend=backend)
-        return torch.cat([rotate_one(first, pose, layout=layout, backend=backend), turned], dim=-1)
+        rotated = rest if pixels is None else rotate_one(rest, pixels, layout=layout, backend=backend)
+        return torch.cat([rotate_one(first, pose, layout=layout, backend=backend), rotated], dim=-1)
 
 
 class PoseEncoding(nn.Module):
-    """Let the pose of each token act on queries, keys, values and outputs; scores depend on relative poses alone.
+    """Apply the pose of each token to queries, keys, values and outputs; scores depend on relative poses only.
 
         A = diag(P^-1, ..., P^-1, R(p)),   P = [K 0; 0 1] [R t / unit; 0 1]
         q' = A^-T q,   k' = A k,   v' = A v,   y = A^-1 y'        scores  q_m^T P_m P_n^-1 k_n + ...
 
-    The first `pose_dim` channels of a head are vectors of 4 that P takes from the world to a camera; the others rotate
-    by the token's place in its image, as any encoding of this package has it. One rigid motion of the world changes
-    nothing. P is worked out in float64 about the mean of the cameras of a sample, which scores and outputs do not
-    depend on, and applied in float32, so that worlds far from zero lose no digits; give such poses in float64.
+    The first `pose_dim` channels of a head are vectors of 4, which P maps from the world to a camera; the others are
+    rotated by an encoding of the token's position in its image. Scores and outputs are invariant to rigid motions of
+    the world. P is computed in float64 relative to the mean camera centre of a sample, which does not affect scores or
+    outputs, and applied in float32, so that coordinates far from zero keep their precision; pass them in float64.
 
     Args:
-        num_heads: Attention heads.
-        head_dim: Channels of a head.
-        pixels: An encoding of places in the image with as many heads and `head_dim - pose_dim` channels; None leaves
-            these channels as they are.
-        pose_dim: Channels that the pose acts on, a multiple of 4; by default those that `pixels` leaves.
-        unit: Length that counts as one, in the unit of translations: about the distance of cameras.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head.
+        pixels: Encoding of image positions with `num_heads` heads of `head_dim - pose_dim` channels; None leaves these
+            channels unchanged.
+        pose_dim: Number of channels for the pose, a multiple of 4; by default those that `pixels` does not use.
+        unit: Unit of length, in the unit of translations: about the distance between cameras.
 
     Raises:
-        ValueError: numbers out of range, and channels or heads that do not fit.
+        ValueError: numbers out of range; channels or heads of `pixels` that do not fit.
 
     References:
-        Miyato et al., GTA (arXiv:2310.10375), section 3.1: A on values and outputs too. Li et al., Cameras as Relative
-        Positional Encoding (arXiv:2507.10496), section 3.3: P with intrinsics on half of the channels, RoPE of x and y
-        on a quarter each.
+        Miyato et al., GTA (arXiv:2310.10375), section 3.1: A also for values and outputs. Li et al., Cameras as
+        Relative Positional Encoding (arXiv:2507.10496), section 3.3: P with intrinsics on half of the channels, RoPE of
+        x and y on a quarter each.
 
     Example:
         >>> import torch, torchrope as tr
@@ -226,16 +227,16 @@ class PoseEncoding(nn.Module):
         >>> cameras = tr.Poses(torch.eye(3).expand(5, 3, 3), torch.randn(5, 3))  # 5 views of 4 tokens
         >>> action = encoding(cameras, tr.grid(2, 2).repeat(5, 1))
         >>> q, k, v = torch.randn(3, 1, 2, 20, 16)
-        >>> turned_q, turned_k = tr.rotate(q, k, action)
-        >>> weights = (turned_q @ turned_k.mT / 4).softmax(dim=-1)
+        >>> rotated_q, rotated_k = tr.rotate(q, k, action)
+        >>> weights = (rotated_q @ rotated_k.mT / 4).softmax(dim=-1)
         >>> action.outputs(weights @ action.values(v)).shape
         torch.Size([1, 2, 20, 16])
     """
 
     title = "poses"
     formula = "A(g) = diag(P⁻¹, …, P⁻¹, R(p))"
-    summary = "The pose of each view acts on queries, keys, values and outputs; only relative poses matter."
-    source = "Li et al. 2025, section 3.3; Miyato et al. 2024, section 3.1"
+    summary = "The pose of each view is applied to queries, keys, values and outputs; only relative poses matter."
+    source = "Li et al., arXiv:2507.10496, section 3.3; Miyato et al. (GTA), arXiv:2310.10375, section 3.1"
 
     def __init__(
         self,
@@ -249,8 +250,8 @@ class PoseEncoding(nn.Module):
         super().__init__()
         if num_heads < 1:
             raise ValueError(f"num_heads must be 1 or more, got {num_heads}")
-        left = head_dim - (0 if pixels is None else pixels.head_dim)
-        pose_dim = left if pose_dim is None else pose_dim
+        remaining = head_dim - (0 if pixels is None else pixels.head_dim)
+        pose_dim = remaining if pose_dim is None else pose_dim
         check_pose_dim(pose_dim, head_dim)
         if pixels is not None and (pixels.num_heads, pixels.head_dim) != (num_heads, head_dim - pose_dim):
             rule = f"pixels must be an encoding of {num_heads} heads of {head_dim - pose_dim} channels"
@@ -272,45 +273,48 @@ class PoseEncoding(nn.Module):
         origin: Tensor | None = None,
         backend: str = "auto",
     ) -> PoseAction:
-        """Make the action of tokens.
+        """Compute the action of tokens.
 
         Args:
-            poses: Of `(*batch, views)`; tokens are those of the first view, then those of the second.
-            pixels: Places of all tokens in their images, `(tokens, axes)` or `(batch, tokens, axes)`; they tell the
-                number of tokens of a view.
-            tokens_per_view: It, where there are no places.
-            origin: That of another action, where queries or keys of that one are compared with those of this one.
-            backend: As the encoding's of pixels.
+            poses: Poses `(*batch, views)`; tokens are ordered by view.
+            pixels: Positions of all tokens in their images, `(tokens, axes)` or `(batch, tokens, axes)`; they determine
+                the number of tokens per view.
+            tokens_per_view: Number of tokens per view, used if pixels is None.
+            origin: Origin of another action whose queries or keys are compared with those of this one.
+            backend: Implementation; values as of `rotate`.
 
         Raises:
-            ValueError: places without an encoding of pixels, or the other way round; tokens that views do not divide.
+            ValueError: image positions without an encoding of them, or vice versa; a number of tokens that is not
+                divisible by the number of views.
         """
         if (pixels is None) != (self.pixels is None):
-            given = ("none", "some")[pixels is not None]
-            raise ValueError(f"places in images are for an encoding with pixels, and are needed there, got {given}")
-        turned = None if self.pixels is None or pixels is None else self.pixels(pixels, backend=backend)
+            given = "None" if pixels is None else "positions"
+            raise ValueError(
+                f"pixels must be given if, and only if, the encoding has an encoding of pixels, got {given}"
+            )
+        rotation = None if self.pixels is None or pixels is None else self.pixels(pixels, backend=backend)
         action = act(poses, tokens_per_view, self.pose_dim, self.head_dim, self.unit, origin)
-        return action if turned is None else with_pixels(action, turned)
+        return action if rotation is None else with_pixels(action, rotation)
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, pose_dim={self.pose_dim}, unit={self.unit:g}"
 
 
 def act(
     poses: Poses, tokens_per_view: int, pose_dim: int, head_dim: int, unit: float, origin: Tensor | None = None
 ) -> PoseAction:
-    """The action of poses alone, about the mean of the cameras or an origin that is given."""
+    """Compute the action of poses without pixels, relative to the mean camera centre or a given origin."""
     if tokens_per_view < 1:
         raise ValueError(f"tokens_per_view must be 1 or more, got {tokens_per_view}")
     if not poses.shape[-1]:
-        raise ValueError("a sample must have 1 view or more, got none")
-    about = poses.centres().mean(dim=-2, keepdim=True).detach() if origin is None else origin
-    to_camera, to_world = poses.matrices(about, unit)
+        raise ValueError("a sample must have 1 view or more, got 0")
+    origin = poses.centres().mean(dim=-2, keepdim=True).detach() if origin is None else origin
+    to_camera, to_world = poses.matrices(origin, unit)
     return PoseAction(
         to_camera=to_camera,
         to_world=to_world,
-        origin=about,
+        origin=origin,
         tokens_per_view=tokens_per_view,
         pose_dim=pose_dim,
         head_dim=head_dim,
@@ -318,21 +322,21 @@ def act(
 
 
 def with_pixels(action: PoseAction, pixels: Rotation) -> PoseAction:
-    """An action whose other channels rotate by places in images, of which each view has as many."""
+    """Add the rotation of image positions to an action; every view must have equally many."""
     views, tokens = action.to_camera.shape[-3], pixels.shape[-1]
     if tokens % views:
-        raise ValueError(f"tokens must be as many in each of {views} views, got {tokens}")
+        raise ValueError(f"tokens must be divisible among {views} views, got {tokens}")
     return replace(action, pixels=pixels, tokens_per_view=tokens // views)
 
 
 def check_pose_dim(pose_dim: int, head_dim: int) -> None:
-    """Refuse channels that vectors of 4 cannot fill, or that a head does not have."""
+    """Raise if the channels are not a multiple of 4 or more than a head has."""
     if pose_dim < 4 or pose_dim % 4 or pose_dim > head_dim:
         raise ValueError(f"pose_dim must be a multiple of 4 from 4 to head_dim = {head_dim}, got {pose_dim}")
 
 
 def from_quaternions(quaternions: Tensor) -> Tensor:
-    """Rotation matrices `(..., 3, 3)` of quaternions (w, x, y, z) `(..., 4)` of any length but zero.
+    """Convert quaternions (w, x, y, z) `(..., 4)` of any nonzero length to rotation matrices `(..., 3, 3)`.
 
     R = I + 2 (w [n]x + [n]x [n]x) / |q|^2,  n = (x, y, z).
     """
@@ -340,7 +344,7 @@ def from_quaternions(quaternions: Tensor) -> Tensor:
     largest = quaternions.detach().abs().amax(dim=-1, keepdim=True)
     if can_read(largest) and not (largest > 0).all():
         raise ValueError(f"quaternions must not be zero, got {int((largest == 0).sum())} of {largest.numel()}")
-    scaled = quaternions / largest  # squares of tiny or huge ones stay in range
+    scaled = quaternions / largest  # avoids underflow and overflow of squares
     w, x, y, z = (scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)).unbind(-1)
     rows: Sequence[tuple[Tensor, ...]] = (
         (1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
@@ -351,42 +355,42 @@ def from_quaternions(quaternions: Tensor) -> Tensor:
 
 
 def _orthogonal(rotation: Tensor) -> Tensor:
-    """Rotations checked, and made orthogonal in float64: each step leaves the square of the error that was there."""
+    """Validate rotations and make them orthogonal; each Newton step squares the error."""
     _require_finite("rotations", rotation)
     identity = torch.eye(3, dtype=rotation.dtype, device=rotation.device)
     with without_autocast(rotation):
-        lopsided = (rotation.mT @ rotation - identity).detach().abs().flatten(-2).amax(dim=-1)
-        right = (lopsided <= ORTHOGONAL) & (torch.linalg.det(rotation.detach()) > 0)
-        if can_read(right) and not right.all():
-            bad, most = int((~right).sum()), lopsided.max().item()
+        error = (rotation.mT @ rotation - identity).detach().abs().flatten(-2).amax(dim=-1)
+        valid = (error <= ORTHOGONAL) & (torch.linalg.det(rotation.detach()) > 0)
+        if can_read(valid) and not valid.all():
+            bad, most = int((~valid).sum()), error.max().item()
             rule = f"rotations must be orthogonal with determinant 1, R^T R = I within {ORTHOGONAL:g}"
-            raise ValueError(f"{rule}, got {bad} of {right.numel()} that are not, off by up to {most:.3g}")
+            raise ValueError(f"{rule}, got {bad} of {valid.numel()} that are not, with errors up to {most:.3g}")
         for _ in range(3):
             rotation = rotation - rotation @ (rotation.mT @ rotation - identity) / 2
     return rotation
 
 
 def _double(x: Tensor) -> Tensor:
-    """float64 where the device has it; a copy, since poses are values."""
+    """Copy to float64, or float32 on MPS; copied because poses are immutable."""
     if x.is_complex() or x.dtype == torch.bool:
         raise ValueError(f"poses must be real numbers, got {x.dtype}")
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64, copy=True)
 
 
 def times(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """M v for M `(..., 3, 3)` and v `(..., 3)`."""
-    return (matrices * vectors.unsqueeze(-2)).sum(dim=-1)  # sums of products: autocast and TensorFloat-32 round matmuls
+    """Compute M v for M `(..., 3, 3)` and v `(..., 3)`."""
+    return (matrices * vectors.unsqueeze(-2)).sum(dim=-1)  # not a matmul, which autocast and TensorFloat-32 round
 
 
 def _affine(linear: Tensor, translation: Tensor) -> Tensor:
-    """[L t; 0 1]."""
+    """Return the matrices [L t; 0 1]."""
     top = torch.cat([linear, translation.unsqueeze(-1)], dim=-1)
     last = top.new_tensor([0.0, 0.0, 0.0, 1.0]).expand(*top.shape[:-2], 1, 4)
     return torch.cat([top, last], dim=-2)
 
 
 def _require_finite(name: str, x: Tensor) -> None:
-    if not can_read(x) or math.isfinite(x.detach().sum()):  # the sum is the quick look
+    if not can_read(x) or math.isfinite(x.detach().sum()):  # fast test
         return
     bad = int((~torch.isfinite(x)).any(dim=-1).sum())
     if bad:

@@ -1,4 +1,4 @@
-"""Position tables with one entry per lattice site, interpolated to other sizes."""
+"""Interpolation of position tables, which have one entry per lattice point."""
 
 import itertools
 
@@ -8,47 +8,45 @@ from torch.nn import functional
 
 
 def resample_axis(table: Tensor, axis: int, size: int, *, antialias: bool) -> Tensor:
-    """Cubic resampling of a table along one axis; several axes in turn are bicubic, tricubic, and so on.
+    """Resample a table along one axis by cubic interpolation; applied to several axes it is bicubic, tricubic, etc.
 
-    Resampling is linear, so its matrix is what it does to the identity; gradients and compilers see a product.
+    Computed as a product with the resampling matrix, which is the resampled identity.
 
     Args:
         table: `(..., old, ...)`.
         axis: The axis of length `old`.
         size: Its new length.
-        antialias: Smooth where the table shrinks.
+        antialias: Apply an antialiasing filter if the size decreases.
 
     Returns:
         The table with `size` entries along the axis.
     """
     old = table.shape[axis]
     wide = torch.promote_types(table.dtype, torch.float32)
-    identity = torch.eye(old, device=table.device, dtype=wide).reshape(
-        1, old, 1, old
-    )  # the last dimension is resampled
+    identity = torch.eye(old, device=table.device, dtype=wide).reshape(1, old, 1, old)  # (1, channels, 1, width)
     resampled = functional.interpolate(identity, size=(1, size), mode="bicubic", antialias=antialias)
     matrix = resampled.reshape(old, size).to(table.dtype)
     return (table.movedim(axis, -1) @ matrix).movedim(-1, axis)
 
 
-def sampled(table: Tensor, places: Tensor) -> Tensor:
-    """Multilinear interpolation of a table at places between its entries; beyond its edge the last entry holds.
+def sample_table(table: Tensor, indices: Tensor) -> Tensor:
+    """Interpolate a table multilinearly at fractional indices, clamped to its edges.
 
     Args:
         table: `(*sizes, channels)`, N sizes.
-        places: Indices `(tokens, N)`, real.
+        indices: Fractional indices `(tokens, N)`.
 
     Returns:
         `(tokens, channels)`.
     """
-    last = places.new_tensor(table.shape[:-1]) - 1
-    inside = places.clamp(min=torch.zeros_like(last), max=last)
+    last = indices.new_tensor(table.shape[:-1]) - 1
+    inside = indices.clamp(min=torch.zeros_like(last), max=last)
     below = torch.minimum(inside.floor(), (last - 1).clamp(min=0))
-    share = (inside - below).to(table.dtype)
-    mixed = table.new_zeros(len(places), table.shape[-1])
-    for corner in itertools.product((0, 1), repeat=places.shape[-1]):
-        above = torch.tensor(corner, dtype=torch.bool, device=places.device)
-        weight = torch.where(above, share, 1 - share).prod(dim=-1, keepdim=True)
+    fraction = (inside - below).to(table.dtype)
+    interpolated = table.new_zeros(len(indices), table.shape[-1])
+    for corner in itertools.product((0, 1), repeat=indices.shape[-1]):
+        above = torch.tensor(corner, dtype=torch.bool, device=indices.device)
+        weight = torch.where(above, fraction, 1 - fraction).prod(dim=-1, keepdim=True)
         index = torch.minimum(below + above, last).long()
-        mixed = mixed + weight * table[index.unbind(-1)]
-    return mixed
+        interpolated = interpolated + weight * table[index.unbind(-1)]
+    return interpolated

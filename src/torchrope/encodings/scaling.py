@@ -1,7 +1,7 @@
-"""Frequencies for larger inputs than were trained on: functions on frequencies `(axes, heads or 1, pairs)`.
+"""Context extension: scaling of frequencies `(axes, heads or 1, pairs)` for inputs larger than in training.
 
-A larger input runs past the positions that a model has seen. Each function slows pairs of channels down, axis by axis,
-so that what they do over the larger input resembles what they did over the training size.
+A larger input has positions outside the training range. Each function lowers frequencies, axis by axis, so that the
+angles over the larger input resemble those over the training size.
 """
 
 import copy
@@ -20,13 +20,13 @@ from torchrope.tensors import wide_dtype
 
 AnyEncoding = TypeVar("AnyEncoding", bound=Encoding)
 Scaling = Callable[[Tensor], Tensor]
-"""From frequencies to frequencies of the same shape."""
+"""A function from frequencies to frequencies of the same shape."""
 Method = Literal["interpolate", "ntk", "yarn", "riflex", "dype"] | Callable[[Tensor, PerAxis], Tensor]
-"""A function on frequencies by its name, or one of one's own."""
+"""The name of a scaling, or a function of frequencies and factor."""
 
 
 def interpolate(frequencies: Tensor, factor: PerAxis) -> Tensor:
-    """Slow all pairs down alike:  f_a / s_a,  which is to squeeze the positions.
+    """Divide all frequencies by the factor of their axis:  f_a / s_a,  which is position interpolation.
 
     Args:
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
@@ -49,10 +49,10 @@ def interpolate(frequencies: Tensor, factor: PerAxis) -> Tensor:
 
 
 def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
-    """Slow the slowest pair of each axis by s, keep the fastest:  f s^-r,  r = log(f_max / f) / log(f_max / f_min).
+    """Divide the lowest frequency per axis by s, keep the highest:  f s^-r,  r = log(f_max / f) / log(f_max / f_min).
 
-    For a geometric ladder of n frequencies this is the base b changed to b s^(n / (n - 1)). How fast a pair is, and
-    so r, is the length of its frequencies over all axes: where all s are the same, pairs keep their directions.
+    For a geometric sequence of n frequencies this changes the base b to b s^(n / (n - 1)). r is computed from the norm
+    of a pair's frequencies over all axes: if all s are equal, pairs keep their directions.
 
     Args:
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position; zeros stay zero.
@@ -72,29 +72,29 @@ def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
         [1.0, 0.05000000074505806, 0.0024999999441206455]
     """
     speed, used = _speed(frequencies)
-    counted = used | ~used.any(dim=-1, keepdim=True)  # an axis that nothing turns with has a ladder of ones
+    counted = used | ~used.any(dim=-1, keepdim=True)  # an axis without frequencies counts as all ones
     fastest = speed.where(counted, 0.0).amax(dim=-1, keepdim=True)
     slowest = speed.where(counted, math.inf).amin(dim=-1, keepdim=True)
     span = (fastest / slowest).log()
-    share = (fastest / speed).log() / span.where(span > 0, 1.0)
-    return frequencies * _factors(frequencies, factor) ** -share
+    exponent = (fastest / speed).log() / span.where(span > 0, 1.0)
+    return frequencies * _factors(frequencies, factor) ** -exponent
 
 
 def yarn(
     frequencies: Tensor, factor: PerAxis, *, train_size: PerAxis, beta_fast: float = 32.0, beta_slow: float = 1.0
 ) -> Tensor:
-    """Slow pairs down that turn little over the training size and keep those that turn often:  f (1 - γ + γ / s).
+    """Divide frequencies of few turns over the training size by s, keep those of many:  f (1 - γ + γ / s).
 
-    γ falls from 1 at beta_slow turns to 0 at beta_fast, linear in the logarithm of the number of turns; no ladder of
-    images may turn that often, so beta_fast is at most what the fastest pair of the axis does. `yarn_temperature` is
-    the other half of YaRN.
+    γ falls from 1 at beta_slow turns to 0 at beta_fast, linearly in the logarithm of the number of turns. Frequencies
+    for images may be too low for beta_fast turns, so it is clamped to the turns of the axis' highest frequency.
+    `yarn_temperature` is the other part of YaRN.
 
     Args:
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
         factor: s, how many times longer the input is, one number or one per axis.
         train_size: Extent of the training data in units of position, one number or one per axis.
-        beta_fast: Turns over the training size from which a pair is kept.
-        beta_slow: Turns up to which a pair is slowed down by s.
+        beta_fast: Number of turns over the training size from which a frequency is kept.
+        beta_slow: Number of turns up to which a frequency is divided by s.
 
     Returns:
         Frequencies of the same shape.
@@ -104,7 +104,7 @@ def yarn(
 
     References:
         Peng et al., YaRN: Efficient Context Window Extension of Large Language Models, section 3.2; the ramp is that of
-        its code, and of transformers with truncate=False, linear in the index of a pair of a geometric ladder.
+        its code, and of transformers with truncate=False: linear in the index of a pair of a geometric sequence.
 
     Example:
         >>> yarn(torch.tensor([[[1.0, 0.1, 0.01]]]), 2, train_size=256).flatten().round(decimals=4).tolist()
@@ -116,24 +116,24 @@ def yarn(
     turns = speed * _numbers(frequencies, "train_size", train_size) / (2 * math.pi)
     fast = turns.where(used, 0.0).amax(dim=-1, keepdim=True).clamp(max=beta_fast)
     ramp = (fast / turns).log() / (fast / beta_slow).log()
-    slowed = torch.where(turns <= beta_slow, 1.0, torch.where(turns >= fast, 0.0, ramp)).clamp(0, 1)
-    return frequencies * (1 - slowed + slowed / _factors(frequencies, factor))
+    gamma = torch.where(turns <= beta_slow, 1.0, torch.where(turns >= fast, 0.0, ramp)).clamp(0, 1)
+    return frequencies * (1 - gamma + gamma / _factors(frequencies, factor))
 
 
 def yarn_temperature(factor: PerAxis) -> float:
-    """What YaRN multiplies queries and keys by, so that attention to more tokens stays as sharp:  0.1 ln(s) + 1.
+    """Compute YaRN's factor on queries and keys, which keeps attention over more tokens as sharp:  t = 0.1 ln(s) + 1.
 
-    A rotation keeps lengths, so this is the attention's affair: its scale becomes t² / √head_dim. With several axes s
-    is the product of their factors, the growth of the number of tokens.
+    Rotations preserve norms, so attention must apply it: its scale becomes t² / √head_dim. With several axes s is the
+    product of their factors, by which the number of tokens grows.
 
     Args:
         factor: How many times longer the input is, a number or one per axis.
 
     Returns:
-        t; 1 where the input is not longer.
+        t; 1 if the input is not longer.
 
     References:
-        Peng et al., YaRN, section 3.3, equation 22:  √(1 / t) there is this t.
+        Peng et al., YaRN, section 3.3, equation 22, where it is √(1 / t).
 
     Example:
         >>> round(yarn_temperature((2, 2)), 4)
@@ -151,20 +151,20 @@ def riflex(
     period: PerAxis | None = None,
     turns: float = 1.0,
 ) -> Tensor:
-    """Slow one pair of each axis down, the intrinsic one, to one turn over the larger input:  f_k <- 2π / (s L).
+    """Lower the intrinsic frequency of each axis to one turn over the larger input:  f_k <- 2π / (s L).
 
-    A larger input repeats with the period of that pair where it is longer than the period. All other pairs are kept,
-    and so is the intrinsic one where it turns less than that already, and an axis that does not grow.
+    An input longer than the period of that frequency repeats with it. All other frequencies are kept, as are an
+    intrinsic one that is lower already and those of an axis that does not grow.
 
     Args:
-        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position. A pair of several axes is slowed down
+        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position. A pair of several axes is changed
             along the axis for which it is the intrinsic one.
         factor: s, how many times longer the input is, one number or one per axis.
         train_size: L, extent of the training data in units of position, one number or one per axis.
-        period: Where larger inputs were seen to repeat, in units of position, one number or one per axis: the
+        period: Observed period of repetition in larger inputs, in units of position, one number or one per axis: the
             intrinsic pair is the one with the nearest period,  k = argmin_j |2π / f_j - period|. By default it is the
-            one with the shortest period that the training data do not exceed, which repeats first, or the slowest.
-        turns: How much of a turn the pair makes over the larger input; 0.9 in the paper's code.
+            one with the shortest period not below the training size, which repeats first, or else the longest period.
+        turns: Number of turns of the pair over the larger input; 0.9 in the paper's code.
 
     Returns:
         Frequencies of the same shape.
@@ -183,7 +183,7 @@ def riflex(
     if not turns > 0:
         raise ValueError(f"turns must be above 0, got {turns}")
     factors, sizes = _factors(frequencies, factor), _numbers(frequencies, "train_size", train_size)
-    periods = 2 * math.pi / frequencies.detach().abs()  # of a pair at rest, infinite
+    periods = 2 * math.pi / frequencies.detach().abs()  # infinite for a frequency of 0
     if period is None:
         slowest = periods.where(periods < math.inf, 0.0).amax(dim=-1, keepdim=True)
         distance = periods.where(periods >= torch.minimum(sizes, slowest), math.inf)
@@ -191,16 +191,16 @@ def riflex(
         distance = (periods - _numbers(frequencies, "period", period)).abs()
     intrinsic = torch.zeros_like(periods, dtype=torch.bool)
     intrinsic = intrinsic.scatter(-1, distance.argmin(dim=-1, keepdim=True), True)
-    most = 2 * math.pi * turns / (factors * sizes)
-    slowed = frequencies.sign() * torch.minimum(frequencies.abs(), most)
-    return torch.where(intrinsic & (factors > 1), slowed, frequencies)
+    limit = 2 * math.pi * turns / (factors * sizes)
+    lowered = frequencies.sign() * torch.minimum(frequencies.abs(), limit)
+    return torch.where(intrinsic & (factors > 1), lowered, frequencies)
 
 
 def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float = 2.0, exponent: float = 2.0) -> Tensor:
-    """Slow pairs down as `ntk` does, by s^κ(t):  κ(t) = λ_s t^λ_t  falls to 0 as an image takes shape.
+    """Apply `ntk` with the factor s^κ(t):  κ(t) = λ_s t^λ_t  falls to 0 during denoising.
 
-    A diffusion model settles what is large first, with frequencies slowed down, and details last, with those that it
-    was trained with. `interpolate` with the factor s^κ(t) is the paper's other variant, and `yarn` with beta_fast and
+    A diffusion model generates coarse structure first, with lowered frequencies, and details last, with the frequencies
+    of training. The paper's other variants are `interpolate` with the factor s^κ(t), and `yarn` with beta_fast and
     beta_slow multiplied by t^λ_t, κ without λ_s.
 
     Args:
@@ -218,7 +218,7 @@ def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float 
 
     References:
         Issachar et al., DyPE: Dynamic Position Extrapolation for Ultra High Resolution Diffusion, κ and DY-NTK;
-        the numbers are those of its code, which says that the method is patent pending.
+        default values are those of its code, which states that the method is patent pending.
 
     Example:
         >>> dype(torch.tensor([[[1.0, 0.1, 0.01]]]), 4, timestep=0.5).flatten().round(decimals=4).tolist()
@@ -238,21 +238,20 @@ def extend(
     train_size: PerAxis | None = None,
     timestep: float | None = None,
 ) -> AnyEncoding:
-    """Copy an encoding for inputs that are longer than those trained on, its frequencies scaled axis by axis.
+    """Copy an encoding with frequencies scaled axis by axis, for inputs longer than in training.
 
     Args:
-        encoding: Any; frequencies are what blocks of 2 and `STRING` have, and "interpolate" divides any generators.
+        encoding: An encoding with frequencies (blocks of 2, or `STRING`); for "interpolate" any encoding.
         factor: How many times longer the input is, one number or one per axis.
-        method: The function on frequencies of this name, or one that takes frequencies and factor.
+        method: Name of a scaling, or a function of frequencies and factor.
         train_size: Extent of the training data in units of position, for "yarn" and "riflex".
-        timestep: For "dype", and no other.
+        timestep: For "dype" only.
 
     Returns:
-        The copy; the encoding is left as it is.
+        The copy.
 
     Raises:
-        ValueError: an unknown method, one without the setting that it needs, an encoding without frequencies, a bad
-            factor.
+        ValueError: an unknown method, a missing setting, an encoding without frequencies, an invalid factor.
     """
     scaling = scaling_of(method, factor, train_size=train_size, timestep=timestep)
     extended = copy.deepcopy(encoding)
@@ -267,7 +266,7 @@ METHODS: dict[str, Callable[..., Tensor]] = {
     "riflex": riflex,
     "dype": dype,
 }
-_NEEDED = {"yarn": "train_size", "riflex": "train_size", "dype": "timestep"}
+_REQUIRED_SETTING = {"yarn": "train_size", "riflex": "train_size", "dype": "timestep"}
 _MEANING = {
     "train_size": "the extent of the training data in units of position",
     "timestep": "from 1, noise, to 0, the image",
@@ -275,7 +274,7 @@ _MEANING = {
 
 
 def scaling_of(method: Method, factor: PerAxis, *, train_size: PerAxis | None, timestep: float | None) -> Scaling:
-    """The function on frequencies that a method is, with its settings.
+    """Return the function on frequencies of a method, with its settings bound.
 
     Raises:
         ValueError: an unknown method, a setting that is missing, or a timestep that is not used.
@@ -288,8 +287,8 @@ def scaling_of(method: Method, factor: PerAxis, *, train_size: PerAxis | None, t
     if callable(method):
         return lambda frequencies: method(frequencies, factor)
     settings: dict[str, Any] = {}
-    if method in _NEEDED:
-        needed = _NEEDED[method]
+    if method in _REQUIRED_SETTING:
+        needed = _REQUIRED_SETTING[method]
         settings[needed] = {"train_size": train_size, "timestep": timestep}[needed]
         if settings[needed] is None:
             raise ValueError(f"{method} needs {needed}, {_MEANING[needed]}, got none")
@@ -301,9 +300,9 @@ def scale_frequencies(encoding: Encoding, scaling: Scaling, method: Method) -> N
     """Scale the frequencies of an encoding in place.
 
     Args:
-        encoding: Any for "interpolate", one with frequencies for other methods.
-        scaling: From frequencies to frequencies; for "interpolate" from all numbers of generators alike.
-        method: What the scaling is, or comes from.
+        encoding: An encoding with frequencies; for "interpolate" any encoding.
+        scaling: Function from frequencies to frequencies; "interpolate" applies it to the entries of generators.
+        method: Name or function of the scaling.
 
     Raises:
         ValueError: an encoding without frequencies.
@@ -318,12 +317,12 @@ def scale_frequencies(encoding: Encoding, scaling: Scaling, method: Method) -> N
         generators = _wide(encoding.generators())
         encoding.set_generators(scaling(generators.flatten(2)).reshape(generators.shape))
     else:
-        rule = f"{_name(method)} scales frequencies, which blocks of 2 and STRING have"
-        raise ValueError(f"{rule}; interpolate serves any encoding, got {encoding}")
+        rule = f"{_name(method)} needs frequencies, which blocks of 2 and STRING have"
+        raise ValueError(f"{rule}; interpolate supports any encoding, got {encoding}")
 
 
 def _name(method: object) -> str:
-    """A method as it is written; a `functools.partial` is its function."""
+    """Return the name of a method; of a `functools.partial` that of its function."""
     return method if isinstance(method, str) else getattr(getattr(method, "func", method), "__name__", repr(method))
 
 
@@ -332,7 +331,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _speed(frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """How fast each pair turns, radians per unit along its direction, and whether it turns with an axis at all."""
+    """Return the norm of each pair's frequencies, 1 where a frequency is 0, and whether each frequency is nonzero."""
     used = frequencies != 0
     return torch.where(used, frequencies.norm(dim=0), 1.0), used
 
@@ -342,13 +341,13 @@ def _factors(frequencies: Tensor, factor: PerAxis) -> Tensor:
 
 
 def _numbers(frequencies: Tensor, name: str, value: PerAxis) -> Tensor:
-    """One positive number per axis, `(axes, 1, 1)`."""
+    """Return one positive number per axis, `(axes, 1, 1)`."""
     return frequencies.new_tensor(positive(name, value, len(frequencies))).reshape(-1, 1, 1)
 
 
 def positive(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
-    """One number per axis, above 0 and finite; refuse others."""
+    """Return one number per axis; raise if not above 0 and finite."""
     values = per_axis(name, value, num_axes)
-    if not all(0 < each < math.inf for each in values):
+    if not all(0 < number < math.inf for number in values):
         raise ValueError(f"{name} must be above 0 and finite, got {value}")
     return values

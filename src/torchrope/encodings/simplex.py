@@ -1,4 +1,4 @@
-"""nD-RoPE: fixed frequencies along the corners of a regular simplex, at several scales."""
+"""nD-RoPE: fixed frequencies along the vertices of a regular simplex, at several scales."""
 
 import torch
 from torch import Tensor
@@ -8,37 +8,37 @@ from torchrope.encodings.mixed import random_rotations
 
 
 class SimplexRoPE(FixedFrequencies):
-    """Turn pairs along the N + 1 corners of a regular simplex, at S scales:  a_si = base^(-s / S) <Q_h u_i, p>.
+    """Rotate pairs along the N + 1 vertices of a regular simplex, at S scales:  a_si = base^(-s / S) <Q_h u_i, p>.
 
-    The corners are unit vectors with sum_i u_i = 0, <u_i, u_j> = -1 / N and sum_i u_i u_i^T = (N + 1) / N I: all
-    directions count alike, which N axes do too, and no axis is one of them. Two axes: three directions of 120 degrees.
-    Q_h is one random rotation per head, drawn at the start and fixed. One axis has one direction: RoPE.
+    The vertices are unit vectors with sum_i u_i = 0, <u_i, u_j> = -1 / N and sum_i u_i u_i^T = (N + 1) / N I, so the
+    second moment is isotropic, as that of N axes. Two axes: three directions 120 degrees apart. Q_h is a fixed random
+    rotation per head. One axis has one direction: RoPE.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 (N + 1), or by 2 with one axis.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: One rotation of the simplex for all heads.
-        base: Ratio that the scales span.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 (N + 1), or by 2 with one axis.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Share one rotation of the simplex among all heads.
+        base: Base of the geometric sequence of scales.
 
     Raises:
         ValueError: head_dim is not divisible by 2 (N + 1).
 
     References:
         Li et al., nD-RoPE: A Generalized RoPE for n-Dimensional Position Embedding, ICML 2026, arXiv:2606.12146: the
-        simplex and its scales. That a rotation of the simplex is drawn per head, and the base, are those of code that
-        the authors published for a model of places.
+        simplex and its scales. The random rotation per head and the base are those of code that the authors published
+        for a model of places.
 
     Example:
         >>> encoding = SimplexRoPE(num_axes=2, num_heads=1, head_dim=6)
-        >>> f = encoding.frequencies[:, 0]  # (axes, corners)
+        >>> f = encoding.frequencies[:, 0]  # (axes, vertices)
         >>> (f @ f.T).mul(2).round().div(2).abs().tolist()
         [[1.5, 0.0], [0.0, 1.5]]
     """
 
     title = "nD-RoPE"
-    formula = "angle of pair (s, i) = base^(−s/S) ⟨Q uᵢ, p⟩,  uᵢ the corners of a regular simplex, fixed"
+    formula = "angle of pair (s, i) = base^(−s/S) ⟨Q uᵢ, p⟩,  uᵢ the vertices of a regular simplex, fixed"
     summary = "Fixed frequencies along N + 1 directions that form a regular simplex, at several scales."
     source = "Li et al., nD-RoPE, arXiv:2606.12146"
 
@@ -59,24 +59,25 @@ class SimplexRoPE(FixedFrequencies):
             rotary_dim=rotary_dim,
             shared_heads=shared_heads,
         )
-        corners = num_axes + 1 if num_axes > 1 else 1
-        self._require_divisible(2 * corners, "2·(num_axes + 1)" if num_axes > 1 else "2")
+        vertices = num_axes + 1 if num_axes > 1 else 1
+        self._require_divisible(2 * vertices, "2·(num_axes + 1)" if num_axes > 1 else "2")
         self.base = base
         self.reset_parameters()
 
-    def ladder(self) -> Tensor:
-        corners = simplex(self.num_axes)  # (corners, axes)
-        scales = self.num_blocks // len(corners)
+    def initial_frequencies(self) -> Tensor:
+        vertices = simplex(self.num_axes)  # (vertices, axes)
+        scales = self.num_blocks // len(vertices)
         theta = self.base ** (-torch.arange(scales, dtype=torch.float64) / max(scales, 1))
-        turns = random_rotations(self.parameter_heads, self.num_axes).double()
-        along = torch.einsum("hab,ib->ahi", turns, corners)
-        return (theta[:, None] * along.unsqueeze(-2)).flatten(-2)  # (axes, heads, scales · corners)
+        rotations = random_rotations(self.parameter_heads, self.num_axes).double()
+        along = torch.einsum("hab,ib->ahi", rotations, vertices)
+        return (theta[:, None] * along.unsqueeze(-2)).flatten(-2)  # (axes, heads, scales · vertices)
 
 
 def simplex(num_axes: int) -> Tensor:
-    """The corners of a regular simplex about the origin, unit vectors `(num_axes + 1, num_axes)`; (1, 1) for one axis.
+    """Return the vertices of a regular simplex, unit vectors `(num_axes + 1, num_axes)`; `[[1]]` for one axis.
 
-    Corner k has zeros behind axis k and the same number in all later corners: Gram-Schmidt of the products -1 / N.
+    Vertex k is zero after axis k, and all later vertices have equal coordinates on axis k: Cholesky factorisation of
+    the Gram matrix, with off-diagonal entries -1 / N.
 
     Example:
         >>> simplex(2).round(decimals=2).tolist()
@@ -84,9 +85,9 @@ def simplex(num_axes: int) -> Tensor:
     """
     if num_axes == 1:
         return torch.ones(1, 1, dtype=torch.float64)
-    corners = torch.zeros(num_axes + 1, num_axes, dtype=torch.float64)
+    vertices = torch.zeros(num_axes + 1, num_axes, dtype=torch.float64)
     for axis in range(num_axes):
-        rest = 1 - corners[axis].square().sum()
-        corners[axis, axis] = rest.sqrt()
-        corners[axis + 1 :, axis] = (-1 / num_axes - corners[axis] @ corners[axis + 1 :].T) / corners[axis, axis]
-    return corners
+        rest = 1 - vertices[axis].square().sum()
+        vertices[axis, axis] = rest.sqrt()
+        vertices[axis + 1 :, axis] = (-1 / num_axes - vertices[axis] @ vertices[axis + 1 :].T) / vertices[axis, axis]
+    return vertices

@@ -1,4 +1,4 @@
-"""Spherical harmonics: scores that depend on the angle between two places of a sphere, and on nothing else of them."""
+"""Spherical harmonics: scores that depend on positions on a sphere only through the angle between them."""
 
 import math
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ from torchrope.rotations import Expansion
 
 
 class SphereHarmonics(ExpandingEncoding):
-    """Weigh each channel's product by a Legendre polynomial of the angle γ between two places of a sphere:
+    """Weight each channel's product by a Legendre polynomial of the angle γ between two points on a sphere:
 
         q'^T k' = sum_c q_c k_c P_l(c)(cos γ),   q'_c = q_c Y_l(c)(p),   |Y_l(p)| = 1
 
     Y_l(p) are the 2 l + 1 real spherical harmonics of degree l, scaled so that Y_l(p)^T Y_l(p') = P_l(p^T p') (the
-    addition theorem). A turn g of the sphere maps Y_l by an orthogonal (2 l + 1) x (2 l + 1) matrix D_l(g), which
-    queries and keys share: scores do not change, wherever the poles are. At the same place the score is q^T k.
+    addition theorem). A rotation g of the sphere maps Y_l by an orthogonal (2 l + 1) x (2 l + 1) matrix D_l(g), the
+    same for queries and keys: scores are invariant, also near the poles. At equal positions the score is q^T k.
 
-    Queries and keys become wider: sum_c (2 l(c) + 1) channels in the place of head_dim, max_degree + 1 times as many
-    where the degrees are spread evenly. That is the least that is possible: a kernel K(p^T p') of d x d matrices with
-    K(1) = I is sum_l P_l W_l with W_l positive semidefinite and sum_l W_l = I (Schoenberg, Bochner), and needs
-    sum_l (2 l + 1) rank W_l >= d + 2 sum_l l rank W_l features. With d of them, as a rotation has, only l = 0 is left:
-    no rotation R(p) of queries and keys has scores that depend on the angle alone, but a constant one.
+    Queries and keys become wider: sum_c (2 l(c) + 1) channels instead of head_dim, max_degree + 1 times as many if the
+    degrees are evenly distributed. That is the minimum: a kernel K(p^T p') of d x d matrices with K(1) = I is
+    sum_l P_l W_l with W_l positive semidefinite and sum_l W_l = I (Schoenberg, Bochner), and needs
+    sum_l (2 l + 1) rank W_l >= d + 2 sum_l l rank W_l features. With d features, as of a rotation, only l = 0 remains:
+    no rotation R(p) of queries and keys except a constant one has scores that depend only on the angle.
 
     Args:
-        num_axes: 2 for latitude and longitude in degrees, 3 for vectors of any length, of which the direction counts;
-            the centre (0, 0, 0) has none, and channels of degree 0 alone see it.
-        num_heads: Attention heads; all are encoded alike.
-        head_dim: Channels of a head.
-        max_degree: Largest degree L; channel c has degree round(c L / (head_dim - 1)). P_L tells places apart that are
-            about 180 / L degrees from each other.
+        num_axes: 2 for latitude and longitude in degrees, 3 for vectors of any length, of which the direction is used;
+            at the centre (0, 0, 0), which has none, all channels but those of degree 0 are zero.
+        num_heads: Number of attention heads, all encoded equally.
+        head_dim: Channels per head.
+        max_degree: Largest degree L; channel c has degree round(c L / (head_dim - 1)). P_L resolves angles of about
+            180 / L degrees.
 
     Raises:
         ValueError: num_axes is neither 2 nor 3; max_degree below 0. In `forward`, latitudes beyond 90 degrees,
@@ -43,7 +43,7 @@ class SphereHarmonics(ExpandingEncoding):
 
     References:
         Müller, Spherical Harmonics, 1966, theorem 2: the addition theorem. Schoenberg, Positive Definite Functions on
-        Spheres, 1942, theorem 1: nothing but sums of P_l with weights of 0 or more depends on the angle so.
+        Spheres, 1942, theorem 1: positive definite functions of the angle are the sums of P_l with nonnegative weights.
 
     Example:
         >>> import torchrope as tr
@@ -55,8 +55,8 @@ class SphereHarmonics(ExpandingEncoding):
     """
 
     title = "spherical harmonics"
-    formula = "q′ᵀk′ = Σ_c q_c k_c P_{l(c)}(cos γ),  γ the angle between two places"
-    summary = "No rotation: each channel's product is weighed by a Legendre polynomial of the great-circle angle."
+    formula = "q′ᵀk′ = Σ_c q_c k_c P_{l(c)}(cos γ),  γ the angle between two positions"
+    summary = "No rotation: each channel's product is weighted by a Legendre polynomial of the great-circle angle."
     source = "the addition theorem: Müller, Spherical Harmonics, theorem 2"
 
     reads_places: ClassVar[bool] = True
@@ -71,36 +71,36 @@ class SphereHarmonics(ExpandingEncoding):
         self.max_degree = max_degree
 
     def degrees(self) -> list[int]:
-        """The degree of each channel."""
+        """Return the degree of each channel."""
         return [round(c * self.max_degree / max(self.head_dim - 1, 1)) for c in range(self.head_dim)]
 
     def forward(self, positions: Positions, *, backend: str = "auto") -> "Harmonics":
-        """The harmonics of places.
+        """Compute the spherical harmonics of positions.
 
         Args:
             positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`.
-            backend: As an encoding's; plain PyTorch computes.
+            backend: Ignored; computed in PyTorch.
 
         Raises:
             ValueError: wrong shape; NaN or infinity; latitudes beyond 90 degrees.
         """
-        (places,) = widened(self._check_positions(positions))
-        vectors = on_sphere(places)
+        (positions,) = widened(self._check_positions(positions))
+        vectors = on_sphere(positions)
         values = spherical_harmonics(vectors, self.max_degree)
         values = torch.cat([values[..., :1], values[..., 1:] * (vectors != 0).any(dim=-1, keepdim=True)], dim=-1)
         return Harmonics(values=values, degrees=tuple(self.degrees()), head_dim=self.head_dim, num_heads=self.num_heads)
 
     def extra_repr(self) -> str:
-        """Show what the module was built with."""
+        """Return the arguments of the module."""
         return f"{super().extra_repr()}, max_degree={self.max_degree}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Harmonics(Expansion):
-    """What `SphereHarmonics` returns.
+    """Spherical harmonics of positions, as returned by `SphereHarmonics`.
 
     Attributes:
-        values: Y_0, Y_1, ... Y_L side by side, `(*batch, tokens, (L + 1)²)`.
+        values: Y_0, Y_1, ... Y_L concatenated, `(*batch, tokens, (L + 1)²)`.
         degrees: Degree of each channel, ascending.
     """
 
@@ -113,18 +113,18 @@ class Harmonics(Expansion):
         return (*batch, 1, tokens)
 
     def of_queries(self, q: Tensor, tokens: Tensor | None) -> Tensor:
-        return self._weighed(q)
+        return self._expanded(q)
 
     def of_keys(self, k: Tensor) -> Tensor:
-        return self._weighed(k)
+        return self._expanded(k)
 
-    def _weighed(self, x: Tensor) -> Tensor:
+    def _expanded(self, x: Tensor) -> Tensor:
         parts = []
         for degree, channels in groupby(range(self.head_dim), self.degrees.__getitem__):
             of_degree = list(channels)
-            own = x[..., of_degree[0] : of_degree[-1] + 1].unsqueeze(-1)  # (*batch, heads, tokens, channels, 1)
+            factors = x[..., of_degree[0] : of_degree[-1] + 1].unsqueeze(-1)  # (*batch, heads, tokens, channels, 1)
             harmonics = self.values[..., degree**2 : (degree + 1) ** 2].unsqueeze(-2).unsqueeze(-4)
-            parts.append((own * harmonics).flatten(-2))
+            parts.append((factors * harmonics).flatten(-2))
         return torch.cat(parts, dim=-1)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
@@ -132,17 +132,17 @@ class Harmonics(Expansion):
 
 
 def spherical_harmonics(vectors: Tensor, max_degree: int) -> Tensor:
-    """Real spherical harmonics, scaled so that  Y_l(p)^T Y_l(p') = P_l(p^T p').
+    """Compute real spherical harmonics, scaled so that  Y_l(p)^T Y_l(p') = P_l(p^T p').
 
     Y_lm = N_lm Q_lm(z) Re (x + iy)^m and N_lm Q_lm(z) Im (x + iy)^m, with the associated Legendre functions' part
-    Q_lm(z) = d^m P_l / dz^m by its recurrence in l: polynomials in x, y and z, smooth at the poles too.
+    Q_lm(z) = d^m P_l / dz^m by its recurrence in l: polynomials in x, y and z, also smooth at the poles.
 
     Args:
         vectors: Unit vectors `(..., 3)`.
         max_degree: L.
 
     Returns:
-        `(..., (L + 1)²)`, degree by degree, each  m = 0, then Re and Im for m = 1 ... l.
+        `(..., (L + 1)²)`, ordered by degree; per degree m = 0, then Re and Im for m = 1 ... l.
 
     Example:
         >>> spherical_harmonics(torch.tensor([0.0, 0.0, 1.0]), 2).tolist()
@@ -154,7 +154,7 @@ def spherical_harmonics(vectors: Tensor, max_degree: int) -> Tensor:
         r, i = real[-1], imaginary[-1]
         real.append(x * r - y * i)
         imaginary.append(x * i + y * r)
-    # √(2 (l - m)! / (l + m)!) d^m P_l / dz^m, and P_l for m = 0: scaled at each step, or factorials overflow.
+    # √(2 (l - m)! / (l + m)!) d^m P_l / dz^m, and P_l for m = 0; scaled at each step to avoid overflow of factorials.
     q: list[list[Tensor]] = [[torch.ones_like(z)]]
     for degree in range(1, max_degree + 1):
         row = []

@@ -1,4 +1,4 @@
-"""Spiral RoPE: groups of channels along directions spread evenly over the plane, scales dealt among them."""
+"""Spiral RoPE: groups of channels along evenly spaced directions in the plane, frequencies divided among them."""
 
 import math
 
@@ -9,28 +9,28 @@ from torchrope.encodings.fixed import FixedFrequencies
 
 
 class SpiralRoPE(FixedFrequencies):
-    """Turn the pairs of group k along a direction of its own:  a = θ_t <(cos kπ / K, sin kπ / K), p>,  fixed.
+    """Rotate the pairs of group k along direction k:  a = θ_t <(cos kπ / K, sin kπ / K), p>,  fixed.
 
-    The K groups are equally wide. Directions k and k + K / 2 are perpendicular and have the same frequencies; those of
-    neighbouring directions are different parts of one ladder θ_t = base^(-t / n), n = head_dim / 4, dealt two by two:
+    The K groups are equally wide. Directions k and k + K / 2 are perpendicular and have the same frequencies; the other
+    directions share one sequence θ_t = base^(-t / n), n = head_dim / 4, divided among them two by two:
     pair r of group k has  t = 2 (k mod K / 2) + K (r div 2) + r mod 2.  K = 2 is RoPE-Axial.
 
     Args:
         num_axes: 2.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 K.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 K.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
         num_directions: K, even.
-        base: Ratio that the ladder of frequencies spans.
+        base: Base of the geometric sequence of frequencies.
 
     Raises:
         ValueError: num_axes is not 2; K is odd or below 2; head_dim is not divisible by 2 K.
 
     References:
         Liu et al., Spiral RoPE: Rotate Your Rotary Positional Embeddings in the 2D Plane, arXiv:2602.03227: groups
-        along uniform directions. How the ladder is dealt among groups follows an implementation of it by others; where
-        it runs out, the last frequency is repeated, as there.
+        along uniform directions. The division of frequencies among groups follows a third-party implementation, also in
+        repeating the last frequency if there are too few.
 
     Example:
         >>> SpiralRoPE(num_axes=2, num_heads=1, head_dim=8).frequencies.norm(dim=0)[0].round(decimals=1).tolist()
@@ -39,7 +39,7 @@ class SpiralRoPE(FixedFrequencies):
 
     title = "Spiral RoPE"
     formula = "angle of a pair of group k = θₜ ⟨(cos kπ/K, sin kπ/K), p⟩ fixed"
-    summary = "Fixed frequencies along K directions spread evenly over half a turn, a group of channels for each."
+    summary = "Fixed frequencies along K directions evenly spaced over 180 degrees, a group of channels for each."
     source = "Liu et al., Spiral RoPE, arXiv:2602.03227"
 
     def __init__(
@@ -61,7 +61,7 @@ class SpiralRoPE(FixedFrequencies):
             shared_heads=shared_heads,
         )
         if num_axes != 2:
-            raise ValueError(f"SpiralRoPE has directions of a plane: num_axes must be 2, got {num_axes}")
+            raise ValueError(f"num_axes of SpiralRoPE must be 2, got {num_axes}")
         if num_directions < 2 or num_directions % 2:
             raise ValueError(f"num_directions must be even and 2 or more, got {num_directions}")
         self._require_divisible(2 * num_directions, "2·num_directions")
@@ -69,12 +69,12 @@ class SpiralRoPE(FixedFrequencies):
         self.base = base
         self.reset_parameters()
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         k = torch.arange(self.num_directions)
         r = torch.arange(self.num_blocks // self.num_directions)
-        rungs = max(self.num_blocks // 2, 1)
+        n = max(self.num_blocks // 2, 1)
         t = 2 * (k % (self.num_directions // 2)).unsqueeze(1) + self.num_directions * (r // 2) + r % 2
-        theta = self.base ** (-t.clamp(max=rungs - 1).double() / rungs)  # (directions, pairs of a group)
+        theta = self.base ** (-t.clamp(max=n - 1).double() / n)  # (directions, pairs of a group)
         angle = k.double() * (math.pi / self.num_directions)
         along = torch.stack([angle.cos(), angle.sin()]).unsqueeze(-1) * theta
         return along.flatten(1).unsqueeze(1).expand(-1, self.parameter_heads, -1)

@@ -15,34 +15,34 @@ from torchrope.encodings.base import (
     upper_triangle,
     widened,
 )
-from torchrope.encodings.mixed import turned_ladder
+from torchrope.encodings.mixed import rotated_axial_frequencies
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
 from torchrope.ops.backends import check_not_onnx
 from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
 from torchrope.tensors import wide_dtype, without_autocast
 
-# The paper does not say where S starts; near zero the encoding starts near RoPE-Mixed.
+# The paper does not give the initialisation of S; near zero the encoding starts near RoPE-Mixed.
 _STD = 0.02
 
 
 class STRING(Encoding):
-    """Turn pairs of channels in a learned basis:  R(p) = P rot(sum_a p_a θ_a) P^T,  P = (I - S)(I + S)^-1.
+    """Rotate pairs of channels in a learned basis:  R(p) = P rot(sum_a p_a θ_a) P^T,  P = (I - S)(I + S)^-1.
 
-    Every family of commuting generators is of this form (theorem 3.4), so no encoding with relative scores says more.
-    Frequencies θ and the strict upper triangle of S, skew, are learned. Scores need P^T alone, and `absorb` folds it
+    All commuting generators are of this form (theorem 3.4), so this is the most general encoding with relative scores.
+    Frequencies θ and the strict upper triangle of the skew S are learned. Scores need only P^T, which `absorb` merges
     into the projections.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by block_size.
-        block_size: b, even: P is block diagonal with blocks of this size; head_dim by default, as in the paper.
-        rotary_dim: Rotate only the first so many channels; all by default.
-        shared_heads: One basis and one set of frequencies for all heads.
-        base: Ratio that the ladder of frequencies of the start spans, as in RoPE-Mixed.
-        init: "paper" takes the frequencies of RoPE-Mixed and S from N(0, 0.02²), "zeros" sets both to zero, and the
-            model starts as if it had no encoding.
-        init_scale: Factor on the frequencies at the start, and so on the generators; S is drawn as without it.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by block_size.
+        block_size: Size b of the diagonal blocks of P, even; head_dim by default, as in the paper.
+        rotary_dim: Number of channels to rotate, the first ones; all by default.
+        shared_heads: Share one basis and one set of frequencies among all heads.
+        base: Base of the geometric sequence of initial frequencies, as in RoPE-Mixed.
+        init: "paper" initialises the frequencies as RoPE-Mixed and draws S from N(0, 0.02²); "zeros" sets both to zero:
+            the model starts as one without encoding.
+        init_scale: Factor on the initial frequencies, and so on the generators; it does not affect S.
 
     Raises:
         ValueError: block_size is odd, or does not divide head_dim; init_scale is not above 0.
@@ -84,7 +84,7 @@ class STRING(Encoding):
             shared_heads=shared_heads,
         )
         if self.block_size % 2:
-            raise ValueError(f"block_size must be even, for blocks hold pairs of channels, got {self.block_size}")
+            raise ValueError(f"block_size must be even, since blocks hold channel pairs, got {self.block_size}")
         self.base = base
         self.init = check_init(init)
         self.init_scale = check_scale(init_scale)
@@ -98,17 +98,17 @@ class STRING(Encoding):
         return True
 
     def reset_parameters(self) -> None:
-        """Start from RoPE-Mixed in a basis near its own, or from zero."""
+        """Draw frequencies as RoPE-Mixed and a basis near the identity, or set zeros."""
         with torch.no_grad():
             if self.init == "zeros":
                 self.frequencies.zero_()
                 self.upper.zero_()
             else:
-                self.frequencies.copy_(self.init_scale * turned_ladder(self.frequencies, self.base))
+                self.frequencies.copy_(self.init_scale * rotated_axial_frequencies(self.frequencies, self.base))
                 self.upper.normal_(0, _STD)
 
     def basis(self) -> Tensor:
-        """P, `(num_heads or 1, blocks, b, b)`, float32 at least."""
+        """Compute P, `(num_heads or 1, blocks, b, b)`, float32 at least."""
         with without_autocast(self.upper):
             return cayley(skew(self.upper.to(wide_dtype(self.upper)), self.block_size))
 
@@ -128,11 +128,11 @@ class STRING(Encoding):
         )
 
     def _take_generators(self, generators: Tensor) -> None:
-        b, slack = self.block_size, rounding(generators)
+        b, tolerance = self.block_size, rounding(generators)
         cells = generators.unflatten(-1, (b // 2, 2)).unflatten(-3, (b // 2, 2))  # (axes, heads, blocks, n, 2, n, 2)
         pairs = cells.diagonal(dim1=-4, dim2=-2)[..., 1, 0, :]  # (axes, heads, blocks, n)
         inside = block_diagonal(planar(pairs), b)
-        if not (generators - inside).abs().max() > slack:  # no basis but the channels' own
+        if not (generators - inside).abs().max() > tolerance:  # P = I
             self.upper.zero_()
             self.frequencies.copy_(pairs.flatten(2))
             return
@@ -140,19 +140,19 @@ class STRING(Encoding):
         for head in range(exact.shape[1]):
             for block in range(exact.shape[2]):
                 basis, frequencies, error = common_planes(exact[:, head, block])
-                if error > slack * b:
-                    rule = f"{type(self).__name__} needs generators that commute"
-                    raise ValueError(f"{rule}, got some that share no planes, by {error:.3g}")
-                found, signs = inverse_cayley(basis)
-                self.upper[head, block] = upper_triangle(found)
+                if error > tolerance * b:
+                    rule = f"generators of {type(self).__name__} must commute"
+                    raise ValueError(f"{rule}, got some without common planes, with an error of {error:.3g}")
+                skew_basis, signs = inverse_cayley(basis)
+                self.upper[head, block] = upper_triangle(skew_basis)
                 self.frequencies.unflatten(-1, (-1, b // 2))[:, head, block] = frequencies * signs[::2] * signs[1::2]
 
 
 def in_basis(frequencies: Tensor, basis: Tensor) -> Tensor:
-    """Write frequencies `(axes, heads, pairs)` as generators in a basis P `(heads, blocks, b, b)`."""
+    """Convert frequencies `(axes, heads, pairs)` to generators in a basis P `(heads, blocks, b, b)`."""
     frequencies, basis = widened(frequencies, basis)
     b = basis.shape[-1]
     pairs = planar(frequencies).unflatten(2, (-1, b // 2))  # (axes, heads, blocks, b / 2, 2, 2)
     with without_autocast(basis):
-        turned = basis @ block_diagonal(pairs, b) @ basis.mT
-    return (turned - turned.mT) / 2
+        generators = basis @ block_diagonal(pairs, b) @ basis.mT
+    return (generators - generators.mT) / 2

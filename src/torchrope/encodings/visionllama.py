@@ -1,4 +1,4 @@
-"""VisionLLaMA's RoPE as LieRE compares with it: fixed frequencies on positions in [0, 1)."""
+"""VisionLLaMA's RoPE as the baseline of the LieRE paper: fixed frequencies on positions in [0, 1)."""
 
 from typing import Any
 
@@ -10,25 +10,26 @@ from torchrope.encodings.liere import LieRE
 
 
 class VisionLLaMARoPE(OneAxisPerPair):
-    """Turn each pair of channels with one axis:  a_(a n + t) = p_a e^(-4 t / (n - 1)),  n = head_dim / (2 N).
+    """Rotate each pair of channels along one axis:  a_(a n + t) = p_a e^(-4 t / (n - 1)),  n = head_dim / (2 N).
 
-    One axis after the other has its n pairs, whose frequencies fall from 1 to e^-4 radians per unit of position, where
-    the image is 1 long; a single pair has frequency 1.
+    Each axis has n consecutive pairs, with frequencies from 1 to e^-4 radians per unit of position, for an image of
+    length 1; a single pair has frequency 1.
 
     Args:
-        num_axes: Length of a position, N.
-        num_heads: Attention heads.
-        head_dim: Channels of a head, divisible by 2 N.
-        rotary_dim: Rotate only the first so many channels; all by default. LieRE's code rotates 60 of 64 on three axes.
-        shared_heads: Heads always share fixed frequencies; True shortens `generators` to one head.
+        num_axes: Number of axes of a position, N.
+        num_heads: Number of attention heads.
+        head_dim: Channels per head, divisible by 2 N.
+        rotary_dim: Number of channels to rotate, the first ones; all by default. LieRE's code
+            rotates 60 of 64 on three axes.
+        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
 
     Raises:
         ValueError: head_dim is not divisible by 2 N.
 
     References:
-        Ostmeier et al., LieRE: the baseline "VisionLlama RoPE" of its tables, by its published code ("inverse_exp").
-        VisionLLaMA itself (Chu et al., section 3.3) counts positions in patches and takes RoPE's base of 10,000:
-        `AxialRoPE(base=10_000.0)`, at other sizes on positions moved by `torchrope.anchor`.
+        Ostmeier et al., LieRE (arXiv:2406.10322): the baseline "VisionLlama RoPE" of its tables, from its published
+        code ("inverse_exp"). VisionLLaMA (Chu et al., section 3.3) has positions in patches and RoPE's base of 10,000:
+        `AxialRoPE(base=10_000.0)`, at other sizes on positions of `torchrope.anchor`.
 
     Example:
         >>> VisionLLaMARoPE(num_axes=2, num_heads=1, head_dim=8).frequencies.round(decimals=3).tolist()
@@ -61,9 +62,9 @@ class VisionLLaMARoPE(OneAxisPerPair):
 
     @classmethod
     def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """The training image is [0, 1) along every axis, as for LieRE."""
+        """Patches in [0, 1) along every axis at the training size, as for LieRE."""
         return LieRE.lattice(*sizes)
 
-    def ladder(self) -> Tensor:
+    def initial_frequencies(self) -> Tensor:
         theta = torch.exp(-4 * torch.linspace(0, 1, self.num_blocks // self.num_axes, dtype=torch.float64))
         return torch.block_diag(*theta.expand(self.num_axes, 1, -1))

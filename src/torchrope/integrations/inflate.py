@@ -21,7 +21,7 @@ from torchrope.encodings import (
     NoEncoding,
     RelativePositionBias,
     SinusoidalAPE,
-    choose,
+    parse_encoding,
 )
 from torchrope.integrations.describing import describe
 from torchrope.integrations.pretrained import as_own
@@ -368,7 +368,7 @@ def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding
 
 def _family(encoding: Encoding, build: str | Callable[..., Encoding] | None) -> Callable[..., Encoding]:
     if isinstance(build, str):
-        choice = choose(build)
+        choice = parse_encoding(build)
         if choice.absolute is not None or choice.bias is not None:
             raise ValueError(f"encoding must be a rotary encoding without table or bias, got {build!r}")
         return choice.rotary
@@ -490,7 +490,7 @@ def _named(encoding: Encoding) -> str | None:
     if "block_size" in describe(encoding)["arguments"]:
         name = f"{name}:{encoding.block_size}"
     with torch.device("meta"):
-        again = choose(name).rotary(
+        again = parse_encoding(name).rotary(
             num_axes=encoding.num_axes, num_heads=encoding.num_heads, head_dim=encoding.head_dim
         )
     return name if repr(again) == repr(encoding) else None

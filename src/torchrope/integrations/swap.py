@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from torchrope.encodings import Encoding, NoEncoding, choose
+from torchrope.encodings import Encoding, NoEncoding, parse_encoding
 from torchrope.encodings.base import Init
 from torchrope.integrations.describing import describe, to_json
 from torchrope.integrations.own_rotation import Lattice, OwnRotation
@@ -304,7 +304,7 @@ def _save_error(encoding: Encoding) -> ValueError | None:
 
 
 def _named(name: str) -> Callable[..., Encoding]:
-    choice = choose(name)
+    choice = parse_encoding(name)
     others = [part for part in choice.parts if not issubclass(part, Encoding)]
     if others:
         raise ValueError(f"encoding must be rotary (keep_ape=True keeps the model's table), got {name!r}")

@@ -345,12 +345,12 @@ def _train(arguments: list[str]) -> int:
 
 def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()) -> None:
     """Check that encodings exist; import modules of user-defined ones if typed on the command line, or in --allow."""
-    from torchrope.lab.encodings import choose, load_modules
+    from torchrope.lab.encodings import load_modules, resolve_encoding
 
     load_modules(names, None if option.startswith("--") else allow)
     for name in names:
         try:
-            choose(name)
+            resolve_encoding(name)
         except ValueError as error:
             raise ValueError(f"{option}: {error}") from None
 

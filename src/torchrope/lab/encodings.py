@@ -1,7 +1,8 @@
 """Encodings by name in the laboratory: those of the library, and user-defined classes as "mypackage.module:Class".
 
-Importing a module runs its code. `load_modules` imports the modules that a command line names or allows; `choose`
-imports nothing and only finds classes in loaded modules, so that a stored configuration cannot run code.
+Importing a module runs its code. `load_modules` imports the modules that a command line names or allows;
+`resolve_encoding` imports nothing and only finds classes in loaded modules, so that a stored configuration cannot run
+code.
 """
 
 import importlib
@@ -25,8 +26,8 @@ from torchrope.encodings import (
     Choice,
     Encoding,
     ScoreBias,
+    parse_encoding,
 )
-from torchrope.encodings import choose as choose_with
 from torchrope.lab.spelling import closest, suggestion
 
 _OWN = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d]\w*)(?::\d+)?")
@@ -50,8 +51,8 @@ def of_poses(name: str) -> OfPoses | None:
     return uses[0] if uses else None
 
 
-def choose(name: str) -> Choice:
-    """Parse an encoding's name as `torchrope.choose` does, also classes of loaded modules as "mypackage.module:Class".
+def resolve_encoding(name: str) -> Choice:
+    """Parse a name as `torchrope.parse_encoding` does, also classes of loaded modules as "mypackage.module:Class".
 
     Names of `POSES` are ignored here; `of_poses` reads them.
 
@@ -60,16 +61,16 @@ def choose(name: str) -> Choice:
             takes a block_size.
 
     Raises:
-        ValueError: `torchrope.choose` refuses the name, its module is not loaded, or the module has no such class or
-            one that is not an encoding.
+        ValueError: `torchrope.parse_encoding` refuses the name, its module is not loaded, or the module has no such
+            class or one that is not an encoding.
     """
     if of_poses(name) is not None:
         others = [part for part in name.split("+") if part.strip() not in POSES]
-        return replace(choose("+".join(others) or "none"), name=name)
+        return replace(resolve_encoding("+".join(others) or "none"), name=name)
     user_defined = own_parts(name)
     if not user_defined:
         _check_colon(name)
-    return choose_with(name, {f"{module}:{kind}": _class(module, kind) for module, kind in user_defined})
+    return parse_encoding(name, {f"{module}:{kind}": _class(module, kind) for module, kind in user_defined})
 
 
 def own_parts(name: str) -> list[tuple[str, str]]:
@@ -88,7 +89,7 @@ def load_modules(encodings: Iterable[str], allow: Sequence[str] | None = None) -
     """Import the modules of user-defined encodings; the working directory is searched last.
 
     Args:
-        encodings: Names as `choose` takes them.
+        encodings: Names as `resolve_encoding` takes them.
         allow: Modules and packages that may be imported; others are skipped. None, for names that the user typed,
             allows all.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.attention import fitting, per_axis_window
+from torchrope.attention import fit_window, per_axis_window
 from torchrope.models.layers import Shareable
 from torchrope.models.swin import Stage, Swin
 from torchrope.models.vit import ViT
@@ -220,7 +220,7 @@ class Features(Shareable, nn.Module):
     def _windows_fill(self, sizes: tuple[int, ...]) -> bool:
         """Return whether whole windows cover the lattice of every stage of a Swin."""
         for stage in cast(Swin, self.model).stages:
-            window = fitting(self.window_size or cast(Stage, stage).window, sizes)
+            window = fit_window(self.window_size or cast(Stage, stage).window, sizes)
             if any(size % part for size, part in zip(sizes, window, strict=True)):
                 return False
             sizes = tuple(-(-size // 2) for size in sizes)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrope.attention import Attention, Windows, pad_ends
-from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias, choose
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias, parse_encoding
 from torchrope.rotations import Rotation
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def resolve(
         return encoding
     if not isinstance(encoding, str):
         return Choice("", encoding, absolute, bias)
-    choice = choose(encoding)
+    choice = parse_encoding(encoding)
     if absolute is not None and choice.absolute is not None:
         raise ValueError(f"give one absolute encoding, got {encoding!r} and absolute={absolute}")
     if bias is not None and choice.bias is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.attention import Attention, Windows, fitting, masked, pad_ends, per_axis_window
+from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_ends, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias
 from torchrope.encodings.periodic import close_axes
 from torchrope.models.layers import (
@@ -136,7 +136,7 @@ class Swin(Shareable, nn.Module):
             self.stages.append(
                 Stage(
                     dim * 2**index,
-                    fitting(window, sizes),
+                    fit_window(window, sizes),
                     merges=index > 0,
                     num_heads=heads,
                     choice=choice,
@@ -364,7 +364,7 @@ class Layer(nn.Module):
             bias: Added to the scores of every window, `(heads, tokens, tokens)`.
             mask: Which tokens attend to which, `(batch · windows, 1, tokens, tokens)`; None if all attend to all.
         """
-        mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=masked(bias, mask))
+        mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=mask_bias(bias, mask))
         x = x + self.drop_path(windows.join(mixed))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 

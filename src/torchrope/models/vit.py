@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.attention import Windows, masked, per_axis_window
+from torchrope.attention import Windows, mask_bias, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import close_axes
 from torchrope.models.layers import (
@@ -370,9 +370,9 @@ class ViT(Shareable, nn.Module):
         for index in range(len(self.layers)):
             bias = self.biases[index % len(self.biases)] if len(self.biases) else None
             if window is None or index + 1 in global_layers:
-                yield masked(None if bias is None else self._with_prefix(bias(*sizes)), everywhere), None
+                yield mask_bias(None if bias is None else self._with_prefix(bias(*sizes)), everywhere), None
             else:
-                yield masked(None if bias is None else bias(*sizes, window=window.window), within), window
+                yield mask_bias(None if bias is None else bias(*sizes, window=window.window), within), window
 
     def embedded(self, x: Tensor, filled: Sequence[tuple[int, ...]] | None = None) -> Tensor:
         """Embed data `(batch, in_channels, *sizes)` as the tokens of the first layer, prefix tokens first.

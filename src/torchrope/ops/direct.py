@@ -12,7 +12,7 @@ from torchrope.ops.library import is_observed, is_plain, normed_gradient, planar
 from torchrope.ops.native import DTYPES, PlanarCall
 from torchrope.ops.norms import Norm, as_arguments
 from torchrope.rotations import Planar
-from torchrope.tensors import with_sets
+from torchrope.tensors import with_batch_dim
 
 
 def rotate_directly(
@@ -39,7 +39,7 @@ def rotate_directly(
         return None
     if not (q.requires_grad or k.requires_grad or positions.requires_grad or frequencies.requires_grad):
         return checked.kernel_for(q, k)(q, k)
-    return _Rotate.apply(q, k, with_sets(positions, 3), frequencies, table, rotation.halves, checked.kernel)
+    return _Rotate.apply(q, k, with_batch_dim(positions, 3), frequencies, table, rotation.halves, checked.kernel)
 
 
 def _normalise_and_rotate(
@@ -54,7 +54,7 @@ def _normalise_and_rotate(
         return checked.kernel_for(q, k).normed(q, k, weights, kinds, eps)
     if table is not None and table.requires_grad:
         return None
-    planar = (with_sets(positions, 3), frequencies, table, rotation.halves)
+    planar = (with_batch_dim(positions, 3), frequencies, table, rotation.halves)
     return _NormaliseAndRotate.apply(q, k, *planar, *weights, kinds, eps, checked.kernel)
 
 
@@ -202,11 +202,11 @@ as q of one sample."""
 
 def _kernel_of(rotation: Planar, table: Tensor | None = None) -> PlanarCall:
     with torch.no_grad():
-        positions, own = with_sets(rotation.positions, 3), table if rotation.table is None else rotation.table
+        positions, own = with_batch_dim(rotation.positions, 3), table if rotation.table is None else rotation.table
         return PlanarCall(
             positions,
             rotation.frequencies,
-            None if own is None else with_sets(own, 5),
+            None if own is None else with_batch_dim(own, 5),
             rotation.halves,
             rotation.head_dim,
         )
@@ -214,7 +214,7 @@ def _kernel_of(rotation: Planar, table: Tensor | None = None) -> PlanarCall:
 
 def _cos_and_sin(rotation: Planar) -> Tensor:
     """Compute cos and sin `(sets, heads, tokens, pairs, 2)` with the kernel, by rotating (1, 0)."""
-    positions, frequencies = with_sets(rotation.positions, 3).detach(), rotation.frequencies.detach()
+    positions, frequencies = with_batch_dim(rotation.positions, 3).detach(), rotation.frequencies.detach()
     shape = (len(positions), frequencies.shape[1], positions.shape[1])
     units = frequencies.new_tensor([1.0, 0.0]).repeat(*shape, frequencies.shape[2])
     return native.rotate_planar(units, units[:0], positions, frequencies)[0].unflatten(-1, (-1, 2))

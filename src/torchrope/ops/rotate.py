@@ -11,7 +11,7 @@ from torchrope.ops.library import call
 from torchrope.ops.native import DTYPES
 from torchrope.ops.norms import Norm, Norms, as_arguments, called, normalise, read
 from torchrope.rotations import Action, Block, Commuting, Expansion, Planar, PlanarInBasis, Rotation
-from torchrope.tensors import can_read, wide_dtype, with_sets, without_autocast
+from torchrope.tensors import can_read, wide_dtype, with_batch_dim, without_autocast
 
 
 def rotate(
@@ -159,12 +159,12 @@ def _rotate_fused(
     """Normalise and rotate q and k by the kernel, which takes one batch dimension and weights in float32."""
     assert isinstance(rotation, Planar)
     weights, kinds, eps = as_arguments((q_norm, k_norm))
-    table = None if rotation.table is None else with_sets(rotation.table, 5)
+    table = None if rotation.table is None else with_batch_dim(rotation.table, 5)
     rotated = call(
         "rotate_normed",
         _flatten_batch(q),
         _flatten_batch(k),
-        with_sets(rotation.positions, 3),
+        with_batch_dim(rotation.positions, 3),
         rotation.frequencies,
         table,
         rotation.halves,
@@ -356,14 +356,14 @@ def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) ->
         return q, k
     flat = (_flatten_batch(q), _flatten_batch(k))
     if isinstance(rotation, Planar):
-        positions = with_sets(rotation.positions, 3)
-        table = None if rotation.table is None else with_sets(rotation.table, 5)
+        positions = with_batch_dim(rotation.positions, 3)
+        table = None if rotation.table is None else with_batch_dim(rotation.table, 5)
         rotated = call("rotate_planar", *flat, positions, rotation.frequencies, table, rotation.halves)
     elif isinstance(rotation, Commuting):
         rotated = call(
             "rotate_basis",
             *flat,
-            with_sets(rotation.positions, 3),
+            with_batch_dim(rotation.positions, 3),
             rotation.factors,
             rotation.base,
             rotation.basis,
@@ -372,8 +372,8 @@ def _rotate_fast(q: Tensor, k: Tensor, rotation: Rotation, scores_only: bool) ->
         )
     else:
         assert isinstance(rotation, Block)
-        table = with_sets(rotation.table.to(torch.float32), 6)
-        tangent = table.new_empty(0) if rotation.tangent is None else with_sets(rotation.tangent, 5)
+        table = with_batch_dim(rotation.table.to(torch.float32), 6)
+        tangent = table.new_empty(0) if rotation.tangent is None else with_batch_dim(rotation.tangent, 5)
         rotated = call("rotate_block", *flat, table.detach(), tangent)
     return rotated[0].reshape(q.shape), rotated[1].reshape(k.shape)
 

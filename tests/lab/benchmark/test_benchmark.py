@@ -16,7 +16,7 @@ from torchrope.lab.cli import main
 from torchrope.lab.conclusion import Interval
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import data_config
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import MOST_WORDS, StudyResult
 from torchrope.lab.statistics import differences, differences_over_sets, ranks
 
@@ -40,7 +40,7 @@ sets:
 def test_included_plans_can_be_run(name: str) -> None:
     plan = read_plan(name)
     for encoding in plan.encodings:
-        choose(encoding)
+        resolve_encoding(encoding)
     for part in plan.sets:
         config = plan.config(part, out=Path("out"))
         assert config.seeds == plan.seeds

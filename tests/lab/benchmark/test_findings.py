@@ -17,7 +17,7 @@ from torchrope.lab.benchmark.entry import Entry, OfSet, Tuned, pack
 from torchrope.lab.benchmark.findings import find
 from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
 from torchrope.lab.benchmark.run import ENTRY, write_results
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.report.readme import write_readme
 from torchrope.lab.results import MOST_WORDS, Row
 from torchrope.lab.statistics import contrasts_over_sets, differences_over_sets
@@ -117,7 +117,7 @@ def test_claims_are_judged_by_the_interval(ahead: float, behind: float, verdict:
 
 def test_claims_name_encodings_that_exist() -> None:
     for claim in CLAIMS:
-        assert choose(claim.ahead).name != choose(claim.behind).name
+        assert resolve_encoding(claim.ahead).name != resolve_encoding(claim.behind).name
 
 
 def tuned(found: OfSet, rates: Mapping[str, float], own: Mapping[str, float]) -> OfSet:

@@ -471,9 +471,9 @@ def test_the_lattice_of_the_configuration_is_that_of_one_step(tmp_path, setting)
 def test_a_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
     data = load("volumes", nifti_folder(tmp_path))
     inputs = torch.randn(2, 1, 4, 8, 8)
-    with pytest.raises(ValueError, match=r"^patches placed by voxels need spacings \(batch, 3\), got none$"):
+    with pytest.raises(ValueError, match=r"^VoxelLattice needs voxel spacings \(batch, 3\), got none$"):
         spaced_model("mixed", data)(inputs)
-    with pytest.raises(ValueError, match=r"^patches placed by voxels need spacings \(batch, 3\), got \(2, 2\)$"):
+    with pytest.raises(ValueError, match=r"^VoxelLattice needs voxel spacings \(batch, 3\), got \(2, 2\)$"):
         spaced_model("mixed", data)(inputs, torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"^spacing is for a model built with positions=, got \(2, 3\) without"):
         build_model("mixed", MODEL, data)(inputs, torch.ones(2, 3))

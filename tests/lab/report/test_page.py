@@ -479,7 +479,7 @@ def damaged_figure(change):
         (damaged_figure(lambda f: f.update(name="kernel")), "figures must have different names"),
         (damaged(lambda s: s["findings"]["checks"][0].update(holds="yes")), "holds must be true or false, got 'yes'"),
         (damaged(lambda s: s["run"].update(config=[])), "study.run.config must be an object, got []"),
-        (damaged(lambda s: s["data"].update(train=10**400)), "whole numbers must fit into 64 bits, got one of 1329"),
+        (damaged(lambda s: s["data"].update(train=10**400)), "integers must fit into 64 bits, got one of 1329"),
         (damaged(lambda s: s["data"].update(train=10**16)), "study.data.train must be within ±1e+15, got 1000"),
     ],
 )

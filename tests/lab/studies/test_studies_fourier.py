@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import torchrope as tr
-from torchrope.encodings import choose
+from torchrope.encodings import parse_encoding
 from torchrope.lab.data.config import data_config
 from torchrope.lab.studies import fourier
 from torchrope.lab.studies.engine.config import StudyConfig
@@ -34,7 +34,7 @@ def lab(folder: Path, encodings: list[str]) -> Lab:
 
 
 def heads(name: str, sizes: tuple[int, ...] = (4, 5), head_dim: int = 16, **settings: Any) -> Heads:
-    encoding = choose(name).rotary(num_axes=len(sizes), num_heads=2, head_dim=head_dim, **settings)
+    encoding = parse_encoding(name).rotary(num_axes=len(sizes), num_heads=2, head_dim=head_dim, **settings)
     return heads_of([encoding], sizes, name, "start")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE
 from torchrope.lab.bench.config import Setting
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.ops import BACKENDS, rotate
 from torchrope.positions import grid, prefix
 
@@ -75,7 +75,7 @@ def make_encoding(name: str, setting: Setting) -> Encoding:
     Raises:
         ValueError: the name is unknown, the encoding is not rotary, or it does not fit the shape.
     """
-    choice = choose(name)
+    choice = resolve_encoding(name)
     if choice.absolute is not None or choice.bias is not None or name == "none":
         raise ValueError(f"bench measures rotary encodings, got {name!r}")
     with torch.random.fork_rng():

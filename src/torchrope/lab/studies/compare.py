@@ -12,7 +12,7 @@ from rich.console import Console
 
 from torchrope.files import holds_files, read_mapping, write_whole
 from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, data_config
-from torchrope.lab.encodings import choose, load_modules
+from torchrope.lab.encodings import load_modules, resolve_encoding
 from torchrope.lab.results import StudyResult
 from torchrope.lab.statistics import conclude
 from torchrope.lab.studies.compare_findings import Comparison, findings
@@ -60,7 +60,7 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
     config = _extended(folder, config)
     load_modules(config.encodings, allow)
     for name in config.encodings:
-        choose(name)  # raises for modules that were allowed in an earlier call and are not now
+        resolve_encoding(name)  # raises for modules that were allowed in an earlier call and are not now
     lab = Lab(config, config.encodings, console)
     runs = [lab.run(name, seed) for seed in lab.seeds for name in config.encodings]
     for run in runs:

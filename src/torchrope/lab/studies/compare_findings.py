@@ -14,7 +14,7 @@ from torchvision.utils import make_grid
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.lab.conclusion import BASELINE, Conclusion
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
 from torchrope.lab.statistics import accuracy_interval, median_interval
 from torchrope.lab.studies.engine.estimates import (
@@ -287,7 +287,7 @@ def _confusions(of: Comparison) -> Table | None:
 def _encodings(of: Comparison) -> Table:
     rows: list[Row] = []
     for name in of.ordered:
-        parts = choose(name).parts
+        parts = resolve_encoding(name).parts
         rows.append(
             {
                 **named(name),

@@ -120,7 +120,7 @@ def costs(size: Size, encoding: str) -> Costs:
 
     Args:
         size: A model and its input.
-        encoding: A name, as `torchrope.encodings.choose` takes it.
+        encoding: A name, as `torchrope.encodings.parse_encoding` takes it.
 
     Raises:
         ValueError: the encoding does not support the size.

@@ -13,8 +13,8 @@ class CompareConfig(LabConfig):
     """Settings of a comparison, which trains the same model once per encoding and seed.
 
     Attributes:
-        encodings: Names, see `torchrope.encodings.choose`. The default list has sinusoidal instead of learned for data
-            without a lattice.
+        encodings: Names, see `torchrope.encodings.parse_encoding`. The default list has sinusoidal instead of learned
+            for data without a lattice.
         scales: Input sizes to evaluate at, as multiples of the training size.
         margin: Differences of accuracy within it count as irrelevant, as a share of 1.
         out: Output folder; studies share its runs.

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchrope.encodings import LieRE
 from torchrope.lab.conclusion import Interval, join_names, one_seed
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Advice, Findings, Table
 from torchrope.lab.studies.engine.estimates import (
     NAMES,
@@ -141,7 +141,7 @@ class _Lead:
 def _lead_as_claimed(grid: Grid) -> _Lead | None:
     """Compute the lead of LieRE over all other families with 40 % of the data; None if either was not trained."""
     rights = rights_at(grid, CLAIMED)
-    own = [name for name in rights if issubclass(choose(name).parts[-1], LieRE)]
+    own = [name for name in rights if issubclass(resolve_encoding(name).parts[-1], LieRE)]
     others = [name for name in rights if name not in own]
     if not own or not others:
         return None

@@ -8,7 +8,7 @@ from torch import nn
 from torchrope.encodings import Encoding, NoEncoding, PoseEncoding
 from torchrope.encodings.names import takes
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import choose, of_poses
+from torchrope.lab.encodings import of_poses, resolve_encoding
 from torchrope.lab.results import DataFacts
 
 
@@ -44,7 +44,7 @@ def label(encoding: str) -> str:
     """
     block = encoding.rpartition(":")[2]
     poses = {"action": [PoseEncoding.title], "numbers": ["numbers of cameras"], None: []}[of_poses(encoding)]
-    others = [_title(part) for part in choose(encoding).parts if not poses or part is not NoEncoding]
+    others = [_title(part) for part in resolve_encoding(encoding).parts if not poses or part is not NoEncoding]
     return " + ".join([*poses, *others]) + (f", blocks of {block}" if block.isdecimal() else "")
 
 

@@ -11,7 +11,7 @@ import torch
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.lab.conclusion import Interval, join_names
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.engine.estimates import (
     HOLM,
@@ -119,11 +119,11 @@ def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
     """Combine rotary encodings with the pretrained model's absolute one, and note those that cannot be swapped in."""
     names, others = [], []
     for name in lab.encodings:
-        choice = choose(name)
+        choice = resolve_encoding(name)
         if choice.rotary is NoEncoding or choice.bias is not None:
             others.append(name)
         else:
-            rotary = next(part for part in name.split("+") if choose(part).absolute is None)
+            rotary = next(part for part in name.split("+") if resolve_encoding(part).absolute is None)
             names.append(f"{BASELINE}+{rotary}")
     left_out = [name for name in others if name not in ("none", BASELINE)]
     notes = [f"Left out: {join_names(left_out)}, which are not rotary or have a bias."] if left_out else []

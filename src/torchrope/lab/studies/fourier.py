@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrope.encodings import Encoding, MixedRoPE, NoEncoding, planar
 from torchrope.lab.conclusion import join_names
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
@@ -177,7 +177,7 @@ def all_frequencies(sizes: Sequence[int]) -> Heads:
 
 def find(lab: Lab) -> Findings:
     """Reconstruct points from each encoding, at initialisation and from finished runs in the same folder."""
-    rotary = [name for name in lab.encodings if issubclass(choose(name).parts[-1], Encoding)]
+    rotary = [name for name in lab.encodings if issubclass(resolve_encoding(name).parts[-1], Encoding)]
     checkpoints = read_checkpoints(lab.checkpoints, lab.encodings)
     rotating = [each for each in checkpoints if each.sites]
     if not rotary and not rotating:
@@ -211,7 +211,7 @@ def find(lab: Lab) -> Findings:
 def _at_start(name: str, seed: int) -> Encoding:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return choose(name).rotary(num_axes=len(LATTICE), num_heads=HEADS, head_dim=HEAD_DIM)
+        return resolve_encoding(name).rotary(num_axes=len(LATTICE), num_heads=HEADS, head_dim=HEAD_DIM)
 
 
 def _trained(lab: Lab, name: str) -> list[Heads]:

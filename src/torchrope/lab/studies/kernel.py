@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.lab.conclusion import join_names, one_seed
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.estimates import by_encoding, cells, drawn_mean, percent, with_interval
@@ -268,7 +268,7 @@ class View:
 
 def commutes(encoding: str, num_axes: int, head_dim: int) -> bool | None:
     """Return whether scores of a rotary encoding must be relative; None if it has no rotary part."""
-    choice = choose(encoding)
+    choice = resolve_encoding(encoding)
     if not any(issubclass(part, Encoding) for part in choice.parts):
         return None
     return choice.rotary(num_axes=num_axes, num_heads=1, head_dim=head_dim).relative

@@ -12,7 +12,7 @@ import numpy as np
 from torchrope.encodings import Encoding
 from torchrope.lab.conclusion import Interval, join_names, one_seed
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Advice, Column, Findings, Table
 from torchrope.lab.statistics import Drawn
 from torchrope.lab.studies.engine.estimates import (
@@ -134,7 +134,7 @@ def fine_tunings(lab: Lab, names: Sequence[str]) -> Grid:
     """
     if not lab.data.lattice:
         return {}
-    rotary = [name for name in names if choose(name).absolute is None and choose(name).bias is None]
+    rotary = [name for name in names if resolve_encoding(name).absolute is None and resolve_encoding(name).bias is None]
     if not rotary:
         return {}
     plan: dict[str, dict[Level, Sequence[Run]]] = {

@@ -12,7 +12,7 @@ from torchrope.encodings import NoEncoding
 from torchrope.lab.conclusion import Interval, join_names, one_seed
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
 from torchrope.lab.statistics import accuracy_interval
 from torchrope.lab.studies.engine.estimates import (
@@ -335,7 +335,7 @@ def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
     """Plan runs with positions jittered within their patches in training, as ComRoPE's perturbation of intensity 1."""
     if lab.config.model.backbone == "swin" or lab.config.model.jitter:
         return [], ["No perturbation: it is compared on a ViT with model.jitter 0."]
-    rotary = [name for name in _chosen(lab, names, JITTERED) if choose(name).rotary is not NoEncoding]
+    rotary = [name for name in _chosen(lab, names, JITTERED) if resolve_encoding(name).rotary is not NoEncoding]
     runs = lab.runs(rotary, model={"jitter": JITTER})
     note = (
         "Perturbation changes the positions of rotary encodings; unlike in ComRoPE, absolute encodings are unperturbed."
@@ -641,7 +641,7 @@ def contradictions(right: dict[str, Right], effects: Effects, sizes: Sizes) -> l
 def _table_ahead(right: dict[str, Right], sizes: Sizes) -> str:
     """Write a note if a resampled learned table is ahead of rotary encodings at the largest size."""
     largest, table = sizes.farthest, right.get("learned")
-    rotary = [name for name in right if "+" not in name and choose(name).rotary is not NoEncoding]
+    rotary = [name for name in right if "+" not in name and resolve_encoding(name).rotary is not NoEncoding]
     if table is None or not rotary:
         return ""
     gaps = dict(zip(rotary, contrasts([(table[largest], right[name][largest]) for name in rotary]), strict=True))

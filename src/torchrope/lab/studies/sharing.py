@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from torchrope.lab.conclusion import join_names
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Advice, Findings
 from torchrope.lab.studies.engine.estimates import about_intervals, change_sentence
 from torchrope.lab.studies.engine.grid import (
@@ -81,7 +81,7 @@ def _learns(lab: Lab, name: str) -> bool:
 
 def _absolute(lab: Lab, name: str) -> int:
     """Count the parameters of the absolute part, which sharing does not change."""
-    absolute = [part for part in name.split("+") if choose(part).absolute is not None]
+    absolute = [part for part in name.split("+") if resolve_encoding(part).absolute is not None]
     return count_encoding_parameters(lab.blueprint(lab.run(absolute[0]))) if absolute else 0
 
 

@@ -14,7 +14,7 @@ from torchrope.encodings.names import takes
 from torchrope.encodings.periodic import close_axes
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.views import poses_of
-from torchrope.lab.encodings import choose, of_poses
+from torchrope.lab.encodings import of_poses, resolve_encoding
 from torchrope.lab.training.config import TASKS, ModelConfig
 from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
 from torchrope.positions import JitteredLattice, PerAxis, VoxelLattice, per_axis
@@ -133,7 +133,7 @@ def check_patches(config: ModelConfig, data: DataModule) -> None:
 
 def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
     """Build the vision transformer of a configuration, as `build_model` does."""
-    choice = choose(encoding)
+    choice = resolve_encoding(encoding)
     norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
     return ViT(
         config.input_size or data.input_size,
@@ -164,7 +164,7 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
 
 def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
     """Build the Swin of a configuration, as `build_model` does; it pools by the mean and ignores `pool`."""
-    choice = choose(encoding)
+    choice = resolve_encoding(encoding)
     sizes = _given(config, SWIN_SIZES, ("dim", "depths"))
     if config.stage_heads is not None:
         sizes["num_heads"] = config.stage_heads
@@ -194,7 +194,7 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
 
     Encodings are initialised as in their papers, for one token per unit of the data's extent along each axis.
     """
-    choice = choose(encoding)
+    choice = resolve_encoding(encoding)
     norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
     return TokenClassifier(
         data.in_channels,

@@ -31,7 +31,7 @@ class LabConfig:
         model: The model around the encodings.
         optim: The optimiser.
         scale: How runs are computed; on_nan is "ignore" because divergence of an encoding is a result.
-        encodings: Names, see `torchrope.encodings.choose`; empty for the study's default list.
+        encodings: Names, see `torchrope.encodings.parse_encoding`; empty for the study's default list.
         seeds: Number of seeds 0, 1, ... per encoding and setting.
         parallel: Runs that train at the same time, each on one device or on its share of the CPU cores.
         slurm: Train on a Slurm cluster: "partition=gpu,time=240", options of sbatch; "cluster=local" uses processes of

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.studies.engine.runs import Run
 from torchrope.lab.studies.engine.study import Lab
 
@@ -22,7 +22,7 @@ def feasible(lab: Lab, runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
     """
     feasible_runs, notes = [], {}
     for run in runs:
-        choose(run.encoding)
+        resolve_encoding(run.encoding)
         try:
             lab.blueprint(run)
         except ValueError as error:

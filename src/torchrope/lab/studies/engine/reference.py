@@ -7,7 +7,7 @@ import numpy as np
 
 from torchrope.encodings import STRING, ComRoPEAP, ComRoPELD, LieRE
 from torchrope.lab.conclusion import Interval
-from torchrope.lab.encodings import choose
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Row, Table
 from torchrope.lab.studies.engine.config import TABLE, reference_for
 from torchrope.lab.studies.engine.estimates import (
@@ -85,7 +85,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _learns_beyond_frequencies(part: str) -> bool:
-    return issubclass(choose(part).parts[-1], BEYOND_FREQUENCIES)
+    return issubclass(resolve_encoding(part).parts[-1], BEYOND_FREQUENCIES)
 
 
 def differences_from(rights: Mapping[str, np.ndarray], others: Mapping[str, str]) -> dict[str, Interval]:
