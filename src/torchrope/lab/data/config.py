@@ -331,7 +331,7 @@ class TokensConfig(DataConfig):
 
     Attributes:
         scale: Length that counts as one unit of position, in the unit of the data: one number, or one per axis. None
-            measures it, for each axis separately: the mean extent of the training examples over n - 1 where there is one
+            measures it, for each axis separately: the mean extent of the training examples over n - 1 if there is one
             axis, over √n where there are more, n their mean number of points.
     """
 
