@@ -1,4 +1,4 @@
-"""Arrays of numpy's .npz files: of the size that the file can hold, without pickles, from any thread."""
+"""Read arrays from numpy's .npz files: sizes checked against the file, no pickles, safe in threads."""
 
 import math
 import threading

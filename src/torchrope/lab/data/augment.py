@@ -1,4 +1,4 @@
-"""Random changes of whole batches of training inputs, on the device that they are on."""
+"""Random augmentation of whole batches of training inputs, on the device of the batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class EpochSet(Dataset):
     """The training examples of one epoch, changed at random.
 
     Example i is a function of `seed` and i alone, Mixup and CutMix of its batch too. What the set itself draws
-    from torch's generator, such as a random crop, is seeded likewise.
+    from torch's generator, such as a random crop, is seeded the same way.
 
     Args:
         dataset: Examples (input, label, ...). Where it has `normalise`, which makes inputs ready for a model, and

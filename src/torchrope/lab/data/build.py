@@ -1,4 +1,4 @@
-"""From the choice of a data set to the data module."""
+"""Build the data module of a data set from its configuration."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Where downloads and indices go."""
+"""Folder of downloaded files and indices."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""COCO's format of instances: boxes, polygons and run lengths in one JSON file for each part."""
+"""Data sets in COCO's instance format: boxes, polygons and run-length masks, one JSON file per part."""
 
 import json
 import math
@@ -57,7 +57,7 @@ class Picture(NamedTuple):
 
 
 class Instances(NamedTuple):
-    """What a JSON file says: names of the categories by id, images, their annotations, and what is wrong with some."""
+    """Contents of a JSON file: category names by id, images, their annotations, and faults of some of them."""
 
     file: str
     categories: dict[int, str]
@@ -225,7 +225,7 @@ def read_instances(path: Path) -> Instances:
 
 
 def fault_of_image(image: Mapping[str, Any], known: Iterable[int]) -> str | None:
-    """Say what is wrong with what a file says of an image, if anything is."""
+    """Describe what is wrong with an image's entry; None if nothing is."""
     if not _is_whole(image.get("id")) or not isinstance(image.get("file_name"), str):
         return f"image {image.get('id')!r} without an id and a file_name"
     name = PurePosixPath(image["file_name"])

@@ -1,4 +1,4 @@
-"""The choice of a data set and its settings, as plain values: imports no torch."""
+"""Names and settings of the data sets as plain values; imports no torch."""
 
 import math
 import os
@@ -97,7 +97,7 @@ class PointAugment(Augment):
     """Of tokens at any positions, in this order: rotate, shift, jitter, drop_points.
 
     Attributes:
-        rotate: Two axes, such as x,y: positions turn in their plane by a random angle about the mean of the example's
+        rotate: Two axes, such as x,y: positions rotate in their plane by a random angle about the mean of the example's
             points, and so do vectors whose columns are named like the axes behind n or v (nx, ny; vx, vy).
         degrees: Largest angle, in either direction.
         shift: Largest move of all points together along each axis, in units of `scale`, in either direction.
@@ -243,7 +243,7 @@ class DataConfig:
         name: The data set, see docs/data.md.
         size: Pixels per side; of "ade20k" and "segments" those of a training crop, of "coco" the shorter side of a
             picture, where `scale_jitter` makes no crops. Of "points", "series" and "kanji-strokes" the most points of
-            an example: of more so many are chosen at random, anew in each epoch, and always the same in validation.
+            an example: of more so many are chosen at random, again in each epoch, and always the same in validation.
         train_size: Train on that many examples, as equally many of each class as there can be; None is all.
         val_size: Validate on that many examples, chosen likewise.
         batch_size: Examples in one training step.
@@ -308,7 +308,7 @@ class RootConfig(DataConfig):
 
     Attributes:
         root: Folder that holds the files, laid out as docs/data.md says; "fashion-mnist", "cifar10" and "cifar100" are
-            downloaded where it is not given, and kanji are those of the package kanjivg.
+            downloaded if it is not given, and kanji are those of the package kanjivg.
     """
 
     root: str | None = None
@@ -331,7 +331,7 @@ class TokensConfig(DataConfig):
 
     Attributes:
         scale: Length that counts as one unit of position, in the unit of the data: one number, or one per axis. None
-            measures it, for each axis by itself: the mean extent of the training examples over n - 1 where there is one
+            measures it, for each axis separately: the mean extent of the training examples over n - 1 if there is one
             axis, over √n where there are more, n their mean number of points.
     """
 
@@ -389,7 +389,7 @@ def data_set(name: DataName, module: str, size: int | None = None) -> Callable[[
     Args:
         name: What `--data` takes.
         module: Module of this package, and the class of its data module.
-        size: The default, where it is not that of the class above.
+        size: The default, if it differs from that of the class above.
     """
 
     def add(kind: type[Kind]) -> type[Kind]:

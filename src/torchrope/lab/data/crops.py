@@ -1,4 +1,4 @@
-"""Which part of a picture is shown, and at how many pixels: random crops in training, the centre in validation."""
+"""Crops of images and their resolution: random crops in training, the centre in validation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

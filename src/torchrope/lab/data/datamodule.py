@@ -1,4 +1,4 @@
-"""What every data set tells about itself, and how its batches are drawn."""
+"""Base class of all data modules, and the order in which batches are drawn."""
 
 import hashlib
 import json
@@ -62,7 +62,7 @@ class DataModule(pl.LightningDataModule, ABC):
             how they are changed.
         tells_spacing: Whether batches of volumes carry the mm between voxels `(batch, axes)` behind inputs and labels,
             set likewise.
-        resume_at: Epoch and how many of its batches a run that goes on has seen, set likewise; they are left out.
+        resume_at: Epoch and how many of its batches a resumed run has seen, set the same way; they are skipped.
         train_sizes: Sizes of the training batches, of which one is drawn for every step of the optimiser, set likewise;
             none is `input_size` alone. Validation keeps `input_size`.
     """
@@ -153,7 +153,7 @@ class DataModule(pl.LightningDataModule, ABC):
 
     @property
     def readings(self) -> list[Skipping]:
-        """What counts files that turn out to be damaged while they are read, of both parts."""
+        """Counters of files found damaged while reading, of both parts."""
         found = [getattr(part, "reading", None) for part in self._datasets or ()]
         return [reading for reading in found if isinstance(reading, Skipping)]
 
@@ -193,7 +193,7 @@ class DataModule(pl.LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader:
         """Draw training batches in an order that depends on `run_seed` and the epoch alone.
 
-        Made anew for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
+        Created again for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
         random state, so a resumed run sees what an uninterrupted one sees.
         """
         train, _ = self._made_datasets()
@@ -258,7 +258,7 @@ class DataModule(pl.LightningDataModule, ABC):
         return EpochSet(train, augment, self.num_classes, seed)
 
     def _on_device(self, train: Dataset, size: Size, device: torch.device) -> Dataset:
-        """Keep a set that is held in memory on the device that trains on it, where there is room."""
+        """Keep a set that is held in memory on the training device, if its memory suffices."""
         allowed = isinstance(self.config, HeldConfig) and self.config.resident
         if not isinstance(train, HeldSet) or not allowed or train.nbytes > RESIDENT_BYTES:
             return train

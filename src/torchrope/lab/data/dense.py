@@ -1,4 +1,4 @@
-"""Pictures with boxes, masks and maps: what is in a batch, and how training pictures are changed at random."""
+"""Images with boxes, masks and semantic maps: the fields of a batch, and random augmentation in training."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -36,11 +36,11 @@ class DenseSet(Dataset, ABC):
 
     An image is float32 `(channels, height, width)`, normalised; sizes may differ. A target has what the data has:
 
-    * `map`: int64 `(height, width)`, the class of every pixel, 255 where none is told.
+    * `map`: int64 `(height, width)`, the class of every pixel, 255 if unlabelled.
     * `boxes`: float32 `(objects, 4)`, left, top, right and bottom in pixels, from 0 to width and height.
     * `labels`: int64 `(objects,)`, the class of each.
     * `masks`: bool `(objects, height, width)`, the pixels of each that are seen.
-    * `crowd`: bool `(objects,)`, whether it is a crowd whose members are not told apart.
+    * `crowd`: bool `(objects,)`, whether it is a crowd without separate instances.
     * `name`: the file, or the number, as a string.
 
     What is drawn at random for an example is a function of `seed` and of its index alone.
@@ -160,7 +160,7 @@ def of_photographs() -> Normalise:
 
 
 def compose(steps: Sequence[Any]) -> Change | None:
-    """One change after the other; None where there is none."""
+    """Apply the changes one after another; None if there are none."""
     return v2.Compose(steps) if steps else None
 
 

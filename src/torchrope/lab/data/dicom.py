@@ -1,4 +1,4 @@
-"""DICOM files: an index of their headers, series in the order of space, values in Hounsfield units."""
+"""DICOM files: an index of their headers, slices sorted by position, values in Hounsfield units."""
 
 import hashlib
 import io
@@ -42,7 +42,7 @@ SAME_DIRECTION = 1e-3
 
 
 class Header(NamedTuple):
-    """What the header of a slice says.
+    """Header of a slice.
 
     Attributes:
         instance: SOPInstanceUID.
@@ -71,7 +71,7 @@ def read_header(path: Path) -> Header:
     """Read a slice's header, not its pixels.
 
     Raises:
-        ValueError: it is no DICOM file, or does not say where its slice lies.
+        ValueError: it is no DICOM file, or its header lacks the slice's position.
     """
     dataset = _read_dataset(path, stop_before_pixels=True, specific_tags=TAGS)
     missing = [tag for tag in NEEDED if tag not in dataset or dataset.get_item(tag).value in (None, b"")]

@@ -1,4 +1,4 @@
-"""Real handwritten digits, small enough to train on while one waits."""
+"""Real handwritten digits, a data set small enough to train on within seconds to minutes."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Random numbers that belong to examples: functions of seed and index, whoever draws them, and where."""
+"""Random numbers per example: functions of seed and index, independent of process and order."""
 
 import zlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Files that cannot be read: named, counted and left out, up to a limit, and beyond it the end with the list."""
+"""Unreadable files: listed, counted and skipped up to a limit, beyond which reading raises with the list."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What lies in folders of one's own: files and sub-folders, without those that a computer added by itself."""
+"""Files and sub-folders of a data set's folder, without those that operating systems add."""
 
 import logging
 import os

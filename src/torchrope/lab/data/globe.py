@@ -1,4 +1,4 @@
-"""Land and sea around places of the earth: tokens whose positions lie on a sphere."""
+"""Land and sea around places on the earth: tokens whose positions are points on a sphere."""
 
 import math
 import zlib
@@ -187,7 +187,7 @@ def _thinned(stream: IO[bytes], step: int) -> np.ndarray:
 
 
 def _asked(land: Tensor, draws: Draws, part: str, seed: int) -> Tensor:
-    """The place that each example asks, `(examples, 2)` in degrees: land and sea in turn, in cells of its part."""
+    """The place that each example asks, `(examples, 2)` in degrees: land and sea alternately, in cells of its part."""
     tries = draws.uniform(f"{part}, place", 2 * TRIES).unflatten(1, (TRIES, 2))
     places = torch.stack([torch.rad2deg(torch.asin(2 * tries[..., 0] - 1)), 360 * tries[..., 1] - 180], dim=-1)
     wanted = torch.arange(len(places)) % 2 == 1

@@ -20,12 +20,12 @@ from torchrope.lab.data.folders import files_below, matching, subfolders
 from torchrope.lab.data.images import (
     ImageSet,
     Sample,
-    choose,
     existing_folder,
     explain_fault,
     list_samples,
     load_image,
     measure_statistics,
+    select_examples,
 )
 from torchrope.lab.data.shards import ShardOrder, ShardSet, index_shards
 from torchrope.lab.data.tensors import TensorSet, balanced_subset, byte_sets, normalisation
@@ -105,7 +105,7 @@ class ImageNet(DataModule):
 
     def _folder(self, samples: list[Sample], train: bool) -> ImageSet:
         size, name = self._size(train)
-        chosen = choose(samples, size, self.config.split_seed, name)
+        chosen = select_examples(samples, size, self.config.split_seed, name)
         return ImageSet(self.root, chosen, self._view(train), None, self.config.max_skipped)
 
     def _sharded(self, shards: list[Path], train: bool) -> ShardSet:
@@ -217,11 +217,11 @@ class TinyImageNet(DataModule):
         found = (list_samples if part == "train" else list_validation)(self.root, self.root / part, self.classes)
         if not found:
             raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
-        return choose(found, getattr(config, size), config.split_seed, size)
+        return select_examples(found, getattr(config, size), config.split_seed, size)
 
 
 def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
-    """List the tar files that train and those that validate, told by their names or folders; sorted."""
+    """List the tar files that train and those that validate, recognised by their names or folders; sorted."""
     train, val = (
         sorted({*matching(root, f"*{part}*.tar"), *matching(root, f"{part}*/*.tar")}) for part in ("train", "val")
     )
@@ -264,7 +264,7 @@ def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sa
 
 
 def validation_classes(root: Path, folder: Path, files: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Read the class of each picture, by its name without extension, and the name of the list that told it."""
+    """Read the class of each picture, by its name without extension, and the name of the list that contains it."""
     annotations, solution = folder / "val_annotations.txt", "LOC_val_solution.csv"
     if annotations.is_file():
         rows = [line.split("\t") for line in annotations.read_text().splitlines() if line]

@@ -1,4 +1,4 @@
-"""Anybody's own pictures: one sub-folder per class."""
+"""Images from a folder with one sub-folder per class."""
 
 import hashlib
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ Made = TypeVar("Made", bound="ImageSet")
 
 
 class ImageSet(Dataset):
-    """Pictures read from disk when they are asked for; one that cannot be read gives way to the next that can.
+    """Images read from disk on access; an unreadable image is replaced by the next readable one.
 
     Args:
         root: Folder that the paths start from.
         samples: (path below root, label) of every picture.
         view: What is shown of a picture.
-        normalise: From bytes `(3, size, size)` to float32; None leaves them.
-        max_skipped: How many may be left out.
+        normalise: From bytes `(3, size, size)` to float32; None keeps bytes.
+        max_skipped: Largest number of unreadable images that are skipped.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ImageSet(Dataset):
         return int(self._enlarged.sum())
 
     def viewed(self: Made, view: View) -> Made:
-        """The same pictures, of which something else is shown; what is found damaged is counted together."""
+        """Return the same images with another view; damaged files are counted together."""
         same = copy(self)
         same.view = view
         same._enlarged = torch.zeros_like(self._enlarged).share_memory_()
@@ -132,8 +132,8 @@ class Images(DataModule):
         """Decode every file once, split, choose `train_size` and `val_size` of them, measure mean and std."""
         config, side = self.config, self.input_size[0]
         train, val = split_parts(self._readable_samples(), self.classes, config.split_seed, "images")
-        train = choose(train, config.train_size, config.split_seed, "train_size")
-        val = choose(val, config.val_size, config.split_seed, "val_size")
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
         self.description = (
             f"{len(train) + len(val):,} pictures from a folder of one's own, {self.root.name}, "
             f"cropped to {side}×{side} colour pixels; the class is the sub-folder."
@@ -193,7 +193,7 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     names = subfolders(root)
     if not names:
         raise ValueError(f"--data.root must hold one sub-folder per class ({LAYOUT}), got none in {str(root)!r}")
-    # A class may be called train; a part is told by the folders in it.
+    # A class may be called train; a part is recognised by the folders in it.
     parts = {part: root / part for part in PARTS if part in names and subfolders(root / part)}
     if not parts:
         return {"": root}, at_least_two(names, root)
@@ -210,7 +210,7 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
 
 
 def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
-    """Check that there is something to tell apart."""
+    """Check that there are at least two classes."""
     if len(names) < 2:
         raise ValueError(
             f"--data.root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}"
@@ -228,10 +228,10 @@ def list_samples(
 
 
 def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
-    """Open a picture of one of `FORMATS`, whatever its name says.
+    """Open a picture of one of `FORMATS`, whatever its file extension.
 
     Raises:
-        UnidentifiedImageError: it is of none.
+        UnidentifiedImageError: its format is not one of them.
         ValueError: it has more pixels than Pillow reads without a warning.
     """
     file = Image.open(path, formats=FORMATS)
@@ -253,10 +253,10 @@ def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
     with open_image(path) as file:
         if size is not None:
             file.draft("RGB", (2 * size, 2 * size))
-        file.filename = ""  # else Pillow maps the file, and a TIFF that is to be turned gets rows of the wrong length
+        file.filename = ""  # else Pillow maps the file, and a TIFF that is to be rotated gets rows of the wrong length
         upright = ImageOps.exif_transpose(file)
         if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
-            # Pillow turns 0 for white into 0 for black with 8 bits alone.
+            # Pillow converts 0 for white to 0 for black with 8 bits only.
             white = getattr(file, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
             upper = (np.asarray(upright) >> 8).astype(np.uint8)
             return Image.fromarray(255 - upper if white else upper).convert("RGB")
@@ -267,7 +267,7 @@ def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
 
 
 def explain_fault(error: Exception) -> str:
-    """Say what is wrong with a picture that cannot be decoded."""
+    """Describe why an image cannot be decoded."""
     return f"no image ({', '.join(FORMATS)})" if isinstance(error, UnidentifiedImageError) else reason(error)
 
 
@@ -322,8 +322,8 @@ def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], 
     return sorted(train), sorted(val)
 
 
-def choose(samples: Sequence[Sample], size: int | None, seed: int, name: str) -> list[Sample]:
-    """Choose `size` samples, as equal in number among the classes as they can be."""
+def select_examples(samples: Sequence[Sample], size: int | None, seed: int, name: str) -> list[Sample]:
+    """Select `size` samples, with numbers per class as equal as possible."""
     labels = torch.tensor([label for _, label in samples])
     return [samples[index] for index in balanced_subset(labels, size, seed, name).tolist()]
 

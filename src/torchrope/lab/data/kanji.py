@@ -36,7 +36,7 @@ LAYOUTS = {
     "from lower left": ("nyo", "nyoc"),
     "enclosed": ("kamae", "kamaec"),
 }
-"""Arrangements of components, by the positions that KanjiVG tells."""
+"""Arrangements of components, by the positions given in KanjiVG."""
 SINGLE = "single"
 TITLES = {"radical": "radicals", "layout": "layouts", "strokes": "numbers of strokes"}
 QUESTIONS = {"radical": "its radical", "layout": "how its components are arranged", "strokes": "its number of strokes"}
@@ -46,7 +46,7 @@ class Kanji(DataModule):
     """Characters of KanjiVG in white on black, one grey channel, drawn from their strokes at `size` pixels per side.
 
     The class is, by `task`, the character's radical as it is written (氵 and 水 are two), the arrangement of its
-    components (`LAYOUTS`, or `SINGLE` where no position is told), or the number of its strokes. Classes with fewer than
+    components (`LAYOUTS`, or `SINGLE` if no position is given), or the number of its strokes. Classes with fewer than
     60 characters are left out. A fifth of the characters is held out, within each class, with `split_seed`; all ways to
     write a character are on one side.
 
@@ -197,7 +197,7 @@ def split_by_character(chosen: Sequence[Character], labels: Sequence[int], seed:
 
 
 def radical_of(character: Character) -> str:
-    """The radical as it is written, "" where none is told: the general dictionaries', else the traditional one."""
+    """The radical as it is written, "" if none is given: the general dictionaries', else the traditional one."""
     components = list(character.root.walk())
     for kind in ("general", "tradit"):
         for component in components:

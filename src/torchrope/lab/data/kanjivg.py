@@ -39,7 +39,7 @@ class Component:
 
     Attributes:
         element: What it looks like, a character, "" where none does.
-        position: Where it is in the part around it, as "left", "top" or "kamae" (enclosing), "" where that is not told.
+        position: Where it is in the part around it, as "left", "top" or "kamae" (enclosing), "" if not given.
         radical: Which dictionaries call it the radical: "general", "tradit", "nelson", "jis", or "".
         part: "1", "2", ... where strokes of others are written in between and it comes in several pieces, else "".
         number: Tells two such components of one `element` apart.

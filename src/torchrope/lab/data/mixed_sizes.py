@@ -33,7 +33,7 @@ class Resampled(Dataset):
     """Examples whose inputs are resampled after everything else that changes them.
 
     Args:
-        dataset: Batches of inputs, labels, and distances between voxels where these are told, with `__getitems__`.
+        dataset: Batches of inputs, labels, and distances between voxels if known, with `__getitems__`.
         size: Extent of every axis.
     """
 

@@ -1,4 +1,4 @@
-"""Clips whose class is a motion, which no single frame and no bag of patches can tell."""
+"""Clips whose class is a motion, which neither a single frame nor an unordered set of patches determines."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Pictures in memory whose pixels carry the number of the object that they belong to."""
+"""Images in memory whose pixels store the index of their object."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ class NumberedSet(DenseSet, HeldSet):
         return len(self.names)
 
     def read(self, index: int) -> tuple[Tensor, Target]:
-        """A picture with all that is told of it."""
+        """Return an image with all its annotations."""
         numbers, objects = self.numbers[index], self.objects[index]
         labels, side = objects[:, 0], self.inputs.shape[-1]
         class_of = torch.zeros(OTHER + 1, dtype=torch.uint8, device=labels.device)

@@ -1,4 +1,4 @@
-"""Anybody's own sets of points: a file each, one sub-folder or one value of a column per class."""
+"""Sets of points, one file each; the class is the sub-folder or a column's value."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from torchrope.lab.data.config import PointsConfig
 from torchrope.lab.data.faults import Fault, find_faults, name_some, reason, tell_skipped
 from torchrope.lab.data.folders import files_below, subfolders, tell_others
-from torchrope.lab.data.images import PARTS, Sample, choose, existing_folder, find_classes, split_parts
+from torchrope.lab.data.images import PARTS, Sample, existing_folder, find_classes, select_examples, split_parts
 from torchrope.lab.data.tables import READERS, Columns, read_table
 from torchrope.lab.data.tokens import Cloud, TokensModule, counted
 
@@ -26,7 +26,7 @@ class Points(TokensModule):
     Columns are named by the first line of a .csv file, the arrays of a .npz file and the properties of the vertices of
     a .ply file. Those named x, y, z and t are positions, or those of `axes`; all others are features of a point, or
     those of `features`. Positions count from the least along each axis of an example. What is missing (NaN, an empty
-    cell) at a position leaves the point out; a missing feature is told to the model.
+    cell) at a position leaves the point out; a missing feature is marked in the input.
 
     Every file is read once in `setup` and held in memory; those that cannot be used are left out, named in one warning
     and listed in `skipped`. Without val a fifth of each class is held out, by a hash of path and `split_seed`.
@@ -70,8 +70,8 @@ class Points(TokensModule):
             for part, folder in self.folders.items()
         }
         train, val = split_parts(parts, self.classes, config.split_seed, "sets of points")
-        train = choose(train, config.train_size, config.split_seed, "train_size")
-        val = choose(val, config.val_size, config.split_seed, "val_size")
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
         shown = [found[path] for path, _ in (*train, *val)]
         held = f"{', '.join(self.features)} at each" if self.features else "nothing but positions"
         of_class = "the sub-folder" if config.label is None else f"column {config.label}"

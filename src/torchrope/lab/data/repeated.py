@@ -1,4 +1,4 @@
-"""Examples that come several times within an epoch, changed otherwise each time."""
+"""Training examples repeated several times per epoch, each time with different augmentation."""
 
 from collections.abc import Iterator
 from itertools import islice

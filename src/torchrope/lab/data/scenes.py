@@ -1,4 +1,4 @@
-"""Scenes of several real digits with boxes, masks and a map, small enough to train on while one waits."""
+"""Scenes of several real digits with boxes, masks and a semantic map, small enough to train on quickly."""
 
 from collections.abc import Sequence
 from dataclasses import replace

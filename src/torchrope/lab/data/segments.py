@@ -1,4 +1,4 @@
-"""Anybody's own pictures with masks of class indices."""
+"""Images with masks of class indices, from folders."""
 
 from pathlib import Path
 

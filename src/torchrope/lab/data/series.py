@@ -7,7 +7,7 @@ import torch
 
 from torchrope.lab.data.config import SeriesConfig
 from torchrope.lab.data.folders import matching
-from torchrope.lab.data.images import Sample, choose, existing_folder, hold_out
+from torchrope.lab.data.images import Sample, existing_folder, hold_out, select_examples
 from torchrope.lab.data.series_files import READERS, TimeSeries, read_series
 from torchrope.lab.data.tokens import Cloud, TokensModule, counted
 
@@ -26,7 +26,7 @@ class Series(TokensModule):
     is told to the model.
 
     Raises:
-        ValueError: root is missing, holds no such files or several sets of them, or one is not as its format says.
+        ValueError: root is missing, holds no such files or several sets of them, or one violates its format.
     """
 
     name = "series"
@@ -59,8 +59,8 @@ class Series(TokensModule):
         samples = [(name, self.classes.index(label)) for name, (_, label) in found.items()]
         first = len(parts[0])
         train, val = (samples[:first], samples[first:]) if len(parts) == 2 else hold_out(samples, config.split_seed)
-        train = choose(train, config.train_size, config.split_seed, "train_size")
-        val = choose(val, config.val_size, config.split_seed, "val_size")
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
         shown = [found[name][0] for name, _ in (*train, *val)]
         several = f" of {len(self.features)} channels" if len(self.features) > 1 else ""
         self.description = f"{len(shown):,} time series{several} with {counted(shown)}, a token at each time."
@@ -93,7 +93,7 @@ def find_files(root: Path, problem: str | None = None) -> list[Path]:
 
     Args:
         root: The folder.
-        problem: Name of the set; None where there is only one.
+        problem: Name of the set; None if there is only one.
 
     Raises:
         ValueError: there are none, several, or a test file alone.

@@ -23,7 +23,7 @@ class TimeSeries:
     """One series.
 
     Attributes:
-        times: float64 `(n,)`: as the file says, or 0, 1, ...; dates are in seconds.
+        times: float64 `(n,)`: from the file, or 0, 1, ...; dates are in seconds.
         values: float64 `(n, channels)`, NaN where one is missing.
         label: Its class.
     """
@@ -37,7 +37,7 @@ def read_series(path: Path) -> list[TimeSeries]:
     """Read all series of a file, by its extension: .ts, .arff or .npz.
 
     Raises:
-        ValueError: the file is not as its format says; the message is one line and names the place.
+        ValueError: the file violates its format; the message is one line and names the place.
     """
     try:
         found = READERS[path.suffix.lower()](path)

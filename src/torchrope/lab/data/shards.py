@@ -1,4 +1,4 @@
-"""Tar shards as webdataset writes them (0001.jpg, 0001.cls, ...), read at any place."""
+"""Tar shards in webdataset's format (0001.jpg, 0001.cls, ...), with random access."""
 
 import hashlib
 import io
@@ -62,7 +62,7 @@ class ShardOrder(Sampler[int]):
 
     The order of an epoch is a function of seed and epoch, cut into one run of equal length for each process, so
     that a process reads shards of its own but for those at its ends. As many examples as it takes for equal
-    lengths are drawn a second time. Workers take turns by batches and change nothing.
+    lengths are drawn a second time. Workers alternate by batches and do not change the order.
 
     Args:
         shards: Shard of every example, `(examples,)`.

@@ -1,4 +1,4 @@
-"""Samples that are decoded when they are asked for, with substitutes for the damaged."""
+"""Samples decoded on access; a damaged sample is replaced by another one."""
 
 import copy
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Characters as points along their strokes: time, and the place on paper."""
+"""Characters as points along their strokes; positions are time and the place on paper."""
 
 import re
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ def read_table(path: Path, label: str | None = None) -> Columns:
         label: Name of a column that may be text.
 
     Raises:
-        ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, or not as its format says.
+        ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, or violates its format.
     """
     return READERS[path.suffix.lower()](path, label)
 

@@ -1,4 +1,4 @@
-"""Data sets held in memory, and the choice of some of their examples."""
+"""Data sets held in memory, and class-balanced subsets of them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -184,7 +184,7 @@ def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> T
 
 
 def split_for_tuning(labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of the training examples to go on with, and of a fifth of each class that is held out of them.
+    """Indices of the training examples to keep, and of a fifth of each class that is held out of them.
 
     Raises:
         ValueError: a class has fewer than two examples.

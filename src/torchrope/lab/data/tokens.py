@@ -1,4 +1,4 @@
-"""Tokens at any positions: examples of any number of points, how they become batches, and how they are changed."""
+"""Tokens at arbitrary positions: examples of any number of points, their batches and augmentation."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.draws import Draws
 
 VECTORS = ("n", "v")
-"""What the columns of vectors that turn with positions begin with, before the name of an axis: normals, velocities."""
+"""Prefixes, before an axis's name, of the columns of vectors that rotate with positions: normals, velocities."""
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -130,7 +130,7 @@ class CloudSet(Dataset):
         size: Most points that are shown of an example.
         seed: Decides which ones, and the changes.
         augment: What changes the examples; None leaves them.
-        turning: Columns of features that turn with positions, by the plane of `augment`.
+        turning: Columns of features that rotate with positions, by the plane of `augment`.
     """
 
     def __init__(
@@ -190,11 +190,11 @@ class CloudSet(Dataset):
 
 @dataclass(frozen=True)
 class Turning:
-    """A plane that turns.
+    """A plane of rotation.
 
     Attributes:
         axes: Two columns of positions.
-        vectors: Pairs of columns of features that turn with them.
+        vectors: Pairs of columns of features that rotate with them.
     """
 
     axes: tuple[int, int]
@@ -230,9 +230,9 @@ def change(
 
     Args:
         features: `(batch, n, features)`.
-        positions: `(batch, n, axes)`, NaN where there is no point.
+        positions: `(batch, n, axes)`, NaN for missing points.
         augment: What is changed, by how much.
-        turning: The plane that turns; None for none.
+        turning: The plane of rotation; None for no rotation.
         scale: Length of a unit along each axis.
         draws: The random numbers of the batch.
     """

@@ -1,4 +1,4 @@
-"""Operations on batches of inputs `(batch, channels, *sizes)`, whatever the number of axes."""
+"""Operations on batches of inputs `(batch, channels, *sizes)` with any number of axes."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Anybody's own videos: one sub-folder per class."""
+"""Videos from a folder with one sub-folder per class."""
 
 import sys
 from abc import abstractmethod
@@ -23,7 +23,7 @@ from torchrope.lab.data.crops import centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import find_faults, tell_skipped
 from torchrope.lab.data.folders import tell_others
-from torchrope.lab.data.images import Sample, choose, existing_folder, find_classes, hold_out, list_samples
+from torchrope.lab.data.images import Sample, existing_folder, find_classes, hold_out, list_samples, select_examples
 from torchrope.lab.data.streamed import StreamedSet
 from torchrope.lab.data.tensors import normalisation
 
@@ -159,8 +159,8 @@ class VideoModule(DataModule):
         """Open every file once, choose `train_size` and `val_size` of them, measure mean and std."""
         config = self.config
         root, train, val = self.parts()
-        train = choose(train, config.train_size, config.split_seed, "train_size")
-        val = choose(val, config.val_size, config.split_seed, "val_size")
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
         self.describe(len(train) + len(val))
         limit = config.max_skipped
         normalise = normalisation(config.normalise, self._clips(root, train, self.shape).statistics)
@@ -281,7 +281,7 @@ def read_clips(path: Path, choose_frames: ChooseFrames) -> list[Tensor]:
 
     Args:
         path: The video.
-        choose_frames: Told the number of frames, says which ones each clip consists of, never decreasing.
+        choose_frames: Maps the number of frames to the indices of each clip's frames, never decreasing.
 
     Returns:
         uint8 `(frames, 3, height, width)` for every clip.

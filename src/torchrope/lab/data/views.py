@@ -1,4 +1,4 @@
-"""Several views of a cube with real digits on its faces, whose class no view tells: where the cameras were decides."""
+"""Views of a cube with real digits on its faces; the class depends on the camera poses, not on any single view."""
 
 import math
 from dataclasses import dataclass

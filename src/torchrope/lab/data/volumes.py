@@ -1,4 +1,4 @@
-"""Anybody's own volumes: DICOM series or NIfTI files, in folders of classes or with a CSV file of labels."""
+"""Volumes from DICOM series or NIfTI files, in folders of classes or with a CSV file of labels."""
 
 import csv
 import math
@@ -22,7 +22,7 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.dicom import Header, by_series, in_order, index_headers, read_slice
 from torchrope.lab.data.faults import Fault, check_claim, name_some, reason, tell_skipped
 from torchrope.lab.data.folders import files_below, tell_others
-from torchrope.lab.data.images import choose, existing_folder, find_classes, hold_out
+from torchrope.lab.data.images import existing_folder, find_classes, hold_out, select_examples
 from torchrope.lab.data.streamed import StreamedSet
 from torchrope.lab.data.transforms import resize
 from torchrope.lab.data.videos import require_each
@@ -168,8 +168,8 @@ class VolumeModule(DataModule):
         train, val = split_by_patient(found, config.split_seed)
         require_each(train, self.classes, 1, "readable volumes", " to train on")
         require_each(val, self.classes, 1, "readable volumes", " to validate on")
-        train = choose(train, config.train_size, config.split_seed, "train_size")
-        val = choose(val, config.val_size, config.split_seed, "val_size")
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
         self.describe(len(train) + len(val))
         make = partial(self._make_set, {name: volume for name, (volume, _, _) in found.items()})
         mean, std = make(train).statistics()
