@@ -60,7 +60,7 @@ def test_the_table_of_towers_is_that_of_the_package() -> None:
     }
     assert by_code - {"mlcd"} == set(SHARED)
     page = (Path(tr.__file__).parents[2] / "docs" / "use-it-in-your-model.md").read_text(encoding="utf8")
-    listed = re.search(r"share `apply_rotary_pos_emb_vision`[^:]*: ([^.]*)\.", page)
+    listed = re.search(r"use `apply_rotary_pos_emb_vision`[^:]*: ([^.]*)\.", page)
     assert listed is not None
     assert set(re.findall(r"`(\w+)`", listed[1])) == set(SHARED)
 
