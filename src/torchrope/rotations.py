@@ -194,7 +194,11 @@ class Planar(Rotation):
 
     def in_halves(self) -> "Planar":
         """Return the rotation of channel pairs (i, i + rotary_dim / 2) instead of (2i, 2i + 1) by the same angles."""
-        return replace(self, halves=True)
+        # torch 2.6 cannot compile dataclasses.replace
+        return Planar(
+            positions=self.positions, frequencies=self.frequencies, table=self.table, halves=True,
+            head_dim=self.head_dim, num_heads=self.num_heads,
+        )  # fmt: skip
 
     def matrix(self) -> Tensor:
         dense = super().matrix()

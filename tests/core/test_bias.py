@@ -10,13 +10,6 @@ from timm.models.swin_transformer import get_relative_position_index
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.lab.bench.config import Setting
-from torchrope.lab.bench.peers import make_encoding
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.training.config import ModelConfig
-from torchrope.lab.training.cost import count_encoding_parameters
-from torchrope.lab.training.models import build_vit
 
 
 @pytest.mark.parametrize("sizes", [(5,), (2, 3), (3, 1), (2, 3, 2)])
@@ -172,15 +165,5 @@ def test_vit_class_token_has_no_bias() -> None:
     assert torch.allclose(model(x), before, atol=1e-6)
 
 
-def test_bias_counts_as_encoding_without_weight_decay() -> None:
-    model = _vit(encoding="bias")
-    assert count_encoding_parameters(model) == 2 * 5 * 7 * 2
-    assert count_encoding_parameters(_vit(encoding="bias", share_layers=True)) == 5 * 7 * 2
-    assert model.no_weight_decay() == {"prefix_tokens", "biases.0.table", "biases.1.table"}
-
-
-def test_build_vit_accepts_a_bias_by_name() -> None:
-    model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(data_config()))
-    assert [bias.num_heads for bias in model.biases] == [2, 2]
-    with pytest.raises(ValueError, match=r"bench measures rotary encodings, got 'bias\+mixed'"):
-        make_encoding("bias+mixed", Setting())
+def test_bias_has_no_weight_decay() -> None:
+    assert _vit(encoding="bias").no_weight_decay() == {"prefix_tokens", "biases.0.table", "biases.1.table"}

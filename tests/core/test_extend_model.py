@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from swapped import ROTATING, images, made, strong, tower
 from timm.models.vision_transformer import Attention as TimmAttention
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import torchrope as tr
 
@@ -41,11 +39,12 @@ def features() -> tr.Features:
     return tr.Features(sharp(plain), pyramid=True, out_channels=8, window_size=2)
 
 
-def clip() -> CLIPVisionModel:
-    config = CLIPVisionConfig(
+def clip() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CLIPVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=16
     )
-    return tr.swap(sharp(CLIPVisionModel(config)), "mixed", init="paper")
+    return tr.swap(sharp(transformers.CLIPVisionModel(config)), "mixed", init="paper")
 
 
 def sharp(model: Any) -> Any:
@@ -463,7 +462,7 @@ def test_extend_result_compiles(build: Callable[[], Any]) -> None:
 def test_extend_keeps_accuracy_at_twice_the_size() -> None:
     """Digits in patches of one pixel: trained at 8 x 8, a model at 16 x 16 is near chance, interpolated far above."""
     torch.manual_seed(0)
-    digits = load_digits()
+    digits = pytest.importorskip("sklearn.datasets").load_digits()
     x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.tensor(digits.target)
     sizes: dict[str, Any] = dict(patch_size=1, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2)

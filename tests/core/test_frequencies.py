@@ -8,6 +8,9 @@ import torch
 from cases import CASES
 from timm.layers.pos_embed_sincos import RotaryEmbeddingDinoV3, RotaryEmbeddingMRope, apply_rot_embed_cat
 from torch import Tensor
+
+pytest.importorskip("transformers", reason="the oracle of these tests")
+
 from transformers import DINOv3ViTConfig, LlamaConfig, Qwen2VLTextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.dinov3_vit import modeling_dinov3_vit as dinov3

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
 import torch
 from cases import CASES
@@ -478,6 +477,7 @@ def test_exported_programs_run_without_the_library(name: str) -> None:
     "name", exported("frozen axial", "frozen liere:8", "frozen comrope-ap:3", "frozen sinusoidal+mixed", "absorbed")
 )
 def test_onnx_models_match_in_onnxruntime(name: str, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
     model = EXPORTED[name]().eval()
     path = tmp_path / "model.onnx"
     torch.onnx.export(model, (torch.randn(2, 1, 8, 12),), path, dynamo=True, verbose=False)

@@ -16,6 +16,10 @@ NO_NORM, RMS_NORM, LAYER_NORM = 0, 1, 2
 PLAIN: dict[type, int] = {nn.RMSNorm: RMS_NORM, nn.LayerNorm: LAYER_NORM}
 """Modules that compute one of them from `weight`, `bias`, `eps` and `normalized_shape`; subclasses excluded."""
 
+_TINY = torch.full((1,), 1e-4, dtype=torch.bfloat16, device="cpu")
+EPS_OF_FLOAT32 = nn.functional.rms_norm(_TINY, (1,)).item() > 0.1
+"""Whether the default eps of this torch's RMSNorm for half precision is that of float32; older ones use its own."""
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -78,7 +82,7 @@ def describe(name: str, x: Tensor, module: nn.Module) -> Norm:
     if shape != x.shape[-1:]:
         raise ValueError(f"norm of {name} must be over its head_dim {x.shape[-1]}, got one over {shape}")
     kind = PLAIN[type(module)]
-    eps = torch.finfo(wide_dtype(x)).eps if plain.eps is None else plain.eps
+    eps = torch.finfo(wide_dtype(x) if EPS_OF_FLOAT32 else x.dtype).eps if plain.eps is None else plain.eps
     return Norm(kind, plain.weight, plain.bias if kind == LAYER_NORM else None, eps)
 
 

@@ -11,6 +11,8 @@ from timm.loss import BinaryCrossEntropy
 from torch.nn import functional
 
 import torchrope as tr
+from torchrope.lab.bench.config import Setting
+from torchrope.lab.bench.peers import make_encoding
 from torchrope.lab.cli import main
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import AugmentConfig, data_config
@@ -18,8 +20,9 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.results import StudyResult
 from torchrope.lab.training.classifier import training_loss
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope.lab.training.cost import count_encoding_parameters
 from torchrope.lab.training.init_from import start_from
-from torchrope.lab.training.models import build_model
+from torchrope.lab.training.models import build_model, build_vit
 from torchrope.lab.training.optim import parameter_groups
 from torchrope.lab.training.run import build_module, load, train
 from torchrope.models import Swin
@@ -300,3 +303,16 @@ def test_repeats_differ_in_augmentation_at_equal_epoch_length() -> None:
     assert (mirrored | same).all()
     assert mirrored.sum() > 3
     assert same.sum() > 3
+
+
+def test_build_vit_accepts_a_bias_by_name() -> None:
+    model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(data_config()))
+    assert [bias.num_heads for bias in model.biases] == [2, 2]
+    with pytest.raises(ValueError, match=r"bench measures rotary encodings, got 'bias\+mixed'"):
+        make_encoding("bias+mixed", Setting())
+
+
+@pytest.mark.parametrize(("share_layers", "tables"), [(False, 2), (True, 1)])
+def test_bias_tables_count_as_parameters_of_the_encoding(share_layers: bool, tables: int) -> None:
+    config = ModelConfig(dim=16, depth=2, num_heads=2, patch_size=[2], share_layers=share_layers)
+    assert count_encoding_parameters(build_vit("bias", config, make_data(data_config()))) == tables * 7 * 7 * 2

@@ -4,7 +4,9 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+from typing_extensions import dataclass_transform  # of typing from Python 3.11 on; torch needs typing_extensions
 
 from torchrope.lab.spelling import closest, suggestion
 
