@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chromium import BINARY
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
@@ -97,6 +98,15 @@ def test_no_page_asks_the_network_for_anything(site: Path) -> None:
     for sheet in site.rglob("*.css"):
         addresses = re.findall(r"(?:@import\s+url\(|@import\s+|url\()\s*['\"]?([^'\")\s]+)", sheet.read_text())
         assert not [address for address in addresses if ELSEWHERE.match(address)], sheet
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BINARY is None, reason="chromium is not installed")
+def test_search_works_from_a_disk(site: Path) -> None:
+    command = [str(BINARY), "--headless", "--no-sandbox", "--virtual-time-budget=8000", "--dump-dom"]
+    page = subprocess.run([*command, f"file://{site}/index.html?q=golden"], capture_output=True, text=True, check=True)
+    assert re.search(r'md-search-result__meta">\d+ matching documents', page.stdout)
+    assert "points.html" in page.stdout.partition("md-search-result__list")[2]
 
 
 @pytest.mark.slow
