@@ -444,3 +444,9 @@ def test_weights_without_an_encoding_start_a_registered_model(tmp_path: Any) -> 
     x = images(plain)
     assert torch.equal(started(x), plain(x))
     assert timm.create_model("torchrope_vit_tiny_patch16_224", **local, **SMALL)(x).shape == (2, 5)
+
+
+def test_older_library_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm, "__version__", "1.0.9")
+    with pytest.raises(ImportError, match=r"^swap needs timm 1\.0\.31 or newer, got 1\.0\.9$"):
+        tr.swap(MODELS["vit"](), "mixed")

@@ -1,6 +1,8 @@
 """`swap` adds an encoding to a model of timm, transformers or diffusers; `unswap` removes it."""
 
 import inspect
+import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +30,8 @@ LIBRARIES = {
     "transformers": "torchrope.integrations.transformers",
     "diffusers": "torchrope.integrations.diffusers",
 }
+# Oldest releases that the adapters are tested with, as in pyproject.toml; they call functions that older ones lack.
+OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
 
 
 def swap(
@@ -202,13 +206,30 @@ def adapters(model: nn.Module) -> list[Adapter]:
     for library in LIBRARIES:
         within = {part for adapter in found for part in adapter.tower.modules()}  # skip: their blocks may be timm's
         if library in origins(*(type(part) for part in model.modules() if part not in within)):
-            found.extend(import_module(LIBRARIES[library]).adapters(model))
+            found.extend(_import_adapters(library).adapters(model))
     return found
 
 
 def _libraries(model: nn.Module) -> list[Any]:
     """Import the adapter modules of the libraries that a model's submodules come from."""
-    return [import_module(LIBRARIES[library]) for library in origins(*map(type, model.modules()))]
+    return [_import_adapters(library) for library in origins(*map(type, model.modules()))]
+
+
+def _import_adapters(library: str) -> Any:
+    """Import the module with the adapters of a library.
+
+    Raises:
+        ImportError: the library is older than those in `OLDEST`.
+    """
+    if library in OLDEST:
+        installed = sys.modules[library].__version__
+        if _release(installed) < _release(OLDEST[library]):
+            raise ImportError(f"swap needs {library} {OLDEST[library]} or newer, got {installed}")
+    return import_module(LIBRARIES[library])
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def origins(*classes: type) -> list[str]:
