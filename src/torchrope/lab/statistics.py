@@ -500,12 +500,14 @@ class _Pairs:
         """Share of answers that are right with the first only."""
         self.lost = (sums.right[other] - both) / sums.answers
         squared = sums.products.diagonal()
+        differences = signs[one] - signs[other]
+        rank = int(np.linalg.matrix_rank(differences)) if differences.size else 0  # numpy 2.2 raises for none
         self.spread = _spread(
             sums.by_seed[one] - sums.by_seed[other],
             sums.right[one] + sums.right[other] - 2 * both + 2 * sums.seeds,
             squared[one] + squared[other] - 2 * sums.products[one, other] + 2 * sums.seeds**2,
             sums.examples,
-            compared=int(np.linalg.matrix_rank(signs[one] - signs[other])),  # sums.names - 1 for all pairs
+            compared=rank,  # sums.names - 1 for all pairs
         )
 
     def __len__(self) -> int:
