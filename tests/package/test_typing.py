@@ -37,6 +37,8 @@ model: tr.ViT = tr.ViT((32, 32), patch_size=4, num_classes=10, dim=64, depth=2, 
 larger: tr.ViT = tr.extend(model, (2, 2), method="ntk")
 frozen: nn.Module = tr.freeze(larger, (64, 64))
 relative: bool = tr.MixedRoPE(num_axes=1, num_heads=1, head_dim=4).relative
+swapped: nn.Sequential = tr.swap(nn.Sequential(nn.Identity()), tr.LieRE, block_size=8)
+back: nn.Sequential = tr.unswap(swapped)
 '''
 MISTAKE = "wrong: str = tr.grid(8, 8)\n"
 
