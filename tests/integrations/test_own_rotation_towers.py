@@ -248,7 +248,7 @@ def small_mlcd() -> Any:
 
 def test_mlcd_is_refused_with_the_way_by_hand() -> None:
     message = (
-        r"^swap puts in rotations of q and k by positions, and MLCD's class token turns by learned angles; "
+        r"^swap puts in rotations of q and k by positions, and MLCD's class token is rotated by learned angles; "
         r"torchrope\.rotate\(q, k, .*\) in a MLCDAttention of your own takes any positions, got MLCDVisionModel$"
     )
     with pytest.raises(ValueError, match=message):

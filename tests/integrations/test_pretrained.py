@@ -155,7 +155,7 @@ one = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
         (lambda: tr.ViT((64, 64), **one, bias=tr.RelativePositionBias), "biases.0.table: .* instead of nothing"),
         (lambda: tr.ViT((64, 64), **one, positions=tr.patch_centers), "positions: others on the same lattice"),
         (lambda: tr.Swin((64, 64), dim=32, depths=(2,), num_heads=(2,)), "got a Swin for a ViT"),
-        (lambda: timm.create_model("resnet10t"), "load_published knows checkpoints of"),
+        (lambda: timm.create_model("resnet10t"), "load_published supports checkpoints of"),
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(source: Callable[[], nn.Module], message: str) -> None:

@@ -139,7 +139,7 @@ def test_what_holds_no_state_dict_is_refused(content: object, message: str, tmp_
 def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
     state = timm.create_model("resnet10t").state_dict()
     rule = (
-        r"^load_published knows checkpoints of rope-vit, timm's ViT, Swin, LieRE, ComRoPE, got \d+ tensors such as bn1"
+        r"^load_published supports checkpoints of rope-vit, timm's ViT, Swin, LieRE, ComRoPE, got \d+ tensors such as bn1"
     )
     refused(saved(state, tmp_path), rule)
 

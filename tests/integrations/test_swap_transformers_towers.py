@@ -187,7 +187,7 @@ def test_of_a_whole_model_the_vision_tower_is_swapped(build: Callable[[], tuple[
 def test_what_vjepa2_turns_by_is_replaced_or_left_beside_and_not_continued() -> None:
     tower = TOWERS["vjepa2"]()
     expected = outputs(tower.model, tower.given)
-    rule = "init='own' continues rotations, and V-JEPA 2 turns the two channels of a pair by two angles; "
+    rule = "init='own' continues rotations, and V-JEPA 2 rotates the two channels of a pair by two angles; "
     with pytest.raises(
         ValueError, match=rf"^{rule}init='zeros' and init='paper' replace it, keep_rotation=True leaves"
     ):
