@@ -16,11 +16,11 @@ from torchrope.lab.data.config import NAMES_DENSE, AugmentConfig, data_config
 from torchrope.lab.data.dense import (
     DenseModule,
     DenseSet,
-    boxed,
     boxes_of,
     compose,
     flip_and_colours,
     large_scale_jitter,
+    to_boxes,
 )
 from torchrope.lab.data.tensors import Normalise
 
@@ -74,7 +74,7 @@ class Painted(DenseSet):
         labels = torch.tensor([number for number in (1, 2, 3) if bool((numbers == number).any())])
         masks = numbers == labels[:, None, None]
         return tv_tensors.Image(numbers[None].expand(3, -1, -1) * 60), {
-            "boxes": boxed(boxes_of(masks), *numbers.shape),
+            "boxes": to_boxes(boxes_of(masks), *numbers.shape),
             "labels": labels,
             "masks": tv_tensors.Mask(masks),
             "crowd": torch.zeros_like(labels, dtype=torch.bool),
@@ -301,7 +301,7 @@ def test_a_crop_has_several_classes_where_one_can_be_found():
     classes = torch.zeros(side, side, dtype=torch.uint8)
     classes[:30, :30] = 1
     image = tv_tensors.Image(torch.zeros(3, side, side, dtype=torch.uint8))
-    several, plain = dense.CropOfSeveral(crop), dense.Crop(crop)
+    several, plain = dense.CropSeveralClasses(crop), dense.Crop(crop)
 
     def share(change, target) -> float:
         cropped = change(image, {"map": tv_tensors.Mask(target)})[1]["map"]

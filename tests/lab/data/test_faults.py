@@ -6,7 +6,7 @@ import pickle
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from torchrope.lab.data.faults import Skipping, TooManyFaults, find_faults, name_some, tell_skipped
+from torchrope.lab.data.faults import Skipping, TooManyFaults, find_faults, name_some, warn_skipped
 
 
 def refuse(name: str) -> None:
@@ -44,13 +44,13 @@ def test_faults_are_found_in_order_with_one_line_each():
 def test_too_many_at_set_up_are_all_named(caplog):
     faults = [(f"f{number}", "broken") for number in range(8)]
     with caplog.at_level(logging.WARNING):
-        tell_skipped(faults, 20, 8, "images")
+        warn_skipped(faults, 20, 8, "images")
     assert caplog.messages == [f"skipped 8 of 20 images: {name_some(faults)}"]
     assert name_some(faults).endswith("f4 (broken) and 3 more")
     with pytest.raises(
         TooManyFaults, match=r"^at most --data.max_skipped = 7 images may be unreadable, got 8: f0 .*f7 \(bro"
     ):
-        tell_skipped(faults, 20, 7, "images")
+        warn_skipped(faults, 20, 7, "images")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -20,7 +20,7 @@ from torchrope.lab.data.faults import find_faults
 from torchrope.lab.data.series_files import read_series
 from torchrope.lab.data.strokes import KanjiStrokes, curves, points_along
 from torchrope.lab.data.tables import read_table
-from torchrope.lab.data.tokens import Cloud, CloudSet, Turning, change, measure_tokens, normal
+from torchrope.lab.data.tokens import Cloud, CloudSet, RotationPlane, change, measure_tokens, normal
 from torchrope.lab.data.transforms import shuffle_positions
 
 
@@ -292,22 +292,22 @@ CHANGES = PointAugment(rotate=["x", "y"], degrees=90, shift=1.0, jitter=0.5, dro
 
 def test_an_example_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch() -> None:
     made = cloud_set([cloud(n, seed=n) for n in (20, 30, 25)])
-    turning = Turning.of(CHANGES, ("x", "y"), ("grey",))
-    epoch = made.in_epoch(CHANGES, turning, 5)
+    plane = RotationPlane.of(CHANGES, ("x", "y"), ("grey",))
+    epoch = made.in_epoch(CHANGES, plane, 5)
     together = epoch.__getitems__([0, 1, 2])[0]
     for index, count in enumerate((20, 30, 25)):
         torch.testing.assert_close(epoch[index][0], together[index, :count], equal_nan=True, rtol=1e-4, atol=1e-5)
     repeated = epoch.__getitems__([0, 3])[0]  # beyond the end: a repeat, changed otherwise
     assert not torch.equal(repeated[0].nan_to_num(), repeated[1].nan_to_num())
-    assert not torch.equal(made.in_epoch(CHANGES, turning, 6)[0][0].nan_to_num(), epoch[0][0].nan_to_num())
+    assert not torch.equal(made.in_epoch(CHANGES, plane, 6)[0][0].nan_to_num(), epoch[0][0].nan_to_num())
 
 
 def changed(positions: Tensor, features: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
     augment = PointAugment(**settings)
     given = torch.zeros(*positions.shape[:2], 0) if features is None else features
-    turning = Turning.of(augment, ("x", "y", "z"), ("nx", "ny", "nz"))
+    plane = RotationPlane.of(augment, ("x", "y", "z"), ("nx", "ny", "nz"))
     draws = Draws(0, range(len(positions)))
-    return change(given, positions, augment, turning, (1.0, 1.0, 10.0), draws)
+    return change(given, positions, augment, plane, (1.0, 1.0, 10.0), draws)
 
 
 def test_a_rotation_keeps_distances_the_third_axis_and_turns_normals() -> None:

@@ -20,14 +20,14 @@ from torchrope.lab.data.dense import (
     DenseModule,
     Example,
     PictureSet,
-    boxed,
-    choose_some,
     compose,
     flip_and_colours,
+    imagenet_normalise,
     large_scale_jitter,
-    of_photographs,
+    select_some,
+    to_boxes,
 )
-from torchrope.lab.data.faults import Fault, name_some, tell_skipped
+from torchrope.lab.data.faults import Fault, name_some, warn_skipped
 from torchrope.lab.data.folders import matching
 from torchrope.lab.data.images import existing_folder, hold_out, load_image
 
@@ -84,7 +84,7 @@ class CocoSet(PictureSet):
         self.listed = listed
         self.masks = masks
         samples = [(picture.path, zlib.crc32(picture.objects + picture.crowds)) for picture in listed]
-        super().__init__(samples, of_photographs(), change, max_skipped)
+        super().__init__(samples, imagenet_normalise(), change, max_skipped)
 
     def load(self, index: int) -> Example:
         """Read a picture, and decode its objects."""
@@ -96,7 +96,7 @@ class CocoSet(PictureSet):
         objects, crowds = (json.loads(part) for part in packed)
         rows = objects + crowds
         target = {
-            "boxes": boxed(torch.tensor([row[1:5] for row in rows]), height, width),
+            "boxes": to_boxes(torch.tensor([row[1:5] for row in rows]), height, width),
             "labels": torch.tensor([row[0] for row in rows], dtype=torch.int64),
             "crowd": torch.arange(len(rows)) >= len(objects),
             "name": path,
@@ -155,7 +155,7 @@ class Coco(DenseModule):
             faults += instances.faults + found
         self.skipped = faults
         total = sum(len(one.images) + sum(map(len, one.annotations.values())) for one in read.values())
-        tell_skipped(faults, total, config.max_skipped, "images and annotations")
+        warn_skipped(faults, total, config.max_skipped, "images and annotations")
         train, val = (parts["train"], parts["val"]) if "val" in parts else held_out(parts["train"], config.split_seed)
         train = [picture._replace(crowds=NOTHING) for picture in train if picture.objects != NOTHING]
         if not train or not val:
@@ -166,8 +166,8 @@ class Coco(DenseModule):
         fit = v2.Resize(side, max_size=max(side + 1, int(LONGEST * side)))
         jitter = large_scale_jitter(config.augment, side)
         change = compose([*(jitter or [fit]), *flip_and_colours(config.augment)])
-        chosen = choose_some(train, config.train_size, config.split_seed, "train_size")
-        held = choose_some(val, config.val_size, config.split_seed, "val_size")
+        chosen = select_some(train, config.train_size, config.split_seed, "train_size")
+        held = select_some(val, config.val_size, config.split_seed, "val_size")
         return (
             CocoSet(self.root, chosen, masks, change, config.max_skipped),
             CocoSet(self.root, held, masks, compose([fit]), config.max_skipped),

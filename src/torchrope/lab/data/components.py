@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrope.lab.data.config import KanjiComponentsConfig
-from torchrope.lab.data.dense import DenseModule, boxes_of, choose_some, compose, large_scale_jitter
+from torchrope.lab.data.dense import DenseModule, boxes_of, compose, large_scale_jitter, select_some
 from torchrope.lab.data.kanji import characters, split_by_character
 from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, Component, draw_all
 from torchrope.lab.data.numbered import OTHER, NumberedSet
@@ -82,7 +82,7 @@ class KanjiComponents(DenseModule):
         )
 
     def _choose(self, part: Tensor, size: int | None, name: str) -> list[Character]:
-        return [self.characters[index] for index in choose_some(part.tolist(), size, self.config.split_seed, name)]
+        return [self.characters[index] for index in select_some(part.tolist(), size, self.config.split_seed, name)]
 
     def _draw(self, drawn: list[Character], normalise: Normalise | None = None) -> NumberedSet:
         """Draw characters and number their pixels; without `normalise` by mean and deviation of the pictures."""

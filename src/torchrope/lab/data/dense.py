@@ -138,7 +138,7 @@ def plain(target: Target) -> Target:
     return {**target, **tensors}
 
 
-def boxed(boxes: Tensor, height: int, width: int) -> tv_tensors.BoundingBoxes:
+def to_boxes(boxes: Tensor, height: int, width: int) -> tv_tensors.BoundingBoxes:
     """Boxes `(objects, 4)`, left, top, right and bottom, on a picture of a size."""
     return tv_tensors.BoundingBoxes(boxes.float().view(-1, 4), format="XYXY", canvas_size=(height, width))
 
@@ -154,7 +154,7 @@ def boxes_of(masks: Tensor) -> Tensor:
     return masks_to_boxes(masks).float() + ends  # theirs ends at the centre of the last pixel
 
 
-def of_photographs() -> Normalise:
+def imagenet_normalise() -> Normalise:
     """ImageNet's usual mean and deviation."""
     return Normalise(torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1))
 
@@ -172,17 +172,17 @@ def large_scale_jitter(augment: SceneAugment, side: int) -> list[Any]:
     """
     if augment.scale_jitter is None:
         return []
-    return [Jitter((side, side), augment.scale_jitter), Crop(side), keep_seen]
+    return [Jitter((side, side), augment.scale_jitter), Crop(side), keep_visible]
 
 
-def jitter_of_maps(scale: tuple[float, float], side: int) -> list[Any]:
+def map_scale_jitter(scale: tuple[float, float], side: int) -> list[Any]:
     """Resize so that the shorter side is `side` times a random factor, and crop where no class has nearly all.
 
     References:
         The pipeline of mmsegmentation for ADE20k, with factors from 0.5 to 2 and `cat_max_ratio=0.75`.
     """
     low, high = (max(1, round(factor * side)) for factor in scale)
-    return [v2.RandomResize(low, high + 1), CropOfSeveral(side)]
+    return [v2.RandomResize(low, high + 1), CropSeveralClasses(side)]
 
 
 def flip_and_colours(augment: SceneAugment) -> list[Any]:
@@ -192,7 +192,7 @@ def flip_and_colours(augment: SceneAugment) -> list[Any]:
     return flip + ([v2.ColorJitter(strength, strength, strength)] if strength else [])
 
 
-def keep_seen(image: Tensor, target: Target) -> Example:
+def keep_visible(image: Tensor, target: Target) -> Example:
     """Leave out the objects that a crop left nothing of, and fit the boxes of the others to what is left of them."""
     boxes, masks = target.get("boxes"), target.get("masks")
     if boxes is None:
@@ -205,7 +205,7 @@ def keep_seen(image: Tensor, target: Target) -> Example:
     fitted = boxes[seen] if masks is None else boxes_of(kept["masks"])
     if masks is not None:
         kept["masks"] = tv_tensors.Mask(kept["masks"])  # an index leaves an ordinary tensor, which no change touches
-    return image, {**target, **kept, "boxes": boxed(fitted, *image.shape[-2:])}
+    return image, {**target, **kept, "boxes": to_boxes(fitted, *image.shape[-2:])}
 
 
 class Jitter(v2.ScaleJitter):
@@ -237,7 +237,7 @@ class Crop(v2.Transform):
         return pictures.crop(inpt, **params)
 
 
-class CropOfSeveral(Crop):
+class CropSeveralClasses(Crop):
     """Likewise, the first of ten in which no class has more than three quarters of the labelled pixels, or the last."""
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _has_several(classes: Tensor) -> bool:
     return bool(counts.max() < LARGEST_SHARE * counts.sum())
 
 
-def choose_some(samples: Sequence[Any], size: int | None, seed: int, name: str) -> list[Any]:
+def select_some(samples: Sequence[Any], size: int | None, seed: int, name: str) -> list[Any]:
     """Choose `size` samples, in their order; a smaller choice with the same seed is part of every larger one.
 
     Raises:

@@ -72,7 +72,7 @@ def find_faults(
         return [(path, why) for path, why in zip(paths, pool.map(fault, paths), strict=True) if why is not None]
 
 
-def tell_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "files") -> None:
+def warn_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "files") -> None:
     """Warn of what is left out, in one line.
 
     Args:

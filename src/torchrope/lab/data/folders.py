@@ -57,7 +57,7 @@ def matching(folder: Path, pattern: str) -> list[Path]:
     return sorted(path for path in folder.glob(pattern) if not any(map(is_added, path.relative_to(folder).parts)))
 
 
-def tell_others(root: Path, read: Iterable[str], wanted: str) -> None:
+def warn_unread(root: Path, read: Iterable[str], wanted: str) -> None:
     """Warn, in one line, of the files below `root` that are not read.
 
     Args:

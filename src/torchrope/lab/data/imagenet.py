@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as pictures
 from torchrope.lab.data.config import ImageNetConfig, TinyImageNetConfig
 from torchrope.lab.data.crops import View, centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import find_faults, name_some, tell_skipped
+from torchrope.lab.data.faults import find_faults, name_some, warn_skipped
 from torchrope.lab.data.folders import files_below, matching, subfolders
 from torchrope.lab.data.images import (
     ImageSet,
@@ -113,7 +113,7 @@ class ImageNet(DataModule):
         self.skipped = [*self._skipped, *faults]
         if not samples:
             raise ValueError(f"shards must hold jpg and cls, got none: {name_some(faults) or shards[0].name}")
-        tell_skipped(faults, len(samples) + len(faults), self.config.max_skipped, "shards and images")
+        warn_skipped(faults, len(samples) + len(faults), self.config.max_skipped, "shards and images")
         labels = torch.tensor([label for _, label in samples])
         if train:
             self.classes = shard_classes(self.root, int(labels.max()) + 1)
@@ -207,7 +207,7 @@ class TinyImageNet(DataModule):
         self.skipped = [*(fault for fault in self._skipped if fault not in faults), *faults]
         if len(faults) == len(samples):
             raise ValueError(f"images must be readable, got none: {name_some(faults)}")
-        tell_skipped(faults, len(samples), self.config.max_skipped, "images")
+        warn_skipped(faults, len(samples), self.config.max_skipped, "images")
         broken = {row[path] for path, _ in faults}
         good = torch.tensor([index for index in range(len(samples)) if index not in broken])
         return pixels[good], torch.tensor([label for _, label in samples])[good]

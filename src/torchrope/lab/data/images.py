@@ -17,8 +17,8 @@ from torchvision.transforms.v2 import functional as pictures
 from torchrope.lab.data.config import ImagesConfig
 from torchrope.lab.data.crops import View, centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import Skipping, find_faults, name_some, reason, tell_skipped
-from torchrope.lab.data.folders import files_below, subfolders, tell_others
+from torchrope.lab.data.faults import Skipping, find_faults, name_some, reason, warn_skipped
+from torchrope.lab.data.folders import files_below, subfolders, warn_unread
 from torchrope.lab.data.tensors import Normalise, balanced_subset, byte_statistics, normalisation
 
 VAL_FRACTION = 0.2
@@ -158,14 +158,14 @@ class Images(DataModule):
         """List the pictures of each part that can be decoded; name the others in `skipped`."""
         listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
         paths = [path for samples in listed.values() for path, _ in samples]
-        tell_others(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
+        warn_unread(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
         self.skipped = find_faults(paths, lambda path: load_image(self.root / path, self.input_size[0]), explain_fault)
         if len(self.skipped) == len(paths):
             raise ValueError(
                 f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
                 + (f": {name_some(self.skipped)}" if paths else "")
             )
-        tell_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
+        warn_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
         broken = {path for path, _ in self.skipped}
         return {part: [s for s in samples if s[0] not in broken] for part, samples in listed.items()}
 

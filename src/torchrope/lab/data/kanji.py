@@ -15,7 +15,7 @@ from torchrope.lab.data.crops import View, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
 from torchrope.lab.data.tensors import (
-    HeldSet,
+    InMemorySet,
     Normalise,
     TensorSet,
     balanced_subset,
@@ -79,7 +79,7 @@ class Kanji(DataModule):
         """The name and the task."""
         return f"{self.name}-{self.config.task}"
 
-    def datasets(self) -> tuple[HeldSet, TensorSet]:
+    def datasets(self) -> tuple[InMemorySet, TensorSet]:
         """Split, choose `train_size` and `val_size` of them, and draw them."""
         config = self.config
         train, val = self._split
@@ -88,7 +88,7 @@ class Kanji(DataModule):
         held_out = TensorSet(self._draw(val, config.size), self.labels[val], normalise)
         return self._training_set(config.size, normalise), held_out
 
-    def tuned(self, train: HeldSet, val: Dataset) -> tuple[Dataset, Dataset]:
+    def tuned(self, train: InMemorySet, val: Dataset) -> tuple[Dataset, Dataset]:
         """Both as they are: they were drawn from what `tuning` leaves."""
         return train, val
 
@@ -99,14 +99,14 @@ class Kanji(DataModule):
         drawn = TensorSet(self._draw(self._split[1], size), val.labels, val.normalise)
         return self._with_validation(size, drawn)
 
-    def train_at(self, size: tuple[int, ...]) -> HeldSet:
+    def train_at(self, size: tuple[int, ...]) -> InMemorySet:
         """The same training characters, drawn at another size and normalised as those of this size are."""
         (side,) = set(size)
         train, _ = self._made_datasets()
         assert isinstance(train, TensorSet | CroppedSet)
         return self._training_set(side, train.normalise)
 
-    def _training_set(self, size: int, normalise: Normalise | None) -> HeldSet:
+    def _training_set(self, size: int, normalise: Normalise | None) -> InMemorySet:
         """The training characters at a size; where crops are taken of them, drawn finer."""
         train, augment = self._split[0], self.config.augment
         if not augment.crops:
@@ -130,7 +130,7 @@ class Kanji(DataModule):
         return draw_all(drawings, size, self.config.stroke_width)[:, None]  # [n, 1, size, size]
 
 
-class CroppedSet(HeldSet):
+class CroppedSet(InMemorySet):
     """Pictures in memory, of which a random crop is resized whenever one is read.
 
     Args:

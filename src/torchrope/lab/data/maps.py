@@ -14,13 +14,13 @@ from torchrope.lab.data.dense import (
     DenseModule,
     Example,
     PictureSet,
-    choose_some,
     compose,
     flip_and_colours,
-    jitter_of_maps,
-    of_photographs,
+    imagenet_normalise,
+    map_scale_jitter,
+    select_some,
 )
-from torchrope.lab.data.faults import Fault, find_faults, name_some, tell_skipped
+from torchrope.lab.data.faults import Fault, find_faults, name_some, warn_skipped
 from torchrope.lab.data.images import list_samples, load_image, open_image
 
 SCALE_JITTER = (0.5, 2.0)
@@ -55,11 +55,11 @@ class MapSet(PictureSet):
         steps = []
         if augment is not None:
             scale = augment.scale_jitter or SCALE_JITTER
-            steps = [*jitter_of_maps(scale, side), *flip_and_colours(augment)]
+            steps = [*map_scale_jitter(scale, side), *flip_and_colours(augment)]
         self.root = root
         self.classes = classes
         self.first = first
-        super().__init__(samples, of_photographs(), compose(steps), max_skipped)
+        super().__init__(samples, imagenet_normalise(), compose(steps), max_skipped)
 
     def load(self, index: int) -> Example:
         """Read a picture and its map, the first class 0."""
@@ -109,9 +109,9 @@ class MapModule(DenseModule):
         """Tell what is left out, and choose `train_size` and `val_size` of the others; those to train on change."""
         config = self.config
         self.skipped = faults
-        tell_skipped(faults, len(train) + len(val) + len(faults), config.max_skipped, "images and masks")
-        train = choose_some(train, config.train_size, config.split_seed, "train_size")
-        val = choose_some(val, config.val_size, config.split_seed, "val_size")
+        warn_skipped(faults, len(train) + len(val) + len(faults), config.max_skipped, "images and masks")
+        train = select_some(train, config.train_size, config.split_seed, "train_size")
+        val = select_some(val, config.val_size, config.split_seed, "val_size")
         args = (len(self.map_classes), self.first)
         end = (self.input_size[0], config.max_skipped)
         return MapSet(self.root, train, *args, config.augment, *end), MapSet(self.root, val, *args, None, *end)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from torchrope.lab.data.dense import Change, DenseSet, Target, boxed
-from torchrope.lab.data.tensors import HeldSet, Normalise
+from torchrope.lab.data.dense import Change, DenseSet, Target, to_boxes
+from torchrope.lab.data.tensors import InMemorySet, Normalise
 
 OTHER = 255
 """Number of pixels that are neither background nor of an object."""
 
 
-class NumberedSet(DenseSet, HeldSet):
+class NumberedSet(DenseSet, InMemorySet):
     """Pictures in memory, as bytes, with boxes, masks and a map of their objects.
 
     Args:
@@ -55,7 +55,7 @@ class NumberedSet(DenseSet, HeldSet):
         class_of[OTHER] = self.other_class
         each = torch.arange(1, len(labels) + 1, device=labels.device)[:, None, None]
         return tv_tensors.Image(self.inputs[index]), {
-            "boxes": boxed(objects[:, 1:], side, side),
+            "boxes": to_boxes(objects[:, 1:], side, side),
             "labels": labels,
             "masks": tv_tensors.Mask(numbers == each),
             "crowd": torch.zeros_like(labels, dtype=torch.bool),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torchrope.lab.data.config import SegmentsConfig
 from torchrope.lab.data.dense import IGNORED
-from torchrope.lab.data.folders import tell_others
+from torchrope.lab.data.folders import warn_unread
 from torchrope.lab.data.images import existing_folder, hold_out
 from torchrope.lab.data.maps import MapModule, MapSet, Pair, largest_index, require_pairs
 
@@ -48,7 +48,7 @@ class Segments(MapModule):
         """Pair pictures and masks, find the classes, split, and choose `train_size` and `val_size` of them."""
         parts, faults = self.pairs([(self.root / "images" / part, self.root / "masks" / part) for part in self.parts])
         paired = [path for pairs in parts for pair in pairs for path in pair]
-        tell_others(self.root, [*paired, *(path for path, _ in faults), CLASSES], "images, masks (.png) or classes.txt")
+        warn_unread(self.root, [*paired, *(path for path, _ in faults), CLASSES], "images, masks (.png) or classes.txt")
         if not self.map_classes:
             most, unreadable = largest_index(self.root, [mask for pairs in parts for _, mask in pairs])
             broken = {mask for mask, _ in unreadable}

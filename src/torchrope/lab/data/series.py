@@ -9,7 +9,7 @@ from torchrope.lab.data.config import SeriesConfig
 from torchrope.lab.data.folders import matching
 from torchrope.lab.data.images import Sample, existing_folder, hold_out, select_examples
 from torchrope.lab.data.series_files import READERS, TimeSeries, read_series
-from torchrope.lab.data.tokens import Cloud, TokensModule, counted
+from torchrope.lab.data.tokens import Cloud, TokensModule, point_counts
 
 PACKAGE = "aeon"
 """Brings some small sets of the archives along."""
@@ -63,7 +63,7 @@ class Series(TokensModule):
         val = select_examples(val, config.val_size, config.split_seed, "val_size")
         shown = [found[name][0] for name, _ in (*train, *val)]
         several = f" of {len(self.features)} channels" if len(self.features) > 1 else ""
-        self.description = f"{len(shown):,} time series{several} with {counted(shown)}, a token at each time."
+        self.description = f"{len(shown):,} time series{several} with {point_counts(shown)}, a token at each time."
         return [found[name][0] for name, _ in train], train, [found[name][0] for name, _ in val], val
 
 

@@ -36,7 +36,7 @@ class Normalise:
         return inputs.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
 
 
-class HeldSet(Dataset, ABC):
+class InMemorySet(Dataset, ABC):
     """Examples in memory, of the main processor or of another device.
 
     Attributes:
@@ -51,11 +51,11 @@ class HeldSet(Dataset, ABC):
         """Bytes that it takes."""
 
     @abstractmethod
-    def to(self, device: torch.device) -> "HeldSet":
+    def to(self, device: torch.device) -> "InMemorySet":
         """Copy it to a device, whole."""
 
 
-class TensorSet(HeldSet):
+class TensorSet(InMemorySet):
     """Inputs and labels in memory, indexed one by one or by whole batches.
 
     Args:

@@ -130,7 +130,7 @@ class CloudSet(Dataset):
         size: Most points that are shown of an example.
         seed: Decides which ones, and the changes.
         augment: What changes the examples; None leaves them.
-        turning: Columns of features that rotate with positions, by the plane of `augment`.
+        plane: Columns of features that rotate with positions, by the plane of `augment`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class CloudSet(Dataset):
         size: int,
         seed: int,
         augment: PointAugment | None = None,
-        turning: "Turning | None" = None,
+        plane: "RotationPlane | None" = None,
     ) -> None:
         self.clouds = clouds
         self.samples = samples
@@ -150,7 +150,7 @@ class CloudSet(Dataset):
         self.size = size
         self.seed = seed
         self.augment = augment
-        self.turning = turning
+        self.plane = plane
 
     def __len__(self) -> int:
         return len(self.clouds)
@@ -167,17 +167,17 @@ class CloudSet(Dataset):
         features = pad_sequence([cloud.features for cloud in shown], batch_first=True, padding_value=math.nan)
         positions = pad_sequence([cloud.positions for cloud in shown], batch_first=True, padding_value=math.nan)
         if self.augment is not None:
-            features, positions = change(features, positions, self.augment, self.turning, self.tokens.scale, draws)
+            features, positions = change(features, positions, self.augment, self.plane, self.tokens.scale, draws)
         return self.tokens(features, positions), self.labels[torch.tensor(own)]
 
     def part(self, chosen: Tensor) -> "CloudSet":
         """Some of the examples, by their indices."""
         clouds, samples = ([each[index] for index in chosen.tolist()] for each in (self.clouds, self.samples))
-        return CloudSet(clouds, samples, self.tokens, self.size, self.seed, self.augment, self.turning)
+        return CloudSet(clouds, samples, self.tokens, self.size, self.seed, self.augment, self.plane)
 
-    def in_epoch(self, augment: PointAugment, turning: "Turning | None", seed: int) -> "CloudSet":
+    def in_epoch(self, augment: PointAugment, plane: "RotationPlane | None", seed: int) -> "CloudSet":
         """The examples of an epoch: each a function of seed and index alone."""
-        return CloudSet(self.clouds, self.samples, self.tokens, self.size, seed, augment, turning)
+        return CloudSet(self.clouds, self.samples, self.tokens, self.size, seed, augment, plane)
 
     def _shown(self, cloud: Cloud, index: int) -> Cloud:
         """All points, or `size` of them in their order."""
@@ -189,7 +189,7 @@ class CloudSet(Dataset):
 
 
 @dataclass(frozen=True)
-class Turning:
+class RotationPlane:
     """A plane of rotation.
 
     Attributes:
@@ -201,7 +201,7 @@ class Turning:
     vectors: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, augment: PointAugment, axes: Sequence[str], features: Sequence[str]) -> "Turning | None":
+    def of(cls, augment: PointAugment, axes: Sequence[str], features: Sequence[str]) -> "RotationPlane | None":
         """The plane that an augmentation names; None where it names none.
 
         Raises:
@@ -222,7 +222,7 @@ def change(
     features: Tensor,
     positions: Tensor,
     augment: PointAugment,
-    turning: Turning | None,
+    plane: RotationPlane | None,
     scale: Sequence[float],
     draws: Draws,
 ) -> tuple[Tensor, Tensor]:
@@ -232,18 +232,18 @@ def change(
         features: `(batch, n, features)`.
         positions: `(batch, n, axes)`, NaN for missing points.
         augment: What is changed, by how much.
-        turning: The plane of rotation; None for no rotation.
+        plane: The plane of rotation; None for no rotation.
         scale: Length of a unit along each axis.
         draws: The random numbers of the batch.
     """
     _, n, axes = positions.shape
     unit = positions.new_tensor(scale)
-    if turning is not None:
+    if plane is not None:
         angle = math.radians(augment.degrees) * (2 * draws.uniform("rotate") - 1).float()  # [b, 1]
         centre = positions.nanmean(dim=1, keepdim=True)
-        positions = turn(positions - centre, turning.axes, angle) + centre
-        for pair in turning.vectors:
-            features = turn(features, pair, angle)
+        positions = rotate_columns(positions - centre, plane.axes, angle) + centre
+        for pair in plane.vectors:
+            features = rotate_columns(features, pair, angle)
     if augment.shift:
         positions = positions + augment.shift * unit * (2 * draws.uniform("shift", axes) - 1).float().unsqueeze(1)
     if augment.jitter:
@@ -253,7 +253,7 @@ def change(
     return features, positions
 
 
-def turn(x: Tensor, pair: tuple[int, int], angle: Tensor) -> Tensor:
+def rotate_columns(x: Tensor, pair: tuple[int, int], angle: Tensor) -> Tensor:
     """Turn two columns of `(batch, n, columns)` in their plane, by an angle `(batch, 1)` for each example."""
     one, other = x[..., pair[0]], x[..., pair[1]]
     turned = x.clone()
@@ -305,7 +305,7 @@ class TokensModule(DataModule):
         scale = self.unit if config.scale is None else config.scale
         tokens = measure_tokens(train, val, coordinates=self.with_coordinates, scale=scale)
         self.scale, self.extent, self.in_channels = tokens.scale, tokens.extent, tokens.channels
-        Turning.of(config.augment, self.axes, self.features)  # refuses what is no axis
+        RotationPlane.of(config.augment, self.axes, self.features)  # refuses what is no axis
         parts = ((train, train_samples), (val, val_samples))
         made = [CloudSet(clouds, samples, tokens, config.size, config.split_seed) for clouds, samples in parts]
         return made[0], made[1]
@@ -323,14 +323,14 @@ class TokensModule(DataModule):
     def _augmented(self, train: Dataset, seed: int) -> Dataset:
         assert isinstance(train, CloudSet)
         augment: Any = self.config.augment
-        return train.in_epoch(augment, Turning.of(augment, self.axes, self.features), seed)
+        return train.in_epoch(augment, RotationPlane.of(augment, self.axes, self.features), seed)
 
 
-def counted(clouds: Sequence[Cloud]) -> str:
+def point_counts(clouds: Sequence[Cloud]) -> str:
     """How many points examples have, in words.
 
     Example:
-        >>> counted([Cloud(torch.zeros(n, 1), torch.zeros(n, 1)) for n in (3, 1200)])
+        >>> point_counts([Cloud(torch.zeros(n, 1), torch.zeros(n, 1)) for n in (3, 1200)])
         '3 to 1,200 points'
     """
     fewest, most = (pick(len(cloud.positions) for cloud in clouds) for pick in (min, max))
