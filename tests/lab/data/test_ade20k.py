@@ -1,4 +1,4 @@
-"""ADE20k, and anybody's pictures with masks of class indices."""
+"""ADE20k, and anybody's images with masks of class indices."""
 
 import logging
 import subprocess
@@ -224,7 +224,7 @@ def test_a_mask_that_cannot_be_read_is_found_while_classes_are_counted(tmp_path,
 
 
 def test_a_picture_lies_as_its_mask_does(tmp_path):
-    """A camera's picture is stored sideways with a note; who draws a mask sees it upright."""
+    """A camera's image is stored sideways with a note; who draws a mask sees it upright."""
     stored, upright = picture(20, 30, 1), index_mask(30, 20, 3, 1)
     for part in ("train", "val"):
         exif = Image.Exif()

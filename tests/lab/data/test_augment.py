@@ -246,7 +246,7 @@ def test_randaugment_draws_operations_alike_and_one_by_one(monkeypatch):
 
 
 def located(side: int = 32) -> torch.Tensor:
-    """A picture whose values are its places, `(2, side, side)`: rows in the first channel, columns in the second."""
+    """An image whose values are its places, `(2, side, side)`: rows in the first channel, columns in the second."""
     line = torch.arange(side, dtype=torch.float32)
     return torch.stack([line[:, None].expand(side, side), line.expand(side, side)])
 
@@ -256,7 +256,7 @@ def test_a_random_crop_shows_its_share_of_the_area_enlarged_to_the_same_size(sha
     shown = augment.crop(located().expand(300, -1, -1, -1), AugmentConfig(crop_scale=(share, share)), draws(300))
     assert shown.shape == (300, 2, 32, 32)
     steps = shown.diff(dim=-2)[:, 0, 8:-8].mean((1, 2)) * shown.diff(dim=-1)[:, 1, :, 8:-8].mean((1, 2))
-    assert (steps - share).abs().max() < 0.08  # whole pixels, and where the picture ends a narrower one
+    assert (steps - share).abs().max() < 0.08  # whole pixels, and where the image ends a narrower one
     corners = shown[:, :, 0, 0]
     assert (corners.min(0).values < 1).all()
     assert len(corners.unique(dim=0)) > 20

@@ -30,7 +30,7 @@ def load(kind: str, root: Path | None, **options):
 
 
 def written(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Training pictures and labels, and validation labels, as the miniature has them."""
+    """Training images and labels, and validation labels, as the miniature has them."""
     *train, val = cifar_parts(kind).values()
     pixels = np.concatenate([pixels for pixels, _ in train])
     return torch.from_numpy(pixels), torch.tensor([n for _, labels in train for n in labels]), torch.tensor(val[1])

@@ -43,11 +43,11 @@ pytestmark = pytest.mark.usefixtures("published_miniatures")
 COLOURS = {"cat": (200, 30, 30), "dog": (30, 30, 200)}
 
 
-# Folders of pictures and files that the tests make
+# Folders of images and files that the tests make
 
 
 def draw(path: Path, colour=(90, 120, 150), mode="RGB", size=(40, 30), **options) -> Path:
-    """A picture with some texture, so that a truncated file really lacks pixels."""
+    """An image with some texture, so that a truncated file really lacks pixels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(sum(path.name.encode()))
     noise = torch.randint(0, 40, (size[1], size[0], 3), generator=generator)

@@ -1,4 +1,4 @@
-"""What scenes, COCO, ADE20k and one's own segments share: batches of lists, and pictures and truth changed together."""
+"""What scenes, COCO, ADE20k and one's own segments share: batches of lists, and images and truth changed together."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ WITHOUT_COLOURS = dict(scale_jitter=(0.3, 2.0), flip=True)
 EVERYTHING = dict(**WITHOUT_COLOURS, color_jitter=0.3)
 
 
-GREY = ("scenes", "kanji-components")  # grey pictures, of no files of one's own
+GREY = ("scenes", "kanji-components")  # grey images, of no files of one's own
 
 
 def settings(name: str) -> dict:
@@ -56,7 +56,7 @@ def same(one, other) -> bool:
 
 
 class Painted(DenseSet):
-    """Blocks of a brightness of their own: what a picture shows says where its objects are."""
+    """Blocks of a brightness of their own: what an image shows says where its objects are."""
 
     def __init__(self, change=None, count: int = 40, side: int = 48):
         super().__init__(IDENTITY, change)

@@ -1,4 +1,4 @@
-"""Kanji: labels follow from components, pictures from strokes at any size, and no character is on both sides."""
+"""Kanji: labels follow from components, images from strokes at any size, and no character is on both sides."""
 
 from importlib.metadata import PackageNotFoundError
 

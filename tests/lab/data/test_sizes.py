@@ -53,7 +53,7 @@ def validated(data: DataModule) -> torch.Tensor:
 
 
 def in_bytes(data: DataModule) -> torch.Tensor:
-    """Validation pictures as they are before they are normalised."""
+    """Validation images as they are before they are normalised."""
     val = data._made_datasets()[1].raw
     return torch.stack([val[index][0] for index in range(len(val))])
 

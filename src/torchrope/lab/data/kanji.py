@@ -28,7 +28,7 @@ FEWEST = 60
 PARTS = 5
 """One of so many is held out."""
 FINER = 2
-"""Crops are taken from pictures that are so many times finer than what comes out."""
+"""Crops are taken from images that are so many times finer than what comes out."""
 LAYOUTS = {
     "left-right": ("left", "right"),
     "top-bottom": ("top", "bottom"),
@@ -131,12 +131,12 @@ class Kanji(DataModule):
 
 
 class CroppedSet(InMemorySet):
-    """Pictures in memory, of which a random crop is resized whenever one is read.
+    """Images in memory, of which a random crop is resized whenever one is read.
 
     Args:
         inputs: uint8 `(examples, 1, height, width)`.
         labels: int64 `(examples,)`.
-        view: What is shown of a picture.
+        view: What is shown of an image.
         normalise: Makes float32 of bytes; None leaves them.
     """
 

@@ -1,4 +1,4 @@
-"""Characters of KanjiVG as strokes and components, and pictures of them at any size.
+"""Characters of KanjiVG as strokes and components, and images of them at any size.
 
 Source: KanjiVG (kanjivg.tagaini.net), copyright Ulrich Apel, under Creative Commons Attribution-Share Alike 3.0.
 """
@@ -135,7 +135,7 @@ def draw(strokes: Sequence[str], size: int, stroke_width: float) -> Tensor:
 
     Args:
         strokes: SVG paths on a canvas of `CANVAS` x `CANVAS`.
-        size: Pixels per side of the picture.
+        size: Pixels per side of the image.
         stroke_width: In units of the canvas, at every size.
 
     Returns:
@@ -154,7 +154,7 @@ def draw(strokes: Sequence[str], size: int, stroke_width: float) -> Tensor:
 
 
 def draw_all(drawings: Sequence[Sequence[str]], size: int, stroke_width: float) -> Tensor:
-    """Draw each of several pictures, or read them from the cache where they have been drawn before.
+    """Draw each of several images, or read them from the cache where they have been drawn before.
 
     Returns:
         uint8 `(len(drawings), size, size)`.

@@ -1,4 +1,4 @@
-"""Pictures with masks of class indices, in files of the same name in two folders."""
+"""Images with masks of class indices, in files of the same name in two folders."""
 
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -13,7 +13,7 @@ from torchrope.lab.data.dense import (
     IGNORED,
     DenseModule,
     Example,
-    PictureSet,
+    ImageFileSet,
     compose,
     flip_and_colours,
     imagenet_normalise,
@@ -29,15 +29,15 @@ MASK_EXTENSION = ".png"
 Pair = tuple[str, str]  # image and mask below root
 
 
-class MapSet(PictureSet):
-    """Pictures with a semantic map.
+class MapSet(ImageFileSet):
+    """Images with a semantic map.
 
     Args:
         root: Folder that the paths start from.
         samples: Paths of image and mask.
         classes: Number of classes.
         first: Index of the first class in a mask. Below it, or 255 where it is 0, a pixel is without a label.
-        augment: How pictures are changed at random; None leaves them as they are.
+        augment: How images are changed at random; None leaves them as they are.
         side: Pixels per side of a crop.
         max_skipped: How many may be left out.
     """
@@ -62,7 +62,7 @@ class MapSet(PictureSet):
         super().__init__(samples, imagenet_normalise(), compose(steps), max_skipped)
 
     def load(self, index: int) -> Example:
-        """Read a picture and its map, the first class 0."""
+        """Read an image and its map, the first class 0."""
         image, mask = self.samples[index]
         indices = read_mask(self.root / mask)
         picture = tv_tensors.Image(load_image(self.root / image))
@@ -81,7 +81,7 @@ class MapSet(PictureSet):
 
 
 class MapModule(DenseModule):
-    """Data of pictures and masks of class indices.
+    """Data of images and masks of class indices.
 
     A subclass sets `root`, `classes`, `map_classes` and `first`, the index of the first class in a mask.
     """
@@ -118,7 +118,7 @@ class MapModule(DenseModule):
 
 
 def find_pairs(root: Path, images: Path, masks: Path) -> tuple[list[Pair], list[Fault]]:
-    """Pair every picture with the mask of its name, at any depth below both folders.
+    """Pair every image with the mask of its name, at any depth below both folders.
 
     Returns:
         Paths of both below root, sorted, and the files that lack the other one.
@@ -135,7 +135,7 @@ def find_pairs(root: Path, images: Path, masks: Path) -> tuple[list[Pair], list[
 
 
 def require_pairs(pairs: Sequence[Pair], faults: Sequence[Fault], where: Path) -> None:
-    """Refuse a part without a picture that has a mask."""
+    """Refuse a part without an image that has a mask."""
     if not pairs:
         named = f": {name_some(faults)}" if faults else ""
         raise ValueError(f"images must have masks (.png) of their names, got none in {str(where)!r}{named}")

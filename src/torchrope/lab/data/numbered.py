@@ -14,13 +14,13 @@ OTHER = 255
 
 
 class NumberedSet(DenseSet, InMemorySet):
-    """Pictures in memory, as bytes, with boxes, masks and a map of their objects.
+    """Images in memory, as bytes, with boxes, masks and a map of their objects.
 
     Args:
-        inputs: Pictures, uint8 `(pictures, 1, side, side)`.
-        numbers: uint8 `(pictures, side, side)`: 0 is background, k the k-th object of the picture, `OTHER` neither.
-        objects: Class and box of every object, int64 `(objects, 5)` for each picture.
-        names: What the pictures are called.
+        inputs: Images, uint8 `(images, 1, side, side)`.
+        numbers: uint8 `(images, side, side)`: 0 is background, k the k-th object of the image, `OTHER` neither.
+        objects: Class and box of every object, int64 `(objects, 5)` for each image.
+        names: What the images are called.
         normalise: Makes float32 of bytes.
         change: Changes bytes and truth.
         other_class: Class of `OTHER` in the map; background unless given.
@@ -65,7 +65,7 @@ class NumberedSet(DenseSet, InMemorySet):
 
     @property
     def samples(self) -> list[tuple[str, list]]:
-        """Names of the pictures, with what is in them."""
+        """Names of the images, with what is in them."""
         return [(name, objects.tolist()) for name, objects in zip(self.names, self.objects, strict=True)]
 
     @property

@@ -16,10 +16,10 @@ CLASSES = "classes.txt"
 
 
 class Segments(MapModule):
-    """Pictures below root/images with a PNG of class indices for each below root/masks, with a palette or in grey.
+    """Images below root/images with a PNG of class indices for each below root/masks, with a palette or in grey.
 
     255 in a mask is without a label. Names of classes come from classes.txt, one a line and the first that of 0;
-    without it they are numbers, as many as the masks have. Where there is no val, a fifth of the pictures is held out
+    without it they are numbers, as many as the masks have. Where there is no val, a fifth of the images is held out
     by a hash of path and `split_seed`.
 
     Raises:
@@ -45,7 +45,7 @@ class Segments(MapModule):
         self.description = f"Pictures from a folder of one's own, {self.root.name}, with a class for every pixel."
 
     def datasets(self) -> tuple[MapSet, MapSet]:
-        """Pair pictures and masks, find the classes, split, and choose `train_size` and `val_size` of them."""
+        """Pair images and masks, find the classes, split, and choose `train_size` and `val_size` of them."""
         parts, faults = self.pairs([(self.root / "images" / part, self.root / "masks" / part) for part in self.parts])
         paired = [path for pairs in parts for pair in pairs for path in pair]
         warn_unread(self.root, [*paired, *(path for path, _ in faults), CLASSES], "images, masks (.png) or classes.txt")

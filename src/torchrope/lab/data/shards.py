@@ -27,12 +27,12 @@ Entry = tuple[str, int, int, int]  # name within the shard, label, offset, size
 
 
 class ShardSet(ImageSet):
-    """Pictures in tar shards.
+    """Images in tar shards.
 
     Args:
         shards: The files.
-        samples: (shard/name, label) of every picture.
-        places: (shard, offset, size) of every picture, int64 `(pictures, 3)`.
+        samples: (shard/name, label) of every image.
+        places: (shard, offset, size) of every image, int64 `(images, 3)`.
         view: As in `ImageSet`, and so are the others.
     """
 
@@ -50,7 +50,7 @@ class ShardSet(ImageSet):
         self.places = places
 
     def open(self, index: int) -> BinaryIO:
-        """Read a picture's bytes."""
+        """Read an image's bytes."""
         shard, offset, size = self.places[index].tolist()
         with self.shards[shard].open("rb") as file:
             file.seek(offset)
@@ -88,7 +88,7 @@ class ShardOrder(Sampler[int]):
 
 
 def index_shards(shards: Sequence[Path]) -> tuple[list[Sample], Tensor, list[Fault]]:
-    """List the pictures of shards with their labels and places, reading only the headers and the labels.
+    """List the images of shards with their labels and places, reading only the headers and the labels.
 
     The list is kept in the cache folder under the shards' paths, sizes and times, so it is made once.
 
@@ -111,7 +111,7 @@ def index_shards(shards: Sequence[Path]) -> tuple[list[Sample], Tensor, list[Fau
 
 
 def index_shard(shard: Path) -> tuple[list[Entry], list[Fault]]:
-    """List one shard: name, label, offset and size of every picture, and what cannot be used."""
+    """List one shard: name, label, offset and size of every image, and what cannot be used."""
     labels: dict[str, int] = {}
     found: dict[str, tuple[str, int, int]] = {}
     faults: list[Fault] = []
