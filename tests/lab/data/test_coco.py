@@ -17,7 +17,7 @@ from pycocotools import mask as theirs
 from pycocotools.coco import COCO
 
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.coco import Coco, CocoSet, check_segmentation, decode, unpacked
+from torchrope.lab.data.coco import Coco, CocoSet, check_segmentation, decode, decode_counts
 from torchrope.lab.data.config import AugmentConfig, data_config
 from torchrope.lab.data.faults import TooManyFaults
 
@@ -85,7 +85,7 @@ def test_run_lengths_of_every_kind_are_read_as_they_are_written(height, width, d
     drawn = data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width))
     mask = np.array(drawn, dtype=np.uint8).reshape(height, width)
     packed = theirs.encode(np.asfortranarray(mask))["counts"].decode()
-    assert unpacked(packed) == runs(mask)
+    assert decode_counts(packed) == runs(mask)
     for counts in (packed, runs(mask)):
         segmentation = {"size": [height, width], "counts": counts}
         check_segmentation(segmentation, height, width)
@@ -96,8 +96,8 @@ def test_long_runs_are_read_too():
     mask = np.zeros((700, 900), np.uint8)
     mask[100:650, 3:890] = 1
     packed = theirs.encode(np.asfortranarray(mask))["counts"].decode()
-    assert unpacked(packed) == runs(mask)
-    assert sum(unpacked(packed)) == 700 * 900
+    assert decode_counts(packed) == runs(mask)
+    assert sum(decode_counts(packed)) == 700 * 900
 
 
 # Training and validation

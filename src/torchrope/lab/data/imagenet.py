@@ -113,7 +113,8 @@ class ImageNet(DataModule):
         samples, places, faults = index_shards(shards)
         self.skipped = [*self._skipped, *faults]
         if not samples:
-            raise ValueError(f"shards must hold images with labels (jpg and cls), got none: {name_some(faults) or shards[0].name}")
+            named = name_some(faults) or shards[0].name
+            raise ValueError(f"shards must hold images with labels (jpg and cls), got none: {named}")
         warn_skipped(faults, len(samples) + len(faults), self.config.max_skipped, "shards and images")
         labels = torch.tensor([label for _, label in samples])
         if train:
@@ -170,9 +171,7 @@ class TinyImageNet(DataModule):
         if not (self.root / "train").is_dir() or not (self.root / "val").is_dir():
             raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got {str(root)!r}")
         self.classes = tuple(subfolders(self.root / "train"))
-        self.description = (
-            f"Photographs of {side}×{side} colour pixels (Tiny-ImageNet) in {self.num_classes} classes."
-        )
+        self.description = f"Photographs of {side}×{side} colour pixels (Tiny-ImageNet) in {self.num_classes} classes."
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:
         """Select `train_size` and `val_size` images and decode them into memory."""

@@ -248,8 +248,8 @@ def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
 def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
     """Decode an image to 8-bit RGB, rotated by its EXIF orientation.
 
-    Of 16-bit values the upper 8 bits are kept: 0 to 65535 map to 0 to 255 for every image. With `size`, a JPEG is
-    decoded at a reduced resolution of at least `2 * size` pixels per side.
+    Of 16-bit values the upper 8 bits are kept: 0 to 65535 map to 0 to 255 for every image. With `size`, a large JPEG
+    is decoded at a reduced resolution of at least `2 * size` pixels per side.
 
     Raises:
         ValueError: the values are signed, 32-bit or floating-point numbers.
