@@ -78,7 +78,7 @@ BAD_TABLES = {
     "empty.csv": ("", "first line must name"),
     "numbers.csv": ("1,2\n3,4\n", "first line must name"),
     "twice.csv": ("x,x\n1,2\n", "first line must name"),
-    "ragged.csv": ("x,y\n1,2\n3\n", "rows must have 2 cells as the first line, got 1 in row 3"),
+    "ragged.csv": ("x,y\n1,2\n3\n", "rows must have 2 cells like the first line, got 1 in row 3"),
     "text.csv": ("x,y\n1,two\n", "column y must hold numbers"),
     "bytes.csv": (b"x,y\n\xff\xfe,1\n", "decode"),
     "empty.npz": (b"", ""),
@@ -86,7 +86,7 @@ BAD_TABLES = {
     "object.npz": (npz_content(x=np.array([{}], dtype=object)), "Python objects"),
     "cube.npz": (npz_content(x=np.zeros((2, 2, 2))), "arrays must be numbers"),
     "complex.npz": (npz_content(x=np.zeros(2, complex)), "arrays must be numbers"),
-    "lengths.npz": (npz_content(x=np.zeros(2), y=np.zeros(3)), "a row for each point, got x 2, y 3"),
+    "lengths.npz": (npz_content(x=np.zeros(2), y=np.zeros(3)), "one row per point, got x 2, y 3"),
     "empty.ply": (b"", "end_header"),
     "endless.ply": (b"ply\n" * 30000, "end_header"),
     "other.ply": (PLY.replace("ply", "obj", 1), "must begin with ply"),
@@ -451,9 +451,9 @@ def test_a_set_of_series_is_found_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (waves(4), [([[1.0], [2.0]], "c")], r"must have the classes of A_TRAIN\.ts, got c in it alone"),
-        ([([[1.0]], "a"), ([[1.0]], "b")], waves(2), r"both parts must have as many channels"),
-        (waves(1), waves(1), r"A_TRAIN\.ts must have two classes or more, got 1_turns"),
+        (waves(4), [([[1.0], [2.0]], "c")], r"must have the classes of A_TRAIN\.ts, got c in it only"),
+        ([([[1.0]], "a"), ([[1.0]], "b")], waves(2), r"both parts must have the same number of channels"),
+        (waves(1), waves(1), r"A_TRAIN\.ts must have at least two classes, got 1_turns"),
     ],
 )
 def test_parts_of_series_must_fit(tmp_path: Path, train: list, test: list, message: str) -> None:

@@ -51,7 +51,9 @@ class Motion(DataModule):
         super().__init__(config)
         side = config.size
         if side % PATCH_SIZE[-1] or side < FRAME_SIZE:
-            raise ValueError(f"--data.size must be a multiple of {PATCH_SIZE[-1]} from {FRAME_SIZE} up, got {side}")
+            raise ValueError(
+                f"--data.size must be a multiple of {PATCH_SIZE[-1]} and at least {FRAME_SIZE}, got {side}"
+            )
         self.input_size = (FRAMES, side, side)
         self.train_size = clip_count(config.train_size, TRAIN_SIZE, "train_size")
         self.val_size = clip_count(config.val_size, VAL_SIZE, "val_size")
