@@ -251,10 +251,10 @@ def test_invalid_annotation_is_skipped_with_warning_or_raises(tmp_path, caplog, 
     change(root, TRAIN, lambda content: edit(first(content)))
     with caplog.at_level(logging.WARNING):
         data = load(root)
-    (told,) = caplog.messages
+    (warning,) = caplog.messages
     named = r"train2017/000000000001.jpg annotation 100 \("
     match = pytest.raises(TooManyFaults, match=f"^at most --data.max_skipped = 0 .* got 1: {named}{message}")
-    assert told.startswith("skipped 1 of 30 images and annotations: train2017/000000000001.jpg annotation 100 (")
+    assert warning.startswith("skipped 1 of 30 images and annotations: train2017/000000000001.jpg annotation 100 (")
     assert [name for name, _ in data.skipped] == ["train2017/000000000001.jpg annotation 100"]
     labels = [target["labels"].tolist() for _, target in data._made_datasets()[0]]
     assert labels == [expected[0][1:], *expected[1:]]

@@ -619,7 +619,7 @@ SIXTEEN_BITS = np.linspace(0, 65535, 48).astype(np.uint16).reshape(6, 8)
         ("a.tif", SIXTEEN_BITS, {}),
         ("a.tif", SIXTEEN_BITS.astype(">u2"), {}),
         ("a.tif", 65535 - SIXTEEN_BITS, {"tiffinfo": {262: 0}}),  # 0 is white
-        ("a.tif", np.rot90(SIXTEEN_BITS), {"tiffinfo": {274: 6}}),  # to be turned
+        ("a.tif", np.rot90(SIXTEEN_BITS), {"tiffinfo": {274: 6}}),  # EXIF rotation
         ("a.pgm", SIXTEEN_BITS, {}),
     ],
 )
@@ -644,7 +644,7 @@ def test_folder_of_16_bit_images_is_read(tmp_path, caplog):
 
 
 def add_system_files(root: Path) -> None:
-    """What macOS, its archiver and Windows leave beside each file and in each folder."""
+    """Add the files that macOS, its archiver and Windows create for each file and folder."""
     files = [path for path in root.rglob("*") if path.is_file()]
     for path in files:
         path.with_name(f"._{path.name}").write_bytes(b"left by a file manager")
@@ -702,7 +702,7 @@ def test_unread_files_are_named_in_one_warning(tmp_path, caplog):
 
 def test_load_image_applies_exif_orientation(tmp_path):
     tags = Image.Exif()
-    tags[0x0112] = 6  # taken with the camera turned by 90 degrees
+    tags[0x0112] = 6  # camera rotated by 90 degrees
     path = draw(tmp_path / "a.jpg", size=(40, 30), exif=tags)
     assert images.load_image(path, 64).size == (30, 40)
 

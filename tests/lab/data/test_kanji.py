@@ -193,7 +193,7 @@ def test_missing_package_error_names_the_extra(monkeypatch):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(kanjivg, "distribution", missing)
-    with pytest.raises(ValueError, match=r"^kanji is drawn from the package kanjivg .*pip install[^\n]*$"):
+    with pytest.raises(ValueError, match=r"^kanji requires the package kanjivg .*pip install[^\n]*$"):
         make_data(data_config("kanji"))
 
 

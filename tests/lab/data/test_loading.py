@@ -1,4 +1,4 @@
-"""benchmarks/data.py: every kind of data is measured, kept in a checked layout, and told beside what a GPU takes."""
+"""Tests of benchmarks/data.py: measured loading speed, result files, and comparison with GPU throughput."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def test_suite_measures_every_kind_with_and_without_augmentation(suite: DataSuit
         assert row.examples_per_second.median > 0
         assert row.workers == 0
     assert list(changes) == ["CIFAR-100 in memory", "JPEG files", "shards of JPEG", "videos", "DICOM series"]
-    assert all(told[0] == "nothing" for told in changes.values())
+    assert all(augments[0] == "nothing" for augments in changes.values())
     assert changes["JPEG files"][1] == "flip true, randaugment [2, 14]"
     assert "erasing" in changes["videos"][1]
     assert "mixup 0.8" in changes["DICOM series"][1]

@@ -1,4 +1,4 @@
-"""Random augmentation of whole batches of training inputs, on the device of the batch."""
+"""Random augmentation of training batches, on the device of the batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -160,8 +160,8 @@ def randaugment(images: Tensor, number: int, magnitude: int, draws: Draws) -> Te
     """Apply `number` random operations of a magnitude to every image (Cubuk et al., arXiv:1909.13719).
 
     Operations, strengths and directions are those of torchvision's `RandAugment` with 31 magnitudes. Images with the
-    same operation are processed together, so a batch needs one call per operation. All frames of a clip
-    `(batch, 3, time, height, width)` get the same operations and strengths (VideoMAE, Tong et al., arXiv:2203.12602).
+    same operation are processed together, so a batch needs one call per operation. The operations and strengths of a
+    clip `(batch, 3, time, height, width)` apply to each of its frames (VideoMAE, Tong et al., arXiv:2203.12602).
     """
     changes = randaugment_changes(magnitude, *images.shape[-2:])
     last = images.movedim(1, -3)  # torchvision accepts any leading axes

@@ -1,4 +1,4 @@
-"""Object detection and instance segmentation data in COCO's format: one JSON file each for training and validation."""
+"""Object detection and instance segmentation data in COCO's format, with one JSON file per part."""
 
 import json
 import math
@@ -180,12 +180,12 @@ def find_annotations(root: Path, part: str) -> Path | None:
     Raises:
         ValueError: several files match, or none for "train".
     """
-    found = matching(root / "annotations", f"*{part}*.json")
-    found = [path for path in found if path.name.startswith("instances_")] or found
-    if len(found) > 1 or (not found and part == "train"):
-        came = ", ".join(path.name for path in found) or f"none for {part} in {str(root)!r}"
+    files = matching(root / "annotations", f"*{part}*.json")
+    files = [path for path in files if path.name.startswith("instances_")] or files
+    if len(files) > 1 or (not files and part == "train"):
+        came = ", ".join(path.name for path in files) or f"none for {part} in {str(root)!r}"
         raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {came}")
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def read_instances(path: Path) -> Instances:

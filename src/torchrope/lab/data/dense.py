@@ -177,7 +177,7 @@ def large_scale_jitter(augment: SceneAugment, side: int) -> list[Any]:
 
 
 def map_scale_jitter(scale: tuple[float, float], side: int) -> list[Any]:
-    """Resize the shorter side to `side` times a random factor, and crop where no class dominates.
+    """Resize the shorter side to `side` times a random factor, and crop so that no class dominates.
 
     References:
         mmsegmentation's pipeline for ADE20k, with factors from 0.5 to 2 and `cat_max_ratio=0.75`.
@@ -202,11 +202,11 @@ def keep_visible(image: Tensor, target: Target) -> Example:
         _, visible = image_ops.sanitize_bounding_boxes(boxes, min_size=1, min_area=1)
     else:
         visible = masks.flatten(1).any(1)
-    kept: Target = {name: target[name][visible] for name in ("labels", "crowd", "masks") if name in target}
-    fitted = boxes[visible] if masks is None else boxes_of(kept["masks"])
+    updated: Target = {name: target[name][visible] for name in ("labels", "crowd", "masks") if name in target}
+    fitted = boxes[visible] if masks is None else boxes_of(updated["masks"])
     if masks is not None:
-        kept["masks"] = tv_tensors.Mask(kept["masks"])  # indexing returns a plain tensor, which transforms ignore
-    return image, {**target, **kept, "boxes": to_boxes(fitted, *image.shape[-2:])}
+        updated["masks"] = tv_tensors.Mask(updated["masks"])  # indexing returns a plain tensor, which transforms ignore
+    return image, {**target, **updated, "boxes": to_boxes(fitted, *image.shape[-2:])}
 
 
 class Jitter(v2.ScaleJitter):

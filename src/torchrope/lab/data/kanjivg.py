@@ -164,21 +164,21 @@ def draw_all(drawings: Sequence[Sequence[str]], size: int, stroke_width: float) 
     if (cached := _read_cache(file, (len(drawings), size, size))) is not None:
         return cached
     with ThreadPoolExecutor() as threads:
-        pictures = torch.stack(list(threads.map(partial(draw, size=size, stroke_width=stroke_width), drawings)))
+        images = torch.stack(list(threads.map(partial(draw, size=size, stroke_width=stroke_width), drawings)))
     content = io.BytesIO()
-    np.savez_compressed(content, pictures=pictures.numpy())
+    np.savez_compressed(content, pictures=images.numpy())
     write_whole(file, content.getvalue())
-    return pictures
+    return images
 
 
 def _read_cache(file: Path, shape: tuple[int, ...]) -> Tensor | None:
     """Return the cached images; None if they are missing or unreadable."""
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
-            pictures = torch.from_numpy(stored["pictures"])
+            images = torch.from_numpy(stored["pictures"])
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error):
         return None
-    return pictures if pictures.shape == shape and pictures.dtype == torch.uint8 else None
+    return images if images.shape == shape and images.dtype == torch.uint8 else None
 
 
 def _read_component(group: ElementTree.Element, strokes: list[str]) -> Component:
