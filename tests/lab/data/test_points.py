@@ -20,7 +20,7 @@ from torchrope.lab.data.faults import find_faults
 from torchrope.lab.data.series_files import read_series
 from torchrope.lab.data.strokes import KanjiStrokes, curves, points_along
 from torchrope.lab.data.tables import read_table
-from torchrope.lab.data.tokens import Cloud, CloudSet, Turning, change, measure_tokens, normal
+from torchrope.lab.data.tokens import Cloud, CloudSet, RotationPlane, change, measure_tokens, normal
 from torchrope.lab.data.transforms import shuffle_positions
 
 
@@ -78,7 +78,7 @@ BAD_TABLES = {
     "empty.csv": ("", "first line must name"),
     "numbers.csv": ("1,2\n3,4\n", "first line must name"),
     "twice.csv": ("x,x\n1,2\n", "first line must name"),
-    "ragged.csv": ("x,y\n1,2\n3\n", "rows must have 2 cells as the first line, got 1 in row 3"),
+    "ragged.csv": ("x,y\n1,2\n3\n", "rows must have 2 cells like the first line, got 1 in row 3"),
     "text.csv": ("x,y\n1,two\n", "column y must hold numbers"),
     "bytes.csv": (b"x,y\n\xff\xfe,1\n", "decode"),
     "empty.npz": (b"", ""),
@@ -86,7 +86,7 @@ BAD_TABLES = {
     "object.npz": (npz_content(x=np.array([{}], dtype=object)), "Python objects"),
     "cube.npz": (npz_content(x=np.zeros((2, 2, 2))), "arrays must be numbers"),
     "complex.npz": (npz_content(x=np.zeros(2, complex)), "arrays must be numbers"),
-    "lengths.npz": (npz_content(x=np.zeros(2), y=np.zeros(3)), "a row for each point, got x 2, y 3"),
+    "lengths.npz": (npz_content(x=np.zeros(2), y=np.zeros(3)), "one row per point, got x 2, y 3"),
     "empty.ply": (b"", "end_header"),
     "endless.ply": (b"ply\n" * 30000, "end_header"),
     "other.ply": (PLY.replace("ply", "obj", 1), "must begin with ply"),
@@ -292,22 +292,22 @@ CHANGES = PointAugment(rotate=["x", "y"], degrees=90, shift=1.0, jitter=0.5, dro
 
 def test_an_example_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch() -> None:
     made = cloud_set([cloud(n, seed=n) for n in (20, 30, 25)])
-    turning = Turning.of(CHANGES, ("x", "y"), ("grey",))
-    epoch = made.in_epoch(CHANGES, turning, 5)
+    plane = RotationPlane.of(CHANGES, ("x", "y"), ("grey",))
+    epoch = made.in_epoch(CHANGES, plane, 5)
     together = epoch.__getitems__([0, 1, 2])[0]
     for index, count in enumerate((20, 30, 25)):
         torch.testing.assert_close(epoch[index][0], together[index, :count], equal_nan=True, rtol=1e-4, atol=1e-5)
     repeated = epoch.__getitems__([0, 3])[0]  # beyond the end: a repeat, changed otherwise
     assert not torch.equal(repeated[0].nan_to_num(), repeated[1].nan_to_num())
-    assert not torch.equal(made.in_epoch(CHANGES, turning, 6)[0][0].nan_to_num(), epoch[0][0].nan_to_num())
+    assert not torch.equal(made.in_epoch(CHANGES, plane, 6)[0][0].nan_to_num(), epoch[0][0].nan_to_num())
 
 
 def changed(positions: Tensor, features: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
     augment = PointAugment(**settings)
     given = torch.zeros(*positions.shape[:2], 0) if features is None else features
-    turning = Turning.of(augment, ("x", "y", "z"), ("nx", "ny", "nz"))
+    plane = RotationPlane.of(augment, ("x", "y", "z"), ("nx", "ny", "nz"))
     draws = Draws(0, range(len(positions)))
-    return change(given, positions, augment, turning, (1.0, 1.0, 10.0), draws)
+    return change(given, positions, augment, plane, (1.0, 1.0, 10.0), draws)
 
 
 def test_a_rotation_keeps_distances_the_third_axis_and_turns_normals() -> None:
@@ -451,9 +451,9 @@ def test_a_set_of_series_is_found_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (waves(4), [([[1.0], [2.0]], "c")], r"must have the classes of A_TRAIN\.ts, got c in it alone"),
-        ([([[1.0]], "a"), ([[1.0]], "b")], waves(2), r"both parts must have as many channels"),
-        (waves(1), waves(1), r"A_TRAIN\.ts must have two classes or more, got 1_turns"),
+        (waves(4), [([[1.0], [2.0]], "c")], r"must have the classes of A_TRAIN\.ts, got c in it only"),
+        ([([[1.0]], "a"), ([[1.0]], "b")], waves(2), r"both parts must have the same number of channels"),
+        (waves(1), waves(1), r"A_TRAIN\.ts must have at least two classes, got 1_turns"),
     ],
 )
 def test_parts_of_series_must_fit(tmp_path: Path, train: list, test: list, message: str) -> None:

@@ -347,7 +347,7 @@ def a_class_of_one(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (nothing, r"--data.root must be a folder with videos \(root/<class>/.*\), got '.*', which is not there"),
+        (nothing, r"--data.root must be a folder with videos \(root/<class>/.*\), got '.*', which does not exist"),
         (one_class, r"--data.root must hold at least two classes \(.*\), got only 'run' in '.*'"),
         (only_damaged, r"--data.root must hold readable videos \(.avi .*\), got none in '.*': run/0.mp4 \(no .*"),
         (a_class_of_one, "readable videos of each class must number at least 2, one to train.*, got 1 for 'run'"),
@@ -361,7 +361,7 @@ def test_a_bad_folder_is_refused_in_one_line(tmp_path, make, message):
 def test_without_a_decoder_one_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torchrope.lab.data.videos")
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ValueError, match=r"^videos is read with av \(pip install 'torchrope\[data\]'\), got "):
+    with pytest.raises(ValueError, match=r"^videos requires av \(pip install 'torchrope\[data\]'\),"):
         make_data(data_config("videos", root=str(tmp_path)))
 
 

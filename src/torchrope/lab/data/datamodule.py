@@ -21,7 +21,7 @@ from torchrope.lab.data.draws import Draws
 from torchrope.lab.data.faults import Fault, Skipping
 from torchrope.lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
 from torchrope.lab.data.repeated import Repeated
-from torchrope.lab.data.tensors import HeldSet, TensorSet, split_for_tuning
+from torchrope.lab.data.tensors import InMemorySet, TensorSet, split_for_tuning
 from torchrope.positions import Periods
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
@@ -96,7 +96,7 @@ class DataModule(pl.LightningDataModule, ABC):
         self._skipped: list[Fault] = []
         self._datasets: tuple[Dataset, Dataset] | None = None
         self._drawn: dict[Size, Dataset | None] = {}
-        self._resident: dict[Size, HeldSet] = {}
+        self._resident: dict[Size, InMemorySet] = {}
 
     @abstractmethod
     def datasets(self) -> tuple[Dataset, Dataset]:
@@ -260,7 +260,7 @@ class DataModule(pl.LightningDataModule, ABC):
     def _on_device(self, train: Dataset, size: Size, device: torch.device) -> Dataset:
         """Keep a set that is held in memory on the training device, if its memory suffices."""
         allowed = isinstance(self.config, HeldConfig) and self.config.resident
-        if not isinstance(train, HeldSet) or not allowed or train.nbytes > RESIDENT_BYTES:
+        if not isinstance(train, InMemorySet) or not allowed or train.nbytes > RESIDENT_BYTES:
             return train
         if size not in self._resident or self._resident[size].inputs.device != device:
             self._resident[size] = train if train.inputs.device == device else train.to(device)
@@ -314,7 +314,7 @@ class DataModule(pl.LightningDataModule, ABC):
         generator: torch.Generator | None = None,
         batch_sampler: BatchSampler | None = None,
     ) -> DataLoader:
-        elsewhere = any(isinstance(held, HeldSet) and held.inputs.device.type != "cpu" for held in sources(dataset))
+        elsewhere = any(isinstance(held, InMemorySet) and held.inputs.device.type != "cpu" for held in sources(dataset))
         return DataLoader(
             dataset,
             batch_size=batch_size,

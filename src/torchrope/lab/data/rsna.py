@@ -6,7 +6,7 @@ from pathlib import Path
 from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.config import RSNAConfig
 from torchrope.lab.data.dicom import index_headers, read_head_ct
-from torchrope.lab.data.faults import name_some, tell_skipped
+from torchrope.lab.data.faults import name_some, warn_skipped
 from torchrope.lab.data.folders import files_below
 from torchrope.lab.data.images import existing_folder
 from torchrope.lab.data.volumes import Volume, VolumeModule, read_table, series_volumes
@@ -68,7 +68,7 @@ class RSNA(VolumeModule):
             raise ValueError(f"--data.root must hold {EXPECTED}, got no labelled slices in {str(self.root)!r}{named}")
         volumes, disordered = series_volumes(headers)
         self.skipped = faults + disordered
-        tell_skipped(self.skipped, len(paths), self.config.max_skipped, "slices and studies")
+        warn_skipped(self.skipped, len(paths), self.config.max_skipped, "slices and studies")
         return [(volume, int(any(bleeding[headers[path].instance] for path in volume.paths)), "") for volume in volumes]
 
     def describe(self, count: int) -> None:

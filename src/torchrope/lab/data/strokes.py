@@ -12,7 +12,7 @@ from torchrope.lab.data.images import Sample
 from torchrope.lab.data.kanji import QUESTIONS, TITLES, characters_of, split_by_character
 from torchrope.lab.data.kanjivg import ATTRIBUTION, CANVAS, Character
 from torchrope.lab.data.tensors import balanced_subset
-from torchrope.lab.data.tokens import Cloud, TokensModule, counted
+from torchrope.lab.data.tokens import Cloud, TokensModule, point_counts
 
 STEPS = 16
 """Parts that a curve is taken apart into, to measure its length."""
@@ -63,7 +63,7 @@ class KanjiStrokes(TokensModule):
             [(self.characters[index].name, self.labels[index]) for index in part.tolist()] for part in (train, val)
         ]
         self.description = (
-            f"{len(train) + len(val):,} characters as {counted([*made[0], *made[1]])} along their strokes, "
+            f"{len(train) + len(val):,} characters as {point_counts([*made[0], *made[1]])} along their strokes, "
             f"{self.config.spacing:g} of {CANVAS} units apart, in the order in which they are written; a token knows "
             f"the direction of the pen; the class is {QUESTIONS[config.task]}, one of {len(self.classes)}. "
             f"Source: {ATTRIBUTION}."

@@ -21,8 +21,8 @@ from torchrope.lab.data.clips import crop_corners, test_frames, training_frames
 from torchrope.lab.data.config import CropAugment, VideosConfig
 from torchrope.lab.data.crops import centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import find_faults, tell_skipped
-from torchrope.lab.data.folders import tell_others
+from torchrope.lab.data.faults import find_faults, warn_skipped
+from torchrope.lab.data.folders import warn_unread
 from torchrope.lab.data.images import Sample, existing_folder, find_classes, hold_out, list_samples, select_examples
 from torchrope.lab.data.streamed import StreamedSet
 from torchrope.lab.data.tensors import normalisation
@@ -201,7 +201,7 @@ class VideoModule(DataModule):
             named = f": {faults[0][0]} ({faults[0][1]}), ..." if faults else ""
             rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
             raise ValueError(f"{rule}, got none in {str(root)!r}{named}")
-        tell_skipped(faults, len(samples), self.config.max_skipped, "videos")
+        warn_skipped(faults, len(samples), self.config.max_skipped, "videos")
         left_out = {path for path, _ in faults}
         return [sample for sample in samples if sample[0] not in left_out]
 
@@ -235,7 +235,7 @@ class Videos(VideoModule):
             for part, folder in self.folders.items()
         }
         samples = [sample for samples in listed.values() for sample in samples]
-        tell_others(self.root, [path for path, _ in samples], f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
+        warn_unread(self.root, [path for path, _ in samples], f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
         whole = set(self.openable(self.root, samples))
         kept = {part: [sample for sample in samples if sample in whole] for part, samples in listed.items()}
         if len(kept) == 2:

@@ -20,8 +20,8 @@ from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.config import VolumesConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.dicom import Header, by_series, in_order, index_headers, read_slice
-from torchrope.lab.data.faults import Fault, check_claim, name_some, reason, tell_skipped
-from torchrope.lab.data.folders import files_below, tell_others
+from torchrope.lab.data.faults import Fault, check_claim, name_some, reason, warn_skipped
+from torchrope.lab.data.folders import files_below, warn_unread
 from torchrope.lab.data.images import existing_folder, find_classes, hold_out, select_examples
 from torchrope.lab.data.streamed import StreamedSet
 from torchrope.lab.data.transforms import resize
@@ -237,7 +237,7 @@ class Volumes(VolumeModule):
         files = [path for folder in folders for path in files_below(folder, self.root)]
         read = [path for path in files if _is_nifti(path) or Path(path).suffix.lower() in DICOM_EXTENSIONS]
         table = [self.table.relative_to(self.root).as_posix()] if self.table.is_relative_to(self.root) else []
-        tell_others(self.root, read + table, f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})")
+        warn_unread(self.root, read + table, f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})")
         if self.folders:
             return self._of_folders(files)
         volumes, faults = find_volumes(self.root)
@@ -251,7 +251,7 @@ class Volumes(VolumeModule):
             raise ValueError(
                 f"--data.root must hold {EXPECTED}, got none of the labelled ones in {str(self.root)!r}{named}"
             )
-        tell_skipped(faults, len(asked), self.config.max_skipped, "volumes and slices")
+        warn_skipped(faults, len(asked), self.config.max_skipped, "volumes and slices")
         return [(volume, self.classes.index(label), part) for volume, label, part in asked if volume is not None]
 
     def _of_folders(self, files: Sequence[str]) -> list[tuple[Volume, int, str]]:
@@ -268,7 +268,7 @@ class Volumes(VolumeModule):
         if not found:
             named = f": {name_some(faults)}" if faults else ""
             raise ValueError(f"--data.root must hold {EXPECTED}, got none in {str(self.root)!r}{named}")
-        tell_skipped(faults, len(found) + len(faults), self.config.max_skipped, "volumes and slices")
+        warn_skipped(faults, len(found) + len(faults), self.config.max_skipped, "volumes and slices")
         for part in self.folders:
             samples = [(volume.name, label) for volume, label, of in found if of == part]
             fewest, where = (1, f" in {part}") if part else (2, f" where there is no {LABELS}")
