@@ -62,7 +62,7 @@ def test_maps_are_the_tokens_of_their_depth_on_the_lattice(norm: bool) -> None:
         assert torch.equal(found, tokens[:, 3:].transpose(1, 2).reshape(2, 32, 4, 6))
 
 
-def test_the_last_map_pools_to_the_features_and_the_first_is_the_embedding() -> None:
+def test_last_map_pools_to_the_features_and_the_first_is_the_embedding() -> None:
     model = tr.ViT((8, 8, 8), patch_size=4, dim=32, depth=2, num_heads=2, encoding="liere:8", pool="mean").eval()
     x = torch.randn(2, 3, 8, 4, 12)
     stem, last = model.feature_maps(x, [0, 2], norm=False)
@@ -96,7 +96,7 @@ def test_auto_backbone_gives_the_vits_own_maps_at_any_size(size: tuple[int, int]
         model(x, pixel_mask=torch.ones(2, *size))
 
 
-def test_the_final_norm_may_be_left_out() -> None:
+def test_final_norm_may_be_left_out() -> None:
     model = AutoBackbone.from_config(tiny(out_indices=[1, 3], apply_layernorm=False)).eval()
     nn.init.constant_(model.model.norm.bias, 3.0)
     x = torch.randn(1, 3, 32, 32)
@@ -147,7 +147,7 @@ def test_stages_of_features_are_chosen_by_name_or_number() -> None:
         TorchropeConfig.of(stages(), out_features=["stage5"])
 
 
-def test_a_swin_stands_for_features_of_its_stages() -> None:
+def test_swin_stands_for_features_of_its_stages() -> None:
     swin = tr.Swin((64, 64), dim=16, depths=(1, 1), num_heads=(1, 2), window_size=4, encoding="mixed")
     config = TorchropeConfig.of(swin)
     assert config.to_dict() == TorchropeConfig.of(tr.Features(swin)).to_dict() | {"features": {}}
@@ -179,7 +179,7 @@ def test_three_axes_make_a_backbone_for_video() -> None:
     assert model(torch.randn(1, 3, 8, 16, 24)).feature_maps[0].shape == (1, 32, 4, 2, 3)
 
 
-def test_the_last_layer_of_a_vit_is_the_default_and_unknown_stages_are_refused() -> None:
+def test_last_layer_of_a_vit_is_the_default_and_unknown_stages_are_refused() -> None:
     assert tiny().out_features == ["stage3"]
     assert tiny(out_indices=[1, 3]).out_features == ["stage1", "stage3"]
     assert TorchropeConfig().out_features == ["stage12"]

@@ -40,13 +40,13 @@ def refuses(model: Any, path: Path, *, dynamo: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("encoding", ["liere:4", "liere", "comrope-ld:4", "comrope-ap:4", "string:4"])
-def test_the_error_says_that_freeze_comes_first(encoding: str, tmp_path: Path) -> None:
+def test_error_says_that_freeze_comes_first(encoding: str, tmp_path: Path) -> None:
     refuses(ours(encoding), tmp_path / "m.onnx", dynamo=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["liere:4", "string:4"])
-def test_the_error_of_the_exporter_of_graphs_too(encoding: str, tmp_path: Path) -> None:
+def test_error_of_the_exporter_of_graphs_too(encoding: str, tmp_path: Path) -> None:
     refuses(ours(encoding), tmp_path / "m.onnx", dynamo=True)
 
 

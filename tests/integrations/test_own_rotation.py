@@ -87,7 +87,7 @@ def test_other_sizes_are_those_of_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rope_axial", "eva02", "dinov3", "rope_mixed_ape", "pe"])
-def test_a_size_that_is_set_after_the_swap(name: str) -> None:
+def test_size_that_is_set_after_the_swap(name: str) -> None:
     model = strong(name)
     plain = copy.deepcopy(model)
     tr.swap(model, "mixed")
@@ -362,7 +362,7 @@ def test_other_starts_are_said_and_warn_once(init: str) -> None:
     assert model.rotary.lattices[0] == Lattice()  # the paper's, not the model's
 
 
-def test_a_kept_rotation_needs_no_own_start() -> None:
+def test_kept_rotation_needs_no_own_start() -> None:
     model = strong("dinov3")
     x = images(model)
     expected = model(x)

@@ -51,7 +51,7 @@ def test_what_can_represent_it_takes_it_over(name: str, encoding: str) -> None:
     assert error(outputs(tr.swap(model, encoding), images), expected) < 1e-5
 
 
-def test_the_table_of_towers_is_that_of_the_package() -> None:
+def test_table_of_towers_is_that_of_the_package() -> None:
     models = Path(transformers.__file__).parent / "models"
     by_code = {
         path.parent.name
@@ -214,7 +214,7 @@ def test_without_its_table_and_without_its_rotation_a_tower_knows_no_positions()
 
 @pytest.mark.parametrize("encoding", ["mixed", "string:8"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "minimax_m3_vl", *IMAGE_TOWERS])
-def test_a_swapped_tower_is_saved_and_loaded_into_one_built_the_same_way(
+def test_swapped_tower_is_saved_and_loaded_into_one_built_the_same_way(
     name: str, encoding: str, tmp_path: Path
 ) -> None:
     model, images = tower(name)
@@ -232,7 +232,7 @@ def test_a_swapped_tower_is_saved_and_loaded_into_one_built_the_same_way(
         tr.load(tmp_path)
 
 
-def test_a_whole_model_is_saved_and_loaded_with_both_of_its_parts_swapped(tmp_path: Path) -> None:
+def test_whole_model_is_saved_and_loaded_with_both_of_its_parts_swapped(tmp_path: Path) -> None:
     model, given = qwen2_5_vl()
     tr.swap(model, "mixed")
     tr.swap(model.model.language_model, "string:8")

@@ -36,7 +36,7 @@ def _agree(features: Features, expected: Callable[[Tensor], list[Tensor]], sizes
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:8", "comrope-ap:4", "axial", "learned+mixed", "bias", "none"])
 @pytest.mark.parametrize("side", [64, 128])
-def test_a_backbone_of_any_lattice_computes_what_the_model_does(encoding: str, side: int) -> None:
+def test_backbone_of_any_lattice_computes_what_the_model_does(encoding: str, side: int) -> None:
     """The spacing of positions is that of training; a table is resampled, so there lattices are the same."""
     trained = _drawn(vit((64, 64), encoding=encoding, num_registers=1))
     backbone = Features(vit((side, side), encoding=encoding, num_registers=1, drop_path=0.1), indices=(1, 3))
@@ -63,7 +63,7 @@ def test_class_token_and_registers_stay_behind_where_windows_attend() -> None:
 
 @pytest.mark.parametrize("encoding", ["bias", "bias+liere:4", "mixed"])
 @pytest.mark.parametrize("window", [4, 8])
-def test_a_swin_takes_other_windows(encoding: str, window: int) -> None:
+def test_swin_takes_other_windows(encoding: str, window: int) -> None:
     swin = partial(tr.Swin, patch_size=2, dim=16, depths=(2, 2), num_heads=(1, 2), encoding=encoding)
     trained = _drawn(swin((64, 64), window_size=4))
     backbone = Features(swin((64, 64), window_size=window))
@@ -121,7 +121,7 @@ def test_timms_swins_give_the_maps_of_their_features_only_behind_our_norms() -> 
     _agree(backbone, expected, [(64, 64), (96, 128)])
 
 
-def test_a_model_that_was_saved_is_a_backbone(tmp_path: Path) -> None:
+def test_model_that_was_saved_is_a_backbone(tmp_path: Path) -> None:
     trained = _drawn(vit((64, 64), encoding="mixed"))
     tr.save(trained, tmp_path)
     backbone = Features(vit((64, 64), encoding="mixed"))
@@ -185,6 +185,6 @@ def test_fixed_frequencies_come_along() -> None:
     _agree(backbone, lambda x: trained.feature_maps(x, [1, 2, 3, 4], norm=False), SIZES[:2])
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.pth"):
         tr.load_backbone(Features(tr.ViT((64, 64), **one)), tmp_path / "none.pth")

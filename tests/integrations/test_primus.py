@@ -143,7 +143,7 @@ def test_one_without_a_rotation_is_refused() -> None:
         tr.swap(model, "mixed")
 
 
-def test_the_package_itself_where_it_can_be_built() -> None:
+def test_package_itself_where_it_can_be_built() -> None:
     primus = pytest.importorskip("dynamic_network_architectures.architectures.primus")
     settings = {"eva_depth": 2, "eva_numheads": 2, "input_shape": (16, 24, 32), "num_register_tokens": 2}
     try:

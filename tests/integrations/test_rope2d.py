@@ -97,7 +97,7 @@ def test_autocast_does_not_round_the_angles() -> None:
     assert torch.equal(cast, RoPE2D()(tokens, positions))
 
 
-def test_the_input_stays_and_gets_a_gradient() -> None:
+def test_input_stays_and_gets_a_gradient() -> None:
     tokens, positions = drawn(side=2, head_dim=8, dtype=torch.float64)
     before = tokens.clone()
     RoPE2D()(tokens, positions)

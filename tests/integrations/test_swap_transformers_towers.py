@@ -71,7 +71,7 @@ def test_attention_gets_q_and_k_turned_where_tokens_are(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["sam", "sam_hq"])
-def test_a_map_is_turned_by_places_in_windows_and_in_the_image(name: str) -> None:
+def test_map_is_turned_by_places_in_windows_and_in_the_image(name: str) -> None:
     tower = TOWERS[name]()
     model = swapped(tower, init="paper")
     rotary, layers = rotary_of(model), [part for part in model.modules() if hasattr(part, "rel_pos_h")]

@@ -57,7 +57,7 @@ def test_every_format_gives_the_same_columns(tmp_path: Path, kind: str) -> None:
         np.testing.assert_allclose(read[name], column, rtol=1e-7)
 
 
-def test_an_array_of_positions_is_x_y_z(tmp_path: Path) -> None:
+def test_array_of_positions_is_x_y_z(tmp_path: Path) -> None:
     places, normals = np.random.default_rng(0).random((2, 5, 3))
     read = read_table(write(tmp_path / "a.npz", npz_content(positions=places, normals=normals)))
     assert list(read) == ["x", "y", "z", "normals.0", "normals.1", "normals.2"]
@@ -103,7 +103,7 @@ BAD_TABLES = {
 
 
 @pytest.mark.parametrize("name", BAD_TABLES)
-def test_a_damaged_file_of_points_is_named_with_the_reason_and_left_out(tmp_path: Path, name: str) -> None:
+def test_damaged_file_of_points_is_named_with_the_reason_and_left_out(tmp_path: Path, name: str) -> None:
     content, why = BAD_TABLES[name]
     write(points(tmp_path) / "tall" / name, content)
     data = load("points", tmp_path)
@@ -116,7 +116,7 @@ def test_a_damaged_file_of_points_is_named_with_the_reason_and_left_out(tmp_path
         load("points", tmp_path, max_skipped=0)
 
 
-def test_an_array_that_claims_more_than_it_holds_takes_no_memory(tmp_path: Path) -> None:
+def test_array_that_claims_more_than_it_holds_takes_no_memory(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"descr": "<f8", "fortran_order": False, "shape": (10**13,)})
     path = tmp_path / "a.npz"
@@ -141,7 +141,7 @@ def test_no_byte_of_a_header_ends_the_program(tmp_path: Path) -> None:
 # Sets of points
 
 
-def test_the_class_is_the_folder_or_a_column(tmp_path: Path) -> None:
+def test_class_is_the_folder_or_a_column(tmp_path: Path) -> None:
     by_folder = load("points", points(tmp_path / "folders"))
     assert by_folder.classes == ("tall", "wide")
     assert (by_folder.axes, by_folder.features) == (("x", "y", "z"), ("grey",))
@@ -184,7 +184,7 @@ def test_folders_of_points_are_split_like_those_of_pictures(tmp_path: Path) -> N
         ({"augment": {"flip": True}}, r"--data\.augment\.flip is for digits, .*, got --data points"),
     ],
 )
-def test_a_mistake_in_a_setting_of_points_is_one_line(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_mistake_in_a_setting_of_points_is_one_line(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     points(tmp_path)
     with pytest.raises(ValueError, match=f"^{message}") as error:
         load("points", tmp_path, **options)
@@ -265,7 +265,7 @@ def test_points_without_features_hold_their_coordinates(tmp_path: Path) -> None:
 # Batches
 
 
-def test_a_batch_is_padded_and_its_examples_are_what_they_are_alone() -> None:
+def test_batch_is_padded_and_its_examples_are_what_they_are_alone() -> None:
     made = cloud_set([cloud(n, seed=n) for n in (3, 7, 1)])
     inputs, labels = made.__getitems__([2, 0, 1])
     assert inputs.shape == (3, 7, 3)
@@ -290,7 +290,7 @@ def test_of_too_many_points_validation_sees_the_same_and_each_epoch_others() -> 
 CHANGES = PointAugment(rotate=["x", "y"], degrees=90, shift=1.0, jitter=0.5, drop_points=0.5)
 
 
-def test_an_example_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch() -> None:
+def test_example_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch() -> None:
     made = cloud_set([cloud(n, seed=n) for n in (20, 30, 25)])
     plane = RotationPlane.of(CHANGES, ("x", "y"), ("grey",))
     epoch = made.in_epoch(CHANGES, plane, 5)
@@ -310,7 +310,7 @@ def changed(positions: Tensor, features: Tensor | None = None, **settings: Any) 
     return change(given, positions, augment, plane, (1.0, 1.0, 10.0), draws)
 
 
-def test_a_rotation_keeps_distances_the_third_axis_and_turns_normals() -> None:
+def test_rotation_keeps_distances_the_third_axis_and_turns_normals() -> None:
     positions, normals = torch.rand(4, 10, 3), torch.rand(4, 10, 3)
     turned, with_them = changed(positions, normals, rotate=["x", "y"], degrees=180)[::-1]
     torch.testing.assert_close(torch.cdist(turned, turned), torch.cdist(positions, positions), rtol=1e-3, atol=1e-4)
@@ -424,14 +424,14 @@ BAD_SERIES = {
 
 
 @pytest.mark.parametrize("name", BAD_SERIES)
-def test_a_damaged_file_of_series_is_told_in_one_line(tmp_path: Path, name: str) -> None:
+def test_damaged_file_of_series_is_told_in_one_line(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, BAD_SERIES[name])
     with pytest.raises(ValueError, match=re.escape(name)) as error:
         load("series", tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_a_set_of_series_is_found_by_its_name(tmp_path: Path) -> None:
+def test_set_of_series_is_found_by_its_name(tmp_path: Path) -> None:
     assert load("series", series(tmp_path)).counts == (20, 12)
     write(tmp_path / "Other.ts", ts_text(waves(10)))
     with pytest.raises(
@@ -494,7 +494,7 @@ def test_paths_are_those_of_svg() -> None:
         assert "\n" not in str(error.value)
 
 
-def test_a_stroke_of_no_length_is_two_points_without_direction() -> None:
+def test_stroke_of_no_length_is_two_points_without_direction() -> None:
     places, directions = points_along(("M5,5c0,0,0,0,0,0",), 10.0)
     assert places.tolist() == [[0, 5, 5]] * 2
     assert directions.tolist() == [[0, 0]] * 2

@@ -98,7 +98,7 @@ def test_noncommuting_encodings_have_an_absolute_part_in_every_head(encoding: st
     assert min(shares) > 0.01
 
 
-def test_a_bias_is_relative_and_its_own_kernel() -> None:
+def test_bias_is_relative_and_its_own_kernel() -> None:
     model = vit("bias")
     for bias, layer in zip(model.biases, kernels(model, (3, 4)), strict=True):
         for head, found in enumerate(layer):
@@ -225,7 +225,7 @@ def test_findings_over_time_show_slices(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.figures[0].x.title == "Offset along width"
 
 
-def test_a_measure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
     monkeypatch.setattr(kernel, "measure", lambda *_: pytest.fail("measured again"))
     kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
