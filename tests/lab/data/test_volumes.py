@@ -952,7 +952,7 @@ def no_slices(root):
         (
             "volumes",
             one_of_a_class,
-            "readable volumes of each class must number at least 2 where there is no labels.csv, got 1 for 'well'",
+            "readable volumes of each class must number at least 2 if there is no labels.csv, got 1 for 'well'",
         ),
         ("volumes", one_class, "labels must be of at least two classes, got only 'well'"),
         ("volumes", other_part, "part must be train or val, got 'test' for 'scans/0' in .*labels.csv"),

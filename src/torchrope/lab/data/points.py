@@ -15,7 +15,7 @@ from torchrope.lab.data.tokens import Cloud, TokensModule, point_counts
 
 EXTENSIONS = tuple(READERS)
 AXES = ("t", "x", "y", "z")
-"""Columns that are positions where none are named."""
+"""Columns that are positions if none are named."""
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*; with --data.label without <class>"
 KIND = f"sets of points ({' '.join(EXTENSIONS)})"
 
@@ -87,7 +87,7 @@ class Points(TokensModule):
         return sorted(path for name in self.classes for path in files_below(folder / name, self.root, EXTENSIONS))
 
     def _readable(self) -> tuple[dict[str, Cloud], dict[str, str]]:
-        """Examples and the names of their classes by path; the files that cannot be used go to `skipped`."""
+        """Return examples and the names of their classes by path; files that cannot be used are added to `skipped`."""
         paths = [path for folder in self.folders.values() for path in self._paths(folder)]
         warn_unread(self.root, paths, KIND)
         tables: dict[str, Columns] = {}

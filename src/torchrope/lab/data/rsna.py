@@ -57,7 +57,7 @@ class RSNA(VolumeModule):
         bleeding = read_haemorrhages(self.table)
         paths = files_below(self.root, self.root, (".dcm",))
         headers, faults = index_headers(self.root, paths, folder=cache_folder())
-        # Slices without a label, as those of the challenge's test, are no part of it.
+        # Slices without a label, such as those of the challenge's test set, are excluded.
         labelled = {path: header for path, header in headers.items() if header.instance in bleeding}
         if 0 < len(labelled) < len(headers):
             count = f"{len(headers) - len(labelled)} of {len(headers)}"
@@ -72,7 +72,7 @@ class RSNA(VolumeModule):
         return [(volume, int(any(bleeding[headers[path].instance] for path in volume.paths)), "") for volume in volumes]
 
     def describe(self, count: int) -> None:
-        """Say what the studies are."""
+        """Set `description` from the number of studies."""
         slices, side, _ = self.input_size
         self.description = (
             f"{count or 21_744:,} CT studies of the head (RSNA 2019), resampled to {slices} slices of {side}×{side} "
