@@ -207,7 +207,7 @@ SMALL = {"class": "ViT", "arguments": {"input_size": [32, 32], "patch_size": 8, 
         (lambda: TorchropeConfig(model=SMALL, features={"indices": [9]}), "indices must be between"),
     ],
 )
-def test_what_is_no_backbone_is_refused_in_one_line(make: Any, message: str) -> None:
+def test_other_models_are_refused_as_backbones_in_one_line(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
@@ -218,7 +218,7 @@ def _with(**arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_nothing_is_lost_by_saving(encoding: str, tmp_path: Path) -> None:
+def test_saving_loses_nothing_of_the_model(encoding: str, tmp_path: Path) -> None:
     config = tiny(encoding, of=dict(num_registers=2, layer_scale=0.1), out_indices=[1, 3])
     model = AutoBackbone.from_config(config).eval()
     model.save_pretrained(tmp_path)
@@ -232,7 +232,7 @@ def test_nothing_is_lost_by_saving(encoding: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", [lambda: vit("comrope-ap:4", layer_scale=0.1), lambda: stages("bias+mixed")])
-def test_what_a_checkpoint_lacks_starts_as_new_and_the_rest_is_kept(of: Any, tmp_path: Path) -> None:
+def test_missing_parameters_are_initialised_and_others_loaded(of: Any, tmp_path: Path) -> None:
     model = AutoBackbone.from_config(TorchropeConfig.of(of()))
     lost = [name for name in model.state_dict() if ".encodings." in name or ".norm" in name or "factor" in name]
     state = {name: value + 1 for name, value in model.state_dict().items() if name not in lost}
@@ -319,7 +319,7 @@ def test_heads_of_transformers_learn_through_it_and_survive_saving(name: str, tm
 
 
 @pytest.mark.slow
-def test_it_compiles_without_a_break() -> None:
+def test_swapped_model_compiles_without_graph_breaks() -> None:
     model = AutoBackbone.from_config(tiny("mixed")).eval()
     x = torch.randn(1, 3, 32, 32)
     torch.compiler.reset()

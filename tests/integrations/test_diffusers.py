@@ -115,7 +115,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "wan", "cogvideox", "ltx"])
-def test_it_compiles_into_one_graph(name: str) -> None:
+def test_rotation_compiles_into_one_graph(name: str) -> None:
     model, given = tr.swap(built(name), "mixed"), inputs(name)
     expected = output(model, given)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -326,7 +326,7 @@ def _refused() -> list[tuple[str, Inputs, dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize(("name", "settings", "choices", "line"), _refused())
-def test_what_is_refused_says_why_in_one_line(name: str, settings: Any, choices: Any, line: str) -> None:
+def test_refused_models_raise_one_line_with_the_reason(name: str, settings: Any, choices: Any, line: str) -> None:
     model = CASES[name][0](**settings)
     with pytest.raises(ValueError, match=line) as caught:
         tr.swap(model, "mixed", **choices)

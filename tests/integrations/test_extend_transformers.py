@@ -103,7 +103,7 @@ def test_ntk_of_a_decoder_is_a_larger_base() -> None:
     assert error(tr.extend(model, 4)(words).logits, theirs(words).logits) < 1e-5
 
 
-def test_of_a_whole_model_the_part_that_is_swapped_is_extended() -> None:
+def test_extend_of_a_model_extends_its_swapped_part() -> None:
     model, given = qwen2_5_vl()
     expected = model(**given).logits
     of_image = tr.extend(model, 1)

@@ -65,7 +65,7 @@ def test_features_keep_where_pretraining_put_the_patches(tmp_path: Path) -> None
     assert all(torch.equal(one, other) for one, other in zip(again(x), backbone(x), strict=True))
 
 
-def test_whatever_save_takes(tmp_path: Path) -> None:
+def test_hub_accepts_every_model_that_save_accepts(tmp_path: Path) -> None:
     model = awake(tr.swap(made("vit"), "mixed")).eval()
     Hub(model).save_pretrained(tmp_path)
     again: Any = Hub.from_pretrained(tmp_path)
@@ -113,7 +113,7 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
         tr.Swin.from_pretrained(tmp_path)
 
 
-def test_what_cannot_be_saved_leaves_no_weights(tmp_path: Path) -> None:
+def test_failed_save_leaves_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="settings that JSON can represent"):
         vit(encoding=tr.MixedRoPE).save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))

@@ -97,7 +97,7 @@ def test_volume_of_one_patch_of_equal_slices_gives_the_features_of_the_image(
         {"encoding": "learned", "pool": "mean", "qkv_bias": False},
     ],
 )
-def test_whatever_else_a_vit_has(settings: dict) -> None:
+def test_other_parts_of_a_vit_are_preserved(settings: dict) -> None:
     source = ours(**settings)
     model = tr.inflate(source, patch_size=2, size=6)
     image = torch.randn(2, 3, 16, 8)
@@ -306,7 +306,7 @@ def clip() -> Any:
         (lambda: tr.swap(made("rope_axial"), "mixed", keep_rotation=True), "keep_rotation=True"),
     ],
 )
-def test_what_is_refused_in_one_line(model: Any, message: str) -> None:
+def test_unsupported_input_raises_one_line(model: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         tr.inflate(model())
     assert "\n" not in str(caught.value)

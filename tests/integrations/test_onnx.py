@@ -69,7 +69,7 @@ def test_other_exports_and_graphs_are_not_concerned(encoding: str) -> None:
         (lambda: (tr.inflate(ours("comrope-ld:4"), patch_size=2, size=4), torch.randn(1, 3, 4, 16, 8)), True),
     ],
 )
-def test_what_the_guide_says_runs(build: Any, freezes: bool, tmp_path: Path) -> None:
+def test_code_of_the_guide_runs(build: Any, freezes: bool, tmp_path: Path) -> None:
     model, x = build()
     expected = model(x)
     if freezes:

@@ -301,7 +301,7 @@ def test_one_encoding_for_all_layers_that_rotate_alike() -> None:
         tr.swap(strong("rope_mixed_ape"), encoding, init="own")
 
 
-def test_what_is_built_elsewhere_keeps_its_generators_unless_asked_otherwise() -> None:
+def test_given_encodings_keep_their_generators_by_default() -> None:
     model = strong("rope_axial")
     x = images(model)
     expected = model(x)
@@ -415,7 +415,7 @@ def with_another_rope(model: Any) -> Any:
         ),
     ],
 )
-def test_what_is_refused(model: Any, settings: dict[str, Any], message: str) -> None:
+def test_unsupported_models_are_refused(model: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as refused:
         tr.swap(model(), **{"encoding": "mixed", **settings})
     assert "\n" not in str(refused.value)

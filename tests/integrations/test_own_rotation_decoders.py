@@ -39,7 +39,7 @@ def test_logits_and_words_are_those_of_before_and_frequencies_learn(name: str) -
 
 
 @pytest.mark.parametrize("encoding", ["axial", "liere:4", "string:8", "comrope-ap:4", "comrope-ld:4"])
-def test_what_can_represent_it_takes_it_over(encoding: str) -> None:
+def test_own_rotation_is_continued_by_encodings_that_can_represent_it(encoding: str) -> None:
     model, words = decoder("llama"), tokens()
     expected, said = model(words).logits, words_of(model, words)
     tr.swap(model, encoding)
@@ -94,7 +94,7 @@ def test_half_precision_errs_no_more_than_the_models_own() -> None:
 
 
 @pytest.mark.slow
-def test_it_compiles_without_a_break() -> None:
+def test_swapped_model_compiles_without_graph_breaks() -> None:
     model, words = tr.swap(decoder("llama"), "mixed"), tokens()
     torch.compiler.reset()
     compiled = torch.compile(model.model, fullgraph=True, backend="eager")

@@ -45,7 +45,7 @@ def test_outputs_are_those_of_before_frequencies_learn_and_unswap_gives_the_mode
 
 @pytest.mark.parametrize("encoding", ["liere:4", "string:8", "comrope-ap:4", "comrope-ld:2"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "pixtral"])
-def test_what_can_represent_it_takes_it_over(name: str, encoding: str) -> None:
+def test_own_rotation_is_continued_by_encodings_that_can_represent_it(name: str, encoding: str) -> None:
     model, images = tower(name)
     expected = outputs(model, images)
     assert error(outputs(tr.swap(model, encoding), images), expected) < 1e-5
@@ -171,7 +171,7 @@ def test_encodings_that_find_tokens_elsewhere_have_positions_of_their_own() -> N
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama4", "sam3"])
-def test_it_compiles_without_a_break(name: str) -> None:
+def test_swapped_model_compiles_without_graph_breaks(name: str) -> None:
     model, images = tower(name)
     expected = outputs(tr.swap(model, "mixed"), images)
     torch.compiler.reset()
@@ -180,7 +180,7 @@ def test_it_compiles_without_a_break(name: str) -> None:
 
 
 @pytest.mark.parametrize("build", [qwen2_5_vl, llava])
-def test_of_a_whole_model_the_vision_tower_is_swapped(build: Any) -> None:
+def test_swap_of_a_multimodal_model_swaps_the_vision_tower(build: Any) -> None:
     model, given = build()
     expected, words = outputs(model, given), model.generate(**given, max_new_tokens=6, do_sample=False)
     tr.swap(model, "mixed")

@@ -158,7 +158,7 @@ one = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
         (lambda: timm.create_model("resnet10t"), "load_published supports checkpoints of"),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(source: Callable[[], nn.Module], message: str) -> None:
+def test_mismatch_raises_one_line(source: Callable[[], nn.Module], message: str) -> None:
     backbone = Features(tr.ViT((64, 64), **one))
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
     with pytest.raises(ValueError, match=message) as caught:
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_told_in_one_line(source: Callable[[], nn.Module], 
 
 
 @pytest.mark.parametrize("encoding", ["axial", "mixed", "bias", "none"])
-def test_what_layers_share_each_may_have_but_not_the_other_way_round(encoding: str) -> None:
+def test_shared_generators_can_be_loaded_per_layer_but_not_conversely(encoding: str) -> None:
     shares, own = (_drawn(vit((64, 64), encoding=encoding, share_layers=share)) for share in (True, False))
     backbone = Features(vit((64, 64), encoding=encoding))
     tr.load_backbone(backbone, shares)

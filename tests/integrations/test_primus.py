@@ -93,7 +93,7 @@ def error(came: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("encoding", ["mixed", "string:4", "liere:4", "comrope-ap:4", "comrope-ld:2"])
 @pytest.mark.parametrize("settings", [{}, {"registers": 2, "reference": (4, 6, 2)}])
-def test_it_goes_on_from_its_own_rotation_and_learns(settings: dict[str, Any], encoding: str) -> None:
+def test_swap_continues_the_own_rotation_and_learns(settings: dict[str, Any], encoding: str) -> None:
     model, x = described(**settings)
     expected = outputs(model, x)
     with pytest.warns(UserWarning, match="outputs change"):

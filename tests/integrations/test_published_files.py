@@ -132,7 +132,7 @@ def test_truncated_file_is_refused_and_a_missing_one_missed(timms: nn.Module, tm
         ({"epoch": 3, "weight": torch.zeros(3)}, r"must be tensors by name, .* got epoch in weights.pth$"),
     ],
 )
-def test_what_holds_no_state_dict_is_refused(content: object, message: str, tmp_path: Path) -> None:
+def test_file_without_a_state_dict_is_refused(content: object, message: str, tmp_path: Path) -> None:
     refused(saved(content, tmp_path), message)
 
 

@@ -117,7 +117,7 @@ LOOKS = "^this looks like a checkpoint of Swin, but "
         ({"norm.bias": torch.ones(31)}, {}, LOOKS + r"norm.bias of torchrope's must be \(32,\), got \(31,\)$"),
     ],
 )  # fmt: skip
-def test_what_is_in_the_way_is_named(
+def test_conflicting_files_are_named(
     change: dict[str, Tensor], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     refused(saved(_timm().state_dict() | change, tmp_path), message, **options)

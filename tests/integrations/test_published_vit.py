@@ -154,7 +154,7 @@ LOOKS = "^this looks like a checkpoint of rope-vit, but "
         ({"rope.freqs": torch.ones(2, 2, 48)}, {}, LOOKS + r"rope.freqs must have 4 dimensions, got \(2, 2, 48\)$"),
     ],
 )
-def test_what_is_in_the_way_is_named(
+def test_conflicting_files_are_named(
     timms: nn.Module, change: dict[str, Tensor | None], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     changed = {**timms.state_dict(), **change}

@@ -143,7 +143,7 @@ def test_nan_stays_in_its_token() -> None:
     assert turned.isnan().sum() == 8
 
 
-def test_nothing_to_store_or_to_cast() -> None:
+def test_rotation_has_no_state_and_is_not_cast() -> None:
     model = nn.Sequential(RoPE2D())
     assert not model.state_dict()
     again = copy.deepcopy(model).bfloat16()[0]

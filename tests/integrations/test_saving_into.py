@@ -197,7 +197,7 @@ def wider() -> Any:
     ],
 )
 @pytest.mark.parametrize("keep_ape", [True, False])
-def test_what_does_not_fit_leaves_the_model_as_it_was(build: Any, message: str, keep_ape: bool, tmp_path: Path) -> None:
+def test_mismatch_leaves_the_model_unchanged(build: Any, message: str, keep_ape: bool, tmp_path: Path) -> None:
     tr.save(detector(keep_ape=keep_ape, init="paper"), tmp_path)
     refused(tmp_path, build().eval(), message)
 

@@ -389,7 +389,9 @@ def wrong(**changes: Any) -> tr.Encoding:
         (lambda: made("vit"), dict(encoding="liere", block_size=5), "head_dim must be divisible by block_size = 5"),
     ],
 )  # fmt: skip
-def test_what_swap_refuses(model: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
+def test_swap_refuses_unsupported_models(
+    model: Callable[[], nn.Module], settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tr.swap(model(), **settings)
 

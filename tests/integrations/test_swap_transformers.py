@@ -248,7 +248,7 @@ def test_checkpointed_layers_know_the_forward_they_belong_to(name: str, shared: 
         for name in (*TOWERS, "vit-classes", "siglip-classes", "dinov3-backbone")
     ],
 )
-def test_it_compiles_without_a_break(name: str) -> None:
+def test_swapped_model_compiles_without_graph_breaks(name: str) -> None:
     model, pixels = swap(MODELS[name](), "mixed", init="paper"), images()
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")

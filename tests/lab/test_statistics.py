@@ -474,7 +474,7 @@ def test_detectable_gap_is_detected_with_80_percent() -> None:
     assert 0.7 < np.mean(shown) < 0.9
 
 
-def test_what_is_needed_shows_the_gap() -> None:
+def test_needed_sample_size_shows_the_gap() -> None:
     found = conclude(noisy({"none": 0.70, "mixed": 0.73}, 3, 300, 2), chance=0.1)
     assert found.kind == "cannot-tell"
     assert found.needed is not None
@@ -562,7 +562,7 @@ def test_differences_of_chosen_pairs_are_those_of_the_pair_alone_at_holms_level(
     assert reverse == pytest.approx((-alone.estimate, -alone.high, -alone.low))
 
 
-def test_of_many_equal_pairs_one_is_rarely_measurable() -> None:
+def test_equal_pairs_are_rarely_measurable() -> None:
     names = [*"abcdefgh"]
     pairs = list(zip(names[::2], names[1::2], strict=True))
     wrong = 0
@@ -695,7 +695,7 @@ def test_hostile_dictionaries_are_one_line(entry: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("values", [None, [], "best", {}, {"kind": "best"}, {1: 2}])
-def test_what_is_no_conclusion_is_one_line(values: Any) -> None:
+def test_invalid_conclusion_raises_one_line(values: Any) -> None:
     with pytest.raises(ValueError, match=r"^conclusion must [^\n]*, got [^\n]*$"):
         Conclusion.from_dict(values)
 
@@ -715,7 +715,7 @@ def test_kind_that_the_rest_contradicts_is_one_line() -> None:
                 Conclusion.from_dict(found.as_dict() | {"kind": kind})
 
 
-def test_what_is_needed_is_part_of_the_dictionary() -> None:
+def test_needed_sample_size_is_part_of_the_dictionary() -> None:
     found = conclude(mri(), chance=0.125)
     assert isinstance(Conclusion.from_dict(found.as_dict()).needed, Needed)
 

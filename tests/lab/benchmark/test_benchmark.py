@@ -160,7 +160,7 @@ def rights(accuracies: dict[str, float], seed: int, examples: int = 400) -> dict
     return {name: (drawn < accuracy).astype(float) for name, accuracy in accuracies.items()}
 
 
-def test_of_one_data_set_the_mean_is_the_difference() -> None:
+def test_mean_over_one_data_set_is_the_difference() -> None:
     found = rights({"a": 0.5, "b": 0.6, "c": 0.61}, 0)
     pairs = list(combinations(found, 2))
     for ours, theirs in zip(differences_over_sets([found], pairs), differences(found, pairs), strict=True):

@@ -103,7 +103,7 @@ def test_models_read_it_and_the_seam_of_longitudes_is_no_edge(root: Path, encodi
         (npz_content(mask=np.zeros((6, 12), bool)), "the map must have land and sea in most cells of 15 degrees"),
     ],
 )
-def test_what_is_no_map_is_told_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_map_raises_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message) as told:
         load(write(tmp_path / "map.npz", content))
     assert "\n" not in str(told.value)

@@ -200,7 +200,7 @@ def test_files_without_columns_of_positions_are_refused(tmp_path: Path) -> None:
     assert load("points", tmp_path, axes=["v", "u"]).axes == ("v", "u")
 
 
-def test_what_is_missing_at_a_point_is_left_out_or_told(tmp_path: Path) -> None:
+def test_missing_values_of_points_are_dropped_or_flagged(tmp_path: Path) -> None:
     missing = {
         "x": np.array([0.0, 1.0, np.nan, 3.0]),
         "y": np.array([5.0, 6.0, 7.0, 8.0]),
@@ -275,7 +275,7 @@ def test_batch_is_padded_and_its_examples_are_what_they_are_alone() -> None:
         assert row[count:].isnan().all()
 
 
-def test_of_too_many_points_validation_sees_the_same_and_each_epoch_others() -> None:
+def test_subsampled_points_are_fixed_in_validation_and_vary_by_epoch() -> None:
     whole = cloud(50)
     made = cloud_set([whole, cloud(4)], size=8)
     first, second = made[0][0], made[0][0]

@@ -203,7 +203,7 @@ def test_frames_that_a_header_counts_and_that_are_not_there_are_damage(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no video", b"RIFF" + bytes(3000)])
-def test_what_is_no_video_is_said_to_be_none(tmp_path, content):
+def test_invalid_video_is_reported(tmp_path, content):
     path = tmp_path / "a.avi"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"no video, or damaged|no frames in it|no video in it"):

@@ -116,7 +116,7 @@ def test_nifti_and_dicom_of_one_head_are_one_volume(tmp_path):
         torch.testing.assert_close(read_volume(tmp_path, volume.paths), torch.from_numpy(values).float())
 
 
-def test_of_several_series_a_study_is_the_longest_and_each_has_its_own_name(tmp_path):
+def test_longest_series_has_the_name_of_its_study(tmp_path):
     write_series(tmp_path / "scout", head(2, False, 1), "1.2", series="1.2.1")
     write_series(tmp_path / "scan", head(5, False, 1), "1.2", series="1.2.2", prefix="x")
     found = unlabelled(tmp_path)
@@ -332,7 +332,7 @@ def test_folders_of_classes_below_train_and_val_are_kept(tmp_path):
     assert (len(train), len(val)) == (6, 4)
 
 
-def test_of_a_study_in_a_folder_of_a_class_the_longest_series_is_taken_and_studies_are_told_apart(tmp_path):
+def test_class_folders_use_the_longest_series_of_each_study(tmp_path):
     classes_of_volumes(tmp_path)
     write_series(tmp_path / "ill" / "loose", head(2, True, 1), "2.1", series="2.1.1", prefix="scout")
     write_series(tmp_path / "ill" / "loose", head(5, True, 1), "2.1", series="2.1.2")
@@ -353,7 +353,7 @@ def test_one_series_in_folders_of_two_classes_is_two_volumes_of_one_patient(tmp_
     assert sorted(parts, key=len) == [set(), {"ill/same", "well/same"}]
 
 
-def test_what_is_no_volume_of_a_class_is_named(tmp_path, caplog):
+def test_files_without_a_class_are_named(tmp_path, caplog):
     classes_of_volumes(tmp_path)
     (tmp_path / "ill" / "notes.txt").write_text("not looked at")
     (tmp_path / "ill" / "broken.nii").write_bytes(b"broken")
@@ -684,7 +684,7 @@ def test_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, spoil, why):
     assert re.fullmatch(why, named[1])
 
 
-def test_where_no_volume_can_be_read_one_line_says_so(tmp_path):
+def test_unreadable_volumes_raise_one_line(tmp_path):
     root = rsna_folder(tmp_path)
     for path in (root / "stage_2_train").glob("*.dcm"):
         with disable_value_validation():
@@ -963,7 +963,7 @@ def no_slices(root):
         ),
     ],
 )
-def test_what_is_expected_where_is_told_in_one_line(tmp_path, name, spoil, message):
+def test_missing_files_raise_one_line_with_the_expected_layout(tmp_path, name, spoil, message):
     root = rsna_folder(tmp_path, 4) if name == "rsna" else nifti_folder(tmp_path, 4)
     spoil(root)
     with pytest.raises(ValueError, match=f"^{message}$"):

@@ -77,7 +77,7 @@ def test_run_key_depends_on_settings_that_change_results(changed: dict, same: bo
     assert (Run(replace(defaults, **changed)).name == Run(defaults).name) == same
 
 
-def test_what_a_run_starts_from_comes_first_and_is_part_of_it(tmp_path: Path) -> None:
+def test_initial_run_is_trained_first_and_is_part_of_the_run(tmp_path: Path) -> None:
     here = lab(tmp_path)
     start = here.run("learned")
     tuned = here.run("learned+mixed", optim={"lr": 1e-4}, after=start)

@@ -125,7 +125,7 @@ def test_differences_are_paired_over_images() -> None:
 
 
 @pytest.mark.slow
-def test_of_equal_scores_hardly_any_is_called_behind() -> None:
+def test_equal_scores_are_rarely_called_behind() -> None:
     random = np.random.default_rng(0)
     wrong = 0
     for _ in range(100):

@@ -231,7 +231,7 @@ def test_measure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
 
 
-def test_what_the_model_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encodings_refused_by_the_model_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernel.find(study(tmp_path, ["liere:12", "mixed"], "digits", monkeypatch))
     assert found.notes[0].startswith("liere:12 is left out: head_dim must be divisible by block_size = 12")
     assert {row["encoding"] for row in found.tables[0].rows} == {"mixed"}

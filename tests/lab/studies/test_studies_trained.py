@@ -61,7 +61,7 @@ def kept(findings: Findings) -> dict[str, Any]:
     return json.loads(json.dumps(findings.plain(), allow_nan=False))
 
 
-def test_what_a_model_refuses_is_left_out_with_the_reason(out: Path) -> None:
+def test_encodings_refused_by_a_model_are_skipped_with_the_reason(out: Path) -> None:
     here = lab(out)
     wanted = [here.run(name, seed) for name in ("mixed", "liere:5") for seed in (0, 1)]
     some, [note] = feasible(here, wanted)

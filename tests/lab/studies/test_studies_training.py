@@ -308,7 +308,7 @@ class TestTrainingEfficiency:
         assert "mixed 2.0 [" in findings.answer
         assert list(findings.advice[0].encodings) == ["mixed"]
 
-    def test_what_examples_can_explain_is_not_sooner(self) -> None:
+    def test_differences_explained_by_examples_are_not_sooner(self) -> None:
         findings, _ = found("training-efficiency", self.hits, ["string"])
         [_, row] = findings.tables[0].rows
         assert row["sooner"] > 1
@@ -402,7 +402,7 @@ class TestSharing:
         counts = [rows[(level,)]["parameters"] for level in ("nothing", "heads", "layers", "heads and layers")]
         assert counts == [counts[0], counts[0] / 2, counts[0] / 3, counts[0] / 6]
 
-    def test_what_sharing_costs_and_gains_is_counted(self) -> None:
+    def test_costs_and_gains_of_sharing_are_counted(self) -> None:
         def hits(run: Run) -> float:
             model = run.config.model
             return 0.5 - 0.2 * model.share_heads + (0.1 if run.encoding == "mixed" else 0) * model.share_layers
