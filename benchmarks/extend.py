@@ -3,7 +3,7 @@
     python benchmarks/extend.py --threads 2
 
 A small ViT of timm with axial RoPE and no position table learns the radicals of characters at 32 pixels per side, and
-is evaluated at 64, where the same characters are drawn anew from their strokes: as it is, and copied by each method of
+is evaluated at 64, where the same characters are drawn again from their strokes: as it is, and copied by each method of
 `extend`, without further training. Several seeds, the same held-out characters. Then docs/use-it-in-your-model.md gets
 the table. It needs the extras `kanji`, `lab` and `integrations`.
 """

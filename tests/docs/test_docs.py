@@ -24,7 +24,7 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("page", "block"), BLOCKS)
-def test_a_block_of_code_runs_as_printed(page: str, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_of_code_runs_as_printed(page: str, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"page_{zlib.crc32(block.encode())}"  # pickle and torch.compile find classes and globals by their module
     module = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
@@ -39,7 +39,7 @@ def test_links_resolve(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["positions", "generators", "rotation", "scores", "orders", "places"])
-def test_a_figure_is_what_the_library_draws(name: str, tmp_path: Path) -> None:
+def test_figure_is_what_the_library_draws(name: str, tmp_path: Path) -> None:
     drawn = runpy.run_path(str(DOCS / "figures.py"))["FIGURES"][name]()
     committed = (DOCS / "figures" / f"{name}.svg").read_text()
     number = re.compile(r"-?\d+(?:\.\d+)?")
@@ -61,7 +61,7 @@ def test_every_study_is_in_the_table_of_studies() -> None:
     assert set(NAMES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
 
 
-def test_the_accuracies_that_the_guide_names_are_committed_results() -> None:
+def test_accuracies_that_the_guide_names_are_committed_results() -> None:
     results = StudyResult.read(DOCS / "results/digits/results.json")
     [table] = [table for table in results.findings.tables if table.title == "Accuracy at other input sizes"]
     measured = {

@@ -12,7 +12,7 @@ EXAMPLES = [
 ]
 
 
-def test_the_library_example_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_library_example_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(EXAMPLES[0], "README.md", "exec"), {})
     assert capsys.readouterr().out == "torch.Size([8, 12, 197, 64]) torch.Size([1, 5])\n"
     assert len([line for line in EXAMPLES[0].splitlines() if line]) <= 12

@@ -120,7 +120,7 @@ def test_sections_of_the_readme_stand_where_pages_link_to_them(site: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_api_page_has_formulas_sources_and_examples(site: Path) -> None:
+def test_api_page_has_formulas_sources_and_examples(site: Path) -> None:
     text = (site / "api.html").read_text()
     assert 'id="torchrope.LieRE"' in text
     assert "<code>R(p) = exp(sum_a p_a A_a),  A_a block diagonal, skew, learned</code>" in text
@@ -130,14 +130,14 @@ def test_the_api_page_has_formulas_sources_and_examples(site: Path) -> None:
     assert "References:" not in text
 
 
-def test_a_section_ends_at_the_next_heading_and_code_has_no_headings(hooks: ModuleType) -> None:
+def test_section_ends_at_the_next_heading_and_code_has_no_headings(hooks: ModuleType) -> None:
     readme = "# Title\nintro\n## Start here, now\n```\n# no heading\n```\nsee [docs/speed.md](docs/speed.md)\n## Next\n"
     found = hooks.section(readme, "start-here-now", "index.md")
     assert found == "```\n# no heading\n```\nsee [Speed](speed.md)"
     assert hooks.section(readme, "title", "index.md") == "intro"
 
 
-def test_a_section_that_is_not_there_is_refused(hooks: ModuleType) -> None:
+def test_section_that_is_not_there_is_refused(hooks: ModuleType) -> None:
     from mkdocs.exceptions import PluginError
 
     with pytest.raises(PluginError, match=r"index.md needs a heading of README.md for #gone, got none"):

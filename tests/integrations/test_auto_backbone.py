@@ -62,7 +62,7 @@ def test_maps_are_the_tokens_of_their_depth_on_the_lattice(norm: bool) -> None:
         assert torch.equal(found, tokens[:, 3:].transpose(1, 2).reshape(2, 32, 4, 6))
 
 
-def test_the_last_map_pools_to_the_features_and_the_first_is_the_embedding() -> None:
+def test_last_map_pools_to_the_features_and_the_first_is_the_embedding() -> None:
     model = tr.ViT((8, 8, 8), patch_size=4, dim=32, depth=2, num_heads=2, encoding="liere:8", pool="mean").eval()
     x = torch.randn(2, 3, 8, 4, 12)
     stem, last = model.feature_maps(x, [0, 2], norm=False)
@@ -96,7 +96,7 @@ def test_auto_backbone_gives_the_vits_own_maps_at_any_size(size: tuple[int, int]
         model(x, pixel_mask=torch.ones(2, *size))
 
 
-def test_the_final_norm_may_be_left_out() -> None:
+def test_final_norm_may_be_left_out() -> None:
     model = AutoBackbone.from_config(tiny(out_indices=[1, 3], apply_layernorm=False)).eval()
     nn.init.constant_(model.model.norm.bias, 3.0)
     x = torch.randn(1, 3, 32, 32)
@@ -147,7 +147,7 @@ def test_stages_of_features_are_chosen_by_name_or_number() -> None:
         TorchropeConfig.of(stages(), out_features=["stage5"])
 
 
-def test_a_swin_stands_for_features_of_its_stages() -> None:
+def test_swin_stands_for_features_of_its_stages() -> None:
     swin = tr.Swin((64, 64), dim=16, depths=(1, 1), num_heads=(1, 2), window_size=4, encoding="mixed")
     config = TorchropeConfig.of(swin)
     assert config.to_dict() == TorchropeConfig.of(tr.Features(swin)).to_dict() | {"features": {}}
@@ -179,7 +179,7 @@ def test_three_axes_make_a_backbone_for_video() -> None:
     assert model(torch.randn(1, 3, 8, 16, 24)).feature_maps[0].shape == (1, 32, 4, 2, 3)
 
 
-def test_the_last_layer_of_a_vit_is_the_default_and_unknown_stages_are_refused() -> None:
+def test_last_layer_of_a_vit_is_the_default_and_unknown_stages_are_refused() -> None:
     assert tiny().out_features == ["stage3"]
     assert tiny(out_indices=[1, 3]).out_features == ["stage1", "stage3"]
     assert TorchropeConfig().out_features == ["stage12"]
@@ -207,7 +207,7 @@ SMALL = {"class": "ViT", "arguments": {"input_size": [32, 32], "patch_size": 8, 
         (lambda: TorchropeConfig(model=SMALL, features={"indices": [9]}), "indices must be between"),
     ],
 )
-def test_what_is_no_backbone_is_refused_in_one_line(make: Any, message: str) -> None:
+def test_other_models_are_refused_as_backbones_in_one_line(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
@@ -218,7 +218,7 @@ def _with(**arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_nothing_is_lost_by_saving(encoding: str, tmp_path: Path) -> None:
+def test_saving_loses_nothing_of_the_model(encoding: str, tmp_path: Path) -> None:
     config = tiny(encoding, of=dict(num_registers=2, layer_scale=0.1), out_indices=[1, 3])
     model = AutoBackbone.from_config(config).eval()
     model.save_pretrained(tmp_path)
@@ -232,7 +232,7 @@ def test_nothing_is_lost_by_saving(encoding: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of", [lambda: vit("comrope-ap:4", layer_scale=0.1), lambda: stages("bias+mixed")])
-def test_what_a_checkpoint_lacks_starts_as_new_and_the_rest_is_kept(of: Any, tmp_path: Path) -> None:
+def test_missing_parameters_are_initialised_and_others_loaded(of: Any, tmp_path: Path) -> None:
     model = AutoBackbone.from_config(TorchropeConfig.of(of()))
     lost = [name for name in model.state_dict() if ".encodings." in name or ".norm" in name or "factor" in name]
     state = {name: value + 1 for name, value in model.state_dict().items() if name not in lost}
@@ -319,7 +319,7 @@ def test_heads_of_transformers_learn_through_it_and_survive_saving(name: str, tm
 
 
 @pytest.mark.slow
-def test_it_compiles_without_a_break() -> None:
+def test_swapped_model_compiles_without_graph_breaks() -> None:
     model = AutoBackbone.from_config(tiny("mixed")).eval()
     x = torch.randn(1, 3, 32, 32)
     torch.compiler.reset()

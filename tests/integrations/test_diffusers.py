@@ -115,7 +115,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "wan", "cogvideox", "ltx"])
-def test_it_compiles_into_one_graph(name: str) -> None:
+def test_rotation_compiles_into_one_graph(name: str) -> None:
     model, given = tr.swap(built(name), "mixed"), inputs(name)
     expected = output(model, given)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -269,7 +269,7 @@ def test_positions_of_cogvideox_come_out_of_its_tables(grid_type: str) -> None:
         assert (positions_of(*tables) - expected).abs().max() < 2e-5
 
 
-def test_a_copy_has_encodings_of_its_own() -> None:
+def test_copy_has_encodings_of_its_own() -> None:
     model, given = tr.swap(built("lumina2"), "mixed"), inputs("lumina2")
     expected = output(model, given)
     other = copy.deepcopy(model)
@@ -280,7 +280,7 @@ def test_a_copy_has_encodings_of_its_own() -> None:
     assert torch.equal(output(model, given), expected)
 
 
-def test_a_fresh_encoding_takes_positions_times_a_spacing() -> None:
+def test_fresh_encoding_takes_positions_times_a_spacing() -> None:
     def drawn(num_axes: int, num_heads: int, head_dim: int) -> tr.Encoding:
         torch.manual_seed(2)
         return tr.MixedRoPE(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
@@ -326,7 +326,7 @@ def _refused() -> list[tuple[str, Inputs, dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize(("name", "settings", "choices", "line"), _refused())
-def test_what_is_refused_says_why_in_one_line(name: str, settings: Any, choices: Any, line: str) -> None:
+def test_refused_models_raise_one_line_with_the_reason(name: str, settings: Any, choices: Any, line: str) -> None:
     model = CASES[name][0](**settings)
     with pytest.raises(ValueError, match=line) as caught:
         tr.swap(model, "mixed", **choices)
@@ -334,7 +334,7 @@ def test_what_is_refused_says_why_in_one_line(name: str, settings: Any, choices:
     assert not hasattr(model, "rotary")
 
 
-def test_an_ip_adapter_and_missing_tables_are_refused() -> None:
+def test_ip_adapter_and_missing_tables_are_refused() -> None:
     model = built("flux")
     model.transformer_blocks[0].attn.processor = _IPAdapter()
     with pytest.raises(ValueError, match=r"^swap rotates q after its norm, but an IP-Adapter needs it unrotated"):

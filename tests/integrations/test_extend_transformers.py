@@ -23,7 +23,7 @@ def decoder(rope: dict[str, Any], name: str = "LlamaForCausalLM", **settings: An
 
 @pytest.mark.parametrize("method", ["interpolate", "ntk", "yarn", "riflex"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "pixtral"])
-def test_a_tower_keeps_its_outputs_at_factor_one_and_not_at_two(name: str, method: str) -> None:
+def test_tower_keeps_its_outputs_at_factor_one_and_not_at_two(name: str, method: str) -> None:
     model, images = tower(name)
     expected = outputs(model, images)
     assert error(outputs(tr.extend(model, 1, method=method), images), expected) < 1e-5
@@ -34,7 +34,7 @@ def test_a_tower_keeps_its_outputs_at_factor_one_and_not_at_two(name: str, metho
     assert torch.equal(outputs(model, images), expected)
 
 
-def test_an_interpolated_tower_sees_positions_closer_together() -> None:
+def test_interpolated_tower_sees_positions_closer_together() -> None:
     model, images = tower("qwen2_vl")
     larger = tr.extend(model, (2, 4), method="interpolate")
     closer = tr.swap(copy.deepcopy(model), "mixed")
@@ -103,7 +103,7 @@ def test_ntk_of_a_decoder_is_a_larger_base() -> None:
     assert error(tr.extend(model, 4)(words).logits, theirs(words).logits) < 1e-5
 
 
-def test_of_a_whole_model_the_part_that_is_swapped_is_extended() -> None:
+def test_extend_of_a_model_extends_its_swapped_part() -> None:
     model, given = qwen2_5_vl()
     expected = model(**given).logits
     of_image = tr.extend(model, 1)
@@ -122,13 +122,13 @@ def test_of_a_whole_model_the_part_that_is_swapped_is_extended() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama4", "sam3"])
-def test_a_tower_of_one_size_is_refused(name: str) -> None:
+def test_tower_of_one_size_is_refused(name: str) -> None:
     model, _ = tower(name)
     with pytest.raises(ValueError, match=r"^model must take larger inputs, got \w+, which takes a single size"):
         tr.extend(model, 2)
 
 
-def test_an_extended_whole_model_generates() -> None:
+def test_extended_whole_model_generates() -> None:
     model, given = llava()
     larger = tr.extend(model, 2, method="yarn")
     assert larger.generate(**given, max_new_tokens=4, do_sample=False).shape[1] == given["input_ids"].shape[1] + 4

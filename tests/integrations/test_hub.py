@@ -39,7 +39,7 @@ def outputs(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("build", [vit, swin, features, lambda: tr.Features(swin())])
-def test_a_model_comes_back_from_its_folder(build: Any, tmp_path: Path) -> None:
+def test_model_comes_back_from_its_folder(build: Any, tmp_path: Path) -> None:
     model = build().eval()
     model.save_pretrained(tmp_path / "model")
     again = type(model).from_pretrained(tmp_path / "model")
@@ -65,7 +65,7 @@ def test_features_keep_where_pretraining_put_the_patches(tmp_path: Path) -> None
     assert all(torch.equal(one, other) for one, other in zip(again(x), backbone(x), strict=True))
 
 
-def test_whatever_save_takes(tmp_path: Path) -> None:
+def test_hub_accepts_every_model_that_save_accepts(tmp_path: Path) -> None:
     model = awake(tr.swap(made("vit"), "mixed")).eval()
     Hub(model).save_pretrained(tmp_path)
     again: Any = Hub.from_pretrained(tmp_path)
@@ -113,14 +113,14 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
         tr.Swin.from_pretrained(tmp_path)
 
 
-def test_what_cannot_be_saved_leaves_no_weights(tmp_path: Path) -> None:
+def test_failed_save_leaves_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="settings that JSON can represent"):
         vit(encoding=tr.MixedRoPE).save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("config", [{"model": "os.system"}, {"kind": 3, "into": "x"}, {"architecture": ["deep"] * 99}])
-def test_a_configuration_that_was_tampered_with_has_no_say(config: dict, tmp_path: Path) -> None:
+def test_configuration_that_was_tampered_with_has_no_say(config: dict, tmp_path: Path) -> None:
     model = vit()
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -132,7 +132,7 @@ def test_a_configuration_that_was_tampered_with_has_no_say(config: dict, tmp_pat
         assert torch.equal(tr.ViT.from_pretrained(tmp_path)(x), model(x))
 
 
-def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
     vit().save_pretrained(tmp_path)
     file = tmp_path / "torchrope.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -172,7 +172,7 @@ def test_without_huggingface_hub_one_line_says_so(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_the_library_does_not_import_it() -> None:
+def test_library_does_not_import_it() -> None:
     code = "import sys, torchrope; torchrope.ViT, torchrope.Features; print('huggingface_hub' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False"

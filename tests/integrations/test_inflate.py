@@ -73,7 +73,7 @@ def same(one: Tensor, other: Tensor) -> None:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(("depth", "weights"), [(1, "average"), (4, "average"), (4, "center"), (3, "center")])
-def test_a_volume_of_one_patch_of_equal_slices_gives_the_features_of_the_image(
+def test_volume_of_one_patch_of_equal_slices_gives_the_features_of_the_image(
     encoding: str, depth: int, weights: Any
 ) -> None:
     source = ours(encoding)
@@ -97,7 +97,7 @@ def test_a_volume_of_one_patch_of_equal_slices_gives_the_features_of_the_image(
         {"encoding": "learned", "pool": "mean", "qkv_bias": False},
     ],
 )
-def test_whatever_else_a_vit_has(settings: dict) -> None:
+def test_other_parts_of_a_vit_are_preserved(settings: dict) -> None:
     source = ours(**settings)
     model = tr.inflate(source, patch_size=2, size=6)
     image = torch.randn(2, 3, 16, 8)
@@ -106,7 +106,7 @@ def test_whatever_else_a_vit_has(settings: dict) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:4", "string:4", "comrope-ld:4", "axial", "comrope-ap:4"])
-def test_the_new_axis_rests_and_learns(encoding: str) -> None:
+def test_new_axis_rests_and_learns(encoding: str) -> None:
     source = ours(encoding)
     before = copy.deepcopy(source.state_dict())
     model = tr.inflate(source, patch_size=1)
@@ -196,7 +196,7 @@ def test_another_family_takes_the_rotation_over(family: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["learned+mixed", "liere:4", "none", "bias+comrope-ld:4", "axial"])
-def test_the_copy_can_be_saved(encoding: str, tmp_path: Path) -> None:
+def test_copy_can_be_saved(encoding: str, tmp_path: Path) -> None:
     model = tr.inflate(ours(encoding), patch_size=2, size=4, spacing=3.0)
     tr.save(model, tmp_path)
     again: Any = tr.load(tmp_path)
@@ -306,7 +306,7 @@ def clip() -> Any:
         (lambda: tr.swap(made("rope_axial"), "mixed", keep_rotation=True), "keep_rotation=True"),
     ],
 )
-def test_what_is_refused_in_one_line(model: Any, message: str) -> None:
+def test_unsupported_input_raises_one_line(model: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         tr.inflate(model())
     assert "\n" not in str(caught.value)
@@ -336,7 +336,7 @@ def test_bad_arguments_get_one_line(arguments: dict, message: str) -> None:
 @pytest.mark.parametrize(
     "name", ["vit_small_patch16_rope_224.naver_in1k", "vit_small_patch16_rope_mixed_224.naver_in1k"]
 )
-def test_a_model_that_goes_on_from_its_own_rotation(name: str) -> None:
+def test_model_that_goes_on_from_its_own_rotation(name: str) -> None:
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model(name, depth=2, embed_dim=48, num_heads=2, img_size=64, num_classes=5).eval()

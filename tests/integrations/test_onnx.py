@@ -40,13 +40,13 @@ def refuses(model: Any, path: Path, *, dynamo: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("encoding", ["liere:4", "liere", "comrope-ld:4", "comrope-ap:4", "string:4"])
-def test_the_error_says_that_freeze_comes_first(encoding: str, tmp_path: Path) -> None:
+def test_error_says_that_freeze_comes_first(encoding: str, tmp_path: Path) -> None:
     refuses(ours(encoding), tmp_path / "m.onnx", dynamo=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["liere:4", "string:4"])
-def test_the_error_of_the_exporter_of_graphs_too(encoding: str, tmp_path: Path) -> None:
+def test_error_of_the_exporter_of_graphs_too(encoding: str, tmp_path: Path) -> None:
     refuses(ours(encoding), tmp_path / "m.onnx", dynamo=True)
 
 
@@ -69,7 +69,7 @@ def test_other_exports_and_graphs_are_not_concerned(encoding: str) -> None:
         (lambda: (tr.inflate(ours("comrope-ld:4"), patch_size=2, size=4), torch.randn(1, 3, 4, 16, 8)), True),
     ],
 )
-def test_what_the_guide_says_runs(build: Any, freezes: bool, tmp_path: Path) -> None:
+def test_code_of_the_guide_runs(build: Any, freezes: bool, tmp_path: Path) -> None:
     model, x = build()
     expected = model(x)
     if freezes:

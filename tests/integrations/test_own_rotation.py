@@ -87,7 +87,7 @@ def test_other_sizes_are_those_of_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rope_axial", "eva02", "dinov3", "rope_mixed_ape", "pe"])
-def test_a_size_that_is_set_after_the_swap(name: str) -> None:
+def test_size_that_is_set_after_the_swap(name: str) -> None:
     model = strong(name)
     plain = copy.deepcopy(model)
     tr.swap(model, "mixed")
@@ -301,7 +301,7 @@ def test_one_encoding_for_all_layers_that_rotate_alike() -> None:
         tr.swap(strong("rope_mixed_ape"), encoding, init="own")
 
 
-def test_what_is_built_elsewhere_keeps_its_generators_unless_asked_otherwise() -> None:
+def test_given_encodings_keep_their_generators_by_default() -> None:
     model = strong("rope_axial")
     x = images(model)
     expected = model(x)
@@ -362,7 +362,7 @@ def test_other_starts_are_said_and_warn_once(init: str) -> None:
     assert model.rotary.lattices[0] == Lattice()  # the paper's, not the model's
 
 
-def test_a_kept_rotation_needs_no_own_start() -> None:
+def test_kept_rotation_needs_no_own_start() -> None:
     model = strong("dinov3")
     x = images(model)
     expected = model(x)
@@ -415,7 +415,7 @@ def with_another_rope(model: Any) -> Any:
         ),
     ],
 )
-def test_what_is_refused(model: Any, settings: dict[str, Any], message: str) -> None:
+def test_unsupported_models_are_refused(model: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as refused:
         tr.swap(model(), **{"encoding": "mixed", **settings})
     assert "\n" not in str(refused.value)

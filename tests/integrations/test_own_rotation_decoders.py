@@ -39,7 +39,7 @@ def test_logits_and_words_are_those_of_before_and_frequencies_learn(name: str) -
 
 
 @pytest.mark.parametrize("encoding", ["axial", "liere:4", "string:8", "comrope-ap:4", "comrope-ld:4"])
-def test_what_can_represent_it_takes_it_over(encoding: str) -> None:
+def test_own_rotation_is_continued_by_encodings_that_can_represent_it(encoding: str) -> None:
     model, words = decoder("llama"), tokens()
     expected, said = model(words).logits, words_of(model, words)
     tr.swap(model, encoding)
@@ -48,7 +48,7 @@ def test_what_can_represent_it_takes_it_over(encoding: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "string:8"])
-def test_a_cache_of_keys_gives_the_logits_of_the_whole(encoding: str) -> None:
+def test_cache_of_keys_gives_the_logits_of_the_whole(encoding: str) -> None:
     model, words = tr.swap(decoder("llama"), encoding), tokens(2, 9)
     with torch.no_grad():
         for parameter in learned(model):
@@ -94,7 +94,7 @@ def test_half_precision_errs_no_more_than_the_models_own() -> None:
 
 
 @pytest.mark.slow
-def test_it_compiles_without_a_break() -> None:
+def test_swapped_model_compiles_without_graph_breaks() -> None:
     model, words = tr.swap(decoder("llama"), "mixed"), tokens()
     torch.compiler.reset()
     compiled = torch.compile(model.model, fullgraph=True, backend="eager")
@@ -121,7 +121,7 @@ def test_text_of_qwen_vl_has_three_axes() -> None:
         (dict(rope_type="dynamic", factor=2.0), "same at all lengths; .*, got LlamaModel with rope_type='dynamic'$"),
     ],
 )
-def test_a_rope_that_is_no_fixed_rotation_is_refused_and_may_be_replaced(rope: dict[str, Any], message: str) -> None:
+def test_rope_that_is_no_fixed_rotation_is_refused_and_may_be_replaced(rope: dict[str, Any], message: str) -> None:
     model, words = decoder("llama", rope_parameters=dict(rope_theta=1e2, **rope)), tokens()
     expected = model(words).logits
     with pytest.raises(ValueError, match=rf"^init='own' continues .*{message}"):
@@ -146,7 +146,7 @@ def test_layers_that_do_not_rotate_get_no_encoding() -> None:
     assert len(model.rotary.encodings) == 3
 
 
-def test_an_encoder_of_text_goes_on_too() -> None:
+def test_encoder_of_text_goes_on_too() -> None:
     config = transformers.ModernBertConfig(**{**TEXT, "num_hidden_layers": 3}, cls_token_id=1, sep_token_id=2)
     model, words = strong(transformers.ModernBertModel(config)), tokens()
     expected = model(words).last_hidden_state
@@ -178,7 +178,7 @@ def test_attention_that_turns_otherwise_is_refused_with_the_way_by_hand(name: st
         tr.swap(text(f"{name}ForCausalLM", **experts, **(heads if name == "DeepseekV3" else {})), "mixed")
 
 
-def test_a_model_with_a_vision_tower_that_does_not_rotate_has_that_one_swapped() -> None:
+def test_model_with_a_vision_tower_that_does_not_rotate_has_that_one_swapped() -> None:
     vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**vision, image_size=32, patch_size=8),

@@ -45,13 +45,13 @@ def test_outputs_are_those_of_before_frequencies_learn_and_unswap_gives_the_mode
 
 @pytest.mark.parametrize("encoding", ["liere:4", "string:8", "comrope-ap:4", "comrope-ld:2"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "pixtral"])
-def test_what_can_represent_it_takes_it_over(name: str, encoding: str) -> None:
+def test_own_rotation_is_continued_by_encodings_that_can_represent_it(name: str, encoding: str) -> None:
     model, images = tower(name)
     expected = outputs(model, images)
     assert error(outputs(tr.swap(model, encoding), images), expected) < 1e-5
 
 
-def test_the_table_of_towers_is_that_of_the_package() -> None:
+def test_table_of_towers_is_that_of_the_package() -> None:
     models = Path(transformers.__file__).parent / "models"
     by_code = {
         path.parent.name
@@ -171,7 +171,7 @@ def test_encodings_that_find_tokens_elsewhere_have_positions_of_their_own() -> N
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama4", "sam3"])
-def test_it_compiles_without_a_break(name: str) -> None:
+def test_swapped_model_compiles_without_graph_breaks(name: str) -> None:
     model, images = tower(name)
     expected = outputs(tr.swap(model, "mixed"), images)
     torch.compiler.reset()
@@ -180,7 +180,7 @@ def test_it_compiles_without_a_break(name: str) -> None:
 
 
 @pytest.mark.parametrize("build", [qwen2_5_vl, llava])
-def test_of_a_whole_model_the_vision_tower_is_swapped(build: Any) -> None:
+def test_swap_of_a_multimodal_model_swaps_the_vision_tower(build: Any) -> None:
     model, given = build()
     expected, words = outputs(model, given), model.generate(**given, max_new_tokens=6, do_sample=False)
     tr.swap(model, "mixed")
@@ -214,7 +214,7 @@ def test_without_its_table_and_without_its_rotation_a_tower_knows_no_positions()
 
 @pytest.mark.parametrize("encoding", ["mixed", "string:8"])
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "minimax_m3_vl", *IMAGE_TOWERS])
-def test_a_swapped_tower_is_saved_and_loaded_into_one_built_the_same_way(
+def test_swapped_tower_is_saved_and_loaded_into_one_built_the_same_way(
     name: str, encoding: str, tmp_path: Path
 ) -> None:
     model, images = tower(name)
@@ -232,7 +232,7 @@ def test_a_swapped_tower_is_saved_and_loaded_into_one_built_the_same_way(
         tr.load(tmp_path)
 
 
-def test_a_whole_model_is_saved_and_loaded_with_both_of_its_parts_swapped(tmp_path: Path) -> None:
+def test_whole_model_is_saved_and_loaded_with_both_of_its_parts_swapped(tmp_path: Path) -> None:
     model, given = qwen2_5_vl()
     tr.swap(model, "mixed")
     tr.swap(model.model.language_model, "string:8")
@@ -248,7 +248,7 @@ def small_mlcd() -> Any:
 
 def test_mlcd_is_refused_with_the_way_by_hand() -> None:
     message = (
-        r"^swap puts in rotations of q and k by positions, and MLCD's class token turns by learned angles; "
+        r"^swap puts in rotations of q and k by positions, and MLCD's class token is rotated by learned angles; "
         r"torchrope\.rotate\(q, k, .*\) in a MLCDAttention of your own takes any positions, got MLCDVisionModel$"
     )
     with pytest.raises(ValueError, match=message):

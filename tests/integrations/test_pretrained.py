@@ -36,7 +36,7 @@ def _agree(features: Features, expected: Callable[[Tensor], list[Tensor]], sizes
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:8", "comrope-ap:4", "axial", "learned+mixed", "bias", "none"])
 @pytest.mark.parametrize("side", [64, 128])
-def test_a_backbone_of_any_lattice_computes_what_the_model_does(encoding: str, side: int) -> None:
+def test_backbone_of_any_lattice_computes_what_the_model_does(encoding: str, side: int) -> None:
     """The spacing of positions is that of training; a table is resampled, so there lattices are the same."""
     trained = _drawn(vit((64, 64), encoding=encoding, num_registers=1))
     backbone = Features(vit((side, side), encoding=encoding, num_registers=1, drop_path=0.1), indices=(1, 3))
@@ -63,7 +63,7 @@ def test_class_token_and_registers_stay_behind_where_windows_attend() -> None:
 
 @pytest.mark.parametrize("encoding", ["bias", "bias+liere:4", "mixed"])
 @pytest.mark.parametrize("window", [4, 8])
-def test_a_swin_takes_other_windows(encoding: str, window: int) -> None:
+def test_swin_takes_other_windows(encoding: str, window: int) -> None:
     swin = partial(tr.Swin, patch_size=2, dim=16, depths=(2, 2), num_heads=(1, 2), encoding=encoding)
     trained = _drawn(swin((64, 64), window_size=4))
     backbone = Features(swin((64, 64), window_size=window))
@@ -121,7 +121,7 @@ def test_timms_swins_give_the_maps_of_their_features_only_behind_our_norms() -> 
     _agree(backbone, expected, [(64, 64), (96, 128)])
 
 
-def test_a_model_that_was_saved_is_a_backbone(tmp_path: Path) -> None:
+def test_model_that_was_saved_is_a_backbone(tmp_path: Path) -> None:
     trained = _drawn(vit((64, 64), encoding="mixed"))
     tr.save(trained, tmp_path)
     backbone = Features(vit((64, 64), encoding="mixed"))
@@ -155,10 +155,10 @@ one = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
         (lambda: tr.ViT((64, 64), **one, bias=tr.RelativePositionBias), "biases.0.table: .* instead of nothing"),
         (lambda: tr.ViT((64, 64), **one, positions=tr.patch_centers), "positions: others on the same lattice"),
         (lambda: tr.Swin((64, 64), dim=32, depths=(2,), num_heads=(2,)), "got a Swin for a ViT"),
-        (lambda: timm.create_model("resnet10t"), "load_published knows checkpoints of"),
+        (lambda: timm.create_model("resnet10t"), "load_published supports checkpoints of"),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(source: Callable[[], nn.Module], message: str) -> None:
+def test_mismatch_raises_one_line(source: Callable[[], nn.Module], message: str) -> None:
     backbone = Features(tr.ViT((64, 64), **one))
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
     with pytest.raises(ValueError, match=message) as caught:
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_told_in_one_line(source: Callable[[], nn.Module], 
 
 
 @pytest.mark.parametrize("encoding", ["axial", "mixed", "bias", "none"])
-def test_what_layers_share_each_may_have_but_not_the_other_way_round(encoding: str) -> None:
+def test_shared_generators_can_be_loaded_per_layer_but_not_conversely(encoding: str) -> None:
     shares, own = (_drawn(vit((64, 64), encoding=encoding, share_layers=share)) for share in (True, False))
     backbone = Features(vit((64, 64), encoding=encoding))
     tr.load_backbone(backbone, shares)
@@ -185,6 +185,6 @@ def test_fixed_frequencies_come_along() -> None:
     _agree(backbone, lambda x: trained.feature_maps(x, [1, 2, 3, 4], norm=False), SIZES[:2])
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.pth"):
         tr.load_backbone(Features(tr.ViT((64, 64), **one)), tmp_path / "none.pth")

@@ -93,7 +93,7 @@ def error(came: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("encoding", ["mixed", "string:4", "liere:4", "comrope-ap:4", "comrope-ld:2"])
 @pytest.mark.parametrize("settings", [{}, {"registers": 2, "reference": (4, 6, 2)}])
-def test_it_goes_on_from_its_own_rotation_and_learns(settings: dict[str, Any], encoding: str) -> None:
+def test_swap_continues_the_own_rotation_and_learns(settings: dict[str, Any], encoding: str) -> None:
     model, x = described(**settings)
     expected = outputs(model, x)
     with pytest.warns(UserWarning, match="outputs change"):
@@ -143,7 +143,7 @@ def test_one_without_a_rotation_is_refused() -> None:
         tr.swap(model, "mixed")
 
 
-def test_the_package_itself_where_it_can_be_built() -> None:
+def test_package_itself_where_it_can_be_built() -> None:
     primus = pytest.importorskip("dynamic_network_architectures.architectures.primus")
     settings = {"eva_depth": 2, "eva_numheads": 2, "input_shape": (16, 24, 32), "num_register_tokens": 2}
     try:

@@ -175,7 +175,7 @@ def test_by_comropes_own_rule_other_sizes_have_the_published_logits(kind: str, f
     assert 0 <= moved.min() <= moved.max() < 1
 
 
-def test_a_backbone_starts_with_comrope_and_runs_past_its_lattice(tmp_path: Path) -> None:
+def test_backbone_starts_with_comrope_and_runs_past_its_lattice(tmp_path: Path) -> None:
     shape = dict(patch_size=PATCH, dim=WIDE, depth=DEPTH, num_heads=HEADS, norm_eps=1e-5, embedding_norm=True)
     vit = tr.ViT((64, 64), encoding="comrope-ld:4", mlp_dim=64, activation=QuickGELU, **shape)
     starts(

@@ -140,7 +140,7 @@ def test_liere_per_layer_is_offered_and_differs(tmp_path: Path) -> None:
         load_within_lightning(_liere_state(layers=1), tmp_path)
 
 
-def test_a_backbone_starts_with_liere_and_runs_past_its_lattice(tmp_path: Path) -> None:
+def test_backbone_starts_with_liere_and_runs_past_its_lattice(tmp_path: Path) -> None:
     shape = dict(patch_size=4, dim=DIM, depth=DEPTH, num_heads=HEADS, mlp_dim=96, qkv_bias=False, norm_eps=1e-5)
     backbone = tr.Features(tr.ViT((32, 32), encoding="liere:8", **shape), indices=(1, DEPTH))
     starts(backbone, saved(_liere_state(), tmp_path), [(16, 16), (24, 32)], layers="as published")

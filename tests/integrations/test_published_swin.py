@@ -98,7 +98,7 @@ def test_rope_vits_swin(kind: str, with_bias: bool, tmp_path: Path) -> None:
     _agree(mine, theirs, (64, 64), (48, 80))
 
 
-def test_a_window_that_the_file_does_not_tell_is_given(tmp_path: Path) -> None:
+def test_window_that_the_file_does_not_tell_is_given(tmp_path: Path) -> None:
     theirs, state = _rope_vits("mixed", with_bias=False, with_buffers=False)
     path = saved(state, tmp_path)
     _agree(tr.load_published(path, window_size=WINDOW), theirs, (64, 64))
@@ -117,7 +117,7 @@ LOOKS = "^this looks like a checkpoint of Swin, but "
         ({"norm.bias": torch.ones(31)}, {}, LOOKS + r"norm.bias of torchrope's must be \(32,\), got \(31,\)$"),
     ],
 )  # fmt: skip
-def test_what_is_in_the_way_is_named(
+def test_conflicting_files_are_named(
     change: dict[str, Tensor], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     refused(saved(_timm().state_dict() | change, tmp_path), message, **options)

@@ -70,7 +70,7 @@ def test_plain_vits_compute_what_timms_compute(name: str, settings: dict[str, An
 
 
 @pytest.mark.slow
-def test_the_real_size_needs_no_option(tmp_path: Path) -> None:
+def test_real_size_needs_no_option(tmp_path: Path) -> None:
     theirs = randomised(timm.create_model("vit_small_patch16_rope_mixed_224"), spread=0.05)
     path = saved(_in_rope_vits_names(theirs.state_dict()), tmp_path)
     mine = tr.load_published(path)
@@ -95,7 +95,7 @@ def test_heads_are_the_published_ones(name: str) -> None:
     assert plan.num_heads == theirs.blocks[0].attn.num_heads
 
 
-def test_a_rectangular_training_size_is_given(tmp_path: Path) -> None:
+def test_rectangular_training_size_is_given(tmp_path: Path) -> None:
     theirs = _timm("vit_small_patch16_rope_mixed_ape_224", img_size=(32, 96))
     path = saved(theirs.state_dict(), tmp_path)
     with pytest.raises(ValueError, match=r"give input_size=, for the 12 entries of pos_embed"):
@@ -154,7 +154,7 @@ LOOKS = "^this looks like a checkpoint of rope-vit, but "
         ({"rope.freqs": torch.ones(2, 2, 48)}, {}, LOOKS + r"rope.freqs must have 4 dimensions, got \(2, 2, 48\)$"),
     ],
 )
-def test_what_is_in_the_way_is_named(
+def test_conflicting_files_are_named(
     timms: nn.Module, change: dict[str, Tensor | None], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     changed = {**timms.state_dict(), **change}

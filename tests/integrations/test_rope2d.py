@@ -97,7 +97,7 @@ def test_autocast_does_not_round_the_angles() -> None:
     assert torch.equal(cast, RoPE2D()(tokens, positions))
 
 
-def test_the_input_stays_and_gets_a_gradient() -> None:
+def test_input_stays_and_gets_a_gradient() -> None:
     tokens, positions = drawn(side=2, head_dim=8, dtype=torch.float64)
     before = tokens.clone()
     RoPE2D()(tokens, positions)
@@ -143,7 +143,7 @@ def test_nan_stays_in_its_token() -> None:
     assert turned.isnan().sum() == 8
 
 
-def test_nothing_to_store_or_to_cast() -> None:
+def test_rotation_has_no_state_and_is_not_cast() -> None:
     model = nn.Sequential(RoPE2D())
     assert not model.state_dict()
     again = copy.deepcopy(model).bfloat16()[0]

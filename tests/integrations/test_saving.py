@@ -17,7 +17,7 @@ import torchrope as tr
 
 @pytest.mark.parametrize("keep", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "vit_parallel"])
-def test_a_swapped_model_comes_back(name: str, keep: bool, tmp_path: Path) -> None:
+def test_swapped_model_comes_back(name: str, keep: bool, tmp_path: Path) -> None:
     model = made(name).eval()
     x = images(model)
     expected = model(x)
@@ -32,7 +32,7 @@ def test_a_swapped_model_comes_back(name: str, keep: bool, tmp_path: Path) -> No
     assert torch.equal(tr.unswap(again)(x), expected)
 
 
-def test_what_was_chosen_at_the_swap_is_kept(tmp_path: Path) -> None:
+def test_options_of_the_swap_are_saved(tmp_path: Path) -> None:
     encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16, rotary_dim=8, shared_heads=True)
     model = tr.swap(made("vit", drop_path_rate=0.2), encoding, spacing=0.25, origin=(1.0, 2.0))
     model.set_input_size((32, 96))
@@ -44,7 +44,7 @@ def test_what_was_chosen_at_the_swap_is_kept(tmp_path: Path) -> None:
     assert again.blocks[1].drop_path1.drop_prob == pytest.approx(0.2)
 
 
-def test_a_table_put_aside_at_another_size(tmp_path: Path) -> None:
+def test_table_put_aside_at_another_size(tmp_path: Path) -> None:
     model = tr.swap(made("vit"), "mixed", keep_ape=False, init="paper").eval()
     model.set_input_size((32, 64))
     tr.save(model, tmp_path)
@@ -121,7 +121,7 @@ def test_encodings_of_ones_own_are_given_by_hand(tmp_path: Path) -> None:
     assert torch.equal(tr.load(tmp_path, classes=[Isotropic])(x), model(x))
 
 
-def test_the_file_is_plain_data(tmp_path: Path) -> None:
+def test_file_is_plain_data(tmp_path: Path) -> None:
     tr.save(tr.swap(made("vit"), "liere:4"), tmp_path / "m")
     with safe_open(tmp_path / "m", framework="pt") as opened:
         head = json.loads(opened.metadata()["torchrope"])
@@ -144,7 +144,7 @@ def changed() -> nn.Module:
         (partial(timm.models.VisionTransformer, img_size=32, embed_dim=32, depth=1, num_heads=2), "built otherwise"),
     ],
 )
-def test_what_cannot_be_rebuilt_is_refused_before_anything_is_written(model: Any, message: str, tmp_path: Path) -> None:
+def test_save_refuses_models_that_cannot_be_rebuilt(model: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         tr.save(model(), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

@@ -74,7 +74,7 @@ def changed(path: Path, change: Callable[[dict], None], to: Path) -> Path:
 
 
 @pytest.mark.parametrize("settings", [{}, {"keep_ape": False, "init": "paper"}, {"spacing": 0.25, "origin": (1.0, 2)}])
-def test_a_composite_comes_back_into_one_built_the_same_way(settings: dict, tmp_path: Path) -> None:
+def test_composite_comes_back_into_one_built_the_same_way(settings: dict, tmp_path: Path) -> None:
     model = detector(**settings)
     tr.save(model, tmp_path)
     torch.manual_seed(1)
@@ -111,7 +111,7 @@ def test_several_towers_of_several_libraries(tmp_path: Path) -> None:
     assert torch.equal(again(x), model(x))
 
 
-def test_a_model_of_a_library_changed_by_hand(tmp_path: Path) -> None:
+def test_model_of_a_library_changed_by_hand(tmp_path: Path) -> None:
     def build() -> Any:
         model = made("vit")
         model.head = nn.Sequential(nn.Linear(32, 7), nn.Tanh())
@@ -124,7 +124,7 @@ def test_a_model_of_a_library_changed_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_file_that_names_its_model_fills_one_too(swapped: bool, tmp_path: Path) -> None:
+def test_file_that_names_its_model_fills_one_too(swapped: bool, tmp_path: Path) -> None:
     model = made("vit").eval()
     if swapped:
         awaken(tr.swap(model, "liere:4"))
@@ -153,7 +153,7 @@ def test_encodings_of_ones_own_are_given_by_hand(tmp_path: Path) -> None:
     assert torch.equal(tr.load(tmp_path, into=Detector().eval(), classes=[OfOwn])(x), model(x))
 
 
-def test_the_file_is_plain_data(tmp_path: Path) -> None:
+def test_file_is_plain_data(tmp_path: Path) -> None:
     tr.save(detector(), tmp_path / "m")
     with safe_open(tmp_path / "m", framework="pt") as opened:
         head = json.loads(opened.metadata()["torchrope"])
@@ -197,7 +197,7 @@ def wider() -> Any:
     ],
 )
 @pytest.mark.parametrize("keep_ape", [True, False])
-def test_what_does_not_fit_leaves_the_model_as_it_was(build: Any, message: str, keep_ape: bool, tmp_path: Path) -> None:
+def test_mismatch_leaves_the_model_unchanged(build: Any, message: str, keep_ape: bool, tmp_path: Path) -> None:
     tr.save(detector(keep_ape=keep_ape, init="paper"), tmp_path)
     refused(tmp_path, build().eval(), message)
 
@@ -276,7 +276,7 @@ class Forgetful(tr.MixedRoPE):
         (Forgetful, "will reject this Detector: .* got Forgetful without scale"),
     ],
 )
-def test_the_swap_tells_what_cannot_be_saved(encoding: Any, message: str, tmp_path: Path) -> None:
+def test_swap_tells_what_cannot_be_saved(encoding: Any, message: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=message):
         model = tr.swap(Detector(), encoding)
     with pytest.raises(ValueError, match=r"JSON|without scale"):

@@ -131,7 +131,7 @@ def attention_in_float64(attention: Any, x: Tensor, encoding: tr.Encoding, posit
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:4", "comrope-ld:4"])
-def test_a_swapped_layer_is_rotary_attention(encoding: str) -> None:
+def test_swapped_layer_is_rotary_attention(encoding: str) -> None:
     model = tr.swap(made("vit", dynamic_img_size=True), encoding, init="paper").eval().double()
     seen: dict[str, Tensor] = {}
     layer = model.blocks[0].attn
@@ -144,7 +144,7 @@ def test_a_swapped_layer_is_rotary_attention(encoding: str) -> None:
 
 
 @pytest.mark.parametrize("looked_at", [False, True])
-def test_a_norm_of_queries_is_left_to_the_kernel_unless_somebody_looks_at_it(
+def test_norm_of_queries_is_left_to_the_kernel_unless_somebody_looks_at_it(
     looked_at: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tr.swap(made("vit_qk_norm"), "mixed")
@@ -193,7 +193,7 @@ def taken_over(rope: Any, layer: int) -> tr.Encoding:
     return encoding
 
 
-def test_a_rotation_of_the_models_own_may_stay_beside() -> None:
+def test_rotation_of_the_models_own_may_stay_beside() -> None:
     model = made("rope_mixed_ape").eval()
     x = images(model)
     expected = model(x)
@@ -364,7 +364,7 @@ def test_grouped_queries() -> None:
     assert model(x).shape == (2, 5)
 
 
-def test_a_model_inside_another_is_found() -> None:
+def test_model_inside_another_is_found() -> None:
     whole = nn.ModuleDict({"backbone": made("vit"), "neck": nn.Linear(5, 5)})
     tr.swap(whole, "mixed")
     assert whole["backbone"].rotary is not None
@@ -389,12 +389,14 @@ def wrong(**changes: Any) -> tr.Encoding:
         (lambda: made("vit"), dict(encoding="liere", block_size=5), "head_dim must be divisible by block_size = 5"),
     ],
 )  # fmt: skip
-def test_what_swap_refuses(model: Callable[[], nn.Module], settings: dict[str, Any], message: str) -> None:
+def test_swap_refuses_unsupported_models(
+    model: Callable[[], nn.Module], settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tr.swap(model(), **settings)
 
 
-def test_a_layer_that_swap_does_not_know_is_named() -> None:
+def test_layer_that_swap_does_not_know_is_named() -> None:
     class Own(nn.Identity):
         def __init__(self, **settings: Any) -> None:
             super().__init__()

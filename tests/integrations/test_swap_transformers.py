@@ -248,7 +248,7 @@ def test_checkpointed_layers_know_the_forward_they_belong_to(name: str, shared: 
         for name in (*TOWERS, "vit-classes", "siglip-classes", "dinov3-backbone")
     ],
 )
-def test_it_compiles_without_a_break(name: str) -> None:
+def test_swapped_model_compiles_without_graph_breaks(name: str) -> None:
     model, pixels = swap(MODELS[name](), "mixed", init="paper"), images()
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -292,7 +292,7 @@ def test_any_attention_of_the_registry_sees_the_models_own_name_for_it(
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("name", ["clip-whole", "vit-classes", "dinov3", "siglip"])
-def test_a_copy_is_swapped_for_itself(name: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_copy_is_swapped_for_itself(name: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model, pixels = swap(MODELS[name](), "mixed"), images()
     turn(model)
     before = run(model, pixels)
@@ -343,14 +343,14 @@ def test_masks_go_on_working(name: str) -> None:
     assert not close(before, run(model, pixels))
 
 
-def test_a_swapped_model_freezes() -> None:
+def test_swapped_model_freezes() -> None:
     model, pixels = swap(MODELS["vit-classes"](), "comrope-ap:4", init="paper"), images()
     frozen = tr.freeze(model, pixels)
     assert not any(isinstance(module, tr.Encoding) for module in frozen.modules())
     assert close(run(frozen, pixels), run(model, pixels))
 
 
-def test_a_part_of_a_model_of_ones_own_is_swapped() -> None:
+def test_part_of_a_model_of_ones_own_is_swapped() -> None:
     model = nn.Sequential(TOWERS["vit"]())
     assert swap(model, "mixed") is model
     assert hasattr(model[0], "rotary")
@@ -405,7 +405,7 @@ def test_every_model_around_the_tower_refuses() -> None:
     assert not {"save_pretrained", "push_to_hub"} & {*vars(model), *vars(model.vit)}
 
 
-def test_a_trainer_resumes_from_what_save_pretrained_wrote(tmp_path: Path) -> None:
+def test_trainer_resumes_from_what_save_pretrained_wrote(tmp_path: Path) -> None:
     model, pixels = swap(MODELS["vit-classes"](), "liere:8"), images()
     turn(model)
     model.save_pretrained(tmp_path, state_dict=model.state_dict())
@@ -436,7 +436,7 @@ def test_saving_keeps_dtypes_and_those_that_differ(dtype: torch.dtype, tmp_path:
         assert same(run(again, pixels), run(model, pixels))
 
 
-def test_a_plain_model_is_saved_with_its_dtype_and_attention(tmp_path: Path) -> None:
+def test_plain_model_is_saved_with_its_dtype_and_attention(tmp_path: Path) -> None:
     model = transformers.ViTModel(transformers.ViTConfig(**VISION), add_pooling_layer=False, use_mask_token=True)
     model.to(torch.bfloat16).set_attn_implementation("eager")
     save(model, tmp_path / "model.safetensors")
@@ -446,7 +446,7 @@ def test_a_plain_model_is_saved_with_its_dtype_and_attention(tmp_path: Path) -> 
     assert again.pooler is None
 
 
-def test_a_file_chooses_among_known_classes_and_names_no_code() -> None:
+def test_file_chooses_among_known_classes_and_names_no_code() -> None:
     recipe = ours.recipe(TOWERS["vit"]())
     with pytest.raises(ValueError, match=r"save and load know transformers' models of clip, .*, got AutoModel"):
         ours.rebuild({**recipe, "class": "AutoModel"}, "meta")

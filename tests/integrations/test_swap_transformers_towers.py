@@ -71,7 +71,7 @@ def test_attention_gets_q_and_k_turned_where_tokens_are(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["sam", "sam_hq"])
-def test_a_map_is_turned_by_places_in_windows_and_in_the_image(name: str) -> None:
+def test_map_is_turned_by_places_in_windows_and_in_the_image(name: str) -> None:
     tower = TOWERS[name]()
     model = swapped(tower, init="paper")
     rotary, layers = rotary_of(model), [part for part in model.modules() if hasattr(part, "rel_pos_h")]
@@ -134,7 +134,7 @@ def halved(given: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "videomae-masked"])  # breaks by itself
-def test_it_compiles_without_a_break(name: str) -> None:
+def test_swapped_model_compiles_without_graph_breaks(name: str) -> None:
     tower = TOWERS[name]()
     model = swapped(tower, init="paper")
     torch.compiler.reset()
@@ -175,7 +175,7 @@ def test_vit_mae_draws_what_it_drops_as_before() -> None:
 
 
 @pytest.mark.parametrize("build", [depth_of_dinov2, blip2_whole])
-def test_of_a_whole_model_the_vision_tower_is_swapped(build: Callable[[], tuple[Any, dict[str, Any]]]) -> None:
+def test_swap_of_a_multimodal_model_swaps_the_vision_tower(build: Callable[[], tuple[Any, dict[str, Any]]]) -> None:
     model, given = build()
     expected = outputs(model, given)
     tr.swap(model, "mixed")
@@ -184,10 +184,10 @@ def test_of_a_whole_model_the_vision_tower_is_swapped(build: Callable[[], tuple[
     assert torch.equal(outputs(tr.unswap(model), given), expected)
 
 
-def test_what_vjepa2_turns_by_is_replaced_or_left_beside_and_not_continued() -> None:
+def test_vjepa2_rotation_is_replaced_or_kept_but_not_continued() -> None:
     tower = TOWERS["vjepa2"]()
     expected = outputs(tower.model, tower.given)
-    rule = "init='own' continues rotations, and V-JEPA 2 turns the two channels of a pair by two angles; "
+    rule = "init='own' continues rotations, and V-JEPA 2 rotates the two channels of a pair by two angles; "
     with pytest.raises(
         ValueError, match=rf"^{rule}init='zeros' and init='paper' replace it, keep_rotation=True leaves"
     ):

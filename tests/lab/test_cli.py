@@ -453,7 +453,7 @@ DAMAGED = ["config.yaml", "runs/costs.json", "runs/*/result.json", "runs/*/measu
         *(pytest.param(text, marks=pytest.mark.slow) for text in ("{}", "[1]")),
     ],
 )
-def test_a_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content: str, compared: Path, run: Run) -> None:
+def test_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content: str, compared: Path, run: Run) -> None:
     [file] = compared.glob(name)
     file.write_text(content)
     status, _, error = run("compare", *SMALL, "--encodings", "none", "--out", compared)
@@ -499,7 +499,7 @@ def test_model_size_replaces_the_size_of_the_recipe(tmp_path: Path, run: Run) ->
     "names",
     ["learned,comrope-ap", pytest.param("none,sinusoidal,axial,mixed,liere,comrope-ld", marks=pytest.mark.slow)],
 )
-def test_a_model_whose_layers_and_heads_share_compares_every_encoding(names: str, tmp_path: Path, run: Run) -> None:
+def test_model_whose_layers_and_heads_share_compares_every_encoding(names: str, tmp_path: Path, run: Run) -> None:
     shared = ["--model.share_heads=true", "--model.share_layers=true", "--model.dim=32", "--model.num_heads=2"]
     assert run("compare", *SMALL, *shared, "--encodings", names, "--out", tmp_path)[0] == 0
 
@@ -583,7 +583,7 @@ def test_help_imports_no_heavy_package(arguments: str) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_the_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
@@ -642,7 +642,7 @@ def test_help_shows_the_settings_of_the_data_set_named(capsys, command):
     assert {*shown} == {f"data.{setting}" for setting in options(VolumesConfig)}
 
 
-def test_a_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
+def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
     file = tmp_path / "settings.yaml"
     file.write_text("data:\n  name: volumes\n  frames: 4\n")
     with pytest.raises(SystemExit):

@@ -163,7 +163,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("typed", "option", "value", "suggested"), MISTAKES, ids=[typed for typed, *_ in MISTAKES])
-def test_a_mistake_is_one_line_with_the_option_as_typed_and_the_value(
+def test_mistake_is_one_line_with_the_option_as_typed_and_the_value(
     typed: str,
     option: str,
     value: str,

@@ -177,7 +177,7 @@ def test_shared_heads_need_a_class_that_supports_them(package: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--encoding=own_package.turns:Spiral", "--out=run"]) == 0
     (package / "imported").unlink()
     message = "own_package.turns, which is imported if the command line names it or has --allow own_package.turns"

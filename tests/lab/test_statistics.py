@@ -53,7 +53,7 @@ def mri() -> dict[str, np.ndarray]:
 
 @settings(derandomize=True, deadline=None)
 @given(st.integers(1, 3000), st.floats(0, 1), st.sampled_from([0.8, 0.95, 0.999]))
-def test_the_interval_of_one_seed_is_wilsons(examples: int, share: float, level: float) -> None:
+def test_interval_of_one_seed_is_wilsons(examples: int, share: float, level: float) -> None:
     right = round(share * examples)
     wilson = binomtest(right, examples).proportion_ci(level, method="wilson")
     found = accuracy_interval(answers(right, examples), level=level)
@@ -155,7 +155,7 @@ def test_effective_examples_follow_from_the_two_way_layout(shares: tuple[float, 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 25))
-def test_the_interval_of_a_difference_of_one_seed_is_tangos(gained: int, lost: int, same: int) -> None:
+def test_interval_of_a_difference_of_one_seed_is_tangos(gained: int, lost: int, same: int) -> None:
     """By the score test at its ends, with the nearest model found by maximizing the likelihood."""
     n = max(gained + lost + same, 1)
     a, b = answers(gained, n), answers(lost, n, wrong_first=gained)
@@ -184,7 +184,7 @@ def nearest(gained: int, lost: int, n: int, difference: float) -> float:
 
 @settings(derandomize=True, deadline=None)
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(1, 200))
-def test_a_difference_excludes_zero_where_mcnemars_test_rejects(gained: int, lost: int, same: int) -> None:
+def test_difference_excludes_zero_where_mcnemars_test_rejects(gained: int, lost: int, same: int) -> None:
     n = gained + lost + same
     found = difference_interval(answers(gained, n), answers(lost, n, wrong_first=gained))
     rejects = (gained - lost) ** 2 > Z**2 * (gained + lost)
@@ -219,7 +219,7 @@ def test_pairs_on_the_same_examples_are_told_apart_that_intervals_do_not_separat
 # ---- medians and the bootstrap
 
 
-def test_the_interval_of_a_median_leaves_out_what_the_binomial_says() -> None:
+def test_interval_of_a_median_leaves_out_what_the_binomial_says() -> None:
     found = median_interval(range(1, 21))
     assert found == (10.5, 6, 15)  # Conover's table: ranks 6 and 15 of 20
     assert 2 * binom.cdf(5, 20, 0.5) <= 0.05 < 2 * binom.cdf(6, 20, 0.5)
@@ -232,7 +232,7 @@ def mean_of(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     return lambda weights: weights @ values / weights.sum(axis=1)
 
 
-def test_the_bootstrap_of_a_mean_is_students_interval() -> None:
+def test_bootstrap_of_a_mean_is_students_interval() -> None:
     values = np.random.default_rng(0).standard_normal(40)
     half = student.ppf(0.975, 39) * values.std(ddof=1) / math.sqrt(40)
     found = bootstrap([mean_of(values)], 40, draws=4000)
@@ -242,7 +242,7 @@ def test_the_bootstrap_of_a_mean_is_students_interval() -> None:
     assert bootstrap([mean_of(values)], 40, draws=4000, seed=1) != found
 
 
-def test_the_bootstrap_counts_variation_between_trainings() -> None:
+def test_bootstrap_counts_variation_between_trainings() -> None:
     values = np.random.default_rng(0).standard_normal(400)
     alike = bootstrap([mean_of(values)] * 3, 400)
     assert alike == pytest.approx(bootstrap([mean_of(values)], 400), abs=1e-9)
@@ -252,14 +252,14 @@ def test_the_bootstrap_counts_variation_between_trainings() -> None:
     assert only.high == -only.low == pytest.approx(student.ppf(0.975, 2) / math.sqrt(3))
 
 
-def test_the_bootstrap_is_expanded_for_few_examples() -> None:
+def test_bootstrap_is_expanded_for_few_examples() -> None:
     values = np.linspace(-1, 1, 8)
     half = student.ppf(0.975, 7) * values.std(ddof=1) / math.sqrt(8)
     assert bootstrap([mean_of(values)], 8, draws=20_000)[1:] == pytest.approx((-half, half), rel=0.03)
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.5, 2.0])
-def test_the_bootstrap_agrees_with_the_closed_form(shared: float) -> None:
+def test_bootstrap_agrees_with_the_closed_form(shared: float) -> None:
     random = np.random.default_rng(3)
     right = shared * random.standard_normal(500) + random.standard_normal((3, 500)) < 0
     closed = accuracy_interval(right)
@@ -268,7 +268,7 @@ def test_the_bootstrap_agrees_with_the_closed_form(shared: float) -> None:
     assert found.high - found.low == pytest.approx(closed.high - closed.low, rel=0.06)
 
 
-def test_the_bootstrap_of_a_difference_is_paired() -> None:
+def test_bootstrap_of_a_difference_is_paired() -> None:
     values = np.random.default_rng(0).standard_normal(50)
     one, other = mean_of(values + 0.1), mean_of(values)
     assert bootstrap([lambda weights: one(weights) - other(weights)], 50) == pytest.approx((0.1, 0.1, 0.1))
@@ -345,7 +345,7 @@ def test_enough_examples_all_right_show_that_position_is_irrelevant() -> None:
     assert conclude(one_gains, chance=0.5).kind == "tied"
 
 
-def test_a_gain_that_is_measurable_and_within_the_margin_is_irrelevant() -> None:
+def test_gain_that_is_measurable_and_within_the_margin_is_irrelevant() -> None:
     found = conclude({"none": answers(99_600, 100_000), "mixed": np.ones(100_000)}, chance=0.5)
     assert found.kind == "position-irrelevant"
     assert found.gains["mixed"].low > 0
@@ -467,14 +467,14 @@ def test_gaps_exclude_zero_exactly_where_an_encoding_is_behind() -> None:
 
 
 @pytest.mark.slow
-def test_the_detectable_gap_is_detected_with_80_percent() -> None:
+def test_detectable_gap_is_detected_with_80_percent() -> None:
     cases = [conclude(noisy({"none": 0.7, "mixed": 0.7}, 1, 300, seed), chance=0.1).detectable for seed in range(40)]
     gap = float(np.median([case for case in cases if case is not None]))
     shown = [bool(conclude(noisy({"none": 0.7, "m": 0.7 + gap}, 1, 300, s), chance=0.1).behind) for s in range(300)]
     assert 0.7 < np.mean(shown) < 0.9
 
 
-def test_what_is_needed_shows_the_gap() -> None:
+def test_needed_sample_size_shows_the_gap() -> None:
     found = conclude(noisy({"none": 0.70, "mixed": 0.73}, 3, 300, 2), chance=0.1)
     assert found.kind == "cannot-tell"
     assert found.needed is not None
@@ -513,7 +513,7 @@ def rounds(ratio: float, noise: float = 0.02, count: int = 30, seed: int = 0) ->
     return ratio * np.exp(noise * np.random.default_rng(seed).standard_normal(count))
 
 
-def test_a_cost_that_is_measurably_lower_decides_a_tie() -> None:
+def test_cost_that_is_measurably_lower_decides_a_tie() -> None:
     found = tied_with_costs(axial=rounds(1.05), mixed=rounds(1.15, seed=1), none=rounds(1.0, seed=2))
     assert (found.kind, found.cheapest) == ("cheaper", "axial"), "none is behind, so its cost does not matter"
     assert "axial" in found.sentence()
@@ -562,7 +562,7 @@ def test_differences_of_chosen_pairs_are_those_of_the_pair_alone_at_holms_level(
     assert reverse == pytest.approx((-alone.estimate, -alone.high, -alone.low))
 
 
-def test_of_many_equal_pairs_one_is_rarely_measurable() -> None:
+def test_equal_pairs_are_rarely_measurable() -> None:
     names = [*"abcdefgh"]
     pairs = list(zip(names[::2], names[1::2], strict=True))
     wrong = 0
@@ -618,7 +618,7 @@ def test_kinds_are_closed() -> None:
 
 
 @pytest.mark.parametrize("found", [*every_kind().values(), *OTHERS], ids=lambda each: each.kind)
-def test_a_sentence_is_short_and_a_dictionary_keeps_everything(found: Conclusion) -> None:
+def test_sentence_is_short_and_a_dictionary_keeps_everything(found: Conclusion) -> None:
     sentence = found.sentence()
     assert len(sentence.split()) <= 50
     assert sentence.endswith(".")
@@ -695,12 +695,12 @@ def test_hostile_dictionaries_are_one_line(entry: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("values", [None, [], "best", {}, {"kind": "best"}, {1: 2}])
-def test_what_is_no_conclusion_is_one_line(values: Any) -> None:
+def test_invalid_conclusion_raises_one_line(values: Any) -> None:
     with pytest.raises(ValueError, match=r"^conclusion must [^\n]*, got [^\n]*$"):
         Conclusion.from_dict(values)
 
 
-def test_a_kind_that_the_rest_contradicts_is_one_line() -> None:
+def test_kind_that_the_rest_contradicts_is_one_line() -> None:
     for found in every_kind().values():
         for kind in set(KINDS) - {found.kind}:
             if {found.kind, kind} == {"tied", "cannot-tell"} and not found.behind:
@@ -715,7 +715,7 @@ def test_a_kind_that_the_rest_contradicts_is_one_line() -> None:
                 Conclusion.from_dict(found.as_dict() | {"kind": kind})
 
 
-def test_what_is_needed_is_part_of_the_dictionary() -> None:
+def test_needed_sample_size_is_part_of_the_dictionary() -> None:
     found = conclude(mri(), chance=0.125)
     assert isinstance(Conclusion.from_dict(found.as_dict()).needed, Needed)
 
@@ -782,14 +782,14 @@ def test_promises_hold_in_simulated_runs() -> None:
 
 
 @pytest.mark.slow
-def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "ERROR_RATE", 0.5)
     told = calibration.broken(calibration.measure_all(list(calibration.few()), 150, 0, tell=lambda _: None))
     assert any("false 'behind'" in line for line in told)
     assert any("covered" in line for line in told)
 
 
-def test_the_page_shows_the_committed_calibration() -> None:
+def test_page_shows_the_committed_calibration() -> None:
     results = json.loads(calibration.RESULTS.read_text())
     measured = [
         calibration.Measured(**one | {"case": calibration.Case(**{k: _tuple(v) for k, v in one["case"].items()})})

@@ -1,4 +1,4 @@
-"""`swap` for the video towers of transformers: VideoMAE, and V-JEPA 2 beside or without what it turns q and k by."""
+"""`swap` for the video towers of transformers: VideoMAE, and V-JEPA 2 with or without its own rotation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,19 +86,19 @@ class Placed:
 
 
 class HandedDown:
-    """Before the layers: how each of them turns patches, among what reaches every layer."""
+    """Pre-forward hook: add each layer's rotation of the patches to the arguments of every layer."""
 
     def __init__(self, rotary: Rotary) -> None:
         self.rotary = rotary
 
     def __call__(self, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         (patches, positions), *others = args
-        turns = [self.rotary.ordered_rotation(index, where) for index, where in enumerate(positions)]
-        return (patches, *others), {**kwargs, _ARGUMENT: turns}
+        rotations = [self.rotary.ordered_rotation(index, where) for index, where in enumerate(positions)]
+        return (patches, *others), {**kwargs, _ARGUMENT: rotations}
 
 
 class Attention:
-    """VideoMAE's attention, whose forward takes no further argument, with q and k turned."""
+    """VideoMAE's attention, whose forward takes no further argument, with rotated q and k."""
 
     def __init__(self, layer: Any, index: int) -> None:
         self.layer = layer
@@ -122,7 +122,7 @@ class Attention:
 
 
 class OfVjepa2(OfVideo):
-    """V-JEPA 2's encoder: each layer knows its positions; its own turning is left beside, or out."""
+    """V-JEPA 2's encoder: each layer computes its positions; its own rotation is kept or removed."""
 
     def tables(self) -> list[nn.Parameter]:
         return []
@@ -131,15 +131,15 @@ class OfVjepa2(OfVideo):
         return True
 
     def own_rotations(self) -> list[OwnRotation]:
-        rule = "init='own' continues rotations, and V-JEPA 2 turns the two channels of a pair by two angles"
+        rule = "init='own' continues rotations, and V-JEPA 2 rotates the two channels of a pair by two angles"
         ways = "init='zeros' and init='paper' replace it, keep_rotation=True leaves it beside"
         raise ValueError(f"{rule}; {ways}, got {type(self.model).__name__}")
 
     def attach(self, rotary: Rotary) -> None:
         for index, layer in enumerate(self._layers()):
-            turning = Turning(layer, rotary, rotary.of_layer(index), self._sizes())
-            rotary.handles.append(Replaced(layer, "get_position_ids", turning.place))
-            rotary.handles.append(Replaced(layer, "apply_rotary_embeddings", turning.turn))
+            replacement = VJEPA2Rotation(layer, rotary, rotary.of_layer(index), self._sizes())
+            rotary.handles.append(Replaced(layer, "get_position_ids", replacement.place))
+            rotary.handles.append(Replaced(layer, "apply_rotary_embeddings", replacement.rotate))
         rotary.handles += own_saving(self.model, self.tower)
 
     def _layers(self) -> list[Any]:
@@ -151,8 +151,8 @@ class OfVjepa2(OfVideo):
         return (config.frames_per_clip // config.tubelet_size, side, side)
 
 
-class Turning:
-    """In the place of two methods of V-JEPA 2's attention: what places tokens, and what turns q, then k."""
+class VJEPA2Rotation:
+    """Replacements of two methods of V-JEPA 2's attention: positions of tokens, and rotation of q, then of k."""
 
     def __init__(self, layer: Any, rotary: Rotary, index: int, sizes: tuple[int, ...]) -> None:
         self.layer = layer
@@ -166,8 +166,8 @@ class Turning:
         positions = self.rotary.positions_at(torch.stack(own, dim=-1), self.sizes)[self.index]
         return own, self.rotary.encodings[self.index](positions)
 
-    def turn(self, x: Tensor, placed: tuple[Any, Rotation]) -> Tensor:
-        """q or k `(batch, heads, tokens, head_dim)`, turned."""
+    def rotate(self, x: Tensor, placed: tuple[Any, Rotation]) -> Tensor:
+        """Rotate q or k `(batch, heads, tokens, head_dim)`."""
         own, rotation = placed
         if self.rotary.keep_rotation:
             x = type(self.layer).apply_rotary_embeddings(self.layer, x, own)

@@ -18,7 +18,7 @@ def maps(model: nn.Module) -> list[Adapter]:
 
 
 class OfMaps(Adapter):
-    """SAM's image tower: tokens turn by their place in the window, or in the image."""
+    """SAM's image tower: tokens are rotated by their position in the window, or in the image."""
 
     def __init__(self, tower: nn.Module, model: nn.Module) -> None:
         super().__init__(tower)
@@ -48,7 +48,7 @@ class OfMaps(Adapter):
 
 
 class Attention:
-    """SAM's attention with q and k turned; its bias comes from q as it is before."""
+    """SAM's attention with rotated q and k; its bias is computed from q before the rotation."""
 
     def __init__(self, layer: Any, rotary: Rotary, index: int) -> None:
         self.layer = layer

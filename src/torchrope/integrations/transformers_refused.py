@@ -6,12 +6,12 @@ from torch import nn
 
 # Attention layers by the names of their classes, and why `swap` refuses a model that has no others.
 _REASONS = {
-    "EdgeTamVideoRoPECrossAttention": "EdgeTAM's memory has keys that do not turn among those that do",
-    "EdgeTamVideoRoPESelfAttention": "EdgeTAM's memory has keys that do not turn among those that do",
+    "EdgeTamVideoRoPECrossAttention": "EdgeTAM's memory mixes keys with and without rotation",
+    "EdgeTamVideoRoPESelfAttention": "EdgeTAM's memory mixes keys with and without rotation",
     "HieraMaskUnitAttention": "Hiera's queries are the largest of several places",
     "Sam2MultiScaleAttention": "the queries of SAM 2's Hiera are the largest of several places",
-    "Sam2VideoRoPEAttention": "SAM 2's memory has keys that do not turn among those that do",
-    "Sam3TrackerVideoRoPEAttention": "SAM 3's memory has keys that do not turn among those that do",
+    "Sam2VideoRoPEAttention": "SAM 2's memory mixes keys with and without rotation",
+    "Sam3TrackerVideoRoPEAttention": "SAM 3's memory mixes keys with and without rotation",
 }
 
 
@@ -19,7 +19,7 @@ def refuse(model: nn.Module) -> None:
     """Say why a model without parts that `swap` knows cannot be swapped, where the reason is known.
 
     Raises:
-        ValueError: a model whose attention turns or pools q and k in a way of its own.
+        ValueError: a model whose attention rotates or pools q and k in another way.
     """
     for module in model.modules():
         layer = type(module).__name__

@@ -47,7 +47,7 @@ def rotating(model: nn.Module) -> list[Adapter]:
     layers which call one of `FUNCTIONS`, and for each of them a module that makes tables from positions.
 
     Raises:
-        ValueError: a model that turns q and k by what is no rotation of positions.
+        ValueError: a model that transforms q and k by something other than a rotation by positions.
     """
     towers = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [_kind(pairs[0])(tower, model, pairs) for tower in towers if (pairs := _pairs(tower))]
@@ -158,13 +158,13 @@ class OfTables(Adapter):
     def _readings(self, pair: Pair) -> Iterator[OwnRotation]:
         """What the tables of a layer may mean: each way in which channels may be paired."""
         table, head_dim = self._frequencies(pair.rope), _head_dim(pair.layer)
-        turned = table.shape[-1]  # of (axes, channels that turn)
-        if turned > head_dim:
+        rotated = table.shape[-1]  # of (axes, rotated channels)
+        if rotated > head_dim:
             return
-        for paired in (halves(turned), interleaved(turned)):
+        for paired in (halves(rotated), interleaved(rotated)):
             first, second = table[:, paired[0::2]], table[:, paired[1::2]]
             if torch.equal(first, second):
-                yield OwnRotation(first.unsqueeze(1), (*paired, *range(turned, head_dim)))
+                yield OwnRotation(first.unsqueeze(1), (*paired, *range(rotated, head_dim)))
 
     @abstractmethod
     def _frequencies(self, rope: Any) -> Tensor:
@@ -190,7 +190,7 @@ class OfVision(OfTables):
 
     def _check(self) -> None:
         if hasattr(self.tower, "class_pos_emb"):
-            rule = "swap puts in rotations of q and k by positions, and MLCD's class token turns by learned angles"
+            rule = "swap puts in rotations of q and k by positions, and MLCD's class token is rotated by learned angles"
             raise ValueError(f"{rule}; {by_hand(_name(self.pairs[0].layer))}, got {_name(self.tower)}")
 
     def _frequencies(self, rope: Any) -> Tensor:
@@ -258,10 +258,10 @@ class OfDecoder(OfTables):
             yield from super()._readings(pair)
             return
         bands, head_dim = exact(pair.inv_freq).reshape(1, 1, -1), _head_dim(pair.layer)
-        turned = 2 * bands.shape[-1]
-        if turned <= head_dim:
-            for paired in (halves(turned), interleaved(turned)):
-                yield OwnRotation(bands, (*paired, *range(turned, head_dim)))
+        rotated = 2 * bands.shape[-1]
+        if rotated <= head_dim:
+            for paired in (halves(rotated), interleaved(rotated)):
+                yield OwnRotation(bands, (*paired, *range(rotated, head_dim)))
 
     def _frequencies(self, rope: Any) -> Tensor:
         bands = exact(rope.inv_freq)
@@ -333,7 +333,7 @@ def _explains(rotation: OwnRotation, pair: Pair, as_taken: Callable[[Tensor], Te
 
 @torch.no_grad()
 def _turned_by_own(pair: Pair, query: Tensor, key: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k `(1, 1, tokens, head_dim)` as the layer's own function turns them."""
+    """q and k `(1, 1, tokens, head_dim)`, rotated by the layer's own function."""
     name, device = function_of(pair.layer), pair.inv_freq.device
     assert name is not None
     own = own_forward(pair.layer).__globals__[name]
@@ -346,7 +346,7 @@ def _turned_by_own(pair: Pair, query: Tensor, key: Tensor, ids: Tensor) -> tuple
 
 
 def _head_dim(layer: Any) -> int:
-    """Channels of a head that the rotation gets; Phi hands it those alone which turn."""
+    """Channels of a head that are passed to the rotation; Phi passes the rotated ones only."""
     dim: int = layer.head_size if hasattr(layer, "head_size") else getattr(layer, "rotary_ndims", layer.head_dim)
     return dim
 

@@ -1,4 +1,4 @@
-"""How positions reach the layers of transformers' models that rotate by tables, and what then turns q and k.
+"""Positions and rotations in the layers of transformers' models that rotate by tables of cos and sin.
 
 Positions travel as further columns of the first table, and each layer runs its own forward with another function in
 the place of the one that rotates.
@@ -55,7 +55,7 @@ class PlacedOnLattice:
 
 
 class Rotated:
-    """The forward of an attention layer, in which q and k turn by an encoding."""
+    """The forward of an attention layer, with q and k rotated by an encoding."""
 
     def __init__(self, layer: Any, rotary: Rotary, index: int, num_axes: int) -> None:
         self.layer = layer
@@ -67,17 +67,17 @@ class Rotated:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = argument_of(self.layer)
         if name in kwargs:
-            kwargs = {**kwargs, name: self.turned(kwargs[name])}
+            kwargs = {**kwargs, name: self.with_rotation(kwargs[name])}
         else:
             at = own_forward(self.layer).__code__.co_varnames.index(name) - 1  # without self
-            args = (*args[:at], self.turned(args[at]), *args[at + 1 :])
+            args = (*args[:at], self.with_rotation(args[at]), *args[at + 1 :])
         return self.function(self.layer, *args, **kwargs)
 
-    def turned(self, tables: tuple[Tensor, Tensor]) -> tuple["Turned", Tensor]:
-        """What the layer's tables become: how it turns, in the place of the first one."""
+    def with_rotation(self, tables: tuple[Tensor, Tensor]) -> tuple["TableRotation", Tensor]:
+        """Replace the first of the layer's tables by its rotation."""
         positions, own = narrowed(tables, self.rotary, self.index, self.num_axes)
-        turn = self.rotary.ordered_rotation(self.index, positions)
-        return Turned(turn, own if self.rotary.keep_rotation else None), tables[1]
+        rotation = self.rotary.ordered_rotation(self.index, positions)
+        return TableRotation(rotation, own if self.rotary.keep_rotation else None), tables[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "function"}  # is not pickled
@@ -87,10 +87,10 @@ class Rotated:
         self.function = rotated_forward(self.layer)
 
 
-class Turned(NamedTuple):
-    """How a layer turns q and k, and its own tables where its own rotation stays."""
+class TableRotation(NamedTuple):
+    """The rotation of a layer, and its own tables if its own rotation is kept."""
 
-    turn: OrderedRotation
+    rotate: OrderedRotation
     own: tuple[Tensor, Tensor] | None
 
 
@@ -110,27 +110,29 @@ def narrowed(
     return cos[..., start : start + num_axes], (cos[..., :channels].to(sin.dtype), sin)
 
 
-def heads_first(own: Callable[..., Any], query: Tensor, key: Tensor, cos: Turned, sin: Any, **kwargs: Any) -> Any:
+def heads_first(
+    own: Callable[..., Any], query: Tensor, key: Tensor, cos: TableRotation, sin: Any, **kwargs: Any
+) -> Any:
     """In the place of a function of q and k `(batch, heads, tokens, head_dim)`."""
     if cos.own is not None:
         query, key = own(query, key, *cos.own, **kwargs)
-    return cos.turn(query, key)
+    return cos.rotate(query, key)
 
 
-def tokens_first(own: Callable[..., Any], query: Tensor, key: Tensor, cos: Turned, sin: Any) -> Any:
+def tokens_first(own: Callable[..., Any], query: Tensor, key: Tensor, cos: TableRotation, sin: Any) -> Any:
     """In the place of a function of q and k `(tokens, heads, head_dim)`, or of a batch of them."""
     if cos.own is not None:
         query, key = own(query, key, *cos.own)
-    query, key = cos.turn(swapped(query), swapped(key))
+    query, key = cos.rotate(swapped(query), swapped(key))
     return swapped(query), swapped(key)
 
 
-def complex_numbers(own: Callable[..., Any], query: Tensor, key: Tensor, freqs_ci: tuple[Turned, Tensor]) -> Any:
+def complex_numbers(own: Callable[..., Any], query: Tensor, key: Tensor, freqs_ci: tuple[TableRotation, Tensor]) -> Any:
     """In the place of a function of q and k `(batch, tokens, heads, head_dim)` and of complex numbers."""
-    turned, sin = freqs_ci
-    if turned.own is not None:
-        query, key = own(query, key, torch.complex(*turned.own).unsqueeze(1))
-    return tokens_first(own, query, key, turned._replace(own=None), sin)
+    rotation, sin = freqs_ci
+    if rotation.own is not None:
+        query, key = own(query, key, torch.complex(*rotation.own).unsqueeze(1))
+    return tokens_first(own, query, key, rotation._replace(own=None), sin)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -156,7 +158,7 @@ def function_of(layer: Any) -> str | None:
         return None
     called = [name for name in FUNCTIONS if name in forward.__code__.co_names and name in forward.__globals__]
     if len(called) != 1 or "cos" in list(inspect.signature(forward.__globals__[called[0]]).parameters)[:2]:
-        return None  # one that turns q and k one by one has its tables second
+        return None  # one that rotates q and k separately has its tables second
     return called[0]
 
 

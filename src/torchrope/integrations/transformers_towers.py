@@ -90,7 +90,7 @@ class OfTower(Adapter):
         if _kind(self.tower) == "DPTSelfAttention":
             handles.append(Replaced(self.tower.encoder, "forward", partial(hand_on, self.tower.encoder)))
         if self.rotates() and not rotary.keep_rotation:
-            handles.append(self.tower.rope_embeddings.register_forward_hook(stand_still))
+            handles.append(self.tower.rope_embeddings.register_forward_hook(empty_tables))
         handles += own_saving(self.model, self.tower)
 
     def _layers(self) -> list[Any]:
@@ -135,7 +135,7 @@ class Carried(NamedTuple):
     """Rotations beside a mask, through a layer that hands on its mask and nothing else."""
 
     mask: Tensor | None
-    turns: list[OrderedRotation]
+    rotations: list[OrderedRotation]
 
 
 def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -160,27 +160,27 @@ def hand_on(encoder: Any, hidden_states: Tensor, output_hidden_states: bool = Fa
 
 def carry(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before the attention of SigLIP, which keeps further arguments to itself."""
-    turns = kwargs.pop(_ARGUMENT, None)
-    if turns is None:
+    rotations = kwargs.pop(_ARGUMENT, None)
+    if rotations is None:
         return args, kwargs
-    return args, {**kwargs, "attention_mask": Carried(kwargs.get("attention_mask"), turns)}
+    return args, {**kwargs, "attention_mask": Carried(kwargs.get("attention_mask"), rotations)}
 
 
-def stand_still(rope: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Behind DINOv3's own rotation: none of the tokens turns, without a product with ones."""
+def empty_tables(rope: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Forward hook of DINOv3's RoPE: return empty tables, with which it rotates no token and multiplies nothing."""
     cos, sin = cos_sin
     return cos[:0], sin[:0]
 
 
 def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
     """Rotate q and k `(batch, heads, tokens, head_dim)` of a layer and hand on to the attention that it had."""
-    turns = kwargs.pop(_ARGUMENT, None)
+    rotations = kwargs.pop(_ARGUMENT, None)
     if isinstance(attention_mask, Carried):
-        attention_mask, turns = attention_mask
-    if turns is None:
+        attention_mask, rotations = attention_mask
+    if rotations is None:
         raise ValueError(f"rotations come with the call of a swapped tower, got a {type(layer).__name__} called alone")
     config: Rotated = layer.config
-    query, key = turns[config.index](query, key)
+    query, key = rotations[config.index](query, key)
     plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(config.plain._attn_implementation, config.eager)
     return plain(Plain(layer), query, key, value, attention_mask, **kwargs)
 
@@ -192,7 +192,7 @@ def _kind(module: nn.Module) -> str | None:
 
 
 def dinov3_rotation(tower: Any) -> OwnRotation:
-    """What the layers of DINOv3 turn q and k by:  2 pi / theta^(4 j / head_dim)  at centres of patches in [-1, 1].
+    """The frequencies of DINOv3's layers:  2 pi / theta^(4 j / head_dim)  at centres of patches in [-1, 1].
 
     Raises:
         ValueError: a tower on the meta device.

@@ -72,7 +72,7 @@ def suite() -> Suite:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PEERS, peers.COMPILED, not_compiled)
         patch.setattr(timing, "_SHORTEST_SAMPLE", 1e-4)
-        return run_suite(plan, command="make bench", tell=lambda line: None)
+        return run_suite(plan, command="make bench", log=lambda line: None)
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_missing_packages_and_compilers_are_left_out(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("uncompiled")
 def test_encodings_that_do_not_fit_are_reported() -> None:
-    bench = run_bench(replace(SMALL, head_dim=6), rounds=1, tell=lambda line: None)
+    bench = run_bench(replace(SMALL, head_dim=6), rounds=1, log=lambda line: None)
     assert [compared.encoding for compared in bench.encodings] == ["mixed", "liere"]
     assert "head_dim must be divisible by block_size = 8, got 6" in bench.not_fitting["liere:8"]
     assert set(bench.not_fitting) == {"axial", "liere:8", "comrope-ap", "comrope-ld"}

@@ -60,7 +60,7 @@ def test_included_plans_can_be_run(name: str) -> None:
         ("small: 1.0", "small must be a share from 0 to below 1"),
     ],
 )
-def test_a_mistake_in_a_plan_is_one_line(
+def test_mistake_in_a_plan_is_one_line(
     change: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = change.partition(":")[0]
@@ -122,7 +122,7 @@ def test_benchmark_resumes_and_its_entry_is_checked_and_joined(
     assert {row["name"] for row in ranked} == {"none", "axial", "mixed"}
 
 
-def test_an_entry_of_other_data_is_refused() -> None:
+def test_entry_of_other_data_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fingerprint must be .* as in the local data, got f00d"):
         check_against_data(of_set(arguments="--data digits"))
     assert "this machine lacks" in check_against_data(of_set(arguments="--data images --data.root /nowhere"))
@@ -160,7 +160,7 @@ def rights(accuracies: dict[str, float], seed: int, examples: int = 400) -> dict
     return {name: (drawn < accuracy).astype(float) for name, accuracy in accuracies.items()}
 
 
-def test_of_one_data_set_the_mean_is_the_difference() -> None:
+def test_mean_over_one_data_set_is_the_difference() -> None:
     found = rights({"a": 0.5, "b": 0.6, "c": 0.61}, 0)
     pairs = list(combinations(found, 2))
     for ours, theirs in zip(differences_over_sets([found], pairs), differences(found, pairs), strict=True):
@@ -214,7 +214,7 @@ def benchmark_of(accuracies: dict[str, float], sets: int = 3) -> Entry:
         ({"none": 0.2, "axial": 0.94, "mixed": 0.95}, "cannot be told apart on average; .* is ahead of none by"),
     ],
 )
-def test_the_answer_claims_what_is_measurable(accuracies: dict[str, float], said: str) -> None:
+def test_answer_claims_what_is_measurable(accuracies: dict[str, float], said: str) -> None:
     found = find(benchmark_of(accuracies))
     with pytest.raises(ValueError, match=said):
         raise ValueError(found.answer)
@@ -226,7 +226,7 @@ def test_the_answer_claims_what_is_measurable(accuracies: dict[str, float], said
     json.dumps(found.plain())
 
 
-def test_an_encoding_that_a_data_set_lacks_is_not_ranked() -> None:
+def test_encoding_that_a_data_set_lacks_is_not_ranked() -> None:
     entry = benchmark_of({"none": 0.5, "axial": 0.6, "mixed": 0.7})
     fewer = dict(entry.sets[1].encodings)
     fewer.pop("mixed")

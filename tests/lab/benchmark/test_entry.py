@@ -87,7 +87,7 @@ def test_packed_answers_are_the_answers(examples: int) -> None:
     assert np.array_equal(unpack([pack(row) for row in right], examples), right)
 
 
-def test_an_altered_file_is_refused(tmp_path: Path) -> None:
+def test_altered_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "entry.json"
     Entry("a plan", "me", [of_set()]).write(file)
     text = file.read_text()
@@ -138,7 +138,7 @@ def test_file_that_is_not_an_entry_is_refused(text: str, tmp_path: Path) -> None
         Entry.read(tmp_path / "entry.json")
 
 
-def test_the_least_loss_is_that_of_wrong_answers_at_one_half() -> None:
+def test_least_loss_is_that_of_wrong_answers_at_one_half() -> None:
     found = of_encoding(0.5)
     least = [float(each) * math.log(2) for each in 1 - unpack(found.right, EXAMPLES).mean(axis=1)]
     check_set(of_set(encodings={"none": replace(found, losses=least)}))
@@ -169,7 +169,7 @@ def test_entries_that_contradict_each_other_do_not_merge(others: dict[str, Any],
         merge([Entry("a plan", "me", [of_set()]), Entry("a plan", "you", [of_set(**others)])])
 
 
-def test_the_best_rate_is_that_of_the_highest_mean_and_of_equals_the_nearest_to_one() -> None:
+def test_best_rate_is_that_of_the_highest_mean_and_of_equals_the_nearest_to_one() -> None:
     assert best_rate([{0.3: 0.5, 1.0: 0.6, 3.0: 0.9}, {0.3: 0.5, 1.0: 0.6, 3.0: 0.4}]) == 3.0
     assert best_rate([{0.1: 0.5, 2.0: 0.5}]) == 2.0
     with pytest.raises(ValueError, match="a rate that all encodings were trained with"):

@@ -1,4 +1,4 @@
-"""ADE20k, and anybody's pictures with masks of class indices."""
+"""Tests of ADE20k and of `segments`: images with masks of class indices."""
 
 import logging
 import subprocess
@@ -37,17 +37,17 @@ gsave
 %ImageData: 60 48 8 1 0 1 1 "beginimage"
 showpage
 %%EOF
-"""  # of grey pixels, as Pillow reads it
+"""  # greyscale, in the form that Pillow accepts
 
 
-def test_no_program_is_run_for_a_mask_that_is_no_png(tmp_path, monkeypatch):
+def test_postscript_file_as_mask_runs_no_program(tmp_path, monkeypatch):
     started = []
 
     def refuse(_, command, *args, **kwargs):
         started.append(command)
         raise OSError("no programs here")
 
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not looked for yet
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not searched for yet
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     segments(tmp_path)
     write(tmp_path / "masks" / "train" / "scene2.png", EPS)
@@ -62,7 +62,7 @@ def test_no_program_is_run_for_a_mask_that_is_no_png(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("inner", ["", BASE])
-def test_validation_shows_pictures_and_indices_as_they_are(tmp_path, inner):
+def test_validation_keeps_pixels_and_class_indices(tmp_path, inner):
     data = load("ade20k", ade20k(tmp_path) / inner)
     assert data.counts == (5, 3)
     for image, target in data._made_datasets()[1]:
@@ -75,7 +75,7 @@ def test_validation_shows_pictures_and_indices_as_they_are(tmp_path, inner):
         torch.testing.assert_close(image, torch.from_numpy(expected).float(), atol=1e-5, rtol=1e-5)
 
 
-def test_classes_are_the_first_synonyms(tmp_path):
+def test_class_names_are_first_synonyms(tmp_path):
     data = load("ade20k", ade20k(tmp_path))
     assert data.map_classes == data.classes == tuple(f"thing{index}" for index in range(1, 151))
     table = tmp_path / BASE / "objectInfo150.txt"
@@ -83,7 +83,7 @@ def test_classes_are_the_first_synonyms(tmp_path):
     assert load("ade20k", tmp_path).classes[4:8] == ("thing5", "thing6, object6", "thing6, object7", "thing8")
 
 
-def test_training_crops_pictures_of_half_to_twice_the_size(tmp_path):
+def test_training_scales_images_by_half_to_two_and_crops(tmp_path):
     train, _ = parts("ade20k", ade20k(tmp_path), size=24)
     sizes = {tuple(image.shape[1:]) for seed in range(8) for image, _ in train.of_epoch(seed)}
     assert all(max(size) <= 24 for size in sizes)
@@ -108,7 +108,7 @@ def test_training_crops_pictures_of_half_to_twice_the_size(tmp_path):
         (lambda base: (base / "images/validation").rename(base / "images/test"), r"--data.root must hold .*; got '"),
     ],
 )
-def test_another_layout_is_refused_in_one_line(tmp_path, edit, message):
+def test_ade20k_rejects_other_layouts(tmp_path, edit, message):
     edit(ade20k(tmp_path) / BASE)
     with pytest.raises(ValueError, match=message) as error:
         load("ade20k", tmp_path)
@@ -117,8 +117,11 @@ def test_another_layout_is_refused_in_one_line(tmp_path, edit, message):
 
 TRAIN = "training/ADE_train_00000002"
 DAMAGE = {
-    "another size": (png(index_mask(30, 20, 9, 1)), r"its mask must be as large as it is, 72x56 pixels, got 20x30"),
-    "beyond": (png(np.full((56, 72), 151, np.uint8)), "indices in its mask must lie between 0 and 150, got 151"),
+    "another size": (
+        png(index_mask(30, 20, 9, 1)),
+        "its mask must have the size of the image, 72x56 .* got 20x30",
+    ),
+    "beyond": (png(np.full((56, 72), 151, np.uint8)), "indices in its mask must be between 0 and 150, got 151"),
     "in colour": (
         encoded(picture(56, 72, 1), "PNG"),
         "its mask must have a palette or one grey channel of 8 bits, got RGB",
@@ -128,7 +131,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_mask_is_told_and_left_out_or_ends_the_run(tmp_path, caplog, damage):
+def test_damaged_mask_is_skipped_with_warning_or_raises(tmp_path, caplog, damage):
     content, message = DAMAGE[damage]
     base = ade20k(tmp_path) / BASE
     write(base / "annotations" / f"{TRAIN}.png", content)
@@ -143,7 +146,7 @@ def test_a_damaged_mask_is_told_and_left_out_or_ends_the_run(tmp_path, caplog, d
     assert "\n" not in str(error.value)
 
 
-def test_a_damaged_picture_is_told_and_left_out(tmp_path):
+def test_damaged_image_is_skipped_and_listed(tmp_path):
     base = ade20k(tmp_path) / BASE
     file = base / "images" / f"{TRAIN}.jpg"
     file.write_bytes(file.read_bytes()[:500])
@@ -155,11 +158,11 @@ def test_a_damaged_picture_is_told_and_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        (f"images/{TRAIN}.jpg", rf"annotations/{TRAIN}.png \(no image of its name\)"),
-        (f"annotations/{TRAIN}.png", rf"images/{TRAIN}.jpg \(no mask of its name\)"),
+        (f"images/{TRAIN}.jpg", rf"annotations/{TRAIN}.png \(no image of this name\)"),
+        (f"annotations/{TRAIN}.png", rf"images/{TRAIN}.jpg \(no mask of this name\)"),
     ],
 )
-def test_a_file_that_lacks_the_other_is_told(tmp_path, caplog, file, message):
+def test_file_without_counterpart_is_skipped_or_raises(tmp_path, caplog, file, message):
     (ade20k(tmp_path) / BASE / file).unlink()
     with caplog.at_level(logging.WARNING):
         data = load("ade20k", tmp_path)
@@ -169,12 +172,12 @@ def test_a_file_that_lacks_the_other_is_told(tmp_path, caplog, file, message):
         load("ade20k", tmp_path, max_skipped=0)
 
 
-# One's own
+# Segments from folders
 
 
 @pytest.mark.parametrize("palette", [False, True])
 @pytest.mark.parametrize("named", [False, True])
-def test_indices_are_read_from_palettes_and_from_grey(tmp_path, palette, named):
+def test_masks_with_palette_or_grey_give_class_indices(tmp_path, palette, named):
     segments(tmp_path, palette=palette)
     if named:
         write(tmp_path / "classes.txt", "road\nsky\ntree\nhouse\n\n")
@@ -188,7 +191,7 @@ def test_indices_are_read_from_palettes_and_from_grey(tmp_path, palette, named):
 
 
 @pytest.mark.parametrize("layout", [(), ("",), ("train",)])
-def test_without_val_a_fifth_is_held_out(tmp_path, layout):
+def test_segments_without_val_hold_out_a_fifth(tmp_path, layout):
     segments(tmp_path, parts=layout or ("",))
     train, val = parts("segments", tmp_path)
     assert (len(train), len(val)) == (4, 1)
@@ -198,7 +201,7 @@ def test_without_val_a_fifth_is_held_out(tmp_path, layout):
     assert len(others) > 1
 
 
-def test_pictures_below_further_folders_are_paired(tmp_path):
+def test_images_in_nested_folders_are_paired_with_masks(tmp_path):
     for place in ("train/a", "train/b", "val/a"):
         write(tmp_path / "images" / place / "x.jpg", encoded(picture(20, 24, 1)))
         write(tmp_path / "masks" / place / "x.png", png(index_mask(20, 24, 3, 1)))
@@ -206,14 +209,14 @@ def test_pictures_below_further_folders_are_paired(tmp_path):
     assert train.samples == [(f"images/train/{n}/x.jpg", f"masks/train/{n}/x.png") for n in "ab"]
 
 
-def test_files_that_are_no_segments_are_named(tmp_path, caplog):
+def test_unread_files_are_named_in_warning(tmp_path, caplog):
     root = segments(tmp_path)
     (root / "masks" / "train" / "notes.txt").write_text("not looked at")
     load("segments", root)
     assert caplog.messages == ["not read, as they are no images, masks (.png) or classes.txt: masks/train/notes.txt"]
 
 
-def test_a_mask_that_cannot_be_read_is_found_while_classes_are_counted(tmp_path, caplog):
+def test_unreadable_mask_is_skipped_when_counting_classes(tmp_path, caplog):
     segments(tmp_path)
     write(tmp_path / "masks/train/scene1.png", b"nothing")
     with caplog.at_level(logging.WARNING):
@@ -223,8 +226,8 @@ def test_a_mask_that_cannot_be_read_is_found_while_classes_are_counted(tmp_path,
     assert "masks/train/scene1.png (cannot identify" in caplog.messages[0]
 
 
-def test_a_picture_lies_as_its_mask_does(tmp_path):
-    """A camera's picture is stored sideways with a note; who draws a mask sees it upright."""
+def test_image_is_rotated_by_exif_to_match_its_mask(tmp_path):
+    """Cameras store the orientation in EXIF; annotators draw masks on the rotated image."""
     stored, upright = picture(20, 30, 1), index_mask(30, 20, 3, 1)
     for part in ("train", "val"):
         exif = Image.Exif()
@@ -255,25 +258,25 @@ def test_a_picture_lies_as_its_mask_does(tmp_path):
             lambda root: [
                 write(f, png(np.where(np.eye(48, dtype=bool), 255, 0).astype(np.uint8))) for f in root.rglob("*.png")
             ],
-            r"^masks must have indices of at least two classes \(255 is without a label\), got 0 alone in",
+            r"^masks must have indices of at least two classes \(255 is unlabelled\), got only 0 in",
         ),
         (
             lambda root: [file.unlink() for file in (root / "masks/val").iterdir()],
-            r"^images must have masks \(.png\) of their names, got none in '.*/val': images/val/scene0.jpg \(no mask",
+            r"^images must have masks \(.png\) of the same names, got none in '.*/val': images/val/scene0.jpg \(no",
         ),
     ],
 )
-def test_a_folder_that_is_laid_out_otherwise_is_refused_in_one_line(tmp_path, edit, message):
+def test_segments_rejects_other_layouts(tmp_path, edit, message):
     edit(segments(tmp_path))
     with pytest.raises(ValueError, match=message) as error:
         load("segments", tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_an_index_beyond_the_named_classes_is_told(tmp_path):
+def test_mask_index_above_named_classes_raises(tmp_path):
     segments(tmp_path)
     write(tmp_path / "classes.txt", "road\nsky\n")
     with pytest.raises(
-        TooManyFaults, match=r"images/train/scene\d.jpg \(indices in its mask must lie between 0 and 1, got 2"
+        TooManyFaults, match=r"images/train/scene\d.jpg \(indices in its mask must be between 0 and 1, got 2"
     ):
         list(load("segments", tmp_path, max_skipped=0)._made_datasets()[0])

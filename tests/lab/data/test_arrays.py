@@ -1,4 +1,4 @@
-"""Arrays of .npz files."""
+"""Tests of reading arrays from .npz files."""
 
 import gc
 import sys
@@ -13,7 +13,7 @@ from torchrope.lab.data.arrays import read_arrays
 
 
 class Cycle:
-    """What only the garbage collector frees, by code that lets other threads run."""
+    """A reference cycle, which only the garbage collector frees, with a finaliser that lets other threads run."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -25,7 +25,7 @@ class Cycle:
 
 @pytest.fixture
 def threads_interrupt_each_other() -> Iterator[None]:
-    """Threads take turns as often as they can, while the garbage collector runs all the time."""
+    """Switch threads as often as possible, with the garbage collector running all the time."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
     gc.set_threshold(3, 1000, 1000)
@@ -35,7 +35,7 @@ def threads_interrupt_each_other() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_interrupt_each_other")
-def test_arrays_are_read_from_several_threads_at_once(tmp_path: Path) -> None:
+def test_read_arrays_is_thread_safe(tmp_path: Path) -> None:
     file = tmp_path / "points.npz"
     np.savez(file, positions=np.arange(6.0).reshape(2, 3), label=np.array("a"))
 

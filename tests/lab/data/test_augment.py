@@ -1,4 +1,4 @@
-"""Random changes of training inputs: who is changed how, never by chance alone, and what each change does."""
+"""Tests of random augmentation: reproducibility per example, and the effect of each operation."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from miniatures import MINIATURES, OPTIONS, noise
 from PIL import Image, ImageFilter
 from torch.nn import functional
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as pictures
+from torchvision.transforms.v2 import functional as image_ops
 from training_path import train_two_steps
 
 from torchrope.lab.data import augment
@@ -60,10 +60,10 @@ def draws(count: int, seed: int = 0) -> Draws:
     return Draws(seed, list(range(count)))
 
 
-# Numbers that belong to examples
+# Random numbers per example
 
 
-def test_draws_are_uniform_and_independent_of_seed_example_purpose_and_place():
+def test_draws_are_uniform_and_independent():
     drawn = draws(20_000).uniform("a", 3)
     assert 0 <= drawn.min() < 1e-3 < 0.999 < drawn.max() < 1
     assert (drawn.mean(0) - 0.5).abs().max() < 0.01
@@ -74,18 +74,18 @@ def test_draws_are_uniform_and_independent_of_seed_example_purpose_and_place():
         assert torch.corrcoef(torch.stack([drawn[:, 0], other]))[0, 1].abs() < 0.03
 
 
-def test_an_examples_draws_depend_on_no_other_example():
+def test_draws_of_an_example_do_not_depend_on_the_batch():
     assert torch.equal(Draws(5, [7, 2, 9]).uniform("x", 4)[1], Draws(5, [2]).uniform("x", 4)[0])
     assert Draws(5, [7, 2]).seeds("x")[1] == Draws(5, [2]).seeds("x")[0]
     assert Draws(2**64 + 3, [1]).seeds("x") == Draws(3, [1]).seeds("x")
     assert len({Draws(3 + 2**bit, [1]).seeds("x")[0] for bit in range(64)}) == 64, "each bit of a seed counts"
 
 
-def test_the_draws_of_a_batch_are_those_of_its_first_example():
+def test_draws_of_batch_equal_those_of_first_example():
     assert torch.equal(Draws(5, [7, 2, 9]).of_batch.uniform("x", 4), Draws(5, [7]).uniform("x", 4))
 
 
-def test_a_seeded_part_leaves_the_generator_as_it_was():
+def test_seeded_restores_the_global_generator():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -99,7 +99,7 @@ def test_a_seeded_part_leaves_the_generator_as_it_was():
 # One epoch
 
 
-def test_a_changed_example_is_a_function_of_seed_and_index():
+def test_epoch_set_depends_on_seed_and_index_only():
     config = AugmentConfig(**{**EVERYTHING, "mixup": 0.0, "cutmix": 0.0})
     every = EpochSet(small_set(), config, 3, seed=4)
     whole, _ = every.__getitems__(range(24))
@@ -111,7 +111,7 @@ def test_a_changed_example_is_a_function_of_seed_and_index():
     assert all(not torch.equal(a, b) for a, b in zip(whole, other, strict=True))
 
 
-def test_an_example_beyond_the_end_is_one_of_the_set_with_draws_of_its_own():
+def test_index_past_the_end_repeats_with_other_augmentation():
     data = small_set(24)
     plain, labels = EpochSet(data, AugmentConfig(), 3, seed=4).__getitems__([29, 24, 71])
     assert torch.equal(plain, data.__getitems__([5, 0, 23])[0])
@@ -120,7 +120,7 @@ def test_an_example_beyond_the_end_is_one_of_the_set_with_draws_of_its_own():
     assert len({image.numpy().tobytes() for image in cropped}) == 4
 
 
-def test_erased_boxes_are_noise_of_what_a_model_sees():
+def test_erased_boxes_are_standard_normal_after_normalisation():
     data = small_set(24)
     erased, _ = EpochSet(data, AugmentConfig(erasing=1.0), 3, seed=4).__getitems__(range(24))
     noise = erased[erased != data.__getitems__(range(24))[0]]
@@ -130,7 +130,7 @@ def test_erased_boxes_are_noise_of_what_a_model_sees():
 
 
 @pytest.mark.parametrize("setting", sorted(EVERYTHING))
-def test_every_setting_changes_an_epoch(setting):
+def test_every_setting_changes_the_inputs(setting):
     data, config = small_set(), AugmentConfig(**{setting: EVERYTHING[setting]})
     inputs, labels = EpochSet(data, config, 3, seed=4).__getitems__(range(24))
     assert config.on
@@ -138,7 +138,7 @@ def test_every_setting_changes_an_epoch(setting):
     assert labels.shape == ((24, 3) if setting in ("mixup", "cutmix") else (24,))
 
 
-def test_nothing_is_changed_by_default():
+def test_default_settings_change_nothing():
     data = small_set()
     assert not AugmentConfig().on
     inputs, labels = EpochSet(data, AugmentConfig(), 3, seed=4).__getitems__([1, 2])
@@ -150,7 +150,7 @@ def test_nothing_is_changed_by_default():
 @pytest.mark.parametrize("name", ["cifar10", "images", "videos", "volumes"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-def test_batches_do_not_depend_on_workers_or_on_torchs_generator(tmp_path, name):
+def test_batches_do_not_depend_on_workers_or_global_generator(tmp_path, name):
     root = str(MINIATURES[name](tmp_path))
 
     def epoch(workers: int, chance: int) -> list:
@@ -167,7 +167,7 @@ def test_batches_do_not_depend_on_workers_or_on_torchs_generator(tmp_path, name)
     )
 
 
-def test_training_repeats_bit_by_bit_with_everything_on(tmp_path):
+def test_training_with_all_augmentation_is_reproducible(tmp_path):
     root = str(MINIATURES["cifar10"](tmp_path / "data"))
     weights = []
     for name in ("one", "two"):
@@ -182,7 +182,7 @@ def test_training_repeats_bit_by_bit_with_everything_on(tmp_path):
 # Each change
 
 
-def test_a_padded_crop_is_a_shift_with_black_coming_in():
+def test_padded_crop_shifts_and_fills_with_black():
     images = pictures_of(200, 8) | 1
     cropped = augment.crop_padded(images, 2, draws(200))
     seen = set()
@@ -195,7 +195,7 @@ def test_a_padded_crop_is_a_shift_with_black_coming_in():
 
 
 @pytest.mark.parametrize("shape", [(400, 3, 4, 4), (400, 1, 2, 4, 4)])
-def test_half_are_flipped_along_the_last_axis(shape):
+def test_flip_reverses_last_axis_of_half_the_examples(shape):
     inputs = torch.randn(shape)
     flipped = augment.flip(inputs, draws(400))
     changed = (flipped != inputs).flatten(1).any(1)
@@ -203,7 +203,7 @@ def test_half_are_flipped_along_the_last_axis(shape):
     assert torch.equal(flipped[changed], inputs[changed].flip(-1))
 
 
-def test_flip_has_a_chance_of_one_half():
+def test_flip_has_probability_one_half():
     inputs = torch.tensor([0.0, 1.0]).expand(20_000, 1, 1, 2)
     flipped = augment.flip(inputs, draws(20_000))[:, 0, 0, 0]
     assert abs(flipped.mean() - 0.5) < 0.01  # three standard deviations
@@ -211,26 +211,26 @@ def test_flip_has_a_chance_of_one_half():
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("magnitude", [0, 9, 14, 30])
-def test_operations_are_torchvisions(operation, magnitude):
+def test_randaugment_operations_match_torchvision(operation, magnitude):
     space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
     One = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})
     images = pictures_of(3, 24)
     ours = [change(images).int() for change in randaugment_changes(magnitude, 24, 24)[OPERATIONS.index(operation)]]
     theirs = []
-    for seed in range(8):  # theirs draws one direction for the batch
+    for seed in range(8):  # torchvision draws one direction per batch
         torch.manual_seed(seed)
         theirs.append(One(1, magnitude)(images).int())
 
-    # Their strengths are float32, so that a product may fall on the other side of a whole number.
-    def alike(one: torch.Tensor, others: list[torch.Tensor]) -> bool:
+    # torchvision's strengths are float32, so that a product may round to another integer.
+    def close_to_any(one: torch.Tensor, others: list[torch.Tensor]) -> bool:
         differences = [(one - other).abs() for other in others]
         return any(bool(d.max() <= 1) and d.float().mean() < 0.01 for d in differences)
 
-    assert all(alike(one, theirs) for one in ours)
-    assert all(alike(one, ours) for one in theirs)
+    assert all(close_to_any(one, theirs) for one in ours)
+    assert all(close_to_any(one, ours) for one in theirs)
 
 
-def test_randaugment_draws_operations_alike_and_one_by_one(monkeypatch):
+def test_randaugment_draws_operations_uniformly_per_image(monkeypatch):
     kinds = []
     change_by_kind = augment.change_by_kind
     monkeypatch.setattr(
@@ -245,24 +245,24 @@ def test_randaugment_draws_operations_alike_and_one_by_one(monkeypatch):
     assert (kinds[0] == kinds[1]).float().mean() < 0.1
 
 
-def located(side: int = 32) -> torch.Tensor:
-    """A picture whose values are its places, `(2, side, side)`: rows in the first channel, columns in the second."""
+def coordinates(side: int = 32) -> torch.Tensor:
+    """An image of its own coordinates, `(2, side, side)`: rows in the first channel, columns in the second."""
     line = torch.arange(side, dtype=torch.float32)
     return torch.stack([line[:, None].expand(side, side), line.expand(side, side)])
 
 
 @pytest.mark.parametrize("share", [0.3, 0.8])
-def test_a_random_crop_shows_its_share_of_the_area_enlarged_to_the_same_size(share):
-    shown = augment.crop(located().expand(300, -1, -1, -1), AugmentConfig(crop_scale=(share, share)), draws(300))
+def test_random_crop_keeps_size_and_covers_its_share_of_area(share):
+    shown = augment.crop(coordinates().expand(300, -1, -1, -1), AugmentConfig(crop_scale=(share, share)), draws(300))
     assert shown.shape == (300, 2, 32, 32)
     steps = shown.diff(dim=-2)[:, 0, 8:-8].mean((1, 2)) * shown.diff(dim=-1)[:, 1, :, 8:-8].mean((1, 2))
-    assert (steps - share).abs().max() < 0.08  # whole pixels, and where the picture ends a narrower one
+    assert (steps - share).abs().max() < 0.08  # crops have integer sizes, and edge pixels are narrower
     corners = shown[:, :, 0, 0]
     assert (corners.min(0).values < 1).all()
     assert len(corners.unique(dim=0)) > 20
 
 
-def test_a_resized_crop_is_torchvisions_resize_and_random_crop():
+def test_resize_crop_matches_torchvision():
     pixels = pictures_of(4, 30)
     shown = augment.crop(pixels, AugmentConfig(resize_crop=1.1), draws(4))
     resized = v2.functional.resize(pixels, [33])
@@ -272,8 +272,8 @@ def test_a_resized_crop_is_torchvisions_resize_and_random_crop():
     assert torch.equal(augment.crop(pixels, AugmentConfig(resize_crop=1), draws(4)), pixels)
 
 
-def test_all_frames_of_a_clip_show_the_same_part():
-    clips = located().unsqueeze(1).expand(8, -1, 3, -1, -1)
+def test_crop_is_equal_for_all_frames_of_a_clip():
+    clips = coordinates().unsqueeze(1).expand(8, -1, 3, -1, -1)
     for settings in ({"crop_scale": (0.2, 0.5)}, {"resize_crop": 1.5}):
         shown = augment.crop(clips, AugmentConfig(**settings), draws(8))
         assert shown.shape == clips.shape
@@ -290,11 +290,11 @@ PICTURES_AND_VIDEOS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES_AND_VIDEOS)
-def test_every_set_of_pictures_and_videos_is_cropped_once_and_alike_again(tmp_path, name):
+def test_images_and_videos_are_cropped_reproducibly(tmp_path, name):
     if name == "kanji":
         pytest.importorskip("kanjivg")
     root = {"root": str(MINIATURES[name](tmp_path))} if name in MINIATURES else {}
-    least = 28 if name == "kanji" else 10  # of each class one
+    least = 28 if name == "kanji" else 10  # one per class
     options = {**OPTIONS.get(name, {}), **root, "train_size": least, "val_size": least, "batch_size": 4}
 
     def first_batches(**augment) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,7 +312,7 @@ def test_every_set_of_pictures_and_videos_is_cropped_once_and_alike_again(tmp_pa
         assert torch.equal(validated, also_validated), "validation is not cropped"
 
 
-def test_all_frames_of_a_clip_have_its_operations():
+def test_randaugment_is_equal_for_all_frames_of_a_clip():
     clips = clips_of(60)
     changed = augment.randaugment(clips, 2, 14, draws(60))
     assert changed.shape == clips.shape
@@ -323,13 +323,13 @@ def test_all_frames_of_a_clip_have_its_operations():
 
 @pytest.mark.parametrize("operation", OPERATIONS_OF_VOLUMES)
 @pytest.mark.parametrize("magnitude", [0, 14, 30])
-def test_operations_of_volumes_are_torchvisions_on_every_slice(operation, magnitude):
+def test_volume_operations_match_torchvision_per_slice(operation, magnitude):
     volumes = clips_of(2).float() / 255  # [2, 3, slices, height, width], the channels are windows
     one, other = volume_changes(magnitude, 24, 24)[OPERATIONS_OF_VOLUMES.index(operation)]
     space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
     theirs = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})(1, magnitude)
     expected = []
-    for seed in range(8):  # theirs draws one direction for the batch
+    for seed in range(8):  # torchvision draws one direction per batch
         torch.manual_seed(seed)
         planes = volumes.reshape(6, 1, -1, 24) if operation == "Contrast" else volumes.reshape(-1, 1, 24, 24)
         expected.append(theirs(planes).view_as(volumes))
@@ -339,35 +339,35 @@ def test_operations_of_volumes_are_torchvisions_on_every_slice(operation, magnit
     assert magnitude == 0 or operation == "Identity" or not torch.allclose(one(volumes), other(volumes), atol=1e-3)
 
 
-def test_volumes_draw_each_of_their_operations():
+def test_randaugment_volumes_draws_every_operation():
     volumes = torch.rand(1, 2, 2, 8, 8).expand(200, -1, -1, -1, -1).contiguous()
     changed = augment.randaugment_volumes(volumes, 1, 20, draws(200))
     assert len({volume.numpy().tobytes() for volume in changed}) == 2 * len(OPERATIONS_OF_VOLUMES) - 1
 
 
-def test_three_augment_is_grey_solarised_or_blurred():
+def test_three_augment_applies_grey_solarise_or_blur():
     images = pictures_of(120, 16)
     changed = augment.change_pixels(images, AugmentConfig(three_augment=True), draws(120))
     grey = (changed[:, :1] == changed).flatten(1).all(1)
-    solarised = torch.tensor([torch.equal(a, pictures.solarize(b, 128)) for a, b in zip(changed, images, strict=True)])
+    solarised = torch.tensor([torch.equal(a, image_ops.solarize(b, 128)) for a, b in zip(changed, images, strict=True)])
     blurred = ~grey & ~solarised
     assert min(grey.sum(), solarised.sum(), blurred.sum()) > 20
-    assert torch.equal(changed[grey], pictures.rgb_to_grayscale(images[grey], 3))
+    assert torch.equal(changed[grey], image_ops.rgb_to_grayscale(images[grey], 3))
     for before, after in zip(images[blurred], changed[blurred], strict=True):
-        blurs = [pictures.gaussian_blur(before, [9, 9], [sigma]).int() for sigma in torch.arange(0.1, 2.05, 0.05)]
+        blurs = [image_ops.gaussian_blur(before, [9, 9], [sigma]).int() for sigma in torch.arange(0.1, 2.05, 0.05)]
         assert min((after - blur).abs().max() for blur in blurs) < 20
 
 
-def test_three_augment_blurs_as_pillow_does():
+def test_three_augment_blur_matches_pillow():
     image = pictures_of(1, 24)[0]
     for sigma in (1.0, 2.0):
-        ours = pictures.gaussian_blur(image, augment.BLUR["kernel_size"], [sigma]).permute(1, 2, 0).float()
+        ours = image_ops.gaussian_blur(image, augment.BLUR["kernel_size"], [sigma]).permute(1, 2, 0).float()
         picture = Image.fromarray(image.permute(1, 2, 0).numpy()).filter(ImageFilter.GaussianBlur(sigma))
         inside = (ours - torch.from_numpy(np.array(picture)).float())[4:-4, 4:-4]
         assert inside.abs().mean() < 1.5, "Pillow's, which DeiT-III used, is made of box filters"
 
 
-def test_jitter_stays_within_its_strength_and_differs_by_example():
+def test_color_jitter_stays_in_range_and_differs_by_example():
     images = pictures_of(1, 8).expand(64, -1, -1, -1).contiguous()
     changed = augment.change_pixels(images, AugmentConfig(color_jitter=0.3), draws(64))
     assert len({image.numpy().tobytes() for image in changed}) > 60
@@ -379,7 +379,7 @@ def test_jitter_stays_within_its_strength_and_differs_by_example():
     assert saturation.min() < 0.75 < 1.25 < saturation.max()
 
 
-def test_changes_one_by_one_leave_torchs_generator_as_it_was():
+def test_one_by_one_restores_the_global_generator():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -387,7 +387,7 @@ def test_changes_one_by_one_leave_torchs_generator_as_it_was():
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_erasing_covers_a_box_in_a_share_of_the_inputs():
+def test_erase_covers_a_box_with_its_probability():
     inputs = torch.zeros(200, 3, 16, 16)
     erased = augment.erase(inputs.clone(), 0.25, draws(200))
     covered = (erased != 0).all(1)  # [b, h, w]
@@ -399,7 +399,7 @@ def test_erasing_covers_a_box_in_a_share_of_the_inputs():
         assert 0.01 < mask.float().mean() < 0.4
 
 
-def test_a_box_goes_through_all_frames_with_other_noise_in_each():
+def test_erase_uses_one_box_and_new_noise_for_all_frames():
     erased = augment.erase(torch.zeros(60, 3, 4, 16, 16), 0.5, draws(60))
     covered = erased != 0  # [b, channels, frames, height, width]
     assert 15 < covered.flatten(1).any(1).sum() < 45
@@ -420,7 +420,7 @@ def mixed(count: int, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
-def test_labels_are_mixed_as_the_pixels_are(options):
+def test_mix_weights_labels_like_pixels(options):
     inputs, out, labels = mixed(6, **options)
     torch.testing.assert_close(labels.sum(1), torch.ones(6))
     # A pixel's value is the number of its example, so the mean pixel is the label's mean.
@@ -430,7 +430,7 @@ def test_labels_are_mixed_as_the_pixels_are(options):
         assert (out == out.round()).all(), "CutMix blends no pixels"
 
 
-def test_batches_draw_mixup_or_cutmix_or_nothing():
+def test_mix_draws_mixup_cutmix_or_none_per_batch():
     kinds = {"mixup": 0, "cutmix": 0, "none": 0}
     config = AugmentConfig(mixup=1.0, cutmix=1.0, mix_probability=0.5)
     for seed in range(200):
@@ -444,14 +444,14 @@ def test_batches_draw_mixup_or_cutmix_or_nothing():
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.2, 0.8, 1.0])
-def test_batches_are_mixed_with_their_probability(probability):
+def test_mix_applies_with_its_probability(probability):
     config = AugmentConfig(mixup=1.0, mix_probability=probability)
     inputs, labels = torch.zeros(2, 1, 1, 1), torch.arange(2)
     mixed = [augment.mix(inputs, labels, 2, config, draws(2, seed))[1].max() < 1 for seed in range(1000)]
     assert abs(sum(mixed) / 1000 - probability) <= 3 * (probability * (1 - probability) / 1000) ** 0.5
 
 
-def test_volumes_are_mixed_too():
+def test_mix_supports_volumes():
     volumes = torch.randn(4, 3, 2, 8, 8)
     out, labels = augment.mix(volumes.clone(), torch.arange(4), 4, AugmentConfig(mixup=1.0), draws(4))
     share = labels[1, 1]
@@ -459,7 +459,7 @@ def test_volumes_are_mixed_too():
     assert type(out) is torch.Tensor
 
 
-def test_the_loss_of_mixed_labels_is_the_mixed_loss():
+def test_loss_of_soft_labels_is_weighted_sum_of_losses():
     torch.manual_seed(0)
     classifier = Classifier(torch.nn.Linear(5, 3), 3, OptimConfig())
     inputs, labels = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
@@ -490,12 +490,12 @@ def test_the_loss_of_mixed_labels_is_the_mixed_loss():
         ({"mixup": -1.0}, "--data.augment.mixup must be at least 0, got -1.0"),
     ],
 )
-def test_a_bad_setting_is_refused(values, message):
+def test_augment_config_rejects_bad_values(values, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         AugmentConfig(**values)
 
 
-def test_changes_of_pixels_are_refused_where_there_are_none():
+def test_unsupported_augmentation_is_rejected():
     with pytest.raises(
         ValueError, match=r"^--data\.augment\.crop_padding is for images, cifar10, .*imagenet, got --data digits$"
     ):

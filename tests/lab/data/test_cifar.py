@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: every way that they come in, and that the published files alone are read."""
+"""Tests of CIFAR-10 and CIFAR-100: all published formats, and rejection of other files."""
 
 import gzip
 import os
@@ -30,7 +30,7 @@ def load(kind: str, root: Path | None, **options):
 
 
 def written(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Training pictures and labels, and validation labels, as the miniature has them."""
+    """Training images and labels, and validation labels, of the miniature."""
     *train, val = cifar_parts(kind).values()
     pixels = np.concatenate([pixels for pixels, _ in train])
     return torch.from_numpy(pixels), torch.tensor([n for _, labels in train for n in labels]), torch.tensor(val[1])
@@ -39,7 +39,7 @@ def written(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["10", "100"])
 @pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_version_gives_the_same_pictures(tmp_path, kind, binary, packed):
+def test_python_and_binary_versions_give_equal_images(tmp_path, kind, binary, packed):
     train, val = load(kind, cifar(tmp_path, kind, binary, packed)).datasets()
     pixels, labels, val_labels = written(kind)
     assert train.inputs.dtype == torch.uint8
@@ -54,20 +54,20 @@ def test_every_version_gives_the_same_pictures(tmp_path, kind, binary, packed):
 
 @pytest.mark.parametrize("kind", ["10", "100"])
 @pytest.mark.parametrize("binary", [False, True])
-def test_the_root_may_be_the_folder_or_the_archive_itself(tmp_path, kind, binary):
+def test_root_may_be_the_inner_folder_or_the_archive(tmp_path, kind, binary):
     inner = cifar(tmp_path / "unpacked", kind, binary) / CIFAR_FOLDERS[kind, binary]
     archive = next(cifar(tmp_path / "packed", kind, binary, packed=True).iterdir())
     assert load(kind, inner).counts == load(kind, archive).counts == (40, 20)
     assert [path.name for path in archive.parent.iterdir()] == [archive.name], "nothing is left of what was unpacked"
 
 
-def test_classes_are_those_of_torchvision():
+def test_classes_match_torchvision():
     assert len(set(Cifar100.classes)) == 100
     assert list(Cifar100.classes) == sorted(Cifar100.classes)
     assert (Cifar10.source, Cifar100.source) == (torchvision_datasets.CIFAR10, torchvision_datasets.CIFAR100)
 
 
-def test_another_size_and_a_part_are_made_of_bytes(tmp_path):
+def test_resized_subset_keeps_bytes(tmp_path):
     train, val = load("10", cifar(tmp_path, "10"), size=16, train_size=20, val_size=10).datasets()
     assert train.inputs.shape == (20, 3, 16, 16)
     assert train.inputs.dtype == val.inputs.dtype == torch.uint8
@@ -77,7 +77,7 @@ def test_another_size_and_a_part_are_made_of_bytes(tmp_path):
 # Downloads
 
 
-def test_a_download_is_checked_kept_and_read(tmp_path, monkeypatch):
+def test_download_is_verified_and_cached(tmp_path, monkeypatch):
     archive = cifar(tmp_path / "net", "100", packed=True) / "cifar-100-python.tar.gz"
     fetched = []
 
@@ -93,12 +93,12 @@ def test_a_download_is_checked_kept_and_read(tmp_path, monkeypatch):
 
     archive.write_bytes(gzip.compress(b"another file"))
     monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "other")
-    with pytest.raises(ValueError, match=r"^CIFAR-100 must be downloadable, or root .*not found or corrupted"):
+    with pytest.raises(ValueError, match=r"^CIFAR-100 must be downloadable, or --data.root .*not found or corrupted"):
         load("100", None).datasets()
 
 
 @pytest.mark.parametrize("kind", ["10", "100"])
-def test_offline_one_line_says_what_is_expected_where_and_whence(tmp_path, monkeypatch, kind):
+def test_failed_download_names_files_and_address(tmp_path, monkeypatch, kind):
     def fail(*_, **__):
         raise OSError("no\nnetwork")
 
@@ -109,7 +109,7 @@ def test_offline_one_line_says_what_is_expected_where_and_whence(tmp_path, monke
     assert "\n" not in str(error.value)
 
 
-def test_a_root_without_the_files_is_refused(tmp_path):
+def test_root_without_files_is_rejected(tmp_path):
     with pytest.raises(
         ValueError, match=r"^--data.root must be or hold cifar-10-batches-py/ or cifar-10-python.*, got '"
     ):
@@ -124,7 +124,7 @@ def short(text: bytes) -> bytes:
 
 
 def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
-    """What Python 2's cPickle wrote for numpy 1, by hand: byte strings, numpy.core, the dtype with its state."""
+    """A pickle as written by Python 2's cPickle for numpy 1: byte strings, numpy.core, the dtype with its state."""
     rows, columns = pixels.shape
     make = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
     kind = b"cnumpy\ndtype\n" + short(b"u1") + b"K\x00K\x01\x87R(K\x03" + short(b"|") + b"NNN"
@@ -136,7 +136,7 @@ def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
     return b"\x80\x02}(" + short(b"data") + array + short(b"fine_labels") + numbers + b"u."
 
 
-def test_pickles_of_python_2_are_read_as_the_published_ones_are(tmp_path, monkeypatch):
+def test_python_2_pickles_are_read(tmp_path, monkeypatch):
     root = cifar(tmp_path, "100")
     sums = {}
     for name, (pixels, labels) in cifar_parts("100").items():
@@ -152,7 +152,7 @@ def test_pickles_of_python_2_are_read_as_the_published_ones_are(tmp_path, monkey
 
 
 class Runs:
-    """What it is reduced to is called when it is unpickled."""
+    """An object whose unpickling calls a function."""
 
     def __init__(self, function, *arguments):
         self.reduced = function, arguments
@@ -162,7 +162,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("name", ["train", "test", "meta"])
-def test_a_pickle_that_is_not_the_published_one_is_not_run(tmp_path, name):
+def test_unknown_pickle_is_not_executed(tmp_path, name):
     mark = tmp_path / "executed"
     content = pickle.dumps(Runs(os.mkdir, str(mark)))
     pickle.loads(content)
@@ -170,13 +170,13 @@ def test_a_pickle_that_is_not_the_published_one_is_not_run(tmp_path, name):
     mark.rmdir()
     root = cifar(tmp_path / "data", "100")
     (root / FOLDERS["100"] / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"with their MD5 sums, got others or none as {name}$"):
+    with pytest.raises(ValueError, match=rf"with their MD5 sums, got a missing or different {name}$"):
         load("100", root).setup()
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("kind", ["10", "100"])
-def test_a_file_that_is_damaged_or_not_there_is_named(tmp_path, kind):
+def test_damaged_and_missing_files_are_named(tmp_path, kind):
     folder = cifar(tmp_path, kind) / FOLDERS[kind]
     first, *_, last = sorted(path for path in folder.iterdir() if "meta" not in path.name)
     first.unlink()
@@ -184,11 +184,11 @@ def test_a_file_that_is_damaged_or_not_there_is_named(tmp_path, kind):
     with pytest.raises(ValueError, match=r"must hold the files of https://") as error:
         load(kind, tmp_path).setup()
     assert "\n" not in str(error.value)
-    assert set(str(error.value).partition("or none as ")[2].split(", ")) == {first.name, last.name}
+    assert set(str(error.value).partition("missing or different ")[2].split(", ")) == {first.name, last.name}
 
 
 @pytest.mark.parametrize("binary", [False, True])
-def test_an_archive_that_is_not_the_published_one_is_not_unpacked(tmp_path, binary):
+def test_unknown_archive_is_not_unpacked(tmp_path, binary):
     (archive,) = cifar(tmp_path, "100", binary, packed=True).iterdir()
     archive.write_bytes(archive.read_bytes() + gzip.compress(bytes(2**20)) * 2**10)  # 1 GiB when unpacked
     tracemalloc.start()
@@ -208,10 +208,10 @@ def test_an_archive_that_is_not_the_published_one_is_not_unpacked(tmp_path, bina
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"must hold rows of 3073 bytes, got \d+ bytes$"),
         (lambda path: path.write_bytes(b""), r"must hold rows of 3073 bytes, got 0 bytes$"),
         (lambda path: path.unlink(), "must be a readable file, got: No such file or directory$"),
-        (lambda path: path.write_bytes(bytes([10]) + path.read_bytes()[1:]), "labels of .* must lie below 10, got 10$"),
+        (lambda path: path.write_bytes(bytes([10]) + path.read_bytes()[1:]), "labels of .* must be below 10, got 10$"),
     ],
 )
-def test_a_damaged_file_of_the_binary_version_is_named(tmp_path, damage, message):
+def test_damaged_binary_file_is_named(tmp_path, damage, message):
     damage(cifar(tmp_path, "10", binary=True) / "cifar-10-batches-bin" / "data_batch_2.bin")
     with pytest.raises(ValueError, match=message) as error:
         load("10", tmp_path).setup()
@@ -222,7 +222,7 @@ def test_a_damaged_file_of_the_binary_version_is_named(tmp_path, damage, message
 
 
 @pytest.mark.parametrize("kind", ["10", "100"])
-def test_two_steps_are_trained(tmp_path, kind):
+def test_cifar_trains_two_steps(tmp_path, kind):
     root = str(cifar(tmp_path / "data", kind))
     config = data_config(f"cifar{kind}", root=root, batch_size=16, train_size=32, val_size=16, augment={"flip": True})
     data, classifier, rows = train_two_steps(config, tmp_path / "run")

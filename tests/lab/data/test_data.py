@@ -1,4 +1,4 @@
-"""Data sets: what each set promises, how its batches are drawn, and what it says to bad input."""
+"""Tests of the data sets: properties of each set, order of batches, and errors for bad input."""
 
 import gzip
 import logging
@@ -43,11 +43,11 @@ pytestmark = pytest.mark.usefixtures("published_miniatures")
 COLOURS = {"cat": (200, 30, 30), "dog": (30, 30, 200)}
 
 
-# Folders of pictures and files that the tests make
+# Folders of images and files written by the tests
 
 
 def draw(path: Path, colour=(90, 120, 150), mode="RGB", size=(40, 30), **options) -> Path:
-    """A picture with some texture, so that a truncated file really lacks pixels."""
+    """An image with some texture, so that a truncated file really lacks pixels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(sum(path.name.encode()))
     noise = torch.randint(0, 40, (size[1], size[0], 3), generator=generator)
@@ -118,13 +118,13 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
         ({"windows": [], "name": "rsna"}, r"--data.windows must each be \[centre, width above 0\], got \[\]"),
     ],
 )
-def test_a_bad_configuration_is_refused(values, message):
+def test_data_config_rejects_bad_values(values, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         data_config(**values)
 
 
 @pytest.mark.parametrize("name", DATA_NAMES)
-def test_settings_are_those_of_one_data_set(name):
+def test_data_config_has_only_settings_of_its_data_set(name):
     config = data_config(name)
     assert type(config) is SETTINGS[name]
     assert config.name == name
@@ -136,7 +136,7 @@ def test_settings_are_those_of_one_data_set(name):
 
 
 @pytest.mark.parametrize("name", DATA_NAMES)
-def test_a_stored_configuration_comes_back(name):
+def test_data_config_survives_a_round_trip(name):
     known = options(SETTINGS[name].augmentation())
     change = next(({key: value} for key, value in {"jitter": 0.5, "flip": True}.items() if key in known), {})
     changed = {"batch_size": 3, "augment": {**change, "repeats": 2}, "size": 96}
@@ -147,14 +147,14 @@ def test_a_stored_configuration_comes_back(name):
     assert run.data.batch_size == 3
 
 
-def test_the_configuration_is_described_without_importing_torch():
+def test_config_module_does_not_import_torch():
     code = "import sys, torchrope.lab.data.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.fixture(params=[name for name in DATA_NAMES if name not in NAMES_DENSE])
 def any_data(request, tmp_path) -> DataModule:
-    """One of every kind that is classified, small; the others are in test_dense.py."""
+    """A small instance of every classification data set; the others are in test_dense.py."""
     write = MINIATURES.get(request.param)
     options = {**OPTIONS.get(request.param, {}), **({} if write is None else {"root": str(write(tmp_path))})}
     data = make_data(data_config(request.param, **{**options, "batch_size": 4, "train_size": 16, "val_size": 10}))
@@ -162,7 +162,7 @@ def any_data(request, tmp_path) -> DataModule:
     return data
 
 
-def test_every_data_set_keeps_the_contract(any_data):
+def test_every_data_set_has_the_required_properties(any_data):
     train, val = any_data.train_dataloader().dataset, any_data.val_dataloader().dataset
     inputs, label = train[0]
     if any_data.lattice:
@@ -196,7 +196,7 @@ def assert_batches_hold_every_example_once(any_data):
     assert len(next(iter(any_data.train_dataloader()))[1]) == 4
 
 
-def test_setup_makes_the_sets_once():
+def test_setup_builds_the_sets_once():
     data = make_data(data_config("digits"))
     data.setup("fit")
     first = data.train_dataloader().dataset
@@ -208,7 +208,7 @@ def test_setup_makes_the_sets_once():
 
 
 class Recorder(pl.LightningModule):
-    """Learns nothing and remembers the labels of every epoch."""
+    """Records the labels of every epoch; the loss has no meaning."""
 
     def __init__(self):
         super().__init__()
@@ -243,21 +243,21 @@ def run(epochs: int, run_seed: int, workers: int = 0, resume: Path | None = None
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-def test_the_order_depends_on_run_seed_and_epoch_alone():
+def test_order_depends_on_run_seed_and_epoch_only():
     first, _ = run(3, run_seed=3)
     again, _ = run(3, run_seed=3)
     other, _ = run(3, run_seed=4)
     assert first == again
     orders = [tuple(order) for run in (first, other) for order in run.values()]
-    assert len(set(orders)) == 6, "an epoch of one run repeats another"
+    assert len(set(orders)) == 6, "an epoch repeats the order of another"
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
 
 
-# Workers draw their first indices as soon as they start, so they are a case of their own.
+# Workers draw their first indices at their start, which needs a separate test.
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path, workers):
+def test_resumed_run_repeats_an_uninterrupted_one(tmp_path, workers):
     whole_run, _ = run(3, run_seed=3, workers=workers)
     _, trainer = run(2, run_seed=3, workers=workers)
     trainer.save_checkpoint(tmp_path / "after2.ckpt")
@@ -265,15 +265,15 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path, workers):
     assert resumed == {2: whole_run[2]}
 
 
-def test_validation_keeps_its_order():
+def test_validation_order_is_fixed():
     loader = make_data(data_config("digits")).val_dataloader()
     assert torch.equal(torch.cat([labels for _, labels in loader]), loader.dataset.labels)
 
 
-# A balanced choice
+# Balanced subsets
 
 
-def test_a_balanced_subset_is_balanced_nested_and_reproducible():
+def test_balanced_subset_is_balanced_nested_and_reproducible():
     labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
     small = balanced_subset(labels, 9, 5, "train_size")
     large = balanced_subset(labels, 30, 5, "train_size")
@@ -285,9 +285,9 @@ def test_a_balanced_subset_is_balanced_nested_and_reproducible():
 
 
 @pytest.mark.parametrize("size", [2, 85])
-def test_a_subset_that_cannot_be_is_refused(size):
+def test_balanced_subset_rejects_impossible_sizes(size):
     labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
-    message = rf"^--data.val_size must lie between 3 \(one per class\) and 84 \(all there are\), got {size}$"
+    message = rf"^--data.val_size must be between 3 \(one per class\) and 84 \(all examples\), got {size}$"
     with pytest.raises(ValueError, match=message):
         balanced_subset(labels, size, 0, "val_size")
 
@@ -306,7 +306,7 @@ def test_digits_are_split_within_each_class_and_disjoint():
     assert train.isdisjoint(tuple(image.flatten().tolist()) for image in val_images)
 
 
-def test_the_split_depends_on_split_seed_and_not_on_run_seed():
+def test_split_depends_on_split_seed_not_run_seed():
     first, again, other = (split_digits(seed)[1] for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -315,14 +315,14 @@ def test_the_split_depends_on_split_seed_and_not_on_run_seed():
     assert torch.equal(data.datasets()[0].labels, first)
 
 
-def test_inputs_are_normalised_with_the_training_sets_mean_and_std():
+def test_inputs_are_normalised_by_training_statistics():
     train, val = Digits(data_config("digits")).datasets()
     assert train.inputs.mean().abs() < 1e-5
     assert (train.inputs.std(correction=0) - 1).abs() < 1e-5
     assert val.inputs.mean().abs() > 1e-5, "the validation set is normalised with its own mean"
 
 
-def test_digits_take_another_size():
+def test_digits_support_other_sizes():
     data = Digits(data_config("digits", size=16, train_size=20, val_size=10))
     train, val = data.datasets()
     assert train.inputs.shape == (20, 1, *data.input_size) == (20, 1, 16, 16)
@@ -338,7 +338,7 @@ def counted_patches(frame: torch.Tensor) -> Counter:
     return Counter(tuple(patch.tolist()) for patch in patches)
 
 
-def test_motion_has_the_promised_sizes_and_balance():
+def test_motion_has_default_sizes_and_balanced_classes():
     data = Motion(data_config("motion"))
     train, val = data.datasets()
     assert train.inputs.shape == (2400, 1, *data.input_size) == (2400, 1, 5, 20, 20)
@@ -354,13 +354,13 @@ def test_motion_is_determined_by_split_seed():
     assert not torch.equal(first[0].labels, other[0].labels)
 
 
-def test_the_validation_clips_do_not_depend_on_train_size():
+def test_motion_validation_does_not_depend_on_train_size():
     few, many = (Motion(data_config("motion", train_size=size)).datasets() for size in (80, 160))
     assert len(few[0]) == 80
     assert torch.equal(few[1].labels, many[1].labels)
 
 
-def test_every_class_holds_the_same_patches():
+def test_motion_frames_hold_the_same_patches():
     digit = split_digits(0)[0][:1].expand(8, -1, -1, -1)
     starts = torch.tensor([[17, 6]]).expand(8, -1)
     clips = render_clips(digit, starts, torch.arange(8), side=20)
@@ -371,7 +371,7 @@ def test_every_class_holds_the_same_patches():
 
 
 @pytest.mark.parametrize("side", [20, 24])
-def test_the_class_is_the_motion(side):
+def test_motion_class_is_direction_and_speed(side):
     clips, labels = make_clips(split_digits(0)[0], 64, side, torch.Generator().manual_seed(2))
     frames = clips[:, 0].double()
     spectrum = torch.fft.fft2(frames)
@@ -382,7 +382,7 @@ def test_the_class_is_the_motion(side):
     assert torch.equal(moved, stated[:, None].expand_as(moved))
 
 
-def test_a_frame_shows_the_digit_whole():
+def test_motion_frame_contains_the_whole_digit():
     digits = split_digits(0)[0]
     clips, _ = make_clips(digits[:1], 16, 20, torch.Generator().manual_seed(2))
     expected = digits[0].flatten().sort().values
@@ -391,12 +391,12 @@ def test_a_frame_shows_the_digit_whole():
 
 
 @pytest.mark.parametrize("size", [16, 22])
-def test_motion_refuses_a_size_that_breaks_its_law(size):
-    with pytest.raises(ValueError, match=f"^--data.size must be a multiple of 4 from 20 up, got {size}$"):
+def test_motion_rejects_sizes_not_multiple_of_4_or_below_20(size):
+    with pytest.raises(ValueError, match=f"^--data.size must be a multiple of 4 and at least 20, got {size}$"):
         Motion(data_config("motion", size=size))
 
 
-def test_motion_needs_a_clip_of_each_class():
+def test_motion_requires_a_clip_per_class():
     with pytest.raises(ValueError, match=r"^--data.val_size must be at least 8 \(one per class\), got 3$"):
         Motion(data_config("motion", val_size=3))
 
@@ -410,7 +410,7 @@ def fashion_data(root: Path | None, **options) -> DataModule:
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("below", [".", "FashionMNIST/raw"])
-def test_idx_files_are_read_plain_and_compressed(tmp_path, compressed, below):
+def test_idx_files_are_read_uncompressed_and_gz(tmp_path, compressed, below):
     write_fashion(tmp_path / below, compressed)
     train, val = fashion_data(tmp_path).datasets()
     contents = {name: torch.from_numpy(values) for name, values in fashion_parts().items()}
@@ -421,15 +421,15 @@ def test_idx_files_are_read_plain_and_compressed(tmp_path, compressed, below):
     torch.testing.assert_close(train.inputs[:, 0], expected)
 
 
-def test_fashion_takes_a_size_and_a_part(tmp_path):
+def test_fashion_supports_other_sizes_and_subsets(tmp_path):
     train, val = fashion_data(write_fashion(tmp_path, compressed=False), size=14, train_size=20).datasets()
     assert train.inputs.shape == (20, 1, 14, 14)
     assert val.inputs.shape == (20, 1, 14, 14)
     assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
 
 
-def test_a_bomb_in_place_of_an_idx_file_is_refused_in_one_line(tmp_path, monkeypatch):
-    assert fashion.LARGEST == 60_000 * 28 * 28 + 16, "of the largest file, with its header"
+def test_decompression_bomb_as_idx_file_is_rejected(tmp_path, monkeypatch):
+    assert fashion.LARGEST == 60_000 * 28 * 28 + 16, "size of the largest file with its header"
     path = write_fashion(tmp_path) / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes() + gzip.compress(bytes(2**20)) * 2**10)
     monkeypatch.setattr(fashion, "LARGEST", 2**20)
@@ -441,7 +441,7 @@ def test_a_bomb_in_place_of_an_idx_file_is_refused_in_one_line(tmp_path, monkeyp
     assert peak < 2**24, "1 GiB when unpacked"
 
 
-def test_the_package_of_debian_is_found(tmp_path, monkeypatch):
+def test_fashion_is_read_from_the_debian_package(tmp_path, monkeypatch):
     monkeypatch.setattr(fashion, "DEBIAN_FOLDER", write_fashion(tmp_path / "debian"))
     assert fashion_data(None).counts == (40, 20)
 
@@ -451,7 +451,7 @@ def without_files(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(fashion, "cache_folder", lambda: tmp_path / "cache")
 
 
-def test_a_download_is_read_from_the_cache(tmp_path, monkeypatch):
+def test_fashion_download_is_read_from_the_cache(tmp_path, monkeypatch):
     fetched = []
 
     def pretend(root, download):
@@ -464,7 +464,7 @@ def test_a_download_is_read_from_the_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", [URLError("no network"), RuntimeError("Tried a mirror, got:\nno network\n")])
-def test_a_failed_download_says_what_is_expected_where(tmp_path, monkeypatch, failure):
+def test_failed_download_names_the_expected_files(tmp_path, monkeypatch, failure):
     def fail(*_, **__):
         raise failure
 
@@ -477,7 +477,7 @@ def test_a_failed_download_says_what_is_expected_where(tmp_path, monkeypatch, fa
     assert "no network" in str(error.value)
 
 
-def test_a_root_without_the_files_is_refused(tmp_path):
+def test_fashion_root_without_files_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"^--data.root must hold the four files train-images.* got '.*'$") as error:
         fashion_data(tmp_path).setup("fit")
     assert one_line(error)
@@ -490,15 +490,15 @@ def cut_inside(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("compressed", "damage", "message"),
     [
-        (True, cut_inside, "must be a readable, whole file"),
-        (True, lambda content: b"garbage", "must be a readable, whole file"),
-        (True, lambda content: gzip.compress(b"something else"), "must be the published file, of the MD5 sum"),
-        (False, cut_inside, "must be the published file, of the MD5 sum"),
-        (False, lambda content: b"", "must be the published file, of the MD5 sum"),
-        (False, lambda content: content[:-1] + bytes([content[-1] ^ 1]), "must be the published file, of the MD5 sum"),
+        (True, cut_inside, "must be a readable, complete file"),
+        (True, lambda content: b"garbage", "must be a readable, complete file"),
+        (True, lambda content: gzip.compress(b"something else"), "must be the published file, with MD5 sum"),
+        (False, cut_inside, "must be the published file, with MD5 sum"),
+        (False, lambda content: b"", "must be the published file, with MD5 sum"),
+        (False, lambda content: content[:-1] + bytes([content[-1] ^ 1]), "must be the published file, with MD5 sum"),
     ],
 )
-def test_a_damaged_idx_file_is_named(tmp_path, compressed, damage, message):
+def test_damaged_idx_file_is_named(tmp_path, compressed, damage, message):
     path = write_fashion(tmp_path, compressed) / ("train-images-idx3-ubyte" + (".gz" if compressed else ""))
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=message) as error:
@@ -514,7 +514,7 @@ def paths_of(dataset) -> set[str]:
     return {path for path, _ in dataset.samples}
 
 
-def test_a_folder_of_classes_is_split(tmp_path):
+def test_class_folders_are_split_by_a_fifth(tmp_path):
     data = load_images(picture_folder(tmp_path, 10), size=32)
     train, val = data.datasets()
     assert data.classes == ("cat", "dog")
@@ -522,10 +522,10 @@ def test_a_folder_of_classes_is_split(tmp_path):
     assert Counter(label for _, label in val.samples) == {0: 2, 1: 2}
     assert paths_of(train).isdisjoint(paths_of(val))
     assert train[0][0].shape == (3, 32, 32)
-    assert data.description.startswith("20 pictures")
+    assert data.description.startswith("20 images")
 
 
-def test_the_split_does_not_depend_on_where_or_in_what_order_files_lie(tmp_path):
+def test_split_does_not_depend_on_folder_or_file_order(tmp_path):
     forwards = load_images(picture_folder(tmp_path / "forwards", 10)).datasets()
     backwards = load_images(picture_folder(tmp_path / "backwards", 10, order=-1)).datasets()
     other = load_images(tmp_path / "forwards", split_seed=1).datasets()
@@ -534,7 +534,7 @@ def test_the_split_does_not_depend_on_where_or_in_what_order_files_lie(tmp_path)
     assert forwards[1].samples != other[1].samples
 
 
-def test_listing_order_of_the_file_system_is_forgotten(tmp_path, monkeypatch):
+def test_split_does_not_depend_on_listing_order(tmp_path, monkeypatch):
     picture_folder(tmp_path / "train", 4)
     picture_folder(tmp_path / "val", 4)
     expected = load_images(tmp_path).datasets()[0].samples
@@ -547,7 +547,7 @@ def test_listing_order_of_the_file_system_is_forgotten(tmp_path, monkeypatch):
     assert load_images(tmp_path).datasets()[0].samples == expected
 
 
-def test_train_and_val_folders_are_kept(tmp_path):
+def test_train_and_val_folders_are_used_as_they_are(tmp_path):
     picture_folder(tmp_path / "train", 3)
     picture_folder(tmp_path / "val", 2)
     train, val = load_images(tmp_path).datasets()
@@ -555,20 +555,20 @@ def test_train_and_val_folders_are_kept(tmp_path):
     assert paths_of(val) == {f"val/{name}/{n}.png" for name in COLOURS for n in range(2)}
 
 
-def test_a_class_may_be_called_train(tmp_path):
+def test_class_may_be_called_train(tmp_path):
     for name in ("bus", "train"):
         for number in range(3):
             draw(tmp_path / name / f"{number}.jpg")
     assert load_images(tmp_path).classes == ("bus", "train")
 
 
-def test_a_part_of_the_images_is_balanced(tmp_path):
+def test_subset_of_images_is_balanced(tmp_path):
     data = load_images(picture_folder(tmp_path, 10), train_size=6, val_size=2)
     assert data.counts == (6, 2)
     assert Counter(label for _, label in data.datasets()[0].samples) == {0: 3, 1: 3}
 
 
-def test_training_crops_differ_and_repeat_with_the_seed(tmp_path):
+def test_training_crops_depend_on_the_seed(tmp_path):
     train, val = load_images(picture_folder(tmp_path, 5), size=16).datasets()
     torch.manual_seed(1)
     first, second = train[0][0], train[0][0]
@@ -578,7 +578,7 @@ def test_training_crops_differ_and_repeat_with_the_seed(tmp_path):
     assert torch.equal(val[0][0], val[0][0])
 
 
-def test_images_are_normalised_with_what_training_images_measure(tmp_path):
+def test_images_are_normalised_by_training_statistics(tmp_path):
     picture_folder(tmp_path / "train", 4)
     picture_folder(tmp_path / "val", 1)
     for name in COLOURS:
@@ -592,7 +592,7 @@ def test_images_are_normalised_with_what_training_images_measure(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK"])
-def test_other_8_bit_modes_work(tmp_path, mode):
+def test_load_image_converts_other_8_bit_modes(tmp_path, mode):
     suffix = "tif" if mode == "CMYK" else "png"
     for name in COLOURS:
         for number in range(2):
@@ -602,7 +602,7 @@ def test_other_8_bit_modes_work(tmp_path, mode):
     assert next(iter(data.train_dataloader()))[0].shape == (2, 3, 64, 64)
 
 
-def test_a_palette_with_transparency_works(tmp_path):
+def test_load_image_converts_transparent_palettes(tmp_path):
     for name in COLOURS:
         for number in range(2):
             draw(tmp_path / name / f"{number}.png", mode="P", transparency=bytes(range(256)))
@@ -619,18 +619,18 @@ SIXTEEN_BITS = np.linspace(0, 65535, 48).astype(np.uint16).reshape(6, 8)
         ("a.tif", SIXTEEN_BITS, {}),
         ("a.tif", SIXTEEN_BITS.astype(">u2"), {}),
         ("a.tif", 65535 - SIXTEEN_BITS, {"tiffinfo": {262: 0}}),  # 0 is white
-        ("a.tif", np.rot90(SIXTEEN_BITS), {"tiffinfo": {274: 6}}),  # to be turned
+        ("a.tif", np.rot90(SIXTEEN_BITS), {"tiffinfo": {274: 6}}),  # EXIF rotation
         ("a.pgm", SIXTEEN_BITS, {}),
     ],
 )
-def test_of_16_bits_the_upper_8_are_read(tmp_path, name, stored, tags):
+def test_load_image_keeps_upper_8_of_16_bits(tmp_path, name, stored, tags):
     Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / name, **tags)
     read = np.asarray(images.load_image(tmp_path / name))
     assert np.array_equal(read, np.stack([SIXTEEN_BITS // 256] * 3, axis=-1))
     assert (read.min(), read.max()) == (0, 255)
 
 
-def test_a_folder_of_16_bit_pictures_is_read_whole(tmp_path, caplog):
+def test_folder_of_16_bit_images_is_read(tmp_path, caplog):
     for label, name in enumerate(("dark", "light")):
         (tmp_path / name).mkdir()
         for number in range(5):
@@ -643,8 +643,8 @@ def test_a_folder_of_16_bit_pictures_is_read_whole(tmp_path, caplog):
     assert dark < light
 
 
-def add_what_computers_add(root: Path) -> None:
-    """What macOS, its archiver and Windows leave beside each file and in each folder."""
+def add_system_files(root: Path) -> None:
+    """Add the files that macOS, its archiver and Windows create for each file and folder."""
     files = [path for path in root.rglob("*") if path.is_file()]
     for path in files:
         path.with_name(f"._{path.name}").write_bytes(b"left by a file manager")
@@ -667,11 +667,11 @@ def add_what_computers_add(root: Path) -> None:
         if "cifar" not in name and name not in ("fashion-mnist", "globe")
     ],
 )
-def test_what_computers_add_to_folders_is_no_data(tmp_path, caplog, name):
+def test_files_of_the_operating_system_are_ignored(tmp_path, caplog, name):
     root = MINIATURES[name](tmp_path / "data")
     options = {"root": str(root), **OPTIONS.get(name, {})}
     fingerprint = make_data(data_config(name, **options)).fingerprint
-    add_what_computers_add(root)
+    add_system_files(root)
     caplog.clear()
     data = make_data(data_config(name, **options))
     assert data.fingerprint == fingerprint
@@ -679,16 +679,16 @@ def test_what_computers_add_to_folders_is_no_data(tmp_path, caplog, name):
     assert caplog.messages == []
 
 
-def test_what_computers_add_to_shards_is_no_shard(tmp_path):
+def test_files_of_the_operating_system_are_no_shards(tmp_path):
     root = imagenet_shards(tmp_path)
     fingerprint = make_data(data_config("imagenet", root=str(root), size=16)).fingerprint
-    add_what_computers_add(root)
+    add_system_files(root)
     data = make_data(data_config("imagenet", root=str(root), size=16))
     assert data.fingerprint == fingerprint
     assert data.skipped == []
 
 
-def test_files_that_are_not_read_are_named_in_one_line(tmp_path, caplog):
+def test_unread_files_are_named_in_one_warning(tmp_path, caplog):
     picture_folder(tmp_path / "train", 2)
     picture_folder(tmp_path / "val", 1)
     for number in range(3):
@@ -700,9 +700,9 @@ def test_files_that_are_not_read_are_named_in_one_line(tmp_path, caplog):
     assert message.endswith("loose.png, test/0.png, test/1.png, test/2.png, train/notes.txt and 2 more")
 
 
-def test_a_picture_is_turned_upright(tmp_path):
+def test_load_image_applies_exif_orientation(tmp_path):
     tags = Image.Exif()
-    tags[0x0112] = 6  # taken with the camera turned by 90 degrees
+    tags[0x0112] = 6  # camera rotated by 90 degrees
     path = draw(tmp_path / "a.jpg", size=(40, 30), exif=tags)
     assert images.load_image(path, 64).size == (30, 40)
 
@@ -711,14 +711,14 @@ NO_IMAGE = "no image (JPEG, PNG, WEBP, BMP, PPM, TIFF)"
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\nshowpage\n%%EOF\n"
 
 
-def test_no_program_is_run_for_a_picture_that_is_named_as_another(tmp_path, monkeypatch):
+def test_postscript_file_as_image_runs_no_program(tmp_path, monkeypatch):
     started = []
 
     def refuse(_, command, *args, **kwargs):
         started.append(command)
         raise OSError("no programs here")
 
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not looked for yet
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not searched for yet
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     picture_folder(tmp_path, 4)
     (tmp_path / "cat" / "drawing.png").write_bytes(EPS)
@@ -729,18 +729,18 @@ def test_no_program_is_run_for_a_picture_that_is_named_as_another(tmp_path, monk
 
 
 @pytest.mark.parametrize("extension", images.IMG_EXTENSIONS)
-def test_load_image_reads_every_kind_that_is_listed(tmp_path, extension):
+def test_load_image_reads_every_extension(tmp_path, extension):
     assert images.load_image(draw(tmp_path / f"a{extension}", size=(40, 30)), 64).size == (40, 30)
 
 
-def test_load_image_reads_several_pictures_of_a_camera_in_one_file(tmp_path):
+def test_load_image_reads_multi_picture_jpeg(tmp_path):
     picture = Image.new("RGB", (40, 30), "red")
     picture.save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[picture])
     assert images.load_image(tmp_path / "a.jpg", 64).size == (40, 30)
 
 
 @pytest.mark.filterwarnings("ignore:Image size")
-def test_a_picture_of_too_many_pixels_is_named_whether_pillow_warns_or_refuses(tmp_path, monkeypatch):
+def test_image_with_too_many_pixels_is_skipped(tmp_path, monkeypatch):
     picture_folder(tmp_path, 4)
     draw(tmp_path / "cat" / "large.png", size=(60, 50))
     draw(tmp_path / "dog" / "larger.png", size=(90, 80))
@@ -751,7 +751,7 @@ def test_a_picture_of_too_many_pixels_is_named_whether_pillow_warns_or_refuses(t
     assert not skipped
 
 
-def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
+def test_damaged_files_are_skipped_named_and_counted(tmp_path, caplog):
     picture_folder(tmp_path, 4)
     truncate(draw(tmp_path / "cat" / "cut.jpg"))
     truncate(draw(tmp_path / "cat" / "cut.png"))
@@ -767,7 +767,7 @@ def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
         "cat/cut.png": "truncated",
         "dog/text.jpg": NO_IMAGE,
         "dog/empty.png": NO_IMAGE,
-        "dog/deep.tif": "F pixels, neither of 8 nor of 16 bits without a sign",
+        "dog/deep.tif": "F pixels, neither 8-bit nor unsigned 16-bit",
     }
     assert len(caplog.messages) == 2
     others, skipped = caplog.messages
@@ -777,7 +777,7 @@ def test_damaged_files_are_named_skipped_and_counted(tmp_path, caplog):
     assert sum(data.counts) == 8
 
 
-def test_many_damaged_files_are_counted_and_not_all_named(tmp_path, caplog):
+def test_warning_names_only_the_first_damaged_files(tmp_path, caplog):
     picture_folder(tmp_path, 2)
     for number in range(8):
         (tmp_path / "cat" / f"bad{number}.png").touch()
@@ -793,19 +793,19 @@ def absent(folder):
     return folder / "absent"
 
 
-def a_file(folder):
+def file_as_root(folder):
     return draw(folder / "picture.png")
 
 
 def no_classes(folder):
-    return a_file(folder).parent
+    return file_as_root(folder).parent
 
 
 def one_class(folder):
     return draw(folder / "cat" / "0.png").parents[1]
 
 
-def train_alone(folder):
+def train_without_val(folder):
     return picture_folder(folder / "train", 2).parent
 
 
@@ -828,7 +828,7 @@ def only_damaged(folder):
     return folder
 
 
-def a_class_of_one(folder):
+def class_with_one_image(folder):
     picture_folder(folder, 3)
     for number in (1, 2):
         (folder / "dog" / f"{number}.png").unlink()
@@ -846,32 +846,32 @@ def no_dog_in_val(folder):
     ("make", "message"),
     [
         (no_root, r"--data.root must be given for images \(root/<class>.*\), got None"),
-        (absent, r"--data.root must be a folder with images \(root/<class>.*\), got '.*', which is not there"),
-        (a_file, r"--data.root must be a folder with images \(.*\), got '.*', a file"),
+        (absent, r"--data.root must be a folder with images \(root/<class>.*\), got '.*', which does not exist"),
+        (file_as_root, r"--data.root must be a folder with images \(.*\), got '.*', a file"),
         (lambda folder: folder, r"--data.root must hold one sub-folder per class \(.*\), got none in '.*'"),
         (no_classes, r"--data.root must hold one sub-folder per class \(.*\), got none in '.*'"),
         (one_class, r"--data.root must hold at least two classes \(.*\), got only 'cat' in '.*'"),
-        (train_alone, "--data.root must hold train and val with one sub-folder per class in each, got train"),
+        (train_without_val, "--data.root must hold train and val with one sub-folder per class in each, got train"),
         (
             differing_classes,
-            "train and val must have the same classes, got 'dog' in train alone, 'cow' in val alone",
+            "train and val must have the same classes, got 'dog' in train only, 'cow' in val only",
         ),
         (empty_classes, r"--data.root must hold readable images \(.jpg .*\), got none in '.*'"),
         (only_damaged, r"--data.root must hold readable images .*, got none in '.*': cat/0.png \(truncated\), .*"),
         (
-            a_class_of_one,
+            class_with_one_image,
             "readable images of each class must number at least 2, one to train on .*, got 1 for 'dog'",
         ),
         (no_dog_in_val, "readable images of each class must number at least 1 in val, got 0 for 'dog'"),
     ],
 )
-def test_a_bad_folder_is_refused_in_one_line(tmp_path, make, message):
+def test_images_rejects_other_layouts(tmp_path, make, message):
     with pytest.raises(ValueError, match=f"^{message}$") as error:
         load_images(make(tmp_path))
     assert one_line(error)
 
 
-def test_an_unreadable_root_is_refused(tmp_path, monkeypatch):
+def test_unreadable_root_is_rejected(tmp_path, monkeypatch):
     def refuse(folder):
         raise PermissionError(13, "Permission denied", str(folder))
 
@@ -882,7 +882,7 @@ def test_an_unreadable_root_is_refused(tmp_path, monkeypatch):
         load_images(tmp_path)
 
 
-def test_an_unreadable_class_is_refused_and_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+def test_unreadable_class_folder_is_rejected(tmp_path, monkeypatch):
     scan = folders.os.scandir
 
     def refuse_dogs(folder):
@@ -916,7 +916,7 @@ def cut(sample: torch.Tensor, patch) -> list[tuple]:
 
 
 @pytest.mark.parametrize(("sizes", "patch"), SHAPES)
-def test_shuffled_patches_are_the_same_patches_elsewhere(sizes, patch):
+def test_shuffle_patches_permutes_patches(sizes, patch):
     inputs = torch.arange(5 * 2 * torch.Size(sizes).numel()).view(5, 2, *sizes).float()
     shuffled = shuffle_patches(inputs, patch, torch.Generator().manual_seed(0))
     assert shuffled.shape == inputs.shape
@@ -925,13 +925,13 @@ def test_shuffled_patches_are_the_same_patches_elsewhere(sizes, patch):
     assert not torch.equal(shuffled, inputs)
 
 
-def test_every_sample_has_a_permutation_of_its_own():
+def test_shuffle_patches_differs_by_sample():
     inputs = torch.arange(16.0).expand(50, 1, 16)
     shuffled = shuffle_patches(inputs, 1, torch.Generator().manual_seed(0))
     assert len({tuple(sample.flatten().tolist()) for sample in shuffled}) == 50
 
 
-def test_every_permutation_of_patches_occurs_about_equally_often():
+def test_shuffle_patches_is_uniform_over_permutations():
     inputs = torch.arange(3.0).expand(6000, 1, 3)
     shuffled = shuffle_patches(inputs, 1, torch.Generator().manual_seed(0))
     counts = Counter(tuple(sample.flatten().tolist()) for sample in shuffled)
@@ -939,7 +939,7 @@ def test_every_permutation_of_patches_occurs_about_equally_often():
     assert all(abs(count - 1000) < 5 * 1000**0.5 for count in counts.values())
 
 
-def test_shuffling_repeats_with_its_generator():
+def test_shuffle_patches_repeats_with_its_generator():
     inputs = torch.rand(4, 1, 8, 8)
     first, again, other = (shuffle_patches(inputs, 2, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
     assert torch.equal(first, again)
@@ -950,11 +950,11 @@ def test_shuffling_repeats_with_its_generator():
     ("patch", "message"),
     [
         (3, r"sizes must be divisible by patch_size = \(3, 3\), got \(8, 6\)"),
-        ((2, 2, 2), r"patch_size must be one positive integer or one per axis = 2, got \(2, 2, 2\)"),
-        (0, "patch_size must be one positive integer or one per axis = 2, got 0"),
+        ((2, 2, 2), r"patch_size must be one positive integer or one for each of 2 axes, got \(2, 2, 2\)"),
+        (0, "patch_size must be one positive integer or one for each of 2 axes, got 0"),
     ],
 )
-def test_patches_that_do_not_fit_are_refused(patch, message):
+def test_shuffle_patches_rejects_sizes_not_divisible(patch, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         shuffle_patches(torch.zeros(1, 1, 8, 6), patch, torch.Generator())
 
@@ -972,7 +972,7 @@ def test_resize_keeps_a_linear_ramp_inside(axes):
     torch.testing.assert_close(enlarged[:, :, 1:-1], ramp(16)[:, :, 1:-1])
 
 
-def test_resize_to_the_same_size_changes_nothing():
+def test_resize_to_the_same_size_returns_the_input():
     inputs = torch.rand(2, 3, 5, 7)
     assert torch.equal(resize(inputs, (5, 7)), inputs)
 
@@ -987,7 +987,7 @@ def test_resize_bytes_rounds_to_the_nearest():
 
 
 @pytest.mark.parametrize(("axis", "extent"), [(0, 1), (0, 2), (1, 3), (2, 1)])
-def test_shuffle_along_moves_slices_of_one_axis_of_each_sample_by_itself(axis, extent):
+def test_shuffle_along_permutes_slices_per_sample(axis, extent):
     inputs = torch.arange(50 * 2 * 4 * 6 * 5).view(50, 2, 4, 6, 5)
     shuffled = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
     assert shuffled.shape == inputs.shape
@@ -1001,7 +1001,7 @@ def test_shuffle_along_moves_slices_of_one_axis_of_each_sample_by_itself(axis, e
     assert torch.equal(again, shuffled)
 
 
-def test_resize_smooths_where_two_axes_shrink():
+def test_resize_antialiases_two_axes():
     stripes = (torch.arange(32) % 4 == 0).float().expand(1, 1, 32, 32)
     assert (resize(stripes, (32, 8))[..., 1:-1] - 0.25).abs().max() < 0.1
 
@@ -1011,9 +1011,9 @@ def test_resize_smooths_where_two_axes_shrink():
     [
         ((1, 1), 4, "inputs must have 1 to 3 axes after batch and channels, got 0"),
         ((1, 1, 2, 2, 2, 2), 4, "inputs must have 1 to 3 axes after batch and channels, got 4"),
-        ((1, 1, 2, 2), (4, 4, 4), r"size must be one positive integer or one per axis = 2, got \(4, 4, 4\)"),
+        ((1, 1, 2, 2), (4, 4, 4), r"size must be one positive integer or one for each of 2 axes, got \(4, 4, 4\)"),
     ],
 )
-def test_a_resize_that_cannot_be_is_refused(shape, size, message):
+def test_resize_rejects_bad_sizes(shape, size, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         resize(torch.zeros(shape), size)

@@ -1,4 +1,4 @@
-"""What scenes, COCO, ADE20k and one's own segments share: batches of lists, and pictures and truth changed together."""
+"""Tests shared by scenes, COCO, ADE20k and segments: batches of lists, and aligned augmentation of targets."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +16,11 @@ from torchrope.lab.data.config import NAMES_DENSE, AugmentConfig, data_config
 from torchrope.lab.data.dense import (
     DenseModule,
     DenseSet,
-    boxed,
     boxes_of,
     compose,
     flip_and_colours,
     large_scale_jitter,
+    to_boxes,
 )
 from torchrope.lab.data.tensors import Normalise
 
@@ -29,7 +29,7 @@ WITHOUT_COLOURS = dict(scale_jitter=(0.3, 2.0), flip=True)
 EVERYTHING = dict(**WITHOUT_COLOURS, color_jitter=0.3)
 
 
-GREY = ("scenes", "kanji-components")  # grey pictures, of no files of one's own
+GREY = ("scenes", "kanji-components")  # grey images that are drawn, not read from files
 
 
 def settings(name: str) -> dict:
@@ -56,7 +56,7 @@ def same(one, other) -> bool:
 
 
 class Painted(DenseSet):
-    """Blocks of a brightness of their own: what a picture shows says where its objects are."""
+    """Blocks with one brightness each, so that pixel values give the object at each position."""
 
     def __init__(self, change=None, count: int = 40, side: int = 48):
         super().__init__(IDENTITY, change)
@@ -74,7 +74,7 @@ class Painted(DenseSet):
         labels = torch.tensor([number for number in (1, 2, 3) if bool((numbers == number).any())])
         masks = numbers == labels[:, None, None]
         return tv_tensors.Image(numbers[None].expand(3, -1, -1) * 60), {
-            "boxes": boxed(boxes_of(masks), *numbers.shape),
+            "boxes": to_boxes(boxes_of(masks), *numbers.shape),
             "labels": labels,
             "masks": tv_tensors.Mask(masks),
             "crowd": torch.zeros_like(labels, dtype=torch.bool),
@@ -88,7 +88,7 @@ class Painted(DenseSet):
 
 @pytest.mark.parametrize("name", NAMES_DENSE)
 @pytest.mark.parametrize("changed", [False, True])
-def test_every_data_set_keeps_the_contract(tmp_path, name, changed):
+def test_every_dense_data_set_has_the_required_properties(tmp_path, name, changed):
     data = load(name, tmp_path, settings(name) if changed else None)
     assert data.counts == (4, 3)
     assert data.skipped == []
@@ -139,7 +139,7 @@ def check(data: DenseModule, image: torch.Tensor, target: dict, keys: set[str]) 
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
-def test_lightning_takes_the_batches_and_a_run_that_goes_on_sees_the_rest(tmp_path):
+def test_resumed_epoch_reads_the_remaining_batches(tmp_path):
     class Recorder(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -174,7 +174,7 @@ def test_lightning_takes_the_batches_and_a_run_that_goes_on_sees_the_rest(tmp_pa
     assert names[0] == names[1] == [f"scene {index}" for index in range(6)]
 
 
-def test_processes_share_the_examples(tmp_path):
+def test_ranks_share_the_examples(tmp_path):
     data = load("scenes", tmp_path, train_size=8, val_size=5)
     seen = {"train": [], "val": []}
     for rank in range(2):
@@ -186,7 +186,7 @@ def test_processes_share_the_examples(tmp_path):
     assert sorted(seen["val"]) == [f"scene {index}" for index in range(5)]
 
 
-def test_batches_are_named_and_data_sets_told_from_others(tmp_path):
+def test_fingerprints_distinguish_data_sets(tmp_path):
     data = load("coco", tmp_path)
     first = next(iter(data.train_dataloader()))
     assert data.batch_names([0]) == [target["name"] for target in first[1]]
@@ -197,14 +197,14 @@ def test_batches_are_named_and_data_sets_told_from_others(tmp_path):
     assert scenes[0].batch_names([1])[0].startswith("scene ")
 
 
-# Chance
+# Randomness
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "kanji" in name else ()) for name in NAMES_DENSE]
 )
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_batches_do_not_depend_on_workers_or_on_torchs_generator(tmp_path, name):
+def test_dense_batches_do_not_depend_on_workers(tmp_path, name):
     def epoch(workers: int, chance: int) -> list:
         data = load(name, tmp_path, settings(name), workers=workers)
         data.run_seed = 3
@@ -219,7 +219,7 @@ def test_batches_do_not_depend_on_workers_or_on_torchs_generator(tmp_path, name)
 
 
 @pytest.mark.parametrize("name", NAMES_DENSE)
-def test_an_example_is_a_function_of_run_epoch_and_index_alone(tmp_path, name):
+def test_example_depends_on_run_epoch_and_index_only(tmp_path, name):
     train = load(name, tmp_path, settings(name))._made_datasets()[0]
     images, targets = train.of_epoch(7).__getitems__([3, 1, 2])
     again = train.of_epoch(7)
@@ -238,7 +238,7 @@ def test_an_example_is_a_function_of_run_epoch_and_index_alone(tmp_path, name):
 
 
 @pytest.mark.parametrize("augment", [dict(flip=True), dict(scale_jitter=(56 / 32, 56 / 32), flip=True)])
-def test_flips_and_crops_keep_picture_masks_boxes_and_map_together(augment):
+def test_flips_and_crops_keep_image_and_target_aligned(augment):
     config = AugmentConfig(**augment)
     side = 32  # a factor of 56 / 32 leaves the longer side as it is
     changed = Painted(compose([*large_scale_jitter(config, side), *flip_and_colours(config)]))
@@ -261,7 +261,7 @@ def test_flips_and_crops_keep_picture_masks_boxes_and_map_together(augment):
 
 
 @pytest.mark.parametrize("scale", [(0.5, 0.5), (0.02, 3.0)])
-def test_resized_objects_stay_where_the_picture_shows_them(scale):
+def test_resize_keeps_objects_aligned_with_the_image(scale):
     config = AugmentConfig(scale_jitter=scale, flip=True)
     changed = Painted(compose([*large_scale_jitter(config, 48), *flip_and_colours(config)]))
     for image, target in changed:
@@ -274,7 +274,7 @@ def test_resized_objects_stay_where_the_picture_shows_them(scale):
                 assert (mask & shown).sum() / (mask | shown).sum() > 0.7
 
 
-def test_scales_are_those_that_were_asked_for():
+def test_scale_jitter_stays_in_its_range():
     config = AugmentConfig(scale_jitter=(0.25, 0.75))
     longest = [max(image.shape[1:]) for image, _ in Painted(compose(large_scale_jitter(config, 40)), count=300)]
     assert 10 <= min(longest) <= 11
@@ -282,7 +282,7 @@ def test_scales_are_those_that_were_asked_for():
     assert 19 < sum(longest) / 300 < 21
 
 
-def test_boxes_alone_are_cut_and_left_out_too():
+def test_boxes_without_masks_are_clipped_and_dropped():
     class Boxes(Painted):
         def read(self, index):
             image, target = super().read(index)
@@ -296,12 +296,12 @@ def test_boxes_alone_are_cut_and_left_out_too():
         assert image.shape[1:] == (40, 40)
 
 
-def test_a_crop_has_several_classes_where_one_can_be_found():
+def test_crop_contains_several_classes_if_possible():
     side, crop = 60, 20
     classes = torch.zeros(side, side, dtype=torch.uint8)
     classes[:30, :30] = 1
     image = tv_tensors.Image(torch.zeros(3, side, side, dtype=torch.uint8))
-    several, plain = dense.CropOfSeveral(crop), dense.Crop(crop)
+    several, plain = dense.CropSeveralClasses(crop), dense.Crop(crop)
 
     def share(change, target) -> float:
         cropped = change(image, {"map": tv_tensors.Mask(target)})[1]["map"]
@@ -314,14 +314,14 @@ def test_a_crop_has_several_classes_where_one_can_be_found():
         > 45
         > sum(share(plain, classes) < 0.75 for _ in range(60))
     )
-    assert share(several, torch.zeros_like(classes)) == 1  # where there is one class, a crop comes all the same
+    assert share(several, torch.zeros_like(classes)) == 1  # with a single class, the last crop is returned
     assert share(several, torch.full_like(classes, 255)) == 0
     unlabelled = torch.where(classes == 0, 255, classes)
     unlabelled[40:, 40:] = 2
     assert share(several, unlabelled) <= 1
 
 
-def test_a_picture_smaller_than_the_crop_is_kept_whole():
+def test_crop_keeps_smaller_images_whole():
     image = tv_tensors.Image(torch.zeros(1, 10, 50, dtype=torch.uint8))
     assert dense.Crop(20)(image).shape == (1, 10, 20)
     assert dense.Jitter((8, 8), (0.01, 0.01))(image).shape == (1, 1, 1)
@@ -356,17 +356,17 @@ def test_a_picture_smaller_than_the_crop_is_kept_whole():
         ("coco", {"scale_jitter": (0.1,)}, "--data.augment.scale_jitter must be two numbers, got"),
     ],
 )
-def test_what_does_not_apply_is_refused(name, augment, message):
+def test_unsupported_settings_are_rejected(name, augment, message):
     with pytest.raises(ValueError, match=message):
         data_config(name, augment=AugmentConfig(**augment))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES_DENSE if name not in GREY])
-def test_more_examples_than_there_are_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"^--data.val_size must be at most \d+ \(all there are\), got 99$"):
+def test_select_some_rejects_too_many_examples(tmp_path, name):
+    with pytest.raises(ValueError, match=r"^--data.val_size must be at most \d+ \(all examples\), got 99$"):
         load(name, tmp_path, val_size=99)
 
 
-def test_a_smaller_choice_is_part_of_a_larger_one(tmp_path):
+def test_select_some_is_nested(tmp_path):
     few, many = (load("ade20k", tmp_path, train_size=size)._made_datasets()[0].samples for size in (2, 4))
     assert set(few) < set(many)

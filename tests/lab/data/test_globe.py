@@ -36,7 +36,7 @@ def cells(places: Tensor) -> set[tuple[int, ...]]:
     return {tuple(each) for each in (places / CELL).floor().int().tolist()}
 
 
-def test_an_example_knows_all_but_the_place_that_is_asked(root: Path) -> None:
+def test_example_knows_all_but_the_place_that_is_asked(root: Path) -> None:
     data = load(root)
     land = land_map(str(root))
     for part in data._made_datasets():
@@ -103,13 +103,13 @@ def test_models_read_it_and_the_seam_of_longitudes_is_no_edge(root: Path, encodi
         (npz_content(mask=np.zeros((6, 12), bool)), "the map must have land and sea in most cells of 15 degrees"),
     ],
 )
-def test_what_is_no_map_is_told_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_map_raises_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message) as told:
         load(write(tmp_path / "map.npz", content))
     assert "\n" not in str(told.value)
 
 
-def test_a_file_that_ends_early_is_told(tmp_path: Path) -> None:
+def test_file_that_ends_early_is_told(tmp_path: Path) -> None:
     whole = io.BytesIO()
     np.lib.format.write_array(whole, np.zeros((6, 12), bool))
     from zipfile import ZipFile

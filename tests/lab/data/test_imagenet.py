@@ -33,7 +33,7 @@ def load(root: Path, name: str = "imagenet", **options):
 # Folders
 
 
-def test_every_layout_of_the_validation_set_gives_the_same_labels(tmp_path):
+def test_validation_layouts_give_equal_labels(tmp_path):
     parts = {}
     for val in ("folders", "kaggle", "devkit"):
         data = load(imagenet(tmp_path / val, val))
@@ -45,13 +45,13 @@ def test_every_layout_of_the_validation_set_gives_the_same_labels(tmp_path):
     assert labels["folders"] == labels["kaggle"] == labels["devkit"] == truth
 
 
-def test_kaggles_folders_are_found(tmp_path):
+def test_kaggle_folders_are_found(tmp_path):
     imagenet(tmp_path / "ILSVRC" / "Data" / "CLS-LOC", "kaggle")
     (tmp_path / "ILSVRC" / "Data" / "CLS-LOC" / "LOC_val_solution.csv").rename(tmp_path / "LOC_val_solution.csv")
     assert load(tmp_path).counts == (24, 12)
 
 
-def test_validation_shows_the_centre_normalised_as_published_models_are(tmp_path):
+def test_validation_is_normalised_centre_crop(tmp_path):
     timm_data = pytest.importorskip("timm.data")
     data = load(imagenet(tmp_path), size=64)
     val = data.datasets()[1]
@@ -65,7 +65,10 @@ def test_validation_shows_the_centre_normalised_as_published_models_are(tmp_path
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda root: (root / "LOC_val_solution.csv").unlink(), r"val without folders of classes needs LOC_val_sol"),
+        (
+            lambda root: (root / "LOC_val_solution.csv").unlink(),
+            r"val must have class folders, or .* LOC_val_sol",
+        ),
         (
             lambda root: (root / "LOC_val_solution.csv").write_text("ImageId,x\n"),
             "every image of val, got None for ILS",
@@ -77,7 +80,7 @@ def test_validation_shows_the_centre_normalised_as_published_models_are(tmp_path
         (lambda root: (root / "train" / WNIDS[3]).rename(root / "moved"), f"got '{WNIDS[3]}' for ILSVRC2012_val"),
     ],
 )
-def test_another_layout_is_refused_in_one_line(tmp_path, damage, message):
+def test_imagenet_rejects_other_layouts(tmp_path, damage, message):
     damage(imagenet(tmp_path, "kaggle"))
     with pytest.raises(ValueError, match=message) as error:
         load(tmp_path).setup()
@@ -85,14 +88,14 @@ def test_another_layout_is_refused_in_one_line(tmp_path, damage, message):
 
 
 @pytest.mark.parametrize(("name", "source"), [("imagenet", "image-net.org"), ("tiny-imagenet", "cs231n.stanford.edu")])
-def test_no_root_says_what_is_expected_and_whence(name, source):
+def test_missing_root_error_names_layout_and_source(name, source):
     with pytest.raises(
         ValueError, match=rf"^--data.root must be given for {name} \(.*train/.*val.*{source}.*got None$"
     ):
         make_data(data_config(name))
 
 
-def test_broken_pictures_are_skipped_while_training_named_and_counted(tmp_path, caplog):
+def test_broken_images_are_skipped_while_training(tmp_path, caplog):
     imagenet(tmp_path)
     for wnid in WNIDS[:2]:
         (tmp_path / "train" / wnid / f"{wnid}_0.JPEG").write_bytes(b"no picture")
@@ -110,7 +113,7 @@ def test_broken_pictures_are_skipped_while_training_named_and_counted(tmp_path, 
 # Shards
 
 
-def test_shards_hold_what_webdataset_reads(tmp_path):
+def test_shards_match_webdataset(tmp_path):
     root = imagenet_shards(tmp_path)
     data = load(root)
     train, _ = data.datasets()
@@ -127,7 +130,7 @@ def test_shards_hold_what_webdataset_reads(tmp_path):
         assert train.samples[index][0].endswith(f"{sample['__key__']}.jpg")
 
 
-def test_the_index_is_made_once_and_anew_for_other_shards(tmp_path, cache, monkeypatch):
+def test_shard_index_is_cached_per_shards(tmp_path, cache, monkeypatch):
     root = imagenet_shards(tmp_path / "data")
     first = load(root).fingerprint
     assert len(list(cache.iterdir())) == 2
@@ -138,7 +141,7 @@ def test_the_index_is_made_once_and_anew_for_other_shards(tmp_path, cache, monke
     assert load(root).counts == (27, 18)
 
 
-def test_shards_may_lie_in_train_and_val_and_name_their_classes(tmp_path):
+def test_shards_in_train_and_val_folders_are_read(tmp_path):
     imagenet_shards(tmp_path)
     for part in ("train", "val"):
         (tmp_path / f"{part}ing").mkdir()
@@ -155,7 +158,7 @@ def order(shards: torch.Tensor, epoch: int = 0, replicas: int = 1, rank: int = 0
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5])
-def test_ranks_share_an_epoch_in_equal_parts_that_lack_nothing(replicas):
+def test_shard_order_gives_ranks_equal_parts(replicas):
     shards = torch.arange(7).repeat_interleave(torch.tensor([3, 1, 4, 1, 5, 9, 3]))
     parts = [order(shards, 2, replicas, rank) for rank in range(replicas)]
     assert {len(part) for part in parts} == {-(-26 // replicas)}
@@ -164,7 +167,7 @@ def test_ranks_share_an_epoch_in_equal_parts_that_lack_nothing(replicas):
     assert sum(counted.values()) - 26 < replicas
 
 
-def test_few_shards_are_read_at_a_time_and_each_epoch_differs():
+def test_shard_order_reads_few_shards_at_a_time():
     shards = torch.arange(4 * SHARDS_AT_ONCE).repeat_interleave(10)
     first = order(shards)
     window = 10 * SHARDS_AT_ONCE
@@ -172,12 +175,12 @@ def test_few_shards_are_read_at_a_time_and_each_epoch_differs():
         assert len(set(shards[first[start : start + window]].tolist())) == SHARDS_AT_ONCE
     assert first == order(shards)
     orders = [first, order(shards, epoch=1), order(shards, seed=1_000_003)]
-    assert len({tuple(each) for each in orders}) == 3
+    assert len({tuple(indices) for indices in orders}) == 3
     in_file = sum(b == a + 1 for a, b in pairwise(first))
     assert in_file < len(first) / 10, "examples of a shard stay in the order of the file"
 
 
-def test_a_cut_shard_is_named_and_what_is_whole_is_used(tmp_path, caplog):
+def test_truncated_shard_is_named_and_partly_used(tmp_path, caplog):
     shard = imagenet_shards(tmp_path) / "imagenet-train-000001.tar"
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     data = load(tmp_path)
@@ -190,11 +193,11 @@ def test_a_cut_shard_is_named_and_what_is_whole_is_used(tmp_path, caplog):
         load(tmp_path, max_skipped=0).setup()
 
 
-def test_a_picture_without_a_label_is_named(tmp_path):
+def test_image_without_label_is_named(tmp_path):
     root = imagenet_shards(tmp_path)
     content = (root / "imagenet-train-000000.tar").read_bytes()
     (root / "imagenet-train-000000.tar").write_bytes(content.replace(b"000003.cls", b"000003.txt", 1))
-    # The header's checksum counts the letters, so it is made right: c + l + s against t + x + t.
+    # The name changes the header's checksum.
     path = root / "imagenet-train-000000.tar"
     fix_checksum(path, b"train/000003.txt")
     samples, _, faults = index_shards([path])
@@ -210,17 +213,17 @@ def fix_checksum(path: Path, name: bytes) -> None:
     path.write_bytes(content)
 
 
-def test_shards_without_pictures_are_refused(tmp_path):
+def test_shards_without_images_are_rejected(tmp_path):
     for part in ("train", "val"):
         (tmp_path / f"{part}.tar").write_bytes(b"no tar")
-    with pytest.raises(ValueError, match=r"^shards must hold jpg and cls, got none: train.tar \("):
+    with pytest.raises(ValueError, match=r"^shards must hold images with labels .*, got none: train.tar \("):
         load(tmp_path).setup()
 
 
 # Tiny-ImageNet
 
 
-def test_tiny_imagenet_is_kept_as_bytes_with_the_labels_of_its_annotations(tmp_path):
+def test_tiny_imagenet_keeps_bytes_and_annotated_labels(tmp_path):
     data = load(tiny_imagenet(tmp_path), "tiny-imagenet", size=64)
     train, val = data.datasets()
     assert data.classes == WNIDS
@@ -234,7 +237,7 @@ def test_tiny_imagenet_is_kept_as_bytes_with_the_labels_of_its_annotations(tmp_p
     assert torch.equal(val.inputs[0], pixels)
 
 
-def test_tiny_imagenet_names_what_is_broken(tmp_path, caplog):
+def test_tiny_imagenet_names_broken_files(tmp_path, caplog):
     root = tiny_imagenet(tmp_path) / "tiny-imagenet-200"
     broken = root / "train" / WNIDS[1] / "images" / f"{WNIDS[1]}_2.JPEG"
     broken.write_bytes(encoded(noise(1, 64)[0])[:300])
@@ -254,7 +257,7 @@ def test_tiny_imagenet_names_what_is_broken(tmp_path, caplog):
     [("imagenet", imagenet), ("imagenet", imagenet_shards), ("tiny-imagenet", tiny_imagenet)],
     ids=["folders", "shards", "tiny"],
 )
-def test_two_steps_are_trained(tmp_path, name, write):
+def test_imagenet_trains_two_steps(tmp_path, name, write):
     config = data_config(
         name,
         root=str(write(tmp_path / "data")),

@@ -1,4 +1,4 @@
-"""Kanji: labels follow from components, pictures from strokes at any size, and no character is on both sides."""
+"""Tests of KanjiVG data: labels from components, drawing at any size, and disjoint splits."""
 
 from importlib.metadata import PackageNotFoundError
 
@@ -30,7 +30,7 @@ def kanji(tmp_path_factory):
     return data
 
 
-def test_strokes_and_components_are_those_of_the_character(by_character):
+def test_character_has_its_strokes_and_components(by_character):
     rest = by_character["休"]  # a person beside a tree
     person, tree = rest.root.parts
     assert len(rest.strokes) == 6
@@ -48,11 +48,11 @@ def test_strokes_and_components_are_those_of_the_character(by_character):
         ("一", "一", SINGLE),
     ],
 )
-def test_classes_follow_from_the_components(by_character, letter, radical, layout):
+def test_classes_are_derived_from_components(by_character, letter, radical, layout):
     assert (radical_of(by_character[letter]), layout_of(by_character[letter])) == (radical, layout)
 
 
-def test_a_line_is_drawn_where_it_is_and_as_wide_at_every_size():
+def test_draw_scales_position_and_width_with_size():
     line = f"M0,{CANVAS / 2}H{CANVAS}"
     for size in (32, 64, 128):
         picture = draw([line], size, stroke_width=CANVAS / 8).double() / 255
@@ -61,7 +61,7 @@ def test_a_line_is_drawn_where_it_is_and_as_wide_at_every_size():
         assert (rows * (torch.arange(size) + 0.5)).sum() / rows.sum() == pytest.approx(size / 2, abs=0.01)
 
 
-def test_a_larger_picture_shows_the_same_with_more_detail(by_character):
+def test_draw_at_larger_size_averages_to_the_smaller(by_character):
     strokes = by_character["進"].strokes
     coarse, fine = (draw(strokes, size, 4.0).double() / 255 for size in (32, 128))
     pooled = fine.view(32, 4, 32, 4).mean((1, 3))
@@ -69,7 +69,7 @@ def test_a_larger_picture_shows_the_same_with_more_detail(by_character):
     assert not torch.equal(fine, coarse.repeat_interleave(4, 0).repeat_interleave(4, 1))
 
 
-def test_drawings_come_from_the_cache_unless_that_is_damaged(by_character, tmp_path, monkeypatch):
+def test_draw_all_uses_the_cache_unless_damaged(by_character, tmp_path, monkeypatch):
     monkeypatch.setattr(kanjivg, "cache_folder", lambda: tmp_path)
     drawings = [character.strokes for character in by_character.values()]
     first = draw_all(drawings, 16, 4.0)
@@ -87,7 +87,7 @@ def test_drawings_come_from_the_cache_unless_that_is_damaged(by_character, tmp_p
 @pytest.mark.parametrize(
     "task", ["strokes", *(pytest.param(task, marks=pytest.mark.slow) for task in ("radical", "layout"))]
 )
-def test_no_character_is_on_both_sides_in_any_way_to_write_it(task):
+def test_variants_of_a_character_are_in_the_same_part(task):
     data = make_data(data_config("kanji", task=task, variants=True))
     train, val = data._split
     codes = [{data.characters[index].code for index in part.tolist()} for part in (train, val)]
@@ -104,7 +104,7 @@ def test_every_class_has_enough_characters(kanji):
     assert counts.min() >= 60
 
 
-def test_inputs_are_normalised_by_the_training_examples(kanji):
+def test_inputs_are_normalised_by_training_statistics(kanji):
     train, val = kanji._made_datasets()
     inputs = torch.stack([image for image, _ in train])
     assert inputs.shape == (280, 1, 32, 32)
@@ -113,7 +113,7 @@ def test_inputs_are_normalised_by_the_training_examples(kanji):
     assert (val.normalise.mean, val.normalise.std) == (train.normalise.mean, train.normalise.std)
 
 
-def test_other_sizes_are_drawn_and_not_resampled(kanji):
+def test_other_sizes_are_drawn_not_resampled(kanji):
     _, val = kanji._made_datasets()
     _, larger = kanji.at_size(64)._made_datasets()
     assert kanji.other_sizes == "drawn"
@@ -122,7 +122,7 @@ def test_other_sizes_are_drawn_and_not_resampled(kanji):
     assert torch.equal(larger.raw[3][0][0], draw(strokes, 64, 4.0))
 
 
-def test_an_evaluation_at_another_size_sees_what_is_drawn_there(kanji):
+def test_evaluation_at_another_size_uses_drawn_images(kanji):
     torch.manual_seed(0)
     model = ViT((32, 32), patch_size=4, in_channels=1, num_classes=len(kanji.classes), dim=16, depth=1, num_heads=1)
     labels, logits = predict(model, kanji.at_size(64))
@@ -130,7 +130,7 @@ def test_an_evaluation_at_another_size_sees_what_is_drawn_there(kanji):
 
 
 @pytest.mark.slow
-def test_crops_are_functions_of_seed_and_epoch_and_show_a_part():
+def test_crops_depend_on_seed_and_epoch():
     cropped = make_data(data_config("kanji", train_size=56, val_size=28, augment={"crop_scale": [0.3, 0.5]}))
     cropped.setup()
     first, again, other = cropped.train_dataloader(), cropped.train_dataloader(), None
@@ -146,7 +146,7 @@ def test_crops_are_functions_of_seed_and_epoch_and_show_a_part():
     )  # only training is cropped
 
 
-def test_a_component_in_pieces_is_one_object_and_strokes_of_none_are_told(by_character):
+def test_component_in_pieces_is_one_object(by_character):
     gate = by_character["間"]  # a gate around the sun
     found = find_objects(gate, ("日", "門"))
     assert sorted((label, len(strokes)) for label, strokes in found) == [(0, 4), (1, 8)]
@@ -154,7 +154,7 @@ def test_a_component_in_pieces_is_one_object_and_strokes_of_none_are_told(by_cha
     assert [len(layer) for layer in layers_of(alone, gate)] == [8, 4]
 
 
-def test_of_components_within_each_other_the_outermost_is_the_object():
+def test_find_objects_returns_outermost_components():
     inner = Component("口", "", "", "", "", (2, 5), ())
     outer = Component("古", "right", "", "", "", (0, 5), (inner,))
     whole = Character("x", 0x4E00, ("M0,0",) * 5, Component("固", "", "", "", "", (0, 5), (outer,)))
@@ -162,7 +162,7 @@ def test_of_components_within_each_other_the_outermost_is_the_object():
     assert find_objects(whole, ("口",)) == [(0, frozenset({2, 3, 4}))]
 
 
-def test_a_pixel_belongs_to_the_strongest_ink_and_an_object_without_pixels_is_left_out():
+def test_number_pixels_assigns_the_brightest_layer():
     layers = torch.zeros(4, 2, 3, dtype=torch.uint8)
     layers[0, 0, 0], layers[1, 0, 1], layers[2, 0, 1], layers[2, 1, 2], layers[3, 0, 1] = 200, 100, 250, 90, 80
     picture = torch.tensor([[200, 255, 20], [0, 0, 90]], dtype=torch.uint8)
@@ -172,7 +172,7 @@ def test_a_pixel_belongs_to_the_strongest_ink_and_an_object_without_pixels_is_le
 
 
 @pytest.mark.slow
-def test_boxes_masks_and_map_of_components_say_the_same():
+def test_boxes_masks_and_map_of_components_agree():
     data = make_data(data_config("kanji-components", train_size=30, val_size=10))
     data.setup()
     for image, target in data._made_datasets()[1]:
@@ -188,16 +188,16 @@ def test_boxes_masks_and_map_of_components_say_the_same():
     ]
 
 
-def test_a_missing_package_is_told_in_one_line(monkeypatch):
+def test_missing_package_error_names_the_extra(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(kanjivg, "distribution", missing)
-    with pytest.raises(ValueError, match=r"^kanji is drawn from the package kanjivg .*pip install[^\n]*$"):
+    with pytest.raises(ValueError, match=r"^kanji requires the package kanjivg .*pip install[^\n]*$"):
         make_data(data_config("kanji"))
 
 
-def test_a_folder_without_characters_and_a_damaged_file_are_told_in_one_line(tmp_path):
+def test_empty_folder_and_damaged_file_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"^--data.root must hold KanjiVG's files[^\n]*$"):
         make_data(data_config("kanji", root=str(tmp_path)))
     for content in ("", "<svg/>", "<svg><g id='kvg:StrokePaths_04e00'/></svg>", "no xml"):

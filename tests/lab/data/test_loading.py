@@ -1,4 +1,4 @@
-"""benchmarks/data.py: every kind of data is measured, kept in a checked layout, and told beside what a GPU takes."""
+"""Tests of benchmarks/data.py: measured loading speed, result files, and comparison with GPU throughput."""
 
 import json
 import sys
@@ -38,20 +38,20 @@ def suite(benchmark: ModuleType) -> DataSuite:
 
 
 @pytest.mark.slow
-def test_every_kind_of_data_is_measured_plain_and_as_its_recipe_changes_it(suite: DataSuite) -> None:
+def test_suite_measures_every_kind_with_and_without_augmentation(suite: DataSuite) -> None:
     changes: dict[str, list[str]] = {}
     for row in suite.rows:
         changes.setdefault(row.data, []).append(row.augment)
         assert row.examples_per_second.median > 0
         assert row.workers == 0
     assert list(changes) == ["CIFAR-100 in memory", "JPEG files", "shards of JPEG", "videos", "DICOM series"]
-    assert all(told[0] == "nothing" for told in changes.values())
+    assert all(augments[0] == "nothing" for augments in changes.values())
     assert changes["JPEG files"][1] == "flip true, randaugment [2, 14]"
     assert "erasing" in changes["videos"][1]
     assert "mixup 0.8" in changes["DICOM series"][1]
 
 
-def test_what_a_gpu_takes_follows_from_the_operations_of_a_vit(suite: DataSuite) -> None:
+def test_gpu_throughput_follows_from_vit_operations(suite: DataSuite) -> None:
     by_shape = {row.shape: row for row in suite.rows}
     assert by_shape[3, 224, 224].gflops / 2 == pytest.approx(17.5, abs=0.1)  # DeiT III's count of multiply-adds
     # ViT-B's matrices are read by every token: the product of tokens and channels, and the scores.
@@ -63,7 +63,7 @@ def test_what_a_gpu_takes_follows_from_the_operations_of_a_vit(suite: DataSuite)
         assert row.taken_per_second == pytest.approx(0.45 * 989e12 / (3 * row.gflops * 1e9))
 
 
-def test_results_are_read_back_and_a_table_has_every_row(suite: DataSuite, tmp_path: Path) -> None:
+def test_results_round_trip_and_table_has_every_row(suite: DataSuite, tmp_path: Path) -> None:
     write_results(tmp_path / "data.json", suite)
     assert read_results(tmp_path / "data.json", DataSuite) == suite
     page = render_data_docs(PAGE.read_text(), suite)
@@ -75,7 +75,7 @@ def test_results_are_read_back_and_a_table_has_every_row(suite: DataSuite, tmp_p
 
 
 @pytest.mark.parametrize("spoil", [{"schema": 0}, {"rows": [{}]}, {"utilisation": "much"}])
-def test_a_file_of_another_layout_is_refused(suite: DataSuite, tmp_path: Path, spoil: dict) -> None:
+def test_results_of_another_layout_are_rejected(suite: DataSuite, tmp_path: Path, spoil: dict) -> None:
     write_results(tmp_path / "data.json", suite)
     plain = json.loads((tmp_path / "data.json").read_text())
     (tmp_path / "data.json").write_text(json.dumps({**plain, **spoil}))
@@ -83,5 +83,5 @@ def test_a_file_of_another_layout_is_refused(suite: DataSuite, tmp_path: Path, s
         read_results(tmp_path / "data.json", DataSuite)
 
 
-def test_the_page_is_written_from_the_committed_numbers() -> None:
+def test_page_is_generated_from_committed_results() -> None:
     assert render_data_docs(PAGE.read_text(), read_results(COMMITTED, DataSuite)) == PAGE.read_text()

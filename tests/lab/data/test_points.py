@@ -20,7 +20,7 @@ from torchrope.lab.data.faults import find_faults
 from torchrope.lab.data.series_files import read_series
 from torchrope.lab.data.strokes import KanjiStrokes, curves, points_along
 from torchrope.lab.data.tables import read_table
-from torchrope.lab.data.tokens import Cloud, CloudSet, Turning, change, measure_tokens, normal
+from torchrope.lab.data.tokens import Cloud, CloudSet, RotationPlane, change, measure_tokens, normal
 from torchrope.lab.data.transforms import shuffle_positions
 
 
@@ -57,7 +57,7 @@ def test_every_format_gives_the_same_columns(tmp_path: Path, kind: str) -> None:
         np.testing.assert_allclose(read[name], column, rtol=1e-7)
 
 
-def test_an_array_of_positions_is_x_y_z(tmp_path: Path) -> None:
+def test_array_of_positions_is_x_y_z(tmp_path: Path) -> None:
     places, normals = np.random.default_rng(0).random((2, 5, 3))
     read = read_table(write(tmp_path / "a.npz", npz_content(positions=places, normals=normals)))
     assert list(read) == ["x", "y", "z", "normals.0", "normals.1", "normals.2"]
@@ -78,7 +78,7 @@ BAD_TABLES = {
     "empty.csv": ("", "first line must name"),
     "numbers.csv": ("1,2\n3,4\n", "first line must name"),
     "twice.csv": ("x,x\n1,2\n", "first line must name"),
-    "ragged.csv": ("x,y\n1,2\n3\n", "rows must have 2 cells as the first line, got 1 in row 3"),
+    "ragged.csv": ("x,y\n1,2\n3\n", "rows must have 2 cells like the first line, got 1 in row 3"),
     "text.csv": ("x,y\n1,two\n", "column y must hold numbers"),
     "bytes.csv": (b"x,y\n\xff\xfe,1\n", "decode"),
     "empty.npz": (b"", ""),
@@ -86,7 +86,7 @@ BAD_TABLES = {
     "object.npz": (npz_content(x=np.array([{}], dtype=object)), "Python objects"),
     "cube.npz": (npz_content(x=np.zeros((2, 2, 2))), "arrays must be numbers"),
     "complex.npz": (npz_content(x=np.zeros(2, complex)), "arrays must be numbers"),
-    "lengths.npz": (npz_content(x=np.zeros(2), y=np.zeros(3)), "a row for each point, got x 2, y 3"),
+    "lengths.npz": (npz_content(x=np.zeros(2), y=np.zeros(3)), "one row per point, got x 2, y 3"),
     "empty.ply": (b"", "end_header"),
     "endless.ply": (b"ply\n" * 30000, "end_header"),
     "other.ply": (PLY.replace("ply", "obj", 1), "must begin with ply"),
@@ -103,7 +103,7 @@ BAD_TABLES = {
 
 
 @pytest.mark.parametrize("name", BAD_TABLES)
-def test_a_damaged_file_of_points_is_named_with_the_reason_and_left_out(tmp_path: Path, name: str) -> None:
+def test_damaged_file_of_points_is_named_with_the_reason_and_left_out(tmp_path: Path, name: str) -> None:
     content, why = BAD_TABLES[name]
     write(points(tmp_path) / "tall" / name, content)
     data = load("points", tmp_path)
@@ -116,7 +116,7 @@ def test_a_damaged_file_of_points_is_named_with_the_reason_and_left_out(tmp_path
         load("points", tmp_path, max_skipped=0)
 
 
-def test_an_array_that_claims_more_than_it_holds_takes_no_memory(tmp_path: Path) -> None:
+def test_array_that_claims_more_than_it_holds_takes_no_memory(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(buffer, {"descr": "<f8", "fortran_order": False, "shape": (10**13,)})
     path = tmp_path / "a.npz"
@@ -141,7 +141,7 @@ def test_no_byte_of_a_header_ends_the_program(tmp_path: Path) -> None:
 # Sets of points
 
 
-def test_the_class_is_the_folder_or_a_column(tmp_path: Path) -> None:
+def test_class_is_the_folder_or_a_column(tmp_path: Path) -> None:
     by_folder = load("points", points(tmp_path / "folders"))
     assert by_folder.classes == ("tall", "wide")
     assert (by_folder.axes, by_folder.features) == (("x", "y", "z"), ("grey",))
@@ -184,7 +184,7 @@ def test_folders_of_points_are_split_like_those_of_pictures(tmp_path: Path) -> N
         ({"augment": {"flip": True}}, r"--data\.augment\.flip is for digits, .*, got --data points"),
     ],
 )
-def test_a_mistake_in_a_setting_of_points_is_one_line(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_mistake_in_a_setting_of_points_is_one_line(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     points(tmp_path)
     with pytest.raises(ValueError, match=f"^{message}") as error:
         load("points", tmp_path, **options)
@@ -200,7 +200,7 @@ def test_files_without_columns_of_positions_are_refused(tmp_path: Path) -> None:
     assert load("points", tmp_path, axes=["v", "u"]).axes == ("v", "u")
 
 
-def test_what_is_missing_at_a_point_is_left_out_or_told(tmp_path: Path) -> None:
+def test_missing_values_of_points_are_dropped_or_flagged(tmp_path: Path) -> None:
     missing = {
         "x": np.array([0.0, 1.0, np.nan, 3.0]),
         "y": np.array([5.0, 6.0, 7.0, 8.0]),
@@ -265,7 +265,7 @@ def test_points_without_features_hold_their_coordinates(tmp_path: Path) -> None:
 # Batches
 
 
-def test_a_batch_is_padded_and_its_examples_are_what_they_are_alone() -> None:
+def test_batch_is_padded_and_its_examples_are_what_they_are_alone() -> None:
     made = cloud_set([cloud(n, seed=n) for n in (3, 7, 1)])
     inputs, labels = made.__getitems__([2, 0, 1])
     assert inputs.shape == (3, 7, 3)
@@ -275,7 +275,7 @@ def test_a_batch_is_padded_and_its_examples_are_what_they_are_alone() -> None:
         assert row[count:].isnan().all()
 
 
-def test_of_too_many_points_validation_sees_the_same_and_each_epoch_others() -> None:
+def test_subsampled_points_are_fixed_in_validation_and_vary_by_epoch() -> None:
     whole = cloud(50)
     made = cloud_set([whole, cloud(4)], size=8)
     first, second = made[0][0], made[0][0]
@@ -290,27 +290,27 @@ def test_of_too_many_points_validation_sees_the_same_and_each_epoch_others() -> 
 CHANGES = PointAugment(rotate=["x", "y"], degrees=90, shift=1.0, jitter=0.5, drop_points=0.5)
 
 
-def test_an_example_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch() -> None:
+def test_example_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch() -> None:
     made = cloud_set([cloud(n, seed=n) for n in (20, 30, 25)])
-    turning = Turning.of(CHANGES, ("x", "y"), ("grey",))
-    epoch = made.in_epoch(CHANGES, turning, 5)
+    plane = RotationPlane.of(CHANGES, ("x", "y"), ("grey",))
+    epoch = made.in_epoch(CHANGES, plane, 5)
     together = epoch.__getitems__([0, 1, 2])[0]
     for index, count in enumerate((20, 30, 25)):
         torch.testing.assert_close(epoch[index][0], together[index, :count], equal_nan=True, rtol=1e-4, atol=1e-5)
     repeated = epoch.__getitems__([0, 3])[0]  # beyond the end: a repeat, changed otherwise
     assert not torch.equal(repeated[0].nan_to_num(), repeated[1].nan_to_num())
-    assert not torch.equal(made.in_epoch(CHANGES, turning, 6)[0][0].nan_to_num(), epoch[0][0].nan_to_num())
+    assert not torch.equal(made.in_epoch(CHANGES, plane, 6)[0][0].nan_to_num(), epoch[0][0].nan_to_num())
 
 
 def changed(positions: Tensor, features: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
     augment = PointAugment(**settings)
     given = torch.zeros(*positions.shape[:2], 0) if features is None else features
-    turning = Turning.of(augment, ("x", "y", "z"), ("nx", "ny", "nz"))
+    plane = RotationPlane.of(augment, ("x", "y", "z"), ("nx", "ny", "nz"))
     draws = Draws(0, range(len(positions)))
-    return change(given, positions, augment, turning, (1.0, 1.0, 10.0), draws)
+    return change(given, positions, augment, plane, (1.0, 1.0, 10.0), draws)
 
 
-def test_a_rotation_keeps_distances_the_third_axis_and_turns_normals() -> None:
+def test_rotation_keeps_distances_the_third_axis_and_turns_normals() -> None:
     positions, normals = torch.rand(4, 10, 3), torch.rand(4, 10, 3)
     turned, with_them = changed(positions, normals, rotate=["x", "y"], degrees=180)[::-1]
     torch.testing.assert_close(torch.cdist(turned, turned), torch.cdist(positions, positions), rtol=1e-3, atol=1e-4)
@@ -424,14 +424,14 @@ BAD_SERIES = {
 
 
 @pytest.mark.parametrize("name", BAD_SERIES)
-def test_a_damaged_file_of_series_is_told_in_one_line(tmp_path: Path, name: str) -> None:
+def test_damaged_file_of_series_is_told_in_one_line(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, BAD_SERIES[name])
     with pytest.raises(ValueError, match=re.escape(name)) as error:
         load("series", tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_a_set_of_series_is_found_by_its_name(tmp_path: Path) -> None:
+def test_set_of_series_is_found_by_its_name(tmp_path: Path) -> None:
     assert load("series", series(tmp_path)).counts == (20, 12)
     write(tmp_path / "Other.ts", ts_text(waves(10)))
     with pytest.raises(
@@ -451,9 +451,9 @@ def test_a_set_of_series_is_found_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (waves(4), [([[1.0], [2.0]], "c")], r"must have the classes of A_TRAIN\.ts, got c in it alone"),
-        ([([[1.0]], "a"), ([[1.0]], "b")], waves(2), r"both parts must have as many channels"),
-        (waves(1), waves(1), r"A_TRAIN\.ts must have two classes or more, got 1_turns"),
+        (waves(4), [([[1.0], [2.0]], "c")], r"must have the classes of A_TRAIN\.ts, got c in it only"),
+        ([([[1.0]], "a"), ([[1.0]], "b")], waves(2), r"both parts must have the same number of channels"),
+        (waves(1), waves(1), r"A_TRAIN\.ts must have at least two classes, got 1_turns"),
     ],
 )
 def test_parts_of_series_must_fit(tmp_path: Path, train: list, test: list, message: str) -> None:
@@ -494,7 +494,7 @@ def test_paths_are_those_of_svg() -> None:
         assert "\n" not in str(error.value)
 
 
-def test_a_stroke_of_no_length_is_two_points_without_direction() -> None:
+def test_stroke_of_no_length_is_two_points_without_direction() -> None:
     places, directions = points_along(("M5,5c0,0,0,0,0,0",), 10.0)
     assert places.tolist() == [[0, 5, 5]] * 2
     assert directions.tolist() == [[0, 0]] * 2

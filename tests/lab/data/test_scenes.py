@@ -30,7 +30,7 @@ def many() -> dict[int, NumberedSet]:
     return {side: make_scenes(DIGITS, LABELS, side, range(count)) for side, count in ((64, 200), (128, 30), (200, 8))}
 
 
-def test_the_defaults_are_those_that_are_promised():
+def test_defaults_are_those_that_are_promised():
     data = Scenes(data_config("scenes"))
     assert data.input_size == (64, 64)
     assert data.sizes == (2000, 200)
@@ -55,7 +55,7 @@ def test_masks_boxes_and_map_say_the_same(many):
             assert not target["crowd"].any()
 
 
-def test_a_mask_is_where_its_digit_is_drawn(monkeypatch):
+def test_mask_is_where_its_digit_is_drawn(monkeypatch):
     """Without noise and fragments, on one digit: ink in the mask, none outside but for what is faint."""
     monkeypatch.setattr(module, "NOISE", 0.0)
     monkeypatch.setattr(module, "FRAGMENTS", (0, 0))
@@ -68,7 +68,7 @@ def test_a_mask_is_where_its_digit_is_drawn(monkeypatch):
         assert picture[numbers == 0].max() <= 0.25 * 255
 
 
-def test_a_digit_is_drawn_upright_at_its_size(monkeypatch):
+def test_digit_is_drawn_upright_at_its_size(monkeypatch):
     """A picture of the digit at the size of its box correlates with the scene, most of all where the box is."""
     monkeypatch.setattr(module, "NOISE", 0.0)
     monkeypatch.setattr(module, "FRAGMENTS", (0, 0))
@@ -166,7 +166,7 @@ def test_no_digits_picture_is_in_both_parts(monkeypatch):
     assert set(torch.cat(of_val.objects)[:, 0].tolist()) == {7}
 
 
-def test_a_scene_is_a_function_of_split_seed_part_and_number():
+def test_scene_is_a_function_of_split_seed_part_and_number():
     train, val = scenes()
     more_train, more_val = scenes(train_size=9, val_size=7)
     assert torch.equal(more_train.inputs[:6], train.inputs)
@@ -179,7 +179,7 @@ def test_a_scene_is_a_function_of_split_seed_part_and_number():
     assert len({scene.numpy().tobytes() for scene in more_train.inputs}) == 9
 
 
-def test_an_evaluation_at_another_size_has_scenes_alike_and_as_many():
+def test_evaluation_at_another_size_has_scenes_alike_and_as_many():
     data = make_data(data_config("scenes", train_size=6, val_size=5))
     assert isinstance(data, Scenes)
     larger = data.at_size(96)

@@ -1,4 +1,4 @@
-"""Time series of the package aeon, without a root."""
+"""Tests of time series from the package aeon."""
 
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -10,7 +10,7 @@ from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import data_config
 
 
-def test_without_a_root_a_problem_is_one_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_problem_without_root_is_read_from_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Distribution:
         def locate_file(self, path: str) -> Path:
             return tmp_path / path
@@ -23,12 +23,12 @@ def test_without_a_root_a_problem_is_one_of_the_package(monkeypatch: pytest.Monk
     data = make_data(data_config("series", problem="Waves"))
     data.setup()
     assert data.counts == (2, 2)
-    with pytest.raises(ValueError, match="problem must be one of Waves where no root is given, got 'Tides'"):
+    with pytest.raises(ValueError, match=r"problem must be one of Waves if --data\.root is not given, got 'Tides'"):
         make_data(data_config("series", problem="Tides"))
 
     def missing(name: str) -> None:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(series, "distribution", missing)
-    with pytest.raises(ValueError, match="or the package aeon be installed, which has 'Waves'"):
+    with pytest.raises(ValueError, match="or the package aeon be installed for 'Waves'"):
         make_data(data_config("series", problem="Waves"))

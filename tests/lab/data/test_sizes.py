@@ -1,4 +1,4 @@
-"""Validation at other input sizes: read from the original files as torchvision and timm do, never from a crop."""
+"""Tests of validation at other input sizes, which reads the original files like torchvision and timm."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ HEIGHT, WIDTH = 96, 128
 
 
 def stripes(path: Path, shift: int, height: int = HEIGHT, width: int = WIDTH) -> None:
-    """Stripes of one pixel, grey where they are resized to half, in front of a slow change of brightness."""
+    """Stripes of one pixel, which vanish at half the size, on a brightness gradient."""
     rows, columns = np.mgrid[:height, :width]
     pixels = (60 + columns // 2 + 60 * ((rows + shift) % 2)).astype(np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def validated(data: DataModule) -> torch.Tensor:
 
 
 def in_bytes(data: DataModule) -> torch.Tensor:
-    """Validation pictures as they are before they are normalised."""
+    """Validation images before normalisation."""
     val = data._made_datasets()[1].raw
     return torch.stack([val[index][0] for index in range(len(val))])
 
@@ -64,7 +64,7 @@ KINDS = [("images", InterpolationMode.BILINEAR, 1.0), ("imagenet", Interpolation
 @pytest.mark.parametrize("ratio", [None, 1.0, 0.75])
 @pytest.mark.parametrize("size", [48, 96])
 @pytest.mark.parametrize(("name", "interpolation", "usual"), KINDS)
-def test_another_size_is_what_torchvision_makes_of_the_files(root, name, interpolation, usual, size, ratio):
+def test_at_size_matches_torchvision_on_the_files(root, name, interpolation, usual, size, ratio):
     data = load(name, root, size=48, **({} if ratio is None else {"crop_ratio": ratio}))
     resized = round(size / (usual if ratio is None else ratio))
     theirs = v2.Compose([v2.Resize(resized, interpolation), v2.CenterCrop(size), v2.PILToTensor()])
@@ -76,7 +76,7 @@ def test_another_size_is_what_torchvision_makes_of_the_files(root, name, interpo
 
 
 @pytest.mark.parametrize("name", ["images", "imagenet"])
-def test_detail_that_the_training_size_has_not_is_seen_at_a_larger_one_alone(root, name):
+def test_at_size_shows_detail_lost_at_training_size(root, name):
     data = load(name, root, size=48, crop_ratio=1.0)
     read, resampled = validated(data.at_size(96)), resize(validated(data), 96)
 
@@ -87,7 +87,7 @@ def test_detail_that_the_training_size_has_not_is_seen_at_a_larger_one_alone(roo
     torch.testing.assert_close(read.mean((1, 2, 3)), resampled.mean((1, 2, 3)), atol=0.02, rtol=0)
 
 
-def test_at_the_training_size_nothing_is_read_again_and_labels_and_normalisation_stay(root):
+def test_at_size_keeps_labels_and_normalisation(root):
     data = load("images", root, size=48)
     assert made_at(data, (48, 48)) is data
     larger, (train, val) = data.at_size(96), data._made_datasets()
@@ -100,7 +100,7 @@ def test_at_the_training_size_nothing_is_read_again_and_labels_and_normalisation
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_pictures_that_are_enlarged_are_counted_whoever_reads_them(root, workers):
+def test_enlarged_images_are_counted_in_all_workers(root, workers):
     stripes(root / "val" / WNIDS[0] / "small.png", 0, 40, 200)
     data = load("images", root, size=32, workers=workers)
     validated(data)
@@ -110,7 +110,7 @@ def test_pictures_that_are_enlarged_are_counted_whoever_reads_them(root, workers
     assert (larger.enlarged, data.enlarged) == (1, 0)
 
 
-def test_jpeg_files_are_decoded_with_the_pixels_that_a_narrow_crop_needs(tmp_path):
+def test_jpeg_draft_keeps_the_resolution_of_narrow_crops(tmp_path):
     rng = np.random.default_rng(0)
     for number in range(4):
         path = tmp_path / "ab"[number % 2] / f"{number}.jpg"
@@ -125,7 +125,7 @@ def test_jpeg_files_are_decoded_with_the_pixels_that_a_narrow_crop_needs(tmp_pat
     assert data.enlarged == 0
 
 
-def test_shards_are_read_at_any_size_too(tmp_path, monkeypatch):
+def test_shards_are_read_at_other_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(shards_module, "cache_folder", lambda: tmp_path / "cache")
     data = load("imagenet", imagenet_shards(tmp_path / "data"), size=16)
     val = data._made_datasets()[1]
@@ -135,7 +135,7 @@ def test_shards_are_read_at_any_size_too(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "whole"), [("tiny-imagenet", 64), ("cifar10", 32)])
-def test_sets_in_memory_are_read_again_where_their_files_have_more_pixels(tmp_path, name, whole):
+def test_sets_in_memory_reread_larger_files(tmp_path, name, whole):
     root = {"tiny-imagenet": tiny_imagenet, "cifar10": lambda folder: cifar(folder, "10")}[name](tmp_path)
     large, small = (load(name, root, size=size) for size in (whole, whole // 2))
     assert large.at_size(2 * whole) is None
@@ -148,7 +148,7 @@ def test_sets_in_memory_are_read_again_where_their_files_have_more_pixels(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["digits", "motion", "fashion-mnist"])
-def test_other_data_are_resampled(tmp_path, name):
+def test_other_data_sets_are_resampled(tmp_path, name):
     root = {"root": str(MINIATURES[name](tmp_path))} if name in MINIATURES else {}
     data = make_data(data_config(name, **root))
     assert data.other_sizes == "resampled"
@@ -156,7 +156,7 @@ def test_other_data_are_resampled(tmp_path, name):
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
-def test_videos_are_read_at_another_size_with_their_frames(tmp_path, ratio):
+def test_videos_are_read_at_other_sizes(tmp_path, ratio):
     for number in range(2):
         for green, name in ((20, "run"), (220, "walk")):
             encode(tmp_path / name / f"{number}.mp4", green=green)  # 24 x 32 pixels
@@ -179,22 +179,22 @@ def test_videos_are_read_at_another_size_with_their_frames(tmp_path, ratio):
     ("normalise", "mean", "std"),
     [("half", [0.5] * 3, [0.5] * 3), ("imagenet", [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])],
 )
-def test_inputs_are_normalised_as_named(tmp_path, name, normalise, mean, std):
+def test_normalise_setting_selects_mean_and_std(tmp_path, name, normalise, mean, std):
     data = load(name, MINIATURES[name](tmp_path), normalise=normalise)
     val = data._made_datasets()[1]
     expected = v2.functional.normalize(val.raw[0][0] / 255, mean, std)
     torch.testing.assert_close(val[0][0], expected)
 
 
-def test_statistics_are_measured_where_they_are_asked_for(root):
+def test_measured_statistics_normalise_training_images(root):
     data = load("imagenet", root, size=48, crop_ratio=1.0, normalise="measured")
-    train = data._made_datasets()[0].viewed(data._shown(48))
+    train = data._made_datasets()[0].viewed(data._centre(48))
     inputs = torch.stack([train[index][0] for index in range(len(train))])
     torch.testing.assert_close(inputs.mean((0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
     torch.testing.assert_close(inputs.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-3, rtol=0)
 
 
-def test_the_published_transform_of_comrope_can_be_said(root):
+def test_comrope_transform_can_be_configured(root):
     settings = {"flip": True, "resize_crop": 1.1}
     data = load("images", root, size=32, augment=settings, normalise="half", batch_size=6)
     inputs = next(iter(data.train_dataloader()))[0]
@@ -218,14 +218,14 @@ def test_the_published_transform_of_comrope_can_be_said(root):
         ({"name": "kanji", "crop_ratio": 1.0}, r"--data.crop_ratio is for images, .*, ucf101, got --data kanji"),
     ],
 )
-def test_a_bad_setting_is_refused(values, message):
+def test_size_settings_reject_bad_values(values, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         data_config(**{"name": "images", **values})
 
 
 @pytest.fixture
 def strokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as KanjiVG's: 120 characters of one or two lines each."""
+    """A folder in KanjiVG's layout with 120 characters of one or two lines each."""
     monkeypatch.setattr(kanjivg, "cache_folder", lambda: tmp_path / "cache")
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:kvg="http://kanjivg.tagaini.net"'
     for number in range(120):
@@ -236,7 +236,7 @@ def strokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_kanji_are_drawn_at_another_size_and_cropped_out_of_finer_drawings(strokes):
+def test_kanji_crops_come_from_finer_drawings(strokes):
     data = load("kanji", strokes, task="strokes", size=16)
     larger = data.at_size(32)
     val, drawn = data._made_datasets()[1], larger._made_datasets()[1]

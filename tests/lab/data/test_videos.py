@@ -147,7 +147,7 @@ def test_any_frames_are_those_of_the_whole_video(tmp_path, monkeypatch, name, co
         assert np.array_equal(clip.movedim(1, -1).numpy(), expected)
 
 
-def test_a_clip_is_decoded_from_a_keyframe_near_it_and_not_from_the_start(tmp_path, monkeypatch):
+def test_clip_is_decoded_from_a_keyframe_near_it_and_not_from_the_start(tmp_path, monkeypatch):
     path = encode(tmp_path / "long.mp4", 200, codec="libx264", g=10)
     decoded = []
     decode_from = videos._decode_from
@@ -174,7 +174,7 @@ def test_frames_of_a_gif_are_counted_however_long_each_is_shown(tmp_path, delays
         assert clip[:, 0, 0, 0].tolist() == [20 * index for index in indices]
 
 
-def test_a_folder_of_gifs_is_read(tmp_path, caplog):
+def test_folder_of_gifs_is_read(tmp_path, caplog):
     for number in range(5):
         for name, red in (("dark", 10), ("light", 200)):
             frames = [Image.new("RGB", (WIDTH, HEIGHT), (red, 20 * frame, number)) for frame in range(6)]
@@ -203,7 +203,7 @@ def test_frames_that_a_header_counts_and_that_are_not_there_are_damage(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no video", b"RIFF" + bytes(3000)])
-def test_what_is_no_video_is_said_to_be_none(tmp_path, content):
+def test_invalid_video_is_reported(tmp_path, content):
     path = tmp_path / "a.avi"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"no video, or damaged|no frames in it|no video in it"):
@@ -213,7 +213,7 @@ def test_what_is_no_video_is_said_to_be_none(tmp_path, content):
 # Folders of videos
 
 
-def test_a_folder_of_classes_is_split_and_read(tmp_path):
+def test_folder_of_classes_is_split_and_read(tmp_path):
     data = load("videos", video_folder(tmp_path, 5))
     train, val = data.datasets()
     assert data.axes == ("time", "height", "width")
@@ -263,7 +263,7 @@ def test_training_clips_are_mirrored_only_if_asked_for(tmp_path, flip):
 
 
 @pytest.mark.slow
-def test_a_batch_depends_on_seed_epoch_and_video_alone(tmp_path):
+def test_batch_depends_on_seed_epoch_and_video_alone(tmp_path):
     root = video_folder(tmp_path, 4)
     runs = []
     for workers, seed in ((0, 1), (2, 1), (0, 2)):
@@ -294,7 +294,7 @@ def test_videos_that_cannot_be_opened_are_named_and_left_out(tmp_path, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_video_found_damaged_while_training_is_replaced_by_the_next(tmp_path, workers, caplog):
+def test_video_found_damaged_while_training_is_replaced_by_the_next(tmp_path, workers, caplog):
     root = video_folder(tmp_path, 4)
     data = load("videos", root, workers=workers)
     train, _ = data.datasets()
@@ -347,13 +347,13 @@ def a_class_of_one(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (nothing, r"--data.root must be a folder with videos \(root/<class>/.*\), got '.*', which is not there"),
+        (nothing, r"--data.root must be a folder with videos \(root/<class>/.*\), got '.*', which does not exist"),
         (one_class, r"--data.root must hold at least two classes \(.*\), got only 'run' in '.*'"),
         (only_damaged, r"--data.root must hold readable videos \(.avi .*\), got none in '.*': run/0.mp4 \(no .*"),
         (a_class_of_one, "readable videos of each class must number at least 2, one to train.*, got 1 for 'run'"),
     ],
 )
-def test_a_bad_folder_is_refused_in_one_line(tmp_path, make, message):
+def test_bad_folder_is_refused_in_one_line(tmp_path, make, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         load("videos", make(tmp_path))
 
@@ -361,7 +361,7 @@ def test_a_bad_folder_is_refused_in_one_line(tmp_path, make, message):
 def test_without_a_decoder_one_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torchrope.lab.data.videos")
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ValueError, match=r"^videos is read with av \(pip install 'torchrope\[data\]'\), got "):
+    with pytest.raises(ValueError, match=r"^videos requires av \(pip install 'torchrope\[data\]'\),"):
         make_data(data_config("videos", root=str(tmp_path)))
 
 
@@ -369,7 +369,7 @@ def test_without_a_decoder_one_line_says_what_to_install(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_three_splits_are_the_lists(tmp_path):
+def test_three_splits_are_the_lists(tmp_path):
     root = ucf101_folder(tmp_path)
     tests = []
     for split in (1, 2, 3):
@@ -443,7 +443,7 @@ def with_another_class(root):
         (with_another_class, r".*trainlist01.txt must name videos as <class>/<file>, got 'Boxing/v.avi'"),
     ],
 )
-def test_an_incomplete_ucf101_says_what_is_expected_where(tmp_path, spoil, message):
+def test_incomplete_ucf101_says_what_is_expected_where(tmp_path, spoil, message):
     spoil(ucf101_folder(tmp_path))
     with pytest.raises(ValueError, match=f"^{message}$"):
         load("ucf101", tmp_path)

@@ -27,7 +27,7 @@ def opposite_of_zero(drawn: Cubes) -> Tensor:
     return drawn.digits.gather(1, along.argmin(dim=1, keepdim=True)).squeeze(1)
 
 
-def test_the_poses_tell_the_class() -> None:
+def test_poses_tell_the_class() -> None:
     drawn = cubes(200)
     assert torch.equal(opposite_of_zero(drawn), drawn.labels + 1)
     assert drawn.labels.bincount().tolist() == [200 // CLASSES] * CLASSES
@@ -56,7 +56,7 @@ def test_neither_one_view_nor_all_pictures_beat_chance(shown: str) -> None:
     assert abs(right - 1 / CLASSES) < 4 * (0.2 * 0.8 / 1500) ** 0.5  # four standard deviations of chance
 
 
-def test_a_camera_straight_above_a_face_sees_it_upright() -> None:
+def test_camera_straight_above_a_face_sees_it_upright() -> None:
     face = torch.zeros(1, 12, 12)
     face[0, 2, 9] = 1.0  # a row from the top, to the right
     down = torch.diag(torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64))[None]
@@ -65,7 +65,7 @@ def test_a_camera_straight_above_a_face_sees_it_upright() -> None:
     torch.testing.assert_close(seen, face, rtol=0, atol=1e-5)
 
 
-def test_a_camera_projects_its_face_where_its_pose_says() -> None:
+def test_camera_projects_its_face_where_its_pose_says() -> None:
     """The middle of each cube is straight behind the middle of its face, at the depth that the camera has."""
     drawn = cubes(20)
     centres = drawn.poses.centres()
@@ -93,7 +93,7 @@ def load(**options: Any) -> Any:
     return data
 
 
-def test_the_data_module_splits_digits_and_repeats_itself() -> None:
+def test_data_module_splits_digits_and_repeats_itself() -> None:
     data, again = load(), load()
     inputs, labels = next(iter(data.train_dataloader()))
     assert inputs.shape[1:] == data.example_shape

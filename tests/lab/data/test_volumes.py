@@ -87,7 +87,7 @@ def test_slices_lie_in_the_order_of_space_whatever_their_names(tmp_path, directi
     assert volume.shape == (5, ROWS, COLUMNS)
 
 
-def test_a_gap_between_slices_leaves_the_spacing_and_a_repeated_slice_is_read_once(tmp_path):
+def test_gap_between_slices_leaves_the_spacing_and_a_repeated_slice_is_read_once(tmp_path):
     for name, place in (("a", 0.0), ("b", 3.0), ("c", 6.0), ("again", 6.0), ("d", 20.0)):
         write_slice(tmp_path / f"{name}.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, place), study="1.2")
     headers = {path.name: read_header(path) for path in tmp_path.glob("*.dcm")}
@@ -96,7 +96,7 @@ def test_a_gap_between_slices_leaves_the_spacing_and_a_repeated_slice_is_read_on
     assert spacing == (3.0, 0.5, 0.75)
 
 
-def test_a_single_slice_is_as_thick_as_it_says(tmp_path):
+def test_single_slice_is_as_thick_as_it_says(tmp_path):
     write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
     assert unlabelled(tmp_path)["1.2"].spacing == (9.0, 0.5, 0.75)
 
@@ -116,7 +116,7 @@ def test_nifti_and_dicom_of_one_head_are_one_volume(tmp_path):
         torch.testing.assert_close(read_volume(tmp_path, volume.paths), torch.from_numpy(values).float())
 
 
-def test_of_several_series_a_study_is_the_longest_and_each_has_its_own_name(tmp_path):
+def test_longest_series_has_the_name_of_its_study(tmp_path):
     write_series(tmp_path / "scout", head(2, False, 1), "1.2", series="1.2.1")
     write_series(tmp_path / "scan", head(5, False, 1), "1.2", series="1.2.2", prefix="x")
     found = unlabelled(tmp_path)
@@ -172,7 +172,7 @@ def test_slices_are_grouped_into_studies_with_windows_as_channels(tmp_path):
     assert data.description.startswith("10 CT studies")
 
 
-def test_an_input_of_the_files_own_size_is_the_windowed_file(tmp_path):
+def test_input_of_the_files_own_size_is_the_windowed_file(tmp_path):
     rsna_folder(tmp_path, 10)
     data = load("rsna", tmp_path)
     train, _ = data.datasets()
@@ -235,7 +235,7 @@ def test_headers_are_read_once_and_again_where_a_file_changed(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"version": 0, "files": {"a.dcm": 3}}', b'{"version": 1}'])
-def test_a_damaged_index_is_made_anew(tmp_path, content):
+def test_damaged_index_is_made_anew(tmp_path, content):
     path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (1, 2, 3), study="1.2")
     (tmp_path / INDEX_NAME).write_bytes(content)
     headers, faults = index_headers(tmp_path, ["a.dcm"], folder=tmp_path / "cache")
@@ -245,7 +245,7 @@ def test_a_damaged_index_is_made_anew(tmp_path, content):
     assert again["a.dcm"].position == [1.0, 2.0, 3.0], "not from the index"
 
 
-def test_the_index_lies_elsewhere_where_the_data_cannot_be_written(tmp_path, monkeypatch):
+def test_index_lies_elsewhere_where_the_data_cannot_be_written(tmp_path, monkeypatch):
     write_slice(tmp_path / "data" / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
     monkeypatch.setattr(dicom.os, "access", lambda *_: False)
     index_headers(tmp_path / "data", ["a.dcm"], folder=tmp_path / "cache")
@@ -256,7 +256,7 @@ def test_the_index_lies_elsewhere_where_the_data_cannot_be_written(tmp_path, mon
 # Volumes with a table
 
 
-def test_a_table_of_nifti_files(tmp_path):
+def test_table_of_nifti_files(tmp_path):
     data = load("volumes", nifti_folder(tmp_path))
     train, val = data.datasets()
     assert data.classes == ("ill", "well")
@@ -267,7 +267,7 @@ def test_a_table_of_nifti_files(tmp_path):
     assert all(label == (int(name.partition("/")[2]) % 2 == 0) for name, label in train.samples)
 
 
-def test_a_table_of_dicom_series_and_nifti_files_with_windows(tmp_path):
+def test_table_of_dicom_series_and_nifti_files_with_windows(tmp_path):
     root = nifti_folder(tmp_path, 4)
     for number in range(6):
         write_series(root / "series" / str(number), head(4, number % 2 == 1, number), f"1.{number}")
@@ -332,7 +332,7 @@ def test_folders_of_classes_below_train_and_val_are_kept(tmp_path):
     assert (len(train), len(val)) == (6, 4)
 
 
-def test_of_a_study_in_a_folder_of_a_class_the_longest_series_is_taken_and_studies_are_told_apart(tmp_path):
+def test_class_folders_use_the_longest_series_of_each_study(tmp_path):
     classes_of_volumes(tmp_path)
     write_series(tmp_path / "ill" / "loose", head(2, True, 1), "2.1", series="2.1.1", prefix="scout")
     write_series(tmp_path / "ill" / "loose", head(5, True, 1), "2.1", series="2.1.2")
@@ -353,7 +353,7 @@ def test_one_series_in_folders_of_two_classes_is_two_volumes_of_one_patient(tmp_
     assert sorted(parts, key=len) == [set(), {"ill/same", "well/same"}]
 
 
-def test_what_is_no_volume_of_a_class_is_named(tmp_path, caplog):
+def test_files_without_a_class_are_named(tmp_path, caplog):
     classes_of_volumes(tmp_path)
     (tmp_path / "ill" / "notes.txt").write_text("not looked at")
     (tmp_path / "ill" / "broken.nii").write_bytes(b"broken")
@@ -367,13 +367,13 @@ def test_what_is_no_volume_of_a_class_is_named(tmp_path, caplog):
     assert [path for path, _ in data.skipped] == ["ill/broken.nii"]
 
 
-def test_the_parts_of_a_table_are_kept(tmp_path):
+def test_parts_of_a_table_are_kept(tmp_path):
     train, val = load("volumes", nifti_folder(tmp_path, part=True)).datasets()
     assert [name for name, _ in val.samples] == [f"scans/{number}" for number in range(4)]
     assert len(train) == 6
 
 
-def test_the_spacing_of_an_input_is_that_of_its_file_by_the_change_of_size(tmp_path):
+def test_spacing_of_an_input_is_that_of_its_file_by_the_change_of_size(tmp_path):
     train, _ = load("rsna", rsna_folder(tmp_path)).datasets()
     for volume, spacing in zip(train.volumes, train.spacings.tolist(), strict=True):
         assert volume.spacing == (5.0, 0.5, 0.75), "not what was written"
@@ -460,7 +460,7 @@ def test_distances_are_in_proportion_to_millimetres(tmp_path, encoding):
 
 
 @pytest.mark.parametrize("setting", [{"spacing": [0.5]}, {"origin": [2.0]}, {"input_size": [8, 16, 16]}])
-def test_the_lattice_of_the_configuration_is_that_of_one_step(tmp_path, setting):
+def test_lattice_of_the_configuration_is_that_of_one_step(tmp_path, setting):
     data = load("volumes", nifti_folder(tmp_path))
     model = build_model("comrope-ld:4", replace(MODEL, unit_mm=12.0, **setting), data)
     without = build_model("comrope-ld:4", replace(MODEL, **setting), data)
@@ -468,7 +468,7 @@ def test_the_lattice_of_the_configuration_is_that_of_one_step(tmp_path, setting)
     assert torch.equal(model.positions((2, 2, 2), spacing=reference)[0], without.positions((2, 2, 2)))
 
 
-def test_a_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
+def test_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
     data = load("volumes", nifti_folder(tmp_path))
     inputs = torch.randn(2, 1, 4, 8, 8)
     with pytest.raises(ValueError, match=r"^VoxelLattice needs voxel spacings \(batch, 3\), got none$"):
@@ -492,7 +492,7 @@ class StopAfter(Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_by_voxels_goes_on_bit_for_bit_with_randaugment(tmp_path, workers):
+def test_run_by_voxels_goes_on_bit_for_bit_with_randaugment(tmp_path, workers):
     root = spaced_nifti_folder(tmp_path / "data")
 
     def ran(folder: str, **settings):
@@ -574,7 +574,7 @@ def test_volumes_are_trained_and_compared_in_mm_from_the_command_line(tmp_path, 
     assert "model.unit_mm needs one voxel spacing per volume" in capsys.readouterr().err
 
 
-def test_a_substitute_brings_its_own_spacing(tmp_path):
+def test_substitute_brings_its_own_spacing(tmp_path):
     root = nifti_folder(tmp_path)
     train, _ = load("volumes", root).datasets()
     train.volumes[1] = replace(train.volumes[1], paths=("scans/absent.nii",))
@@ -673,7 +673,7 @@ def no_size(path: Path) -> None:
         (no_size, "voxels must have a size in mm, got 1, 0, 1"),
     ],
 )
-def test_a_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, spoil, why):
+def test_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, spoil, why):
     root = nifti_folder(tmp_path)
     spoil(root / "scans" / "3.nii.gz")
     data = load("volumes", root)
@@ -684,7 +684,7 @@ def test_a_nifti_file_of_another_kind_is_named_and_left_out(tmp_path, spoil, why
     assert re.fullmatch(why, named[1])
 
 
-def test_where_no_volume_can_be_read_one_line_says_so(tmp_path):
+def test_unreadable_volumes_raise_one_line(tmp_path):
     root = rsna_folder(tmp_path)
     for path in (root / "stage_2_train").glob("*.dcm"):
         with disable_value_validation():
@@ -722,7 +722,7 @@ def test_damaged_nifti_files_are_named_and_left_out(tmp_path, content):
     assert sum(data.counts) == 8
 
 
-def test_a_nifti_file_found_cut_short_while_training_is_replaced(tmp_path):
+def test_nifti_file_found_cut_short_while_training_is_replaced(tmp_path):
     root = nifti_folder(tmp_path)
     train, _ = load("volumes", root).datasets()
     path = root / train.volumes[0].paths[0]
@@ -767,7 +767,7 @@ def test_read_slice_refuses_a_scale_that_gives_no_values(tmp_path, read, tag, va
         read(path)
 
 
-def test_a_slice_without_values_is_named_with_its_volume(tmp_path):
+def test_slice_without_values_is_named_with_its_volume(tmp_path):
     root = rsna_folder(tmp_path)
     train, _ = load("rsna", root).datasets()
     path = train.volumes[2].paths[1]
@@ -778,7 +778,7 @@ def test_a_slice_without_values_is_named_with_its_volume(tmp_path):
 
 
 @pytest.mark.parametrize("value", [b"a\\b\\c", b"1\\2", b"1\\nan\\3"])
-def test_a_slice_without_a_place_is_named_with_what_came(tmp_path, value):
+def test_slice_without_a_place_is_named_with_what_came(tmp_path, value):
     path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
     rewritten(path, POSITION, value)
     _, ((name, why),) = index_headers(tmp_path, ["a.dcm"], folder=tmp_path)
@@ -808,7 +808,7 @@ def test_read_slice_takes_no_memory_for_what_a_header_claims(tmp_path, header, w
 
 
 @pytest.mark.parametrize("read", [read_slice, read_header])
-def test_an_element_that_claims_gigabytes_is_read_as_long_as_its_file(tmp_path, read):
+def test_element_that_claims_gigabytes_is_read_as_long_as_its_file(tmp_path, read):
     path = write_slice(tmp_path / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
     content = path.read_bytes()
     at = content.index(POSITION)
@@ -834,7 +834,7 @@ def test_an_element_that_claims_gigabytes_is_read_as_long_as_its_file(tmp_path, 
         ),
     ],
 )
-def test_a_nifti_header_that_cannot_be_is_named_with_its_file(tmp_path, extension, fields, why):
+def test_nifti_header_that_cannot_be_is_named_with_its_file(tmp_path, extension, fields, why):
     root = nifti_folder(tmp_path)
     (root / "scans" / "3.nii.gz").unlink()
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), np.eye(4))
@@ -853,7 +853,7 @@ def test_a_nifti_header_that_cannot_be_is_named_with_its_file(tmp_path, extensio
 
 
 @pytest.mark.parametrize("slope", [0, math.nan])
-def test_a_nifti_file_without_a_scale_has_its_own_values(tmp_path, slope):
+def test_nifti_file_without_a_scale_has_its_own_values(tmp_path, slope):
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), np.eye(4))
     image.header["vox_offset"], image.header["scl_slope"], image.header["scl_inter"] = 352, slope, 0
     content = image.header.binaryblock.replace(b"ni1\0", b"n+1\0")
@@ -952,7 +952,7 @@ def no_slices(root):
         (
             "volumes",
             one_of_a_class,
-            "readable volumes of each class must number at least 2 where there is no labels.csv, got 1 for 'well'",
+            "readable volumes of each class must number at least 2 if there is no labels.csv, got 1 for 'well'",
         ),
         ("volumes", one_class, "labels must be of at least two classes, got only 'well'"),
         ("volumes", other_part, "part must be train or val, got 'test' for 'scans/0' in .*labels.csv"),
@@ -963,7 +963,7 @@ def no_slices(root):
         ),
     ],
 )
-def test_what_is_expected_where_is_told_in_one_line(tmp_path, name, spoil, message):
+def test_missing_files_raise_one_line_with_the_expected_layout(tmp_path, name, spoil, message):
     root = rsna_folder(tmp_path, 4) if name == "rsna" else nifti_folder(tmp_path, 4)
     spoil(root)
     with pytest.raises(ValueError, match=f"^{message}$"):

@@ -329,7 +329,7 @@ def test_second_rendering_is_byte_identical_and_leaves_no_old_figure(tmp_path):
     assert set(first) - set(contents()) == {tmp_path / "report" / "figures" / "accuracy-digits-kernel.svg"}
 
 
-def test_an_encoding_looks_the_same_everywhere():
+def test_encoding_looks_the_same_everywhere():
     few, many = looks.encoding_looks(["liere", "axial"]), looks.encoding_looks([*ENCODINGS, "liere:2", "liere:4"])
     assert few["liere"] == many["liere"]
     assert few["axial"] == many["axial"]
@@ -341,7 +341,7 @@ def test_an_encoding_looks_the_same_everywhere():
             assert colour == few.get(name, many[name]).colour
 
 
-def test_a_label_that_a_table_gives_an_encoding_has_its_look():
+def test_label_that_a_table_gives_an_encoding_has_its_look():
     found = looks.page_looks([result().plain()])
     assert found["Called liere"] == found["liere"]
 
@@ -756,7 +756,7 @@ def test_text_has_enough_contrast(dark):
     assert contrast(colours["edge"], colours["paper"]) >= 3
 
 
-def test_a_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_path):
+def test_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_path):
     compared = result("compare", title="Comparison", unfinished=["mixed seed 1"])
     compared.write(tmp_path / "results.json")
     shown = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
@@ -766,7 +766,7 @@ def test_a_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_pa
     assert "mixed seed 1" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
 
 
-def test_a_comparison_comes_first_among_studies(tmp_path):
+def test_comparison_comes_first_among_studies(tmp_path):
     result("compare").write(save(tmp_path, result(), result("kernel", None)) / "results.json")
     tags = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
     ids = [attributes["id"] for _, attributes in tags.found if attributes.get("id", "").startswith("study-")]
@@ -777,7 +777,7 @@ def test_a_comparison_comes_first_among_studies(tmp_path):
     ]
 
 
-def test_the_command_shows_a_comparisons_table(tmp_path, capsys):
+def test_command_shows_a_comparisons_table(tmp_path, capsys):
     result("compare").write(tmp_path / "results.json")
     assert cli.main(["report", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -76,7 +76,7 @@ def pixels(text):
     return np.asarray(Image.open(BytesIO(base64.b64decode(text))))
 
 
-def test_an_image_is_kept_as_png():
+def test_image_is_kept_as_png():
     kept = picture("t", 5 * image() - 2, [])
     expected = image()[0].sub(image().min()).div(image().max() - image().min()).mul(255).round()
     assert (kept.width, kept.height) == (30, 20)
@@ -99,7 +99,7 @@ def test_large_images_become_small_with_all_that_is_on_them():
     assert box.right == pytest.approx(50, rel=0.01)
 
 
-def test_a_map_is_drawn_pixel_for_pixel():
+def test_map_is_drawn_pixel_for_pixel():
     labels = torch.randint(0, 4, (9, 14), generator=torch.Generator().manual_seed(1))
     row = picture("t", image(9, 14), [map_panel("truth", labels, nothing=(0,))])
     drawn = ElementTree.fromstring(sheet(plain(Pictures("p", "t", "a", CLASSES, [row])), "p"))
@@ -293,7 +293,7 @@ class TestInChromium:
         assert light != dark
         assert over == same == "rgb(0, 0, 0)"
 
-    def test_a_picture_is_downloaded_as_it_is_drawn(self, browser, page, tmp_path):
+    def test_picture_is_downloaded_as_it_is_drawn(self, browser, page, tmp_path):
         browser.open(page)
         browser.draw_all()
         browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))

@@ -8,7 +8,7 @@ def at(size: int, top1: float, inputs: str, enlarged: int = 0) -> dict[str, obje
     return {"size": [size, size], "inputs": inputs, "enlarged": enlarged, "top1": top1, "interval": interval}
 
 
-def test_a_classifier_has_its_sizes_the_trained_one_first() -> None:
+def test_classifier_has_its_sizes_the_trained_one_first() -> None:
     measures = {
         "top1": 0.9725,
         "interval": [0.95, 0.99],
@@ -32,7 +32,7 @@ def test_a_classifier_has_its_sizes_the_trained_one_first() -> None:
     assert evaluation_table({**measures, **asked}, (8, 8)).splitlines() == [*table, "", told]
 
 
-def test_a_loss_that_is_not_known_is_a_dash() -> None:
+def test_loss_that_is_not_known_is_a_dash() -> None:
     measures = {"top1": 0.5, "interval": [0.5, 0.5], "val_loss": None, "shuffled_top1": 0.5, "resolutions": []}
     row = ["8", "(trained)", "–", "50.0", "[50.0,", "50.0]", "–"]
     assert evaluation_table(measures, (8,)).splitlines()[2].split() == row

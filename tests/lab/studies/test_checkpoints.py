@@ -154,7 +154,7 @@ def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Pat
     assert states["checkpoint, 4x4 tokens"] == states["digits, trained"]
 
 
-def test_a_file_without_rotation_alone_is_refused(tmp_path: Path, out: Path) -> None:
+def test_file_without_rotation_alone_is_refused(tmp_path: Path, out: Path) -> None:
     path = vit(tmp_path, "ape.safetensors", "learned")
     with pytest.raises(ValueError, match=r"^fourier needs rotary encodings, got ape\.safetensors$"):
         fourier.find(lab(out, checkpoint=[str(path)]))
@@ -299,7 +299,7 @@ def test_checkpoints_replace_the_default_runs(tmp_path: Path, run: Trained) -> N
 
 
 @pytest.mark.slow
-def test_the_command_reads_several_files(
+def test_command_reads_several_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -312,7 +312,7 @@ def test_the_command_reads_several_files(
     assert not os.path.exists(tmp_path / "out" / "runs")
 
 
-def test_the_help_of_studies_names_both_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_studies_names_both_settings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["study", "--help"])
     shown = capsys.readouterr().out

@@ -93,7 +93,7 @@ def test_costs_are_relative_to_none_where_it_is_there() -> None:
 
 
 @pytest.mark.slow
-def test_the_answer_follows_from_the_predictions_that_are_kept(compared: Path) -> None:
+def test_answer_follows_from_the_predictions_that_are_kept(compared: Path) -> None:
     found = run(small(compared, seeds=2))
     assert found.conclusion is not None
     conclusion = Conclusion.from_dict(found.conclusion)
@@ -108,7 +108,7 @@ def test_the_answer_follows_from_the_predictions_that_are_kept(compared: Path) -
     assert Conclusion.from_dict(run(small(compared, seeds=2, margin=0.2)).conclusion).margin == 0.2
 
 
-def test_the_stored_answer_cannot_contradict_the_conclusion(tmp_path: Path) -> None:
+def test_stored_answer_cannot_contradict_the_conclusion(tmp_path: Path) -> None:
     conclusion = conclude(RIGHT, chance=0.1)
     result = StudyResult("compare", "t", "q?", (), Findings("Another answer."), None, conclusion=conclusion.as_dict())
     assert result.findings.answer == conclusion.sentence()

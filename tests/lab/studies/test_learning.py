@@ -84,7 +84,7 @@ def test_frozen_generators_stay_and_faster_ones_move_further(tmp_path: Path) -> 
     assert 0 < 10 * slow < fast
 
 
-def test_the_rate_of_generators_is_a_factor_on_that_of_their_layer() -> None:
+def test_rate_of_generators_is_a_factor_on_that_of_their_layer() -> None:
     model = ViT((8, 8), patch_size=4, dim=32, depth=3, num_heads=2, encoding="learned+comrope-ld")
     plain = learning_rates(model, OptimConfig(lr=1e-3, layer_decay=0.5))
     faster = learning_rates(model, OptimConfig(lr=1e-3, layer_decay=0.5, encoding_lr=20.0))

@@ -101,7 +101,7 @@ def test_runs_of_other_processes_are_followed_by_their_curves_and_share_the_time
     assert [line[:10] for line in others] == ["run 1 of 3", "run 2 of 3"]
 
 
-def test_a_run_that_another_process_has_trained_meanwhile_changes_no_rate() -> None:
+def test_run_that_another_process_has_trained_meanwhile_changes_no_rate() -> None:
     runs = [run_of("mixed", seed) for seed in range(3)]
     progress = StudyProgress([(run, 0) for run in runs], 0, WORK, plain_console())
     for epoch in (1, 2):
@@ -118,14 +118,14 @@ class Terminal(StringIO):
         return True
 
 
-def test_a_bar_needs_a_terminal_even_if_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_needs_a_terminal_even_if_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks do
     run, console = run_of("mixed"), Console(file=StringIO())
     with StudyProgress([(run, 0)], 0, WORK, console) as progress:
         assert not progress.display.is_bar
 
 
-def test_a_terminal_shows_the_estimate_in_the_bar_alone() -> None:
+def test_terminal_shows_the_estimate_in_the_bar_alone() -> None:
     run, console = run_of("mixed"), Console(file=Terminal(), width=200, force_terminal=True, color_system=None)
     with StudyProgress([(run, 0)], 0, WORK, console) as progress:
         progress.begin(run)
@@ -138,7 +138,7 @@ def test_a_terminal_shows_the_estimate_in_the_bar_alone() -> None:
     assert "run 1 of 1: mixed seed 0: top-1 50.0 %  (00:00 elapsed)" in text
 
 
-def test_a_curve_that_cannot_be_read_is_as_none(tmp_path) -> None:
+def test_curve_that_cannot_be_read_is_as_none(tmp_path) -> None:
     file = tmp_path / "curve.csv"
     assert read_curve(file) == []
     file.write_text("epoch,val_top1,seconds\n1,0.5,2.5\n")

@@ -92,7 +92,7 @@ def test_sizes_option_adds_to_the_training_size(found: dict[str, Any]) -> None:
     assert "16 × 16 (2 times the training size)" in found["answer"]
 
 
-def test_a_size_that_is_added_measures_itself_alone(out: Path, found: dict[str, Any]) -> None:
+def test_size_that_is_added_measures_itself_alone(out: Path, found: dict[str, Any]) -> None:
     def measures() -> dict[str, int]:
         files = out.glob("runs/*/measures/*.json")
         return {f"{file.parts[-3]}/{file.stem}": file.stat().st_mtime_ns for file in files}
@@ -221,7 +221,7 @@ def test_grown_windows_keep_covering_the_lattice() -> None:
 
 
 @pytest.mark.slow
-def test_a_swin_has_grown_windows_and_mixed_sizes_as_arms(tmp_path: Path) -> None:
+def test_swin_has_grown_windows_and_mixed_sizes_as_arms(tmp_path: Path) -> None:
     found = kept(resolution.find(lab(tmp_path, "bias", "mixed", model=SWIN, sizes=[16])))
     titles = {table["title"] for table in found["tables"]}
     assert {"Effect of windows that grow with the input", "Effect of training across mixed sizes"} < titles
@@ -249,7 +249,7 @@ def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
     assert note.count(". ") == 1  # two sentences
 
 
-def test_a_table_that_is_not_ahead_of_all_says_of_how_many() -> None:
+def test_table_that_is_not_ahead_of_all_says_of_how_many() -> None:
     [note] = resolution.contradictions(rights(learned=0.5, axial=0.9, mixed=0.2, liere_8=0.49), {}, SIZES)
     assert "is ahead of 1 of 3 rotary encodings, of the closest, mixed, by 30.0 points" in note
 

@@ -77,7 +77,7 @@ def test_run_key_depends_on_settings_that_change_results(changed: dict, same: bo
     assert (Run(replace(defaults, **changed)).name == Run(defaults).name) == same
 
 
-def test_what_a_run_starts_from_comes_first_and_is_part_of_it(tmp_path: Path) -> None:
+def test_initial_run_is_trained_first_and_is_part_of_the_run(tmp_path: Path) -> None:
     here = lab(tmp_path)
     start = here.run("learned")
     tuned = here.run("learned+mixed", optim={"lr": 1e-4}, after=start)
@@ -94,7 +94,7 @@ def test_what_a_run_starts_from_comes_first_and_is_part_of_it(tmp_path: Path) ->
     assert 0 < moved < 0.01  # it began where the other ended
 
 
-def test_a_measure_is_computed_once(tmp_path: Path) -> None:
+def test_measure_is_computed_once(tmp_path: Path) -> None:
     here = lab(tmp_path)
     [trained] = here.train([here.run("mixed")])
     asked: list[str] = []
@@ -116,7 +116,7 @@ def test_other_examples_are_refused(tmp_path: Path) -> None:
         here.train([here.run("none")])
 
 
-def test_a_bad_run_is_refused_before_any_trains(tmp_path: Path) -> None:
+def test_bad_run_is_refused_before_any_trains(tmp_path: Path) -> None:
     here = lab(tmp_path)
     with pytest.raises(ValueError, match="block_size"):
         here.train([here.run("none"), here.run("liere:5")])
@@ -141,7 +141,7 @@ def test_slurm_without_submitit_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         here.train([here.run("none")])
 
 
-def test_a_study_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table("t", [Column("name", "Name"), Column("x", "X", "%", 1)], [{"name": "a", "x": float("nan")}])
     study = Study("Title", "Question?", ["a paper"], lambda here: Findings(answer=str(here.seeds), tables=[table]))
     monkeypatch.setattr(lab_study, "find_study", lambda name: study)
@@ -223,7 +223,7 @@ def test_published_accuracies_have_the_cells_of_the_papers_and_of_the_reviews() 
     assert [mixed["after"][f"value{n}"] - mixed["before"][f"value{n}"] for n in (1, 2)] == pytest.approx([5.1, 2.9])  # type: ignore[operator]
 
 
-def test_an_encoding_that_diverged_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoding_that_diverged_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Lab(config(tmp_path), ["mixed", "liere"], QUIET)
     losses = {"mixed": 1.0, "liere": None}
     monkeypatch.setattr(
@@ -255,5 +255,5 @@ def test_files_that_a_run_could_not_read_are_told(tmp_path: Path) -> None:
         ({"name": "segments", "augment": {"scale_jitter": (0.5, 2.0)}, "max_skipped": 7}, "0b7292ce45"),
     ],
 )
-def test_a_key_is_of_what_differs_from_the_data_sets_defaults(data, key):
+def test_key_is_of_what_differs_from_the_data_sets_defaults(data, key):
     assert Run(RunConfig("liere:8", seed=1, data=data_config(**data))).key == key

@@ -99,7 +99,7 @@ def test_products_are_those_of_the_formula(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_count_of_table_5_adds_norms_and_rotations() -> None:
+def test_count_of_table_5_adds_norms_and_rotations() -> None:
     without, cost = (costs(BY_NAME["liere-cifar100-vit-b"], name) for name in ("none", "liere"))
     assert cost.norms == 25 * 65 * 768
     assert table_5_count(without, cost) == without.flops // 2 + 5 * 25 * 65 * 768 + 2 * 12 * 65 * 768 * 64
@@ -174,7 +174,7 @@ def test_sizes_that_an_encoding_refuses_are_left_out_with_a_note(found: Findings
 
 
 @pytest.mark.slow
-def test_the_answer_says_which_cells_are_reproduced(found: Findings) -> None:
+def test_answer_says_which_cells_are_reproduced(found: Findings) -> None:
     assert "32,256 parameters (comrope-ap" in found.answer
     assert "reproduce 13 of 15 cells of LieRE's table 5" in found.answer
     json.dumps(found.plain())

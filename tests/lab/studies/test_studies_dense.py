@@ -60,7 +60,7 @@ def test_miou_ignores_classes_in_no_image() -> None:
     assert np.isnan(whole(mean_iou([{}, {}]), 2))
 
 
-def test_a_weight_of_two_is_an_image_twice() -> None:
+def test_weight_of_two_is_an_image_twice() -> None:
     predicted, truth = maps()
     weights = np.array([[2, 0, 1, 1, 0, 2], [1, 1, 1, 1, 1, 1]])
     found = mean_iou(counted(predicted, truth))(weights)
@@ -91,7 +91,7 @@ def test_classes_that_are_predicted_alone_count_against() -> None:
     assert mean_iou(records)(np.ones((1, 1)))[0] == pytest.approx((1 / 2 + 0) / 2)
 
 
-def test_a_score_is_the_mean_over_seeds_in_every_draw() -> None:
+def test_score_is_the_mean_over_seeds_in_every_draw() -> None:
     def seed(factor: float) -> Any:
         return lambda weights: factor * weights[:, 0] / weights.sum(axis=1)
 
@@ -125,7 +125,7 @@ def test_differences_are_paired_over_images() -> None:
 
 
 @pytest.mark.slow
-def test_of_equal_scores_hardly_any_is_called_behind() -> None:
+def test_equal_scores_are_rarely_called_behind() -> None:
     random = np.random.default_rng(0)
     wrong = 0
     for _ in range(100):
@@ -145,7 +145,7 @@ def test_differences_explained_by_noise_are_ties() -> None:
     assert list(rank({"a": apart, "b": close}).values()) == ["tied", "tied"]
 
 
-def test_a_measure_that_is_not_a_number_wins_nothing() -> None:
+def test_measure_that_is_not_a_number_wins_nothing() -> None:
     nan = Drawn(np.array([np.nan]), np.full((1, 10), np.nan), 10)
     assert verdict_of((nan - Drawn(np.array([0.5]), np.full((1, 10), 0.5), 10)).interval()) == "tied"
 
@@ -228,7 +228,7 @@ def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) 
         assert whole(task.weigh([task.record(found, target)]), 1) == pytest.approx(1)
 
 
-def test_the_truth_is_shown_without_crowds_and_backgrounds() -> None:
+def test_truth_is_shown_without_crowds_and_backgrounds() -> None:
     data: Any = Photographs()
     image, [target] = data.batch[0][0], data.batch[1]
     [box] = Detect().panel("truth", image, Detect().truth(target), data).boxes
@@ -358,12 +358,12 @@ def test_leads_are_over_the_reference_named_and_over_mixed(tmp_path: Path, monke
     assert any("ahead in 6 of 12 comparisons, behind in 6" in note for note in found.notes)
 
 
-def test_a_reference_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_reference_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--reference must be an encoding that the model supports, got liere:5: "):
         dense.find(lab(tmp_path, "mixed", reference="liere:5"))
 
 
-def test_a_measure_other_than_that_of_the_training_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_other_than_that_of_the_training_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "mixed")
     faked(here, monkeypatch, {"mixed": 1.0}, ends=0.9)
     found = dense.find(here)
@@ -381,7 +381,7 @@ def test_dense_trains_only_the_tasks_of_the_data(tmp_path: Path, monkeypatch: py
     assert len(found.pictures) == 1
 
 
-def test_a_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
+def test_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
     here = lab(tmp_path, model=ModelConfig(head="mask2former", num_queries=20, patch_size=[8]))
     maps, boxes = ([*dense.runs_of(here, task)] for task in (Segment(), Detect()))
     assert [(run.config.model.head, run.config.model.num_queries) for run in maps] == [("mask2former", 20)] * 2
@@ -400,7 +400,7 @@ def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_real_study_of_a_few_scenes(tmp_path: Path) -> None:
+def test_real_study_of_a_few_scenes(tmp_path: Path) -> None:
     here = lab(tmp_path, "learned", "mixed")
     file = run_study("dense", here.config, command="torchrope study dense", console=QUIET)
     found = json.loads(file.read_text())

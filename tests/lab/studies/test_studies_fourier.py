@@ -62,7 +62,7 @@ def test_some_frequencies_of_the_lattice_are_a_masked_fourier_transform() -> Non
     torch.testing.assert_close(transform(found.blocks[0], 8)[2], expected)
 
 
-def test_the_best_fit_is_least_squares_on_cosines_and_sines() -> None:
+def test_best_fit_is_least_squares_on_cosines_and_sines() -> None:
     found = heads("mixed", head_dim=8)
     encoding_angles = torch.atan2(found.blocks[0][..., 1, 0], found.blocks[0][..., 0, 0])  # (tokens, pairs)
     waves = torch.cat([encoding_angles.cos(), encoding_angles.sin()], dim=1)
@@ -72,7 +72,7 @@ def test_the_best_fit_is_least_squares_on_cosines_and_sines() -> None:
 
 
 @pytest.mark.parametrize("name", ["axial", "mixed", "liere:4", "liere", "comrope-ld", "string"])
-def test_a_best_fit_projects_and_its_mean_peak_is_its_dimension(name: str) -> None:
+def test_best_fit_projects_and_its_mean_peak_is_its_dimension(name: str) -> None:
     found = heads(name)
     for functions in found.functions:
         fit, dimension = best_fit(functions)
@@ -83,7 +83,7 @@ def test_a_best_fit_projects_and_its_mean_peak_is_its_dimension(name: str) -> No
         assert dimension <= min(20, functions.shape[1])
 
 
-def test_a_basis_of_its_own_changes_nothing() -> None:
+def test_basis_of_its_own_changes_nothing() -> None:
     mixed = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
     string = tr.STRING(num_axes=2, num_heads=2, head_dim=16)
     string.frequencies.data.copy_(mixed.frequencies)
@@ -178,6 +178,6 @@ def test_fourier_shows_finished_runs_and_trains_none(tmp_path: Path, monkeypatch
     assert rows[1]["fit_width"] == pytest.approx(rows[2]["fit_width"], rel=0.1)
 
 
-def test_an_absolute_encoding_alone_is_refused(tmp_path: Path) -> None:
+def test_absolute_encoding_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^fourier needs rotary encodings, got learned$"):
         fourier.find(lab(tmp_path, ["learned"]))

@@ -98,7 +98,7 @@ def test_noncommuting_encodings_have_an_absolute_part_in_every_head(encoding: st
     assert min(shares) > 0.01
 
 
-def test_a_bias_is_relative_and_its_own_kernel() -> None:
+def test_bias_is_relative_and_its_own_kernel() -> None:
     model = vit("bias")
     for bias, layer in zip(model.biases, kernels(model, (3, 4)), strict=True):
         for head, found in enumerate(layer):
@@ -225,13 +225,13 @@ def test_findings_over_time_show_slices(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.figures[0].x.title == "Offset along width"
 
 
-def test_a_measure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
     monkeypatch.setattr(kernel, "measure", lambda *_: pytest.fail("measured again"))
     kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
 
 
-def test_what_the_model_refuses_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encodings_refused_by_the_model_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernel.find(study(tmp_path, ["liere:12", "mixed"], "digits", monkeypatch))
     assert found.notes[0].startswith("liere:12 is left out: head_dim must be divisible by block_size = 12")
     assert {row["encoding"] for row in found.tables[0].rows} == {"mixed"}

@@ -61,7 +61,7 @@ def kept(findings: Findings) -> dict[str, Any]:
     return json.loads(json.dumps(findings.plain(), allow_nan=False))
 
 
-def test_what_a_model_refuses_is_left_out_with_the_reason(out: Path) -> None:
+def test_encodings_refused_by_a_model_are_skipped_with_the_reason(out: Path) -> None:
     here = lab(out)
     wanted = [here.run(name, seed) for name in ("mixed", "liere:5") for seed in (0, 1)]
     some, [note] = feasible(here, wanted)
@@ -135,7 +135,7 @@ def test_frames_are_shuffled_where_there_is_time(out: Path) -> None:
     ("before", "after", "share"),
     [([1, 1, 1, 1], [1, 0, 0, 0], 75.0), ([1, 0, 1, 0], [1, 0, 1, 0], 0.0), ([0, 0], [0, 1], None)],
 )
-def test_the_share_lost_is_of_what_was_right(before: list, after: list, share: float | None) -> None:
+def test_share_lost_is_of_what_was_right(before: list, after: list, share: float | None) -> None:
     found = shuffle.share_lost(np.array([before], float), np.array([after], float))
     if share is None:
         assert found is None
@@ -144,7 +144,7 @@ def test_the_share_lost_is_of_what_was_right(before: list, after: list, share: f
         assert found.low <= found.estimate == share <= found.high
 
 
-def test_the_share_lost_is_paired() -> None:
+def test_share_lost_is_paired() -> None:
     """The exact same examples lost: an interval of unpaired ratios would hold 0 here."""
     rng = np.random.default_rng(0)
     before = (rng.random(200) < 0.5).astype(float)
@@ -320,14 +320,14 @@ def test_densities_hold_all_elements(learned: dict[str, Any]) -> None:
     assert min(row["density"] for row in log["rows"]) > 0
 
 
-def test_a_family_that_stops_commuting_fails_the_check() -> None:
+def test_family_that_stops_commuting_fails_the_check() -> None:
     found = {when: {"apart": [0.0, 0.2]} for when in generators.WHEN}
     first, bound = generators._checks({"mixed": [found]}, {"mixed": True})
     assert not first.holds
     assert bound.holds
 
 
-def test_the_start_is_the_model_that_the_run_began_with(out: Path) -> None:
+def test_start_is_the_model_that_the_run_began_with(out: Path) -> None:
     here = lab(out)
     run = here.run("liere:8", seed=3, optim={"lr": 1e-12})
     [trained] = here.train([run])
@@ -433,7 +433,7 @@ def test_weights_are_those_that_attention_mixes_with(out: Path, encoding: str) -
             torch.testing.assert_close(own.proj((weights @ v).transpose(1, 2).flatten(2)), output)
 
 
-def test_a_mask_takes_weight_away() -> None:
+def test_mask_takes_weight_away() -> None:
     own = Attention(8, 2)
     mask = torch.ones(4, 4, dtype=torch.bool).tril()
     weights = own.weights(torch.randn(1, 4, 8), bias=mask)

@@ -84,7 +84,7 @@ def titled(findings: Findings, start: str) -> Table:
     return next(table for table in findings.tables if table.title.startswith(start))
 
 
-def test_a_trend_is_the_slope_of_a_line_through_the_means() -> None:
+def test_trend_is_the_slope_of_a_line_through_the_means() -> None:
     random = np.random.default_rng(0)
     x = [1.0, 2.0, 4.0, 5.0]
     rights = [random.random((1, 600)) < 0.5 + 0.08 * at for at in x]
@@ -102,7 +102,7 @@ def test_curves_reach_a_target_between_points() -> None:
     assert reached == pytest.approx([2.5, 1.0, 1.0, np.inf, 1.0])
 
 
-def test_a_resample_draws_as_many_examples_as_there_are() -> None:
+def test_resample_draws_as_many_examples_as_there_are() -> None:
     shares = resamples(50)
     assert shares.sum(axis=1) == pytest.approx(np.ones(len(shares)))
     right = np.arange(50) < 20
@@ -114,7 +114,7 @@ def hits(*shares: float) -> np.ndarray:
     return np.stack([np.arange(100) < 100 * share for share in shares]).astype(float)
 
 
-def test_a_contrast_that_seeds_explain_is_none() -> None:
+def test_contrast_that_seeds_explain_is_none() -> None:
     def found(one: np.ndarray, other: np.ndarray) -> str:
         return verdict_of(contrasts([(one, other)])[0])
 
@@ -213,7 +213,7 @@ def test_trends_have_intervals_and_seeds_widen_them() -> None:
     assert two["mixed"].low < 0  # 5 and 15 points: two seeds do not show a slope
 
 
-def test_a_sentence_counts_measurable_changes_and_names_the_largest() -> None:
+def test_sentence_counts_measurable_changes_and_names_the_largest() -> None:
     moved = {"a": Interval(9, 5, 13), "b": Interval(-12, -20, -4), "c": Interval(30, -1, 61)}
     said = change_sentence("sharing", "accuracy", moved, seeds=3)
     assert said == (
@@ -252,7 +252,7 @@ class TestDataEfficiency:
         _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=data_config(val_size=20))
         assert shared_with_accuracy(lab) == ["learned", "mixed"]
 
-    def test_a_lead_that_shrinks_with_data_rises_with_halvings(self) -> None:
+    def test_lead_that_shrinks_with_data_rises_with_halvings(self) -> None:
         findings, _ = found("data-efficiency", self.hits, ["mixed"])
         leads = by(titled(findings, "Ahead"), "name", "share")
         assert leads[("mixed", 30)]["change"] == pytest.approx(55)
@@ -266,7 +266,7 @@ class TestDataEfficiency:
         assert {run.config.data.train_size for run in lab.asked} == {10, 12, 14, 15}
         assert any("Left out: 30 %, 40 %, 50 % and 60 %" in note for note in findings.notes)
 
-    def test_the_lead_of_liere_with_the_papers_share_of_the_data_is_told(self) -> None:
+    def test_lead_of_liere_with_the_papers_share_of_the_data_is_told(self) -> None:
         def hits(run: Run) -> float:
             share = {"learned": 0.3, "mixed": 0.5, "liere:8": 0.6, "liere:4": 0.4}[run.encoding]
             return share + 0.2 * (run.encoding == "liere:8" and run.config.data.train_size == 40)
@@ -278,7 +278,7 @@ class TestDataEfficiency:
         )
         assert any(note.startswith(told) and "4.47 %" in note for note in findings.notes)
 
-    def test_a_lead_that_is_not_measurable_is_in_the_notes_alone(self) -> None:
+    def test_lead_that_is_not_measurable_is_in_the_notes_alone(self) -> None:
         findings, _ = found("data-efficiency", lambda run: 0.5, ["mixed", "liere:8"])
         assert "40 %" not in findings.answer
         assert any("by 0.0 points [" in note for note in findings.notes)
@@ -308,7 +308,7 @@ class TestTrainingEfficiency:
         assert "mixed 2.0 [" in findings.answer
         assert list(findings.advice[0].encodings) == ["mixed"]
 
-    def test_what_examples_can_explain_is_not_sooner(self) -> None:
+    def test_differences_explained_by_examples_are_not_sooner(self) -> None:
         findings, _ = found("training-efficiency", self.hits, ["string"])
         [_, row] = findings.tables[0].rows
         assert row["sooner"] > 1
@@ -327,7 +327,7 @@ class TestTrainingEfficiency:
         assert both["epochs"] == pytest.approx(alone["epochs"])
         assert both["epochs_high"] - both["epochs_low"] > 2 * (alone["epochs_high"] - alone["epochs_low"])
 
-    def test_a_learned_curve_that_peaks_early_takes_the_papers_factor_apart(
+    def test_learned_curve_that_peaks_early_takes_the_papers_factor_apart(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def flat(run: Run, share: float) -> Trained:
@@ -402,7 +402,7 @@ class TestSharing:
         counts = [rows[(level,)]["parameters"] for level in ("nothing", "heads", "layers", "heads and layers")]
         assert counts == [counts[0], counts[0] / 2, counts[0] / 3, counts[0] / 6]
 
-    def test_what_sharing_costs_and_gains_is_counted(self) -> None:
+    def test_costs_and_gains_of_sharing_are_counted(self) -> None:
         def hits(run: Run) -> float:
             model = run.config.model
             return 0.5 - 0.2 * model.share_heads + (0.1 if run.encoding == "mixed" else 0) * model.share_layers
@@ -440,7 +440,7 @@ class TestModelSize:
         assert shared_with_accuracy(lab) == ["learned", "mixed"]
         assert [row["width"] for row in titled(findings, "The models").rows] == [384, 768, 1024]
 
-    def test_a_swin_is_scaled_in_all_stages(self) -> None:
+    def test_swin_is_scaled_in_all_stages(self) -> None:
         model = ModelConfig(backbone="swin", dim=32, depths=[1, 1], stage_heads=[2, 4], window_size=[2], patch_size=[2])
         _, lab = found("model-size", lambda run: 0.5, ["mixed"], model=model)
         asked = [(run.config.model.dim, run.config.model.stage_heads) for run in lab.asked[:3]]
@@ -597,7 +597,7 @@ class TestPooling:
         assert "raises accuracy in 2 of 2 cases" in findings.answer
         assert findings.advice[0].case.endswith("the mean")
 
-    def test_a_swin_has_nothing_to_compare(self) -> None:
+    def test_swin_has_nothing_to_compare(self) -> None:
         model = ModelConfig(backbone="swin", dim=8, depths=[1], stage_heads=[1], window_size=[2], patch_size=[4])
         findings, lab = found("pooling", lambda run: 0.5, ["mixed"], model=model)
         assert not lab.asked
@@ -659,7 +659,7 @@ class TestFinetune:
         curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
         assert sorted(curves.values()) == [1, 1, 1, 1, 5]
 
-    def test_a_broken_rule_does_not_hold(self) -> None:
+    def test_broken_rule_does_not_hold(self) -> None:
         from torchrope.lab.studies.finetune import _check
 
         lab = FakeLab(lambda run: 0.5)

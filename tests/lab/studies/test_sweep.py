@@ -68,7 +68,7 @@ def test_mistakes_are_reported_before_submission(
     assert told.count("\n") == 1
 
 
-def test_a_dry_run_prints_commands_that_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_commands_that_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "with space"
     assert main(["submit", "--sweep=seed=0,1", "--dry-run", "--", "train", f"--out={out}"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -108,7 +108,7 @@ def test_slurm_array_gets_the_signal_that_we_handle(
 
 
 @pytest.mark.slow
-def test_a_sweep_on_this_machine_runs_and_tells_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_on_this_machine_runs_and_tells_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("submitit")
     taken = tmp_path / "runs" / "seed=1"
     taken.mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_a_sweep_on_this_machine_runs_and_tells_what_failed(tmp_path: Path, caps
     assert weights[0] != weights[1]
 
 
-def test_a_missing_package_is_told_in_one_line(
+def test_missing_package_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "submitit", None)

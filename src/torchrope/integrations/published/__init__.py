@@ -22,7 +22,7 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
     Args:
         path: A `.safetensors` file or one of `torch.save`: a state dict, or a checkpoint that holds one under "model",
             "state_dict", "model_state_dict" or "module"; prefixes of wrappers are taken off.
-        options: What the shapes do not tell, by family; each is read off the file or as published by default.
+        options: Settings that the shapes do not determine, by family; read from the file or as published by default.
 
             - rope-vit, and timm's `vit_*_patch16_rope_*`: `num_heads`, `input_size`, `encoding`: "axial", or "none"
               for DeiT III, whose own checkpoints look like those of RoPE-Axial with APE.
@@ -83,10 +83,10 @@ def family_of(state: Mapping[str, Tensor]) -> Any:
     if family is None:
         known = ", ".join(family.FAMILY for family in _FAMILIES)
         names = ", ".join(sorted(state)[:3])
-        raise ValueError(f"load_published knows checkpoints of {known}, got {len(state)} tensors such as {names}")
+        raise ValueError(f"load_published supports checkpoints of {known}, got {len(state)} tensors such as {names}")
     return family
 
 
 def options_of(family: Any) -> list[str]:
-    """What a family's checkpoints can be told beside their tensors."""
+    """Options of a family's checkpoints, besides their tensors."""
     return [name for name in inspect.signature(family.convert).parameters if name != "state"]

@@ -35,7 +35,7 @@ _LAYER = {"layer_norm1": "norm1", "layer_norm2": "norm2", "mlp.fc1": "mlp.0", "m
 
 @dataclass(frozen=True)
 class Plan:
-    """A model as its shapes tell it; sizes are those of training."""
+    """A model as described by its shapes; sizes are those of training."""
 
     dim: int
     depth: int
@@ -149,10 +149,10 @@ def _lattice(
 ) -> tuple[int, ...]:
     """Patches along each axis at the training size; an image is square, since all axes share its unit."""
     frames, side = _frames_and_side(tensors, patch, input_size)
-    told = tensors.shape(_multiplier(0), 5)[1] if _multiplier(0) in tensors else None
-    axes = told or num_axes or (2 if frames is None else 3)
+    stated = tensors.shape(_multiplier(0), 5)[1] if _multiplier(0) in tensors else None
+    axes = stated or num_axes or (2 if frames is None else 3)
     if axes not in (2, 3) or num_axes not in (None, axes):
-        raise tensors.refusal(f"num_axes must be {told or '2 or 3'}, got {num_axes or axes}")
+        raise tensors.refusal(f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
     if axes == 2:
         if frames is not None:
             raise tensors.refusal(f"it must have no frames on 2 axes, got {frames}")

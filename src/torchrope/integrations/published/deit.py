@@ -31,7 +31,7 @@ _SCALES = (("gamma_1", "gamma_2"), ("ls1.gamma", "ls2.gamma"))
 
 @dataclass(frozen=True)
 class Plan:
-    """A ViT as the shapes of its checkpoint tell it.
+    """A ViT as described by the shapes of its checkpoint.
 
     Attributes:
         scales: Names of the two layer scales within a block, or None.
@@ -58,7 +58,7 @@ def plan(tensors: Tensors, *, num_heads: int | None, input_size: InputSize | Non
     """Read the architecture off the shapes; heads and training size as given, or as published.
 
     Raises:
-        ValueError: a shape that no such model has, or a number that neither shapes nor options tell.
+        ValueError: a shape that no such model has, or a number that neither shapes nor options determine.
     """
     dim, in_channels, *patch = tensors.shape("patch_embed.proj.weight", 4)
     if "cls_token" not in tensors:
@@ -147,9 +147,9 @@ def take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
     return weights
 
 
-def heads_of(tensors: Tensors, dim: int, num_heads: int | None, *, told: int | None = None, by: str = "") -> int:
+def heads_of(tensors: Tensors, dim: int, num_heads: int | None, *, stated: int | None = None, by: str = "") -> int:
     """Number of heads from a tensor, as asked for, or 64 channels each as published; refused where they disagree."""
-    heads = next(filter(None, (told, num_heads, _HEADS.get(dim))), None)
+    heads = next(filter(None, (stated, num_heads, _HEADS.get(dim))), None)
     if heads is None:
         if dim % 64:
             raise tensors.refusal(f"it does not determine the number of heads: give num_heads= for tokens {dim} wide")

@@ -61,7 +61,7 @@ def _read_safetensors(path: Path, size: int) -> Any:
 
 def _read_pickle(path: Path, size: int) -> Any:
     with path.open("rb") as file:  # errors of the disk are raised here
-        archived = file.read(4) == b"PK\x03\x04"  # as torch.load tells
+        archived = file.read(4) == b"PK\x03\x04"  # the test of torch.load
     try:
         if archived:
             _check_archive(path, size)

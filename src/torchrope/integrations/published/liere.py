@@ -30,7 +30,7 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A model as its shapes tell it; sizes are those of training."""
+    """A model as described by its shapes; sizes are those of training."""
 
     dim: int
     depth: int

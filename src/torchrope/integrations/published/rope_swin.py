@@ -24,7 +24,7 @@ _MOST_STAGES = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """A Swin as its shapes tell it."""
+    """A Swin as described by its shapes."""
 
     dim: int
     patch_size: tuple[int, int]
@@ -54,7 +54,7 @@ def convert(
 
     Args:
         state: The checkpoint.
-        window_size: Tokens along a window, where neither tables nor buffers tell it; 7 by default.
+        window_size: Tokens along a window, if neither tables nor buffers determine it; 7 by default.
         input_size: Training size; by default the one whose last stage is one window, as published.
 
     Raises:
@@ -133,14 +133,14 @@ def _heads(tensors: Tensors, stage: int, dim: int) -> int:
 
 def _window(tensors: Tensors, window_size: int | None) -> int:
     """Tokens along a window of the first stage: of an image (2 w - 1)^2 offsets, or w^2 places."""
-    told = None
+    stated = None
     if f"{_FIRST}.relative_position_bias_table" in tensors:
-        told = (math.isqrt(tensors.shape(f"{_FIRST}.relative_position_bias_table", 2)[0]) + 1) // 2
+        stated = (math.isqrt(tensors.shape(f"{_FIRST}.relative_position_bias_table", 2)[0]) + 1) // 2
     elif f"{_FIRST}.rope_t_x" in tensors:
-        told = math.isqrt(tensors.shape(f"{_FIRST}.rope_t_x", 1)[0])
-    if told and window_size not in (None, told):
-        raise tensors.refusal(f"window_size must be {told}, as its tables say, got {window_size}")
-    return told or window_size or 7
+        stated = math.isqrt(tensors.shape(f"{_FIRST}.rope_t_x", 1)[0])
+    if stated and window_size not in (None, stated):
+        raise tensors.refusal(f"window_size must be {stated}, as its tables say, got {window_size}")
+    return stated or window_size or 7
 
 
 def _input_size(tensors: Tensors, plan: Plan, input_size: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def _encoding(frequencies: Mapping[str, Tensor]) -> Callable[..., Encoding]:
 
 
 def _is_axial(frequencies: Tensor) -> bool:
-    """Whether heads agree and every pair turns with one axis: exact zeros are cosines of a right angle there."""
+    """Whether heads agree and every pair is rotated by one axis: exact zeros are cosines of a right angle there."""
     alike = bool((frequencies - frequencies[:, :1]).abs().max() < 1e-6)
     return alike and bool((frequencies.abs().min(dim=0).values < 1e-6).all()) and frequencies.shape[2] % 2 == 0
 

@@ -53,7 +53,7 @@ def convert(
             tensors,
             tensors.shape("patch_embed.proj.weight", 4)[0],
             num_heads,
-            told=tensors.shape(learned, 4)[2],
+            stated=tensors.shape(learned, 4)[2],
             by=learned,
         )
     plan = deit.plan(tensors, num_heads=num_heads, input_size=input_size)
@@ -78,7 +78,7 @@ def convert(
 
 
 def axial_frequencies(pairs: int, base: float = _BASE) -> Tensor:
-    """Frequencies `(2, pairs)` of height and width: the first half of the pairs turns with the column."""
+    """Frequencies `(2, pairs)` of height and width: the first half of the pairs is rotated by the column."""
     half = pairs // 2
     ladder = base ** (-torch.arange(half, dtype=torch.float64) / half)
     still = torch.zeros_like(ladder)

@@ -14,7 +14,7 @@ from torchrope.lab.timing import interleaved_seconds, milliseconds, ratio, threa
 
 PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def run_bench(
@@ -24,7 +24,7 @@ def run_bench(
     rounds: int = 21,
     num_threads: int | None = None,
     command: str = "",
-    tell: Tell = print,
+    log: Log = print,
 ) -> Bench:
     """Check parity, then time a step of every encoding, its implementations interleaved in every round.
 
@@ -37,7 +37,7 @@ def run_bench(
         rounds: Number of rounds; results are medians and quartiles over them.
         num_threads: Number of threads; None does not change it.
         command: The command line, stored in the results.
-        tell: Called with lines of progress.
+        log: Called with lines of progress.
 
     Raises:
         ParityError: a fast path differs from the float64 reference; nothing is measured then.
@@ -48,11 +48,11 @@ def run_bench(
     for name in names:
         make_encoding(name, setting)
     with threads(num_threads):
-        tell(f"parity against float64: {', '.join(names)}")
+        log(f"parity against float64: {', '.join(names)}")
         largest = require_parity(names, setting)
         compared = []
         for index, name in enumerate(names, 1):
-            tell(f"measuring {index} of {len(names)}: {name}")
+            log(f"measuring {index} of {len(names)}: {name}")
             compared.append(_compare(name, setting, rounds))
         source = find_source(command)
     return Bench(setting, rounds, tuple(compared), not_fitting, source, largest)

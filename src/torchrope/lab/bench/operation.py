@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchrope.lab.bench.bench import Tell
+from torchrope.lab.bench.bench import Log
 from torchrope.lab.bench.config import Setting
 from torchrope.lab.bench.peers import Pair, Task, make_task, precomputed_complex_multiply
 from torchrope.lab.bench.results import Operation
@@ -59,16 +59,16 @@ def in_attention(encoding: str) -> str:
     return f"{encoding} in attention / mixed"
 
 
-def measure_operations(setting: Setting, rounds: int, tell: Tell) -> list[Operation]:
+def measure_operations(setting: Setting, rounds: int, log: Log) -> list[Operation]:
     """Measure all comparisons at all shapes and dtypes, and the time of one call on one token."""
     measured = []
     for shape in SHAPES:
         for dtype in DTYPES:
             at_shape = _with_shape(setting, shape, dtype)
-            tell(f"one call: {at_shape.describe()}")
+            log(f"one call: {at_shape.describe()}")
             measured += _compare(at_shape, _cases(at_shape), rounds)
     at_shape = _with_shape(setting, SHAPES[0], "float32")
-    tell(f"in attention: {at_shape.describe()}")
+    log(f"in attention: {at_shape.describe()}")
     measured += _compare(at_shape, _cases_in_attention(at_shape), rounds)
     return [*measured, _one_token(_with_shape(setting, ONE_TOKEN, "float32"), rounds)]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
-from torchrope.lab.bench.bench import Tell, run_bench
+from torchrope.lab.bench.bench import Log, run_bench
 from torchrope.lab.bench.config import Setting
 from torchrope.lab.bench.operation import measure_operations
 from torchrope.lab.bench.peers import make_step, make_task, ours
@@ -58,7 +58,7 @@ def standard_plan(device: str = "cpu") -> Plan:
     return Plan(Setting(device=device), vit_s)
 
 
-def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", tell: Tell = print) -> Suite:
+def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", log: Log = print) -> Suite:
     """Check parity, run all measurements, and compare them with the targets.
 
     Raises:
@@ -70,22 +70,22 @@ def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", 
             encodings=BENCH_ENCODINGS,
             rounds=plan.rounds,
             command=command,
-            tell=tell,
+            log=log,
         )
         measurements = Measurements(
-            operations=tuple(measure_operations(plan.setting, plan.call_rounds, tell)),
+            operations=tuple(measure_operations(plan.setting, plan.call_rounds, log)),
             bench=bench,
-            memory=_memory(plan, tell),
-            growth=(*_growth(plan, "tokens", tell), *_growth(plan, "batch", tell)),
-            training=measure_training(plan.training, plan.setting.device, tell),
+            memory=_memory(plan, log),
+            growth=(*_growth(plan, "tokens", log), *_growth(plan, "batch", log)),
+            training=measure_training(plan.training, plan.setting.device, log),
         )
     return Suite(VERSION, judge_all(measurements), **vars(measurements))
 
 
-def measure_training(plan: Training, device: str, tell: Tell) -> Training:
+def measure_training(plan: Training, device: str, log: Log) -> Training:
     """Time training steps of a ViT with AdamW in float32, with encodings interleaved in every round."""
     names = (_NO_ENCODING, *TRAINING_ENCODINGS)
-    tell(f"training steps of {plan.dim} channels, batch {plan.batch}: {', '.join(names)}")
+    log(f"training steps of {plan.dim} channels, batch {plan.batch}: {', '.join(names)}")
     steps = {name: _training_step(plan, name, device) for name in names}
     seconds = interleaved_seconds(steps, rounds=plan.rounds, device=device)
     overheads = (
@@ -129,19 +129,19 @@ def measure_growth(encoding: str, over: str, sizes: tuple[int, ...], setting: Se
     return Growth(encoding, over, sizes, tuple(times), slope(sizes, [time.median for time in times]))
 
 
-def _memory(plan: Plan, tell: Tell) -> tuple[Peak, ...]:
-    tell(f"memory of {MEMORY_ENCODING} at {plan.memory_tokens} tokens")
+def _memory(plan: Plan, log: Log) -> tuple[Peak, ...]:
+    log(f"memory of {MEMORY_ENCODING} at {plan.memory_tokens} tokens")
     settings = [replace(plan.setting, tokens=plan.memory_tokens, batch=batch) for batch in plan.memory_batches]
     return tuple(
         measure_peak(MEMORY_ENCODING, setting, training=training) for training in (True, False) for setting in settings
     )
 
 
-def _growth(plan: Plan, over: str, tell: Tell) -> list[Growth]:
+def _growth(plan: Plan, over: str, log: Log) -> list[Growth]:
     sizes = plan.growth_tokens if over == "tokens" else plan.growth_batches
     growths = []
     for encoding in GROWTH_ENCODINGS:
-        tell(f"time over {over}, {sizes[0]} to {sizes[-1]}: {encoding}")
+        log(f"time over {over}, {sizes[0]} to {sizes[-1]}: {encoding}")
         growths.append(measure_growth(encoding, over, sizes, plan.setting, plan.growth_rounds))
     return growths
 

@@ -144,9 +144,11 @@ class Entry:
             if stored.get("schema") != SCHEMA:
                 raise ValueError(f"schema must be {SCHEMA}, got {short(stored.get('schema'))}")
             entry = build(Entry, stored, "entry")
-            told = stored.pop("digest", None)
-            if told != digest(stored):
-                raise ValueError(f"digest must be that of the content, which was altered or cut, got {short(told)}")
+            stored_digest = stored.pop("digest", None)
+            if stored_digest != digest(stored):
+                raise ValueError(
+                    f"digest must be that of the content, which was altered or cut, got {short(stored_digest)}"
+                )
             for each in entry.sets:
                 check_set(each)
         except (ValueError, OSError) as error:

@@ -1,5 +1,5 @@
-"""Data sets to train on: pictures, clips, volumes, and scenes with boxes or maps.
+"""Data sets for training and validation: images, clips, volumes, points, series, boxes and semantic maps.
 
-`config.data_config` names one and `build.make_data` makes its `datamodule.DataModule`. Nothing is imported
-here, so that the command line can describe its options at once.
+`config.data_config` selects a configuration and `build.make_data` builds its `datamodule.DataModule`. Nothing is
+imported here, so that `--help` on the command line is fast.
 """

@@ -1,4 +1,4 @@
-"""ADE20k, 150 classes of the scene parsing challenge."""
+"""ADE20k: semantic segmentation with the 150 classes of the scene parsing challenge."""
 
 import csv
 from collections import Counter
@@ -16,14 +16,14 @@ SOURCE = "data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip"
 
 
 class ADE20k(MapModule):
-    """20,210 pictures to train on and 2,000 to validate, every pixel of one of 150 classes or of none.
+    """20,210 training and 2,000 validation images; every pixel has one of 150 classes or is unlabelled.
 
-    In a mask 0 is without a label, and classes count from 1.
+    In a mask, 0 is unlabelled and the classes are 1 to 150.
 
     Source: B. Zhou et al., Scene Parsing through ADE20K Dataset, CVPR 2017.
 
     Raises:
-        ValueError: root is missing or not laid out so.
+        ValueError: root is missing or has another layout.
     """
 
     name = "ade20k"
@@ -36,17 +36,17 @@ class ADE20k(MapModule):
         super().__init__(config)
         root = existing_folder(config.root, "ADE20k", f"{LAYOUT}; from {SOURCE}")
         self.root = root / FOLDER if (root / FOLDER).is_dir() else root
-        wanted = [self.root / kind / part for kind in ("images", "annotations") for part in PARTS]
-        if not all(folder.is_dir() for folder in wanted) or not (self.root / TABLE).is_file():
+        folders = [self.root / kind / part for kind in ("images", "annotations") for part in PARTS]
+        if not all(folder.is_dir() for folder in folders) or not (self.root / TABLE).is_file():
             raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {str(root)!r}")
         self.classes = self.map_classes = read_classes(self.root / TABLE)
         self.description = (
-            f"Photographs of ADE20k, every pixel of one of {len(self.classes)} classes or of none (scene parsing "
-            "challenge, 2016)."
+            f"Photographs of ADE20k; every pixel has one of {len(self.classes)} classes or is unlabelled (scene "
+            "parsing challenge, 2016)."
         )
 
     def datasets(self) -> tuple[MapSet, MapSet]:
-        """List pictures and masks, and choose `train_size` and `val_size` of them."""
+        """List images and masks, and select `train_size` and `val_size` pairs."""
         (train, val), faults = self.pairs(
             [(self.root / "images" / part, self.root / "annotations" / part) for part in PARTS]
         )
@@ -54,20 +54,22 @@ class ADE20k(MapModule):
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Read objectInfo150.txt: columns with tabs between them, of which Idx counts from 1 and Name has synonyms.
+    """Read the class names of objectInfo150.txt, a tab-separated table.
+
+    The column Idx counts from 1; the column Name lists synonyms separated by commas.
 
     Returns:
-        The first synonym of every class, all where it is not the only one of that name.
+        The first synonym of every class, or all its synonyms if two classes have the same first one.
 
     Raises:
-        ValueError: it is another table.
+        ValueError: a column is missing, or Idx is not 1, 2, ...
     """
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     names = [(row.get("Name") or "").strip() for row in rows]
     indices = [(row.get("Idx") or "").strip() for row in rows]
     if not all(names) or indices != [str(number) for number in range(1, len(rows) + 1)] or not 2 <= len(rows) <= 254:
-        raise ValueError(f"{path.name} must have the columns Idx (1, 2, ...) and Name with tabs between, got {path}")
+        raise ValueError(f"{path.name} must have the columns Idx (1, 2, ...) and Name, separated by tabs, got {path}")
     first = [name.split(",")[0].strip() for name in names]
-    often = Counter(first)
-    return tuple(short if often[short] == 1 else name for short, name in zip(first, names, strict=True))
+    counts = Counter(first)
+    return tuple(short if counts[short] == 1 else name for short, name in zip(first, names, strict=True))

@@ -1,4 +1,4 @@
-"""Read arrays from numpy's .npz files: sizes checked against the file, no pickles, safe in threads."""
+"""Reading of numpy's .npz files: thread-safe, without pickles, with array sizes checked against the file size."""
 
 import math
 import threading
@@ -10,18 +10,18 @@ import numpy as np
 
 from torchrope.lab.data.faults import check_claim
 
-_PARSING = threading.Lock()
-"""numpy parses a header with `ast`, which fails at random in threads before CPython 3.13 (python/cpython#106905)."""
+_PARSE_LOCK = threading.Lock()
+"""numpy parses headers with `ast`, which fails at random in threads before CPython 3.13 (python/cpython#106905)."""
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of a .npz file, by name.
+    """Read all arrays of a .npz file, by name.
 
     Raises:
         ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, holds Python objects, or claims more
             than it can hold.
     """
-    with _PARSING:
+    with _PARSE_LOCK:
         with ZipFile(path) as archive:
             entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
             check_claim(sum(entry.file_size for entry in entries), path.stat().st_size)
@@ -33,11 +33,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_header(file: Any, size: int, name: str) -> None:
-    """Raise ValueError where the header of a .npy file claims more than `size` bytes hold."""
+    """Raise ValueError if the header of a .npy file claims more data than `size` bytes hold."""
     version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read_header(file)
     if dtype.hasobject:
-        raise ValueError(f"arrays must be numbers or text, got {name} of Python objects")
+        raise ValueError(f"arrays must hold numbers or text, got {name} of Python objects")
     if math.prod(shape) * dtype.itemsize > size:
         raise ValueError(f"{name} claims {math.prod(shape):,} values, more than its {size:,} bytes hold")

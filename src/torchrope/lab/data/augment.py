@@ -1,4 +1,4 @@
-"""Random augmentation of whole batches of training inputs, on the device of the batch."""
+"""Random augmentation of training batches, on the device of the batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,14 +9,14 @@ from torch.nn import functional
 from torch.utils.data import Dataset, default_collate
 from torchvision import tv_tensors
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as pictures
+from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope.lab.data.config import LARGEST_MAGNITUDE, AugmentConfig
 from torchrope.lab.data.crops import random_crop
 from torchrope.lab.data.draws import Draws, seeded
 
 SOLARISE_FROM = 128
-BLUR = {"kernel_size": 9, "sigma": (0.1, 2.0)}  # pixels; the deviations are DeiT-III's
+BLUR = {"kernel_size": 9, "sigma": (0.1, 2.0)}  # pixels; the standard deviations are those of DeiT-III
 OPERATIONS = (
     "Identity",
     "ShearX",
@@ -34,31 +34,31 @@ OPERATIONS = (
     "Equalize",
 )  # torchvision's names and order
 OPERATIONS_OF_VOLUMES = tuple(
-    # Channels are no colours, and a value is to mean the same in all slices.
+    # Channels are not colours, and equal values must stay equal in all slices.
     name
     for name in OPERATIONS
     if name not in ("Color", "Posterize", "Solarize", "AutoContrast", "Equalize")
 )
 
-# Grey, solarised or blurred, each with a third of the chance (DeiT-III, section 3).
+# Greyscale, solarise or blur, each with probability 1/3 (DeiT-III, section 3).
 THREE_AUGMENT = v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARISE_FROM, p=1.0), v2.GaussianBlur(**BLUR)])
 
 Change = Callable[[Tensor], Tensor]
 
 
 class EpochSet(Dataset):
-    """The training examples of one epoch, changed at random.
+    """Apply random augmentation to the training examples of one epoch.
 
-    Example i is a function of `seed` and i alone, Mixup and CutMix of its batch too. What the set itself draws
-    from torch's generator, such as a random crop, is seeded the same way.
+    Example i depends on `seed` and i only; with Mixup or CutMix, also on the other examples of its batch. Random
+    numbers that `dataset` draws from torch's global generator, such as those of a random crop, are seeded the same way.
 
     Args:
-        dataset: Examples (input, label, ...). Where it has `normalise`, which makes inputs ready for a model, and
-            `raw`, the same set before that, inputs are changed in between: pictures and clips as bytes, volumes in
-            [0, 1].
-        config: What is changed.
-        num_classes: Length of a label that Mixup and CutMix make.
-        seed: That of the run and the epoch.
+        dataset: Examples (input, label, ...). If it has the method `normalise` and the attribute `raw`, the same set
+            before normalisation, augmentation is applied before normalisation: to images and clips as bytes, to volumes
+            in [0, 1].
+        config: The augmentation.
+        num_classes: Length of the soft labels of Mixup and CutMix.
+        seed: Seed of the run and the epoch.
     """
 
     def __init__(self, dataset: Dataset, config: AugmentConfig, num_classes: int, seed: int) -> None:
@@ -71,7 +71,7 @@ class EpochSet(Dataset):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> tuple:
-        if not 0 <= index < len(self):  # where a loop over the set ends; repeats come in batches alone
+        if not 0 <= index < len(self):  # ends iteration; repeats are read in batches only
             raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
         inputs, labels, *others = self.__getitems__([index])
         label = labels[0] if labels.ndim > 1 else int(labels[0])
@@ -93,8 +93,8 @@ class EpochSet(Dataset):
 
 
 def read_batch(dataset: Dataset, draws: Draws) -> Sequence[Tensor]:
-    """Read a batch at once where the set can, else one by one, each with a seed of its own."""
-    indices = [index % len(dataset) for index in draws.indices]  # type: ignore[arg-type]  # beyond the end: a repeat
+    """Read a batch with `__getitems__` if the set has it, else example by example, each with its own seed."""
+    indices = [index % len(dataset) for index in draws.indices]  # type: ignore[arg-type]  # an index past the end is a repeat
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
     samples = []
@@ -105,16 +105,16 @@ def read_batch(dataset: Dataset, draws: Draws) -> Sequence[Tensor]:
 
 
 def crop(inputs: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
-    """Show a part of square pictures or clips `(batch, channels, [time,] size, size)`, enlarged to `size`, if asked."""
+    """Crop square images or clips `(batch, channels, [time,] size, size)` at random and resize to `size`, if set."""
     if not config.crops:
         return inputs
     return one_by_one(inputs, random_crop(config, inputs.shape[-1]).change, draws.seeds("random crop"))
 
 
 def change_pixels(images: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
-    """Pad and crop, flip and recolour uint8 pictures `(batch, 3, height, width)`, in the order of `AugmentConfig`.
+    """Crop, flip and change the colours of uint8 images `(batch, 3, height, width)`, in the order of `AugmentConfig`.
 
-    Clips `(batch, 3, time, height, width)` are flipped and take RandAugment, all frames alike.
+    Clips `(batch, 3, time, height, width)` support flips and RandAugment, the same for all frames.
     """
     if config.crop_padding:
         images = crop_padded(images, config.crop_padding, draws)
@@ -131,7 +131,7 @@ def change_pixels(images: Tensor, config: AugmentConfig, draws: Draws) -> Tensor
 
 
 def change_voxels(volumes: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
-    """Flip volumes `(batch, channels, depth, height, width)` in [0, 1], and apply RandAugment, all slices alike."""
+    """Flip volumes `(batch, channels, depth, height, width)` in [0, 1] and apply RandAugment, equally to all slices."""
     if config.flip:
         volumes = flip(volumes, draws)
     if config.randaugment is not None:
@@ -140,7 +140,7 @@ def change_voxels(volumes: Tensor, config: AugmentConfig, draws: Draws) -> Tenso
 
 
 def crop_padded(images: Tensor, padding: int, draws: Draws) -> Tensor:
-    """Shift every picture by up to `padding` pixels along each axis, black coming in."""
+    """Pad every image by `padding` black pixels and crop it at random to its original size."""
     height, width = images.shape[-2:]
     padded = functional.pad(images, (padding,) * 4)
     corners = (draws.uniform("crop", 2) * (2 * padding + 1)).long().to(images.device)  # [b, 2]
@@ -151,80 +151,79 @@ def crop_padded(images: Tensor, padding: int, draws: Draws) -> Tensor:
 
 
 def flip(inputs: Tensor, draws: Draws) -> Tensor:
-    """Exchange left and right, the ends of the last axis, in half of the examples."""
-    chosen = (draws.uniform("flip") < 0.5).to(inputs.device)  # [b, 1]
-    return torch.where(chosen.view(-1, *[1] * (inputs.ndim - 1)), inputs.flip(-1), inputs)
+    """Flip every example along the last axis (left and right) with probability 1/2."""
+    flipped = (draws.uniform("flip") < 0.5).to(inputs.device)  # [b, 1]
+    return torch.where(flipped.view(-1, *[1] * (inputs.ndim - 1)), inputs.flip(-1), inputs)
 
 
 def randaugment(images: Tensor, number: int, magnitude: int, draws: Draws) -> Tensor:
-    """Apply `number` operations of a magnitude to every picture (Cubuk et al., arXiv:1909.13719).
+    """Apply `number` random operations of a magnitude to every image (Cubuk et al., arXiv:1909.13719).
 
-    Operations, strengths and directions are torchvision's `RandAugment` with 31 magnitudes. Pictures with the
-    same operation are changed together, so a batch costs as many calls as there are operations. The frames of a clip
-    `(batch, 3, time, height, width)` have the operations and strengths of their clip, each as a picture of its own
-    (VideoMAE, Tong et al., arXiv:2203.12602).
+    Operations, strengths and directions are those of torchvision's `RandAugment` with 31 magnitudes. Images with the
+    same operation are processed together, so a batch needs one call per operation. The operations and strengths of a
+    clip `(batch, 3, time, height, width)` apply to each of its frames (VideoMAE, Tong et al., arXiv:2203.12602).
     """
     changes = randaugment_changes(magnitude, *images.shape[-2:])
-    last = images.movedim(1, -3)  # torchvision takes any axes before the channels
+    last = images.movedim(1, -3)  # torchvision accepts any leading axes
     return _drawn_changes(last, number, changes, draws).movedim(-3, 1).contiguous()
 
 
 def randaugment_volumes(volumes: Tensor, number: int, magnitude: int, draws: Draws) -> Tensor:
-    """Apply `number` of `OPERATIONS_OF_VOLUMES` to every volume, strengths and directions as `randaugment`'s.
+    """Apply `number` random `OPERATIONS_OF_VOLUMES` to every volume, with the strengths of `randaugment`.
 
-    A volume is moved in the plane of its slices, by the same amount in all. Contrast is about the mean of each channel
-    of the whole volume, where a picture's is about its grey.
+    Geometric operations act in the plane of the slices, equally on all slices. Contrast scales around the mean of each
+    channel over the volume; for an image it scales around the mean of its greyscale version.
 
     Args:
         volumes: `(batch, channels, depth, height, width)` in [0, 1].
-        number: Operations on each.
+        number: Operations per volume.
         magnitude: 0 to 30.
-        draws: The random numbers of the batch.
+        draws: Random numbers of the batch.
     """
     return _drawn_changes(volumes, number, volume_changes(magnitude, *volumes.shape[-2:]), draws)
 
 
 def volume_changes(magnitude: int, height: int, width: int) -> list[tuple[Change, Change]]:
-    """What each of `OPERATIONS_OF_VOLUMES` does at a magnitude, in either direction."""
-    of_pictures = dict(zip(OPERATIONS, randaugment_changes(magnitude, height, width), strict=True))
+    """Return each of `OPERATIONS_OF_VOLUMES` at a magnitude, in both directions."""
+    image_changes = dict(zip(OPERATIONS, randaugment_changes(magnitude, height, width), strict=True))
     changes = []
     for name in OPERATIONS_OF_VOLUMES:
-        one, other = of_pictures[name]
-        part = _of_channels if name == "Contrast" else _of_slices
-        changes.append((part(one), part(other)))
+        forward, backward = image_changes[name]
+        adapt = _per_channel if name == "Contrast" else _per_slice
+        changes.append((adapt(forward), adapt(backward)))
     return changes
 
 
 def _drawn_changes(images: Tensor, number: int, changes: Sequence[tuple[Change, Change]], draws: Draws) -> Tensor:
-    """Change every example `number` times, each time in one of the ways, in either direction."""
-    directed = [change for both in changes for change in both]
-    for turn in range(number):
-        drawn = draws.uniform(f"randaugment {turn}", 2)
+    """Apply `number` random changes to every example, each in a random direction."""
+    directed = [change for pair in changes for change in pair]
+    for step in range(number):
+        drawn = draws.uniform(f"randaugment {step}", 2)
         kinds = 2 * (drawn[:, 0] * len(changes)).long() + (drawn[:, 1] < 0.5)
         images = change_by_kind(images, kinds, directed)
     return images
 
 
-def _of_slices(change: Change) -> Change:
-    """A change of grey pictures, for each slice of each channel `(..., height, width)`."""
+def _per_slice(change: Change) -> Change:
+    """Apply a change of greyscale images to each slice of each channel `(..., height, width)`."""
     return lambda x: change(x.unsqueeze(-3)).squeeze(-3)
 
 
-def _of_channels(change: Change) -> Change:
-    """Likewise, for each channel with its slices below one another as one picture."""
+def _per_channel(change: Change) -> Change:
+    """Apply a change of greyscale images to each channel, its slices stacked vertically into one image."""
     return lambda x: change(x.flatten(-3, -2).unsqueeze(-3)).squeeze(-3).view_as(x)
 
 
 def randaugment_changes(magnitude: int, height: int, width: int) -> list[tuple[Change, Change]]:
-    """What each of `OPERATIONS` does at a magnitude, in either direction (alike where it has none)."""
+    """Return each of `OPERATIONS` at a magnitude, in both directions (twice the same if it has no direction)."""
     level = magnitude / LARGEST_MAGNITUDE
     shear = math.degrees(math.atan(0.3 * level))
-    turn, factor = 30.0 * level, 0.9 * level
+    degrees, factor = 30.0 * level, 0.9 * level
     right, down = int(150 / 331 * width * level), int(150 / 331 * height * level)
-    bits, bright = round(8 - 4 * level), 255 * (1 - level)
+    bits, threshold = round(8 - 4 * level), 255 * (1 - level)
 
-    def moved(angles: tuple[float, float], pixels: tuple[int, int], about: list[float] | None = None) -> Change:
-        return lambda x: pictures.affine(x, 0.0, list(pixels), 1.0, list(angles), center=about)
+    def moved(angles: tuple[float, float], pixels: tuple[int, int], centre: list[float] | None = None) -> Change:
+        return lambda x: image_ops.affine(x, 0.0, list(pixels), 1.0, list(angles), center=centre)
 
     corner = [0.0, 0.0]
     changes: dict[str, Callable[[int], Change]] = {
@@ -233,21 +232,21 @@ def randaugment_changes(magnitude: int, height: int, width: int) -> list[tuple[C
         "ShearY": lambda sign: moved((0.0, sign * shear), (0, 0), corner),
         "TranslateX": lambda sign: moved((0.0, 0.0), (sign * right, 0)),
         "TranslateY": lambda sign: moved((0.0, 0.0), (0, sign * down)),
-        "Rotate": lambda sign: lambda x: pictures.rotate(x, sign * turn),
-        "Brightness": lambda sign: lambda x: pictures.adjust_brightness(x, 1 + sign * factor),
-        "Color": lambda sign: lambda x: pictures.adjust_saturation(x, 1 + sign * factor),
-        "Contrast": lambda sign: lambda x: pictures.adjust_contrast(x, 1 + sign * factor),
-        "Sharpness": lambda sign: lambda x: pictures.adjust_sharpness(x, 1 + sign * factor),
-        "Posterize": lambda sign: lambda x: pictures.posterize(x, bits),
-        "Solarize": lambda sign: lambda x: pictures.solarize(x, bright),
-        "AutoContrast": lambda sign: pictures.autocontrast,
-        "Equalize": lambda sign: pictures.equalize,
+        "Rotate": lambda sign: lambda x: image_ops.rotate(x, sign * degrees),
+        "Brightness": lambda sign: lambda x: image_ops.adjust_brightness(x, 1 + sign * factor),
+        "Color": lambda sign: lambda x: image_ops.adjust_saturation(x, 1 + sign * factor),
+        "Contrast": lambda sign: lambda x: image_ops.adjust_contrast(x, 1 + sign * factor),
+        "Sharpness": lambda sign: lambda x: image_ops.adjust_sharpness(x, 1 + sign * factor),
+        "Posterize": lambda sign: lambda x: image_ops.posterize(x, bits),
+        "Solarize": lambda sign: lambda x: image_ops.solarize(x, threshold),
+        "AutoContrast": lambda sign: image_ops.autocontrast,
+        "Equalize": lambda sign: image_ops.equalize,
     }
     return [(changes[name](1), changes[name](-1)) for name in OPERATIONS]
 
 
 def change_by_kind(images: Tensor, kinds: Tensor, changes: Sequence[Change]) -> Tensor:
-    """Change every picture in the way that its kind names, those of one kind together."""
+    """Apply `changes[kinds[i]]` to image i, with one call for all images of a kind."""
     changed = images.clone()
     for kind in kinds.unique().tolist():
         members = (kinds == kind).nonzero().flatten().to(images.device)
@@ -256,7 +255,7 @@ def change_by_kind(images: Tensor, kinds: Tensor, changes: Sequence[Change]) -> 
 
 
 def one_by_one(inputs: Tensor, change: Change, seeds: Sequence[int]) -> Tensor:
-    """Change every example by what draws from torch's global generator, each with a seed of its own."""
+    """Apply a change that draws from torch's global generator to every example, each with its own seed."""
     changed = []
     for example, seed in zip(inputs, seeds, strict=True):
         with seeded(seed):
@@ -265,13 +264,13 @@ def one_by_one(inputs: Tensor, change: Change, seeds: Sequence[int]) -> Tensor:
 
 
 def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
-    """Cover a box of 2 to 33 % of some inputs with noise, as torchvision's `RandomErasing` does.
+    """Replace a random box of 2 to 33 % of an input by noise, as torchvision's `RandomErasing` does.
 
-    The box of a clip or a volume goes through all frames or slices (VideoMAE), with other noise in each.
+    In a clip or a volume the box is the same in all frames or slices (VideoMAE), with different noise in each.
     """
     if not probability:
         return inputs
-    flat = inputs.flatten(1, -3)  # channels and frames are alike to it
+    flat = inputs.flatten(1, -3)  # frames are treated as channels
     return one_by_one(flat, v2.RandomErasing(probability, value="random"), draws.seeds("erasing")).view_as(inputs)
 
 
@@ -279,17 +278,18 @@ def mix(inputs: Tensor, labels: Tensor, num_classes: int, config: AugmentConfig,
     """Mix every example with its neighbour in the batch by Mixup or CutMix.
 
     Returns:
-        Inputs, and labels as probabilities `(batch, num_classes)` where either is on, mixed or not.
+        Inputs and labels. If Mixup or CutMix is configured, labels are probabilities `(batch, num_classes)`, also for
+        a batch that is not mixed.
     """
     if not config.mixup and not config.cutmix:
         return inputs, labels
     batch = draws.of_batch
-    whether, which = batch.uniform("mix", 2)[0].tolist()
-    if whether >= config.mix_probability:
+    mix_draw, kind_draw = batch.uniform("mix", 2)[0].tolist()
+    if mix_draw >= config.mix_probability:
         return inputs, functional.one_hot(labels, num_classes).float()
-    cut = config.cutmix > 0 and (not config.mixup or which < 0.5)
+    cut = config.cutmix > 0 and (not config.mixup or kind_draw < 0.5)
     mixer = v2.CutMix if cut else v2.MixUp
-    # torchvision takes five axes for videos alone.
+    # torchvision accepts five axes for videos only.
     wrapped = tv_tensors.Video(inputs) if inputs.ndim == 5 else inputs
     with seeded(batch.seeds("mix shares")[0]):
         mixed, shares = mixer(alpha=config.cutmix if cut else config.mixup, num_classes=num_classes)(wrapped, labels)

@@ -1,4 +1,4 @@
-"""Folder of downloaded files and indices."""
+"""Cache folder for downloaded files, drawn images and indices of shards."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ import torch
 
 
 def cache_folder() -> Path:
-    """Folder for what is fetched or made once: beside what torch.hub keeps."""
+    """Return the cache folder, `torchrope` in the folder of `torch.hub`."""
     return Path(torch.hub.get_dir()) / "torchrope"

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: the published files alone, the version for Python by torchvision or the binary one."""
+"""CIFAR-10 and CIFAR-100, from the published Python files (read by torchvision) or binary files."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,21 +33,21 @@ willow_tree wolf woman worm
 
 
 class Cifar(DataModule):
-    """Pictures of 32x32 colour pixels, kept in memory as bytes: 50,000 to train on, 10,000 to validate.
+    """50,000 training and 10,000 validation images of 32x32 colour pixels, kept in memory as bytes.
 
-    Those of another size are read from the files where fewer pixels than theirs are trained on.
+    If the training size is below 32, validation at other sizes resamples the original images.
 
-    Archives, and the files of the version for Python, which are pickles, are read only if their MD5 sums are the
-    published ones.
+    Archives and the files of the Python version, which are pickles, are read only if their MD5 sums are the published
+    ones.
 
     Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, University of Toronto, 2009.
 
     Attributes:
-        source: torchvision's data set, which knows the names and the sums of the version for Python.
-        binary_folder: Folder of the binary version, as its archive names it.
-        binary_archive: That archive.
-        binary_md5: Its sum.
-        label_bytes: Bytes in front of a picture in the binary version; the last one is the label.
+        source: torchvision's data set, with file names and MD5 sums of the Python version.
+        binary_folder: Folder name of the binary version.
+        binary_archive: File name of its archive.
+        binary_md5: MD5 sum of the archive.
+        label_bytes: Bytes before each image in the binary version; the last of them is the label.
     """
 
     axes = ("height", "width")
@@ -67,28 +67,28 @@ class Cifar(DataModule):
         self.other_sizes = "read" if side < IMAGE_SIZE else "resampled"
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:
-        """Find the files, read `train_size` and `val_size` of them, resample to `input_size`; bytes all the way."""
+        """Read `train_size` and `val_size` images and resample them to `input_size`, as bytes."""
         side = self.input_size[0]
-        with self._unpacked() as folder:
+        with self._data_folder() as folder:
             train, val = (self._part(folder, part, side) for part in ("train", "val"))
         return byte_sets(*train, *val, self.config.normalise)
 
     def at_size(self, size: int) -> "Cifar | None":
-        """The pictures to validate, read again at another size, where fewer pixels than theirs are trained on."""
+        """Return the validation images resampled to another size; None if `other_sizes` is "resampled"."""
         if self.other_sizes == "resampled":
             return None
         _, val = self._made_datasets()
         assert isinstance(val, TensorSet)
-        with self._unpacked() as folder:
+        with self._data_folder() as folder:
             return self._with_validation(size, TensorSet(*self._part(folder, "val", size), val.normalise))
 
     @property
     def enlarged(self) -> int:
-        """All where more pixels are shown than there are."""
+        """Number of validation images if they are upsampled, else 0."""
         return self.counts[1] if self.input_size[0] > IMAGE_SIZE else 0
 
     def _part(self, folder: Path, part: str, side: int) -> tuple[Tensor, Tensor]:
-        """Bytes `(examples, 3, side, side)` and labels of "train" or "val"."""
+        """Read bytes `(examples, 3, side, side)` and labels of "train" or "val"."""
         read = self._read_binary if folder.name == self.binary_folder else self._read_python
         images, labels = read(folder, train=part == "train")
         name = f"{part}_size"
@@ -96,8 +96,8 @@ class Cifar(DataModule):
         return resize_bytes(images[chosen], (side, side)), labels[chosen]
 
     @contextmanager
-    def _unpacked(self) -> Iterator[Path]:
-        """The folder of one of the versions; of an archive, unpacked for as long as it is read."""
+    def _data_folder(self) -> Iterator[Path]:
+        """Yield the folder of either version; an archive is unpacked to a temporary folder."""
         if self.config.root is None:
             yield self._downloaded(cache_folder())
             return
@@ -126,7 +126,7 @@ class Cifar(DataModule):
         try:
             self.source(folder, download=True)
         except (OSError, RuntimeError) as error:
-            rule = f"{self.title} must be downloadable, or root name a folder that holds {self.source.base_folder}/ or"
+            rule = f"{self.title} must be downloadable, or --data.root must hold {self.source.base_folder}/ or"
             why = " ".join(str(error).split())
             raise ValueError(f"{rule} {self.source.filename} from {ADDRESS}, got: {why}") from error
         return folder / self.source.base_folder
@@ -139,7 +139,7 @@ class Cifar(DataModule):
             sums = [*self.source.train_list, *self.source.test_list, meta]
             wrong = [name for name, md5 in sums if not check_integrity(folder / name, md5)]
             rule = f"{folder} must hold the files of {self.source.url}, with their MD5 sums"
-            raise ValueError(f"{rule}, got others or none as {', '.join(wrong)}") from error
+            raise ValueError(f"{rule}, got a missing or different {', '.join(wrong)}") from error
         return torch.from_numpy(stored.data).permute(0, 3, 1, 2), torch.tensor(stored.targets)
 
     def _read_binary(self, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
@@ -148,17 +148,17 @@ class Cifar(DataModule):
         rows = torch.cat(parts)
         labels = rows[:, self.label_bytes - 1].long()
         if int(labels.max()) >= self.num_classes:
-            rule = f"labels of {', '.join(names)} in {folder} must lie below {self.num_classes}"
+            rule = f"labels of {', '.join(names)} in {folder} must be below {self.num_classes}"
             raise ValueError(f"{rule}, got {int(labels.max())}")
         return rows[:, self.label_bytes :].reshape(-1, 3, IMAGE_SIZE, IMAGE_SIZE), labels
 
 
 class Cifar10(Cifar):
-    """CIFAR-10: ten kinds of things."""
+    """CIFAR-10: images of ten classes."""
 
     name = "cifar10"
     title = "CIFAR-10"
-    description = "60,000 real pictures of 32×32 colour pixels (CIFAR-10); the class is one of ten kinds."
+    description = "60,000 photographs of 32×32 colour pixels (CIFAR-10) in ten classes."
     classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
     source = datasets.CIFAR10
     binary_folder = "cifar-10-batches-bin"
@@ -168,13 +168,11 @@ class Cifar10(Cifar):
 
 
 class Cifar100(Cifar):
-    """CIFAR-100: a hundred kinds of things, the fine labels."""
+    """CIFAR-100: images of 100 classes, the fine labels."""
 
     name = "cifar100"
     title = "CIFAR-100"
-    description = (
-        "60,000 real pictures of 32×32 colour pixels (CIFAR-100); the class is one of a hundred kinds of things."
-    )
+    description = "60,000 photographs of 32×32 colour pixels (CIFAR-100) in 100 classes."
     classes = tuple(FINE_CLASSES.split())
     source = datasets.CIFAR100
     binary_folder = "cifar-100-binary"
@@ -184,13 +182,13 @@ class Cifar100(Cifar):
 
 
 def read_rows(path: Path, width: int) -> Tensor:
-    """Read a file of rows of `width` bytes.
+    """Read a binary file as rows of `width` bytes.
 
     Returns:
         uint8 `(rows, width)`.
 
     Raises:
-        ValueError: it cannot be read, is empty or is no whole number of rows.
+        ValueError: the file cannot be read, is empty, or its size is not a multiple of `width`.
     """
     try:
         content = np.fromfile(path, np.uint8)

@@ -1,4 +1,4 @@
-"""Which frames and which crops of a video a model sees, in training and in testing.
+"""Frames and crops of a video for training and for testing.
 
 The formulas are those of VideoMAE (Tong et al., arXiv:2203.12602; `VideoClsDataset` of MCG-NJU/VideoMAE), which the
 videos of LieRE are sampled with.
@@ -59,7 +59,7 @@ def test_frames(count: int, frames: int, stride: int, segments: int) -> list[lis
     return [strided[start : start + frames] for start in _starts(len(strided) - frames, segments)]
 
 
-test_frames.__test__ = False  # type: ignore[attr-defined]  # pytest takes the name for a test's
+test_frames.__test__ = False  # type: ignore[attr-defined]  # not a test, despite its name
 
 
 def crop_corners(height: int, width: int, size: int, crops: int) -> list[tuple[int, int]]:
@@ -107,9 +107,9 @@ def predict_views(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) ->
 
 
 def _spread(start: int, span: int, number: int) -> list[int]:
-    """Whole parts of `number` places from start to start + span, the end itself excluded."""
+    """Return the integer parts of `number` equidistant values in [start, start + span)."""
     return [start + min(span * place // max(1, number - 1), span - 1) for place in range(number)]
 
 
-def _starts(room: int, number: int) -> list[int]:
-    return [room // 2] if number == 1 else [place * room // (number - 1) for place in range(number)]
+def _starts(span: int, number: int) -> list[int]:
+    return [span // 2] if number == 1 else [place * span // (number - 1) for place in range(number)]

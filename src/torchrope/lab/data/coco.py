@@ -1,4 +1,4 @@
-"""Data sets in COCO's instance format: boxes, polygons and run-length masks, one JSON file per part."""
+"""Object detection and instance segmentation data in COCO's format, with one JSON file per part."""
 
 import json
 import math
@@ -19,34 +19,34 @@ from torchrope.lab.data.dense import (
     Change,
     DenseModule,
     Example,
-    PictureSet,
-    boxed,
-    choose_some,
+    ImageFileSet,
     compose,
     flip_and_colours,
+    imagenet_normalise,
     large_scale_jitter,
-    of_photographs,
+    select_some,
+    to_boxes,
 )
-from torchrope.lab.data.faults import Fault, name_some, tell_skipped
+from torchrope.lab.data.faults import Fault, name_some, warn_skipped
 from torchrope.lab.data.folders import matching
 from torchrope.lab.data.images import existing_folder, hold_out, load_image
 
-LONGEST = 5 / 3  # side, over the shorter one: 1333 for 800
-NOTHING = b"[]"
-FARTHEST = 1e5  # pixels; a polygon that goes beyond is damaged
+LONGEST = 5 / 3  # largest longer side over data.size: 1333 for 800
+NO_OBJECTS = b"[]"  # JSON
+FARTHEST = 1e5  # pixels; a polygon with a larger coordinate is damaged
 
 LAYOUT = (
-    "annotations/instances_train2017.json and instances_val2017.json (or one *train*.json and one or no *val*.json), "
-    "and the images that they name in train2017 and val2017, train and val, either in images/, or images"
+    "annotations/instances_train2017.json and instances_val2017.json (or one *train*.json and at most one *val*.json), "
+    "with their images in train2017 and val2017, in train and val, in these folders below images, or in images"
 )
 SOURCE = "cocodataset.org"
 
 
-class Picture(NamedTuple):
-    """An image with its objects and its crowds.
+class ImageEntry(NamedTuple):
+    """Path and size of an image, with its objects and crowds.
 
-    Both are JSON, [label, left, top, right, bottom, id, segmentation] of each: as text, since many small Python objects
-    would be copied into every loading process.
+    Objects and crowds are stored as JSON text, a list of [label, left, top, right, bottom, id, segmentation]: many
+    small Python objects would be copied into every loading process.
     """
 
     path: str
@@ -57,7 +57,7 @@ class Picture(NamedTuple):
 
 
 class Instances(NamedTuple):
-    """Contents of a JSON file: category names by id, images, their annotations, and faults of some of them."""
+    """Contents of an annotation file: category names by id, images by id, annotations by image id, invalid entries."""
 
     file: str
     categories: dict[int, str]
@@ -66,37 +66,37 @@ class Instances(NamedTuple):
     faults: list[Fault]
 
 
-class CocoSet(PictureSet):
-    """Pictures with boxes, labels, crowds, and masks where the annotations have some.
+class CocoSet(ImageFileSet):
+    """Images with boxes, labels, crowd flags and, if `masks`, instance masks.
 
     Args:
-        root: Folder that the paths start from.
-        listed: The pictures.
+        root: Folder that the paths are relative to.
+        listed: The images.
         masks: Whether targets have masks.
-        change: Changes bytes and truth.
-        max_skipped: How many may be left out.
+        change: Transform of image and target; None for none.
+        max_skipped: Largest number of unreadable images that are skipped.
     """
 
     def __init__(
-        self, root: Path, listed: Sequence[Picture], masks: bool, change: Change | None, max_skipped: int
+        self, root: Path, listed: Sequence[ImageEntry], masks: bool, change: Change | None, max_skipped: int
     ) -> None:
         self.root = root
         self.listed = listed
         self.masks = masks
-        samples = [(picture.path, zlib.crc32(picture.objects + picture.crowds)) for picture in listed]
-        super().__init__(samples, of_photographs(), change, max_skipped)
+        samples = [(image.path, zlib.crc32(image.objects + image.crowds)) for image in listed]
+        super().__init__(samples, imagenet_normalise(), change, max_skipped)
 
     def load(self, index: int) -> Example:
-        """Read a picture, and decode its objects."""
+        """Read an image and decode its annotations."""
         path, height, width, *packed = self.listed[index]
         image = tv_tensors.Image(load_image(self.root / path))
         if image.shape[-2:] != (height, width):
-            rule = f"it must be as large as its annotations say, {width}x{height} pixels"
+            rule = f"an image must have the size in its annotations, {width}x{height} pixels"
             raise ValueError(f"{rule}, got {image.shape[-1]}x{image.shape[-2]}")
         objects, crowds = (json.loads(part) for part in packed)
         rows = objects + crowds
         target = {
-            "boxes": boxed(torch.tensor([row[1:5] for row in rows]), height, width),
+            "boxes": to_boxes(torch.tensor([row[1:5] for row in rows]), height, width),
             "labels": torch.tensor([row[0] for row in rows], dtype=torch.int64),
             "crowd": torch.arange(len(rows)) >= len(objects),
             "name": path,
@@ -109,20 +109,20 @@ class CocoSet(PictureSet):
 
 
 class Coco(DenseModule):
-    """COCO, 118,287 pictures to train on and 5,000 to validate with 80 classes of objects, or data in its format.
+    """COCO, 118,287 training and 5,000 validation images with objects of 80 classes, or data in the same format.
 
-    Labels are the places of the categories' ids in their order. Annotations that cannot be used, and images that are
-    not there, are left out, named and counted. Crowds, and then images without an object, are left out of training, as
-    detectron2 and torchvision have it, and are part of validation. Without a file for val a fifth of the images is held
-    out by a hash of the name and `split_seed`. Where no annotation has a polygon or run lengths there are no masks.
+    A label is the index of the category's id among the sorted ids. Invalid annotations and missing images are skipped
+    and listed in `skipped`. Training leaves out crowds and images without another object, as detectron2 and torchvision
+    do; validation keeps them. Without a val file, a fifth of the images is held out by a hash of path and `split_seed`.
+    Targets have no masks if no training annotation has a polygon or run lengths.
 
-    Training resizes the shorter side to `data.size` and the longer to 5/3 of it at most, as validation does, or
-    jitters and crops by `augment.scale_jitter`.
+    Images are resized so that the shorter side is `data.size` and the longer at most 5/3 of it; with
+    `augment.scale_jitter`, training resizes by a random factor and crops instead.
 
     Source: T.-Y. Lin et al., Microsoft COCO: Common Objects in Context, arXiv:1405.0312.
 
     Raises:
-        ValueError: root is missing or not laid out so, or a file is not of the format.
+        ValueError: root is missing or has another layout, or a file is not in COCO's format.
     """
 
     name = "coco"
@@ -138,26 +138,26 @@ class Coco(DenseModule):
         self.root = existing_folder(config.root, "COCO", f"{LAYOUT}; from {SOURCE}")
         self.classes = ()
         self.title = f"COCO in {self.root.name}"
-        self.description = f"Photographs in COCO's format from {self.root.name}, with a box around every object."
+        self.description = f"Photographs in COCO's format from {self.root.name}, with a box for every object."
 
     def datasets(self) -> tuple[CocoSet, CocoSet]:
-        """Read both files, check every annotation, and choose `train_size` and `val_size` images."""
+        """Read the annotation files, check every annotation, and select `train_size` and `val_size` images."""
         config, side = self.config, self.input_size[0]
         files = {part: find_annotations(self.root, part) for part in ("train", "val")}
         read = {part: read_instances(file) for part, file in files.items() if file is not None}
         categories = same_categories({part: instances.categories for part, instances in read.items()})
         self.classes = tuple(categories[number] for number in sorted(categories))
-        masks = any(one.get("segmentation") for each in read["train"].annotations.values() for one in each)
+        masks = any(one.get("segmentation") for group in read["train"].annotations.values() for one in group)
         labels = {number: label for label, number in enumerate(sorted(categories))}
         parts, faults = {}, []
         for part, instances in read.items():
-            parts[part], found = list_pictures(self.root, part, instances, labels, masks)
-            faults += instances.faults + found
+            parts[part], invalid = list_images(self.root, part, instances, labels, masks)
+            faults += instances.faults + invalid
         self.skipped = faults
         total = sum(len(one.images) + sum(map(len, one.annotations.values())) for one in read.values())
-        tell_skipped(faults, total, config.max_skipped, "images and annotations")
+        warn_skipped(faults, total, config.max_skipped, "images and annotations")
         train, val = (parts["train"], parts["val"]) if "val" in parts else held_out(parts["train"], config.split_seed)
-        train = [picture._replace(crowds=NOTHING) for picture in train if picture.objects != NOTHING]
+        train = [image._replace(crowds=NO_OBJECTS) for image in train if image.objects != NO_OBJECTS]
         if not train or not val:
             came = f"{len(train)} and {len(val)}: {name_some(faults)}" if faults else f"{len(train)} and {len(val)}"
             raise ValueError(
@@ -166,8 +166,8 @@ class Coco(DenseModule):
         fit = v2.Resize(side, max_size=max(side + 1, int(LONGEST * side)))
         jitter = large_scale_jitter(config.augment, side)
         change = compose([*(jitter or [fit]), *flip_and_colours(config.augment)])
-        chosen = choose_some(train, config.train_size, config.split_seed, "train_size")
-        held = choose_some(val, config.val_size, config.split_seed, "val_size")
+        chosen = select_some(train, config.train_size, config.split_seed, "train_size")
+        held = select_some(val, config.val_size, config.split_seed, "val_size")
         return (
             CocoSet(self.root, chosen, masks, change, config.max_skipped),
             CocoSet(self.root, held, masks, compose([fit]), config.max_skipped),
@@ -175,24 +175,24 @@ class Coco(DenseModule):
 
 
 def find_annotations(root: Path, part: str) -> Path | None:
-    """Find the file of a part; None for a val that is not there.
+    """Return the annotation file of "train" or "val"; None if there is none for "val".
 
     Raises:
-        ValueError: there are several, or there is none for train.
+        ValueError: several files match, or none for "train".
     """
-    found = matching(root / "annotations", f"*{part}*.json")
-    found = [path for path in found if path.name.startswith("instances_")] or found
-    if len(found) > 1 or (not found and part == "train"):
-        came = ", ".join(path.name for path in found) or f"none for {part} in {str(root)!r}"
+    files = matching(root / "annotations", f"*{part}*.json")
+    files = [path for path in files if path.name.startswith("instances_")] or files
+    if len(files) > 1 or (not files and part == "train"):
+        came = ", ".join(path.name for path in files) or f"none for {part} in {str(root)!r}"
         raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {came}")
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def read_instances(path: Path) -> Instances:
-    """Read a file of annotations, and sort them by image.
+    """Read an annotation file and group its annotations by image.
 
     Raises:
-        ValueError: it cannot be read, or is of another format.
+        ValueError: the file cannot be read or has another format.
     """
     rule = "annotations must be COCO's JSON of images, annotations and categories"
     try:
@@ -205,8 +205,8 @@ def read_instances(path: Path) -> Instances:
             raise ValueError(f"{rule}, got {path.name} without a list of {name}")
     images, annotations, categories = content["images"], content["annotations"], content["categories"]
     names = {one.get("id"): str(one.get("name")) for one in categories}
-    if not names or len(names) < len(categories) or not all(_is_whole(number) for number in names):
-        raise ValueError(f"categories must have each an id of its own, a whole number, got others in {path.name}")
+    if not names or len(names) < len(categories) or not all(_is_integer(number) for number in names):
+        raise ValueError(f"ids of categories must be different integers, got others in {path.name}")
     faults: list[Fault] = []
     by_id: dict[int, dict[str, Any]] = {}
     for image in images:
@@ -217,29 +217,33 @@ def read_instances(path: Path) -> Instances:
             faults.append((str(image.get("file_name", path.name)), wrong))
     of_image: dict[int, list[dict[str, Any]]] = {number: [] for number in by_id}
     for one in annotations:
-        if _is_whole(one.get("image_id")) and one["image_id"] in of_image:
+        if _is_integer(one.get("image_id")) and one["image_id"] in of_image:
             of_image[one["image_id"]].append(one)
         else:
             faults.append((f"{path.name} annotation {one.get('id')}", f"of image {one.get('image_id')}, not listed"))
     return Instances(path.stem, names, by_id, of_image, faults)
 
 
-def fault_of_image(image: Mapping[str, Any], known: Iterable[int]) -> str | None:
-    """Describe what is wrong with an image's entry; None if nothing is."""
-    if not _is_whole(image.get("id")) or not isinstance(image.get("file_name"), str):
+def fault_of_image(image: Mapping[str, Any], previous_ids: Iterable[int]) -> str | None:
+    """Describe what is invalid in an image's entry; None if it is valid."""
+    if not _is_integer(image.get("id")) or not isinstance(image.get("file_name"), str):
         return f"image {image.get('id')!r} without an id and a file_name"
     name = PurePosixPath(image["file_name"])
     if name.is_absolute() or ".." in name.parts:
         return f"image {image['id']} is not below the folder of images"
-    if image["id"] in known:
+    if image["id"] in previous_ids:
         return f"image {image['id']} is listed twice"
-    if not all(_is_whole(image.get(name)) and image[name] > 0 for name in ("height", "width")):
+    if not all(_is_integer(image.get(name)) and image[name] > 0 for name in ("height", "width")):
         return f"image {image['id']} without height and width"
     return None
 
 
 def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
-    """The categories of training, which those of validation must be among."""
+    """Return the categories of training, which must include those of validation.
+
+    Raises:
+        ValueError: a category of validation is missing from training or has another name there.
+    """
     train = of_parts["train"]
     for number, name in of_parts.get("val", {}).items():
         if train.get(number) != name:
@@ -248,13 +252,13 @@ def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]
     return dict(train)
 
 
-def list_pictures(
+def list_images(
     root: Path, part: str, instances: Instances, labels: Mapping[int, int], masks: bool
-) -> tuple[list[Picture], list[Fault]]:
-    """List the images that are there with their annotations that can be used, in the order of their ids.
+) -> tuple[list[ImageEntry], list[Fault]]:
+    """List the existing images with their valid annotations, in the order of their ids.
 
     Returns:
-        The pictures, and images and annotations that are left out.
+        The images, and the missing images and invalid annotations.
     """
     folder = image_folder(root, part, instances)
     listed, faults = [], []
@@ -262,23 +266,23 @@ def list_pictures(
         path = folder / image["file_name"]
         name = path.relative_to(root).as_posix()
         if not path.is_file():
-            faults.append((name, "not there"))
+            faults.append((name, "missing"))
             continue
         height, width = image["height"], image["width"]
         objects: tuple[list, list] = [], []  # and crowds
         for one in instances.annotations[number]:
             try:
-                objects[bool(one.get("iscrowd"))].append(checked(one, labels, height, width, masks))
+                objects[bool(one.get("iscrowd"))].append(convert_annotation(one, labels, height, width, masks))
             except ValueError as error:
                 faults.append((f"{name} annotation {one.get('id')}", str(error)))
-        listed.append(Picture(name, height, width, *(_packed(each) for each in objects)))
+        listed.append(ImageEntry(name, height, width, *(_packed(rows) for rows in objects)))
     return listed, faults
 
 
 def image_folder(root: Path, part: str, instances: Instances) -> Path:
-    """Find the folder that has at least one of the images: train2014 for instances_train2014, else train."""
-    own = instances.file[instances.file.index(part) :]
-    below = (own, f"images/{own}", part, f"images/{part}", "images", ".")
+    """Return the folder that holds an image of a part, such as train2014 for instances_train2014, else train."""
+    named = instances.file[instances.file.index(part) :]
+    below = (named, f"images/{named}", part, f"images/{part}", "images", ".")
     names = [image["file_name"] for image in instances.images.values()]
     for folder in (root / name for name in below):
         if folder.is_dir() and any((folder / name).is_file() for name in names):
@@ -286,26 +290,26 @@ def image_folder(root: Path, part: str, instances: Instances) -> Path:
     raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got no image of {part} in {str(root)!r}")
 
 
-def checked(
+def convert_annotation(
     annotation: Mapping[str, Any], labels: Mapping[int, int], height: int, width: int, masks: bool
 ) -> list[Any]:
-    """Bring an annotation to the form of `Picture`, its box cut off where the image ends.
+    """Convert an annotation to the list in `ImageEntry`, with its box clipped to the image.
 
     Raises:
-        ValueError: it cannot be used.
+        ValueError: the annotation is invalid.
     """
     category = annotation.get("category_id")
-    if not _is_whole(category) or category not in labels:
+    if not _is_integer(category) or category not in labels:
         raise ValueError(f"category {category!r} is not among the categories")
     box = annotation.get("bbox")
     if not _are_numbers(box) or len(box) != 4:
-        raise ValueError(f"empty: without a box of four numbers, got {box!r}")
+        raise ValueError(f"empty: bbox must be four numbers, got {box!r}")
     left, top, wide, high = box
     if not (wide > 0 and high > 0):
         raise ValueError(f"a box without area, {box}")
     ends = [max(left, 0), max(top, 0), min(left + wide, width), min(top + high, height)]
     if not (ends[0] < ends[2] and ends[1] < ends[3]):
-        raise ValueError(f"a box out of the image of {width}x{height} pixels, {box}")
+        raise ValueError(f"a box outside the image of {width}x{height} pixels, {box}")
     segmentation = annotation.get("segmentation") if masks else None
     if masks:
         check_segmentation(segmentation, height, width)
@@ -313,38 +317,39 @@ def checked(
 
 
 def check_segmentation(segmentation: Any, height: int, width: int) -> None:
-    """Check polygons, or run lengths, which pycocotools would read beyond their end.
+    """Check polygons or run lengths: pycocotools would read past the end of invalid ones.
 
     Raises:
-        ValueError: they are none, or of another image's size.
+        ValueError: the segmentation is neither, or does not fit the size of the image.
     """
     if isinstance(segmentation, list) and segmentation:
         for polygon in segmentation:
             if not _are_numbers(polygon) or len(polygon) < 6 or len(polygon) % 2:
                 raise ValueError("a polygon must be three or more pairs of numbers")
             if max(map(abs, polygon)) > FARTHEST:
-                raise ValueError(f"a polygon {max(map(abs, polygon)):g} pixels away")
+                raise ValueError(f"a polygon with a coordinate of {max(map(abs, polygon)):g} pixels")
     elif isinstance(segmentation, dict):
         if segmentation.get("size") != [height, width]:
-            rule = f"a mask must be as large as the image, [{height}, {width}]"
+            rule = f"a mask must have the size of the image, [{height}, {width}]"
             raise ValueError(f"{rule}, got {segmentation.get('size')}")
         counts = segmentation.get("counts")
-        runs = unpacked(counts) if isinstance(counts, str) else counts
-        if not isinstance(runs, list) or not all(_is_whole(run) and run >= 0 for run in runs):
+        runs = decode_counts(counts) if isinstance(counts, str) else counts
+        if not isinstance(runs, list) or not all(_is_integer(run) and run >= 0 for run in runs):
             raise ValueError("a mask must have counts of 0 or more")
         if sum(runs) != height * width:
             raise ValueError(f"counts of a mask must sum to {height * width}, the image's pixels, got {sum(runs)}")
     else:
-        raise ValueError("empty: without a polygon or a mask")
+        raise ValueError("empty: no polygon and no mask")
 
 
-def unpacked(counts: str) -> list[int]:
-    """Run lengths of pycocotools' compressed form.
+def decode_counts(counts: str) -> list[int]:
+    """Decode the run lengths of pycocotools' compressed form.
 
-    Five bits a character, low ones first; from the fourth run on the difference to the run before the last.
+    A character holds five bits, least significant first; from the fourth run on, a value is the difference to the run
+    two before.
 
     Example:
-        >>> unpacked("52203")
+        >>> decode_counts("52203")
         [5, 2, 2, 2, 5]
     """
     runs: list[int] = []
@@ -365,7 +370,7 @@ def unpacked(counts: str) -> list[int]:
 
 
 def decode(segmentation: Any, height: int, width: int) -> Tensor:
-    """Draw polygons or run lengths as pycocotools does: bool `(height, width)`."""
+    """Rasterise polygons or run lengths with pycocotools: bool `(height, width)`."""
     if isinstance(segmentation, dict) and isinstance(segmentation["counts"], str):
         packed = segmentation
     else:
@@ -375,11 +380,11 @@ def decode(segmentation: Any, height: int, width: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(run_lengths.decode(packed))).bool()
 
 
-def held_out(pictures: Sequence[Picture], split_seed: int) -> tuple[list[Picture], list[Picture]]:
-    """Hold out a fifth."""
-    if len(pictures) < 2:
-        raise ValueError(f"images must number at least 2, one to train on and one to hold out, got {len(pictures)}")
-    by_path = {picture.path: picture for picture in pictures}
+def held_out(images: Sequence[ImageEntry], split_seed: int) -> tuple[list[ImageEntry], list[ImageEntry]]:
+    """Hold out a fifth of the images for validation, by a hash of path and seed."""
+    if len(images) < 2:
+        raise ValueError(f"images must number at least 2, one to train on and one to hold out, got {len(images)}")
+    by_path = {image.path: image for image in images}
     train, val = hold_out([(path, 0) for path in by_path], split_seed)
     return [by_path[path] for path, _ in train], [by_path[path] for path, _ in val]
 
@@ -388,7 +393,7 @@ def _packed(objects: Sequence[Any]) -> bytes:
     return json.dumps(objects, separators=(",", ":")).encode()
 
 
-def _is_whole(value: Any) -> TypeGuard[int]:
+def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

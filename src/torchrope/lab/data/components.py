@@ -1,4 +1,4 @@
-"""Characters drawn from their strokes, with boxes, masks and a map of their components."""
+"""KanjiVG characters for object detection and semantic segmentation: boxes, masks and maps of their components."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 
 from torchrope.lab.data.config import KanjiComponentsConfig
-from torchrope.lab.data.dense import DenseModule, boxes_of, choose_some, compose, large_scale_jitter
+from torchrope.lab.data.dense import DenseModule, boxes_of, compose, large_scale_jitter, select_some
 from torchrope.lab.data.kanji import characters, split_by_character
 from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, Component, draw_all
 from torchrope.lab.data.numbered import OTHER, NumberedSet
 from torchrope.lab.data.tensors import Normalise, byte_statistics
 
 FEWEST = 100
-"""Characters that a component must be in to be a class."""
+"""Characters that a component must occur in to be a class."""
 STROKES = 2
-"""That a component must have: a single line or dot is no object."""
+"""Fewest strokes of an object: a single line or dot is none."""
 INK = 64
-"""Brightness from which a pixel belongs to what is drawn there."""
+"""Smallest brightness of a pixel that belongs to a stroke."""
 
 
 class KanjiComponents(DenseModule):
-    """Characters of KanjiVG in white on black, one grey channel, with the components that are to be found in them.
+    """Characters of KanjiVG, white on black in one grey channel; the objects are their components.
 
-    Classes are the components of two strokes or more that stand in 100 characters or more, as they are written. Of
-    components within each other the outermost is the object. A pixel belongs to the component whose ink is strongest
-    there, from a quarter of full brightness on; a component that comes in several pieces is one object. In a map,
-    strokes of no object are a class of their own, "other strokes". Characters without an object are left out. A fifth
-    of the characters is held out with `split_seed`; all ways to write a character are on one side.
+    Classes are the components of two strokes or more that occur in 100 characters or more, by their written form. Of
+    nested components the outermost is the object; a component in several pieces is one object. A pixel of at least a
+    quarter of full brightness belongs to the component that is brightest there. In semantic maps, strokes of no object
+    have the class "other strokes". Characters without an object are left out. A fifth of the characters is held out
+    with `split_seed`; all variants of a character are in the same part.
 
     Source: KanjiVG, by Ulrich Apel, CC BY-SA 3.0.
 
@@ -53,18 +53,18 @@ class KanjiComponents(DenseModule):
         self.map_classes = ("background", *self.classes, "other strokes")
         self.description = (
             f"{len(self.characters):,} characters drawn from their strokes at {config.size}×{config.size} grey pixels; "
-            f"to find are boxes, masks and classes of {len(self.classes)} kinds of components. Source: {ATTRIBUTION}."
+            f"the objects are components of {len(self.classes)} classes. Source: {ATTRIBUTION}."
         )
 
     def datasets(self) -> tuple[NumberedSet, NumberedSet]:
-        """Split, choose `train_size` and `val_size` of them, and draw them with their components."""
+        """Split the characters, select `train_size` and `val_size`, and draw them with their components."""
         train, val = self._split
-        made = self._draw(train)
-        made.change = compose(large_scale_jitter(self.config.augment, self.config.size))
-        return made, self._draw(val, made.normalise)
+        train_set = self._draw(train)
+        train_set.change = compose(large_scale_jitter(self.config.augment, self.config.size))
+        return train_set, self._draw(val, train_set.normalise)
 
     def at_size(self, size: int) -> "KanjiComponents":
-        """The same characters held out, drawn at another size; they are normalised as those of this size are."""
+        """Draw the validation characters at another size, with the normalisation of this size."""
         other = KanjiComponents(replace(self.config, size=size))
         train, _ = self._made_datasets()
         assert isinstance(train, NumberedSet)
@@ -73,44 +73,48 @@ class KanjiComponents(DenseModule):
 
     @cached_property
     def _split(self) -> tuple[list[Character], list[Character]]:
-        """The characters that are trained on, and those held out."""
+        """Training and validation characters."""
         config = self.config
         train, val = split_by_character(self.characters, [0] * len(self.characters), config.split_seed)
         return (
-            self._choose(train, config.train_size, "train_size"),
-            self._choose(val, config.val_size, "val_size"),
+            self._select(train, config.train_size, "train_size"),
+            self._select(val, config.val_size, "val_size"),
         )
 
-    def _choose(self, part: Tensor, size: int | None, name: str) -> list[Character]:
-        return [self.characters[index] for index in choose_some(part.tolist(), size, self.config.split_seed, name)]
+    def _select(self, part: Tensor, size: int | None, name: str) -> list[Character]:
+        return [self.characters[index] for index in select_some(part.tolist(), size, self.config.split_seed, name)]
 
-    def _draw(self, drawn: list[Character], normalise: Normalise | None = None) -> NumberedSet:
-        """Draw characters and number their pixels; without `normalise` by mean and deviation of the pictures."""
+    def _draw(self, characters: list[Character], normalise: Normalise | None = None) -> NumberedSet:
+        """Draw characters and number their pixels; `normalise` defaults to the statistics of the images."""
         size, width = self.config.size, self.config.stroke_width
-        pictures = draw_all([character.strokes for character in drawn], size, width)[:, None]  # [n, 1, size, size]
-        found = [find_objects(character, self.classes) for character in drawn]
-        layers = [layer for each, character in zip(found, drawn, strict=True) for layer in layers_of(each, character)]
-        inks = draw_all(layers, size, width).split([len(each) + 1 for each in found])
+        images = draw_all([character.strokes for character in characters], size, width)[:, None]  # [n, 1, size, size]
+        objects = [find_objects(character, self.classes) for character in characters]
+        strokes = [
+            layer
+            for of_character, character in zip(objects, characters, strict=True)
+            for layer in layers_of(of_character, character)
+        ]
+        layers = draw_all(strokes, size, width).split([len(of_character) + 1 for of_character in objects])
         numbered = [
-            number_pixels(picture, ink, [label for label, _ in each])
-            for picture, ink, each in zip(pictures[:, 0], inks, found, strict=True)
+            number_pixels(image, of_image, [label for label, _ in of_character])
+            for image, of_image, of_character in zip(images[:, 0], layers, objects, strict=True)
         ]
         return NumberedSet(
-            pictures,
+            images,
             torch.stack([numbers for numbers, _ in numbered]),
-            [objects for _, objects in numbered],
-            [character.name for character in drawn],
-            normalise or Normalise(*byte_statistics(pictures)),
+            [rows for _, rows in numbered],
+            [character.name for character in characters],
+            normalise or Normalise(*byte_statistics(images)),
             other_class=len(self.map_classes) - 1,
         )
 
 
-Found = list[tuple[int, frozenset[int]]]
-"""Class and strokes of each object."""
+Objects = list[tuple[int, frozenset[int]]]
+"""Class and stroke indices of each object."""
 
 
-def find_objects(character: Character, classes: tuple[str, ...]) -> Found:
-    """The outermost components of some classes, those in several pieces put together."""
+def find_objects(character: Character, classes: tuple[str, ...]) -> Objects:
+    """Return the outermost components of the classes, with the pieces of a component merged."""
     pieces: dict[tuple, set[int]] = {}
     for component in outermost(character.root, frozenset(classes)):
         key = (component.element, component.number if component.part else component.strokes)
@@ -119,7 +123,7 @@ def find_objects(character: Character, classes: tuple[str, ...]) -> Found:
 
 
 def outermost(component: Component, elements: frozenset[str]) -> Iterator[Component]:
-    """The components of some elements that are in no other of them; the whole character does not count."""
+    """Yield the components of `elements` that are not nested in another of them; the whole character is skipped."""
     for part in component.parts:
         if part.element in elements:
             yield part
@@ -127,45 +131,46 @@ def outermost(component: Component, elements: frozenset[str]) -> Iterator[Compon
             yield from outermost(part, elements)
 
 
-def layers_of(found: Found, character: Character) -> list[list[str]]:
-    """Strokes to draw apart: those of no object, then those of each object."""
-    of_objects = frozenset().union(*(strokes for _, strokes in found))
+def layers_of(objects: Objects, character: Character) -> list[list[str]]:
+    """Return the strokes of each layer: those of no object, then those of each object."""
+    of_objects = frozenset().union(*(strokes for _, strokes in objects))
     rest = {*range(len(character.strokes))} - of_objects
-    return [[character.strokes[index] for index in sorted(layer)] for layer in (rest, *(each for _, each in found))]
+    layers = [rest, *(strokes for _, strokes in objects)]
+    return [[character.strokes[index] for index in sorted(layer)] for layer in layers]
 
 
-def number_pixels(picture: Tensor, layers: Tensor, labels: list[int]) -> tuple[Tensor, Tensor]:
-    """Give every pixel of a picture to the layer with the strongest ink.
+def number_pixels(image: Tensor, layers: Tensor, labels: list[int]) -> tuple[Tensor, Tensor]:
+    """Assign every pixel of an image to its brightest layer.
 
     Args:
-        picture: uint8 `(size, size)`.
+        image: uint8 `(size, size)`.
         layers: uint8 `(1 + objects, size, size)`: other strokes, then each object.
         labels: Class of each object.
 
     Returns:
-        Numbers, uint8 `(size, size)`, and class and box of every object, int64 `(objects, 5)`; an object that has no
-        pixel of its own is left out.
+        Numbers, uint8 `(size, size)`, and class and box of every object, int64 `(objects, 5)`; objects without a pixel
+        are left out.
     """
     owner = layers.argmax(0)
-    owner[picture < INK] = -1
+    owner[image < INK] = -1
     masks = owner == torch.arange(1, len(layers))[:, None, None]
-    seen = masks.flatten(1).any(1)
-    masks, kept = masks[seen], torch.tensor(labels)[seen]
+    visible = masks.flatten(1).any(1)
+    masks, classes = masks[visible], torch.tensor(labels)[visible]
     numbers = torch.where(owner >= 0, OTHER, 0).to(torch.uint8)
     for number, mask in enumerate(masks, 1):
         numbers[mask] = number
-    return numbers, torch.cat([kept[:, None], boxes_of(masks).long()], dim=1)
+    return numbers, torch.cat([classes[:, None], boxes_of(masks).long()], dim=1)
 
 
 @lru_cache(maxsize=2)
 def characters_with_objects(root: str | None, variants: bool) -> tuple[tuple[str, ...], list[Character]]:
-    """The classes, and the characters that have an object of one."""
-    everyone = characters(root, variants)
-    within = Counter(element for character in everyone for element in _elements_within(character))
-    classes = tuple(sorted(element for element, count in within.items() if count >= FEWEST))
-    return classes, [character for character in everyone if find_objects(character, classes)]
+    """Return the classes, and the characters that have an object."""
+    everything = characters(root, variants)
+    counts = Counter(element for character in everything for element in _elements_within(character))
+    classes = tuple(sorted(element for element, count in counts.items() if count >= FEWEST))
+    return classes, [character for character in everything if find_objects(character, classes)]
 
 
 def _elements_within(character: Character) -> set[str]:
     components = (component for part in character.root.parts for component in part.walk())
-    return {each.element for each in components if each.element and each.strokes[1] - each.strokes[0] >= STROKES}
+    return {part.element for part in components if part.element and part.strokes[1] - part.strokes[0] >= STROKES}

@@ -130,7 +130,7 @@ class MixAugment(FlipAugment):
 
     Attributes:
         mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
-        cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899), likewise; where both are on, each batch draws one.
+        cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899); 0 is off. If both are on, one is drawn per batch.
         mix_probability: Share of batches that are mixed.
     """
 
@@ -246,12 +246,12 @@ class DataConfig:
         size: Pixels per side; of "ade20k" and "segments" those of a training crop, of "coco" the shorter side of a
             picture, where `scale_jitter` makes no crops. Of "points", "series" and "kanji-strokes" the most points of
             an example: of more so many are chosen at random, again in each epoch, and always the same in validation.
-        train_size: Train on that many examples, as equally many of each class as there can be; None is all.
-        val_size: Validate on that many examples, chosen likewise.
+        train_size: Train on that many examples, with classes as balanced as possible; None is all.
+        val_size: Validate on that many examples, chosen in the same way.
         batch_size: Examples in one training step.
-        split_seed: Decides what is trained on and what is held out, whatever the seed of the run.
-        tuning: Hold out a fifth of the training examples in the place of the validation set, to choose settings on
-            what no result is reported of; of data in memory.
+        split_seed: Seed of the split into training and validation examples, independent of the seed of the run.
+        tuning: Validate on a held-out fifth of the training examples instead of the validation set, to choose settings
+            on examples that no result is reported on; for data in memory.
         workers: Processes that load data beside the training; 0 loads in the training process.
         augment: How training inputs are changed at random.
 

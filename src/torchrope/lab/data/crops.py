@@ -1,4 +1,4 @@
-"""Crops of images and their resolution: random crops in training, the centre in validation."""
+"""Crops of images: random crops for training, centre crops for validation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torchrope.lab.data.config import CropAugment
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of a picture.
+    """A crop that converts images of any size to `size` × `size` pixels.
 
     Attributes:
-        size: Pixels per side.
-        change: From PIL pictures or tensors `(..., height, width)` to those of `size` × `size`.
-        resized: Pixels to which `change` resizes the shorter side of every picture; 0 where it is drawn at random.
+        size: Pixels per side of the result.
+        change: Transform of PIL images or tensors `(..., height, width)`.
+        resized: Length in pixels to which `change` resizes the shorter side; 0 if it is drawn at random.
     """
 
     size: int
@@ -25,12 +25,12 @@ class View:
 
     @property
     def decoded(self) -> int:
-        """Pixels of which a decoder may leave twice as many per side without losing detail."""
+        """Pixels per side; a decoder may reduce images to twice as many without loss of detail."""
         return max(self.size, -(-self.resized // 2))
 
 
 def centre(size: int, crop_ratio: float = 1.0, interpolation: InterpolationMode = InterpolationMode.BILINEAR) -> View:
-    """Resize the shorter side to size / crop_ratio, rounded, and cut a square of `size` out of the centre."""
+    """Resize the shorter side to round(size / crop_ratio) and crop the central square of `size`."""
     resized = round(size / crop_ratio)
     return View(size, v2.Compose([v2.Resize(resized, interpolation), v2.CenterCrop(size)]), resized)
 
@@ -38,18 +38,18 @@ def centre(size: int, crop_ratio: float = 1.0, interpolation: InterpolationMode 
 def random_crop(
     augment: CropAugment,
     size: int,
-    usual: tuple[float, float] = (1.0, 1.0),
+    default_scale: tuple[float, float] = (1.0, 1.0),
     interpolation: InterpolationMode = InterpolationMode.BILINEAR,
 ) -> View:
-    """Show a part at random, as `crop_scale` or `resize_crop` say; what is drawn comes from torch's generator.
+    """Crop at random by `resize_crop` or `crop_scale`, drawing from torch's global generator.
 
     Args:
         augment: The settings.
-        size: Pixels per side of what comes out.
-        usual: `crop_scale` where neither is given.
-        interpolation: How pictures are resized.
+        size: Pixels per side of the result.
+        default_scale: Default of `crop_scale`.
+        interpolation: Interpolation of the resize.
     """
     if augment.resize_crop is not None:
         resized = round(augment.resize_crop * size)
         return View(size, v2.Compose([v2.Resize(resized, interpolation), v2.RandomCrop(size)]), resized)
-    return View(size, v2.RandomResizedCrop(size, augment.crop_scale or usual, interpolation=interpolation))
+    return View(size, v2.RandomResizedCrop(size, augment.crop_scale or default_scale, interpolation=interpolation))

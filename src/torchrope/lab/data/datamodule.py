@@ -21,7 +21,7 @@ from torchrope.lab.data.draws import Draws
 from torchrope.lab.data.faults import Fault, Skipping
 from torchrope.lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
 from torchrope.lab.data.repeated import Repeated
-from torchrope.lab.data.tensors import HeldSet, TensorSet, split_for_tuning
+from torchrope.lab.data.tensors import InMemorySet, TensorSet, split_for_tuning
 from torchrope.positions import Periods
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
@@ -32,13 +32,13 @@ Made = TypeVar("Made", bound="DataModule")
 class DataModule(pl.LightningDataModule, ABC):
     """A data set with its training and validation batches.
 
-    A subclass MUST set the attributes below and write `datasets`. They are complete after `setup()`; all but
-    those of a folder of images are known before.
+    A subclass MUST set the attributes below and define `datasets`. They are complete after `setup()`; except for
+    folders of images they are known before.
 
     Attributes:
         name: The name in `DataConfig`.
-        title: The name for people.
-        description: One sentence: what the data is, how much, whether it is real, and what the class is.
+        title: The name in reports.
+        description: One sentence: the data, their number, whether they are real or constructed, and the classes.
         axes: Names of the axes that positions have, ("height", "width") or ("time", "height", "width").
         in_channels: Channels of an input.
         lattice: Whether examples lie on a lattice. Others are tokens at any positions, and a batch of them is
@@ -46,25 +46,23 @@ class DataModule(pl.LightningDataModule, ABC):
         input_size: Extent of every axis, in pixels (and frames); () without a lattice.
         scale: Without a lattice, the length that counts as one unit of position along each axis.
         extent: Without a lattice, the length of the training data along each axis.
-        periods: Without a lattice, the period of each axis that closes, None for one that does not; None closes none.
+        periods: Without a lattice, the period of each periodic axis, None for the others; None if no axis is periodic.
         classes: Names of the classes; a label is an index into them.
-        tasks: What can be learned from it: "classify", "segment", "detect". Batches of the last two are lists,
-            `torchrope.lab.data.dense` says of what.
-        map_classes: What the indices in a semantic map mean, for "segment".
-        val_batch_factor: Examples in a batch of validation for each in one of training.
-        other_sizes: What validation examples of another size are: "drawn" at it or "read" at it from their files, both
-            by `at_size`, or "resampled" from what was cut out at the training size.
-        pose_numbers: Without a lattice, numbers of a camera's pose behind the position of each token: R, row by row,
-            and t, or none.
-        num_views: With them, views of an example, equal in tokens; a pose is that of the first token.
+        tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope.lab.data.dense`.
+        map_classes: Names of the classes of semantic maps, for "segment".
+        val_batch_factor: Size of validation batches as a multiple of that of training batches.
+        other_sizes: Source of validation examples of another size: "drawn" or "read" from their files at that size, by
+            `at_size`, or "resampled" from the crop at the training size.
+        pose_numbers: Without a lattice, numbers of the camera pose after the position of each token (R, row-major, then
+            t); 0 for no poses.
+        num_views: With poses, views per example, with equally many tokens; the pose is read from the first token.
         views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
-        run_seed: Seed of the run, set by the caller before it; decides the order of the training examples and
-            how they are changed.
-        tells_spacing: Whether batches of volumes carry the mm between voxels `(batch, axes)` behind inputs and labels,
-            set likewise.
-        resume_at: Epoch and how many of its batches a resumed run has seen, set the same way; they are skipped.
-        train_sizes: Sizes of the training batches, of which one is drawn for every step of the optimiser, set likewise;
-            none is `input_size` alone. Validation keeps `input_size`.
+        run_seed: Seed of the order and the augmentation of training examples; set by the caller before the run.
+        tells_spacing: Whether batches of volumes contain the voxel spacing in mm `(batch, axes)` after inputs and
+            labels; set by the caller.
+        resume_at: Epoch, and number of its batches that a resumed run skips; set by the caller.
+        train_sizes: Sizes of training batches, one drawn per optimiser step; set by the caller. If empty, all have
+            `input_size`, as validation always has.
     """
 
     name: str
@@ -96,11 +94,11 @@ class DataModule(pl.LightningDataModule, ABC):
         self._skipped: list[Fault] = []
         self._datasets: tuple[Dataset, Dataset] | None = None
         self._drawn: dict[Size, Dataset | None] = {}
-        self._resident: dict[Size, HeldSet] = {}
+        self._resident: dict[Size, InMemorySet] = {}
 
     @abstractmethod
     def datasets(self) -> tuple[Dataset, Dataset]:
-        """Make the training and the validation set.
+        """Return the training and the validation set.
 
         Returns:
             Two sets of (float32 `(channels, *input_size)`, int label), inputs normalised per channel with
@@ -114,19 +112,19 @@ class DataModule(pl.LightningDataModule, ABC):
         """
 
     def at_size(self, size: int) -> "DataModule | None":
-        """The same validation examples, normalised alike, at another number of pixels per side.
+        """Return the same validation examples with the same normalisation at another number of pixels per side.
 
-        Nothing is enlarged that was cropped: they are drawn or read again; None where they can only be resampled.
+        They are drawn or read again instead of enlarged; None if they can only be resampled.
         """
         return None
 
     def train_at(self, size: tuple[int, ...]) -> Dataset | None:
-        """The same training examples drawn at another size; None where they can only be resampled."""
+        """Return the same training examples drawn at another size; None if they can only be resampled."""
         return None
 
     @property
     def slug(self) -> str:
-        """The name in files of results: `name`, and the task where a data set has several."""
+        """The name in files of results: `name`, and the task if a data set has several."""
         return self.name
 
     @property
@@ -260,7 +258,7 @@ class DataModule(pl.LightningDataModule, ABC):
     def _on_device(self, train: Dataset, size: Size, device: torch.device) -> Dataset:
         """Keep a set that is held in memory on the training device, if its memory suffices."""
         allowed = isinstance(self.config, HeldConfig) and self.config.resident
-        if not isinstance(train, HeldSet) or not allowed or train.nbytes > RESIDENT_BYTES:
+        if not isinstance(train, InMemorySet) or not allowed or train.nbytes > RESIDENT_BYTES:
             return train
         if size not in self._resident or self._resident[size].inputs.device != device:
             self._resident[size] = train if train.inputs.device == device else train.to(device)
@@ -314,7 +312,7 @@ class DataModule(pl.LightningDataModule, ABC):
         generator: torch.Generator | None = None,
         batch_sampler: BatchSampler | None = None,
     ) -> DataLoader:
-        elsewhere = any(isinstance(held, HeldSet) and held.inputs.device.type != "cpu" for held in sources(dataset))
+        elsewhere = any(isinstance(held, InMemorySet) and held.inputs.device.type != "cpu" for held in sources(dataset))
         return DataLoader(
             dataset,
             batch_size=batch_size,

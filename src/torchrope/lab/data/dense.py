@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as pictures
+from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope.lab.data.config import ColourAugment, SceneAugment
 from torchrope.lab.data.datamodule import DataModule
@@ -19,10 +19,10 @@ from torchrope.lab.data.draws import Draws, seeded
 from torchrope.lab.data.faults import Skipping
 from torchrope.lab.data.tensors import Normalise
 
-IGNORED = 255  # in a map: without a label
-MEAN = (0.485, 0.456, 0.406)  # of ImageNet's pixels, with which backbones were trained before
+IGNORED = 255  # in a map: unlabelled
+MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as in published pretrained backbones
 STD = (0.229, 0.224, 0.225)
-LARGEST_SHARE = 0.75  # of one class in a crop
+LARGEST_SHARE = 0.75  # of one class among the labelled pixels of a crop
 TRIES = 10
 
 Target = dict[str, Any]
@@ -32,22 +32,23 @@ Made = TypeVar("Made", bound="DenseSet")
 
 
 class DenseSet(Dataset, ABC):
-    """Pictures with what is to be found in them; several at once are `(images, targets)`, lists of equal length.
+    """Images with targets for detection or segmentation; a batch is `(images, targets)`, lists of equal length.
 
-    An image is float32 `(channels, height, width)`, normalised; sizes may differ. A target has what the data has:
+    An image is float32 `(channels, height, width)`, normalised; sizes may differ. A target has those of these entries
+    that the data provides:
 
     * `map`: int64 `(height, width)`, the class of every pixel, 255 if unlabelled.
     * `boxes`: float32 `(objects, 4)`, left, top, right and bottom in pixels, from 0 to width and height.
-    * `labels`: int64 `(objects,)`, the class of each.
-    * `masks`: bool `(objects, height, width)`, the pixels of each that are seen.
-    * `crowd`: bool `(objects,)`, whether it is a crowd without separate instances.
-    * `name`: the file, or the number, as a string.
+    * `labels`: int64 `(objects,)`, the class of each object.
+    * `masks`: bool `(objects, height, width)`, the visible pixels of each object.
+    * `crowd`: bool `(objects,)`, True for a crowd without separate instances.
+    * `name`: the file name or the number, as a string.
 
-    What is drawn at random for an example is a function of `seed` and of its index alone.
+    The augmentation of an example depends on `seed` and its index only.
 
     Args:
-        normalise: Makes float32 of bytes.
-        change: Changes bytes and truth, as tv_tensors; what it draws comes from torch's generator.
+        normalise: Converts bytes to float32.
+        change: Transform of image (bytes) and target, as tv_tensors; draws from torch's global generator.
     """
 
     seed: int = 0
@@ -58,26 +59,26 @@ class DenseSet(Dataset, ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of pictures."""
+        """Number of images."""
 
     @abstractmethod
     def read(self, index: int) -> Example:
-        """A picture as bytes and its truth: tv_tensors, but for labels, crowd and name."""
+        """Read an image as bytes and its target; both use tv_tensors, except for labels, crowd and name."""
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):  # where a loop over the set ends; repeats come in batches alone
+        if not 0 <= index < len(self):  # ends iteration; repeats are read in batches only
             raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
         images, targets = self.__getitems__([index])
         return images[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[list[Tensor], list[Target]]:
         seeds = Draws(self.seed, indices).seeds("dense")
-        # Beyond the end: a repeat, changed otherwise.
+        # An index past the end is a repeat with different augmentation.
         examples = [self._example(index % len(self), seed) for index, seed in zip(indices, seeds, strict=True)]
         return [image for image, _ in examples], [target for _, target in examples]
 
     def of_epoch(self: Made, seed: int) -> Made:
-        """The same examples, changed at random as in an epoch of a run."""
+        """Return the same examples with the augmentation of another seed."""
         same = copy(self)
         same.seed = seed
         return same
@@ -90,14 +91,14 @@ class DenseSet(Dataset, ABC):
         return self.normalise(image.as_subclass(Tensor)), plain(target)
 
 
-class PictureSet(DenseSet):
-    """Likewise, from files that are read when they are asked for; one that cannot be gives way to the next that can.
+class ImageFileSet(DenseSet):
+    """A `DenseSet` of files read on access; an unreadable file is replaced by the next readable one.
 
     Args:
-        samples: (path below the root, what tells its truth from others) of every picture.
-        normalise: Makes float32 of bytes.
-        change: Changes bytes and truth.
-        max_skipped: How many may be left out.
+        samples: (path below the root, value that identifies its target) of every image.
+        normalise: Converts bytes to float32.
+        change: Transform of image and target.
+        max_skipped: Largest number of unreadable files that are skipped.
     """
 
     def __init__(
@@ -109,21 +110,21 @@ class PictureSet(DenseSet):
 
     @abstractmethod
     def load(self, index: int) -> Example:
-        """Read a picture and its truth; raises anything where it cannot."""
+        """Read an image and its target; raises any exception if that fails."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def read(self, index: int) -> Example:
-        """A picture, or the next one that can be read."""
+        """Read an image, or the next readable one."""
         return self.reading.get(index)
 
 
 class DenseModule(DataModule):
-    """Data whose answers have a place in the picture; its sets are `DenseSet`s."""
+    """Data module for detection and segmentation; its sets are `DenseSet`s."""
 
     axes = ("height", "width")
-    val_batch_factor = 1  # pictures of several sizes are padded to the largest
+    val_batch_factor = 1  # images of several sizes are padded to the largest
 
     def _augmented(self, train: Dataset, seed: int) -> Dataset:
         assert isinstance(train, DenseSet)
@@ -131,101 +132,101 @@ class DenseModule(DataModule):
 
 
 def plain(target: Target) -> Target:
-    """A target of ordinary tensors, of the types that `DenseSet` names."""
+    """Convert the tv_tensors of a target to tensors of the types listed in `DenseSet`."""
     tensors = {name: value.as_subclass(Tensor) for name, value in target.items() if isinstance(value, Tensor)}
     if "map" in tensors:
         tensors["map"] = tensors["map"].long()
     return {**target, **tensors}
 
 
-def boxed(boxes: Tensor, height: int, width: int) -> tv_tensors.BoundingBoxes:
-    """Boxes `(objects, 4)`, left, top, right and bottom, on a picture of a size."""
+def to_boxes(boxes: Tensor, height: int, width: int) -> tv_tensors.BoundingBoxes:
+    """Convert `(objects, 4)`, left, top, right and bottom, to bounding boxes of an image of the given size."""
     return tv_tensors.BoundingBoxes(boxes.float().view(-1, 4), format="XYXY", canvas_size=(height, width))
 
 
 def boxes_of(masks: Tensor) -> Tensor:
-    """The smallest boxes around masks that are not empty: float32 `(objects, 4)`, from edge to edge of their pixels.
+    """Compute the bounding boxes of non-empty masks: float32 `(objects, 4)`, including the outermost pixels.
 
     Example:
         >>> boxes_of(torch.eye(3, dtype=torch.bool)[None])
         tensor([[0., 0., 3., 3.]])
     """
     ends = torch.tensor([0, 0, 1, 1], device=masks.device)
-    return masks_to_boxes(masks).float() + ends  # theirs ends at the centre of the last pixel
+    return masks_to_boxes(masks).float() + ends  # torchvision's boxes end at the index of the last pixel
 
 
-def of_photographs() -> Normalise:
-    """ImageNet's usual mean and deviation."""
+def imagenet_normalise() -> Normalise:
+    """Return the normalisation by mean and standard deviation of ImageNet."""
     return Normalise(torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1))
 
 
 def compose(steps: Sequence[Any]) -> Change | None:
-    """Apply the changes one after another; None if there are none."""
+    """Compose transforms; returns None if there are none."""
     return v2.Compose(steps) if steps else None
 
 
 def large_scale_jitter(augment: SceneAugment, side: int) -> list[Any]:
-    """Resize so that the longer side is `side` times a random factor, crop, and keep what is seen of every object.
+    """Resize the longer side to `side` times a random factor, crop, and update the objects; [] if not set.
 
     References:
         Ghiasi et al., Simple copy-paste, arXiv:2012.07177, with factors from 0.1 to 2.
     """
     if augment.scale_jitter is None:
         return []
-    return [Jitter((side, side), augment.scale_jitter), Crop(side), keep_seen]
+    return [Jitter((side, side), augment.scale_jitter), Crop(side), keep_visible]
 
 
-def jitter_of_maps(scale: tuple[float, float], side: int) -> list[Any]:
-    """Resize so that the shorter side is `side` times a random factor, and crop where no class has nearly all.
+def map_scale_jitter(scale: tuple[float, float], side: int) -> list[Any]:
+    """Resize the shorter side to `side` times a random factor, and crop so that no class dominates.
 
     References:
-        The pipeline of mmsegmentation for ADE20k, with factors from 0.5 to 2 and `cat_max_ratio=0.75`.
+        mmsegmentation's pipeline for ADE20k, with factors from 0.5 to 2 and `cat_max_ratio=0.75`.
     """
     low, high = (max(1, round(factor * side)) for factor in scale)
-    return [v2.RandomResize(low, high + 1), CropOfSeveral(side)]
+    return [v2.RandomResize(low, high + 1), CropSeveralClasses(side)]
 
 
 def flip_and_colours(augment: SceneAugment) -> list[Any]:
-    """What does not move a picture's frame."""
+    """Return the transforms that keep the size: horizontal flip and colour jitter, those that are set."""
     strength = augment.color_jitter if isinstance(augment, ColourAugment) else 0.0
     flip = [v2.RandomHorizontalFlip()] if augment.flip else []
     return flip + ([v2.ColorJitter(strength, strength, strength)] if strength else [])
 
 
-def keep_seen(image: Tensor, target: Target) -> Example:
-    """Leave out the objects that a crop left nothing of, and fit the boxes of the others to what is left of them."""
+def keep_visible(image: Tensor, target: Target) -> Example:
+    """Drop the objects that are outside the crop, and fit the boxes of the others to their visible part."""
     boxes, masks = target.get("boxes"), target.get("masks")
     if boxes is None:
         return image, target
     if masks is None:
-        _, seen = pictures.sanitize_bounding_boxes(boxes, min_size=1, min_area=1)
+        _, visible = image_ops.sanitize_bounding_boxes(boxes, min_size=1, min_area=1)
     else:
-        seen = masks.flatten(1).any(1)
-    kept: Target = {name: target[name][seen] for name in ("labels", "crowd", "masks") if name in target}
-    fitted = boxes[seen] if masks is None else boxes_of(kept["masks"])
+        visible = masks.flatten(1).any(1)
+    updated: Target = {name: target[name][visible] for name in ("labels", "crowd", "masks") if name in target}
+    fitted = boxes[visible] if masks is None else boxes_of(updated["masks"])
     if masks is not None:
-        kept["masks"] = tv_tensors.Mask(kept["masks"])  # an index leaves an ordinary tensor, which no change touches
-    return image, {**target, **kept, "boxes": boxed(fitted, *image.shape[-2:])}
+        updated["masks"] = tv_tensors.Mask(updated["masks"])  # indexing returns a plain tensor, which transforms ignore
+    return image, {**target, **updated, "boxes": to_boxes(fitted, *image.shape[-2:])}
 
 
 class Jitter(v2.ScaleJitter):
-    """torchvision's, of pictures that are much longer than wide, too: a side has a pixel at least."""
+    """`v2.ScaleJitter` with sides of at least one pixel, for images with an extreme aspect ratio."""
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw a size."""
+        """Draw the new size."""
         height, width = super().make_params(flat_inputs)["size"]
         return {"size": (max(1, height), max(1, width))}
 
 
 class Crop(v2.Transform):
-    """Crop to `side` at random along each axis that is longer; a batch is padded later, where it is made."""
+    """Crop at random to at most `side` pixels per axis; smaller images are padded when they are batched."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
         self.side = side
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw a place."""
+        """Draw the position."""
         height, width = v2.query_size(flat_inputs)
         kept_height, kept_width = min(height, self.side), min(width, self.side)
         top = int(torch.randint(height - kept_height + 1, ()))
@@ -233,19 +234,19 @@ class Crop(v2.Transform):
         return {"top": top, "left": left, "height": kept_height, "width": kept_width}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Crop a picture, boxes, masks or a map."""
-        return pictures.crop(inpt, **params)
+        """Crop an image, boxes, masks or a map."""
+        return image_ops.crop(inpt, **params)
 
 
-class CropOfSeveral(Crop):
-    """Likewise, the first of ten in which no class has more than three quarters of the labelled pixels, or the last."""
+class CropSeveralClasses(Crop):
+    """Draw up to ten crops; take the first where no class has 3/4 of the labelled pixels or more, else the last."""
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw a place."""
+        """Draw the position."""
         (classes,) = (part for part in flat_inputs if isinstance(part, tv_tensors.Mask))
         for _ in range(TRIES):
             params = super().make_params(flat_inputs)
-            if _has_several(pictures.crop(classes.as_subclass(Tensor), **params)):
+            if _has_several(image_ops.crop(classes.as_subclass(Tensor), **params)):
                 break
         return params
 
@@ -255,15 +256,15 @@ def _has_several(classes: Tensor) -> bool:
     return bool(counts.max() < LARGEST_SHARE * counts.sum())
 
 
-def choose_some(samples: Sequence[Any], size: int | None, seed: int, name: str) -> list[Any]:
-    """Choose `size` samples, in their order; a smaller choice with the same seed is part of every larger one.
+def select_some(samples: Sequence[Any], size: int | None, seed: int, name: str) -> list[Any]:
+    """Select `size` random samples, in their order; with the same seed, a smaller selection is a subset of a larger.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: size is larger than the number of samples.
     """
     if size is None:
         return list(samples)
     if size > len(samples):
-        raise ValueError(f"--data.{name} must be at most {len(samples)} (all there are), got {size}")
+        raise ValueError(f"--data.{name} must be at most {len(samples)} (all examples), got {size}")
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
     return [samples[index] for index in order[:size].sort().values.tolist()]

@@ -91,7 +91,7 @@ def read_header(path: Path) -> Header:
 
 
 def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[dict[str, Header], list[tuple[str, str]]]:
-    """Read the headers of all files, once: they are kept in root/.torchrope-headers.json, or in `folder`.
+    """Read the headers of all files; they are cached in root/.torchrope-headers.json, or in `folder`.
 
     A file is read again when its size or its time of change is another. The index is replaced whole.
 
@@ -127,7 +127,7 @@ def by_series(headers: Mapping[str, Header]) -> dict[tuple[str, str], list[str]]
 
 
 def in_order(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[str], tuple[float, float, float]]:
-    """Sort the slices of a series along their common normal; of two at one place the first by name is kept.
+    """Sort the slices of a series along their common normal; of two at the same position the first by name is kept.
 
     Returns:
         The paths, and the spacing in mm of (slices, rows, columns): the median distance of neighbours, and the
@@ -156,7 +156,7 @@ def in_order(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[
 
 
 def read_slice(path: Path) -> torch.Tensor:
-    """Read a slice's values `(rows, columns)`, rescaled as its header says: Hounsfield units for CT.
+    """Read a slice's values `(rows, columns)`, rescaled by its header: Hounsfield units for CT.
 
     Raises:
         ValueError: it is no DICOM file, is damaged, has more than one plane, or values that are not finite.
@@ -165,7 +165,7 @@ def read_slice(path: Path) -> torch.Tensor:
 
 
 def read_head_ct(path: Path) -> torch.Tensor:
-    """Read a slice of the RSNA set in Hounsfield units, those with a wrong header too.
+    """Read a slice of the RSNA set in Hounsfield units, correcting known wrong headers.
 
     Some scanners' 12-bit files hold HU + 1000 modulo 4096 but say an intercept near 0 (J. Howard, Cleaning the
     data for rapid prototyping, Kaggle 2019).
@@ -182,7 +182,7 @@ def read_head_ct(path: Path) -> torch.Tensor:
 
 
 class _Bounded(io.BufferedReader):
-    """A file that is asked for no more than it has: memory is taken for all that an element claims to be long."""
+    """A file whose reads are limited to its size: pydicom allocates the length that an element claims."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path))
@@ -209,7 +209,7 @@ def _rescaled(dataset: Any, path: Path) -> torch.Tensor:
 
 
 def _rescaling(dataset: Any) -> tuple[float, float]:
-    """Slope and intercept of the header, 1 and 0 where it has none."""
+    """Slope and intercept of the header, 1 and 0 if it has none."""
     slope = _floats(dataset, "RescaleSlope", 1)[0] if "RescaleSlope" in dataset else 1.0
     intercept = _floats(dataset, "RescaleIntercept", 1)[0] if "RescaleIntercept" in dataset else 0.0
     if not slope:
@@ -218,7 +218,7 @@ def _rescaling(dataset: Any) -> tuple[float, float]:
 
 
 def _stored(dataset: Any, path: Path) -> np.ndarray:
-    """The values as they are in the file."""
+    """The stored values."""
     numbers = [int(dataset.get(tag) or 1) for tag in ("Rows", "Columns", "SamplesPerPixel", "NumberOfFrames")]
     if numbers[2:] != [1, 1]:
         raise ValueError(f"a slice must be of one value a pixel and one frame, got {numbers[2]} and {numbers[3]}")
@@ -236,7 +236,7 @@ def _plane(values: np.ndarray) -> torch.Tensor:
 
 
 def _text(dataset: Any, tag: str) -> str:
-    """A value as it is written: published identifiers ("ID_1a2b") are not of the form that DICOM prescribes."""
+    """A value without validation: published identifiers ("ID_1a2b") do not have the form that DICOM prescribes."""
     value = dataset.get_item(tag).value if tag in dataset else None
     return (value.decode("latin-1") if isinstance(value, bytes) else str(value or "")).strip("\0 ")
 
@@ -276,7 +276,7 @@ def _index_place(root: Path, folder: Path) -> Path:
 
 
 def _read_index(place: Path) -> dict[str, Any]:
-    """What is known; nothing where the index is missing, damaged or of another version."""
+    """Return the cached headers; none if the index is missing, damaged or of another version."""
     try:
         index = read_mapping(place, "an index of headers")
     except ValueError:
@@ -285,7 +285,7 @@ def _read_index(place: Path) -> dict[str, Any]:
 
 
 def _shown(found: Iterator[Header | str], total: int) -> Iterator[Header | str]:
-    """Show progress where reading takes long."""
+    """Show progress if reading takes long."""
     if total < HEADERS_WITH_PROGRESS:
         return iter(found)
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""Real handwritten digits, a data set small enough to train on within seconds to minutes."""
+"""Handwritten digits of scikit-learn, a small data set for training within seconds to minutes."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -15,15 +15,15 @@ VAL_FRACTION = 0.2
 
 
 class Digits(DataModule):
-    """1,797 digits of 8x8 grey pixels, four fifths to train on, split with `split_seed` within each class.
+    """1,797 digits of 8x8 grey pixels; a fifth of each class is held out with `split_seed`.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
-    Repository, 1998; the copy is `sklearn.datasets.load_digits`.
+    Repository, 1998; read with `sklearn.datasets.load_digits`.
     """
 
     name = "digits"
     title = "Handwritten digits"
-    description = "1,797 real handwritten digits of 8×8 grey pixels (UCI, from scikit-learn); the class is the digit."
+    description = "1,797 handwritten digits of 8×8 grey pixels (UCI, from scikit-learn); the class is the digit."
     axes = ("height", "width")
     in_channels = 1
     classes = tuple("0123456789")
@@ -36,7 +36,7 @@ class Digits(DataModule):
         self.input_size = (side, side)
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:
-        """Split, choose `train_size` and `val_size` of them, resample to `input_size`, normalise."""
+        """Split the digits, select `train_size` and `val_size`, resample to `input_size` and normalise."""
         config = self.config
         train_images, train_labels, val_images, val_labels = split_digits(config.split_seed)
         train = balanced_subset(train_labels, config.train_size, config.split_seed, "train_size")

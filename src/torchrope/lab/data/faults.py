@@ -9,35 +9,35 @@ import torch
 
 NAMED_IN_WARNING = 5
 LARGEST_RATIO = 1032
-"""A byte holds so many at most where deflate compressed them, as in .gz."""
+"""Largest compression ratio of deflate, as in .gz."""
 ANY_FILE = 2**28
-"""Bytes that any file may claim: images of one value compress better than that."""
+"""Bytes that the header of any file may claim: images of a single value compress better than deflate's ratio."""
 
 logger = logging.getLogger(__name__)
 
-Fault = tuple[str, str]  # path below root, what is wrong with it
+Fault = tuple[str, str]  # path below root, description of the fault
 T = TypeVar("T")
 
 
 class TooManyFaults(ValueError):
-    """More files cannot be read than `max_skipped` allows."""
+    """Raised if more files are unreadable than `max_skipped` allows."""
 
     def __init__(self, message: str) -> None:
-        # A loader's process sends its traceback along; the rule stands after the name of this class.
+        # A DataLoader worker prefixes its traceback; the original message follows the name of this class.
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 def reason(error: Exception) -> str:
-    """Say in one line what an error of a decoder means."""
+    """Describe an error of a decoder in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "truncated" if "truncated" in text.lower() else text
 
 
 def check_claim(claimed: int, size: int) -> None:
-    """Raise ValueError where a header claims more bytes than its file can hold, before memory is taken for them.
+    """Raise ValueError if a header claims more bytes than its file can hold, before memory is allocated.
 
     Args:
-        claimed: Bytes of pixels or voxels, by the header.
+        claimed: Bytes of pixels or voxels according to the header.
         size: Bytes of the file.
     """
     if claimed > max(LARGEST_RATIO * size, ANY_FILE):
@@ -47,15 +47,15 @@ def check_claim(claimed: int, size: int) -> None:
 def find_faults(
     paths: Sequence[str], read: Callable[[str], object], explain: Callable[[Exception], str] = reason
 ) -> list[Fault]:
-    """Read every file once, in threads, before the training.
+    """Read every file once, in threads, and return the faults.
 
     Args:
         paths: The files, below the root.
-        read: Raises where a file cannot be used.
-        explain: Says what an error means.
+        read: Reads a file; raises if it cannot be used.
+        explain: Describes an error in one line.
 
     Returns:
-        Those that cannot be used, in the order of `paths`.
+        The unusable files, in the order of `paths`.
     """
 
     def fault(path: str) -> str | None:
@@ -63,7 +63,7 @@ def find_faults(
             read(path)
         except MemoryError:
             raise
-        # Decoders raise many kinds on damaged files; all of them mean that the file cannot be used.
+        # Decoders raise many types of errors on damaged files; each means that the file is unusable.
         except Exception as error:
             return explain(error)
         return None
@@ -72,17 +72,17 @@ def find_faults(
         return [(path, why) for path, why in zip(paths, pool.map(fault, paths), strict=True) if why is not None]
 
 
-def tell_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "files") -> None:
-    """Warn of what is left out, in one line.
+def warn_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "files") -> None:
+    """Warn about skipped files in one line.
 
     Args:
-        faults: What cannot be used.
-        total: How many files there are.
-        limit: How many may be left out, `FilesConfig.max_skipped`.
-        kind: What the files are, for the message.
+        faults: The unusable files.
+        total: Number of all files.
+        limit: Largest number of files that may be skipped, `FilesConfig.max_skipped`.
+        kind: Plural noun for the files, for the message.
 
     Raises:
-        TooManyFaults: they are more than `limit`; the message names them all.
+        TooManyFaults: there are more than `limit` faults; the message lists all of them.
     """
     if len(faults) > limit:
         raise _too_many(faults, limit, kind)
@@ -91,24 +91,24 @@ def tell_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "f
 
 
 def name_some(faults: Sequence[Fault], number: int = NAMED_IN_WARNING) -> str:
-    """Name the first files with what is wrong, and count the others."""
+    """List the first files with their faults, and count the others."""
     named = [f"{path} ({fault})" for path, fault in faults[:number]]
     others = len(faults) - len(named)
     return ", ".join(named) + (f" and {others} more" if others else "")
 
 
 class Skipping(Generic[T]):
-    """Read examples while training, where reading all of them before would take too long.
+    """Read examples on access and skip the unreadable ones, for data too large to be checked before training.
 
-    An example that cannot be read is named once in a warning, counted, and replaced by the next one in the set
-    that can: a function of the files alone, whatever the seed, the order and the number of loading processes.
-    The count is in memory that those processes share.
+    An unreadable example is logged once, counted, and replaced by the next readable one in the set: the replacement
+    depends on the files only, not on the seed, the order or the number of loading processes. The count is in shared
+    memory of these processes.
 
     Args:
-        names: What each example is called, by index.
+        names: Name of each example, by index.
         load: Reads the example at an index.
-        limit: How many may be left out, `FilesConfig.max_skipped`.
-        kind: What the examples are, for messages.
+        limit: Largest number of examples that may be skipped, `FilesConfig.max_skipped`.
+        kind: Plural noun for the examples, for messages.
 
     Example:
         >>> Skipping(["a", "b"], lambda index: 2 * index, limit=0).get(1)
@@ -124,17 +124,17 @@ class Skipping(Generic[T]):
         self._reasons: dict[int, str] = {}
 
     def get(self, index: int) -> T:
-        """Read an example, or the next one that can be read.
+        """Read an example, or the next readable one.
 
         Raises:
-            TooManyFaults: more than `limit` could not be read so far; the message names them all.
-            IndexError: there is no such example; Python ends an iteration by it.
+            TooManyFaults: more than `limit` examples were unreadable so far; the message lists all of them.
+            IndexError: index is out of range, which ends iteration.
         """
         if not 0 <= index < len(self.names):
             raise IndexError(f"index must be at least 0 and below {len(self.names)}, got {index}")
-        for ahead in range(len(self.names)):
-            candidate = (index + ahead) % len(self.names)
-            # Known to be broken, it is tried again: what a run sees must not depend on what it remembers.
+        for offset in range(len(self.names)):
+            candidate = (index + offset) % len(self.names)
+            # Broken examples are tried again, so that the data of a run does not depend on earlier reads.
             try:
                 return self.load(candidate)
             except MemoryError:
@@ -144,19 +144,19 @@ class Skipping(Generic[T]):
         raise TooManyFaults(f"some of the {self.kind} must be readable, got none: {name_some(self.found())}")
 
     def found(self) -> list[Fault]:
-        """List the examples that could not be read so far, by any process."""
-        # A copy: what another process notes while they are counted would be an error within torch.
+        """List the examples that were unreadable so far, in any process."""
+        # A copy: nonzero() fails if another process writes at the same time.
         return [(self.names[index], self._why(index)) for index in self._broken.clone().nonzero().flatten().tolist()]
 
     def remember(self, names: Iterable[str]) -> None:
-        """Count examples that another start or process could not read, where this one cannot either.
+        """Count examples that an earlier start or another process could not read, if they are still unreadable.
 
         Raises:
-            TooManyFaults: with them there are more than `limit`.
+            TooManyFaults: this makes more than `limit` unreadable examples.
         """
-        wanted = set(names)
+        previous = set(names)
         for index, name in enumerate(self.names):
-            if name in wanted and not self._broken[index]:
+            if name in previous and not self._broken[index]:
                 self._broken[index] = self._fails(index)
         if int(self._broken.sum()) > self.limit:
             raise _too_many(self.found(), self.limit, self.kind)
@@ -171,7 +171,7 @@ class Skipping(Generic[T]):
         logger.warning("skipped %s (%s), %d of at most %d", self.names[index], reason(error), count, self.limit)
 
     def _why(self, index: int) -> str:
-        """Read it again, once: the error may have been another process's."""
+        """Return the reason; if another process found the fault, read the example again to learn it."""
         if index not in self._reasons and not self._fails(index):
             self._reasons[index] = "unreadable once"
         return self._reasons[index]

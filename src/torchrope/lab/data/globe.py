@@ -1,4 +1,4 @@
-"""Land and sea around places on the earth: tokens whose positions are points on a sphere."""
+"""Land and sea around locations on the earth: tokens whose positions are points on a sphere."""
 
 import math
 import zlib
@@ -24,17 +24,17 @@ from torchrope.positions import Periods, on_sphere, stereographic
 PACKAGE = "global_land_mask"
 ATTRIBUTION = "the package global-land-mask 1.0.0, Todd Karin, MIT, from GLOBE of NOAA"
 ROWS = 1800
-"""Rows from pole to pole that are kept of the map, so that a cell is a tenth of a degree high."""
+"""Rows of the subsampled map from pole to pole: cells are a tenth of a degree high."""
 TRIES = 256
-"""Places that are drawn for one that is land, or sea, in a cell of the right kind."""
+"""Candidates drawn per location that must be land, or sea, in a cell of the right part."""
 CELL = 15.0
-"""Degrees along both sides of a cell, of which validation asks in a fifth."""
+"""Degrees along both sides of a cell; a fifth of the cells is for validation."""
 AXES = {"degrees": ("latitude", "longitude"), "vectors": ("x", "y", "z"), "plane": ("east", "north")}
 PERIODS: dict[str, Periods] = {"degrees": (None, 360.0)}
 
 
 class Globe(TokensModule):
-    """Is there land at a place? Points around it say what they are, and the point in question does not.
+    """Is there land at a location? Points around it are labelled land or sea, the query point is not.
 
     An example has `points` places, drawn evenly over the part of the earth within `radius` degrees of one of them, the
     first, which is asked: its token says so, the others say land or sea. Half of all answers are land. Validation asks
@@ -154,7 +154,7 @@ def _sum_of(file: Path) -> int:
 
 
 def _read(file: Path, step: int) -> Tensor:
-    """Every step-th row and column of a map, read row by row: whole, the package's is a gigabyte.
+    """Return every step-th row and column of a map, read row by row, because the full map takes a gigabyte.
 
     Args:
         file: A .npz file.
@@ -187,7 +187,7 @@ def _thinned(stream: IO[bytes], step: int) -> np.ndarray:
 
 
 def _asked(land: Tensor, draws: Draws, part: str, seed: int) -> Tensor:
-    """The place that each example asks, `(examples, 2)` in degrees: land and sea alternately, in cells of its part."""
+    """Return the query of each example, `(examples, 2)` in degrees: land and sea alternately, in cells of its part."""
     tries = draws.uniform(f"{part}, place", 2 * TRIES).unflatten(1, (TRIES, 2))
     places = torch.stack([torch.rad2deg(torch.asin(2 * tries[..., 0] - 1)), 360 * tries[..., 1] - 180], dim=-1)
     wanted = torch.arange(len(places)) % 2 == 1
@@ -200,7 +200,7 @@ def _asked(land: Tensor, draws: Draws, part: str, seed: int) -> Tensor:
 
 
 def _held_out(places: Tensor, seed: int) -> Tensor:
-    """Whether places lie in cells of validation, a fifth of all."""
+    """Return whether locations are in validation cells, a fifth of all."""
     rows, columns = int(180 / CELL), int(360 / CELL)
     row = ((90 - places[..., 0]) / CELL).floor().long().clamp(0, rows - 1)
     column = ((places[..., 1] + 180) / CELL).floor().long().clamp(0, columns - 1)

@@ -1,4 +1,4 @@
-"""ImageNet-1k, as folders of classes or as tar shards, and Tiny-ImageNet."""
+"""ImageNet-1k, from class folders or tar shards, and Tiny-ImageNet."""
 
 import csv
 import re
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional as pictures
+from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope.lab.data.config import ImageNetConfig, TinyImageNetConfig
 from torchrope.lab.data.crops import View, centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import find_faults, name_some, tell_skipped
+from torchrope.lab.data.faults import find_faults, name_some, warn_skipped
 from torchrope.lab.data.folders import files_below, matching, subfolders
 from torchrope.lab.data.images import (
     ImageSet,
@@ -47,16 +47,16 @@ GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 
 
 class ImageNet(DataModule):
-    """ImageNet-1k, 1,281,167 pictures to train on and 50,000 to validate, or any data laid out alike.
+    """ImageNet-1k, 1,281,167 training and 50,000 validation images, or any data in the same layout.
 
-    Pictures are read while training; one that cannot be read is skipped then. Training crops 8 to 100 % of a
-    picture, validation shows the centre, 7/8 of the shorter side, at any size from the files. Of shards only
-    headers and labels are read before, once.
+    Images are read during training, and unreadable ones are skipped. Training crops 8 to 100 % of an image at random;
+    validation takes the central crop of 7/8 of the shorter side, at any size from the files. Before training, only
+    headers and labels of shards are read, once.
 
     Source: O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, arXiv:1409.0575, 2015.
 
     Raises:
-        ValueError: root is missing or not laid out so.
+        ValueError: root is missing or has another layout.
     """
 
     name = "imagenet"
@@ -73,14 +73,15 @@ class ImageNet(DataModule):
         self.input_size = (side, side)
         self.classes = ()
         self.root = existing_folder(config.root, "imagenet", f"{LAYOUT}; from {SOURCE}")
-        self.description = f"Pictures of ImageNet, cropped to {side}×{side} colour pixels; the class is the synset."
+        self.description = f"Photographs of ImageNet, cropped to {side}×{side} colour pixels; the class is the synset."
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
-        """List pictures or shards, and choose `train_size` and `val_size` of them."""
+        """List images or shards, and select `train_size` and `val_size` images."""
         train_shards, val_shards = find_shards(self.root)
         if train_shards and val_shards:
             return self._normalised(self._sharded(train_shards, True), self._sharded(val_shards, False))
-        base = next((place for place in (self.root, self.root / KAGGLE_FOLDER) if (place / "train").is_dir()), None)
+        candidates = (self.root, self.root / KAGGLE_FOLDER)
+        base = next((folder for folder in candidates if (folder / "train").is_dir()), None)
         if base is None or not (base / "val").is_dir():
             raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {str(self.root)!r}")
         self.classes = tuple(subfolders(base / "train"))
@@ -92,13 +93,13 @@ class ImageNet(DataModule):
         return self._normalised(self._folder(train, True), self._folder(val, False))
 
     def at_size(self, size: int) -> "ImageNet":
-        """The pictures to validate, read again, resized and cropped to another size."""
+        """Return the validation images, read again and cropped to another size."""
         _, val = self._made_datasets()
         assert isinstance(val, ImageSet)
-        return self._with_validation(size, val.viewed(self._shown(size)))
+        return self._with_validation(size, val.viewed(self._centre(size)))
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
-        """Read few shards at a time; shuffle single files freely."""
+        """Shuffle; of shards, only few are read at a time."""
         if isinstance(train, ShardSet):
             return ShardOrder(train.places[:, 0], seed, epoch, replicas, rank)
         return super().sampler(train, seed, epoch, replicas, rank)
@@ -106,49 +107,50 @@ class ImageNet(DataModule):
     def _folder(self, samples: list[Sample], train: bool) -> ImageSet:
         size, name = self._size(train)
         chosen = select_examples(samples, size, self.config.split_seed, name)
-        return ImageSet(self.root, chosen, self._view(train), None, self.config.max_skipped)
+        return ImageSet(self.root, chosen, self._crop(train), None, self.config.max_skipped)
 
     def _sharded(self, shards: list[Path], train: bool) -> ShardSet:
         samples, places, faults = index_shards(shards)
         self.skipped = [*self._skipped, *faults]
         if not samples:
-            raise ValueError(f"shards must hold jpg and cls, got none: {name_some(faults) or shards[0].name}")
-        tell_skipped(faults, len(samples) + len(faults), self.config.max_skipped, "shards and images")
+            named = name_some(faults) or shards[0].name
+            raise ValueError(f"shards must hold images with labels (jpg and cls), got none: {named}")
+        warn_skipped(faults, len(samples) + len(faults), self.config.max_skipped, "shards and images")
         labels = torch.tensor([label for _, label in samples])
         if train:
             self.classes = shard_classes(self.root, int(labels.max()) + 1)
         elif int(labels.max()) >= self.num_classes:
-            raise ValueError(f"labels of val must lie below {self.num_classes} as in train, got {int(labels.max())}")
+            raise ValueError(f"labels of val must be below {self.num_classes} as in train, got {int(labels.max())}")
         size, name = self._size(train)
         chosen = balanced_subset(labels, size, self.config.split_seed, name)
-        kept = [samples[index] for index in chosen.tolist()]
-        return ShardSet(shards, kept, places[chosen], self._view(train), None, self.config.max_skipped)
+        selected = [samples[index] for index in chosen.tolist()]
+        return ShardSet(shards, selected, places[chosen], self._crop(train), None, self.config.max_skipped)
 
     def _normalised(self, train: ImageSet, val: ImageSet) -> tuple[ImageSet, ImageSet]:
-        shown = train.viewed(self._shown(self.input_size[0]))
-        train.normalise = val.normalise = normalisation(self.config.normalise, lambda: measure_statistics(shown))
+        centred = train.viewed(self._centre(self.input_size[0]))
+        train.normalise = val.normalise = normalisation(self.config.normalise, lambda: measure_statistics(centred))
         return train, val
 
     def _size(self, train: bool) -> tuple[int | None, str]:
         return (self.config.train_size, "train_size") if train else (self.config.val_size, "val_size")
 
-    def _view(self, train: bool) -> View:
+    def _crop(self, train: bool) -> View:
         side = self.input_size[0]
-        return random_crop(self.config.augment, side, CROP_SCALE, BICUBIC) if train else self._shown(side)
+        return random_crop(self.config.augment, side, CROP_SCALE, BICUBIC) if train else self._centre(side)
 
-    def _shown(self, size: int) -> View:
+    def _centre(self, size: int) -> View:
         return centre(size, self.config.crop_ratio, BICUBIC)
 
 
 class TinyImageNet(DataModule):
-    """Tiny-ImageNet, kept in memory as bytes: 64x64 colour pixels, 200 classes of 500 to train on and 50 to validate.
+    """Tiny-ImageNet, 200 classes with 500 training and 50 validation images of 64x64 pixels, in memory as bytes.
 
-    Pictures of another size are read from their files where fewer pixels than theirs are trained on.
+    If the training size is below 64, validation at other sizes decodes the files again.
 
     Source: Y. Le and X. Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS 231N, 2015.
 
     Raises:
-        ValueError: root is missing or not laid out so.
+        ValueError: root is missing or has another layout.
     """
 
     name = "tiny-imagenet"
@@ -164,64 +166,63 @@ class TinyImageNet(DataModule):
         self.input_size = (side, side)
         self.other_sizes = "read" if side < TINY_SIZE else "resampled"
         root = existing_folder(config.root, "tiny-imagenet", f"{TINY_LAYOUT}; from {TINY_SOURCE}")
-        self.root = next((place for place in (root, root / "tiny-imagenet-200") if (place / "train").is_dir()), root)
+        candidates = (root, root / "tiny-imagenet-200")
+        self.root = next((folder for folder in candidates if (folder / "train").is_dir()), root)
         if not (self.root / "train").is_dir() or not (self.root / "val").is_dir():
             raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got {str(root)!r}")
         self.classes = tuple(subfolders(self.root / "train"))
-        self.description = (
-            f"Real pictures of {side}×{side} colour pixels (Tiny-ImageNet); the class is one of {self.num_classes}."
-        )
+        self.description = f"Photographs of {side}×{side} colour pixels (Tiny-ImageNet) in {self.num_classes} classes."
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:
-        """Decode `train_size` and `val_size` pictures into memory."""
+        """Select `train_size` and `val_size` images and decode them into memory."""
         side = self.input_size[0]
-        train, val = self._chosen("train"), self._chosen("val")
+        train, val = self._select("train"), self._select("val")
         return byte_sets(*self._decode(train, side), *self._decode(val, side), self.config.normalise)
 
     def at_size(self, size: int) -> "TinyImageNet | None":
-        """The pictures to validate, decoded again at another size, where fewer pixels than theirs are trained on."""
+        """Return the validation images decoded at another size; None if `other_sizes` is "resampled"."""
         if self.other_sizes == "resampled":
             return None
         _, val = self._made_datasets()
         assert isinstance(val, TensorSet)
-        return self._with_validation(size, TensorSet(*self._decode(self._chosen("val"), size), val.normalise))
+        return self._with_validation(size, TensorSet(*self._decode(self._select("val"), size), val.normalise))
 
     @property
     def enlarged(self) -> int:
-        """All where more pixels are shown than there are."""
-        return self.counts[1] if self._shown(self.input_size[0]).resized > TINY_SIZE else 0
+        """Number of validation images if they are upsampled, else 0."""
+        return self.counts[1] if self._centre(self.input_size[0]).resized > TINY_SIZE else 0
 
-    def _shown(self, size: int) -> View:
+    def _centre(self, size: int) -> View:
         return centre(size, self.config.crop_ratio)
 
     def _decode(self, samples: Sequence[Sample], side: int) -> tuple[Tensor, Tensor]:
-        """Bytes `(examples, 3, side, side)` and labels of those that can be read."""
-        view = self._shown(side)
+        """Decode the readable samples: bytes `(examples, 3, side, side)` and labels."""
+        view = self._centre(side)
         pixels = torch.empty(len(samples), 3, side, side, dtype=torch.uint8)
-        row = {path: index for index, (path, _) in enumerate(samples)}
+        row_of = {path: index for index, (path, _) in enumerate(samples)}
 
         def read(path: str) -> None:
-            pixels[row[path]] = pictures.pil_to_tensor(view.change(load_image(self.root / path, view.decoded)))
+            pixels[row_of[path]] = image_ops.pil_to_tensor(view.change(load_image(self.root / path, view.decoded)))
 
-        faults = find_faults(list(row), read, explain_fault)
+        faults = find_faults(list(row_of), read, explain_fault)
         self.skipped = [*(fault for fault in self._skipped if fault not in faults), *faults]
         if len(faults) == len(samples):
             raise ValueError(f"images must be readable, got none: {name_some(faults)}")
-        tell_skipped(faults, len(samples), self.config.max_skipped, "images")
-        broken = {row[path] for path, _ in faults}
-        good = torch.tensor([index for index in range(len(samples)) if index not in broken])
-        return pixels[good], torch.tensor([label for _, label in samples])[good]
+        warn_skipped(faults, len(samples), self.config.max_skipped, "images")
+        broken = {row_of[path] for path, _ in faults}
+        readable = torch.tensor([index for index in range(len(samples)) if index not in broken])
+        return pixels[readable], torch.tensor([label for _, label in samples])[readable]
 
-    def _chosen(self, part: str) -> list[Sample]:
+    def _select(self, part: str) -> list[Sample]:
         config, size = self.config, f"{part}_size"
-        found = (list_samples if part == "train" else list_validation)(self.root, self.root / part, self.classes)
-        if not found:
+        samples = (list_samples if part == "train" else list_validation)(self.root, self.root / part, self.classes)
+        if not samples:
             raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
-        return select_examples(found, getattr(config, size), config.split_seed, size)
+        return select_examples(samples, getattr(config, size), config.split_seed, size)
 
 
 def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
-    """List the tar files that train and those that validate, recognised by their names or folders; sorted."""
+    """List the training and the validation shards, recognised by their names or folders, sorted."""
     train, val = (
         sorted({*matching(root, f"*{part}*.tar"), *matching(root, f"{part}*/*.tar")}) for part in ("train", "val")
     )
@@ -229,27 +230,27 @@ def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
 
 
 def shard_classes(root: Path, count: int) -> tuple[str, ...]:
-    """Name the classes by LOC_synset_mapping.txt or classes.txt, one a line, where root has it; else by number."""
+    """Read class names from LOC_synset_mapping.txt or classes.txt in root, one per line; else number the classes."""
     for name in ("LOC_synset_mapping.txt", "classes.txt"):
         if (root / name).is_file():
             names = (root / name).read_text().splitlines()
             if len(names) < count:
-                raise ValueError(f"{name} must name each of {count} classes in a line, got {len(names)}")
+                raise ValueError(f"{name} must name {count} classes, one per line, got {len(names)}")
             return tuple(names)
     return tuple(str(number) for number in range(count))
 
 
 def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sample]:
-    """List the validation pictures: in folders of classes, or in one folder with a list of their classes.
+    """List the validation images, in class folders or in one folder with a list of their classes.
 
     Raises:
-        ValueError: there is neither, or a picture has no class or one that is not trained on.
+        ValueError: both are missing, or an image has no class or one that is not in train.
     """
     flat = folder / "images" if (folder / "images").is_dir() else folder
     if flat == folder and subfolders(folder):
-        strange = [name for name in subfolders(folder) if name not in classes]
-        if strange:
-            raise ValueError(f"val must have the classes of train, got {', '.join(strange[:3])} in val alone")
+        unknown = [name for name in subfolders(folder) if name not in classes]
+        if unknown:
+            raise ValueError(f"val must have the classes of train, got {', '.join(unknown[:3])} in val only")
         return list_samples(root, folder, classes)
     files = [root / path for path in files_below(flat, root, IMG_EXTENSIONS)]
     labels = {name: label for label, name in enumerate(classes)}
@@ -264,30 +265,30 @@ def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sa
 
 
 def validation_classes(root: Path, folder: Path, files: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Read the class of each picture, by its name without extension, and the name of the list that contains it."""
+    """Return the class of each image, by file name without extension, and the name of the list that gives it."""
     annotations, solution = folder / "val_annotations.txt", "LOC_val_solution.csv"
     if annotations.is_file():
         rows = [line.split("\t") for line in annotations.read_text().splitlines() if line]
         return {Path(row[0]).stem: row[1] for row in rows if len(row) > 1}, annotations.name
-    for place in (root, folder, folder.parent):
-        if (place / solution).is_file():
-            with (place / solution).open(newline="") as file:
+    for parent in (root, folder, folder.parent):
+        if (parent / solution).is_file():
+            with (parent / solution).open(newline="") as file:
                 rows = [row for row in csv.reader(file) if len(row) > 1]
             return {row[0]: row[1].split()[0] for row in rows[1:] if row[1].split()}, solution
-    for place in (root / below for below in DEVKIT_FOLDERS):
-        if (place / GROUND_TRUTH).is_file() and (place / "meta.mat").is_file():
-            return ground_truth(place, files), GROUND_TRUTH
+    for devkit in (root / below for below in DEVKIT_FOLDERS):
+        if (devkit / GROUND_TRUTH).is_file() and (devkit / "meta.mat").is_file():
+            return ground_truth(devkit, files), GROUND_TRUTH
     lists = f"{solution}, val_annotations.txt, or {GROUND_TRUTH} with meta.mat"
-    raise ValueError(f"val without folders of classes needs {lists} in {str(root)!r}, got none")
+    raise ValueError(f"val must have class folders, or {str(root)!r} must hold {lists}, got neither")
 
 
-def ground_truth(place: Path, files: Sequence[str]) -> dict[str, str]:
-    """Read the devkit: line n has the number of the class of ILSVRC2012_val_n, and meta.mat its synset."""
+def ground_truth(devkit: Path, files: Sequence[str]) -> dict[str, str]:
+    """Read the class of each image: line n is the class number of ILSVRC2012_val_n, meta.mat maps it to a synset."""
     from scipy.io import loadmat
 
-    synsets = loadmat(str(place / "meta.mat"), squeeze_me=True)["synsets"]
+    synsets = loadmat(str(devkit / "meta.mat"), squeeze_me=True)["synsets"]
     by_number = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
-    lines = (place / GROUND_TRUTH).read_text().split()
+    lines = (devkit / GROUND_TRUTH).read_text().split()
     numbered = {Path(name).stem: re.search(r"(\d+)$", Path(name).stem) for name in files}
     return {
         stem: by_number.get(int(lines[int(found[1]) - 1]), "")

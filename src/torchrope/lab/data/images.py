@@ -1,4 +1,4 @@
-"""Images from a folder with one sub-folder per class."""
+"""Image classification data from a folder with one sub-folder per class."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms.v2 import functional as pictures
+from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope.lab.data.config import ImagesConfig
 from torchrope.lab.data.crops import View, centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import Skipping, find_faults, name_some, reason, tell_skipped
-from torchrope.lab.data.folders import files_below, subfolders, tell_others
+from torchrope.lab.data.faults import Skipping, find_faults, name_some, reason, warn_skipped
+from torchrope.lab.data.folders import files_below, subfolders, warn_unread
 from torchrope.lab.data.tensors import Normalise, balanced_subset, byte_statistics, normalisation
 
 VAL_FRACTION = 0.2
@@ -26,7 +26,7 @@ CROP_SCALE = (0.6, 1.0)
 PARTS = ("train", "val")
 STATISTICS_IMAGES = 512
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
-"""Those of torchvision's extensions; Pillow reads others by running programs."""
+"""Formats of torchvision's extensions; for some others Pillow runs external programs."""
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # of TIFF
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
 
@@ -38,9 +38,9 @@ class ImageSet(Dataset):
     """Images read from disk on access; an unreadable image is replaced by the next readable one.
 
     Args:
-        root: Folder that the paths start from.
-        samples: (path below root, label) of every picture.
-        view: What is shown of a picture.
+        root: Folder that the paths are relative to.
+        samples: (path below root, label) of every image.
+        view: Crop of the images.
         normalise: From bytes `(3, size, size)` to float32; None keeps bytes.
         max_skipped: Largest number of unreadable images that are skipped.
     """
@@ -57,7 +57,7 @@ class ImageSet(Dataset):
         self.samples = samples
         self.view = view
         self.normalise = normalise
-        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # by any loading process
+        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # shared by the loading processes
         self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
 
     def __len__(self) -> int:
@@ -69,18 +69,18 @@ class ImageSet(Dataset):
 
     @property
     def raw(self) -> "ImageSet":
-        """The same pictures as bytes."""
+        """The same images before normalisation, as bytes."""
         same = copy(self)
         same.normalise = None
         return same
 
     @property
     def enlarged(self) -> int:
-        """Pictures read so far whose shorter side had fewer pixels than it was resized to."""
+        """Number of images read so far whose shorter side was upsampled."""
         return int(self._enlarged.sum())
 
     def viewed(self: Made, view: View) -> Made:
-        """Return the same images with another view; damaged files are counted together."""
+        """Return the same images with another crop; unreadable files are counted together."""
         same = copy(self)
         same.view = view
         same._enlarged = torch.zeros_like(self._enlarged).share_memory_()
@@ -89,27 +89,27 @@ class ImageSet(Dataset):
         return same
 
     def load(self, index: int) -> tuple[Tensor, int]:
-        """Read a picture, as bytes, and its label."""
-        picture = load_image(self.open(index), self.view.decoded)
-        self._enlarged[index] = min(picture.size) < self.view.resized
-        return pictures.pil_to_tensor(self.view.change(picture)), self.samples[index][1]
+        """Read an image as bytes, and its label."""
+        image = load_image(self.open(index), self.view.decoded)
+        self._enlarged[index] = min(image.size) < self.view.resized
+        return image_ops.pil_to_tensor(self.view.change(image)), self.samples[index][1]
 
     def open(self, index: int) -> Path | BinaryIO:
-        """Find the file of a picture."""
+        """Return the path or an open file of an image."""
         return self.root / self.samples[index][0]
 
 
 class Images(DataModule):
-    """Colour pictures from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
+    """Colour images from root/train/<class>/* with root/val/<class>/*, or from root/<class>/*.
 
-    The second kind is split within each class by a hash of path and `split_seed`: the same on every machine,
-    and a picture added later leaves nearly all others where they were. Training crops 60 to 100 % of a
-    picture at random, and flips none unless `augment.flip` is set, since left and right may be classes;
-    validation takes the centre, at any size from the files. Every file is decoded once in `setup`; those that
-    cannot be are left out, named in one warning and listed in `skipped`.
+    Without train and val, a fifth of each class is held out by a hash of path and `split_seed`: the split is the same
+    on every machine, and adding an image moves almost no other between the parts. Training crops 60 to 100 % of an
+    image at random, without flips unless `augment.flip` is set, since left and right may be classes; validation takes
+    the centre, at any size from the files. Every file is decoded once in `setup`; unreadable files are skipped, named
+    in one warning and listed in `skipped`.
 
     Raises:
-        ValueError: root is missing, is no readable folder, or is not laid out as above.
+        ValueError: root is missing, is not a readable folder, or has another layout.
     """
 
     name = "images"
@@ -126,74 +126,78 @@ class Images(DataModule):
         self.root = existing_folder(config.root)
         self.folders, self.classes = find_classes(self.root)
         self.title = f"Images in {self.root.name}"
-        self.description = f"Pictures from a folder of one's own, {self.root.name}; the class is the sub-folder."
+        self.description = f"Images from the folder {self.root.name}; the class is the sub-folder."
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
-        """Decode every file once, split, choose `train_size` and `val_size` of them, measure mean and std."""
+        """Decode every file once, split, select `train_size` and `val_size` images, and measure mean and std."""
         config, side = self.config, self.input_size[0]
         train, val = split_parts(self._readable_samples(), self.classes, config.split_seed, "images")
         train = select_examples(train, config.train_size, config.split_seed, "train_size")
         val = select_examples(val, config.val_size, config.split_seed, "val_size")
         self.description = (
-            f"{len(train) + len(val):,} pictures from a folder of one's own, {self.root.name}, "
-            f"cropped to {side}×{side} colour pixels; the class is the sub-folder."
+            f"{len(train) + len(val):,} images from the folder {self.root.name}, cropped to {side}×{side} colour "
+            "pixels; the class is the sub-folder."
         )
-        shown = self._shown(side)
-        normalise = normalisation(config.normalise, lambda: measure_statistics(ImageSet(self.root, train, shown)))
+        centred = self._centre(side)
+        normalise = normalisation(config.normalise, lambda: measure_statistics(ImageSet(self.root, train, centred)))
         return (
             ImageSet(self.root, train, random_crop(config.augment, side, CROP_SCALE), normalise, config.max_skipped),
-            ImageSet(self.root, val, shown, normalise, config.max_skipped),
+            ImageSet(self.root, val, centred, normalise, config.max_skipped),
         )
 
     def at_size(self, size: int) -> "Images":
-        """The pictures held out, read again, resized and cropped to another size."""
+        """Return the validation images, read again and cropped to another size."""
         _, val = self._made_datasets()
         assert isinstance(val, ImageSet)
-        return self._with_validation(size, val.viewed(self._shown(size)))
+        return self._with_validation(size, val.viewed(self._centre(size)))
 
-    def _shown(self, size: int) -> View:
+    def _centre(self, size: int) -> View:
         return centre(size, self.config.crop_ratio)
 
     def _readable_samples(self) -> dict[str, list[Sample]]:
-        """List the pictures of each part that can be decoded; name the others in `skipped`."""
+        """List the readable images of each part; the others are listed in `skipped`."""
         listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
         paths = [path for samples in listed.values() for path, _ in samples]
-        tell_others(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
+        warn_unread(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
         self.skipped = find_faults(paths, lambda path: load_image(self.root / path, self.input_size[0]), explain_fault)
         if len(self.skipped) == len(paths):
             raise ValueError(
                 f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
                 + (f": {name_some(self.skipped)}" if paths else "")
             )
-        tell_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
+        warn_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
         broken = {path for path, _ in self.skipped}
         return {part: [s for s in samples if s[0] not in broken] for part, samples in listed.items()}
 
 
 def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
-    """Check that root is given and is a folder."""
+    """Return the absolute path of root.
+
+    Raises:
+        ValueError: root is not given or is not a folder.
+    """
     if not root:
         raise ValueError(f"--data.root must be given for {kind} ({layout}), got {root!r}")
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        came = "a file" if folder.exists() else "which is not there"
+        came = "a file" if folder.exists() else "which does not exist"
         raise ValueError(f"--data.root must be a folder with {kind} ({layout}), got {root!r}, {came}")
     return folder.resolve()
 
 
 def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Find the class folders.
+    """Find the class folders, in root or in root/train and root/val.
 
     Returns:
-        The folders that hold them, `{"train": ..., "val": ...}` or `{"": root}`, and the classes' names.
+        The folders that hold them, `{"train": ..., "val": ...}` or `{"": root}`, and the class names.
 
     Raises:
-        ValueError: fewer than two classes, train without val, or train and val that differ in classes.
+        ValueError: there are fewer than two classes, val is missing, or train and val have different classes.
     """
     names = subfolders(root)
     if not names:
         raise ValueError(f"--data.root must hold one sub-folder per class ({LAYOUT}), got none in {str(root)!r}")
-    # A class may be called train; a part is recognised by the folders in it.
+    # A class may be called train: only a folder with sub-folders is a part.
     parts = {part: root / part for part in PARTS if part in names and subfolders(root / part)}
     if not parts:
         return {"": root}, at_least_two(names, root)
@@ -203,14 +207,14 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
         )
     train, val = (subfolders(folder) for folder in parts.values())
     if train != val:
-        alone = [f"{name!r} in train alone" for name in train if name not in val]
-        alone += [f"{name!r} in val alone" for name in val if name not in train]
-        raise ValueError(f"train and val must have the same classes, got {', '.join(alone)}")
+        differences = [f"{name!r} in train only" for name in train if name not in val]
+        differences += [f"{name!r} in val only" for name in val if name not in train]
+        raise ValueError(f"train and val must have the same classes, got {', '.join(differences)}")
     return parts, at_least_two(train, root)
 
 
 def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
-    """Check that there are at least two classes."""
+    """Return the class names; raises ValueError if there are fewer than two."""
     if len(names) < 2:
         raise ValueError(
             f"--data.root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}"
@@ -221,18 +225,18 @@ def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
 def list_samples(
     root: Path, folder: Path, classes: Sequence[str], extensions: Sequence[str] = IMG_EXTENSIONS
 ) -> list[Sample]:
-    """List the files of every class with these extensions, at any depth, sorted."""
+    """List the files of every class with one of the extensions, at any depth, sorted."""
     return sorted(
         (path, label) for label, name in enumerate(classes) for path in files_below(folder / name, root, extensions)
     )
 
 
 def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
-    """Open a picture of one of `FORMATS`, whatever its file extension.
+    """Open an image in one of `FORMATS`; the file extension is ignored.
 
     Raises:
-        UnidentifiedImageError: its format is not one of them.
-        ValueError: it has more pixels than Pillow reads without a warning.
+        UnidentifiedImageError: the file has another format.
+        ValueError: the image has more pixels than Pillow reads without a warning.
     """
     file = Image.open(path, formats=FORMATS)
     if Image.MAX_IMAGE_PIXELS is not None and file.width * file.height > Image.MAX_IMAGE_PIXELS:
@@ -242,27 +246,27 @@ def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
 
 
 def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
-    """Decode a picture as 8-bit RGB, upright.
+    """Decode an image to 8-bit RGB, rotated by its EXIF orientation.
 
-    Of 16 bits the upper 8 are kept, so that 0 to 65535 become 0 to 255 in every picture alike. With `size` a JPEG is
-    decoded at a fraction of its resolution where that still leaves twice as much per side.
+    Of 16-bit values the upper 8 bits are kept: 0 to 65535 map to 0 to 255 for every image. With `size`, a large JPEG
+    is decoded at a reduced resolution of at least `2 * size` pixels per side.
 
     Raises:
-        ValueError: its values are signed, of 32 bits or floating-point numbers.
+        ValueError: the values are signed, 32-bit or floating-point numbers.
     """
     with open_image(path) as file:
         if size is not None:
             file.draft("RGB", (2 * size, 2 * size))
-        file.filename = ""  # else Pillow maps the file, and a TIFF that is to be rotated gets rows of the wrong length
+        file.filename = ""  # else Pillow maps the file into memory, and a rotated TIFF gets rows of the wrong length
         upright = ImageOps.exif_transpose(file)
         if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
-            # Pillow converts 0 for white to 0 for black with 8 bits only.
+            # Pillow inverts WhiteIsZero images of 8 bits only.
             white = getattr(file, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
             upper = (np.asarray(upright) >> 8).astype(np.uint8)
             return Image.fromarray(255 - upper if white else upper).convert("RGB")
         if file.mode.startswith(("I", "F")):
-            raise ValueError(f"{file.mode} pixels, neither of 8 nor of 16 bits without a sign")
-    # Pillow warns when a transparent palette goes to RGB at once.
+            raise ValueError(f"{file.mode} pixels, neither 8-bit nor unsigned 16-bit")
+    # Pillow warns if a transparent palette is converted to RGB directly.
     return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
 
 
@@ -274,16 +278,16 @@ def explain_fault(error: Exception) -> str:
 def split_parts(
     parts: dict[str, list[Sample]], classes: Sequence[str], split_seed: int, kind: str
 ) -> tuple[list[Sample], list[Sample]]:
-    """Take the parts of a folder as they are, or hold out some of the only one.
+    """Return training and validation samples; without separate parts, a fifth of each class is held out.
 
     Args:
         parts: Readable samples of `{"train": ..., "val": ...}` or `{"": ...}`.
         classes: Names of the classes.
-        split_seed: Decides what is held out.
-        kind: What the samples are, for the error.
+        split_seed: Seed of the split.
+        kind: Plural noun for the samples, for the error.
 
     Raises:
-        ValueError: a class has too few.
+        ValueError: a class has too few samples.
     """
     if len(parts) == 2:
         _require(parts["train"], classes, 1, kind, " in train")
@@ -304,7 +308,7 @@ def _require(samples: Sequence[Sample], classes: Sequence[str], fewest: int, kin
 
 
 def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], list[Sample]]:
-    """Split each class by a hash of path and seed: a fifth, but at least one, is held out.
+    """Split each class by a hash of path and seed: a fifth, at least one sample, is held out.
 
     Returns:
         Training and validation samples, each sorted.
@@ -316,9 +320,9 @@ def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], 
     train, val = [], []
     for label in sorted({label for _, label in samples}):
         members = sorted((sample for sample in samples if sample[1] == label), key=draw)
-        held_out = max(1, round(VAL_FRACTION * len(members)))
-        val += members[:held_out]
-        train += members[held_out:]
+        val_count = max(1, round(VAL_FRACTION * len(members)))
+        val += members[:val_count]
+        train += members[val_count:]
     return sorted(train), sorted(val)
 
 
@@ -329,6 +333,6 @@ def select_examples(samples: Sequence[Sample], size: int | None, seed: int, name
 
 
 def measure_statistics(images: ImageSet) -> tuple[Tensor, Tensor]:
-    """Measure mean and standard deviation per channel on up to 512 pictures, spread over the whole set."""
+    """Measure mean and standard deviation per channel on up to 512 images, evenly spaced in the set."""
     step = -(-len(images) // STATISTICS_IMAGES)
     return byte_statistics(torch.stack([images[index][0] for index in range(0, len(images), step)]))

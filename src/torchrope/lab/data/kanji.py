@@ -1,4 +1,4 @@
-"""Characters drawn from their strokes at any size, to be classified."""
+"""Image classification of KanjiVG characters, drawn from their strokes at any size."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torchrope.lab.data.crops import View, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
 from torchrope.lab.data.tensors import (
-    HeldSet,
+    InMemorySet,
     Normalise,
     TensorSet,
     balanced_subset,
@@ -24,11 +24,11 @@ from torchrope.lab.data.tensors import (
 )
 
 FEWEST = 60
-"""Characters of a class."""
+"""Smallest number of characters of a class."""
 PARTS = 5
-"""One of so many is held out."""
+"""One in this many characters is held out."""
 FINER = 2
-"""Crops are taken from pictures that are so many times finer than what comes out."""
+"""Random crops are taken from images drawn at this multiple of the size."""
 LAYOUTS = {
     "left-right": ("left", "right"),
     "top-bottom": ("top", "bottom"),
@@ -36,19 +36,19 @@ LAYOUTS = {
     "from lower left": ("nyo", "nyoc"),
     "enclosed": ("kamae", "kamaec"),
 }
-"""Arrangements of components, by the positions given in KanjiVG."""
+"""KanjiVG's position names of each arrangement of components."""
 SINGLE = "single"
 TITLES = {"radical": "radicals", "layout": "layouts", "strokes": "numbers of strokes"}
 QUESTIONS = {"radical": "its radical", "layout": "how its components are arranged", "strokes": "its number of strokes"}
 
 
 class Kanji(DataModule):
-    """Characters of KanjiVG in white on black, one grey channel, drawn from their strokes at `size` pixels per side.
+    """Characters of KanjiVG, white on black in one grey channel, drawn from their strokes at `size` pixels per side.
 
-    The class is, by `task`, the character's radical as it is written (氵 and 水 are two), the arrangement of its
-    components (`LAYOUTS`, or `SINGLE` if no position is given), or the number of its strokes. Classes with fewer than
-    60 characters are left out. A fifth of the characters is held out, within each class, with `split_seed`; all ways to
-    write a character are on one side.
+    Depending on `task`, the class is the written form of the radical (氵 and 水 are different), the arrangement of the
+    components (`LAYOUTS`, or `SINGLE` if no position is given), or the number of strokes. Classes with fewer than 60
+    characters are left out. A fifth of each class is held out with `split_seed`; all variants of a character are in the
+    same part.
 
     Source: KanjiVG, by Ulrich Apel, CC BY-SA 3.0.
 
@@ -76,38 +76,38 @@ class Kanji(DataModule):
 
     @property
     def slug(self) -> str:
-        """The name and the task."""
+        """Name of the data set and the task, as in `kanji-radical`."""
         return f"{self.name}-{self.config.task}"
 
-    def datasets(self) -> tuple[HeldSet, TensorSet]:
-        """Split, choose `train_size` and `val_size` of them, and draw them."""
+    def datasets(self) -> tuple[InMemorySet, TensorSet]:
+        """Split the characters, select `train_size` and `val_size`, and draw them."""
         config = self.config
         train, val = self._split
-        pictures = self._draw(train, config.size)
-        normalise = Normalise(*byte_statistics(pictures))
-        held_out = TensorSet(self._draw(val, config.size), self.labels[val], normalise)
-        return self._training_set(config.size, normalise), held_out
+        images = self._draw(train, config.size)
+        normalise = Normalise(*byte_statistics(images))
+        val_set = TensorSet(self._draw(val, config.size), self.labels[val], normalise)
+        return self._training_set(config.size, normalise), val_set
 
-    def tuned(self, train: HeldSet, val: Dataset) -> tuple[Dataset, Dataset]:
-        """Both as they are: they were drawn from what `tuning` leaves."""
+    def tuned(self, train: InMemorySet, val: Dataset) -> tuple[Dataset, Dataset]:
+        """Return both sets unchanged: `_split` has applied `tuning` already."""
         return train, val
 
     def at_size(self, size: int) -> "Kanji":
-        """The same characters held out, drawn at another size; they are normalised as those of this size are."""
+        """Draw the validation characters at another size, with the normalisation of this size."""
         _, val = self._made_datasets()
         assert isinstance(val, TensorSet)
         drawn = TensorSet(self._draw(self._split[1], size), val.labels, val.normalise)
         return self._with_validation(size, drawn)
 
-    def train_at(self, size: tuple[int, ...]) -> HeldSet:
-        """The same training characters, drawn at another size and normalised as those of this size are."""
+    def train_at(self, size: tuple[int, ...]) -> InMemorySet:
+        """Draw the training characters at another size, with the normalisation of this size."""
         (side,) = set(size)
         train, _ = self._made_datasets()
         assert isinstance(train, TensorSet | CroppedSet)
         return self._training_set(side, train.normalise)
 
-    def _training_set(self, size: int, normalise: Normalise | None) -> HeldSet:
-        """The training characters at a size; where crops are taken of them, drawn finer."""
+    def _training_set(self, size: int, normalise: Normalise | None) -> InMemorySet:
+        """Draw the training characters at a size; for random crops, at `FINER` times that size."""
         train, augment = self._split[0], self.config.augment
         if not augment.crops:
             return TensorSet(self._draw(train, size), self.labels[train], normalise)
@@ -116,7 +116,7 @@ class Kanji(DataModule):
 
     @cached_property
     def _split(self) -> tuple[Tensor, Tensor]:
-        """Indices of what is trained on and of what is held out."""
+        """Indices of the training and validation characters."""
         config = self.config
         train, val = split_by_character(self.characters, self.labels.tolist(), config.split_seed)
         train = train[balanced_subset(self.labels[train], config.train_size, config.split_seed, "train_size")]
@@ -130,14 +130,14 @@ class Kanji(DataModule):
         return draw_all(drawings, size, self.config.stroke_width)[:, None]  # [n, 1, size, size]
 
 
-class CroppedSet(HeldSet):
-    """Pictures in memory, of which a random crop is resized whenever one is read.
+class CroppedSet(InMemorySet):
+    """Images in memory, cropped at random on each access.
 
     Args:
         inputs: uint8 `(examples, 1, height, width)`.
         labels: int64 `(examples,)`.
-        view: What is shown of a picture.
-        normalise: Makes float32 of bytes; None leaves them.
+        view: Crop of the images.
+        normalise: Converts bytes to float32; None keeps bytes.
     """
 
     def __init__(self, inputs: Tensor, labels: Tensor, view: View, normalise: Normalise | None) -> None:
@@ -150,45 +150,45 @@ class CroppedSet(HeldSet):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        picture = self.view.change(self.inputs[index])
-        return picture if self.normalise is None else self.normalise(picture), int(self.labels[index])
+        image = self.view.change(self.inputs[index])
+        return image if self.normalise is None else self.normalise(image), int(self.labels[index])
 
     @property
     def raw(self) -> "CroppedSet":
-        """The same examples as bytes."""
+        """The same examples before normalisation, as bytes."""
         return CroppedSet(self.inputs, self.labels, self.view, None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Memory size in bytes."""
         return self.inputs.nbytes + self.labels.nbytes
 
     def to(self, device: torch.device) -> "CroppedSet":
-        """Copy it to a device, whole."""
+        """Copy all examples to a device."""
         return CroppedSet(self.inputs.to(device), self.labels.to(device), self.view, self.normalise)
 
 
 def characters_of(root: str | None, variants: bool, task: str) -> tuple[list[Character], list[int], tuple[str, ...]]:
-    """Choose the characters that a task is about.
+    """Select the characters of a task's classes.
 
     Returns:
-        The characters, their labels, and the names of the classes, those with `FEWEST` characters or more.
+        The characters, their labels, and the names of the classes, each with at least `FEWEST` characters.
     """
-    answer = {"radical": radical_of, "layout": layout_of, "strokes": strokes_of}[task]
-    everyone = characters(root, variants)
-    answers = [answer(character) for character in everyone]
-    counts = Counter({character.code: name for character, name in zip(everyone, answers, strict=True)}.values())
-    classes = tuple(sorted((name for name, count in counts.items() if name and count >= FEWEST), key=_in_order))
+    class_of = {"radical": radical_of, "layout": layout_of, "strokes": strokes_of}[task]
+    everything = characters(root, variants)
+    names = [class_of(character) for character in everything]
+    counts = Counter({character.code: name for character, name in zip(everything, names, strict=True)}.values())
+    classes = tuple(sorted((name for name, count in counts.items() if name and count >= FEWEST), key=_sort_key))
     label = {name: index for index, name in enumerate(classes)}
-    chosen = [(character, label[name]) for character, name in zip(everyone, answers, strict=True) if name in label]
+    chosen = [(character, label[name]) for character, name in zip(everything, names, strict=True) if name in label]
     return [character for character, _ in chosen], [index for _, index in chosen], classes
 
 
 def split_by_character(chosen: Sequence[Character], labels: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    """Hold out one of `PARTS` within each class, with all ways to write a character on one side.
+    """Hold out one in `PARTS` characters of each class, with all variants of a character in the same part.
 
     Returns:
-        Indices of what is trained on, and of what is held out.
+        Indices of the training and of the validation characters.
     """
     codes = [character.code for character in chosen]
     folds = StratifiedGroupKFold(PARTS, shuffle=True, random_state=seed)
@@ -197,7 +197,7 @@ def split_by_character(chosen: Sequence[Character], labels: Sequence[int], seed:
 
 
 def radical_of(character: Character) -> str:
-    """The radical as it is written, "" if none is given: the general dictionaries', else the traditional one."""
+    """Return the written form of the radical, "general" before "tradit"; "" if none is given."""
     components = list(character.root.walk())
     for kind in ("general", "tradit"):
         for component in components:
@@ -207,18 +207,18 @@ def radical_of(character: Character) -> str:
 
 
 def layout_of(character: Character) -> str:
-    """How the outermost components are arranged."""
+    """Return the arrangement of the outermost components, a key of `LAYOUTS` or `SINGLE`."""
     positions = {part.position for part in character.root.parts}
-    return next((name for name, told in LAYOUTS.items() if positions & {*told}), SINGLE)
+    return next((name for name, names in LAYOUTS.items() if positions & {*names}), SINGLE)
 
 
 def strokes_of(character: Character) -> str:
-    """The number of strokes."""
+    """Return the number of strokes as a string."""
     return str(len(character.strokes))
 
 
 def characters(root: str | None, variants: bool) -> list[Character]:
-    """All characters of a folder, or of the installed package, read once."""
+    """Return all characters of a folder, or of the installed package; cached."""
     return _read(find_folder(root), variants)
 
 
@@ -227,5 +227,5 @@ def _read(folder: Path, variants: bool) -> list[Character]:
     return read_characters(folder, variants=variants)
 
 
-def _in_order(name: str) -> tuple[int, str]:
+def _sort_key(name: str) -> tuple[int, str]:
     return (int(name), "") if name.isdecimal() else (0, name)

@@ -1,4 +1,4 @@
-"""Characters of KanjiVG as strokes and components, and pictures of them at any size.
+"""Reading of KanjiVG's characters as strokes and components, and drawing them at any size.
 
 Source: KanjiVG (kanjivg.tagaini.net), copyright Ulrich Apel, under Creative Commons Attribution-Share Alike 3.0.
 """
@@ -28,7 +28,7 @@ CANVAS = 109
 """Width and height of a character, in the units of its strokes."""
 ATTRIBUTION = "KanjiVG (kanjivg.tagaini.net), © Ulrich Apel, CC BY-SA 3.0"
 IDEOGRAPHS = range(0x3400, 0x40000)
-"""Code points of characters; below them are letters, syllables and signs."""
+"""Code points of kanji; lower ones are letters, syllables and signs."""
 _GROUP, _PATH = "{http://www.w3.org/2000/svg}g", "{http://www.w3.org/2000/svg}path"
 _KVG = "{http://kanjivg.tagaini.net}"
 
@@ -38,13 +38,13 @@ class Component:
     """A part of a character.
 
     Attributes:
-        element: What it looks like, a character, "" where none does.
-        position: Where it is in the part around it, as "left", "top" or "kamae" (enclosing), "" if not given.
-        radical: Which dictionaries call it the radical: "general", "tradit", "nelson", "jis", or "".
-        part: "1", "2", ... where strokes of others are written in between and it comes in several pieces, else "".
-        number: Tells two such components of one `element` apart.
-        strokes: First of its strokes, and one behind the last.
-        parts: Its own components.
+        element: The character that the component looks like, "" if none.
+        position: Position in the enclosing component, as "left", "top" or "kamae" (enclosing), "" if not given.
+        radical: The dictionaries for which it is the radical: "general", "tradit", "nelson", "jis", or "".
+        part: "1", "2", ... for the pieces of a component that is interrupted by strokes of others, else "".
+        number: Distinguishes several such components with the same `element`.
+        strokes: Index of its first stroke, and of its last one plus 1.
+        parts: Its sub-components.
     """
 
     element: str
@@ -56,7 +56,7 @@ class Component:
     parts: tuple["Component", ...]
 
     def walk(self) -> Iterator["Component"]:
-        """This component and all within it, each before its own parts."""
+        """Iterate over this component and its descendants in pre-order."""
         yield self
         for part in self.parts:
             yield from part.walk()
@@ -64,13 +64,13 @@ class Component:
 
 @dataclass(frozen=True)
 class Character:
-    """A character, or another way to write it.
+    """A character, or a variant of it.
 
     Attributes:
         name: Name of its file, without ".svg".
-        code: Code point, the same for all ways to write it.
-        strokes: SVG paths on a canvas of `CANVAS` x `CANVAS`, in the order in which they are written.
-        root: Its components.
+        code: Code point, the same for all variants.
+        strokes: SVG paths on a canvas of `CANVAS` x `CANVAS`, in writing order.
+        root: Its component tree.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Character:
 
 
 def find_folder(root: str | None) -> Path:
-    """Find the folder of the characters' files: `root`, or that of the installed package.
+    """Return the folder of the SVG files: `root`, or that of the installed package.
 
     Raises:
         ValueError: the package is not installed, or the folder holds no characters.
@@ -90,13 +90,13 @@ def find_folder(root: str | None) -> Path:
             folder = Path(str(distribution(PACKAGE).locate_file("kanji")))
         except PackageNotFoundError:
             raise ValueError(
-                "kanji is drawn from the package kanjivg (pip install 'torchrope[kanji]'), got a machine without it; "
-                "or --data.root names the folder of KanjiVG's SVG files"
+                "kanji requires the package kanjivg (pip install 'torchrope[kanji]') or KanjiVG's SVG files in "
+                "--data.root, got neither"
             ) from None
     else:
         folder = Path(root).expanduser()
     if not any(folder.glob("?????.svg")):
-        raise ValueError(f"--data.root must hold KanjiVG's files, as 04e00.svg, got {str(folder)!r} without")
+        raise ValueError(f"--data.root must hold KanjiVG's files, such as 04e00.svg, got none in {str(folder)!r}")
     return folder
 
 
@@ -105,10 +105,10 @@ def read_characters(folder: Path, *, variants: bool = False) -> list[Character]:
 
     Args:
         folder: Holds files such as 04e00.svg, and 04e00-Kaisho.svg for a variant of it.
-        variants: Read other ways to write a character too.
+        variants: Whether variants are read too.
 
     Raises:
-        ValueError: a file is not as KanjiVG's are.
+        ValueError: a file is not in KanjiVG's format.
     """
     paths = sorted(folder.glob("*.svg" if variants else "?????.svg"))
     return [read_character(path) for path in paths if int(path.name[:5], 16) in IDEOGRAPHS]
@@ -118,7 +118,7 @@ def read_character(path: Path) -> Character:
     """Read a character from its SVG file.
 
     Raises:
-        ValueError: the file is not as KanjiVG's are.
+        ValueError: the file is not in KanjiVG's format.
     """
     try:
         image = ElementTree.parse(path).getroot()
@@ -131,12 +131,12 @@ def read_character(path: Path) -> Character:
 
 
 def draw(strokes: Sequence[str], size: int, stroke_width: float) -> Tensor:
-    """Draw strokes in white on black, anti-aliased.
+    """Draw strokes, white on black, with anti-aliasing.
 
     Args:
         strokes: SVG paths on a canvas of `CANVAS` x `CANVAS`.
-        size: Pixels per side of the picture.
-        stroke_width: In units of the canvas, at every size.
+        size: Pixels per side of the image.
+        stroke_width: In units of the canvas, independent of `size`.
 
     Returns:
         uint8 `(size, size)`.
@@ -149,12 +149,12 @@ def draw(strokes: Sequence[str], size: int, stroke_width: float) -> Tensor:
         f'<g fill="none" stroke="#fff" stroke-width="{stroke_width}" stroke-linecap="round" stroke-linejoin="round">'
         f"{paths}</g></svg>"
     )
-    with Image.open(io.BytesIO(svg_to_png(svg))) as picture:
-        return torch.from_numpy(np.array(picture.getchannel("A")))
+    with Image.open(io.BytesIO(svg_to_png(svg))) as image:
+        return torch.from_numpy(np.array(image.getchannel("A")))
 
 
 def draw_all(drawings: Sequence[Sequence[str]], size: int, stroke_width: float) -> Tensor:
-    """Draw each of several pictures, or read them from the cache where they have been drawn before.
+    """Draw several images, or read them from the cache if they were drawn before.
 
     Returns:
         uint8 `(len(drawings), size, size)`.
@@ -164,25 +164,25 @@ def draw_all(drawings: Sequence[Sequence[str]], size: int, stroke_width: float) 
     if (cached := _read_cache(file, (len(drawings), size, size))) is not None:
         return cached
     with ThreadPoolExecutor() as threads:
-        pictures = torch.stack(list(threads.map(partial(draw, size=size, stroke_width=stroke_width), drawings)))
+        images = torch.stack(list(threads.map(partial(draw, size=size, stroke_width=stroke_width), drawings)))
     content = io.BytesIO()
-    np.savez_compressed(content, pictures=pictures.numpy())
+    np.savez_compressed(content, pictures=images.numpy())
     write_whole(file, content.getvalue())
-    return pictures
+    return images
 
 
 def _read_cache(file: Path, shape: tuple[int, ...]) -> Tensor | None:
-    """What was drawn before; None where there is nothing, or nothing that can be read."""
+    """Return the cached images; None if they are missing or unreadable."""
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
-            pictures = torch.from_numpy(stored["pictures"])
+            images = torch.from_numpy(stored["pictures"])
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error):
         return None
-    return pictures if pictures.shape == shape and pictures.dtype == torch.uint8 else None
+    return images if images.shape == shape and images.dtype == torch.uint8 else None
 
 
 def _read_component(group: ElementTree.Element, strokes: list[str]) -> Component:
-    """Read a group of strokes, whose paths go to `strokes`."""
+    """Read a group of strokes as a component, and append the stroke paths to `strokes`."""
     first, parts = len(strokes), []
     for child in group:
         if child.tag == _PATH:

@@ -1,4 +1,4 @@
-"""Pictures with masks of class indices, in files of the same name in two folders."""
+"""Semantic segmentation data: images and masks of class indices, in files of the same name in two folders."""
 
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -13,14 +13,14 @@ from torchrope.lab.data.dense import (
     IGNORED,
     DenseModule,
     Example,
-    PictureSet,
-    choose_some,
+    ImageFileSet,
     compose,
     flip_and_colours,
-    jitter_of_maps,
-    of_photographs,
+    imagenet_normalise,
+    map_scale_jitter,
+    select_some,
 )
-from torchrope.lab.data.faults import Fault, find_faults, name_some, tell_skipped
+from torchrope.lab.data.faults import Fault, find_faults, name_some, warn_skipped
 from torchrope.lab.data.images import list_samples, load_image, open_image
 
 SCALE_JITTER = (0.5, 2.0)
@@ -29,17 +29,17 @@ MASK_EXTENSION = ".png"
 Pair = tuple[str, str]  # image and mask below root
 
 
-class MapSet(PictureSet):
-    """Pictures with a semantic map.
+class MapSet(ImageFileSet):
+    """Images with a semantic map.
 
     Args:
-        root: Folder that the paths start from.
+        root: Folder that the paths are relative to.
         samples: Paths of image and mask.
         classes: Number of classes.
-        first: Index of the first class in a mask. Below it, or 255 where it is 0, a pixel is without a label.
-        augment: How pictures are changed at random; None leaves them as they are.
+        first: Index of the first class in a mask. Lower indices, or 255 if `first` is 0, are unlabelled.
+        augment: Random augmentation; None for none.
         side: Pixels per side of a crop.
-        max_skipped: How many may be left out.
+        max_skipped: Largest number of unreadable images that are skipped.
     """
 
     def __init__(
@@ -55,33 +55,33 @@ class MapSet(PictureSet):
         steps = []
         if augment is not None:
             scale = augment.scale_jitter or SCALE_JITTER
-            steps = [*jitter_of_maps(scale, side), *flip_and_colours(augment)]
+            steps = [*map_scale_jitter(scale, side), *flip_and_colours(augment)]
         self.root = root
         self.classes = classes
         self.first = first
-        super().__init__(samples, of_photographs(), compose(steps), max_skipped)
+        super().__init__(samples, imagenet_normalise(), compose(steps), max_skipped)
 
     def load(self, index: int) -> Example:
-        """Read a picture and its map, the first class 0."""
+        """Read an image and its semantic map, with classes from 0."""
         image, mask = self.samples[index]
         indices = read_mask(self.root / mask)
-        picture = tv_tensors.Image(load_image(self.root / image))
-        if picture.shape[-2:] != indices.shape:
-            rule = f"its mask must be as large as it is, {picture.shape[-1]}x{picture.shape[-2]} pixels"
+        pixels = tv_tensors.Image(load_image(self.root / image))
+        if pixels.shape[-2:] != indices.shape:
+            rule = f"its mask must have the size of the image, {pixels.shape[-1]}x{pixels.shape[-2]} pixels"
             raise ValueError(f"{rule}, got {indices.shape[1]}x{indices.shape[0]}")
-        return picture, {"map": tv_tensors.Mask(self._map(indices)), "name": image}
+        return pixels, {"map": tv_tensors.Mask(self._map(indices)), "name": image}
 
     def _map(self, indices: Tensor) -> Tensor:
-        without = indices < self.first if self.first else indices == IGNORED
+        unlabelled = indices < self.first if self.first else indices == IGNORED
         last = self.classes + self.first - 1
-        beyond = indices[~without & (indices > last)]
+        beyond = indices[~unlabelled & (indices > last)]
         if len(beyond):
-            raise ValueError(f"indices in its mask must lie between 0 and {last}, got {int(beyond.max())}")
-        return torch.where(without, IGNORED, indices - self.first)
+            raise ValueError(f"indices in its mask must be between 0 and {last}, got {int(beyond.max())}")
+        return torch.where(unlabelled, IGNORED, indices - self.first)
 
 
 class MapModule(DenseModule):
-    """Data of pictures and masks of class indices.
+    """Base class of data modules of images with masks of class indices.
 
     A subclass sets `root`, `classes`, `map_classes` and `first`, the index of the first class in a mask.
     """
@@ -99,53 +99,56 @@ class MapModule(DenseModule):
         self.input_size = (side, side)
 
     def pairs(self, folders: Sequence[tuple[Path, Path]]) -> tuple[list[list[Pair]], list[Fault]]:
-        """Pair the files of every two folders, and find those that lack the other one."""
-        found = [find_pairs(self.root, images, masks) for images, masks in folders]
-        for (pairs, faults), (images, _) in zip(found, folders, strict=True):
+        """Pair the files of each (image folder, mask folder), and list those without a counterpart."""
+        paired = [find_pairs(self.root, images, masks) for images, masks in folders]
+        for (pairs, faults), (images, _) in zip(paired, folders, strict=True):
             require_pairs(pairs, faults, images)
-        return [pairs for pairs, _ in found], [fault for _, faults in found for fault in faults]
+        return [pairs for pairs, _ in paired], [fault for _, faults in paired for fault in faults]
 
     def sets(self, train: Sequence[Pair], val: Sequence[Pair], faults: list[Fault]) -> tuple[MapSet, MapSet]:
-        """Tell what is left out, and choose `train_size` and `val_size` of the others; those to train on change."""
+        """Warn about skipped files, and select `train_size` and `val_size` pairs; training pairs are augmented."""
         config = self.config
         self.skipped = faults
-        tell_skipped(faults, len(train) + len(val) + len(faults), config.max_skipped, "images and masks")
-        train = choose_some(train, config.train_size, config.split_seed, "train_size")
-        val = choose_some(val, config.val_size, config.split_seed, "val_size")
-        args = (len(self.map_classes), self.first)
-        end = (self.input_size[0], config.max_skipped)
-        return MapSet(self.root, train, *args, config.augment, *end), MapSet(self.root, val, *args, None, *end)
+        warn_skipped(faults, len(train) + len(val) + len(faults), config.max_skipped, "images and masks")
+        train = select_some(train, config.train_size, config.split_seed, "train_size")
+        val = select_some(val, config.val_size, config.split_seed, "val_size")
+        classes = (len(self.map_classes), self.first)
+        limits = (self.input_size[0], config.max_skipped)
+        return (
+            MapSet(self.root, train, *classes, config.augment, *limits),
+            MapSet(self.root, val, *classes, None, *limits),
+        )
 
 
 def find_pairs(root: Path, images: Path, masks: Path) -> tuple[list[Pair], list[Fault]]:
-    """Pair every picture with the mask of its name, at any depth below both folders.
+    """Pair every image with the mask of the same name, at any depth below both folders.
 
     Returns:
-        Paths of both below root, sorted, and the files that lack the other one.
+        Sorted pairs of paths below root, and the files without a counterpart.
     """
     stems = {_stem(root, images, path): path for path, _ in list_samples(root, images, [""])}
-    found = {
+    masks_of = {
         _stem(root, masks, path): path
         for path, _ in list_samples(root, masks, [""])
         if path.lower().endswith(MASK_EXTENSION)
     }
-    pairs = [(path, found[stem]) for stem, path in stems.items() if stem in found]
-    faults = [(path, "no mask of its name") for stem, path in stems.items() if stem not in found]
-    return pairs, faults + [(path, "no image of its name") for stem, path in found.items() if stem not in stems]
+    pairs = [(path, masks_of[stem]) for stem, path in stems.items() if stem in masks_of]
+    faults = [(path, "no mask of this name") for stem, path in stems.items() if stem not in masks_of]
+    return pairs, faults + [(path, "no image of this name") for stem, path in masks_of.items() if stem not in stems]
 
 
-def require_pairs(pairs: Sequence[Pair], faults: Sequence[Fault], where: Path) -> None:
-    """Refuse a part without a picture that has a mask."""
+def require_pairs(pairs: Sequence[Pair], faults: Sequence[Fault], folder: Path) -> None:
+    """Raise ValueError if no image in a folder has a mask."""
     if not pairs:
         named = f": {name_some(faults)}" if faults else ""
-        raise ValueError(f"images must have masks (.png) of their names, got none in {str(where)!r}{named}")
+        raise ValueError(f"images must have masks (.png) of the same names, got none in {str(folder)!r}{named}")
 
 
 def read_mask(path: Path) -> Tensor:
-    """Read the indices of a mask, of a palette or in grey: uint8 `(height, width)`.
+    """Read the class indices of a palette or greyscale mask: uint8 `(height, width)`.
 
     Raises:
-        ValueError: it has several channels, or more than 8 bits.
+        ValueError: the mask has several channels, or more than 8 bits.
     """
     with open_image(path) as file:
         if file.mode not in ("P", "L", "1"):
@@ -154,15 +157,15 @@ def read_mask(path: Path) -> Tensor:
 
 
 def largest_index(root: Path, masks: Sequence[str]) -> tuple[int, list[Fault]]:
-    """Read all masks for the largest index but 255, and name those that cannot be read."""
-    largest = {"": 0}
+    """Return the largest index in all masks, ignoring 255, and the unreadable masks."""
+    maxima = {"": 0}
 
     def read(mask: str) -> None:
         indices = read_mask(root / mask)
-        largest[mask] = int(indices[indices != IGNORED].max()) if bool((indices != IGNORED).any()) else 0
+        maxima[mask] = int(indices[indices != IGNORED].max()) if bool((indices != IGNORED).any()) else 0
 
     faults = find_faults(masks, read)
-    return max(largest.values()), faults
+    return max(maxima.values()), faults
 
 
 def _stem(root: Path, folder: Path, path: str) -> str:

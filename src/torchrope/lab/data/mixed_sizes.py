@@ -1,4 +1,4 @@
-"""Training examples at several sizes, one size for all examples of a batch."""
+"""Training at several input sizes, with one size per batch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,10 +11,10 @@ Size = tuple[int, ...]
 
 
 class MixedSizes(Dataset):
-    """The same examples at several sizes, read by whole batches.
+    """The same examples at several sizes, read in batches.
 
     Args:
-        sets: They at each size, with `__getitems__`.
+        sets: Data set of each size, with `__getitems__`.
     """
 
     def __init__(self, sets: Mapping[Size, Dataset]) -> None:
@@ -23,18 +23,18 @@ class MixedSizes(Dataset):
     def __len__(self) -> int:
         return len(next(iter(self.sets.values())))  # type: ignore[arg-type]
 
-    def __getitems__(self, chosen: Sequence[tuple[Size, int]]) -> tuple:
-        """A batch of examples `(size, index)`, all of one size."""
-        (size,) = {size for size, _ in chosen}
-        return self.sets[size].__getitems__([index for _, index in chosen])  # type: ignore[attr-defined]
+    def __getitems__(self, keys: Sequence[tuple[Size, int]]) -> tuple:
+        """Read a batch of examples `(size, index)`, all of the same size."""
+        (size,) = {size for size, _ in keys}
+        return self.sets[size].__getitems__([index for _, index in keys])  # type: ignore[attr-defined]
 
 
 class Resampled(Dataset):
-    """Examples whose inputs are resampled after everything else that changes them.
+    """Resample the inputs of a data set to another size, after its augmentation.
 
     Args:
-        dataset: Batches of inputs, labels, and distances between voxels if known, with `__getitems__`.
-        size: Extent of every axis.
+        dataset: Returns batches of inputs, labels and, if known, voxel spacings from `__getitems__`.
+        size: New extent of every axis.
     """
 
     def __init__(self, dataset: Dataset, size: Size) -> None:
@@ -46,14 +46,14 @@ class Resampled(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple:
         inputs, labels, *spacings = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
-        longer = torch.tensor(inputs.shape[2:]) / torch.tensor(self.size)  # voxels show as much in all
-        return resize(inputs, self.size), labels, *(spacing * longer.to(spacing) for spacing in spacings)
+        factors = torch.tensor(inputs.shape[2:]) / torch.tensor(self.size)  # the total extent stays
+        return resize(inputs, self.size), labels, *(spacing * factors.to(spacing) for spacing in spacings)
 
 
 def sources(dataset: Dataset) -> list[Dataset]:
-    """The sets that a set reads from: one, or those of all sizes."""
+    """Return the innermost data sets that a data set wraps: one, or one per size."""
     while hasattr(dataset, "dataset"):
         dataset = dataset.dataset
     if isinstance(dataset, MixedSizes):
-        return [each for of_size in dataset.sets.values() for each in sources(of_size)]
+        return [source for of_size in dataset.sets.values() for source in sources(of_size)]
     return [dataset]

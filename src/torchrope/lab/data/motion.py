@@ -1,4 +1,4 @@
-"""Clips whose class is a motion, which neither a single frame nor an unordered set of patches determines."""
+"""Synthetic video clips of moving digits: the class cannot be inferred from single frames or unordered patches."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ PATCH_SIZE = (1, 4, 4)
 TRAIN_SIZE = 2400
 VAL_SIZE = 600
 
-# Pixels per frame, (down, right): multiples of the patch side, all different modulo 20.
+# (down, right) in pixels per frame: multiples of the patch side, all different modulo 20.
 VELOCITIES = {
     "right slow": (0, 4),
     "right fast": (0, 8),
@@ -28,16 +28,15 @@ VELOCITIES = {
 
 
 class Motion(DataModule):
-    """Real digits that move over a torus; the class is the direction and the speed.
+    """Handwritten digits that move on a torus; the class is the direction and the speed.
 
-    A digit starts at any pixel and moves 4 or 8 pixels a frame, leaving at one edge and entering at the
-    opposite one. A frame is the frame before, rolled by whole patches of (1, 4, 4), so every frame of a clip
-    holds the same multiset of patches. Digit and start are drawn without regard to the class, so a bag of
-    patches knows nothing of it: to do better than 1 in 8 a model must use positions. No digit is in both
-    sets.
+    A digit starts at a random pixel and moves 4 or 8 pixels per frame, with periodic boundaries. Each frame is the
+    previous one rolled by whole patches of (1, 4, 4), so all frames of a clip have the same multiset of patches. Digit
+    and start are independent of the class, so a bag of patches contains no information about it: an accuracy above 1/8
+    requires positions. Training and validation use different digits.
 
     Raises:
-        ValueError: size is no multiple of 4, or below 20, where two of the motions would be one.
+        ValueError: size is not a multiple of 4, or is below 20, where two of the motions would coincide.
     """
 
     name = "motion"
@@ -52,20 +51,22 @@ class Motion(DataModule):
         super().__init__(config)
         side = config.size
         if side % PATCH_SIZE[-1] or side < FRAME_SIZE:
-            raise ValueError(f"--data.size must be a multiple of {PATCH_SIZE[-1]} from {FRAME_SIZE} up, got {side}")
+            raise ValueError(
+                f"--data.size must be a multiple of {PATCH_SIZE[-1]} and at least {FRAME_SIZE}, got {side}"
+            )
         self.input_size = (FRAMES, side, side)
         self.train_size = clip_count(config.train_size, TRAIN_SIZE, "train_size")
         self.val_size = clip_count(config.val_size, VAL_SIZE, "val_size")
         self.description = (
-            f"{self.train_size + self.val_size:,} made clips of {FRAMES} frames, {side}×{side} grey pixels, "
-            "of a real handwritten digit that moves over a torus; the class is its direction and speed."
+            f"{self.train_size + self.val_size:,} synthetic clips of {FRAMES} frames, {side}×{side} grey pixels, "
+            "of a handwritten digit that moves on a torus; the class is its direction and speed."
         )
 
     def datasets(self) -> tuple[TensorSet, TensorSet]:
-        """Split the digits, make the clips of each part, normalise."""
+        """Split the digits, render the clips of each part, and normalise them."""
         train_digits, _, val_digits, _ = split_digits(self.config.split_seed)
         side = self.input_size[-1]
-        # Two generators, so that the validation clips stay the same whatever train_size is.
+        # Two generators, so that the validation clips do not depend on train_size.
         train_generator = torch.Generator().manual_seed(2 * self.config.split_seed)
         val_generator = torch.Generator().manual_seed(2 * self.config.split_seed + 1)
         return normalised_sets(
@@ -75,7 +76,7 @@ class Motion(DataModule):
 
 
 def clip_count(size: int | None, default: int, name: str) -> int:
-    """Number of clips to make: at least one of each class."""
+    """Return the number of clips; raises ValueError if there is less than one per class."""
     count = default if size is None else size
     if count < len(VELOCITIES):
         raise ValueError(f"--data.{name} must be at least {len(VELOCITIES)} (one per class), got {count}")
@@ -83,13 +84,13 @@ def clip_count(size: int | None, default: int, name: str) -> int:
 
 
 def make_clips(digits: Tensor, count: int, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw `count` clips, as equal in number among the classes as they can be.
+    """Render `count` random clips, with numbers per class as equal as possible.
 
     Args:
-        digits: Digits to draw from, `(digits, 1, 8, 8)`.
+        digits: The digits, `(digits, 1, 8, 8)`.
         count: Number of clips.
         side: Pixels per side of a frame.
-        generator: Decides digit, start and class of every clip.
+        generator: Draws digit, start and class of every clip.
 
     Returns:
         Clips `(count, 1, 5, side, side)` and labels `(count,)`.
@@ -101,7 +102,7 @@ def make_clips(digits: Tensor, count: int, side: int, generator: torch.Generator
 
 
 def render_clips(digits: Tensor, starts: Tensor, labels: Tensor, side: int) -> Tensor:
-    """Draw digit n of clip n at (start + t · velocity) mod side in frame t, on black.
+    """Place digit n at (start + t · velocity) mod side in frame t of clip n, on black.
 
     Args:
         digits: `(clips, 1, 8, 8)`.

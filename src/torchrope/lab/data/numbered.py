@@ -1,4 +1,4 @@
-"""Images in memory whose pixels store the index of their object."""
+"""Detection and segmentation data in memory, with instance masks stored as object numbers per pixel."""
 
 from collections.abc import Sequence
 
@@ -6,24 +6,24 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from torchrope.lab.data.dense import Change, DenseSet, Target, boxed
-from torchrope.lab.data.tensors import HeldSet, Normalise
+from torchrope.lab.data.dense import Change, DenseSet, Target, to_boxes
+from torchrope.lab.data.tensors import InMemorySet, Normalise
 
 OTHER = 255
-"""Number of pixels that are neither background nor of an object."""
+"""Value of pixels that are neither background nor part of an object."""
 
 
-class NumberedSet(DenseSet, HeldSet):
-    """Pictures in memory, as bytes, with boxes, masks and a map of their objects.
+class NumberedSet(DenseSet, InMemorySet):
+    """Images in memory, as bytes, with boxes, masks and a map of their objects.
 
     Args:
-        inputs: Pictures, uint8 `(pictures, 1, side, side)`.
-        numbers: uint8 `(pictures, side, side)`: 0 is background, k the k-th object of the picture, `OTHER` neither.
-        objects: Class and box of every object, int64 `(objects, 5)` for each picture.
-        names: What the pictures are called.
-        normalise: Makes float32 of bytes.
-        change: Changes bytes and truth.
-        other_class: Class of `OTHER` in the map; background unless given.
+        inputs: Images, uint8 `(images, 1, side, side)`.
+        numbers: uint8 `(images, side, side)`: 0 is background, k the k-th object of the image, `OTHER` neither.
+        objects: Class and box of every object, int64 `(objects, 5)` for each image.
+        names: Names of the images.
+        normalise: Converts bytes to float32.
+        change: Transform of image and target.
+        other_class: Class of `OTHER` in the map; background by default.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class NumberedSet(DenseSet, HeldSet):
         return len(self.names)
 
     def read(self, index: int) -> tuple[Tensor, Target]:
-        """Return an image with all its annotations."""
+        """Return an image as bytes and its target."""
         numbers, objects = self.numbers[index], self.objects[index]
         labels, side = objects[:, 0], self.inputs.shape[-1]
         class_of = torch.zeros(OTHER + 1, dtype=torch.uint8, device=labels.device)
         class_of[1 : len(labels) + 1] = (labels + 1).to(torch.uint8)
         class_of[OTHER] = self.other_class
-        each = torch.arange(1, len(labels) + 1, device=labels.device)[:, None, None]
+        object_numbers = torch.arange(1, len(labels) + 1, device=labels.device)[:, None, None]
         return tv_tensors.Image(self.inputs[index]), {
-            "boxes": boxed(objects[:, 1:], side, side),
+            "boxes": to_boxes(objects[:, 1:], side, side),
             "labels": labels,
-            "masks": tv_tensors.Mask(numbers == each),
+            "masks": tv_tensors.Mask(numbers == object_numbers),
             "crowd": torch.zeros_like(labels, dtype=torch.bool),
             "map": tv_tensors.Mask(class_of[numbers.long()]),
             "name": self.names[index],
@@ -65,16 +65,16 @@ class NumberedSet(DenseSet, HeldSet):
 
     @property
     def samples(self) -> list[tuple[str, list]]:
-        """Names of the pictures, with what is in them."""
+        """Name of every image, with class and box of its objects."""
         return [(name, objects.tolist()) for name, objects in zip(self.names, self.objects, strict=True)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Memory size in bytes."""
         return self.inputs.nbytes + self.numbers.nbytes + sum(objects.nbytes for objects in self.objects)
 
     def to(self, device: torch.device) -> "NumberedSet":
-        """Copy it to a device, whole."""
-        objects = [each.to(device) for each in self.objects]
+        """Copy all examples to a device."""
+        objects = [rows.to(device) for rows in self.objects]
         inputs, numbers = self.inputs.to(device), self.numbers.to(device)
         return NumberedSet(inputs, numbers, objects, self.names, self.normalise, self.change, self.other_class)

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 
 from torchrope.lab.data.config import PointsConfig
-from torchrope.lab.data.faults import Fault, find_faults, name_some, reason, tell_skipped
-from torchrope.lab.data.folders import files_below, subfolders, tell_others
+from torchrope.lab.data.faults import Fault, find_faults, name_some, reason, warn_skipped
+from torchrope.lab.data.folders import files_below, subfolders, warn_unread
 from torchrope.lab.data.images import PARTS, Sample, existing_folder, find_classes, select_examples, split_parts
 from torchrope.lab.data.tables import READERS, Columns, read_table
-from torchrope.lab.data.tokens import Cloud, TokensModule, counted
+from torchrope.lab.data.tokens import Cloud, TokensModule, point_counts
 
 EXTENSIONS = tuple(READERS)
 AXES = ("t", "x", "y", "z")
-"""Columns that are positions where none are named."""
+"""Columns that are positions if none are named."""
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*; with --data.label without <class>"
 KIND = f"sets of points ({' '.join(EXTENSIONS)})"
 
@@ -76,7 +76,7 @@ class Points(TokensModule):
         held = f"{', '.join(self.features)} at each" if self.features else "nothing but positions"
         of_class = "the sub-folder" if config.label is None else f"column {config.label}"
         self.description = (
-            f"{len(shown):,} sets of points from a folder of one's own, {self.root.name}, {counted(shown)} along "
+            f"{len(shown):,} sets of points from a folder of one's own, {self.root.name}, {point_counts(shown)} along "
             f"{', '.join(self.axes)} with {held}; the class is {of_class}."
         )
         return [found[path] for path, _ in train], train, [found[path] for path, _ in val], val
@@ -87,9 +87,9 @@ class Points(TokensModule):
         return sorted(path for name in self.classes for path in files_below(folder / name, self.root, EXTENSIONS))
 
     def _readable(self) -> tuple[dict[str, Cloud], dict[str, str]]:
-        """Examples and the names of their classes by path; the files that cannot be used go to `skipped`."""
+        """Return examples and the names of their classes by path; files that cannot be used are added to `skipped`."""
         paths = [path for folder in self.folders.values() for path in self._paths(folder)]
-        tell_others(self.root, paths, KIND)
+        warn_unread(self.root, paths, KIND)
         tables: dict[str, Columns] = {}
 
         def read(path: str) -> None:
@@ -108,7 +108,7 @@ class Points(TokensModule):
                 faults.append((path, reason(error)))
         self.skipped = sorted(faults)
         self._require_some(found, self.skipped)
-        tell_skipped(self.skipped, len(paths), self.config.max_skipped, "sets of points")
+        warn_skipped(self.skipped, len(paths), self.config.max_skipped, "sets of points")
         return found, labels
 
     def _columns(self, table: Columns, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,22 +1,22 @@
-"""Training examples repeated several times per epoch, each time with different augmentation."""
+"""Repeated augmentation: a sampler that draws each example several times per epoch."""
 
 from collections.abc import Iterator
 from itertools import islice
 
 from torch.utils.data import Sampler
 
-TOGETHER = 256  # whose repeats follow each other, so that Mixup's neighbours are not the same example
+WINDOW = 256  # examples before the first repeat, so that Mixup does not mix an example with itself
 
 
 class Repeated(Sampler[int]):
-    """Draw the first examples of an order several times each, as many in all as the order has.
+    """Repeat the first examples of an order; the length of the epoch stays the same.
 
-    The k-th time, example i is called i + k · size: what is drawn at random for it is another's. On several processes
-    each repeats examples of its own.
+    Repeat k = 0, 1, ... of example i has the index i + k · size, so its augmentation differs. With several processes,
+    each repeats the examples of its own order.
 
     Args:
-        order: The order of an epoch.
-        repeats: How often each example comes.
+        order: Sampler of one epoch.
+        repeats: Number of times that each example is drawn.
         size: Number of examples in the set.
 
     References:
@@ -40,7 +40,7 @@ class Repeated(Sampler[int]):
 
     def _all(self) -> Iterator[int]:
         order = iter(self.order)
-        together = min(TOGETHER, -(-len(self) // self.repeats))
-        while window := list(islice(order, together)):
-            for time in range(self.repeats):
-                yield from (index + time * self.size for index in window)
+        length = min(WINDOW, -(-len(self) // self.repeats))
+        while window := list(islice(order, length)):
+            for repeat in range(self.repeats):
+                yield from (index + repeat * self.size for index in window)

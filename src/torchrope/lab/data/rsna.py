@@ -6,7 +6,7 @@ from pathlib import Path
 from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.config import RSNAConfig
 from torchrope.lab.data.dicom import index_headers, read_head_ct
-from torchrope.lab.data.faults import name_some, tell_skipped
+from torchrope.lab.data.faults import name_some, warn_skipped
 from torchrope.lab.data.folders import files_below
 from torchrope.lab.data.images import existing_folder
 from torchrope.lab.data.volumes import Volume, VolumeModule, read_table, series_volumes
@@ -57,7 +57,7 @@ class RSNA(VolumeModule):
         bleeding = read_haemorrhages(self.table)
         paths = files_below(self.root, self.root, (".dcm",))
         headers, faults = index_headers(self.root, paths, folder=cache_folder())
-        # Slices without a label, as those of the challenge's test, are no part of it.
+        # Slices without a label, such as those of the challenge's test set, are excluded.
         labelled = {path: header for path, header in headers.items() if header.instance in bleeding}
         if 0 < len(labelled) < len(headers):
             count = f"{len(headers) - len(labelled)} of {len(headers)}"
@@ -68,11 +68,11 @@ class RSNA(VolumeModule):
             raise ValueError(f"--data.root must hold {EXPECTED}, got no labelled slices in {str(self.root)!r}{named}")
         volumes, disordered = series_volumes(headers)
         self.skipped = faults + disordered
-        tell_skipped(self.skipped, len(paths), self.config.max_skipped, "slices and studies")
+        warn_skipped(self.skipped, len(paths), self.config.max_skipped, "slices and studies")
         return [(volume, int(any(bleeding[headers[path].instance] for path in volume.paths)), "") for volume in volumes]
 
     def describe(self, count: int) -> None:
-        """Say what the studies are."""
+        """Set `description` from the number of studies."""
         slices, side, _ = self.input_size
         self.description = (
             f"{count or 21_744:,} CT studies of the head (RSNA 2019), resampled to {slices} slices of {side}×{side} "

@@ -1,4 +1,4 @@
-"""Scenes of several real digits with boxes, masks and a semantic map, small enough to train on quickly."""
+"""Scenes of several real digits with boxes, masks and a semantic map, small enough for quick training."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,8 +28,8 @@ VAL_SIZE = 200
 DIGITS = (1, 5)  # on 64 x 64 pixels, as all counts
 SIDES = (10, 28)  # pixels, on every canvas
 BRIGHTNESS = (0.5, 1.0)
-INK = 0.25  # of its own brightness: where a digit is
-PLACES = 10  # that are tried for a digit
+INK = 0.25  # of the digit's brightness, above which a pixel belongs to it
+PLACES = 10  # tried per digit
 FRAGMENTS = (0, 4)
 FRAGMENT_SIDES = (5, 12)
 FRAGMENT_BRIGHTNESS = (0.2, 0.6)
@@ -178,7 +178,7 @@ def _place(
 
 
 def _between(ends: tuple[int, int], drawn: float) -> int:
-    """A whole number, both ends included, of a draw from [0, 1)."""
+    """Convert a draw from [0, 1) to an integer, both ends included."""
     low, high = ends
     return low + int(drawn * (high - low + 1))
 

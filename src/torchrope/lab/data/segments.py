@@ -1,29 +1,29 @@
-"""Images with masks of class indices, from folders."""
+"""Semantic segmentation data from folders of images and masks of class indices."""
 
 from pathlib import Path
 
 from torchrope.lab.data.config import SegmentsConfig
 from torchrope.lab.data.dense import IGNORED
-from torchrope.lab.data.folders import tell_others
+from torchrope.lab.data.folders import warn_unread
 from torchrope.lab.data.images import existing_folder, hold_out
 from torchrope.lab.data.maps import MapModule, MapSet, Pair, largest_index, require_pairs
 
 LAYOUT = (
-    "images/train/* and masks/train/*.png of the same names, both of val too, or without train and val; "
-    "classes.txt with a name for each index, one a line, is optional"
+    "images/train/* with masks/train/*.png of the same names and the same for val, or images/* with masks/*.png; "
+    "optional: classes.txt with the name of each index, one per line"
 )
 CLASSES = "classes.txt"
 
 
 class Segments(MapModule):
-    """Pictures below root/images with a PNG of class indices for each below root/masks, with a palette or in grey.
+    """Images below root/images, each with a palette or greyscale PNG of class indices below root/masks.
 
-    255 in a mask is without a label. Names of classes come from classes.txt, one a line and the first that of 0;
-    without it they are numbers, as many as the masks have. Where there is no val, a fifth of the pictures is held out
-    by a hash of path and `split_seed`.
+    255 in a mask is unlabelled. classes.txt names the classes from index 0 on, one per line; without it, the names are
+    the indices up to the largest in the masks. Without val, a fifth of the images is held out by a hash of path and
+    `split_seed`.
 
     Raises:
-        ValueError: root is missing or not laid out so, or there is one class alone.
+        ValueError: root is missing or has another layout, or there is only one class.
     """
 
     name = "segments"
@@ -39,27 +39,27 @@ class Segments(MapModule):
         self.parts = [part for part in ("train", "val") if (self.root / "images" / part).is_dir()] or [""]
         if self.parts == ["val"]:
             raise ValueError(f"--data.root must hold {LAYOUT}; got val without train in {str(self.root)!r}")
-        named = self.root / CLASSES
-        self.classes = self.map_classes = read_names(named) if named.is_file() else ()
+        names = self.root / CLASSES
+        self.classes = self.map_classes = read_names(names) if names.is_file() else ()
         self.title = f"Segments in {self.root.name}"
-        self.description = f"Pictures from a folder of one's own, {self.root.name}, with a class for every pixel."
+        self.description = f"Images from the folder {self.root.name}, with a class for every pixel."
 
     def datasets(self) -> tuple[MapSet, MapSet]:
-        """Pair pictures and masks, find the classes, split, and choose `train_size` and `val_size` of them."""
+        """Pair images and masks, find the classes, split, and select `train_size` and `val_size` pairs."""
         parts, faults = self.pairs([(self.root / "images" / part, self.root / "masks" / part) for part in self.parts])
         paired = [path for pairs in parts for pair in pairs for path in pair]
-        tell_others(self.root, [*paired, *(path for path, _ in faults), CLASSES], "images, masks (.png) or classes.txt")
+        warn_unread(self.root, [*paired, *(path for path, _ in faults), CLASSES], "images, masks (.png) or classes.txt")
         if not self.map_classes:
-            most, unreadable = largest_index(self.root, [mask for pairs in parts for _, mask in pairs])
+            largest, unreadable = largest_index(self.root, [mask for pairs in parts for _, mask in pairs])
             broken = {mask for mask, _ in unreadable}
             parts = [[pair for pair in pairs if pair[1] not in broken] for pairs in parts]
             faults = faults + unreadable
             for pairs, part in zip(parts, self.parts, strict=True):
                 require_pairs(pairs, faults, self.root / "images" / part)
-            self.classes = self.map_classes = tuple(str(index) for index in range(most + 1))
+            self.classes = self.map_classes = tuple(str(index) for index in range(largest + 1))
         if len(self.map_classes) < 2:
-            rule = f"masks must have indices of at least two classes ({IGNORED} is without a label)"
-            raise ValueError(f"{rule}, got 0 alone in {str(self.root)!r}")
+            rule = f"masks must have indices of at least two classes ({IGNORED} is unlabelled)"
+            raise ValueError(f"{rule}, got only 0 in {str(self.root)!r}")
         train, val = parts if len(parts) == 2 else self._split(parts[0])
         return self.sets(train, val, faults)
 
@@ -72,12 +72,12 @@ class Segments(MapModule):
 
 
 def read_names(path: Path) -> tuple[str, ...]:
-    """Read names of classes, one a line.
+    """Read class names, one per line.
 
     Raises:
-        ValueError: there are not 2 to 255, two are the same, or a line between is empty.
+        ValueError: there are fewer than 2 or more than 255 names, a name occurs twice, or a line is empty.
     """
     names = [name.strip() for name in path.read_text(encoding="utf-8-sig").rstrip().split("\n")]
     if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
-        raise ValueError(f"{path.name} must name 2 to {IGNORED} different classes, one a line, got {len(names)}")
+        raise ValueError(f"{path.name} must name 2 to {IGNORED} different classes, one per line, got {len(names)}")
     return tuple(names)

@@ -1,4 +1,4 @@
-"""Time series in the files of the UCR and UEA archives: .ts, .arff and numpy's .npz."""
+"""Readers of time series files: .ts and .arff as in the UCR and UEA archives, and numpy's .npz."""
 
 import math
 import re
@@ -14,18 +14,18 @@ from torchrope.lab.data.arrays import read_arrays
 
 _PAIR = re.compile(r"\(([^(),]+),([^(),]+)\)")
 _OUTSIDE = re.compile(r":(?![^(]*\))")
-"""A colon that is not within a pair of time and value."""
+"""A colon outside of a (time, value) pair."""
 SECONDS = np.timedelta64(1, "s")
 
 
 @dataclass(frozen=True, eq=False)
 class TimeSeries:
-    """One series.
+    """A labelled time series.
 
     Attributes:
         times: float64 `(n,)`: from the file, or 0, 1, ...; dates are in seconds.
-        values: float64 `(n, channels)`, NaN where one is missing.
-        label: Its class.
+        values: float64 `(n, channels)`, NaN if missing.
+        label: Class of the series.
     """
 
     times: np.ndarray
@@ -34,51 +34,51 @@ class TimeSeries:
 
 
 def read_series(path: Path) -> list[TimeSeries]:
-    """Read all series of a file, by its extension: .ts, .arff or .npz.
+    """Read all series of a .ts, .arff or .npz file.
 
     Raises:
-        ValueError: the file violates its format; the message is one line and names the place.
+        ValueError: the file violates its format; the one-line message gives the line.
     """
     try:
-        found = READERS[path.suffix.lower()](path)
+        series = READERS[path.suffix.lower()](path)
     except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
         raise ValueError(
-            f"{path.name} must be time series as its format says: {' '.join(str(error).split())}"
+            f"{path.name} must be a valid file of time series, got: {' '.join(str(error).split())}"
         ) from None
-    if not found:
-        raise ValueError(f"{path.name} must hold one series or more, got none")
-    channels = {series.values.shape[1] for series in found}
+    if not series:
+        raise ValueError(f"{path.name} must hold at least one series, got none")
+    channels = {one.values.shape[1] for one in series}
     if len(channels) > 1:
-        raise ValueError(f"series of {path.name} must have as many channels as one another, got {sorted(channels)}")
-    return found
+        raise ValueError(f"all series of {path.name} must have the same number of channels, got {sorted(channels)}")
+    return series
 
 
 def read_ts(path: Path) -> list[TimeSeries]:
-    """Read sktime's and aeon's format: a line a series, its channels and its class divided by colons.
+    """Read the .ts format of sktime and aeon: one series per line, channels and class separated by colons.
 
     A channel is `v,v,...`, or with `@timeStamps true` `(t,v),(t,v),...`, t a number or a date; ? or NaN is missing.
     """
     header: dict[str, str] = {}
-    found: list[TimeSeries] = []
-    begun = False
+    series: list[TimeSeries] = []
+    in_data = False
     for number, line in _lines(path):
-        if not begun and line.startswith("@"):
+        if not in_data and line.startswith("@"):
             name, _, value = line[1:].partition(" ")
-            begun = name.lower() == "data"
+            in_data = name.lower() == "data"
             header[name.lower()] = value.strip().lower()
-            if begun and not header.get("classlabel", "").startswith("true"):
-                raise ValueError("the header must say @classLabel true and the classes, as of data to be classified")
-        elif not begun:
-            raise ValueError(f"line {number} must be a part of the header, as @data, got {line[:40]!r}")
+            if in_data and not header.get("classlabel", "").startswith("true"):
+                raise ValueError("the header must have @classLabel true with the classes, got none")
+        elif not in_data:
+            raise ValueError(f"line {number} must belong to the header, such as @data, got {line[:40]!r}")
         else:
-            found.append(_at(number, partial(_ts_line, line, header.get("timestamps") == "true")))
-    return found
+            series.append(_at(number, partial(_ts_line, line, header.get("timestamps") == "true")))
+    return series
 
 
 def _ts_line(line: str, timed: bool) -> TimeSeries:
     *channels, label = (part.strip() for part in _OUTSIDE.split(line))
     if not channels or not label:
-        raise ValueError(f"it must hold channels and a class, divided by colons, got {line[:40]!r}")
+        raise ValueError(f"a series must be channels and a class, separated by colons, got {line[:40]!r}")
     if not timed:
         return _regular([_numbers(channel.split(",")) for channel in channels], label)
     return _merged([_timed(channel) for channel in channels], label)
@@ -90,12 +90,12 @@ def _timed(channel: str) -> dict[float, float]:
         raise ValueError(f"a channel must be (time,value),(time,value),..., got {channel[:40]!r}")
     times = [_time(time) for time, _ in pairs]
     if len(set(times)) < len(times):
-        raise ValueError("a channel must have one value at a time, got several")
+        raise ValueError("a channel must have one value per time, got several")
     return dict(zip(times, _numbers([value for _, value in pairs]).tolist(), strict=True))
 
 
 def _time(text: str) -> float:
-    """A number, or a date in seconds."""
+    """Convert a number, or a date to seconds since 1970."""
     try:
         return float(text)
     except ValueError:
@@ -103,25 +103,25 @@ def _time(text: str) -> float:
 
 
 def read_arff(path: Path) -> list[TimeSeries]:
-    """Read Weka's format: a row a series, numbers and the class; of several channels a text with a line a channel."""
+    """Read Weka's .arff format: one series per row, numbers then class; several channels are a quoted text of lines."""
     attributes: list[str] = []
-    found: list[TimeSeries] = []
-    begun, inner = False, False
+    series: list[TimeSeries] = []
+    in_data, inner = False, False
     for number, line in _lines(path):
         low = line.lower()
-        if not begun and low.startswith("@attribute"):
+        if not in_data and low.startswith("@attribute"):
             relational = low.rstrip().endswith("relational")
             attributes += [] if inner else [low.split(None, 2)[-1]]
             inner = inner or relational
-        elif not begun and low.startswith("@end"):
+        elif not in_data and low.startswith("@end"):
             inner = False
-        elif not begun and low.startswith(("@relation", "@data")):
-            begun = low.startswith("@data")
-        elif not begun:
-            raise ValueError(f"line {number} must be a part of the header, as @data, got {line[:40]!r}")
+        elif not in_data and low.startswith(("@relation", "@data")):
+            in_data = low.startswith("@data")
+        elif not in_data:
+            raise ValueError(f"line {number} must belong to the header, such as @data, got {line[:40]!r}")
         else:
-            found.append(_at(number, partial(_arff_line, line, len(attributes))))
-    return found
+            series.append(_at(number, partial(_arff_line, line, len(attributes))))
+    return series
 
 
 def _arff_line(line: str, attributes: int) -> TimeSeries:
@@ -130,24 +130,24 @@ def _arff_line(line: str, attributes: int) -> TimeSeries:
         return _regular([_numbers(channel.split(",")) for channel in quoted[2].split(r"\n")], _unquoted(quoted[3]))
     *cells, label = line.split(",")
     if len(cells) + 1 != attributes:
-        raise ValueError(f"it must have {attributes} cells as the header says, got {len(cells) + 1}")
+        raise ValueError(f"a row must have {attributes} cells as in the header, got {len(cells) + 1}")
     return _regular([_numbers(cells)], _unquoted(label))
 
 
 def _unquoted(text: str) -> str:
     if not text.strip(" '\""):
-        raise ValueError("it must end with its class, got none")
+        raise ValueError("a row must end with the class, got none")
     return text.strip(" '\"")
 
 
 def read_npz(path: Path) -> list[TimeSeries]:
-    """Read arrays: `values` `(series, length)` or `(series, channels, length)`, `labels` `(series,)`, perhaps `times`.
+    """Read arrays: `values` `(series, length)` or `(series, channels, length)`, `labels` `(series,)`, optional `times`.
 
-    `times` is `(length,)` of all, or `(series, length)`, numbers or dates. NaN is missing, as behind the end of one.
+    `times` is `(length,)` for all series or `(series, length)`, numbers or dates. NaN is missing, such as padding.
     """
     arrays = read_arrays(path)
     if not {"values", "labels"} <= {*arrays}:
-        raise ValueError(f"it must hold the arrays values and labels, got {', '.join(arrays) or 'none'}")
+        raise ValueError(f"a .npz file must hold the arrays values and labels, got {', '.join(arrays) or 'none'}")
     values, labels = arrays["values"], arrays["labels"]
     values = values[:, None] if values.ndim == 2 else values
     if values.ndim != 3 or values.dtype.kind not in "iufb" or labels.shape != values.shape[:1]:
@@ -159,44 +159,44 @@ def read_npz(path: Path) -> list[TimeSeries]:
         raise ValueError(f"times must be ({length},) or ({series}, {length}), got {times.shape}")
     if times.dtype.kind == "M":
         times = np.where(np.isnat(times), np.nan, (times - np.datetime64(0, "s")) / SECONDS)
-    every = np.broadcast_to(times.astype(np.float64), (series, length))
+    times_of = np.broadcast_to(times.astype(np.float64), (series, length))
     return [
-        TimeSeries(*_known(when, one.T.astype(np.float64)), str(label))
-        for when, one, label in zip(every, values, labels.tolist(), strict=True)
+        TimeSeries(*_drop_missing(series_times, one.T.astype(np.float64)), str(label))
+        for series_times, one, label in zip(times_of, values, labels.tolist(), strict=True)
     ]
 
 
 def _regular(channels: Sequence[np.ndarray], label: str) -> TimeSeries:
-    """Channels at times 0, 1, ...; a shorter one is missing at the end."""
+    """Stack channels at times 0, 1, ...; shorter ones are padded with missing values."""
     length = max(len(channel) for channel in channels)
     values = np.full((length, len(channels)), math.nan)
     for index, channel in enumerate(channels):
         values[: len(channel), index] = channel
-    return TimeSeries(*_known(np.arange(length, dtype=np.float64), values), label)
+    return TimeSeries(*_drop_missing(np.arange(length, dtype=np.float64), values), label)
 
 
 def _merged(channels: Sequence[dict[float, float]], label: str) -> TimeSeries:
-    """Channels with times of their own: at each time what is known then."""
+    """Stack channels with different times, over the union of the times."""
     times = np.array(sorted({time for channel in channels for time in channel}), np.float64)
     values = np.array([[channel.get(time, math.nan) for channel in channels] for time in times.tolist()], np.float64)
-    return TimeSeries(*_known(times, values.reshape(len(times), len(channels))), label)
+    return TimeSeries(*_drop_missing(times, values.reshape(len(times), len(channels))), label)
 
 
-def _known(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The times at which something is known."""
-    there = ~np.isnan(values).all(axis=1) & ~np.isnan(times)
-    if not there.any():
-        raise ValueError("a series must have one value or more, got none")
-    return times[there], values[there]
+def _drop_missing(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Remove the time steps without a time or without any value."""
+    valid = ~np.isnan(values).all(axis=1) & ~np.isnan(times)
+    if not valid.any():
+        raise ValueError("a series must have at least one value, got none")
+    return times[valid], values[valid]
 
 
 def _numbers(cells: Sequence[str]) -> np.ndarray:
-    """Numbers; what is missing is NaN."""
+    """Convert cells to numbers; missing ones are NaN."""
     return np.array([math.nan if cell.strip() in ("?", "") else float(cell) for cell in cells], np.float64)
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """Lines with their numbers, without comments and empty ones."""
+    """Read the numbered lines, without comments and empty ones."""
     text = path.read_text(encoding="utf-8-sig")
     numbered = ((number, line.strip()) for number, line in enumerate(text.splitlines(), start=1))
     return [(number, line) for number, line in numbered if line and not line.startswith(("#", "%"))]

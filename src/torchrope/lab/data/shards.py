@@ -1,4 +1,4 @@
-"""Tar shards in webdataset's format (0001.jpg, 0001.cls, ...), with random access."""
+"""Image classification data in tar shards of webdataset's format (0001.jpg, 0001.cls, ...), with random access."""
 
 import hashlib
 import io
@@ -21,19 +21,19 @@ from torchrope.lab.data.images import ImageSet, Sample
 from torchrope.lab.data.tensors import Normalise
 
 PICTURES = ("jpg", "jpeg", "png", "webp")
-SHARDS_AT_ONCE = 16  # whose examples are shuffled together
+SHARDS_AT_ONCE = 16  # examples of this many shards are shuffled together
 
 Entry = tuple[str, int, int, int]  # name within the shard, label, offset, size
 
 
 class ShardSet(ImageSet):
-    """Pictures in tar shards.
+    """Images in tar shards, read by offset.
 
     Args:
-        shards: The files.
-        samples: (shard/name, label) of every picture.
-        places: (shard, offset, size) of every picture, int64 `(pictures, 3)`.
-        view: As in `ImageSet`, and so are the others.
+        shards: The tar files.
+        samples: (shard/name, label) of every image.
+        places: (shard, offset, size) of every image, int64 `(images, 3)`.
+        view, normalise, max_skipped: As in `ImageSet`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ShardSet(ImageSet):
         self.places = places
 
     def open(self, index: int) -> BinaryIO:
-        """Read a picture's bytes."""
+        """Read an image's bytes."""
         shard, offset, size = self.places[index].tolist()
         with self.shards[shard].open("rb") as file:
             file.seek(offset)
@@ -58,25 +58,25 @@ class ShardSet(ImageSet):
 
 
 class ShardOrder(Sampler[int]):
-    """Shuffle so that few shards are read at a time: shards first, then the examples of 16 shards together.
+    """Shuffle the shards, then the examples within groups of 16 shards, so that few shards are read at a time.
 
-    The order of an epoch is a function of seed and epoch, cut into one run of equal length for each process, so
-    that a process reads shards of its own but for those at its ends. As many examples as it takes for equal
-    lengths are drawn a second time. Workers alternate by batches and do not change the order.
+    The order depends on seed and epoch only. It is split into contiguous parts of equal length, one per process, so
+    that processes share at most the shards at the ends of their parts; for equal lengths, some examples are repeated.
+    Workers of a loader receive alternating batches, which keeps the order.
 
     Args:
-        shards: Shard of every example, `(examples,)`.
-        seed: That of the run.
-        epoch: Whose order it is.
-        replicas: Number of processes.
-        rank: Which of them this is.
+        shards: Shard index of every example, `(examples,)`.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+        replicas: World size.
+        rank: Rank of this process.
     """
 
     def __init__(self, shards: Tensor, seed: int, epoch: int, replicas: int, rank: int) -> None:
         generator = torch.Generator().manual_seed(seed + epoch)
-        turn = torch.randperm(int(shards.max()) + 1, generator=generator)[shards]
+        shard_order = torch.randperm(int(shards.max()) + 1, generator=generator)[shards]
         within = torch.rand(len(shards), generator=generator, dtype=torch.float64)
-        order = (turn // SHARDS_AT_ONCE + within).argsort()
+        order = (shard_order // SHARDS_AT_ONCE + within).argsort()
         self.length = -(-len(order) // replicas)
         self.order = order[torch.arange(rank * self.length, (rank + 1) * self.length) % len(order)]
 
@@ -88,22 +88,22 @@ class ShardOrder(Sampler[int]):
 
 
 def index_shards(shards: Sequence[Path]) -> tuple[list[Sample], Tensor, list[Fault]]:
-    """List the pictures of shards with their labels and places, reading only the headers and the labels.
+    """List the images of shards with labels and offsets, reading only headers and labels.
 
-    The list is kept in the cache folder under the shards' paths, sizes and times, so it is made once.
+    The list is stored in the cache folder, keyed by paths, sizes and modification times of the shards.
 
     Returns:
-        Samples and places as `ShardSet` takes them, and what cannot be used.
+        `samples` and `places` of `ShardSet`, and the unusable shards and images.
     """
     stats = [[str(shard), shard.stat().st_size, shard.stat().st_mtime_ns] for shard in shards]
-    known = cache_folder() / f"shards-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.json"
-    if not known.exists():
+    index = cache_folder() / f"shards-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.json"
+    if not index.exists():
         with ThreadPoolExecutor() as pool:
-            write_whole(known, json.dumps({"shards": list(pool.map(index_shard, shards))}))
+            write_whole(index, json.dumps({"shards": list(pool.map(index_shard, shards))}))
     samples: list[Sample] = []
     places: list[tuple[int, int, int]] = []
     faults: list[Fault] = []
-    for number, (entries, broken) in enumerate(read_mapping(known, "an index of shards")["shards"]):
+    for number, (entries, broken) in enumerate(read_mapping(index, "an index of shards")["shards"]):
         samples += [(f"{shards[number].name}/{name}", label) for name, label, _, _ in entries]
         places += [(number, offset, size) for _, _, offset, size in entries]
         faults += [(f"{shards[number].name}{name}", why) for name, why in broken]
@@ -111,26 +111,26 @@ def index_shards(shards: Sequence[Path]) -> tuple[list[Sample], Tensor, list[Fau
 
 
 def index_shard(shard: Path) -> tuple[list[Entry], list[Fault]]:
-    """List one shard: name, label, offset and size of every picture, and what cannot be used."""
+    """List name, label, offset and size of every image of a shard, and the faults."""
     labels: dict[str, int] = {}
-    found: dict[str, tuple[str, int, int]] = {}
+    images: dict[str, tuple[str, int, int]] = {}
     faults: list[Fault] = []
     length = shard.stat().st_size
     try:
         with tarfile.open(shard, "r:") as opened:
             for member in opened:
-                place = PurePosixPath(member.name)
-                key, _, extension = place.name.partition(".")
-                key = str(place.with_name(key))
+                path = PurePosixPath(member.name)
+                key, _, extension = path.name.partition(".")
+                key = str(path.with_name(key))
                 if not member.isfile() or member.offset_data + member.size > length:
                     continue
                 if extension.lower() in PICTURES:
-                    found[key] = (member.name, member.offset_data, member.size)
+                    images[key] = (member.name, member.offset_data, member.size)
                 elif extension.lower() == "cls":
                     content = opened.extractfile(member)
                     labels[key] = int(content.read()) if content is not None else -1
     except (OSError, tarfile.TarError, ValueError) as error:
         faults.append(("", " ".join(str(error).split()) or type(error).__name__))
-    faults += [(f"/{name}", "no label") for key, (name, _, _) in found.items() if labels.get(key, -1) < 0]
-    entries = [(name, labels[key], at, size) for key, (name, at, size) in found.items() if labels.get(key, -1) >= 0]
+    faults += [(f"/{name}", "no label") for key, (name, _, _) in images.items() if labels.get(key, -1) < 0]
+    entries = [(name, labels[key], at, size) for key, (name, at, size) in images.items() if labels.get(key, -1) >= 0]
     return entries, faults

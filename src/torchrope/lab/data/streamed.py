@@ -1,4 +1,4 @@
-"""Samples decoded on access; a damaged sample is replaced by another one."""
+"""Base class of data sets whose samples are decoded on access, with replacement of unreadable samples."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -17,27 +17,27 @@ Streamed = TypeVar("Streamed", bound="StreamedSet")
 
 
 class StreamedSet(Dataset, ABC):
-    """Inputs decoded one by one; what cannot be decoded is replaced by the next sample that can.
+    """Data set of samples decoded on access; an unreadable sample is replaced by the next readable one.
 
     Args:
         samples: (name, label) of every sample.
-        max_skipped: So many samples may be damaged, over all loading processes of a run.
-        kind: What the samples are, for messages.
+        max_skipped: Largest number of unreadable samples, over all loading processes of a run.
+        kind: Plural noun for the samples, for messages.
 
     Attributes:
-        reading: Counts the damaged.
+        reading: Reads samples and counts the unreadable ones.
     """
 
     def __init__(self, samples: Sequence[tuple[str, int]], max_skipped: int, kind: str) -> None:
         self.samples = list(samples)
         self.mean: Tensor | float = 0.0
         self.std: Tensor | float = 1.0
-        self.ready = True  # for a model
+        self.ready = True  # whether inputs are normalised
         self.reading = Skipping([name for name, _ in self.samples], self.sample, max_skipped, kind)
 
     @abstractmethod
     def load(self, index: int) -> Tensor:
-        """Decode a sample `(..., channels, *sizes)`, float32 in [0, 1] or bytes. Raises anything where it cannot."""
+        """Decode a sample `(..., channels, *sizes)`, float32 in [0, 1] or bytes; raises any exception if that fails."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -46,37 +46,37 @@ class StreamedSet(Dataset, ABC):
         return self.reading.get(index)
 
     def sample(self, index: int) -> tuple[Tensor, int]:
-        """A sample itself, with its label, and no substitute for it."""
+        """Read a sample and its label; raises if it is unreadable."""
         inputs = self.load(index)
         return self.normalise(inputs) if self.ready else inputs, self.samples[index][1]
 
     def normalise(self, inputs: Tensor) -> Tensor:
-        """Make what `load` decodes ready for a model: (x - mean) / std, of bytes / 255."""
-        in_one = inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
-        return (in_one - self.mean) / self.std
+        """Compute (x - mean) / std, where bytes are first divided by 255."""
+        scaled = inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
+        return (scaled - self.mean) / self.std
 
     def normalised(self: Streamed, mean: Tensor, std: Tensor) -> Streamed:
-        """The same samples as (x - mean) / std, both `(channels, 1, ...)`."""
-        changed = self.copied()
-        changed.mean, changed.std = mean, std
-        return changed
+        """Return the same samples as (x - mean) / std, with mean and std `(channels, 1, ...)`."""
+        same = self.copied()
+        same.mean, same.std = mean, std
+        return same
 
     @property
     def raw(self: Streamed) -> Streamed:
-        """The same samples as `load` decodes them."""
-        changed = self.copied()
-        changed.ready = False
-        return changed
+        """The same samples as decoded by `load`, before normalisation."""
+        same = self.copied()
+        same.ready = False
+        return same
 
     def copied(self: Streamed) -> Streamed:
-        """The same samples; what is found damaged is counted together."""
+        """Return a copy with the same samples; unreadable samples are counted together."""
         same = copy.copy(self)
         same.reading = copy.copy(self.reading)
         same.reading.load = same.sample
         return same
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Measure mean and standard deviation of every channel on up to 64 samples, spread over the whole set.
+        """Measure mean and standard deviation of every channel on up to 64 samples, evenly spaced in the set.
 
         Returns:
             Two tensors `(channels, 1, ...)`; the standard deviation is at least one step of 8-bit data.

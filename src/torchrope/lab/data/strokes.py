@@ -1,4 +1,4 @@
-"""Characters as points along their strokes; positions are time and the place on paper."""
+"""Characters as points along their strokes; positions are time and the location on paper."""
 
 import re
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from torchrope.lab.data.images import Sample
 from torchrope.lab.data.kanji import QUESTIONS, TITLES, characters_of, split_by_character
 from torchrope.lab.data.kanjivg import ATTRIBUTION, CANVAS, Character
 from torchrope.lab.data.tensors import balanced_subset
-from torchrope.lab.data.tokens import Cloud, TokensModule, counted
+from torchrope.lab.data.tokens import Cloud, TokensModule, point_counts
 
 STEPS = 16
-"""Parts that a curve is taken apart into, to measure its length."""
+"""Number of segments of a curve, to measure its length."""
 _PARTS = re.compile(r"[A-Za-z]|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -53,7 +53,7 @@ class KanjiStrokes(TokensModule):
         return f"{self.name}-{self.config.task}"
 
     def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
-        """Split, choose `train_size` and `val_size` of them, and lay points along their strokes."""
+        """Split, choose `train_size` and `val_size` of them, and sample points along their strokes."""
         config, labels = self.config, torch.tensor(self.labels)
         train, val = split_by_character(self.characters, self.labels, config.split_seed)
         train = train[balanced_subset(labels[train], config.train_size, config.split_seed, "train_size")]
@@ -63,7 +63,7 @@ class KanjiStrokes(TokensModule):
             [(self.characters[index].name, self.labels[index]) for index in part.tolist()] for part in (train, val)
         ]
         self.description = (
-            f"{len(train) + len(val):,} characters as {counted([*made[0], *made[1]])} along their strokes, "
+            f"{len(train) + len(val):,} characters as {point_counts([*made[0], *made[1]])} along their strokes, "
             f"{self.config.spacing:g} of {CANVAS} units apart, in the order in which they are written; a token knows "
             f"the direction of the pen; the class is {QUESTIONS[config.task]}, one of {len(self.classes)}. "
             f"Source: {ATTRIBUTION}."
@@ -80,7 +80,7 @@ class KanjiStrokes(TokensModule):
 
 @lru_cache(maxsize=2**15)
 def points_along(strokes: tuple[str, ...], spacing: float) -> tuple[np.ndarray, np.ndarray]:
-    """Lay points along strokes, as evenly as their lengths allow, at both ends of each.
+    """Sample points along strokes, equidistant as far as their lengths allow, including both ends of each stroke.
 
     Args:
         strokes: SVG paths.
@@ -96,7 +96,7 @@ def points_along(strokes: tuple[str, ...], spacing: float) -> tuple[np.ndarray, 
     if not controls:
         raise ValueError("there must be one or more, got none")
     line = follow(np.array([curve for stroke in controls for curve in stroke], np.float64))  # [curves, STEPS + 1, 2]
-    way = np.linalg.norm(np.diff(line.reshape(-1, 2), axis=0), axis=1)  # above the paper too, between strokes
+    way = np.linalg.norm(np.diff(line.reshape(-1, 2), axis=0), axis=1)  # including the movement between strokes
     time = np.concatenate([[0.0], way.cumsum()]).reshape(line.shape[:2])
     ends = np.cumsum([len(stroke) for stroke in controls])
     first, last = time[ends - [len(stroke) for stroke in controls], 0], time[ends - 1, -1]
@@ -121,7 +121,7 @@ def follow(controls: np.ndarray) -> np.ndarray:
 
 
 def curves(path: str) -> list[list[tuple[float, float]]]:
-    """The control points of the cubic curves of a path, which knows M, C and S as KanjiVG's do, and m, c and s.
+    """Return the control points of a path's cubic curves; its commands may be M, C, S, m, c and s, as in KanjiVG.
 
     Raises:
         ValueError: it has other commands, or numbers are missing.

@@ -1,4 +1,4 @@
-"""Files with a row for each point: .csv, .npz and .ply, as columns by name."""
+"""Readers of point tables: .csv, .npz and .ply files with one row per point, as named columns."""
 
 import csv
 import math
@@ -11,9 +11,9 @@ import numpy as np
 from torchrope.lab.data.arrays import read_arrays
 
 Columns = dict[str, np.ndarray]
-"""Equally long columns by name: float64, or text for the one that is the class."""
+"""Columns of equal length by name: float64, or text for the class."""
 LONGEST_HEADER = 2**16
-"""Bytes of a header of .ply."""
+"""Largest .ply header in bytes."""
 PLY_TYPES = {
     **dict.fromkeys(("char", "int8"), "i1"),
     **dict.fromkeys(("uchar", "uint8"), "u1"),
@@ -28,11 +28,11 @@ PLY_ORDERS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"
 
 
 def read_table(path: Path, label: str | None = None) -> Columns:
-    """Read the columns of a file, by its extension.
+    """Read the columns of a .csv, .npz or .ply file.
 
     Args:
-        path: Ends in .csv, .npz or .ply.
-        label: Name of a column that may be text.
+        path: The file; its extension selects the format.
+        label: Name of the class column, which may be text.
 
     Raises:
         ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, or violates its format.
@@ -41,7 +41,7 @@ def read_table(path: Path, label: str | None = None) -> Columns:
 
 
 def read_csv(path: Path, label: str | None) -> Columns:
-    """Read text whose first line names the columns, separated by commas, semicolons or tabs; an empty cell is NaN."""
+    """Read a text table with a header line, separated by commas, semicolons or tabs; an empty cell is NaN."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         first = file.readline()
         delimiter = max(",;\t", key=first.count)
@@ -51,7 +51,7 @@ def read_csv(path: Path, label: str | None) -> Columns:
         rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
     for number, row in enumerate(rows, start=2):
         if len(row) != len(names):
-            raise ValueError(f"rows must have {len(names)} cells as the first line, got {len(row)} in row {number}")
+            raise ValueError(f"rows must have {len(names)} cells like the first line, got {len(row)} in row {number}")
     columns = zip(*rows, strict=True) if rows else ([] for _ in names)
     return {
         name: np.array([cell.strip() for cell in cells]) if name == label else _numbers(name, cells)
@@ -60,10 +60,10 @@ def read_csv(path: Path, label: str | None) -> Columns:
 
 
 def read_npz(path: Path, label: str | None) -> Columns:
-    """Read arrays: each `(n,)` is a column; the k columns of one that is `(n, k)` are its name with .0, .1, ...
+    """Read arrays as columns: `(n,)` is one column, `(n, k)` are the columns name.0, name.1, ...
 
-    Those of an array `positions` of up to three columns are x, y, z. The class may be one value `()`. No pickles are
-    read, and no more memory is taken than the file holds.
+    An array `positions` with up to three columns gives x, y, z. The class may be a scalar `()`. Pickles are refused,
+    and array sizes are checked against the file size before memory is allocated.
     """
     arrays = read_arrays(path)
     columns: Columns = {}
@@ -76,11 +76,11 @@ def read_npz(path: Path, label: str | None) -> Columns:
             columns[name] = array.astype(np.float64)
         else:
             names = [*"xyz"] if name == "positions" and array.shape[1] <= 3 else _numbered(name, array.shape[1])
-            columns |= {each: column.astype(np.float64) for each, column in zip(names, array.T, strict=False)}
+            columns |= {part: column.astype(np.float64) for part, column in zip(names, array.T, strict=False)}
     lengths = {name: len(column) for name, column in columns.items() if name != label}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:6])
-        raise ValueError(f"arrays must have a row for each point, got {told}")
+        listed = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:6])
+        raise ValueError(f"arrays must have one row per point, got {listed}")
     return columns
 
 
@@ -97,11 +97,11 @@ def read_ply(path: Path, label: str | None) -> Columns:
             columns = {name: table[:, index] for index, (name, _) in enumerate(properties)}
         else:
             row = np.dtype([(name, PLY_ORDERS[order] + kind) for name, kind in properties])
-            here = file.tell()
-            left = file.seek(0, 2) - here
-            if count * row.itemsize > left:
-                raise ValueError(f"the header claims {count:,} vertices, more than {left:,} bytes hold")
-            file.seek(here)
+            start = file.tell()
+            available = file.seek(0, 2) - start
+            if count * row.itemsize > available:
+                raise ValueError(f"the header claims {count:,} vertices, more than {available:,} bytes hold")
+            file.seek(start)
             table = np.frombuffer(file.read(count * row.itemsize), row)
             columns = {name: table[name] for name, _ in properties}
     return {
@@ -111,22 +111,22 @@ def read_ply(path: Path, label: str | None) -> Columns:
 
 
 def _ply_header(file: BinaryIO) -> tuple[str, int, list[tuple[str, str]]]:
-    """Format, number of vertices, and name and type of their properties."""
+    """Read the format, the number of vertices, and name and type of their properties."""
     lines: list[list[str]] = []
     while not lines or lines[-1] != ["end_header"]:
         line = file.readline(LONGEST_HEADER)
         if not line.endswith(b"\n") or file.tell() > LONGEST_HEADER:
             raise ValueError("the header must end with end_header, got none")
         lines.append(line.decode("ascii").split())
-    told = [line for line in lines if line and line[0] not in ("comment", "obj_info")]
-    if told[0] != ["ply"] or len(told) < 3 or told[1][:1] != ["format"] or len(told[1]) != 3:
-        raise ValueError(f"a .ply file must begin with ply and its format, got {' '.join(told[0])[:60]!r}")
-    if told[1][1] not in PLY_ORDERS:
-        raise ValueError(f"the format must be one of {', '.join(PLY_ORDERS)}, got {told[1][1]!r}")
-    if told[2][:2] != ["element", "vertex"] or len(told[2]) != 3 or not told[2][2].isdecimal():
-        raise ValueError(f"the first element must be vertex with its number, got {' '.join(told[2])[:60]!r}")
+    entries = [line for line in lines if line and line[0] not in ("comment", "obj_info")]
+    if entries[0] != ["ply"] or len(entries) < 3 or entries[1][:1] != ["format"] or len(entries[1]) != 3:
+        raise ValueError(f"a .ply file must begin with ply and its format, got {' '.join(entries[0])[:60]!r}")
+    if entries[1][1] not in PLY_ORDERS:
+        raise ValueError(f"the format must be one of {', '.join(PLY_ORDERS)}, got {entries[1][1]!r}")
+    if entries[2][:2] != ["element", "vertex"] or len(entries[2]) != 3 or not entries[2][2].isdecimal():
+        raise ValueError(f"the first element must be vertex with its count, got {' '.join(entries[2])[:60]!r}")
     properties: list[tuple[str, str]] = []
-    for words in told[3:]:
+    for words in entries[3:]:
         if words[0] != "property":
             break
         if len(words) != 3 or words[1] not in PLY_TYPES:
@@ -135,7 +135,7 @@ def _ply_header(file: BinaryIO) -> tuple[str, int, list[tuple[str, str]]]:
     names = [name for name, _ in properties]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"properties of a vertex must have different names, got {', '.join(names) or 'none'}")
-    return told[1][1], int(told[2][2]), properties
+    return entries[1][1], int(entries[2][2]), properties
 
 
 def _ply_text(file: BinaryIO, count: int, width: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def _is_number(text: str) -> bool:
 
 
 def _numbers(name: str, cells: Sequence[str]) -> np.ndarray:
-    """A column of numbers; what is empty is NaN."""
+    """Convert cells to numbers; empty ones are NaN."""
     try:
         return np.array([float(cell) if cell.strip() else math.nan for cell in cells], np.float64)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Data sets held in memory, and class-balanced subsets of them."""
+"""Data sets in memory, their normalisation, and class-balanced subsets."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -8,22 +8,22 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 STATISTICS = {
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # as published models use them
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # as used by published models
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
-"""Mean and standard deviation of red, green and blue, by name."""
+"""Mean and standard deviation of the RGB channels, by name."""
 
 
 TUNING_PARTS = 5
-"""One of so many training examples is held out to choose settings on."""
+"""One in this many training examples is held out for tuning of hyperparameters."""
 
 
 class Normalise:
-    """Make bytes ready for a model: (x / 255 - mean) / std, per channel.
+    """Compute (x / 255 - mean) / std per channel of uint8 inputs.
 
     Args:
-        mean: Of x / 255, `(channels, 1, ...)`.
-        std: Likewise.
+        mean: Mean of x / 255, `(channels, 1, ...)`.
+        std: Standard deviation of x / 255, `(channels, 1, ...)`.
     """
 
     def __init__(self, mean: Tensor, std: Tensor) -> None:
@@ -31,16 +31,16 @@ class Normalise:
         self.std = std
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Normalise uint8 `(..., channels, *sizes)` to float32, on the device that they are on."""
+        """Normalise uint8 `(..., channels, *sizes)` to float32, on the same device."""
         mean, std = self.mean.to(inputs.device), self.std.to(inputs.device)
         return inputs.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
 
 
-class HeldSet(Dataset, ABC):
-    """Examples in memory, of the main processor or of another device.
+class InMemorySet(Dataset, ABC):
+    """Base class of data sets in memory, of the CPU or of another device.
 
     Attributes:
-        inputs: All of them, `(examples, channels, *sizes)`.
+        inputs: All inputs, `(examples, channels, *sizes)`.
     """
 
     inputs: Tensor
@@ -48,20 +48,20 @@ class HeldSet(Dataset, ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Memory size in bytes."""
 
     @abstractmethod
-    def to(self, device: torch.device) -> "HeldSet":
-        """Copy it to a device, whole."""
+    def to(self, device: torch.device) -> "InMemorySet":
+        """Copy all examples to a device."""
 
 
-class TensorSet(HeldSet):
-    """Inputs and labels in memory, indexed one by one or by whole batches.
+class TensorSet(InMemorySet):
+    """Inputs and labels in memory, indexed by example or by batch.
 
     Args:
         inputs: `(examples, channels, *sizes)`, float32, or uint8 with `normalise`.
         labels: int64 `(examples,)`.
-        normalise: Makes float32 of a batch; None where inputs are ready.
+        normalise: Converts a batch to float32; None if inputs are normalised already.
     """
 
     def __init__(self, inputs: Tensor, labels: Tensor, normalise: Normalise | None = None) -> None:
@@ -81,27 +81,27 @@ class TensorSet(HeldSet):
         inputs = self.inputs[chosen]
         return inputs if self.normalise is None else self.normalise(inputs), self.labels[chosen]
 
-    def part(self, chosen: Tensor) -> "TensorSet":
-        """Some of the examples, by their indices."""
-        return TensorSet(self.inputs[chosen], self.labels[chosen], self.normalise)
+    def part(self, indices: Tensor) -> "TensorSet":
+        """Return the subset with the given indices."""
+        return TensorSet(self.inputs[indices], self.labels[indices], self.normalise)
 
     @property
     def raw(self) -> "TensorSet":
-        """The same examples before `normalise`."""
+        """The same examples before normalisation."""
         return TensorSet(self.inputs, self.labels)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Memory size in bytes."""
         return self.inputs.nbytes + self.labels.nbytes
 
     def to(self, device: torch.device) -> "TensorSet":
-        """Copy it to a device, whole."""
+        """Copy all examples to a device."""
         return TensorSet(self.inputs.to(device), self.labels.to(device), self.normalise)
 
 
 def normalisation(name: str, measure: Callable[[], tuple[Tensor, Tensor]]) -> Normalise:
-    """Make what `ColourConfig.normalise` names: of ImageNet's statistics, of 0.5, or of those that are measured."""
+    """Return the normalisation `ColourConfig.normalise`: by ImageNet's statistics, by 0.5, or by measured ones."""
     if name == "measured":
         return Normalise(*measure())
     mean, std = STATISTICS[name]
@@ -111,7 +111,7 @@ def normalisation(name: str, measure: Callable[[], tuple[Tensor, Tensor]]) -> No
 def byte_sets(
     train_inputs: Tensor, train_labels: Tensor, val_inputs: Tensor, val_labels: Tensor, normalise: str = "measured"
 ) -> tuple[TensorSet, TensorSet]:
-    """Make both sets of uint8 inputs, kept as bytes, with the `normalisation` named, measured on training inputs."""
+    """Build both sets of uint8 inputs with the named `normalisation`; statistics are those of the training inputs."""
     normalised = normalisation(normalise, lambda: byte_statistics(train_inputs))
     return TensorSet(train_inputs, train_labels, normalised), TensorSet(val_inputs, val_labels, normalised)
 
@@ -119,7 +119,7 @@ def byte_sets(
 def normalised_sets(
     train_inputs: Tensor, train_labels: Tensor, val_inputs: Tensor, val_labels: Tensor
 ) -> tuple[TensorSet, TensorSet]:
-    """Make both sets of (x - mean) / std, per channel, with mean and std of the training inputs."""
+    """Build both sets of (x - mean) / std per channel, with mean and std of the training inputs."""
     mean, std = channel_statistics(train_inputs)
     return (
         TensorSet((train_inputs - mean) / std, train_labels),
@@ -135,7 +135,7 @@ def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Two tensors `(channels, 1, ...)` that broadcast over `inputs`; the standard deviation is at least one
-        step of 8-bit data, so that a constant channel stays finite.
+        step of 8-bit data, so that constant channels give finite values.
     """
     others = [axis for axis in range(inputs.ndim) if axis != 1]
     mean = inputs.mean(others, keepdim=True)
@@ -144,7 +144,7 @@ def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def byte_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Measure what `channel_statistics` does on uint8 inputs / 255, exactly and without a copy as floats."""
+    """Compute `channel_statistics` of uint8 inputs / 255, exactly and without a float copy, from histograms."""
     levels = torch.arange(256, dtype=torch.float64) / 255
     counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in inputs.unbind(1)])  # [c, 256]
     shares = counts.double() / counts.sum(1, keepdim=True)
@@ -155,18 +155,18 @@ def byte_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> Tensor:
-    """Choose `size` examples, as equal in number among the classes as they can be.
+    """Select `size` random examples, with numbers per class as equal as possible.
 
-    A smaller choice with the same seed is part of every larger one.
+    With the same seed, a smaller selection is a subset of a larger one.
 
     Args:
         labels: int64 `(examples,)`.
-        size: How many to choose; None is all.
-        seed: Decides which are chosen.
-        name: What the caller calls `size`, for the error.
+        size: Number of examples; None selects all.
+        seed: Seed of the selection.
+        name: Name of the setting `size`, for the error.
 
     Returns:
-        Indices of the chosen, increasing.
+        Indices of the selected examples, increasing.
 
     Raises:
         ValueError: size is smaller than the number of classes or larger than the number of examples.
@@ -176,15 +176,15 @@ def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> T
     fewest = len(labels.unique())
     if not fewest <= size <= len(labels):
         raise ValueError(
-            f"--data.{name} must lie between {fewest} (one per class) and {len(labels)} (all there are), got {size}"
+            f"--data.{name} must be between {fewest} (one per class) and {len(labels)} (all examples), got {size}"
         )
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    turn = _rank_within_class(labels[order])
-    return order[turn.argsort(stable=True)[:size]].sort().values
+    ranks = _rank_within_class(labels[order])
+    return order[ranks.argsort(stable=True)[:size]].sort().values
 
 
 def split_for_tuning(labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of the training examples to keep, and of a fifth of each class that is held out of them.
+    """Hold out a fifth of each class; returns the indices of the other examples, then of those held out.
 
     Raises:
         ValueError: a class has fewer than two examples.
@@ -192,14 +192,14 @@ def split_for_tuning(labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     counts = labels.bincount()
     if (fewest := int(counts[counts > 0].min())) < 2:
-        raise ValueError(f"--data.tuning needs two training examples or more of each class, got {fewest} of one")
+        raise ValueError(f"--data.tuning must have at least two training examples of each class, got {fewest} of one")
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     held_out[order] = _rank_within_class(labels[order]) < (counts[labels[order]] / TUNING_PARTS).ceil()
     return (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
 
 
 def _rank_within_class(labels: Tensor) -> Tensor:
-    """Number the members of every class 0, 1, 2, ... in the order they come."""
+    """Number the members of every class 0, 1, 2, ... in their order."""
     ranks = torch.empty_like(labels)
     for label in labels.unique():
         members = labels == label

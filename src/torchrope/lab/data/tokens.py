@@ -1,4 +1,4 @@
-"""Tokens at arbitrary positions: examples of any number of points, their batches and augmentation."""
+"""Point sets as tokens at arbitrary positions: normalisation, padded batches and augmentation."""
 
 import math
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.draws import Draws
 
 VECTORS = ("n", "v")
-"""Prefixes, before an axis's name, of the columns of vectors that rotate with positions: normals, velocities."""
+"""Prefixes of the columns of vectors that rotate with the positions, normals (`nx`) and velocities (`vx`)."""
 LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
 class Cloud:
-    """The points of an example.
+    """The points of one example.
 
     Attributes:
-        positions: From the least one along each axis, in the unit of the data, float32 `(n, axes)`.
-        features: What is known at each point, float32 `(n, features)`; NaN where it is missing.
+        positions: float32 `(n, axes)`, relative to the minimum along each axis, in the unit of the data.
+        features: float32 `(n, features)`; NaN if missing.
     """
 
     positions: Tensor
@@ -33,7 +33,7 @@ class Cloud:
 
     @classmethod
     def of(cls, positions: Tensor, features: Tensor) -> "Cloud":
-        """Check and convert what a file holds; points without a position are left out.
+        """Check and convert the points of a file; points without a position are left out.
 
         Args:
             positions: float64 `(n, axes)`.
@@ -45,27 +45,27 @@ class Cloud:
         placed = ~positions.isnan().any(dim=1)
         positions, features = positions[placed], features[placed]
         if not len(positions):
-            raise ValueError(f"one point or more must have a position, got none of {len(placed)}")
-        positions = positions - positions.amin(dim=0)  # before float32, which has seven digits
+            raise ValueError(f"at least one point must have a position, got none of {len(placed)}")
+        positions = positions - positions.amin(dim=0)  # in float64: float32 has seven digits
         for name, values in (("positions", positions), ("features", features)):
             if (values.abs() > LARGEST).any() or (name == "positions" and values.isnan().any()):  # inf - inf is NaN
-                raise ValueError(f"{name} must be numbers within float32, or missing, got an infinite or larger one")
+                raise ValueError(f"{name} must be finite in float32, or missing, got an infinite or larger value")
         return cls(positions.float(), features.float())
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How points become tokens: measured on the training examples.
+    """Convert points to tokens, with statistics of the training examples.
 
-    A token holds (x - mean) / std of each feature x, 0 where it is missing; which features are missing, where some are;
-    and its coordinates from the mean of the example's points in halves of the extent, where they are asked for.
+    A token is (x - mean) / std of each feature x, 0 if missing; with `missing`, an indicator per feature, 1 if missing;
+    and with `coordinates`, the position relative to the mean of the example's points, divided by extent / 2.
 
     Attributes:
-        mean, std: Of each feature, over all points that have it.
-        missing: Whether some features of some points are missing.
-        coordinates: Whether tokens hold coordinates.
-        scale: Length that counts as one unit of position along each axis.
-        extent: Mean length of the examples along each axis; that of a unit where it is 0.
+        mean, std: Statistics of each feature over the points where it is known.
+        missing: Whether any feature of any point is missing.
+        coordinates: Whether tokens include coordinates.
+        scale: Length of one unit of position along each axis.
+        extent: Mean extent of the examples along each axis; the unit if it is 0.
     """
 
     mean: Tensor
@@ -77,11 +77,11 @@ class Tokens:
 
     @property
     def channels(self) -> int:
-        """Numbers of a token."""
+        """Length of a token."""
         return (1 + self.missing) * len(self.mean) + self.coordinates * len(self.scale)
 
     def __call__(self, features: Tensor, positions: Tensor) -> Tensor:
-        """Tokens and their positions side by side, `(batch, n, channels + axes)`; rows without a position are NaN."""
+        """Concatenate tokens and positions, `(batch, n, channels + axes)`; rows without a position are NaN."""
         parts = [((features - self.mean) / self.std).nan_to_num(nan=0.0)]
         if self.missing:
             parts.append(features.isnan().float())
@@ -95,10 +95,10 @@ class Tokens:
 def measure_tokens(
     train: Sequence[Cloud], val: Sequence[Cloud], *, coordinates: bool, scale: Sequence[float] | None
 ) -> Tokens:
-    """Measure what `Tokens` needs on the training examples; whether features are missing, on all.
+    """Measure the attributes of `Tokens` on the training examples, and `missing` on all examples.
 
     Raises:
-        ValueError: scale has neither one number nor one for each axis.
+        ValueError: scale is neither one number nor one per axis.
     """
     features = torch.cat([cloud.features for cloud in train]).double()
     mean = features.nanmean(dim=0).nan_to_num(nan=0.0)
@@ -121,16 +121,16 @@ def measure_tokens(
 
 
 class CloudSet(Dataset):
-    """Examples in memory; a batch is `(examples, n, channels + axes)`, n the largest number of points in it.
+    """Point sets in memory; a batch is `(examples, n, channels + axes)`, padded to its largest number of points n.
 
     Args:
         clouds: The examples.
-        samples: Name and label of each.
-        tokens: Makes tokens of points.
-        size: Most points that are shown of an example.
-        seed: Decides which ones, and the changes.
-        augment: What changes the examples; None leaves them.
-        turning: Columns of features that rotate with positions, by the plane of `augment`.
+        samples: Name and label of each example.
+        tokens: Converts points to tokens.
+        size: Largest number of points per example; larger examples are subsampled at random.
+        seed: Seed of subsampling and augmentation.
+        augment: The augmentation; None for none.
+        plane: Plane of random rotations; None for none.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class CloudSet(Dataset):
         size: int,
         seed: int,
         augment: PointAugment | None = None,
-        turning: "Turning | None" = None,
+        plane: "RotationPlane | None" = None,
     ) -> None:
         self.clouds = clouds
         self.samples = samples
@@ -150,37 +150,37 @@ class CloudSet(Dataset):
         self.size = size
         self.seed = seed
         self.augment = augment
-        self.turning = turning
+        self.plane = plane
 
     def __len__(self) -> int:
         return len(self.clouds)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if not 0 <= index < len(self):  # where a loop over the set ends; repeats come in batches alone
+        if not 0 <= index < len(self):  # ends iteration; repeats are read in batches only
             raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
         inputs, labels = self.__getitems__([index])
         return inputs[0], int(labels[0])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        draws, own = Draws(self.seed, indices), [index % len(self) for index in indices]  # beyond the end: a repeat
-        shown = [self._shown(self.clouds[index], drawn) for index, drawn in zip(own, indices, strict=True)]
-        features = pad_sequence([cloud.features for cloud in shown], batch_first=True, padding_value=math.nan)
-        positions = pad_sequence([cloud.positions for cloud in shown], batch_first=True, padding_value=math.nan)
+        draws, examples = Draws(self.seed, indices), [index % len(self) for index in indices]  # past the end: repeats
+        clouds = [self._subsampled(self.clouds[index], drawn) for index, drawn in zip(examples, indices, strict=True)]
+        features = pad_sequence([cloud.features for cloud in clouds], batch_first=True, padding_value=math.nan)
+        positions = pad_sequence([cloud.positions for cloud in clouds], batch_first=True, padding_value=math.nan)
         if self.augment is not None:
-            features, positions = change(features, positions, self.augment, self.turning, self.tokens.scale, draws)
-        return self.tokens(features, positions), self.labels[torch.tensor(own)]
+            features, positions = change(features, positions, self.augment, self.plane, self.tokens.scale, draws)
+        return self.tokens(features, positions), self.labels[torch.tensor(examples)]
 
-    def part(self, chosen: Tensor) -> "CloudSet":
-        """Some of the examples, by their indices."""
-        clouds, samples = ([each[index] for index in chosen.tolist()] for each in (self.clouds, self.samples))
-        return CloudSet(clouds, samples, self.tokens, self.size, self.seed, self.augment, self.turning)
+    def part(self, indices: Tensor) -> "CloudSet":
+        """Return the subset with the given indices."""
+        clouds, samples = ([values[index] for index in indices.tolist()] for values in (self.clouds, self.samples))
+        return CloudSet(clouds, samples, self.tokens, self.size, self.seed, self.augment, self.plane)
 
-    def in_epoch(self, augment: PointAugment, turning: "Turning | None", seed: int) -> "CloudSet":
-        """The examples of an epoch: each a function of seed and index alone."""
-        return CloudSet(self.clouds, self.samples, self.tokens, self.size, seed, augment, turning)
+    def in_epoch(self, augment: PointAugment, plane: "RotationPlane | None", seed: int) -> "CloudSet":
+        """Return the set with the augmentation of an epoch, a function of seed and index only."""
+        return CloudSet(self.clouds, self.samples, self.tokens, self.size, seed, augment, plane)
 
-    def _shown(self, cloud: Cloud, index: int) -> Cloud:
-        """All points, or `size` of them in their order."""
+    def _subsampled(self, cloud: Cloud, index: int) -> Cloud:
+        """Return the cloud, or `size` random points of it in their order."""
         if len(cloud.positions) <= self.size:
             return cloud
         keys = Draws(self.seed, [index]).uniform("points", len(cloud.positions))[0]
@@ -189,23 +189,23 @@ class CloudSet(Dataset):
 
 
 @dataclass(frozen=True)
-class Turning:
-    """A plane of rotation.
+class RotationPlane:
+    """The plane of random rotations.
 
     Attributes:
-        axes: Two columns of positions.
-        vectors: Pairs of columns of features that rotate with them.
+        axes: The two columns of positions.
+        vectors: Pairs of feature columns that rotate with the positions.
     """
 
     axes: tuple[int, int]
     vectors: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, augment: PointAugment, axes: Sequence[str], features: Sequence[str]) -> "Turning | None":
-        """The plane that an augmentation names; None where it names none.
+    def of(cls, augment: PointAugment, axes: Sequence[str], features: Sequence[str]) -> "RotationPlane | None":
+        """Return the plane of `augment.rotate`; None if it is not set.
 
         Raises:
-            ValueError: it names what is no axis.
+            ValueError: `augment.rotate` contains a name that is not an axis.
         """
         if augment.rotate is None:
             return None
@@ -222,28 +222,28 @@ def change(
     features: Tensor,
     positions: Tensor,
     augment: PointAugment,
-    turning: Turning | None,
+    plane: RotationPlane | None,
     scale: Sequence[float],
     draws: Draws,
 ) -> tuple[Tensor, Tensor]:
-    """Turn, move, jitter and drop points of a batch, in this order.
+    """Rotate, shift, jitter and drop the points of a batch, in this order.
 
     Args:
         features: `(batch, n, features)`.
         positions: `(batch, n, axes)`, NaN for missing points.
-        augment: What is changed, by how much.
-        turning: The plane of rotation; None for no rotation.
-        scale: Length of a unit along each axis.
-        draws: The random numbers of the batch.
+        augment: The settings.
+        plane: The plane of rotation; None for no rotation.
+        scale: Length of one unit of position along each axis.
+        draws: Random numbers of the batch.
     """
     _, n, axes = positions.shape
     unit = positions.new_tensor(scale)
-    if turning is not None:
+    if plane is not None:
         angle = math.radians(augment.degrees) * (2 * draws.uniform("rotate") - 1).float()  # [b, 1]
         centre = positions.nanmean(dim=1, keepdim=True)
-        positions = turn(positions - centre, turning.axes, angle) + centre
-        for pair in turning.vectors:
-            features = turn(features, pair, angle)
+        positions = rotate_columns(positions - centre, plane.axes, angle) + centre
+        for pair in plane.vectors:
+            features = rotate_columns(features, pair, angle)
     if augment.shift:
         positions = positions + augment.shift * unit * (2 * draws.uniform("shift", axes) - 1).float().unsqueeze(1)
     if augment.jitter:
@@ -253,17 +253,17 @@ def change(
     return features, positions
 
 
-def turn(x: Tensor, pair: tuple[int, int], angle: Tensor) -> Tensor:
-    """Turn two columns of `(batch, n, columns)` in their plane, by an angle `(batch, 1)` for each example."""
+def rotate_columns(x: Tensor, pair: tuple[int, int], angle: Tensor) -> Tensor:
+    """Rotate two columns of `(batch, n, columns)` in their plane by an angle `(batch, 1)` per example."""
     one, other = x[..., pair[0]], x[..., pair[1]]
-    turned = x.clone()
-    turned[..., pair[0]] = angle.cos() * one - angle.sin() * other
-    turned[..., pair[1]] = angle.sin() * one + angle.cos() * other
-    return turned
+    rotated = x.clone()
+    rotated[..., pair[0]] = angle.cos() * one - angle.sin() * other
+    rotated[..., pair[1]] = angle.sin() * one + angle.cos() * other
+    return rotated
 
 
 def drop_points(positions: Tensor, largest: float, draws: Draws) -> Tensor:
-    """Make a random share of the points of each example, at most `largest`, points without a position, all but one."""
+    """Set a random share, at most `largest`, of the positions of each example to NaN; at least one point is kept."""
     n = positions.shape[1]
     share, keys = largest * draws.uniform("dropped share"), draws.uniform("dropped", n)
     keys = keys.masked_fill(positions.isnan().any(dim=-1), -1.0)
@@ -278,10 +278,10 @@ def normal(draws: Draws, purpose: str, count: int) -> Tensor:
 
 
 class TokensModule(DataModule):
-    """Data without a lattice. A subclass writes `clouds`, and sets `axes` and `features` there at the latest.
+    """Base class of point data without a grid. A subclass implements `clouds`, which may set `axes` and `features`.
 
     Attributes:
-        features: Names of what is known at each point.
+        features: Names of the features of a point.
     """
 
     lattice = False
@@ -291,7 +291,7 @@ class TokensModule(DataModule):
     config: TokensConfig
 
     def clouds(self) -> tuple[list[Cloud], list[tuple[str, int]], list[Cloud], list[tuple[str, int]]]:
-        """Training examples with name and label of each, then those held out.
+        """Return the training examples, their names and labels, then the same for validation.
 
         Raises:
             ValueError: the data is missing or cannot be used; the message is one line.
@@ -299,38 +299,40 @@ class TokensModule(DataModule):
         raise NotImplementedError
 
     def datasets(self) -> tuple[CloudSet, CloudSet]:
-        """Measure scale and statistics on the training examples."""
+        """Build both sets, with scale and statistics of the training examples."""
         config = self.config
         train, train_samples, val, val_samples = self.clouds()
         scale = self.unit if config.scale is None else config.scale
         tokens = measure_tokens(train, val, coordinates=self.with_coordinates, scale=scale)
         self.scale, self.extent, self.in_channels = tokens.scale, tokens.extent, tokens.channels
-        Turning.of(config.augment, self.axes, self.features)  # refuses what is no axis
+        RotationPlane.of(config.augment, self.axes, self.features)  # raises for an unknown axis
         parts = ((train, train_samples), (val, val_samples))
-        made = [CloudSet(clouds, samples, tokens, config.size, config.split_seed) for clouds, samples in parts]
-        return made[0], made[1]
+        train_set, val_set = (
+            CloudSet(clouds, samples, tokens, config.size, config.split_seed) for clouds, samples in parts
+        )
+        return train_set, val_set
 
     @property
     def unit(self) -> list[float] | None:
-        """The length that counts as one unit of position where no scale is given; None measures it."""
+        """Default of `scale`, the length of one unit of position; None measures it."""
         return None
 
     @property
     def with_coordinates(self) -> bool:
-        """Whether tokens hold their own coordinates."""
+        """Whether tokens include coordinates."""
         return False
 
     def _augmented(self, train: Dataset, seed: int) -> Dataset:
         assert isinstance(train, CloudSet)
         augment: Any = self.config.augment
-        return train.in_epoch(augment, Turning.of(augment, self.axes, self.features), seed)
+        return train.in_epoch(augment, RotationPlane.of(augment, self.axes, self.features), seed)
 
 
-def counted(clouds: Sequence[Cloud]) -> str:
-    """How many points examples have, in words.
+def point_counts(clouds: Sequence[Cloud]) -> str:
+    """Describe the number of points per example.
 
     Example:
-        >>> counted([Cloud(torch.zeros(n, 1), torch.zeros(n, 1)) for n in (3, 1200)])
+        >>> point_counts([Cloud(torch.zeros(n, 1), torch.zeros(n, 1)) for n in (3, 1200)])
         '3 to 1,200 points'
     """
     fewest, most = (pick(len(cloud.positions) for cloud in clouds) for pick in (min, max))

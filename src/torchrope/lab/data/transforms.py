@@ -1,4 +1,4 @@
-"""Operations on batches of inputs `(batch, channels, *sizes)` with any number of axes."""
+"""Shuffling and resampling of batches `(batch, channels, *sizes)` with any number of axes."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
 def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int], generator: torch.Generator) -> Tensor:
-    """Permute the patches of every sample with a random permutation of its own.
+    """Permute the patches of every sample, each with its own random permutation.
 
-    What is inside the patches stays as it is, so a model that does as well on the result makes no use of
-    where they are. This is the test in LieRE (Ostmeier et al., arXiv:2406.10322).
+    The contents of the patches are unchanged, so a model with the same accuracy on the result does not use the
+    positions of the patches. This is the test in LieRE (Ostmeier et al., arXiv:2406.10322).
 
     Args:
         inputs: `(batch, channels, *sizes)`.
         patch_size: Extent of a patch, one number or one per axis.
-        generator: Draws the permutations; on any device.
+        generator: Generator of the permutations, on any device.
 
     Returns:
         Shuffled inputs, same shape.
@@ -41,25 +41,25 @@ def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int], generator: 
     split = [number for pair in zip(counts, patch, strict=True) for number in pair]
     grid_axes = [2 + 2 * axis for axis in range(len(sizes))]
     pixel_axes = [3 + 2 * axis for axis in range(len(sizes))]
-    apart = inputs.reshape(batch, channels, *split).permute(0, *grid_axes, 1, *pixel_axes)
-    patches = apart.reshape(batch, tokens, -1)  # [b, tokens, channels * pixels]
+    grid = inputs.reshape(batch, channels, *split).permute(0, *grid_axes, 1, *pixel_axes)
+    patches = grid.reshape(batch, tokens, -1)  # [b, tokens, channels * pixels]
 
     order = torch.rand(batch, tokens, generator=generator, device=generator.device).argsort(1)
     sample = torch.arange(batch, device=inputs.device)[:, None]
-    shuffled = patches[sample, order.to(inputs.device)].reshape(apart.shape)
+    shuffled = patches[sample, order.to(inputs.device)].reshape(grid.shape)
 
     axes = len(sizes)
-    together = [number for axis in range(axes) for number in (1 + axis, 2 + axes + axis)]
-    return shuffled.permute(0, 1 + axes, *together).reshape(inputs.shape)
+    interleaved = [number for axis in range(axes) for number in (1 + axis, 2 + axes + axis)]
+    return shuffled.permute(0, 1 + axes, *interleaved).reshape(inputs.shape)
 
 
 def shuffle_positions(inputs: Tensor, channels: int, generator: torch.Generator) -> Tensor:
-    """Exchange the positions of the tokens of every sample by a random permutation of its own; tokens stay.
+    """Permute the positions of the tokens of every sample, each with its own random permutation; tokens stay in place.
 
     Args:
-        inputs: Tokens and positions `(batch, n, channels + axes)`; rows of padding are NaN, and stay.
-        channels: Numbers of a token.
-        generator: Draws the permutations; on any device.
+        inputs: Tokens and positions `(batch, n, channels + axes)`; padding rows are NaN and stay.
+        channels: Length of a token.
+        generator: Generator of the permutations, on any device.
 
     Returns:
         Shuffled inputs, same shape.
@@ -72,23 +72,23 @@ def shuffle_positions(inputs: Tensor, channels: int, generator: torch.Generator)
     tokens, positions = inputs[..., :channels], inputs[..., channels:]
     padding = positions.isnan().any(dim=-1)
     keys = torch.rand(padding.shape, generator=generator, device=generator.device).to(inputs.device)
-    order = keys.masked_fill(padding, 2.0).argsort(dim=1)  # those with a position, shuffled, then padding
-    places = (~padding).long().cumsum(dim=1) - 1  # the how manieth token with a position each is
-    taken = torch.where(
-        padding, torch.arange(padding.shape[1], device=inputs.device), order.gather(1, places.clamp(min=0))
+    order = keys.masked_fill(padding, 2.0).argsort(dim=1)  # valid tokens, shuffled, then padding
+    ranks = (~padding).long().cumsum(dim=1) - 1  # of each token among the valid ones
+    source = torch.where(
+        padding, torch.arange(padding.shape[1], device=inputs.device), order.gather(1, ranks.clamp(min=0))
     )
-    moved = positions.gather(1, taken.unsqueeze(-1).expand_as(positions))
+    moved = positions.gather(1, source.unsqueeze(-1).expand_as(positions))
     return torch.cat([tokens, moved], dim=-1)
 
 
 def shuffle_along(inputs: Tensor, *, axis: int, extent: int, generator: torch.Generator) -> Tensor:
-    """Permute slices of every sample along one axis with a random permutation of its own, such as frames along time.
+    """Permute slices of every sample along one axis, such as frames, each sample with its own random permutation.
 
     Args:
         inputs: `(batch, channels, *sizes)`.
-        axis: Which of the sizes.
-        extent: Neighbours along the axis that stay together.
-        generator: Draws the permutations; on any device.
+        axis: Index into the sizes.
+        extent: Length of a slice along the axis.
+        generator: Generator of the permutations, on any device.
 
     Returns:
         Shuffled inputs, same shape.
@@ -112,7 +112,7 @@ def shuffle_along(inputs: Tensor, *, axis: int, extent: int, generator: torch.Ge
 def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
     """Resample the axes to `size` by linear interpolation between pixel centres.
 
-    Two axes are smoothed first where they shrink; one and three are not.
+    With two axes, downsampling is anti-aliased; with one or three it is not.
 
     Args:
         inputs: Floating point `(batch, channels, *sizes)` with one to three axes.
@@ -122,7 +122,7 @@ def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
         `(batch, channels, *size)`.
 
     Raises:
-        ValueError: another number of axes.
+        ValueError: inputs have another number of axes.
 
     Example:
         >>> resize(torch.zeros(2, 1, 8, 8), 16).shape
@@ -138,7 +138,7 @@ def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
 
 
 def resize_bytes(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
-    """Resample uint8 inputs as `resize` does, rounding to bytes, a part at a time.
+    """Resample uint8 inputs like `resize`, rounding to bytes, in chunks of 4096 examples.
 
     Example:
         >>> resize_bytes(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), 16).dtype
@@ -153,5 +153,5 @@ def resize_bytes(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
 def _one_per_axis(value: int | Sequence[int], axes: int, name: str) -> tuple[int, ...]:
     values = (value,) * axes if isinstance(value, int) else tuple(value)
     if len(values) != axes or min(values, default=1) < 1:
-        raise ValueError(f"{name} must be one positive integer or one per axis = {axes}, got {value}")
+        raise ValueError(f"{name} must be one positive integer or one for each of {axes} axes, got {value}")
     return values

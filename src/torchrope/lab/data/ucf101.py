@@ -43,7 +43,7 @@ class UCF101(VideoModule):
         self.describe(0)
 
     def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
-        """Read the lists of the split; leave out the videos that are missing or cannot be opened."""
+        """Read the lists of the split; remove videos that are missing or cannot be opened."""
         train = read_list(self.lists / f"trainlist{self.split:02}.txt", self.classes)
         val = read_list(self.lists / f"testlist{self.split:02}.txt", self.classes)
         whole = set(self.openable(self.videos, train + val))
@@ -54,7 +54,7 @@ class UCF101(VideoModule):
         return self.videos, train, val
 
     def describe(self, count: int) -> None:
-        """Say what the videos are."""
+        """Set `description` from the number of videos."""
         frames, side, _ = self.input_size
         self.description = (
             f"{count or 13_320:,} real videos from the web (UCF101, split {self.split}), cut to {frames} frames of "

@@ -21,8 +21,8 @@ from torchrope.lab.data.clips import crop_corners, test_frames, training_frames
 from torchrope.lab.data.config import CropAugment, VideosConfig
 from torchrope.lab.data.crops import centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import find_faults, tell_skipped
-from torchrope.lab.data.folders import tell_others
+from torchrope.lab.data.faults import find_faults, warn_skipped
+from torchrope.lab.data.folders import warn_unread
 from torchrope.lab.data.images import Sample, existing_folder, find_classes, hold_out, list_samples, select_examples
 from torchrope.lab.data.streamed import StreamedSet
 from torchrope.lab.data.tensors import normalisation
@@ -37,7 +37,7 @@ ChooseFrames = Callable[[int], list[list[int]]]  # from the number of frames to 
 
 @dataclass(frozen=True)
 class ClipShape:
-    """What is cut out of a video.
+    """Clips and crops of a video.
 
     Attributes:
         frames: Frames of a clip.
@@ -51,7 +51,7 @@ class ClipShape:
 
 
 class TrainingClips(StreamedSet):
-    """One clip of every video: random start, random resized crop, the same for all frames.
+    """One clip per video: random start, and one random resized crop for all frames.
 
     Both are drawn from torch's global generator.
 
@@ -82,7 +82,7 @@ class TrainingClips(StreamedSet):
 
 
 class TestClips(StreamedSet):
-    """The same clips of every video each time: temporal segments by crops, its shorter side made size / crop_ratio.
+    """Deterministic clips of every video: temporal segments × crops, shorter side resized to size / crop_ratio.
 
     Args:
         root: Folder that the paths start from.
@@ -93,7 +93,7 @@ class TestClips(StreamedSet):
         crop_ratio: Share of the shorter side that is shown.
     """
 
-    __test__ = False  # pytest takes the name for a test's
+    __test__ = False  # not a test, despite its name
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class TestClips(StreamedSet):
         self.shape = shape
         self.views = views
         self.crop_ratio = crop_ratio
-        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # by any loading process
+        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # shared by all worker processes
 
     @property
     def enlarged(self) -> int:
@@ -131,7 +131,7 @@ class TestClips(StreamedSet):
 
 
 class VideoModule(DataModule):
-    """Videos in files, decoded with PyAV while the model trains, a seek and the frames of a clip at a time.
+    """Videos in files, decoded with PyAV during training: a seek, then the frames of one clip.
 
     A subclass MUST write `parts` and `describe`. Every file is opened once in `setup`; those that cannot be, and
     those found damaged while training, are left out, named and counted up to `max_skipped`.
@@ -171,7 +171,7 @@ class VideoModule(DataModule):
         )
 
     def at_size(self, size: int) -> "VideoModule":
-        """The middles of the videos held out, read again, resized and cropped to another size."""
+        """Return the centre clips of the validation videos, read again, resized and cropped to another size."""
         _, val = self._made_datasets()
         assert isinstance(val, TestClips)
         other = self._clips(val.root, val.samples, replace(self.shape, size=size))
@@ -194,14 +194,14 @@ class VideoModule(DataModule):
         return self._loader(_normalised_as(val, several), self.config.batch_size)
 
     def openable(self, root: Path, samples: list[Sample]) -> list[Sample]:
-        """Leave out the videos that cannot be opened, named in `skipped`."""
+        """Remove videos that cannot be opened; they are listed in `skipped`."""
         faults = find_faults([path for path, _ in samples], lambda path: count_frames(root / path))
         self.skipped = faults
         if len(faults) == len(samples):
             named = f": {faults[0][0]} ({faults[0][1]}), ..." if faults else ""
             rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
             raise ValueError(f"{rule}, got none in {str(root)!r}{named}")
-        tell_skipped(faults, len(samples), self.config.max_skipped, "videos")
+        warn_skipped(faults, len(samples), self.config.max_skipped, "videos")
         left_out = {path for path, _ in faults}
         return [sample for sample in samples if sample[0] not in left_out]
 
@@ -229,13 +229,13 @@ class Videos(VideoModule):
         self.describe(0)
 
     def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
-        """List the videos of every class; split them where the folder does not."""
+        """List the videos of every class; split them if the folder has no split."""
         listed = {
             part: list_samples(self.root, folder, self.classes, VIDEO_EXTENSIONS)
             for part, folder in self.folders.items()
         }
         samples = [sample for samples in listed.values() for sample in samples]
-        tell_others(self.root, [path for path, _ in samples], f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
+        warn_unread(self.root, [path for path, _ in samples], f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
         whole = set(self.openable(self.root, samples))
         kept = {part: [sample for sample in samples if sample in whole] for part, samples in listed.items()}
         if len(kept) == 2:
@@ -246,7 +246,7 @@ class Videos(VideoModule):
         return self.root, *hold_out(kept[""], self.config.split_seed)
 
     def describe(self, count: int) -> None:
-        """Say what the videos are."""
+        """Set `description` from the number of videos."""
         frames, side, _ = self.input_size
         number = f"{count:,} videos" if count else "Videos"
         self.description = (
@@ -256,7 +256,7 @@ class Videos(VideoModule):
 
 
 def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int, what: str, purpose: str) -> None:
-    """Check that every class has its examples."""
+    """Check that every class has examples."""
     labels = [label for _, label in samples]
     for label, name in enumerate(classes):
         if labels.count(label) < fewest:
@@ -266,7 +266,7 @@ def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int,
 
 
 def count_frames(path: Path) -> int:
-    """Number of frames of a video: from its header, or by counting packets where the header does not say.
+    """Number of frames of a video: from its header, or by counting packets if the header lacks it.
 
     Raises:
         ValueError: it is no video, is damaged, or has no frames.
@@ -304,7 +304,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
             if not container.streams.video:
                 raise ValueError("no video in it")
             stream = container.streams.video[0]
-            stream.codec_context.thread_count = 1  # loading processes are the parallelism
+            stream.codec_context.thread_count = 1  # worker processes run in parallel already
             yield container, stream
     except av.error.InvalidDataError as error:
         raise ValueError("no video, or damaged") from error
@@ -321,14 +321,14 @@ def _frame_count(container: Any, stream: Any) -> int:
 
 
 def _first_time(container: Any, stream: Any) -> int:
-    """Time of the first frame; it may differ from the stream's start where frames are reordered."""
+    """Time of the first frame; it may differ from the stream's start if frames are reordered."""
     for frame in container.decode(stream):
         return frame.pts or 0
     raise ValueError("no frame can be decoded")
 
 
 def _read_frames(container: Any, stream: Any, indices: list[int], count: int, first: int) -> Tensor:
-    """Frames at `indices`; where the container's times leave gaps, the next frame that there is."""
+    """Return the frames at `indices`; if the container's times have gaps, the next existing frame."""
     pictures: list[Tensor] = []
     at, picture = -1, None
     for at, frame in _decode_before(container, stream, indices[0], first):
@@ -347,7 +347,7 @@ def _read_frames(container: Any, stream: Any, indices: list[int], count: int, fi
 
 def _decode_before(container: Any, stream: Any, index: int, first: int) -> Iterator[tuple[int, Any]]:
     """Decode from a keyframe at or before `index`."""
-    if container.format.name == "gif":  # few frames, each shown as long as it says: they are counted
+    if container.format.name == "gif":  # few frames of different durations: they are counted
         container.seek(0)
         return enumerate(container.decode(stream))
     for margin in SEEK_MARGINS:

@@ -21,7 +21,7 @@ PATCH = 6
 FOCAL = 0.6
 """Focal length of all cameras, in widths of an image."""
 SIZES = (2000, 600)
-"""Cubes to train on and to validate with, where no sizes are given."""
+"""Number of cubes for training and validation if no sizes are given."""
 WORLD = 5.0
 """Largest coordinate of a cube's centre in its world; a cube is 2 wide."""
 POSE_NUMBERS = 12
@@ -106,7 +106,7 @@ class Views(DataModule):
 
 
 def draw_cubes(count: int, images: Tensor, labels: Tensor, size: int, seed: int) -> Cubes:
-    """Draw cubes, as many of each class as there can be, and what six cameras see of each.
+    """Draw cubes, with classes as balanced as possible, and the images of six cameras of each.
 
     Args:
         count: How many.
@@ -122,10 +122,10 @@ def draw_cubes(count: int, images: Tensor, labels: Tensor, size: int, seed: int)
         raise ValueError(f"cubes must be {CLASSES} or more, one for each class, got {count}")
     generator = torch.Generator().manual_seed(seed)
     faces, digits = _draw_faces(count, images, labels, generator)
-    rotation, centre = _draw_cameras(count, generator)  # in the frame of the face that each one sees
+    rotation, centre = _draw_cameras(count, generator)  # in the frame of the visible face
     pictures = look_at_faces(faces.flatten(0, 1), rotation.flatten(0, 1), centre.flatten(0, 1), size)
 
-    # Only from here on classes differ.
+    # classes differ only from here on
     classes = (torch.arange(count) % CLASSES)[torch.randperm(count, generator=generator)]
     frames = _frames()[_places(digits, classes, generator)]  # (count, 6, 3, 3): columns right, up, normal
     onto = rotation @ frames.mT
@@ -153,7 +153,7 @@ def poses_of(numbers: Tensor) -> Poses:
 
 
 def look_at_faces(faces: Tensor, rotation: Tensor, centre: Tensor, size: int) -> Tensor:
-    """What cameras see of a face at height 1, from -1 to 1 to the right and up: rays through the centres of pixels.
+    """Render the images of a face at height 1, in [-1, 1] to the right and up, by rays through the centres of pixels.
 
     Args:
         faces: `(n, height, width)`; what is beside them is 0.
@@ -174,7 +174,7 @@ def look_at_faces(faces: Tensor, rotation: Tensor, centre: Tensor, size: int) ->
 
 
 def _draw_faces(count: int, images: Tensor, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The faces of each cube, a picture of each digit in random order, and what they are."""
+    """Return the faces of each cube, an image of each digit in random order, and their digits."""
     digits = torch.rand(count, FACES, generator=generator).argsort(dim=1)
     chosen = torch.empty_like(digits)
     for digit in range(FACES):
@@ -210,11 +210,11 @@ def _places(digits: Tensor, classes: Tensor, generator: torch.Generator) -> Tens
     others.scatter_(1, digits.argsort(dim=1).gather(1, classes[:, None] + 1), -1.0)
     order = others.argsort(dim=1).argsort(dim=1)  # (count, 6): 0 and 1 are opposite, 2 and 3, 4 and 5
     turned = torch.randint(4, (count, FACES), generator=generator)
-    return 4 * order + turned  # the world turns at random: which of the axes and ends it is does not matter
+    return 4 * order + turned  # the world is rotated at random, so the choice of axis and end is arbitrary
 
 
 def _frames() -> Tensor:
-    """Columns right, up and normal of the six sides of a cube in four turns each, `(24, 3, 3)`."""
+    """Return the columns right, up and normal of the six sides of a cube in four rotations each, `(24, 3, 3)`."""
     quarter = torch.tensor([[0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     cycle = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
     flip = torch.diag(torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64))

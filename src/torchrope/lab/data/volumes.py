@@ -20,8 +20,8 @@ from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.config import VolumesConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.dicom import Header, by_series, in_order, index_headers, read_slice
-from torchrope.lab.data.faults import Fault, check_claim, name_some, reason, tell_skipped
-from torchrope.lab.data.folders import files_below, tell_others
+from torchrope.lab.data.faults import Fault, check_claim, name_some, reason, warn_skipped
+from torchrope.lab.data.folders import files_below, warn_unread
 from torchrope.lab.data.images import existing_folder, find_classes, hold_out, select_examples
 from torchrope.lab.data.streamed import StreamedSet
 from torchrope.lab.data.transforms import resize
@@ -48,7 +48,7 @@ ReadSlice = Callable[[Path], Tensor]
 
 @dataclass(frozen=True)
 class Volume:
-    """Where a volume is, and how large its voxels are.
+    """Files and voxel spacing of a volume.
 
     Attributes:
         name: What its samples are called.
@@ -66,7 +66,7 @@ class Volume:
 
 
 class VolumeSet(StreamedSet):
-    """Volumes read when they are asked for, windows as channels, resampled to one size.
+    """Volumes read on access, windows as channels, resampled to one size.
 
     Args:
         root: Folder that the paths start from.
@@ -116,12 +116,12 @@ class VolumeSet(StreamedSet):
         windows = [percentile_window(values)] if self.windows is None else self.windows
         slices = [resize(apply_windows(plane, windows)[None], self.size[1:])[0] for plane in values]
         channels = torch.stack(slices, dim=1)  # [channels, slices, height, width]
-        # Along the slices as along one axis of a picture, so that shrinking smooths.
+        # along the slices as along one axis of an image, so that downsampling is antialiased
         flat = resize(channels.flatten(2)[None], (self.size[0], channels[0, 0].numel()))[0]
         return flat.unflatten(2, self.size[1:])
 
     def sample(self, index: int) -> Any:
-        """As for any set; with its spacing where that is asked for."""
+        """Return input and label, and the spacing if requested."""
         sample = super().sample(index)
         return (*sample, self.spacings[index]) if self.tells_spacing else sample
 
@@ -232,12 +232,12 @@ class Volumes(VolumeModule):
             raise ValueError(f"--data.root must hold {EXPECTED}, got no {LABELS}, and: {error}") from error
 
     def labelled(self) -> list[tuple[Volume, int, str]]:
-        """Read all headers below root, and find what the table asks for, or what the folders of classes hold."""
+        """Read all headers below root, and match them with the table or with the folders of classes."""
         folders = [folder / name for folder in self.folders.values() for name in self.classes] or [self.root]
         files = [path for folder in folders for path in files_below(folder, self.root)]
         read = [path for path in files if _is_nifti(path) or Path(path).suffix.lower() in DICOM_EXTENSIONS]
         table = [self.table.relative_to(self.root).as_posix()] if self.table.is_relative_to(self.root) else []
-        tell_others(self.root, read + table, f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})")
+        warn_unread(self.root, read + table, f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})")
         if self.folders:
             return self._of_folders(files)
         volumes, faults = find_volumes(self.root)
@@ -251,11 +251,11 @@ class Volumes(VolumeModule):
             raise ValueError(
                 f"--data.root must hold {EXPECTED}, got none of the labelled ones in {str(self.root)!r}{named}"
             )
-        tell_skipped(faults, len(asked), self.config.max_skipped, "volumes and slices")
+        warn_skipped(faults, len(asked), self.config.max_skipped, "volumes and slices")
         return [(volume, self.classes.index(label), part) for volume, label, part in asked if volume is not None]
 
     def _of_folders(self, files: Sequence[str]) -> list[tuple[Volume, int, str]]:
-        """Volumes with the class and the part that their folders say; of each part every class must have some."""
+        """Return volumes with the class and the part of their folders; every class must be in every part."""
         volumes, faults = folder_volumes(self.root, files)
         found = [
             (volume, label, part)
@@ -268,15 +268,15 @@ class Volumes(VolumeModule):
         if not found:
             named = f": {name_some(faults)}" if faults else ""
             raise ValueError(f"--data.root must hold {EXPECTED}, got none in {str(self.root)!r}{named}")
-        tell_skipped(faults, len(found) + len(faults), self.config.max_skipped, "volumes and slices")
+        warn_skipped(faults, len(found) + len(faults), self.config.max_skipped, "volumes and slices")
         for part in self.folders:
             samples = [(volume.name, label) for volume, label, of in found if of == part]
-            fewest, where = (1, f" in {part}") if part else (2, f" where there is no {LABELS}")
+            fewest, where = (1, f" in {part}") if part else (2, f" if there is no {LABELS}")
             require_each(samples, self.classes, fewest, "readable volumes", where)
         return found
 
     def describe(self, count: int) -> None:
-        """Say what the volumes are."""
+        """Set `description` from the number of volumes."""
         slices, side, _ = self.input_size
         number = f"{count:,} volumes" if count else "Volumes"
         self.description = (
@@ -344,7 +344,7 @@ def find_volumes(root: Path) -> tuple[dict[str, Volume], list[Fault]]:
     headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
     series, disordered = series_volumes(headers)
     folders = Counter(folder for volume in series for folder in _folders(volume))
-    for volume in series:  # the shortest first: the longest keeps the study's name
+    for volume in series:  # in increasing length: the longest series replaces the others of its study
         header = headers[volume.paths[0]]
         own = [folder for folder in _folders(volume) if folders[folder] == 1]
         volumes |= {name: volume for name in (header.study, header.series, *own) if name}
@@ -432,7 +432,7 @@ def nifti_volume(root: Path, path: str) -> Volume:
 def split_by_patient(
     found: Mapping[str, tuple[Volume, int, str]], split_seed: int
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Split (name, label) as their parts say, and those without one by patient, a fifth held out.
+    """Split (name, label) by their parts, and those without a part by patient, with a fifth held out.
 
     A patient counts under the highest label that any of its volumes has.
     """
@@ -450,7 +450,7 @@ def split_by_patient(
 
 
 def read_labels(path: Path) -> list[tuple[str, str, str]]:
-    """Read a table of studies: (study, label, part), the part "" where the table has none.
+    """Read a table of studies: (study, label, part), the part "" if the table has none.
 
     The columns may have other names, in any case: file, path, id or name; class or target.
 
@@ -472,7 +472,7 @@ def read_labels(path: Path) -> list[tuple[str, str, str]]:
 
 
 def _column(name: str, columns: Sequence[str], path: Path) -> str:
-    """Find the column that is called so, or else the one with one of the other names; "" is a part that is not told."""
+    """Find the column of this name, or else that of one of the alternative names; "" if there is no column of parts."""
     for names in ((name,), COLUMNS[name]):
         found = [column for column in columns if column.strip().lower() in names]
         if len(found) > 1:
@@ -507,24 +507,24 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
     if not rows:
         raise ValueError(f"labels must name studies, got none in {path}")
     for row in rows:
-        if None in row:  # what is beyond the columns; DictReader's types do not know of it
+        if None in row:  # cells beyond the columns, which DictReader's types omit
             raise ValueError(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")
     return rows
 
 
 def _load_nifti(path: Path) -> Any:
-    """Open a NIfTI file whose header its size and its values can agree with."""
+    """Open a NIfTI file, after checking that its size and scaling agree with its header."""
     image: Any = nibabel.load(path)
     check_claim(math.prod(image.shape) * image.get_data_dtype().itemsize, path.stat().st_size)
     with ImageOpener(str(path)) as file:
         slope = float(type(image).header_class.from_fileobj(file, check=False)["scl_slope"])
-    if math.isinf(slope):  # nibabel takes it for no scaling, as NaN and 0 are
+    if math.isinf(slope):  # nibabel reads it as no scaling, like NaN and 0
         raise ValueError(f"scl_slope must be finite, got {slope}")
     return image
 
 
 def _axial(image: Any) -> Any:
-    """Turn a NIfTI image to (slices up, rows to the back, columns to the left)."""
+    """Reorient a NIfTI image to (slices up, rows to the back, columns to the left)."""
     from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
 
     return image.as_reoriented(ornt_transform(io_orientation(image.affine), axcodes2ornt(("S", "P", "L"))))

@@ -35,8 +35,8 @@ def main_table(results: Path) -> str:
 def _source(study: dict[str, Any]) -> str:
     """Which data, machine and day a result is from."""
     facts = dict(run_facts(study["run"]))
-    told = [f"{name}: {facts[name]}." for name in ("Seeds", "Machine", "Date") if name in facts]
-    return " ".join([*([data_sentence(study["data"])] if study["data"] else []), *told])
+    stated = [f"{name}: {facts[name]}." for name in ("Seeds", "Machine", "Date") if name in facts]
+    return " ".join([*([data_sentence(study["data"])] if study["data"] else []), *stated])
 
 
 def write_readme(path: Path, folder: Path) -> None:

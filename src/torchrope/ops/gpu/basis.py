@@ -251,11 +251,11 @@ def _rotate_rows(
         here = row_offset(start, row, group, head, x_sample, x_head)
         there = row_offset(start, row, group, head, out_sample, out_head)
         vectors = tl.load(x + here + token[:, None] * x_token + channel[None, :], mask=inside, other=0.0)
-        turned = cos * multiply_vectors(vectors, inward) + sin * multiply_vectors(vectors, other)
+        rotated = cos * multiply_vectors(vectors, inward) + sin * multiply_vectors(vectors, other)
         if OUTER:
-            turned = multiply(turned, tl.trans(inward))
+            rotated = multiply(rotated, tl.trans(inward))
         at = out + there + token[:, None] * out_token + channel[None, :]
-        tl.store(at, turned.to(out.dtype.element_ty), mask=inside)
+        tl.store(at, rotated.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -281,13 +281,13 @@ def _rotate_backward_kernel(
     pair = tl.arange(0, PAIRS)
     axis = tl.arange(0, AXES_TILE)
     channel = first_block * BLOCK + local
-    own_block, turning, own_frequency = _load_frequencies(
+    own_block, is_rotated, own_frequency = _load_frequencies(
         angular, head, first_block, blocks, local // 2, BLOCK, TOGETHER
     )
     block, real, frequency = _load_frequencies(angular, head, first_block, blocks, pair, BLOCK, TOGETHER)
     factor_row = (axis * heads + head)[:, None] * blocks
     own_factor = tl.load(
-        coefficients + factor_row + own_block[None, :], mask=(axis < AXES)[:, None] & turning[None, :], other=0.0
+        coefficients + factor_row + own_block[None, :], mask=(axis < AXES)[:, None] & is_rotated[None, :], other=0.0
     )
     factor = tl.load(coefficients + factor_row + block[None, :], mask=(axis < AXES)[:, None] & real[None, :], other=0.0)
 
@@ -307,12 +307,12 @@ def _rotate_backward_kernel(
         outer = multiply_back_rows(
             grad_q, q, q_out, 0, samples * q_group, place * samples, q_group, head, token,
             gq_sample, gq_head, gq_token, q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
-            matrix, outer, channel, turning, ROWS,
+            matrix, outer, channel, is_rotated, ROWS,
         )  # fmt: skip
         outer = multiply_back_rows(
             grad_k, k, k_out, 0, samples * k_group, place * samples, k_group, head, token,
             gk_sample, gk_head, gk_token, k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
-            matrix, outer, channel, turning, ROWS,
+            matrix, outer, channel, is_rotated, ROWS,
         )  # fmt: skip
         a_real, a_imag, b_real, b_imag = _planes(outer, basis, head, first_block, blocks, OUTER, BLOCK, WIDTH, TOGETHER)
         along = tl.sum(position[:, None] * factor, axis=0)
@@ -374,10 +374,10 @@ def _matrix(
     inward = _load_basis(basis, head, first_block, blocks, column, row, BLOCK, WIDTH, TOGETHER)  # U^T
     other = _load_basis(basis, head, first_block, blocks, column, row ^ 1, BLOCK, WIDTH, TOGETHER)
     other = tl.where(row % 2 == 0, -other, other)
-    turned = tl.cos(angle)[:, None] * inward + tl.sin(angle)[:, None] * other
+    rotated = tl.cos(angle)[:, None] * inward + tl.sin(angle)[:, None] * other
     if OUTER:
-        turned = multiply(tl.trans(inward), turned)
-    return turned
+        rotated = multiply(tl.trans(inward), rotated)
+    return rotated
 
 
 @triton.jit

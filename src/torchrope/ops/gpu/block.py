@@ -158,19 +158,19 @@ def _rotate_products_kernel(
 ):  # fmt: skip
     head, token, place, first_block, split = _locate_diagonal(tokens, blocks, heads, sets, TOGETHER)
     channel = first_block * BLOCK + tl.arange(0, WIDTH)
-    turning = _rotated_channels(first_block, blocks, BLOCK, WIDTH, TOGETHER)
+    is_rotated = _rotated_channels(first_block, blocks, BLOCK, WIDTH, TOGETHER)
     at = table + _matrix_offset(place, head, token, r_set, r_head, r_token)
     back = _load_diagonal(at, first_block, blocks, r_block, r_column, r_row, BLOCK, WIDTH, TOGETHER)  # R^T
     start = place * samples
     first, last = share(split, splits, samples * q_group)
     _multiply_rows(
         q, q_out, first, last, start, q_group, head, token, q_sample, q_head, q_token,
-        q_out_sample, q_out_head, q_out_token, back, channel, turning, ROWS,
+        q_out_sample, q_out_head, q_out_token, back, channel, is_rotated, ROWS,
     )  # fmt: skip
     first, last = share(split, splits, samples * k_group)
     _multiply_rows(
         k, k_out, first, last, start, k_group, head, token, k_sample, k_head, k_token,
-        k_out_sample, k_out_head, k_out_token, back, channel, turning, ROWS,
+        k_out_sample, k_out_head, k_out_token, back, channel, is_rotated, ROWS,
     )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def _rotate_backward_products_kernel(
 ):  # fmt: skip
     head, token, place, first_block, split = _locate_diagonal(tokens, blocks, heads, sets, TOGETHER)
     channel = first_block * BLOCK + tl.arange(0, WIDTH)
-    turning = _rotated_channels(first_block, blocks, BLOCK, WIDTH, TOGETHER)
+    is_rotated = _rotated_channels(first_block, blocks, BLOCK, WIDTH, TOGETHER)
     at = table + _matrix_offset(place, head, token, r_set, r_head, r_token)
     matrix = _load_diagonal(at, first_block, blocks, r_block, r_row, r_column, BLOCK, WIDTH, TOGETHER)
     start = place * samples
@@ -195,20 +195,20 @@ def _rotate_backward_products_kernel(
     outer = multiply_back_rows(
         grad_q, q, q_out, first, last, start, q_group, head, token, gq_sample, gq_head, gq_token,
         q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
-        matrix, outer, channel, turning, ROWS,
+        matrix, outer, channel, is_rotated, ROWS,
     )  # fmt: skip
     first, last = share(split, splits, samples * k_group)
     outer = multiply_back_rows(
         grad_k, k, k_out, first, last, start, k_group, head, token, gk_sample, gk_head, gk_token,
         k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
-        matrix, outer, channel, turning, ROWS,
+        matrix, outer, channel, is_rotated, ROWS,
     )  # fmt: skip
     outer = multiply(outer, tl.trans(matrix))  # sum dy y^T
     outer = outer - tl.trans(outer)
     local = tl.arange(0, WIDTH)
     row = (local % BLOCK)[:, None]
     column = (local % BLOCK)[None, :]
-    kept = turning[:, None] & ((local // BLOCK)[:, None] == (local // BLOCK)[None, :]) & (row < column)
+    kept = is_rotated[:, None] & ((local // BLOCK)[:, None] == (local // BLOCK)[None, :]) & (row < column)
     cell = ((tl.cast(split * sets + place, tl.int64) * heads + head) * tokens + token) * blocks + first_block
     cell = cell + (local // BLOCK)[:, None]
     tl.store(tangent + cell * (BLOCK * (BLOCK - 1) // 2) + _upper_index(row, column, BLOCK), outer, mask=kept)
@@ -254,28 +254,28 @@ def _load_diagonal(
 @triton.jit
 def _multiply_rows(
     x, out, first, last, start, group, head, token, x_sample, x_head, x_token, out_sample, out_head, out_token,
-    matrix, channel, turning, ROWS: tl.constexpr,
+    matrix, channel, is_rotated, ROWS: tl.constexpr,
 ):  # fmt: skip
     for begin in range(first, last, ROWS):
         row = begin + tl.arange(0, ROWS)
-        inside = (row < last)[:, None] & turning[None, :]
+        inside = (row < last)[:, None] & is_rotated[None, :]
         here = row_offset(start, row, group, head, x_sample, x_head) + tl.cast(token, tl.int64) * x_token
         there = row_offset(start, row, group, head, out_sample, out_head) + tl.cast(token, tl.int64) * out_token
         vectors = tl.load(x + here[:, None] + channel[None, :], mask=inside, other=0.0)
-        turned = multiply_vectors(vectors, matrix)
-        tl.store(out + there[:, None] + channel[None, :], turned.to(out.dtype.element_ty), mask=inside)
+        rotated = multiply_vectors(vectors, matrix)
+        tl.store(out + there[:, None] + channel[None, :], rotated.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def multiply_back_rows(
     grad, x, out, first, last, start, group, head, token,
     grad_sample, grad_head, grad_token, x_sample, x_head, x_token, out_sample, out_head, out_token,
-    matrix, outer, channel, turning, ROWS: tl.constexpr,
+    matrix, outer, channel, is_rotated, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store dx = R^T dy of rows; return `outer` plus sum dy x^T [WIDTH, WIDTH]."""
     for begin in range(first, last, ROWS):
         row = begin + tl.arange(0, ROWS)
-        inside = (row < last)[:, None] & turning[None, :]
+        inside = (row < last)[:, None] & is_rotated[None, :]
         wide = tl.cast(token, tl.int64)
         here = row_offset(start, row, group, head, grad_sample, grad_head) + wide * grad_token
         origin = row_offset(start, row, group, head, x_sample, x_head) + wide * x_token
@@ -392,8 +392,8 @@ def _sum_rows(
         here = row_offset(start, row, group, head, x_sample, x_head)
         there = row_offset(start, row, group, head, out_sample, out_head)
         vectors = tl.load(x + here + (token * x_token)[:, None] + channel, mask=inside, other=0.0).to(tl.float32)
-        turned = tl.sum(matrix * vectors[:, None, :], axis=2)
-        tl.store(out + there + (token * out_token)[:, None] + channel, turned.to(out.dtype.element_ty), mask=inside)
+        rotated = tl.sum(matrix * vectors[:, None, :], axis=2)
+        tl.store(out + there + (token * out_token)[:, None] + channel, rotated.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -414,6 +414,6 @@ def _sum_back_rows(
         vectors = tl.load(x + origin + (token * x_token)[:, None] + channel, mask=inside, other=0.0).to(tl.float32)
         back = tl.sum(matrix * grads[:, :, None], axis=1)
         tl.store(out + there + (token * out_token)[:, None] + channel, back.to(out.dtype.element_ty), mask=inside)
-        turned = tl.sum(matrix * vectors[:, None, :], axis=2)
-        skew += grads[:, :, None] * turned[:, None, :] - turned[:, :, None] * grads[:, None, :]
+        rotated = tl.sum(matrix * vectors[:, None, :], axis=2)
+        skew += grads[:, :, None] * rotated[:, None, :] - rotated[:, :, None] * grads[:, None, :]
     return skew

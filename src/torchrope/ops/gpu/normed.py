@@ -192,7 +192,7 @@ def _normed(vectors, weight, bias, channels, inside, NORM: tl.constexpr, EPS: tl
 def _rotate_rows(
     x, out, weight, bias, first, last, start, group, head,
     x_sample, x_head, x_token, out_sample, out_head, out_token,
-    cos, sin, turning, token, channel, channels, inside,
+    cos, sin, is_rotated, token, channel, channels, inside,
     NORM: tl.constexpr, EPS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     for row in range(first, last):
@@ -201,8 +201,8 @@ def _rotate_rows(
         vectors = tl.load(x + here + token[:, None] * x_token + channel[None, :], mask=inside, other=0.0)
         normed = _normed(vectors, weight, bias, channels, inside, NORM, EPS)
         even, odd = halves_of(normed, TOKENS, PAIRS)
-        turned = whole_of(cos * even - sin * odd, sin * even + cos * odd, TOKENS, PAIRS)
-        result = tl.where(turning[None, :], turned, normed).to(vectors.dtype)
+        rotated = whole_of(cos * even - sin * odd, sin * even + cos * odd, TOKENS, PAIRS)
+        result = tl.where(is_rotated[None, :], rotated, normed).to(vectors.dtype)
         tl.store(out + there + token[:, None] * out_token + channel[None, :], result, mask=inside)
 
 
@@ -218,7 +218,7 @@ def _rotate_normed_kernel(
     head, tile, place, split = locate(tokens, heads, sets, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     pair = tl.arange(0, PAIRS)
-    turning = tl.arange(0, 2 * PAIRS) < 2 * pairs
+    is_rotated = tl.arange(0, 2 * PAIRS) < 2 * pairs
     channel = channels_of(pairs, HALVES, PAIRS)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     angles = angles_of(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
@@ -231,14 +231,14 @@ def _rotate_normed_kernel(
         q, q_out, _channel_values(q_weight, channel, channels, Q_NORM),
         _channel_values(q_bias, channel, channels, Q_NORM), first, last, start, q_group, head,
         q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
-        cos, sin, turning, token, channel, channels, inside, Q_NORM, Q_EPS, TOKENS, PAIRS,
+        cos, sin, is_rotated, token, channel, channels, inside, Q_NORM, Q_EPS, TOKENS, PAIRS,
     )  # fmt: skip
     first, last = share(split, splits, samples * k_group)
     _rotate_rows(
         k, k_out, _channel_values(k_weight, channel, channels, K_NORM),
         _channel_values(k_bias, channel, channels, K_NORM), first, last, start, k_group, head,
         k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
-        cos, sin, turning, token, channel, channels, inside, K_NORM, K_EPS, TOKENS, PAIRS,
+        cos, sin, is_rotated, token, channel, channels, inside, K_NORM, K_EPS, TOKENS, PAIRS,
     )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def _rotate_normed_kernel(
 def _rotate_back_rows(
     grad, x, out, weight, bias, first, last, start, group, head,
     grad_sample, grad_head, grad_token, x_sample, x_head, x_token, out_sample, out_head, out_token,
-    cos, sin, turning, token, channel, channels, inside,
+    cos, sin, is_rotated, token, channel, channels, inside,
     NORM: tl.constexpr, EPS: tl.constexpr, NEED_ANGLES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Store gradients of rows; return those of the angles [TOKENS, PAIRS], and of weight and bias [2 PAIRS]."""
@@ -260,8 +260,8 @@ def _rotate_back_rows(
         even, odd = halves_of(vectors, TOKENS, PAIRS)
         grad_even = cos * even + sin * odd
         grad_odd = cos * odd - sin * even
-        turned = whole_of(grad_even, grad_odd, TOKENS, PAIRS)
-        result = tl.where(turning[None, :], turned, vectors.to(tl.float32))
+        rotated = whole_of(grad_even, grad_odd, TOKENS, PAIRS)
+        result = tl.where(is_rotated[None, :], rotated, vectors.to(tl.float32))
         if NEED_ANGLES or NORM != 0:
             origin = row_start(start, row, group, head, x_sample, x_head)
             before = tl.load(x + origin + token[:, None] * x_token + channel[None, :], mask=inside, other=0.0)
@@ -297,7 +297,7 @@ def _rotate_normed_backward_kernel(
     head, tile, place, split = locate(tokens, heads, sets, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     pair = tl.arange(0, PAIRS)
-    turning = tl.arange(0, 2 * PAIRS) < 2 * pairs
+    is_rotated = tl.arange(0, 2 * PAIRS) < 2 * pairs
     channel = channels_of(pairs, HALVES, PAIRS)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     angles = angles_of(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
@@ -310,7 +310,7 @@ def _rotate_normed_backward_kernel(
         grad_q, q, q_out, _channel_values(q_weight, channel, channels, Q_NORM),
         _channel_values(q_bias, channel, channels, Q_NORM), first, last, start, q_group, head,
         gq_sample, gq_head, gq_token, q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
-        cos, sin, turning, wide, channel, channels, inside,
+        cos, sin, is_rotated, wide, channel, channels, inside,
         Q_NORM, Q_EPS, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
     )  # fmt: skip
     own = per_weight + tl.program_id(0).to(tl.int64) * 4 * channels + channel
@@ -322,7 +322,7 @@ def _rotate_normed_backward_kernel(
         grad_k, k, k_out, _channel_values(k_weight, channel, channels, K_NORM),
         _channel_values(k_bias, channel, channels, K_NORM), first, last, start, k_group, head,
         gk_sample, gk_head, gk_token, k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
-        cos, sin, turning, wide, channel, channels, inside,
+        cos, sin, is_rotated, wide, channel, channels, inside,
         K_NORM, K_EPS, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
     )  # fmt: skip
     grad_angles += grad_angles_of_k

@@ -199,15 +199,15 @@ def whole_of(even, odd, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
 def _rotate_rows(
     x, out, first, last, start, group, head,
     x_sample, x_head, x_token, out_sample, out_head, out_token,
-    cos, sin, turning, token, channel, inside, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
+    cos, sin, is_rotated, token, channel, inside, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     for row in range(first, last):
         here = row_start(start, row, group, head, x_sample, x_head)
         there = row_start(start, row, group, head, out_sample, out_head)
         vectors = tl.load(x + here + token[:, None] * x_token + channel[None, :], mask=inside, other=0.0)
         even, odd = halves_of(vectors, TOKENS, PAIRS)
-        turned = whole_of(cos * even - sin * odd, sin * even + cos * odd, TOKENS, PAIRS).to(vectors.dtype)
-        result = tl.where(turning[None, :], turned, vectors)
+        rotated = whole_of(cos * even - sin * odd, sin * even + cos * odd, TOKENS, PAIRS).to(vectors.dtype)
+        result = tl.where(is_rotated[None, :], rotated, vectors)
         tl.store(out + there + token[:, None] * out_token + channel[None, :], result, mask=inside)
 
 
@@ -222,7 +222,7 @@ def _rotate_kernel(
     head, tile, place, split = locate(tokens, heads, sets, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     pair = tl.arange(0, PAIRS)
-    turning = tl.arange(0, 2 * PAIRS) < 2 * pairs
+    is_rotated = tl.arange(0, 2 * PAIRS) < 2 * pairs
     channel = channels_of(pairs, HALVES, PAIRS)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     angles = angles_of(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
@@ -234,13 +234,13 @@ def _rotate_kernel(
     _rotate_rows(
         q, q_out, first, last, start, q_group, head,
         q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
-        cos, sin, turning, token, channel, inside, TOKENS, PAIRS,
+        cos, sin, is_rotated, token, channel, inside, TOKENS, PAIRS,
     )  # fmt: skip
     first, last = share(split, splits, samples * k_group)
     _rotate_rows(
         k, k_out, first, last, start, k_group, head,
         k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
-        cos, sin, turning, token, channel, inside, TOKENS, PAIRS,
+        cos, sin, is_rotated, token, channel, inside, TOKENS, PAIRS,
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def _rotate_kernel(
 def _rotate_back_rows(
     grad, x, out, first, last, start, group, head,
     grad_sample, grad_head, grad_token, x_sample, x_head, x_token, out_sample, out_head, out_token,
-    cos, sin, turning, token, channel, inside, NEED_ANGLES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
+    cos, sin, is_rotated, token, channel, inside, NEED_ANGLES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Rotate gradients back; return the gradient of the angles [TOKENS, PAIRS]."""
     grad_angles = tl.zeros((TOKENS, PAIRS), tl.float32)
@@ -259,8 +259,8 @@ def _rotate_back_rows(
         even, odd = halves_of(vectors, TOKENS, PAIRS)
         grad_even = cos * even + sin * odd
         grad_odd = cos * odd - sin * even
-        turned = whole_of(grad_even, grad_odd, TOKENS, PAIRS).to(out.dtype.element_ty)
-        result = tl.where(turning[None, :], turned, vectors.to(out.dtype.element_ty))
+        rotated = whole_of(grad_even, grad_odd, TOKENS, PAIRS).to(out.dtype.element_ty)
+        result = tl.where(is_rotated[None, :], rotated, vectors.to(out.dtype.element_ty))
         tl.store(out + there + token[:, None] * out_token + channel[None, :], result, mask=inside)
         if NEED_ANGLES:
             origin = row_start(start, row, group, head, x_sample, x_head)
@@ -305,7 +305,7 @@ def _rotate_backward_kernel(
     head, tile, place, split = locate(tokens, heads, sets, TOKENS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     pair = tl.arange(0, PAIRS)
-    turning = tl.arange(0, 2 * PAIRS) < 2 * pairs
+    is_rotated = tl.arange(0, 2 * PAIRS) < 2 * pairs
     channel = channels_of(pairs, HALVES, PAIRS)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     angles = angles_of(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
@@ -317,13 +317,13 @@ def _rotate_backward_kernel(
     grad_angles = _rotate_back_rows(
         grad_q, q, q_out, first, last, start, q_group, head,
         gq_sample, gq_head, gq_token, q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
-        cos, sin, turning, wide, channel, inside, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
+        cos, sin, is_rotated, wide, channel, inside, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
     )  # fmt: skip
     first, last = share(split, splits, samples * k_group)
     grad_angles += _rotate_back_rows(
         grad_k, k, k_out, first, last, start, k_group, head,
         gk_sample, gk_head, gk_token, k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
-        cos, sin, turning, wide, channel, inside, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
+        cos, sin, is_rotated, wide, channel, inside, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
     )  # fmt: skip
     keep_angles(
         grad_angles, positions, frequencies, per_frequency, per_position, head, tile, place, split, token, pair,

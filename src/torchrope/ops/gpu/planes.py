@@ -47,7 +47,7 @@ def decompose(base: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _decompose_kernel(
-    base, inside, turned, basis, angular,
+    base, inside, rotated, basis, angular,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr, PAIRS: tl.constexpr,
     RESIDUE: tl.constexpr, SWEEPS: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _decompose_kernel(
     at = block + row * BLOCK + column
     entries = tl.load(base + at, mask=own, other=0.0).to(tl.float64)
     tl.store(inside + at, entries, mask=own)
-    tl.store(turned + at, (row == column).to(tl.float64), mask=own)
+    tl.store(rotated + at, (row == column).to(tl.float64), mask=own)
     tl.debug_barrier()
     between = row // 2 != column // 2
     size = tl.sum(tl.sum(entries * entries, axis=1), axis=0)
@@ -68,7 +68,7 @@ def _decompose_kernel(
         high = 1
         for stage in range(1, PLANES):
             high = tl.where(stage >= 2 * high, 2 * high, high)
-            _rotate_pairs(inside + block, turned + block, stage, high, BLOCK, WIDTH, PAIRS)
+            _rotate_pairs(inside + block, rotated + block, stage, high, BLOCK, WIDTH, PAIRS)
         entries = tl.load(inside + at, mask=own, other=0.0)
         left = tl.sum(tl.sum(tl.where(between, entries * entries, 0.0), axis=1), axis=0)
         sweep += 1
@@ -79,7 +79,7 @@ def _decompose_kernel(
         inside + block + (column // 2 * 2 + 1) * BLOCK + column // 2 * 2, mask=column < BLOCK, other=0.0
     )
     source = tl.where(frequency < 0, column ^ 1, column)
-    vectors = tl.load(turned + block + row * BLOCK + source, mask=own, other=0.0)
+    vectors = tl.load(rotated + block + row * BLOCK + source, mask=own, other=0.0)
     tl.store(basis + at, tl.where(finite, vectors, float("nan")).to(tl.float32), mask=own)
     plane = tl.arange(0, PLANES)
     real = plane < BLOCK // 2
@@ -90,7 +90,7 @@ def _decompose_kernel(
 
 @triton.jit
 def _rotate_pairs(
-    inside, turned, stage, high, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr
+    inside, rotated, stage, high, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
     """Rotate planes p and p xor stage among themselves, for every p without the highest bit of stage."""
     pair = tl.arange(0, PAIRS)
@@ -112,7 +112,7 @@ def _rotate_pairs(
     first = first[:, None]
     second = second[:, None]
     _rotate_four(inside, k * BLOCK + first, k * BLOCK + second, 1, mask, a0, a2, a3, b0, b2, b3)
-    _rotate_four(turned, k * BLOCK + first, k * BLOCK + second, 1, mask, a0, a2, a3, b0, b2, b3)
+    _rotate_four(rotated, k * BLOCK + first, k * BLOCK + second, 1, mask, a0, a2, a3, b0, b2, b3)
     _rotate_four(inside, first * BLOCK + k, second * BLOCK + k, BLOCK, mask, a0, a2, a3, b0, b2, b3)
 
 
@@ -122,10 +122,10 @@ def _quaternion(first, second, third, sign: tl.constexpr):
     across = second * second + third * third
     whole = tl.sqrt(first * first + across) + tl.abs(first)
     length = tl.sqrt(whole * whole + across)
-    turns = length > 0
-    scale = 1.0 / tl.where(turns, length, 1.0)
+    nonzero = length > 0
+    scale = 1.0 / tl.where(nonzero, length, 1.0)
     near = tl.where(first < 0, -sign, sign)
-    return tl.where(turns, whole * scale, 1.0), near * third * scale, -near * second * scale
+    return tl.where(nonzero, whole * scale, 1.0), near * third * scale, -near * second * scale
 
 
 @triton.jit
