@@ -50,8 +50,8 @@ def swap(
     The model is changed in-place; its parameters keep their names, those of the encoding are added under `rotary`.
     Outputs are preserved for fine-tuning: with keep_ape=True those of a model without RoPE stay bit-identical
     (init="zeros"), and a model with RoPE keeps its frequencies, positions and pairs of channels (init="own"), with
-    outputs equal up to rounding. With norms of q and k in timm outputs are equal up to rounding too, because
-    a planar rotation and the norm before it are computed in one pass and rounded once.
+    outputs equal up to rounding. With norms of q and k over head_dim outputs are equal up to rounding too, because a
+    planar rotation and the norm before it are computed in one pass and rounded once.
 
     Args:
         model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,

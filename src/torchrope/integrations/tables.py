@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchrope.integrations.norm_and_rotate import fused
 from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved
 from torchrope.integrations.rotary import Adapter, Rotary, Site
 from torchrope.ops import rotate_one
+from torchrope.ops.norms import Norm, describe, shape_of
 from torchrope.rotations import Planar, Rotation
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -93,6 +95,10 @@ class OfTables(Adapter):
             own, others = _norms(layer, self.family)
             handles.extend(norm.register_forward_hook(layer_rotation.rotate_stream) for norm in own)
             handles.extend(norm.register_forward_hook(layer_rotation.rotate_other_stream) for norm in others)
+            for norm in own:
+                handles.extend(fused(norm, layer_rotation.with_norm, of_other_stream=False))
+            for norm in others:
+                handles.extend(fused(norm, layer_rotation.with_norm, of_other_stream=True))
 
     def _layers(self) -> list[Any]:
         layers = [getattr(block, name) for blocks, name in self.family.layers for block in getattr(self.tower, blocks)]
@@ -110,6 +116,7 @@ class LayerRotation:
         self.family = family
         self.rotation: Rotation | None = None  # of the tokens of the current call
         self.of_other_stream: Rotation | None = None  # if it has separate norms
+        self.has_rotated = False  # whether the fused norm being called has rotated
 
     def begin(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Forward pre-hook of the layer: compute its rotation and replace the argument by None."""
@@ -136,19 +143,34 @@ class LayerRotation:
 
     def rotate_stream(self, norm: nn.Module, args: tuple[Any, ...], x: Tensor) -> Tensor:
         """Forward hook of the norms of q and k."""
-        return self._rotated(x, self.rotation)
+        return x if self._was_rotated() else self._rotated(x, self.rotation)
 
     def rotate_other_stream(self, norm: nn.Module, args: tuple[Any, ...], x: Tensor) -> Tensor:
         """Forward hook of the norms of q and k of the other stream."""
-        return self._rotated(x, self.of_other_stream)
+        return x if self._was_rotated() else self._rotated(x, self.of_other_stream)
 
-    def _rotated(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def with_norm(self, x: Tensor, norm: nn.Module, *, of_other_stream: bool) -> Tensor | None:
+        """Normalise and rotate q or k in one pass; returns None if the rotation or the norm does not support it."""
+        rotation = self.of_other_stream if of_other_stream else self.rotation
+        over_heads = shape_of(norm) == x.shape[-1:] and x.ndim == 4
+        reordered = getattr(self.rotary, f"channels{self.index}") is not None
+        if not isinstance(rotation, Planar) or not over_heads or reordered or self.family.coarse:
+            return None
+        rotated = self._rotated(x, rotation, describe("q or k", x, norm))
+        self.has_rotated = True
+        return rotated
+
+    def _was_rotated(self) -> bool:
+        rotated, self.has_rotated = self.has_rotated, False
+        return rotated
+
+    def _rotated(self, x: Tensor, rotation: Rotation | None, norm: Norm | None = None) -> Tensor:
         if rotation is None:
             return x
         if x.ndim == 3:  # (batch, tokens, heads head_dim)
             return self._rotated(x.unflatten(-1, (-1, rotation.head_dim)), rotation).flatten(2)
         layout = "bhtd" if self.family.heads_first else "bthd"
-        return rotate_one(self.rotary.in_pairs(x, self.index), rotation, layout=layout, scores_only=True)
+        return rotate_one(self.rotary.in_pairs(x, self.index), rotation, norm=norm, layout=layout, scores_only=True)
 
 
 def argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
 
 from torchrope.integrations import timm_models as timm_models
+from torchrope.integrations.norm_and_rotate import fused
 from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site
 from torchrope.integrations.settings import (
@@ -52,7 +53,6 @@ from torchrope.integrations.settings import (
 from torchrope.integrations.timm_attention import beit_attention, sam_attention, swin_v2_attention
 from torchrope.integrations.timm_hooks import (
     NoAngle,
-    NormAndRotate,
     NoTable,
     OfLayer,
     RotateInWindow,
@@ -62,7 +62,6 @@ from torchrope.integrations.timm_hooks import (
 )
 from torchrope.integrations.timm_rotation import gemma_rotation, own_rotation
 from torchrope.models.layers import encoding_parameters
-from torchrope.ops.norms import PLAIN
 
 # Attention layers that apply q_norm, then k_norm: to (batch, heads, tokens, head_dim), or for _TOKENS_FIRST to
 # (batch, tokens, heads, head_dim).
@@ -324,8 +323,7 @@ class OfTokens(OfTimm):
                 hooks.append(layer.q_norm.register_forward_hook(rotation.queries))
                 hooks.append(layer.k_norm.register_forward_hook(rotation.keys))
                 for norm, keys in ((layer.q_norm, False), (layer.k_norm, True)):
-                    if type(norm) in PLAIN:
-                        hooks.append(Replaced(norm, "forward", NormAndRotate(norm, rotation, keys=keys).forward))
+                    hooks += fused(norm, rotation.with_norm, keys=keys)
         rotary.handles.extend(hooks)
 
     def detach(self, rotary: Rotary) -> None:

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchrope.integrations.rotary import Rotary
 from torchrope.ops import rotate, rotate_one
-from torchrope.ops.norms import LAYER_NORM, PLAIN, RMS_NORM, Norm, describe, is_called
+from torchrope.ops.norms import LAYER_NORM, PLAIN, RMS_NORM, Norm, describe
 from torchrope.rotations import Planar, Rotation
 
 PLAIN.update({LayerNorm: LAYER_NORM, LayerNormFp32: LAYER_NORM, RmsNorm: RMS_NORM, RmsNormFp32: RMS_NORM})
@@ -145,21 +145,6 @@ class RotateQK:
     def _rotated(self, x: Tensor, rotation: Rotation, norm: Norm | None = None) -> Tensor:
         x = self.positions.rotary.in_pairs(x, self.index)
         return rotate_one(x, rotation, norm=norm, layout="bthd" if self.tokens_first else "bhtd", scores_only=True)
-
-
-class NormAndRotate:
-    """Forward of a norm fused with the `RotateQK` hook after it; not fused if the norm has other hooks."""
-
-    def __init__(self, norm: nn.Module, rotation: RotateQK, *, keys: bool) -> None:
-        self.norm = norm
-        self.rotation = rotation
-        self.keys = keys
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the norm, and the rotation if both can be fused."""
-        rotated = None if is_called(self.norm, own_hooks=1) else self.rotation.with_norm(x, self.norm, keys=self.keys)
-        result: Tensor = type(self.norm).forward(self.norm, x) if rotated is None else rotated
-        return result
 
 
 class RotateOnLattice:

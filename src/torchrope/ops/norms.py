@@ -14,7 +14,7 @@ NO_NORM, RMS_NORM, LAYER_NORM = 0, 1, 2
 """Kinds of norms, as the kernels number them."""
 
 PLAIN: dict[type, int] = {nn.RMSNorm: RMS_NORM, nn.LayerNorm: LAYER_NORM}
-"""Modules that compute one of them from `weight`, `bias`, `eps` and `normalized_shape`; subclasses excluded."""
+"""Modules that compute one of them from `weight`, `bias`, `eps` and `normalized_shape` (or `dim`); no subclasses."""
 
 _TINY = torch.full((1,), 1e-4, dtype=torch.bfloat16, device="cpu")
 EPS_OF_FLOAT32 = nn.functional.rms_norm(_TINY, (1,)).item() > 0.1
@@ -68,7 +68,19 @@ def read(name: str, x: Tensor, module: nn.Module | Norm | None) -> Norm | None:
     """
     if isinstance(module, Norm):
         return module
-    return None if module is None or type(module) not in PLAIN or is_called(module) else describe(name, x, module)
+    return None if module is None or not is_plain(module) or is_called(module) else describe(name, x, module)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a module computes the formula of `Norm`: its type is known, and an RMSNorm has no bias."""
+    kind = PLAIN.get(type(module))
+    return kind == LAYER_NORM or (kind == RMS_NORM and getattr(module, "bias", None) is None)
+
+
+def shape_of(module: nn.Module) -> tuple[int, ...]:
+    """Return the shape that a plain norm is over."""
+    plain: Any = module
+    return tuple(plain.normalized_shape if hasattr(plain, "normalized_shape") else plain.dim)
 
 
 def describe(name: str, x: Tensor, module: nn.Module) -> Norm:
@@ -78,7 +90,7 @@ def describe(name: str, x: Tensor, module: nn.Module) -> Norm:
         ValueError: a norm over another shape.
     """
     plain: Any = module
-    shape = tuple(plain.normalized_shape)
+    shape = shape_of(module)
     if shape != x.shape[-1:]:
         raise ValueError(f"norm of {name} must be over its head_dim {x.shape[-1]}, got one over {shape}")
     kind = PLAIN[type(module)]
