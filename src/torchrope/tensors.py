@@ -1,7 +1,6 @@
 """Tensor utilities: dtypes for angles, disabling autocast, and whether values can be read."""
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +8,11 @@ from torch import Tensor, nn
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the promoted dtype of tensors, at least float32."""
-    return reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    wide = torch.float32
+    for tensor in tensors:
+        if tensor.dtype != wide:
+            wide = torch.promote_types(wide, tensor.dtype)
+    return wide
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager:

@@ -309,4 +309,4 @@ def check_scale(init_scale: float) -> float:
 def widened(*tensors: Tensor, copy: bool = False) -> tuple[Tensor, ...]:
     """Convert tensors to their promoted dtype, at least float32; `copy` copies them in any case."""
     wide = wide_dtype(*tensors)
-    return tuple(tensor.to(wide, copy=copy) for tensor in tensors)
+    return tuple(tensor.clone() if copy and tensor.dtype == wide else tensor.to(wide) for tensor in tensors)

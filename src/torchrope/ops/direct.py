@@ -133,8 +133,8 @@ class _CheckedPlanar:
 
     Attributes:
         kernel: The kernel with the rotation's arguments.
-        tabulated: The same kernel, reading a table of cos and sin that the second call computes if each angle serves
-            few rows; later layers reuse it.
+        tabulated: The same kernel, reading a table of cos and sin, by the layout of the table. Repeated calls compute
+            and use it if each angle serves few rows: later layers reuse it.
         heads: Heads that the rotation was built for.
         own_heads: Heads with separate frequencies, 1 if all share them.
         sets: Sets of positions: 1, or one per sample.
@@ -146,20 +146,20 @@ class _CheckedPlanar:
     def __init__(self, rotation: Planar) -> None:
         self.rotation = ref(rotation)
         self.kernel = _kernel_of(rotation)
-        self.tabulated: PlanarCall | None = None
+        self.tabulated: dict[bool, PlanarCall] = {}
         self.uses = 0
-        self.heads, self.own_heads = rotation.heads, rotation.frequencies.shape[1]
-        self.sets = 1 if rotation.positions.ndim == 2 else len(rotation.positions)
-        self.tokens, self.head_dim = rotation.shape[-1], rotation.head_dim
+        *sets, self.tokens, _ = rotation.positions.shape
+        self.sets, self.own_heads = sets[0] if sets else 1, rotation.frequencies.shape[1]
+        self.heads, self.head_dim = rotation.heads, rotation.head_dim
         self.state = _state(rotation)
 
     @classmethod
     def find(cls, rotation: Planar) -> "_CheckedPlanar | None":
         """Check a rotation; return None if the kernel does not support it or would need a copy of its tensors."""
-        given = rotation._tensors()
-        if backends.LIBRARY is None or rotation.rotary_dim == 0 or rotation.positions.ndim > 3:
+        positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
+        if backends.LIBRARY is None or frequencies.shape[2] == 0 or positions.ndim > 3:
             return None
-        if not all(is_plain(x) and x.dtype == torch.float32 and x.is_contiguous() for x in given):
+        if not (_is_ready(positions) and _is_ready(frequencies) and (table is None or _is_ready(table))):
             return None
         return cls(rotation)
 
@@ -185,39 +185,41 @@ class _CheckedPlanar:
 
     def kernel_for(self, q: Tensor, k: Tensor) -> PlanarCall:
         """Return the kernel; from the second use on, the one with a table if each angle serves few rows."""
-        if self.tabulated is not None or self.uses > 1:
-            return self.tabulated or self.kernel
         self.uses += 1
         rows = (len(q) * q.shape[1] + len(k) * k.shape[1]) // max(self.sets * self.own_heads, 1)
+        if self.uses < 2 or rows > _FEW_ROWS:
+            return self.kernel
         rotation = self.rotation()
-        if self.uses > 1 and rows <= _FEW_ROWS and rotation is not None and rotation.table is None:
-            self.tabulated = _kernel_of(rotation, _cos_and_sin(rotation))
-        return self.kernel if self.tabulated is None else self.tabulated
+        if rotation is None or rotation.table is not None:
+            return self.kernel
+        split = rotation.halves or q.dtype == torch.bfloat16
+        if split not in self.tabulated:
+            self.tabulated[split] = _kernel_of(rotation, _cos_and_sin(rotation, split), split)
+        return self.tabulated[split]
 
 
-_FEW_ROWS = 4
-"""Largest number of rows per angle for which reading cos and sin is cheaper than computing them: the table is as large
-as q of one sample."""
+_FEW_ROWS = 16
+"""Largest number of rows per angle for which reading cos and sin is faster than computing them."""
 
 
-def _kernel_of(rotation: Planar, table: Tensor | None = None) -> PlanarCall:
-    with torch.no_grad():
-        positions, own = with_batch_dim(rotation.positions, 3), table if rotation.table is None else rotation.table
-        return PlanarCall(
-            positions,
-            rotation.frequencies,
-            None if own is None else with_batch_dim(own, 5),
-            rotation.halves,
-            rotation.head_dim,
-        )
+def _is_ready(x: Tensor) -> bool:
+    """Return whether the kernel can read a rotation's tensor in place."""
+    return is_plain(x) and x.dtype == torch.float32 and x.is_contiguous()
 
 
-def _cos_and_sin(rotation: Planar) -> Tensor:
-    """Compute cos and sin `(sets, heads, tokens, pairs, 2)` with the kernel, by rotating (1, 0)."""
+def _kernel_of(rotation: Planar, table: Tensor | None = None, split: bool = False) -> PlanarCall:
+    own = table if rotation.table is None else rotation.table
+    return PlanarCall(rotation.positions, rotation.frequencies, own, rotation.halves, rotation.head_dim, split)
+
+
+def _cos_and_sin(rotation: Planar, split: bool) -> Tensor:
+    """Compute cos and sin `(sets, heads, tokens, pairs, 2)`, or if split `(sets, heads, tokens, 2, pairs)`, with the
+    kernel, by rotating pairs (1, 0)."""
     positions, frequencies = with_batch_dim(rotation.positions, 3).detach(), rotation.frequencies.detach()
-    shape = (len(positions), frequencies.shape[1], positions.shape[1])
-    units = frequencies.new_tensor([1.0, 0.0]).repeat(*shape, frequencies.shape[2])
-    return native.rotate_planar(units, units[:0], positions, frequencies)[0].unflatten(-1, (-1, 2))
+    pairs = frequencies.shape[2]
+    units = frequencies.new_zeros(len(positions), frequencies.shape[1], positions.shape[1], 2 * pairs)
+    units[..., slice(pairs) if split else slice(None, None, 2)] = 1
+    return native.rotate_planar(units, units[:0], positions, frequencies, halves=split)[0]
 
 
 def _state(rotation: Planar) -> tuple[int, ...]:

@@ -66,6 +66,11 @@ def rotate(
         >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
         True
     """
+    if type(rotation) is Planar and layout in _HEADS_FIRST and key_rotation is norm is None and backend == "auto":
+        rotated = rotate_directly(q, k, rotation)
+        if rotated is not None:
+            warn_of_two_layouts("q", q, layout)
+            return rotated
     if isinstance(rotation, Action) or isinstance(key_rotation, Action):
         of_q, of_k = (q, k) if norm is None else (normalise("q", q, norm[0]), normalise("k", k, norm[1]))
         acted_q, acted_k = _act(of_q, of_k, rotation, key_rotation, layout, backend)
@@ -76,6 +81,9 @@ def rotate(
         return restore_q(rotated_q), restore_k(rotated_k)
     warn_of_two_layouts("q", q, layout)
     return _rotate_normed(q, k, rotation, key_rotation, norm, backend, scores_only, tokens)
+
+
+_HEADS_FIRST = (None, "bhtd")
 
 
 def _act(
@@ -186,7 +194,7 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     of_keys = rotation if key_rotation is None else key_rotation
     if backend == "auto" and type(rotation) is Planar and key_rotation is None:
-        rotated = rotate_directly(q, k, rotation)
+        rotated = rotate_directly(q, k, rotation)  # of other layouts, or normalised by a module
         if rotated is not None:
             return rotated
     _check("q", q, rotation)

@@ -70,8 +70,10 @@ class _Arguments(ctypes.Structure):
 
     def keep(self, tensor: Tensor) -> int:
         """Return the address of a tensor in contiguous float32, kept alive as long as this object."""
-        self.kept.append(tensor.to(torch.float32).contiguous())
-        return self.kept[-1].data_ptr()
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            tensor = tensor.detach().to(torch.float32).contiguous()
+        self.kept.append(tensor)
+        return tensor.data_ptr()
 
     def run(self, name: str, *settings: int, items: int = 1) -> None:
         """Call a kernel, unless `items` is 0: empty tensors have no address.
@@ -93,13 +95,44 @@ class _Sides(_Arguments):
     def set_sides(
         self, q: Tensor, k: Tensor, grad_q: Tensor | None = None, grad_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Set the inputs and allocate the outputs; return the outputs."""
-        if q.stride(-1) != 1 or k.stride(-1) != 1:
-            q, k = self._with_contiguous_channels(q), self._with_contiguous_channels(k)
+        """Set the inputs and allocate the outputs; return the outputs.
+
+        Sizes and strides are kept for the next tensors with the same ones: describing them takes longer than a kernel
+        on small inputs.
+        """
+        layout: tuple = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype)
+        if grad_q is not None and grad_k is not None:
+            layout = (*layout, grad_q.shape, grad_q.stride(), grad_q.dtype, grad_k.shape, grad_k.stride(), grad_k.dtype)
+        sides = _LAYOUTS.get(layout)
+        if sides is None:
+            return self._describe_sides(layout, q, k, grad_q, grad_k)
+        ctypes.memmove(ctypes.byref(self, _SIDES_AT), sides, _SIDES.size)
+        out_q, out_k = torch.empty_like(q), torch.empty_like(k)
+        set_address = _ONE_ADDRESS.pack_into
+        set_address(self, _Q_AT, q.data_ptr())
+        set_address(self, _K_AT, k.data_ptr())
+        set_address(self, _Q_AT + _OUT, out_q.data_ptr())
+        set_address(self, _K_AT + _OUT, out_k.data_ptr())
+        if grad_q is not None and grad_k is not None:
+            set_address(self, _Q_AT + _GRAD, grad_q.data_ptr())
+            set_address(self, _K_AT + _GRAD, grad_k.data_ptr())
+        return out_q, out_k
+
+    def _describe_sides(
+        self, layout: tuple, q: Tensor, k: Tensor, grad_q: Tensor | None, grad_k: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `set_sides`, of any tensors; keeps the layout if all of them are read and written in place."""
+        given = [x for x in (q, k, grad_q, grad_k) if x is not None]
+        in_place = all(x.stride(-1) == 1 for x in given) and all(torch.empty_like(x).stride(-1) == 1 for x in (q, k))
+        q, k = self._with_contiguous_channels(q), self._with_contiguous_channels(k)
         if grad_q is not None and grad_k is not None:
             grad_q, grad_k = self._with_contiguous_channels(grad_q), self._with_contiguous_channels(grad_k)
         out = empty_rows(q), empty_rows(k)
         _SIDES.pack_into(self, _SIDES_AT, *_side(q, grad_q, out[0]), *_side(k, grad_k, out[1]))
+        if in_place:
+            if len(_LAYOUTS) >= _MOST_LAYOUTS:
+                _LAYOUTS.clear()
+            _LAYOUTS[layout] = bytes(self)[_SIDES_AT : _SIDES_AT + _SIDES.size]
         return out
 
     def _with_contiguous_channels(self, x: Tensor) -> Tensor:
@@ -109,8 +142,16 @@ class _Sides(_Arguments):
         return self.kept[-1]
 
 
+_LAYOUTS: dict[tuple, bytes] = {}
+"""The sides of arguments by sizes, strides and dtypes of q, k and their gradients; addresses are set by each call."""
+
+_MOST_LAYOUTS = 256
 _SIDES = struct.Struct(f"{2 * ctypes.sizeof(_Side) // 8}q")
 _SIDES_AT = 8  # after the size
+_ONE_ADDRESS = struct.Struct("q")
+_Q_AT = _SIDES_AT + _Side.x.offset
+_K_AT = _Q_AT + ctypes.sizeof(_Side)
+_GRAD, _OUT = _Side.grad.offset - _Side.x.offset, _Side.out.offset - _Side.x.offset
 _ABSENT = (0, 0, 0, 0, 0)
 
 
@@ -125,7 +166,7 @@ def _side(x: Tensor, grad: Tensor | None, out: Tensor) -> tuple[int, ...]:
 
 
 class _Angles(ctypes.Structure):
-    _fields_ = _integers("tokens axes heads pairs halves") + _addresses("positions frequencies table")
+    _fields_ = _integers("tokens axes heads pairs halves split") + _addresses("positions frequencies table")
 
 
 class _Norm(ctypes.Structure):
@@ -202,17 +243,24 @@ class PlanarCall:
     """Kernel of planar rotations, with the arguments that do not depend on q and k prepared.
 
     Args:
-        positions: `(1 or batch, tokens, axes)`, float32.
+        positions: `(tokens, axes)` or `(1 or batch, tokens, axes)`, float32.
         frequencies: `(axes, heads or 1, pairs)`, float32.
         table: cos and sin `(1 or batch, heads or 1, tokens, pairs, 2)`, read instead of computed if given.
         halves: Whether pair i is channels (i, i + pairs) instead of (2i, 2i + 1).
         head_dim: Channels per head.
+        split: Whether the table is `(1 or batch, heads or 1, tokens, 2, pairs)`, all cos before all sin of a token.
     """
 
     def __init__(
-        self, positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool, head_dim: int
+        self,
+        positions: Tensor,
+        frequencies: Tensor,
+        table: Tensor | None,
+        halves: bool,
+        head_dim: int,
+        split: bool = False,
     ) -> None:
-        self._arguments = _planar_arguments(positions, frequencies, table, halves, head_dim)
+        self._arguments = _planar_arguments(positions, frequencies, table, halves, head_dim, split)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate channel pairs of q and k."""
@@ -282,15 +330,18 @@ _NONE_WANTED = (False,) * 4
 
 
 def _planar_arguments(
-    positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool, head_dim: int
+    positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool, head_dim: int, split: bool = False
 ) -> _Planar:
     call = _Planar()
     axes, heads, pairs = frequencies.shape
-    sets, tokens, _ = positions.shape
-    call.set(head_dim=head_dim, sets=sets, threads=torch.get_num_threads())
-    tensors = (0 if tensor is None else call.keep(tensor) for tensor in (positions, frequencies, table))
-    call.angles = _Angles(tokens, axes, heads, pairs, int(halves), *tensors)
+    *sets, tokens, _ = positions.shape
+    call.head_dim, call.sets, call.threads = head_dim, sets[0] if sets else 1, torch.get_num_threads()
+    addresses = call.keep(positions), call.keep(frequencies), 0 if table is None else call.keep(table)
+    _ANGLES.pack_into(call, _Planar.angles.offset, tokens, axes, heads, pairs, halves, split, *addresses)
     return call
+
+
+_ANGLES = struct.Struct("9q")
 
 
 def rotate_planar(

@@ -4,48 +4,67 @@
 
 #include "common.h"
 
-enum { MOST_TOKENS = 64 }; /* per tile */
+enum {
+    MOST_TOKENS = 64, /* per tile */
+    CHUNK = 16,       /* tokens: runs of equally spaced tokens end at multiples of it */
+    SHORTEST_RUN = 4  /* tokens: below, each angle is reduced on its own */
+};
 
 /* Inputs of the angles, and the layout of channel pairs in a row. */
 typedef struct {
     int64_t tokens, axes, heads, pairs; /* heads: those of the rotation */
     int64_t halves;                     /* whether pair i is channels (i, i + pairs), or (2i, 2i + 1) */
+    int64_t split;                      /* whether the table is (sets, heads, tokens, 2, pairs) */
     const float *positions;             /* (sets, tokens, axes) */
     const float *frequencies;           /* (axes, heads, pairs) */
-    const float *table;                 /* (sets, heads, tokens, pairs, 2), cos and sin, or NULL */
+    const float *table;                 /* cos and sin, (sets, heads, tokens, pairs, 2) unless split, or NULL */
 } Angles;
 
 /* cos and sin of a tile, in one or both of two layouts of a token's row of 2 `padded`:
    interleaved  c_0 s_0 c_1 s_1 ...,  or split  c_0 c_1 ... s_0 s_1 ...  with the sines at `padded`. */
 typedef struct {
     const Angles *angles;
-    float *in_turn, *apart;
+    const uint8_t *runs; /* (sets, tokens): number of tokens of the run that starts at a token, or NULL with a table */
+    float *interleaved, *split;
     double *frequencies; /* of a head (axes, padded), zeros after the pairs */
     double *steepest;    /* its largest frequency along each axis */
+    float *start;        /* cos and sin of a run's first token, (2, padded) */
+    float *steps;        /* cos and sin of k steps, k = 1 ... CHUNK - 1, (CHUNK, 2, padded) */
+    double *step;        /* their step, (axes) */
     int64_t padded, head, most; /* most: tokens allocated */
     int64_t in_place;           /* whether a table is read in place, without a copy */
+    int64_t *known;             /* number of steps computed, and 1 + the head that they and frequencies are of */
 } Tile;
 
 INLINE int64_t padded_pairs(const Angles *a) { return round_up(a->pairs, VW); }
 
-/* Tile size such that cos and sin take at most this many bytes of the L1 cache. */
-INLINE Tile lay_out_tile(const Angles *a, int in_turn, int apart, int64_t bytes, Arena *arena) {
-    Tile t = {a, NULL, NULL, NULL, NULL, padded_pairs(a), 0, 0, 0};
-    t.in_place = a->table && !apart && t.padded == a->pairs;
-    int64_t fitting = bytes / (8 * t.padded + 1);
+/* The first in a thread's memory, which keeps frequencies and steps for the next item of the same head. Tokens are as
+   many that cos and sin take at most this many bytes of the L1 cache. */
+INLINE Tile lay_out_tile(const Angles *a, const uint8_t *runs, int interleaved, int split, int64_t bytes,
+                          Arena *arena) {
+    Tile t = {.angles = a, .runs = runs, .padded = padded_pairs(a)};
+    t.in_place = a->table && t.padded == a->pairs && (a->split ? !interleaved : !split);
+    t.known = take(arena, 16);
+    int64_t fitting = bytes / (8 * t.padded);
     t.most = fitting < 4 ? 4 : least(fitting, MOST_TOKENS);
     bytes = 8 * t.most * t.padded;
-    if (in_turn) t.in_turn = take(arena, bytes);
-    if (apart) t.apart = take(arena, bytes);
+    if (interleaved) t.interleaved = take(arena, bytes);
+    if (split) t.split = take(arena, bytes);
     t.frequencies = take(arena, 8 * a->axes * t.padded);
     t.steepest = take(arena, 8 * a->axes);
+    if (a->table) return t;
+    t.start = take(arena, 8 * t.padded);
+    t.steps = take(arena, 8 * CHUNK * t.padded);
+    t.step = take(arena, 8 * a->axes);
     return t;
 }
 
 static void start_tiles(Tile *t, int64_t head) {
     const Angles *a = t->angles;
     t->head = head;
-    if (a->table) return;
+    if (a->table || t->known[1] == head + 1) return;
+    t->known[0] = 0;
+    t->known[1] = head + 1;
     for (int64_t axis = 0; axis < a->axes; axis++) {
         const float *frequency = a->frequencies + (axis * a->heads + head) * a->pairs;
         double *wide = t->frequencies + axis * t->padded, steepest = 0;
@@ -58,14 +77,14 @@ static void start_tiles(Tile *t, int64_t head) {
     }
 }
 
-INLINE void keep_lanes(Tile *t, int64_t at, int64_t i, vf c, vf s) {
-    if (t->in_turn) {
-        float *row = t->in_turn + at * 2 * t->padded + 2 * i;
+INLINE void keep_lanes(Tile *t, int64_t at, int64_t i, vf c, vf s, int interleaved, int split) {
+    if (interleaved) {
+        float *row = t->interleaved + at * 2 * t->padded + 2 * i;
         *(vf *)row = __builtin_shufflevector(c, s, FIRST_IN_TURN);
         *(vf *)(row + VW) = __builtin_shufflevector(c, s, LAST_IN_TURN);
     }
-    if (t->apart) {
-        float *row = t->apart + at * 2 * t->padded + i;
+    if (split) {
+        float *row = t->split + at * 2 * t->padded + i;
         *(vf *)row = c;
         *(vf *)(row + t->padded) = s;
     }
@@ -82,43 +101,195 @@ INLINE void add_axes(const Tile *t, const float *position, int64_t axes, int64_t
     }
 }
 
-INLINE void turn_near(Tile *t, const float *position, int64_t axes, int64_t at) {
+/* cos and sin of one token's angles, split: c_0 c_1 ... s_0 s_1 ... */
+INLINE void find_near(const Tile *t, const float *position, int64_t axes, float *row) {
     for (int64_t i = 0; i < t->padded; i += VW) {
         vd low, high;
         vf c, s;
         add_axes(t, position, axes, i, &low, &high);
         cos_sin_lanes(low, high, &c, &s);
-        keep_lanes(t, at, i, c, s);
+        *(vf *)(row + i) = c;
+        *(vf *)(row + t->padded + i) = s;
     }
 }
 
-static __attribute__((noinline, cold, unused)) void turn_far(Tile *t, const float *position, int64_t at) {
+/* The same of angles of any size; NaN becomes the default NaN, whose payload survives rounding to bfloat16. */
+static __attribute__((noinline, cold, unused)) void find_far(const Tile *t, const float *position, float *row) {
     for (int64_t i = 0; i < t->padded; i += VW) {
         vd low, high;
         double angle[VW];
-        float c[VW], s[VW];
         add_axes(t, position, t->angles->axes, i, &low, &high);
         memcpy(angle, &low, sizeof low);
         memcpy(angle + VW / 2, &high, sizeof high);
-        cos_sin_far(angle, c, s, VW);
-        keep_lanes(t, at, i, *(const vf *)c, *(const vf *)s);
+        cos_sin_far(angle, row + i, row + t->padded + i, VW);
     }
 }
 
+/* Bound of the absolute values of a token's angles. */
+INLINE double farthest_angle(const Tile *t, const float *position) {
+    double sum = 0;
+    for (int64_t axis = 0; axis < t->angles->axes; axis++) sum += fabs((double)position[axis]) * t->steepest[axis];
+    return sum;
+}
+
+INLINE int is_near(const Tile *t, const float *position) { return farthest_angle(t, position) <= FARTHEST_ANGLE / 2; }
+
+INLINE void find_token(const Tile *t, const float *position, float *row) {
+    if (!(farthest_angle(t, position) <= FARTHEST_ANGLE))
+        find_far(t, position, row);
+    else if (t->angles->axes == 2) /* the most frequent number, as a compile-time constant */
+        find_near(t, position, 2, row);
+    else
+        find_near(t, position, t->angles->axes, row);
+}
+
 INLINE void read_table(Tile *t, const float *entry, int64_t at) {
-    int64_t row = at * 2 * t->padded, pairs = t->angles->pairs;
-    if (t->in_turn) memcpy(t->in_turn + row, entry, 8 * pairs);
-    if (!t->apart) return;
-    int64_t i = 0;
+    int64_t pairs = t->angles->pairs, split = t->angles->split, i = 0;
     for (; i + VW <= pairs; i += VW) {
-        vf near = *(const vf *)(entry + 2 * i), far = *(const vf *)(entry + 2 * i + VW);
-        *(vf *)(t->apart + row + i) = __builtin_shufflevector(near, far, EVEN_LANES);
-        *(vf *)(t->apart + row + t->padded + i) = __builtin_shufflevector(near, far, ODD_LANES);
+        vf near = *(const vf *)(entry + (split ? i : 2 * i));
+        vf far = *(const vf *)(entry + (split ? pairs + i : 2 * i + VW));
+        vf c = split ? near : (vf)__builtin_shufflevector(near, far, EVEN_LANES);
+        vf s = split ? far : (vf)__builtin_shufflevector(near, far, ODD_LANES);
+        keep_lanes(t, at, i, with_default_nan(c), with_default_nan(s), t->interleaved != NULL, t->split != NULL);
     }
-    for (; i < pairs; i++) {
-        t->apart[row + i] = entry[2 * i];
-        t->apart[row + t->padded + i] = entry[2 * i + 1];
+    if (i == pairs) return;
+    float c[VW] = {0}, s[VW] = {0};
+    for (int64_t lane = 0; i + lane < pairs; lane++) {
+        c[lane] = entry[split ? i + lane : 2 * (i + lane)];
+        s[lane] = entry[split ? pairs + i + lane : 2 * (i + lane) + 1];
     }
+    keep_lanes(t, at, i, with_default_nan(*(const vf *)c), with_default_nan(*(const vf *)s), t->interleaved != NULL,
+               t->split != NULL);
+}
+
+/* ---- runs of equally spaced tokens, such as rows of a lattice ---- */
+
+INLINE int is_origin(const float *position, int64_t axes) {
+    int zero = 1;
+    for (int64_t axis = 0; axis < axes; axis++) zero &= position[axis] == 0;
+    return zero;
+}
+
+/* The number of tokens, up to `most`, at positions p + k d, exactly. Tokens at the origin start a run: their cosine and
+   sine are 1 and 0 exactly. */
+INLINE int64_t run_length(const float *position, int64_t axes, int64_t most) {
+    int64_t count = 1;
+    for (; count < most; count++) {
+        const float *next = position + count * axes;
+        int fits = !is_origin(next, axes);
+        for (int64_t axis = 0; axis < axes; axis++) {
+            double first = position[axis], step = position[axes + axis] - first;
+            fits &= next[axis] - first == (double)count * step;
+        }
+        if (!fits) break;
+    }
+    return count;
+}
+
+/* cos and sin of k d f for k < count, of the run's step d; kept for the next run with the same step. */
+static void find_steps(Tile *t, const float *position, int64_t count) {
+    int64_t axes = t->angles->axes;
+    int same = t->known[0] > 0;
+    for (int64_t axis = 0; axis < axes; axis++)
+        same &= t->known[0] > 0 && t->step[axis] == (double)position[axes + axis] - (double)position[axis];
+    if (!same) {
+        t->known[0] = 1;
+        for (int64_t axis = 0; axis < axes; axis++)
+            t->step[axis] = (double)position[axes + axis] - (double)position[axis];
+    }
+    for (; t->known[0] < count; t->known[0]++) {
+        float *row = t->steps + t->known[0] * 2 * t->padded;
+        for (int64_t i = 0; i < t->padded; i += VW) {
+            vd low = {0}, high = {0};
+            vf c, s;
+            for (int64_t axis = 0; axis < axes; axis++) {
+                const double *frequency = t->frequencies + axis * t->padded + i;
+                double at = (double)t->known[0] * t->step[axis];
+                low += at * *(const vd *)frequency;
+                high += at * *(const vd *)(frequency + VW / 2);
+            }
+            cos_sin_lanes(low, high, &c, &s);
+            *(vf *)(row + i) = c;
+            *(vf *)(row + t->padded + i) = s;
+        }
+    }
+}
+
+/* Tokens k = from ... to - 1 of a run, at `at` on in the tile:  exp(i (a + k d)) = exp(i a) exp(i k d). */
+INLINE void fill_run_as(Tile *t, int64_t from, int64_t to, int64_t at, int interleaved, int split) {
+    int64_t padded = t->padded;
+    for (int64_t i = 0; i < padded; i += VW) {
+        vf c = *(const vf *)(t->start + i), s = *(const vf *)(t->start + padded + i);
+        const float *step = t->steps + i;
+        if (from == 0) keep_lanes(t, at, i, c, s, interleaved, split);
+        for (int64_t k = from > 1 ? from : 1; k < to; k++) {
+            vf of_step = *(const vf *)(step + k * 2 * padded), sine = *(const vf *)(step + k * 2 * padded + padded);
+            keep_lanes(t, at + k - from, i, c * of_step - s * sine, s * of_step + c * sine, interleaved, split);
+        }
+    }
+}
+
+INLINE void fill_run(Tile *t, int64_t from, int64_t to, int64_t at) {
+    if (t->interleaved && t->split)
+        fill_run_as(t, from, to, at, 1, 1);
+    else if (t->split)
+        fill_run_as(t, from, to, at, 0, 1);
+    else
+        fill_run_as(t, from, to, at, 1, 0);
+}
+
+/* Tokens first ... last - 1 of a set, in one chunk. Runs depend on the chunk alone, so that the result does not depend
+   on how tokens are split among tiles and threads. */
+INLINE void fill_chunk(Tile *t, int64_t set, int64_t first, int64_t last, int64_t at) {
+    int64_t axes = t->angles->axes;
+    const float *positions = t->angles->positions + set * t->angles->tokens * axes;
+    const uint8_t *runs = t->runs + set * t->angles->tokens;
+    for (int64_t token = first / CHUNK * CHUNK; token < last; token += runs[token]) {
+        const float *position = positions + token * axes;
+        int64_t count = runs[token], from = token < first ? first - token : 0, to = least(count, last - token);
+        if (from >= to) continue;
+        if (is_near(t, position) && is_near(t, position + (count - 1) * axes)) {
+            find_token(t, position, t->start);
+            if (count > 1) find_steps(t, position, to);
+            fill_run(t, from, to, at + token + from - first);
+            continue;
+        }
+        for (int64_t k = from; k < to; k++) {
+            find_token(t, position + k * axes, t->start);
+            fill_run(t, 0, 1, at + token + k - first);
+        }
+    }
+}
+
+/* Positions of a call, and the runs to be found in them. */
+typedef struct {
+    const Angles *angles;
+    uint8_t *runs;
+} Spacing;
+
+enum { TOKENS_OF_ITEM = 64 * CHUNK }; /* whose runs one item of a parallel loop finds */
+
+static void find_runs_of_item(const void *context, int64_t item, void *memory) {
+    const Spacing *spacing = context;
+    const Angles *a = spacing->angles;
+    int64_t items = (a->tokens + TOKENS_OF_ITEM - 1) / TOKENS_OF_ITEM, set = item / items;
+    int64_t first = item % items * TOKENS_OF_ITEM, last = least(first + TOKENS_OF_ITEM, a->tokens);
+    (void)memory;
+    for (int64_t token = first; token < last;) {
+        int64_t end = least(token / CHUNK * CHUNK + CHUNK, a->tokens);
+        const float *position = a->positions + (set * a->tokens + token) * a->axes;
+        int64_t count = a->axes == 2 ? run_length(position, 2, end - token) : run_length(position, a->axes, end - token);
+        if (count < SHORTEST_RUN) count = 1;
+        spacing->runs[set * a->tokens + token] = (uint8_t)count;
+        token += count;
+    }
+}
+
+/* Find the runs of all tokens once, for all heads. Only entries of tokens that start a run are set. */
+static int64_t find_runs(const Angles *a, uint8_t *runs, int64_t sets, int64_t threads) {
+    int64_t items = sets * ((a->tokens + TOKENS_OF_ITEM - 1) / TOKENS_OF_ITEM);
+    Spacing spacing = {a, runs};
+    return parallel_for(items, items < 16 ? 1 : threads, 0, find_runs_of_item, &spacing);
 }
 
 /* cos and sin of tokens first ... first + count - 1 of a set, for the current head. */
@@ -127,118 +298,109 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
     if (a->table) {
         const float *entry = a->table + ((set * a->heads + t->head) * a->tokens + first) * 2 * a->pairs;
         if (t->in_place) {
-            t->in_turn = (float *)entry;
+            *(a->split ? &t->split : &t->interleaved) = (float *)entry;
             return;
         }
         for (int64_t at = 0; at < count; at++) read_table(t, entry + at * 2 * a->pairs, at);
         return;
     }
-    for (int64_t at = 0; at < count; at++) {
-        const float *position = a->positions + (set * a->tokens + first + at) * a->axes;
-        double farthest = 0;
-        for (int64_t axis = 0; axis < a->axes; axis++) farthest += fabs((double)position[axis]) * t->steepest[axis];
-        if (!(farthest <= FARTHEST_ANGLE))
-            turn_far(t, position, at);
-        else if (a->axes == 2) /* the most frequent number, as a compile-time constant */
-            turn_near(t, position, 2, at);
-        else
-            turn_near(t, position, a->axes, at);
+    int64_t last = first + count;
+    for (int64_t from = first; from < last;) {
+        int64_t end = least(from / CHUNK * CHUNK + CHUNK, last);
+        fill_chunk(t, set, from, end, from - first);
+        from = end;
     }
 }
 
 /* ---- rows ---- */
 
-/* y = R x, or R^T x when `back`, for one row of pairs (2i, 2i + 1) in float; if `moment` is not NULL, add
-   y_j x'_(j xor 1) to it, x' the input of the forward rotation: the angle's gradient is its odd minus even entries. */
-INLINE void turn_neighbours(const float *x, const float *of_x, const float *turn, float *y, float *moment, int64_t pairs,
-                            int back) {
+/* y = R x, or R^T x when `back`, for one or two rows of pairs (2i, 2i + 1) in float; if `moment` is not NULL, add
+   y_j x'_(j xor 1) to it, x' the inputs of the forward rotation: the angle's gradient is its odd minus even entries.
+   Two rows at once read cos and sin, and update the moment, once. */
+INLINE void rotate_neighbours(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
+                              float *const *y, float *moment, int64_t pairs, int back) {
     int64_t j = 0, n = 2 * pairs;
     for (; j + VW <= n; j += VW) {
-        vf in = *(const vf *)(x + j), both = *(const vf *)(turn + j);
+        vf both = loaded(cos_sin + j), sum = {0};
         vf c = __builtin_shufflevector(both, both, EVEN_TWICE), s = __builtin_shufflevector(both, both, ODD_TWICE);
-        vf out = add_in_turn(c, in, s * swap_pairs(in), back);
-        if (moment) *(vf *)(moment + j) += out * swap_pairs(*(const vf *)(of_x + j));
-        *(vf *)(y + j) = out;
-    }
-    for (; j < n; j += 2) {
-        float even = x[j], odd = x[j + 1], c = turn[j], s = back ? -turn[j + 1] : turn[j + 1];
-        float first = c * even - s * odd, second = c * odd + s * even;
-        if (moment) {
-            moment[j] += first * of_x[j + 1];
-            moment[j + 1] += second * of_x[j];
+        for (int row = 0; row < rows; row++) {
+            vf in = loaded(x[row] + j), out = add_alternating(c, in, s * swap_pairs(in), back);
+            if (moment) sum += out * swap_pairs(*(const vf *)(of_x[row] + j));
+            *(vf *)(y[row] + j) = out;
         }
-        y[j] = first;
-        y[j + 1] = second;
+        if (moment) *(vf *)(moment + j) += sum;
     }
+    for (; j < n; j += 2)
+        for (int row = 0; row < rows; row++) {
+            float even = x[row][j], odd = x[row][j + 1], c = cos_sin[j], s = back ? -cos_sin[j + 1] : cos_sin[j + 1];
+            float first = c * even - s * odd, second = c * odd + s * even;
+            if (moment) {
+                moment[j] += first * of_x[row][j + 1];
+                moment[j + 1] += second * of_x[row][j];
+            }
+            y[row][j] = first;
+            y[row][j + 1] = second;
+        }
 }
 
 /* The same for pairs (i, i + pairs); adds the angle's gradient itself to the moment. Sines start at `padded`. */
-INLINE void turn_halves(const float *x, const float *of_x, const float *turn, int64_t padded, float *y, float *moment,
-                        int64_t pairs, int back) {
+INLINE void rotate_halves(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
+                          int64_t padded, float *const *y, float *moment, int64_t pairs, int back) {
     int64_t i = 0;
     for (; i + VW <= pairs; i += VW) {
-        vf first = *(const vf *)(x + i), second = *(const vf *)(x + pairs + i);
-        vf c = *(const vf *)(turn + i), s = *(const vf *)(turn + padded + i);
-        vf out = back ? c * first + s * second : c * first - s * second;
-        vf out_second = back ? c * second - s * first : c * second + s * first;
-        if (moment)
-            *(vf *)(moment + i) += out_second * *(const vf *)(of_x + i) - out * *(const vf *)(of_x + pairs + i);
-        *(vf *)(y + i) = out;
-        *(vf *)(y + pairs + i) = out_second;
+        vf c = loaded(cos_sin + i), s = loaded(cos_sin + padded + i), sum = {0};
+        for (int row = 0; row < rows; row++) {
+            vf first = loaded(x[row] + i), second = loaded(x[row] + pairs + i);
+            vf out = back ? c * first + s * second : c * first - s * second;
+            vf out_second = back ? c * second - s * first : c * second + s * first;
+            if (moment) sum += out_second * *(const vf *)(of_x[row] + i) - out * *(const vf *)(of_x[row] + pairs + i);
+            *(vf *)(y[row] + i) = out;
+            *(vf *)(y[row] + pairs + i) = out_second;
+        }
+        if (moment) *(vf *)(moment + i) += sum;
     }
-    for (; i < pairs; i++) {
-        float first = x[i], second = x[i + pairs], c = turn[i], s = back ? -turn[padded + i] : turn[padded + i];
-        float out = c * first - s * second, out_second = c * second + s * first;
-        if (moment) moment[i] += out_second * of_x[i] - out * of_x[i + pairs];
-        y[i] = out;
-        y[i + pairs] = out_second;
-    }
+    for (; i < pairs; i++)
+        for (int row = 0; row < rows; row++) {
+            float first = x[row][i], second = x[row][i + pairs];
+            float c = cos_sin[i], s = back ? -cos_sin[padded + i] : cos_sin[padded + i];
+            float out = c * first - s * second, out_second = c * second + s * first;
+            if (moment) moment[i] += out_second * of_x[row][i] - out * of_x[row][i + pairs];
+            y[row][i] = out;
+            y[row][i + pairs] = out_second;
+        }
 }
 
-/* Floats to bfloat16 in the high halves, ties to even; NaN is kept only if requested. */
-INLINE vu rounded_to_bf16(vf x, int with_nan) {
-    vu bits = (vu)x, rounded = bits + (0x7fff + ((bits >> 16) & 1));
-    if (!with_nan) return rounded;
-    vu is_nan = (vu)((vi)(bits & 0x7fffffff) > 0x7f800000);
-    return (rounded & ~is_nan) | ((bits | 0x400000) & is_nan);
+INLINE void load_bf16(const uint16_t *x, int64_t i, int64_t pairs, int halves, vf *first, vf *second) {
+    if (halves)
+        *first = from_bf16(x + i), *second = from_bf16(x + pairs + i);
+    else
+        pairs_from_bf16(x + 2 * i, first, second);
 }
 
-INLINE int any_nan(vf x) {
-    float lanes[VW];
-    int any = 0;
-    *(vf *)lanes = x;
-    for (int i = 0; i < VW; i++) any |= lanes[i] != lanes[i];
-    return any;
+INLINE void store_bf16(uint16_t *y, int64_t i, int64_t pairs, int halves, vf first, vf second) {
+    if (halves)
+        *(vshort *)(y + i) = to_bf16(first), *(vshort *)(y + pairs + i) = to_bf16(second);
+    else
+        pairs_to_bf16(y + 2 * i, first, second);
 }
 
-/* As `turn_halves`, for a row of bfloat16 of either layout of pairs, in registers; pairs are a multiple of VW. Unless
-   `with_nan`, NaN may become another number; `unordered` is then set to NaN. */
-INLINE void turn_bf16(const uint16_t *x, const uint16_t *of_x, const float *turn, int64_t padded, uint16_t *y,
-                      float *moment, int64_t pairs, int halves, int back, int with_nan, vf *unordered) {
+/* As `rotate_halves`, for rows of bfloat16 of either layout of pairs, in registers; pairs are a multiple of VW. */
+INLINE void rotate_bf16(int rows, const uint16_t *const *x, const uint16_t *const *of_x, const float *cos_sin,
+                        int64_t padded, uint16_t *const *y, float *moment, int64_t pairs, int halves, int back) {
     for (int64_t i = 0; i < pairs; i += VW) {
-        vf c = *(const vf *)(turn + i), s = *(const vf *)(turn + padded + i), first, second, of_first, of_second;
-        if (halves) {
-            first = from_bf16(x + i), second = from_bf16(x + pairs + i);
-            if (moment) of_first = from_bf16(of_x + i), of_second = from_bf16(of_x + pairs + i);
-        } else {
-            vu words = *(const vu *)(x + 2 * i);
-            first = (vf)(words << 16), second = (vf)(words & 0xffff0000);
+        vf c = loaded(cos_sin + i), s = loaded(cos_sin + padded + i), sum = {0};
+        for (int row = 0; row < rows; row++) {
+            vf first, second, of_first, of_second;
+            load_bf16(x[row], i, pairs, halves, &first, &second);
+            vf out = back ? c * first + s * second : c * first - s * second;
+            vf out_second = back ? c * second - s * first : c * second + s * first;
             if (moment) {
-                words = *(const vu *)(of_x + 2 * i);
-                of_first = (vf)(words << 16), of_second = (vf)(words & 0xffff0000);
+                load_bf16(of_x[row], i, pairs, halves, &of_first, &of_second);
+                sum += out_second * of_first - out * of_second;
             }
+            store_bf16(y[row], i, pairs, halves, out, out_second);
         }
-        vf out = back ? c * first + s * second : c * first - s * second;
-        vf out_second = back ? c * second - s * first : c * second + s * first;
-        if (moment) *(vf *)(moment + i) += out_second * of_first - out * of_second;
-        vu rounded = rounded_to_bf16(out, with_nan), rounded_second = rounded_to_bf16(out_second, with_nan);
-        if (!with_nan) *unordered += out * 0.0f; /* if an input is NaN, out is NaN or infinite */
-        if (halves) {
-            *(vshort *)(y + i) = __builtin_convertvector(rounded >> 16, vshort);
-            *(vshort *)(y + pairs + i) = __builtin_convertvector(rounded_second >> 16, vshort);
-        } else {
-            *(vu *)(y + 2 * i) = (rounded >> 16) | (rounded_second & 0xffff0000);
-        }
+        if (moment) *(vf *)(moment + i) += sum;
     }
 }
 

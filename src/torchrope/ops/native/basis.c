@@ -109,7 +109,7 @@ static void start_head(const Job *job, int64_t head, Workspace *w) {
 }
 
 /* cos and sin of half the angles; cos - 1 and sin of the angles follow by doubling. */
-INLINE void turn_of_token(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
+INLINE void find_rotation(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t pairs = b / 2, count = p->blocks * pairs;
     const float *position = p->positions + (set * p->tokens + token) * p->axes;
     const float *angular = p->angular + head * count;
@@ -155,7 +155,7 @@ INLINE void times(int64_t b, int64_t count, int64_t block, const float *matrices
 }
 
 /* The change of one block by the rotation of a token, or its inverse:  y = (rot - 1) x, or y = rot x. */
-INLINE void turn_block(int64_t b, int64_t count, int64_t block, const float *x, float *y, float sign, int whole,
+INLINE void rotate_block(int64_t b, int64_t count, int64_t block, const float *x, float *y, float sign, int whole,
                        Workspace w) {
     int64_t pairs = b / 2;
     const float *restrict less = w.less + block * pairs, *restrict sine = w.sine + block * pairs;
@@ -172,21 +172,21 @@ INLINE void turn_block(int64_t b, int64_t count, int64_t block, const float *x, 
 }
 
 /* R x = x + U (rot - 1) U^T x, exactly x if all angles are 0; or rot U^T x. */
-INLINE void turn_token(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
+INLINE void rotate_token(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t n = p->blocks * b;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
-    turn_of_token(b, p, set, head, token, w);
+    find_rotation(b, p, set, head, token, w);
     while (next_panel(&walk, &panel)) {
         gather(&panel, token, n, 0, w.x, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t block = 0; block < p->blocks; block++) {
             times(b, panel.count, block, w.inner, w.x, w.h, 0, w);
             if (w.returns[block]) {
-                turn_block(b, panel.count, block, w.h, w.y, 1, 0, w);
+                rotate_block(b, panel.count, block, w.h, w.y, 1, 0, w);
                 times(b, panel.count, block, w.outer, w.y, w.x, 1, w);
             } else {
-                turn_block(b, panel.count, block, w.h, w.x, 1, 1, w);
+                rotate_block(b, panel.count, block, w.h, w.x, 1, 1, w);
             }
         }
         spread(&panel, token, n, p->head_dim, 0, w.x, w.row);
@@ -263,14 +263,14 @@ INLINE void collect(int64_t b, int64_t count, int64_t block, int more, Workspace
     }
 }
 
-INLINE void turn_token_back(int64_t b, const Job *job, int64_t set, int64_t head, int64_t token, int64_t part,
+INLINE void rotate_token_back(int64_t b, const Job *job, int64_t set, int64_t head, int64_t token, int64_t part,
                             Workspace w) {
     const Basis *p = job->p;
     int64_t n = p->blocks * b;
     int wanted = p->d_base != NULL, more = 0;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
-    turn_of_token(b, p, set, head, token, w);
+    find_rotation(b, p, set, head, token, w);
     if (wanted) memset(w.moment, 0, 4 * p->blocks * (b / 2));
     while (next_panel(&walk, &panel)) {
         gather(&panel, token, n, 1, w.grad, w.row);
@@ -283,7 +283,7 @@ INLINE void turn_token_back(int64_t b, const Job *job, int64_t set, int64_t head
             else
                 for (int64_t i = 0; i < panel.count; i++)
                     copy_floats(w.h + i * w.row + block * b, w.grad + i * w.row + block * b, b);
-            turn_block(b, panel.count, block, w.h, w.y, -1, 0, w);
+            rotate_block(b, panel.count, block, w.h, w.y, -1, 0, w);
             if (wanted) {
                 times(b, panel.count, block, w.inner, w.raw, w.x, 0, w);
                 collect(b, panel.count, block, more, w);
@@ -308,13 +308,15 @@ INLINE void turn_token_back(int64_t b, const Job *job, int64_t set, int64_t head
 
 /* ---- blocks of eight, the most frequent size: a row of a block is one vector, U stays in registers ---- */
 
+enum { MANY = 8 }; /* rows of a panel that are prefetched */
+
 typedef int32_t vi8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 INLINE v8 halves(v4 low, v4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE v8 swap_halves(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
 
-/* Where the rows of a panel are read and written: in their tensors if those are float32, else in scratch. There is no
-   prefetch: the work on a row is too short to hide its latency, and it costs more than it saves. */
+/* Where the rows of a panel are read and written: in their tensors if those are float32, else in scratch. Many rows are
+   prefetched, because the hardware prefetcher follows fewer streams; few are not, because it finds them itself. */
 typedef struct {
     const float *x[ROWS], *grad[ROWS];
     float *out[ROWS];
@@ -348,29 +350,29 @@ INLINE v8 times_matrix(const float *x, const v8 *matrix) {
 /* rot x, if `whole`, or (rot - 1) x, as  c x + s (x with its halves swapped). */
 typedef struct {
     v8 c, s;
-} Turn;
+} PlaneRotation;
 
-INLINE Turn turn_of_block(int64_t block, float sign, int whole, Workspace w) {
+INLINE PlaneRotation rotation_of_block(int64_t block, float sign, int whole, Workspace w) {
     v4 less = *(const v4 *)(w.less + 4 * block), sine = sign * *(const v4 *)(w.sine + 4 * block);
     v4 c = less + (whole ? 1.0f : 0.0f);
-    return (Turn){halves(c, c), halves(-sine, sine)};
+    return (PlaneRotation){halves(c, c), halves(-sine, sine)};
 }
 
-INLINE v8 turned(Turn turn, v8 x) { return turn.c * x + turn.s * swap_halves(x); }
+INLINE v8 rotated(PlaneRotation rotation, v8 x) { return rotation.c * x + rotation.s * swap_halves(x); }
 
 /* R x or rot U^T x in one block of the rows of a panel. */
-INLINE void turn_rows(const Places *places, int64_t count, int64_t block, Workspace w) {
+INLINE void rotate_rows(const Places *places, int64_t count, int64_t block, Workspace w) {
     float changes[ROWS][8];
     v8 matrix[8];
-    Turn turn = turn_of_block(block, 1, !w.returns[block], w);
+    PlaneRotation rotation = rotation_of_block(block, 1, !w.returns[block], w);
     load_matrix(w.inner + 64 * block, matrix);
     if (!w.returns[block]) {
         for (int64_t i = 0; i < count; i++)
-            *(v8 *)(places->out[i] + 8 * block) = turned(turn, times_matrix(places->x[i] + 8 * block, matrix));
+            *(v8 *)(places->out[i] + 8 * block) = rotated(rotation, times_matrix(places->x[i] + 8 * block, matrix));
         return;
     }
     for (int64_t i = 0; i < count; i++)
-        *(v8 *)changes[i] = turned(turn, times_matrix(places->x[i] + 8 * block, matrix));
+        *(v8 *)changes[i] = rotated(rotation, times_matrix(places->x[i] + 8 * block, matrix));
     load_matrix(w.outer + 64 * block, matrix);
     for (int64_t i = 0; i < count; i++) {
         v8 x = *(const v8 *)(places->x[i] + 8 * block);
@@ -390,17 +392,17 @@ INLINE void multiply_rows(const float (*h)[8], const float (*inside)[8], int64_t
 }
 
 /* In one block of the rows of a panel: dx = gy + U (rot^T - 1) h or U rot^T h, and sum h x'^T. */
-INLINE void turn_rows_back(const Places *places, int64_t count, int64_t block, int wanted, int more, Workspace w) {
+INLINE void rotate_rows_back(const Places *places, int64_t count, int64_t block, int wanted, int more, Workspace w) {
     float h[ROWS][8], inside[ROWS][8], changes[ROWS][8];
     v8 matrix[8];
     int64_t returns = w.returns[block];
-    Turn turn = turn_of_block(block, -1, !returns, w);
+    PlaneRotation rotation = rotation_of_block(block, -1, !returns, w);
     load_matrix(w.inner + 64 * block, matrix);
     for (int64_t i = 0; i < count; i++) {
         const float *grad = places->grad[i] + 8 * block;
         v8 into = returns ? times_matrix(grad, matrix) : *(const v8 *)grad;
         *(v8 *)h[i] = into;
-        *(v8 *)changes[i] = turned(turn, into);
+        *(v8 *)changes[i] = rotated(rotation, into);
     }
     if (wanted) {
         for (int64_t i = 0; i < count; i++) *(v8 *)inside[i] = times_matrix(places->x[i] + 8 * block, matrix);
@@ -426,15 +428,16 @@ INLINE void finish_rows(const Panel *panel, int64_t token, int64_t n, int64_t he
     }
 }
 
-static void turn_token_8(const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
+static void rotate_token_8(const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t n = 8 * p->blocks;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     Places places;
-    turn_of_token(8, p, set, head, token, w);
+    find_rotation(8, p, set, head, token, w);
     while (next_panel(&walk, &panel)) {
         find_places(&panel, token, n, 1, 0, w, &places);
-        for (int64_t block = 0; block < p->blocks; block++) turn_rows(&places, panel.count, block, w);
+        if (panel.count >= MANY && token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
+        for (int64_t block = 0; block < p->blocks; block++) rotate_rows(&places, panel.count, block, w);
         finish_rows(&panel, token, n, p->head_dim, 0, w);
     }
 }
@@ -474,18 +477,19 @@ INLINE void add_products_8(const Basis *p, int64_t head, Workspace w) {
     }
 }
 
-static void turn_token_back_8(const Job *job, int64_t set, int64_t head, int64_t token, int64_t part, Workspace w) {
+static void rotate_token_back_8(const Job *job, int64_t set, int64_t head, int64_t token, int64_t part, Workspace w) {
     const Basis *p = job->p;
     int64_t n = 8 * p->blocks;
     int wanted = p->d_base != NULL, more = 0;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     Places places;
-    turn_of_token(8, p, set, head, token, w);
+    find_rotation(8, p, set, head, token, w);
     while (next_panel(&walk, &panel)) {
         find_places(&panel, token, n, wanted, 1, w, &places);
+        if (panel.count >= MANY && token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t block = 0; block < p->blocks; block++)
-            turn_rows_back(&places, panel.count, block, wanted, more, w);
+            rotate_rows_back(&places, panel.count, block, wanted, more, w);
         finish_rows(&panel, token, n, p->head_dim, 1, w);
         more = 1;
     }
@@ -532,13 +536,13 @@ INLINE void basis_part(int64_t b, const Job *job, int64_t item, void *memory, in
     for (int64_t set = 0; set < p->sets; set++)
         for (int64_t token = first; token < last; token++)
             if (b == 8 && backward)
-                turn_token_back_8(job, set, head, token, part, w);
+                rotate_token_back_8(job, set, head, token, part, w);
             else if (b == 8)
-                turn_token_8(p, set, head, token, w);
+                rotate_token_8(p, set, head, token, w);
             else if (backward)
-                turn_token_back(b, job, set, head, token, part, w);
+                rotate_token_back(b, job, set, head, token, part, w);
             else
-                turn_token(b, p, set, head, token, w);
+                rotate_token(b, p, set, head, token, w);
     if (backward && p->d_base) write_sums(job, head, part, w);
 }
 

@@ -52,7 +52,7 @@ static const float *block_of(const Block *p, int64_t set, int64_t head, int64_t 
     return p->table + set * stride[0] + head * stride[1] + token * stride[2] + block * stride[3];
 }
 
-static void turn_token(const Block *p, int64_t set, int64_t head, int64_t token, Workspace w) {
+static void rotate_token(const Block *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t b = p->b, n = p->blocks * b;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
@@ -70,7 +70,7 @@ static void turn_token(const Block *p, int64_t set, int64_t head, int64_t token,
 }
 
 /* dx = R^T gy, and the tangent's gradient  X - X^T  with  X = sum gy y^T. */
-static void turn_token_back(const Block *p, int64_t set, int64_t head, int64_t token, Workspace w) {
+static void rotate_token_back(const Block *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t b = p->b, n = p->blocks * b, entries = b * (b - 1) / 2;
     float *tangent = NULL;
     if (p->d_tangent) {
@@ -114,9 +114,9 @@ INLINE void block_part(const Block *p, int64_t item, void *memory, int backward)
     int64_t set = item / (tiles * p->heads), head = item / tiles % p->heads, first = item % tiles * TOKENS;
     for (int64_t token = first; token < least(first + TOKENS, p->tokens); token++)
         if (backward)
-            turn_token_back(p, set, head, token, w);
+            rotate_token_back(p, set, head, token, w);
         else
-            turn_token(p, set, head, token, w);
+            rotate_token(p, set, head, token, w);
 }
 
 static void forward_part(const void *context, int64_t item, void *memory) { block_part(context, item, memory, 0); }

@@ -68,9 +68,18 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0}
 #endif
 
+/* Load once into a register: compilers repeat loads as operands, and loads limit the speed. */
+INLINE vf loaded(const float *x) {
+    vf lanes = *(const vf *)x;
+#if defined(__AVX2__)
+    __asm__("" : "+x"(lanes));
+#endif
+    return lanes;
+}
+
 INLINE vf swap_pairs(vf x) { return __builtin_shufflevector(x, x, LANES_SWAPPED); }
 /* a b -+ c, alternating by lane; a b +- c if `back`. Compilers need two instructions more. */
-INLINE vf add_in_turn(vf a, vf b, vf c, int back) {
+INLINE vf add_alternating(vf a, vf b, vf c, int back) {
 #if VW == 16
     return back ? (vf)_mm512_fmsubadd_ps((__m512)a, (__m512)b, (__m512)c)
                 : (vf)_mm512_fmaddsub_ps((__m512)a, (__m512)b, (__m512)c);
@@ -125,6 +134,35 @@ INLINE vf from_bf16(const uint16_t *x) {
 #endif
 }
 
+/* NaN becomes the default NaN, whose payload survives rounding to bfloat16. */
+INLINE vf with_default_nan(vf x) {
+    vi is_nan = x != x;
+    return (vf)(((vi)x & ~is_nan) | (0x7fc00000 & is_nan));
+}
+
+/* Convert pairs of neighbouring bfloat16 channels to the vector of the first and that of the second of each pair. */
+INLINE void pairs_from_bf16(const uint16_t *x, vf *first, vf *second) {
+    vu words = *(const vu *)x;
+    *first = (vf)(words << 16);
+    *second = (vf)(words & 0xffff0000);
+}
+
+/* The reverse, rounded to nearest, ties away from zero: half as many instructions as ties to even. NaN is kept unless
+   all of its low 16 bits and some above are set, which no NaN of bfloat16 or of arithmetic has. */
+INLINE void pairs_to_bf16(uint16_t *y, vf first, vf second) {
+    vu low = (vu)first + 0x8000, high = (vu)second + 0x8000;
+#if VW == 16
+    *(vu *)y = (vu)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)(low >> 16), (__m512i)high);
+#elif defined(__AVX2__)
+    *(vu *)y = (vu)_mm256_blend_epi16((__m256i)(low >> 16), (__m256i)high, 0xaa);
+#else
+    *(vu *)y = (low >> 16) | (high & 0xffff0000);
+#endif
+}
+
+/* As `pairs_to_bf16`, for consecutive channels. */
+INLINE vshort to_bf16(vf x) { return __builtin_convertvector(((vu)x + 0x8000) >> 16, vshort); }
+
 /* Read n channels as float; float32 is not copied. */
 INLINE const float *load_row(const Rows *rows, int64_t at, int64_t n, float *scratch) {
     if (rows->dtype == FLOAT32) return (const float *)rows->data + at;
@@ -147,7 +185,7 @@ INLINE const float *load_row(const Rows *rows, int64_t at, int64_t n, float *scr
     return scratch;
 }
 
-/* Round n floats to the dtype of the rows, to nearest, ties to even. */
+/* Round n floats to the dtype of the rows, to nearest; ties to even in float16, away from zero in bfloat16. */
 INLINE void store_row(const Rows *rows, int64_t at, int64_t n, const float *values) {
     if (rows->dtype == FLOAT32) {
         float *target = (float *)rows->data + at;
@@ -157,7 +195,7 @@ INLINE void store_row(const Rows *rows, int64_t at, int64_t n, const float *valu
         for (int64_t i = 0; i < n; i++) {
             uint32_t bits;
             memcpy(&bits, values + i, 4);
-            uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+            uint32_t rounded = (bits + 0x8000) >> 16;
             target[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded); /* keeps NaN */
         }
     } else {
@@ -213,7 +251,10 @@ typedef struct {
     int64_t count, bytes, threads, started;
 } Loop;
 
-enum { APART = 64 }; /* bytes between the threads' counters: one cache line each */
+enum {
+    APART = 64, /* bytes between the threads' counters: one cache line each */
+    KEPT = 64
+};
 
 INLINE int64_t first_item(const Loop *loop, int64_t thread) { return loop->count * thread / loop->threads; }
 
@@ -234,8 +275,9 @@ static void drain(void *data) {
     }
 }
 
-/* Run work(context, 0 ... count - 1, memory of the thread: this many bytes, not initialised). The result of an
-   item depends neither on the thread that runs it nor on the number of threads. */
+/* Run work(context, 0 ... count - 1, memory of the thread: this many bytes). Of the memory, which a thread keeps from item
+   to item, the first KEPT bytes are zero at first. The result of an item depends neither on the thread that runs it nor
+   on the number of threads. */
 INLINE int64_t parallel_for(int64_t count, int64_t threads, int64_t bytes, void (*work)(const void *, int64_t, void *),
                             const void *context) {
     if (count < 1) return DONE;
@@ -243,8 +285,10 @@ INLINE int64_t parallel_for(int64_t count, int64_t threads, int64_t bytes, void 
     Loop loop = {work, context, NULL, count, round_up(bytes, 64), threads, 0};
     loop.memory = allocate(threads * (APART + loop.bytes));
     if (!loop.memory) return OUT_OF_MEMORY;
-    for (int64_t thread = 0; thread < threads; thread++)
+    for (int64_t thread = 0; thread < threads; thread++) {
         *(int64_t *)(loop.memory + APART * thread) = first_item(&loop, thread);
+        memset(loop.memory + APART * threads + thread * loop.bytes, 0, least(KEPT, loop.bytes));
+    }
     if (threads > 1 && GOMP_parallel)
         GOMP_parallel(drain, &loop, (unsigned)threads, 0);
     else
@@ -309,12 +353,12 @@ INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) 
     }
 }
 
-/* cos and sin of any angles. */
+/* cos and sin of any angles; of infinity and NaN the default NaN, whose payload is small. */
 static __attribute__((noinline, cold, unused)) void cos_sin_far(const double *angle, float *cosine, float *sine,
                                                                 int64_t n) {
     for (int64_t i = 0; i < n; i++) {
-        cosine[i] = (float)cos(angle[i]);
-        sine[i] = (float)sin(angle[i]);
+        cosine[i] = isfinite(angle[i]) ? (float)cos(angle[i]) : NAN;
+        sine[i] = isfinite(angle[i]) ? (float)sin(angle[i]) : NAN;
     }
 }
 

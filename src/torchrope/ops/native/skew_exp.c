@@ -270,13 +270,13 @@ INLINE void conjugate(Layout y, const float *e, const float *x, float *t, float 
 
 /* From M in m->x to  J = integral_0^1 e^(-uG) M e^(uG) du  in m->x. */
 APART carry_back(Layout y, Memory *m, int64_t squarings) {
-    float *power = m->x, *sum = m->s, *next = m->s2, *turned = m->s3;
+    float *power = m->x, *sum = m->s, *next = m->s2, *transposed = m->s3;
     for (int64_t i = 0; i < y.size; i++) sum[i] = F[0] * power[i];
     for (int k = 1; k < TERMS; k++) {
         multiply(y, m->t, m->a, power, 0, 0);
-        transpose(y, turned, m->t);
+        transpose(y, transposed, m->t);
         for (int64_t i = 0; i < y.size; i++) {
-            next[i] = m->t[i] - turned[i];
+            next[i] = m->t[i] - transposed[i];
             sum[i] += F[k] * next[i];
         }
         float *spare = power;
