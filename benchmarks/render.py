@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from torchrope.files import write_whole
+from torchrope.files import read_mapping, write_whole
 from torchrope.lab.bench.findings import (
     STEP,
     describe_setting,
@@ -39,6 +40,28 @@ def render_data(results: Path, docs: Path) -> None:
     """Write the table of data.md from the numbers of `benchmarks/data.py`."""
     page = docs / "data.md"
     write_whole(page, render_data_docs(page.read_text(encoding="utf-8"), read_results(results, DataSuite)))
+
+
+def render_norms(results: Path, docs: Path) -> None:
+    """Write the table of norms in speed.md from the numbers of `benchmarks/norms.py`."""
+    page = docs / "speed.md"
+    write_whole(
+        page, render_norms_docs(page.read_text(encoding="utf-8"), read_mapping(results, "measurements of norms"))
+    )
+
+
+def render_norms_docs(text: str, measured: dict[str, Any]) -> str:
+    """Put the table of norms between the markers of docs/speed.md."""
+    columns = [Column("name", "Forward and backward"), quartile_column("fused", "One pass, ms"),
+               quartile_column("speedup", "Norm, then rotation, over one pass, ×")]  # fmt: skip
+    rows = [
+        {"name": row["name"], **quartile_cells("fused", Quartiles(**row["milliseconds"]["fused"])),
+         **quartile_cells("speedup", Quartiles(**row["speedup"]))}
+        for row in measured["measured"]
+    ]  # fmt: skip
+    setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items())
+    note = f"Medians and quartiles; {setting}; by `python benchmarks/norms.py`."
+    return insert_between_markers(text, "norms", _markdown(Table("Norms", columns, rows, note=note)))
 
 
 def render_docs(text: str, suite: Suite) -> str:
@@ -237,4 +260,5 @@ def _origin(source: Source) -> str:
 
 if __name__ == "__main__":
     render(RESULTS, DOCS)
+    render_norms(RESULTS.with_name("norms.json"), DOCS)
     render_data(RESULTS.with_name("data.json"), DOCS)
