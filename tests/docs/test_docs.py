@@ -50,14 +50,14 @@ def test_figure_is_what_the_library_draws(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_every_public_name_is_on_the_api_page() -> None:
+def test_public_names_are_on_the_api_page() -> None:
     documented = {
         path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), re.M)
     }
     assert set(tr.__all__) - {"__version__"} <= documented
 
 
-def test_every_study_is_in_the_table_of_studies() -> None:
+def test_studies_are_in_the_table_of_studies() -> None:
     assert set(NAMES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
 
 

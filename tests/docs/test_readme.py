@@ -23,7 +23,7 @@ def test_readme_examples_run_as_printed() -> None:
         exec(compile(example, "README.md", "exec"), {})
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
+def test_files_that_the_readme_names_exist() -> None:
     root = Path(__file__).parents[2]
     for link in re.findall(r"\]\(([^)]+)\)", README):
         assert link.startswith("https://") or (root / link).exists(), link

@@ -79,7 +79,7 @@ def pages_of(nav: Any) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_every_page_of_the_navigation_is_built(site: Path) -> None:
+def test_pages_of_the_navigation_are_built(site: Path) -> None:
     pages = list(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert len(pages) > 15
     for page in pages:
@@ -87,7 +87,7 @@ def test_every_page_of_the_navigation_is_built(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_page_asks_the_network_for_anything(site: Path) -> None:
+def test_pages_make_no_network_requests(site: Path) -> None:
     for page in site.rglob("*.html"):
         requested = Requested()
         text = page.read_text()

@@ -154,7 +154,7 @@ def test_swin_stands_for_features_of_its_stages() -> None:
     assert AutoBackbone.from_config(config).channels == [16, 32]
 
 
-def test_every_argument_reaches_the_vit() -> None:
+def test_arguments_reach_the_vit() -> None:
     settings: dict[str, Any] = dict(
         share_layers=True,
         spacing=2.0,

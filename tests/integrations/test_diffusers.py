@@ -178,7 +178,7 @@ def _floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def test_one_encoding_for_all_layers_learns_once() -> None:
+def test_encoding_shared_by_all_layers_learns_once() -> None:
     model, given = built("qwen"), inputs("qwen")
     expected = output(model, given)
     tr.swap(model, tr.MixedRoPE(num_axes=3, num_heads=1, head_dim=16), init="own")

@@ -162,7 +162,7 @@ def test_settings_of_features_that_were_tampered_with(settings: Any, message: st
     assert "\n" not in str(caught.value)
 
 
-def test_without_huggingface_hub_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_huggingface_hub_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchrope.integrations.hub")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"needs huggingface_hub and safetensors, got no huggingface_hub$"):

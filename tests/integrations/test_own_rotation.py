@@ -289,7 +289,7 @@ def test_positions_move_in_training_as_the_model_moves_them() -> None:
     assert not torch.equal(drawn(model.train(), x), drawn(model.eval(), x))
 
 
-def test_one_encoding_for_all_layers_that_rotate_alike() -> None:
+def test_layers_that_rotate_alike_share_one_encoding() -> None:
     model = strong("dinov3")
     x = images(model)
     expected = model(x)

@@ -195,7 +195,7 @@ def test_swap_of_a_multimodal_model_swaps_the_vision_tower(build: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:outputs change")
-def test_without_its_table_and_without_its_rotation_a_tower_knows_no_positions() -> None:
+def test_tower_without_table_and_rotation_ignores_positions() -> None:
     model, images = tower("llama4")
     with pytest.warns(UserWarning, match="^Llama4VisionModel has no position information: the position table"):
         tr.swap(model, "mixed", init="zeros", keep_ape=False)

@@ -134,7 +134,7 @@ def test_larger_and_saved(tmp_path: Path) -> None:
     assert torch.equal(outputs(again, x), outputs(model, x))
 
 
-def test_one_without_a_rotation_is_refused() -> None:
+def test_model_without_a_rotation_is_refused() -> None:
     model, _ = described()
     model.eva.rope = None
     with pytest.raises(

@@ -160,7 +160,7 @@ def test_comrope_on_videos(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("kind", ["ap", "ld"])
-def test_by_comropes_own_rule_other_sizes_have_the_published_logits(kind: str, frames: int, tmp_path: Path) -> None:
+def test_other_sizes_by_comropes_rule_have_the_published_logits(kind: str, frames: int, tmp_path: Path) -> None:
     axes = 2 if frames == 1 else 3
     state = _comrope_state(kind, axes=axes, with_table=False)
     before = (frames,) if axes == 3 else ()

@@ -92,7 +92,7 @@ def test_composite_comes_back_into_one_built_the_same_way(settings: dict, tmp_pa
     assert torch.equal(came, expected)
 
 
-def test_one_that_is_swapped_the_same_way_already(tmp_path: Path) -> None:
+def test_model_that_is_swapped_the_same_way_already(tmp_path: Path) -> None:
     model, other = detector(), detector(seed=1)
     tr.save(model, tmp_path)
     x = images(model.backbone)
@@ -300,7 +300,7 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
         tr.save(tr.swap(Noted(), "mixed"), tmp_path / "m")
 
 
-def test_without_swapped_parts_a_model_is_refused_as_ever(tmp_path: Path) -> None:
+def test_model_without_swapped_parts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model must be of timm, transformers, torchrope, got Detector"):
         tr.save(Detector(), tmp_path / "m")
 
@@ -354,7 +354,7 @@ def test_feature_maps_of_a_swin(indices: tuple, keep_bias: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["vit", "swin"])
-def test_without_table_and_rotation_the_model_says_that_it_knows_no_positions(name: str) -> None:
+def test_model_without_table_and_rotation_warns_that_it_ignores_positions(name: str) -> None:
     with pytest.warns(UserWarning, match="has no position information"):
         tr.swap(made(name), "mixed", keep_ape=False)
     tr.swap(made(name), "mixed", keep_ape=False, init="paper")

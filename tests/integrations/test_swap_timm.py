@@ -301,7 +301,7 @@ def test_patch_dropout_gathers_positions() -> None:
     assert torch.allclose(turned_q, expected, atol=1e-5)
 
 
-def test_one_encoding_is_shared_and_computed_once() -> None:
+def test_shared_encoding_is_computed_once() -> None:
     encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=8)
     calls: list[Any] = []
     encoding.register_forward_hook(lambda *seen: calls.append(seen))

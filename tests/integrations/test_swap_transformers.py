@@ -196,7 +196,7 @@ def test_dinov3s_own_rotation_is_replaced_or_kept() -> None:
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_one_encoding_for_all_layers_makes_one_rotation(name: str) -> None:
+def test_encoding_shared_by_all_layers_makes_one_rotation(name: str) -> None:
     model, pixels = TOWERS[name](), images()
     shared = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=8)
     calls = []
@@ -207,7 +207,7 @@ def test_one_encoding_for_all_layers_makes_one_rotation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["clip", "vit", "dinov2", "siglip"])
-def test_without_its_table_a_model_is_one_whose_table_is_zero(name: str) -> None:
+def test_model_without_its_table_equals_one_with_a_zero_table(name: str) -> None:
     model, pixels = TOWERS[name](), images(48, 32)
     zeroed = copy.deepcopy(model)
     [table] = [value for key, value in zeroed.named_parameters() if "position_embedding" in key]
@@ -394,7 +394,7 @@ def test_from_pretrained_refuses_what_it_would_cut(name: str, tmp_path: Path) ->
         swap(model, "mixed").save_pretrained(tmp_path / "plain")
 
 
-def test_every_model_around_the_tower_refuses() -> None:
+def test_models_around_the_tower_refuse() -> None:
     model = swap(MODELS["vit-classes"](), "mixed")
     for part in (model, model.vit):
         with pytest.raises(ValueError, match="would drop the encodings of a swapped model"):

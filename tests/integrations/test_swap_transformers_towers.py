@@ -143,7 +143,7 @@ def test_swapped_model_compiles_without_graph_breaks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["beit", "blip2", "deit", "sam", "siglip2", "videomae", "vit_mae"])
-def test_without_its_tables_a_tower_knows_no_positions(name: str) -> None:
+def test_tower_without_its_tables_ignores_positions(name: str) -> None:
     tower = TOWERS[name]()
     with pytest.warns(UserWarning, match="has no position information"):
         model = swapped(tower, keep_ape=False)

@@ -63,7 +63,7 @@ def test_interval_of_one_seed_is_wilsons(examples: int, share: float, level: flo
 
 @pytest.mark.parametrize("seeds", [1, 2, 3, 5])
 @pytest.mark.parametrize("examples", [1, 2, 6, 48, 1000])
-def test_all_right_and_all_wrong_have_width(seeds: int, examples: int) -> None:
+def test_intervals_of_all_right_and_all_wrong_have_width(seeds: int, examples: int) -> None:
     all_right = accuracy_interval(np.ones((seeds, examples)))
     assert all_right.estimate == all_right.high == 1
     wilson = binomtest(examples, examples).proportion_ci(method="wilson").low
@@ -107,7 +107,7 @@ def test_seeds_that_are_independent_are_as_many_more_examples() -> None:
     assert found.high - found.low < 1.25 * (high - low)
 
 
-def test_with_trainings_that_differ_the_interval_is_students_over_them() -> None:
+def test_interval_over_training_runs_is_students() -> None:
     shares = np.array([0.55, 0.6, 0.7])
     right = np.random.default_rng(0).random((3, 40_000)) < shares[:, None]
     half = student.ppf(0.975, 2) * shares.std(ddof=1) / math.sqrt(3)
@@ -351,7 +351,7 @@ def test_gain_that_is_measurable_and_within_the_margin_is_irrelevant() -> None:
     assert found.gains["mixed"].low > 0
 
 
-def test_one_ahead_of_all_is_best() -> None:
+def test_encoding_ahead_of_all_is_best() -> None:
     right = noisy({"none": 0.3, "axial": 0.8, "mixed": 0.9}, 3, 1000)
     found = conclude(right, chance=0.1)
     assert (found.kind, found.best, found.tied, found.behind) == ("best", "mixed", (), ("axial", "none"))
@@ -368,13 +368,13 @@ def test_several_ahead_are_tied_and_the_rest_is_behind() -> None:
     assert [name for name, gap in found.gaps.items() if gap.low <= 0] == list(found.tied)
 
 
-def test_without_none_all_within_the_margin_are_tied() -> None:
+def test_encodings_within_the_margin_are_tied_without_none() -> None:
     right = {"axial": answers(990, 1000), "mixed": answers(991, 1000)}
     assert conclude(right, chance=0.1).kind == "tied"
     assert conclude(right, chance=0.1, margin=0.001).kind == "cannot-tell"
 
 
-def test_one_name_cannot_be_compared() -> None:
+def test_single_name_cannot_be_compared() -> None:
     found = conclude({"mixed": [1] * 100}, chance=0.1)
     assert (found.kind, found.best, found.tied, found.gaps, found.detectable) == ("cannot-tell", "mixed", (), {}, None)
 
@@ -532,7 +532,7 @@ def test_cost_that_is_measurably_lower_decides_a_tie() -> None:
         {"axial": Interval(1.0, 0.9, 1.1), "mixed": Interval(1.2, 1.05, 1.4)},
     ],
 )
-def test_no_cost_is_claimed_lower_where_the_interval_does_not_say_so(costs: dict[str, Any]) -> None:
+def test_cost_is_called_lower_only_if_its_interval_is(costs: dict[str, Any]) -> None:
     found = tied_with_costs(**costs)
     assert (found.kind, found.cheapest) == ("tied", None)
 
@@ -636,7 +636,7 @@ def test_sentence_is_short_and_a_dictionary_keeps_everything(found: Conclusion) 
     [each for each in [*every_kind().values(), *OTHERS[:1]] if each.seeds == 1 and each.kind != "nothing-learned"],
     ids=lambda each: each.kind,
 )
-def test_with_one_seed_the_sentence_says_what_is_left_out(found: Conclusion) -> None:
+def test_sentence_for_one_seed_names_what_is_left_out(found: Conclusion) -> None:
     assert "variation between training runs" in found.sentence()
     several = Conclusion.from_dict(found.as_dict() | {"seeds": 3})
     assert "variation between training runs" not in several.sentence()

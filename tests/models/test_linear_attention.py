@@ -54,7 +54,7 @@ def test_cross_attention_equals_the_quadratic_formula(name: str) -> None:
     assert (linear_attention(q, k, v, here, key_rotation=there) - expected).abs().max() < 1e-10
 
 
-def test_without_rotation_equals_katharopoulos() -> None:
+def test_attention_without_rotation_equals_katharopoulos() -> None:
     q, k, v = torch.randn(3, 2, 2, 7, 8, **WIDE)
     identity = torch.eye(8, **WIDE).expand(2, 7, 8, 8)
     expected = quadratic(q, k, v, identity, identity, torch.ones(7, 7, **WIDE))
@@ -275,7 +275,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["mixed", "liere:4", "comrope-ld:4", "string"])
-def test_no_tensor_grows_faster_than_the_tokens(name: str, causal: bool) -> None:
+def test_tensors_grow_at_most_as_fast_as_the_tokens(name: str, causal: bool) -> None:
     attention, encoding = tr.LinearAttention(16, 2, causal=causal), encoding_of(name).float()
     largest = []
     for tokens in (512, 2048):

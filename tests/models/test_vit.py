@@ -165,7 +165,7 @@ def test_zero_generators_leave_a_model_bit_identical_to_no_encoding(family: type
     assert any(g is not None and g.abs().sum() > 0 for g in gradients)
 
 
-def test_without_encoding_the_order_of_patches_is_ignored() -> None:
+def test_order_of_patches_is_ignored_without_encoding() -> None:
     x = torch.randn(2, 1, 8, 8)
     mixed_up = x.roll(4, dims=3)  # whole patches change places
     none, mixed = (tiny((8, 8), patch_size=4, encoding=name) for name in ("none", "mixed"))

@@ -170,7 +170,7 @@ def _whole(gradient: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_two_processes_train_as_one(wrap: str, tmp_path: Path) -> None:
+def test_training_in_two_processes_equals_one(wrap: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(train_data_parallel, (str(tmp_path), wrap), nprocs=2)
     for encoding in ENCODINGS:
         torch.manual_seed(0)
@@ -226,7 +226,7 @@ def test_operators_pass_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(OPS, name), operator_calls()[name])
 
 
-def test_every_operator_is_checked() -> None:
+def test_operators_are_all_checked() -> None:
     schemas = torch._C._jit_get_all_schemas()
     defined = {s.name.removeprefix("torchrope::") for s in schemas if s.name.startswith("torchrope::")}
     assert defined == set(operator_calls())

@@ -269,7 +269,7 @@ def test_tokens_may_have_more_rows_than_a_panel(b: int, scores: bool, dtype: tor
 
 
 @pytest.mark.parametrize("name", ["comrope-ld:4", "comrope-ap:4", "string:4"])
-def test_two_rotations_of_one_encoding_share_their_basis(name: str) -> None:
+def test_rotations_of_one_encoding_share_their_basis(name: str) -> None:
     encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=16).requires_grad_(False)
     q, k = torch.randn(2, 2, 9, 16), torch.randn(2, 2, 5, 16)
     places = torch.rand(9, 2), torch.rand(5, 2)

@@ -196,7 +196,7 @@ def test_weights_may_be_absent_fixed_or_narrow() -> None:
 
 
 @needs_kernels
-def test_one_kernel_normalises_and_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_and_rotation_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     find = native._kernel
     monkeypatch.setattr(native, "_kernel", lambda name: called.append(name) or find(name))

@@ -72,7 +72,7 @@ def without_fusing(tmp_path_factory: pytest.TempPathFactory) -> tuple[EmulatedLi
 @needs_emulator
 @pytest.mark.skipif(COMPILER is None, reason="no compiler for this machine")
 @pytest.mark.parametrize(("family", "b", "dtype"), CASES)
-def test_without_fused_operations_both_processors_compute_the_same_bits(
+def test_processors_compute_the_same_bits_without_fused_operations(
     family: str,
     b: int,
     dtype: torch.dtype,

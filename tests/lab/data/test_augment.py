@@ -130,7 +130,7 @@ def test_erased_boxes_are_standard_normal_after_normalisation():
 
 
 @pytest.mark.parametrize("setting", sorted(EVERYTHING))
-def test_every_setting_changes_the_inputs(setting):
+def test_settings_change_the_inputs(setting):
     data, config = small_set(), AugmentConfig(**{setting: EVERYTHING[setting]})
     inputs, labels = EpochSet(data, config, 3, seed=4).__getitems__(range(24))
     assert config.on
@@ -379,7 +379,7 @@ def test_color_jitter_stays_in_range_and_differs_by_example():
     assert saturation.min() < 0.75 < 1.25 < saturation.max()
 
 
-def test_one_by_one_restores_the_global_generator():
+def test_drawing_one_by_one_restores_the_global_generator():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)

@@ -162,7 +162,7 @@ def any_data(request, tmp_path) -> DataModule:
     return data
 
 
-def test_every_data_set_has_the_required_properties(any_data):
+def test_data_sets_have_the_required_properties(any_data):
     train, val = any_data.train_dataloader().dataset, any_data.val_dataloader().dataset
     inputs, label = train[0]
     if any_data.lattice:

@@ -88,7 +88,7 @@ class Painted(DenseSet):
 
 @pytest.mark.parametrize("name", NAMES_DENSE)
 @pytest.mark.parametrize("changed", [False, True])
-def test_every_dense_data_set_has_the_required_properties(tmp_path, name, changed):
+def test_dense_data_sets_have_the_required_properties(tmp_path, name, changed):
     data = load(name, tmp_path, settings(name) if changed else None)
     assert data.counts == (4, 3)
     assert data.skipped == []

@@ -97,7 +97,7 @@ def test_variants_of_a_character_are_in_the_same_part(task):
     assert {*data.labels[val].tolist()} == {*range(len(data.classes))}
 
 
-def test_every_class_has_enough_characters(kanji):
+def test_classes_have_enough_characters(kanji):
     codes = {(character.code, label) for character, label in zip(kanji.characters, kanji.labels.tolist(), strict=True)}
     counts = torch.tensor([label for _, label in codes]).bincount()
     assert len(counts) == len(kanji.classes)

@@ -45,7 +45,7 @@ def cloud_set(clouds: list[Cloud], size: int = 100, coordinates: bool = False, *
 
 
 @pytest.mark.parametrize("kind", ["csv", "npz", "ascii", "binary_little_endian", "binary_big_endian"])
-def test_every_format_gives_the_same_columns(tmp_path: Path, kind: str) -> None:
+def test_formats_give_the_same_columns(tmp_path: Path, kind: str) -> None:
     columns = {name: column.astype(np.float32).astype(float) for name, column in point_columns(3).items()}
     content: Any = {"csv": csv_text, "npz": lambda of: npz_content(**of)}.get(kind) or (
         lambda of: ply_content(of, kind)
@@ -126,7 +126,7 @@ def test_array_that_claims_more_than_it_holds_takes_no_memory(tmp_path: Path) ->
         read_table(path)
 
 
-def test_no_byte_of_a_header_ends_the_program(tmp_path: Path) -> None:
+def test_damaged_header_bytes_raise_an_error(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     columns = point_columns(0)
     for suffix, content in (("ply", ply_content(columns)), ("npz", npz_content(**columns)), ("csv", csv_text(columns))):
@@ -233,7 +233,7 @@ def test_times_in_seconds_since_1970_keep_their_differences(tmp_path: Path) -> N
     torch.testing.assert_close(inputs[:, 1], torch.tensor([0.0, 0.001, 0.002]), rtol=1e-3, atol=0)
 
 
-def test_one_point_equal_points_and_flat_axes_have_a_unit() -> None:
+def test_degenerate_point_sets_have_a_unit() -> None:
     one = Cloud.of(torch.tensor([[3.0, 4.0]]).double(), torch.tensor([[1.0]]).double())
     same = Cloud.of(torch.full((5, 2), 7.0).double(), torch.ones(5, 1).double())
     tokens = measure_tokens([one, same], [], coordinates=True, scale=None)

@@ -151,12 +151,12 @@ def test_canvases_of_all_sizes_have_one_density_and_one_scale(many):
         assert std == pytest.approx(module.STD, rel=0.2)
 
 
-def test_all_digits_come():
+def test_digits_are_complete():
     counts = torch.cat(make_scenes(DIGITS, LABELS, 64, range(200)).objects)[:, 0].bincount(minlength=10)
     assert counts.min() > 30
 
 
-def test_no_digits_picture_is_in_both_parts(monkeypatch):
+def test_digits_of_both_parts_are_disjoint(monkeypatch):
     train, train_labels, val, val_labels = split_digits(3)
     assert {tuple(x.flatten().tolist()) for x in train}.isdisjoint(tuple(x.flatten().tolist()) for x in val)
     marked = (train, torch.full_like(train_labels, 1), val, torch.full_like(val_labels, 7))

@@ -107,7 +107,7 @@ def test_test_frames_are_videomaes(count, frames, stride, segments):
     assert test_frames(count, frames, stride, segments) == expected
 
 
-def test_one_segment_and_one_crop_are_the_middle():
+def test_single_segment_and_crop_are_the_middle():
     assert test_frames(40, 4, 2, 1) == [[16, 18, 20, 22]]
     assert crop_corners(24, 32, 16, 1) == [(4, 8)]
 
@@ -358,7 +358,7 @@ def test_bad_folder_is_refused_in_one_line(tmp_path, make, message):
         load("videos", make(tmp_path))
 
 
-def test_without_a_decoder_one_line_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_decoder_raises_one_line_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torchrope.lab.data.videos")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(ValueError, match=r"^videos requires av \(pip install 'torchrope\[data\]'\),"):
@@ -485,7 +485,7 @@ def test_logits_are_averaged_over_views():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("videos", lambda root: video_folder(root, 5)), ("ucf101", ucf101_folder)])
-def test_two_steps_of_training_and_an_evaluation_over_views(tmp_path, name, make):
+def test_training_takes_two_steps_and_evaluates_over_views(tmp_path, name, make):
     data = load(name, make(tmp_path / "data"), test_views=[2, 3])
     config = RunConfig("axial", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))
     classifier, history = train(config, data, tmp_path / "run", max_steps=2)

@@ -149,7 +149,7 @@ def test_windows_are_what_one_computes_by_hand():
     torch.testing.assert_close(tissue, torch.tensor([0, 130, 150, 190, 230, 330, 380, 380]) / 380)
 
 
-def test_without_windows_each_volume_goes_from_its_own_percentiles():
+def test_volumes_without_windows_are_scaled_by_their_own_percentiles():
     values = torch.linspace(-3, 997, 1001).reshape(7, 11, 13)
     centre, width = percentile_window(values)
     assert (centre - width / 2, centre + width / 2) == pytest.approx((2, 992))
@@ -189,7 +189,7 @@ def test_inputs_are_normalised_with_what_training_volumes_measure(tmp_path):
     torch.testing.assert_close(inputs.std((0, 2, 3, 4), correction=0), torch.ones(3), atol=1e-4, rtol=0)
 
 
-def test_no_patient_is_in_both_parts(tmp_path):
+def test_patients_of_both_parts_are_disjoint(tmp_path):
     train, val = load("rsna", rsna_folder(tmp_path, 24, patients=8)).datasets()
     parts = [{volume.patient for volume in part.volumes} for part in (train, val)]
     assert parts[0].isdisjoint(parts[1])
@@ -309,7 +309,7 @@ def classes_of_volumes(root: Path, count: int = 5) -> Path:
     return root
 
 
-def test_without_a_table_the_class_is_the_folder(tmp_path, caplog):
+def test_class_without_a_table_is_the_folder(tmp_path, caplog):
     data = load("volumes", classes_of_volumes(tmp_path))
     train, val = data.datasets()
     assert data.classes == ("ill", "well")
@@ -344,7 +344,7 @@ def test_class_folders_use_the_longest_series_of_each_study(tmp_path):
     assert len(volumes["ill/loose/2.2"].paths) == 3
 
 
-def test_one_series_in_folders_of_two_classes_is_two_volumes_of_one_patient(tmp_path):
+def test_series_in_folders_of_two_classes_is_two_volumes_of_one_patient(tmp_path):
     classes_of_volumes(tmp_path)
     for name in ("ill", "well"):
         write_series(tmp_path / name / "same", head(3, True, 1), "2.1")
@@ -426,7 +426,7 @@ OF_OTHER_SIZES = ("spiral", "mhrope", "nd")  # two axes, as many heads as axes, 
 
 
 @pytest.mark.parametrize("encoding", [*(name for name in ROTARY if name not in OF_OTHER_SIZES), "learned+golden"])
-def test_at_the_reference_spacing_positions_are_those_without_millimetres(tmp_path, encoding):
+def test_positions_at_the_reference_spacing_equal_those_without_millimetres(tmp_path, encoding):
     data = load("volumes", nifti_folder(tmp_path))
     encoding += ":4" if encoding in WITH_BLOCKS else ""
     model = spaced_model(encoding, data, unit=12.0)
@@ -975,7 +975,7 @@ def test_missing_files_raise_one_line_with_the_expected_layout(tmp_path, name, s
 
 @pytest.mark.parametrize(("name", "make"), [("rsna", rsna_folder), ("volumes", nifti_folder)])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_steps_of_training(tmp_path, name, make, workers):
+def test_training_takes_two_steps(tmp_path, name, make, workers):
     data = load(name, make(tmp_path / "data"), workers=workers, augment=AugmentConfig(flip=True, mixup=0.8))
     config = RunConfig("comrope-ld", data=data.config, model=MODEL, optim=OptimConfig(epochs=1))
     classifier, history = train(config, data, tmp_path / "run", max_steps=2)

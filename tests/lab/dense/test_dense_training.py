@@ -151,7 +151,7 @@ def by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["upernet", "faster-rcnn", *DETRS])
-def test_two_processes_agree_on_model_and_metrics(by_two: Path, head: str, capsys: Any) -> None:
+def test_processes_agree_on_model_and_metrics(by_two: Path, head: str, capsys: Any) -> None:
     weights = [torch.load(by_two / f"{head}-{rank}.pt") for rank in (0, 1)]
     learned = [name for name in weights[0] if "running_" not in name]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in learned)

@@ -94,7 +94,7 @@ def total(model: Any, images: list[Tensor], targets: list[dict[str, Any]]) -> Te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_two_steps_reach_every_parameter_and_lower_the_loss(name: str) -> None:
+def test_training_reaches_all_parameters_and_lowers_the_loss(name: str) -> None:
     model, (images, targets) = built(name), batch((64, 64), (50, 61))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
     losses = []

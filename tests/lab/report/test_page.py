@@ -290,7 +290,7 @@ def test_page_loads_nothing_and_is_allowed_nothing_else(page):
     assert "unsafe-eval" not in policy
 
 
-def test_every_figure_has_a_drawing_alt_text_and_table(page):
+def test_figures_have_a_drawing_alt_text_and_table(page):
     html = page.read_text(encoding="utf-8")
     tags = Tags(html)
     drawings = [attributes for attributes in tags.of("div") if attributes.get("class") == "drawing"]
@@ -501,7 +501,7 @@ def test_folder_without_studies_and_one_with_a_study_twice_are_refused(tmp_path)
         write_report(tmp_path)
 
 
-def test_two_tasks_of_one_data_set_are_two_parts_of_a_study(tmp_path):
+def test_tasks_of_one_data_set_are_separate_parts_of_a_study(tmp_path):
     save(tmp_path, result())
     other = json.loads((tmp_path / "accuracy-digits.json").read_text())
     other["data"]["title"] += ", another task"
@@ -699,7 +699,7 @@ class TestInChromium:
         browser.press("Escape", 27)
         assert browser.run("document.getElementById('tip').hidden")
 
-    def test_without_scripts_and_in_print_the_drawings_are_there(self, browser, page):
+    def test_drawings_are_shown_without_scripts_and_in_print(self, browser, page):
         browser.open(page, scripts=False)
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
         assert browser.run("document.querySelectorAll('figure .drawing > svg').length") == 8

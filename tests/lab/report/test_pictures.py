@@ -142,7 +142,7 @@ def test_boxes_stand_where_they_are_with_names_and_scores():
     assert [text.text for text in panels[1].iter(f"{SVG}text")] == ["class 1 90", "class 11 25"]
 
 
-def test_every_class_that_is_seen_is_in_the_legend_and_looks_like_no_other():
+def test_legend_has_the_visible_classes_in_different_colours():
     many = torch.arange(12).repeat_interleave(5).expand(10, 60)
     row = picture("t", image(10, 60), [map_panel("truth", many)])
     drawn = ElementTree.fromstring(sheet(plain(Pictures("p", "t", "a", CLASSES, [row])), "p"))
@@ -305,7 +305,7 @@ class TestInChromium:
         )
         assert [node.tag for node in saved.iter()] == [node.tag for node in drawn.iter()]
 
-    def test_without_scripts_pictures_are_there(self, browser, page):
+    def test_pictures_are_shown_without_scripts(self, browser, page):
         browser.open(page, scripts=False)
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
         assert browser.run("document.querySelectorAll('.shots svg image').length") == 3

@@ -163,14 +163,14 @@ def test_rescaling_is_the_identity_at_the_training_size() -> None:
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("encoding", ["liere:8", "comrope-ld"])
-def test_at_larger_sizes_rescaling_is_interpolation(encoding: str, pool: str) -> None:
+def test_rescaling_at_larger_sizes_is_interpolation(encoding: str, pool: str) -> None:
     model, x = vit(encoding, pool=pool), torch.randn(2, 1, 16, 16, dtype=torch.float64)
     one, other = rescaled_for(model, (16, 16))(x), extended_for(model, (16, 16), (8, 8), "interpolate")(x)
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(one, model(x), rtol=1e-3)
 
 
-def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
+def test_lattices_of_a_fixed_range_alone_are_rescaled() -> None:
     ends = {
         name: ends_of_lattice(vit(name), (8, 8))
         for name in ("comrope-ap:4", "liere", "dinov3", "mixed", "axial", "none")
@@ -267,7 +267,7 @@ def test_results_that_agree_or_cannot_tell_have_no_note(shares: dict[str, float]
     assert resolution.contradictions(rights(**shares), {}, SIZES) == []
 
 
-def test_without_larger_sizes_there_is_nothing_to_contradict() -> None:
+def test_claims_about_larger_sizes_need_larger_sizes() -> None:
     right = rights(learned=0.8, mixed=0.2)
     assert resolution.contradictions(right, {}, resolution.Sizes(((4, 4), (8, 8)), (8, 8), 0)) == []
 

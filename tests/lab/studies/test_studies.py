@@ -155,7 +155,7 @@ def test_study_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert written["run"]["config"]["encodings"][0] == "none"
 
 
-def test_every_study_exists_with_a_summary() -> None:
+def test_studies_exist_with_a_summary() -> None:
     for name in NAMES:
         assert file_of(name).exists()
         assert summary(name).endswith(".")

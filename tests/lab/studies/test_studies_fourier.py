@@ -96,7 +96,7 @@ def test_basis_of_its_own_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["axial", "comrope-ap:4", "comrope-ap:2"])
-def test_one_axis_a_block_reconstructs_sums(name: str) -> None:
+def test_blocks_of_one_axis_reconstruct_sums(name: str) -> None:
     found = heads(name)
     assert found.one_axis
     assert fourier._bend(best_fit(found.functions[0])[0], found.sizes) < EXACT
@@ -115,7 +115,7 @@ def test_blocks_that_do_not_commute_span_more_than_frequencies() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"shared_heads": True}])
-def test_no_rotation_is_one_constant(settings: dict[str, Any]) -> None:
+def test_absent_rotation_is_one_constant(settings: dict[str, Any]) -> None:
     found = heads("none", **settings)
     fit, dimension = best_fit(found.functions[0])
     assert dimension == 1

@@ -219,7 +219,7 @@ def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dic
     assert "16 × 16 (2 times the training size)" in sized["answer"]
 
 
-def test_at_the_size_trained_on_a_wrong_example_fails_the_check(out: Path, sized: dict[str, Any]) -> None:
+def test_check_fails_for_a_wrong_example_at_the_training_size(out: Path, sized: dict[str, Any]) -> None:
     here = sized["lab"]
     [trained] = here.train([here.run("mixed")])
     sizes = resolution.Sizes(((8, 8),), (8, 8), 0)

@@ -248,7 +248,7 @@ class TestDataEfficiency:
         assert findings.answer.startswith("1 of 2 encodings measurably need less data")
         assert "mixed the least with 30 % [30, 30]" in findings.answer
 
-    def test_all_of_the_data_is_the_run_without_a_size(self) -> None:
+    def test_full_data_size_is_the_run_without_a_size(self) -> None:
         _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=data_config(val_size=20))
         assert shared_with_accuracy(lab) == ["learned", "mixed"]
 
@@ -589,7 +589,7 @@ class TestTrainingLoss:
 
 
 class TestPooling:
-    def test_one_of_both_is_shared_with_accuracy(self) -> None:
+    def test_run_shared_with_accuracy_is_reused(self) -> None:
         findings, lab = found("pooling", lambda run: 0.4 + 0.3 * (run.config.model.pool == "mean"), ["none", "mixed"])
         assert shared_with_accuracy(lab) == ["none", "mixed"]
         assert {run.config.model.pool for run in lab.asked} == {"cls", "mean"}

@@ -523,7 +523,7 @@ def test_options_override_files_and_files_override_recipes(tmp_path: Path, capsy
     assert "- bias+mixed" in printed["compare"]
 
 
-def test_every_data_set_has_a_recipe_of_its_name() -> None:
+def test_data_sets_have_recipes_of_their_names() -> None:
     own = [name for name in recipes.names() if name not in PAPERS]
     for name in own:
         data_config(**{"name": name, **recipes.settings(name).get("data", {})})

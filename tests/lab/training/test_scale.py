@@ -424,7 +424,7 @@ def in_background(command: list[str]) -> subprocess.Popen:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--optim.sizes=4,8,12"]], ids=["one size", "mixed sizes"])
-def test_two_processes_train_like_one(tmp_path: Path, more: list[str]) -> None:
+def test_training_in_two_processes_equals_that_in_one(tmp_path: Path, more: list[str]) -> None:
     out = {name: tmp_path / name for name in ("alone", "ddp", "fsdp2")}
     train_so = [*TRAIN, *more]
     commands = [[sys.executable, "-m", "torchrope", *train_so, "--data.batch_size=20", f"--out={out['alone']}"]]
