@@ -195,7 +195,7 @@ def _of_block(x: Tensor) -> Tensor:
     return x.detach().abs().flatten(2).amax(dim=-1)
 
 
-def check_all(blocks: int, tell: Callable[[str], object] = print) -> list[Checked]:
+def check_all(blocks: int, log: Callable[[str], object] = print) -> list[Checked]:
     """At least so many blocks over all kinds and sizes, both families in turn."""
     checked: list[Checked] = []
     while sum(one.blocks for one in checked) < blocks:
@@ -203,7 +203,7 @@ def check_all(blocks: int, tell: Callable[[str], object] = print) -> list[Checke
             for b in SIZES:
                 family = (tr.ComRoPELD, tr.ComRoPEAP)[len(checked) % 2]
                 checked.append(check_blocks(kind, b, family))
-        tell(f"{sum(one.blocks for one in checked)} blocks, {sum(one.failures for one in checked)} failures")
+        log(f"{sum(one.blocks for one in checked)} blocks, {sum(one.failures for one in checked)} failures")
     return checked
 
 

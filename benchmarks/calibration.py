@@ -4,7 +4,7 @@
 
 An answer of encoding m, seed s and example i is right where √0.75 d_i + √0.05 e_mi + √0.2 r_msi < a_m + z_ms, with
 d, e and r standard normal and z normal of deviation 0.05: the population accuracy of a training is Φ(a_m + z_ms).
-`docs/statistics.md` says where these numbers are from. The status is 1 where a promise does not hold.
+`docs/statistics.md` explains these numbers. The exit status is 1 if a guarantee does not hold.
 """
 
 import argparse
@@ -229,23 +229,23 @@ def few() -> Iterator[Case]:
     yield _case("5 points ahead", (0.85, 0.9), 1, 1000)
 
 
-def measure_all(cases: list[Case], repeats: int, seed: int, tell: Callable[[str], object]) -> list[Measured]:
+def measure_all(cases: list[Case], repeats: int, seed: int, log: Callable[[str], object]) -> list[Measured]:
     """Measure cases: with a quarter of the repeats at 10,000 examples, and half of them in scenarios beside "equal"."""
     measured = []
     for place, case in enumerate(cases):
         runs = max(repeats // (4 if case.examples >= 10_000 else 1) // (1 if case.scenario == "equal" else 2), 1)
         measured.append(measure(case, runs, np.random.default_rng((seed, place))))
         if place % 20 == 19:
-            tell(f"{place + 1} of {len(cases)} cases")
+            log(f"{place + 1} of {len(cases)} cases")
     return measured
 
 
-# ---- promises
+# ---- guarantees
 
 
-def broken(measured: list[Measured]) -> list[str]:
-    """Which promises do not hold, beyond what the number of simulated runs explains (3 standard errors)."""
-    told = []
+def violated(measured: list[Measured]) -> list[str]:
+    """Return the guarantees that do not hold, beyond what the number of simulated runs explains (3 standard errors)."""
+    violations = []
     for one in measured:
         most = FALSE + 3 * math.sqrt(FALSE * (1 - FALSE) / one.runs)
         claims = {
@@ -257,15 +257,15 @@ def broken(measured: list[Measured]) -> list[str]:
         if one.case.scenario in claims:
             claim, share = claims[one.case.scenario]
             if share > most:
-                told.append(f"false {claim!r} in {100 * share:.1f} % of runs: {one.case}")
+                violations.append(f"false {claim!r} in {100 * share:.1f} % of runs: {one.case}")
     for seeds, examples in sorted({(one.case.seeds, one.case.examples) for one in measured}):
         own = [one for one in measured if (one.case.seeds, one.case.examples) == (seeds, examples)]
         own = [one for one in own if one.case.scenario == "equal"]
         for what in ("covered", "gains_covered"):
             share = np.mean([getattr(one, what) for one in own]) if own else 1.0
             if share < COVERED:
-                told.append(f"{what} {100 * share:.1f} %: {seeds} seeds, {examples} examples")
-    return told
+                violations.append(f"{what} {100 * share:.1f} %: {seeds} seeds, {examples} examples")
+    return violations
 
 
 # ---- results
@@ -310,7 +310,7 @@ def tables(measured: list[Measured]) -> str:
             "False claims in percent, the highest over k = 2, 4, 8; then true claims “best” for an encoding 5 points "
             "ahead (90 % against 85 %).",
             _table(claims, others),
-            "Beyond what is promised: false claims “behind” among equal encodings (50 %), in percent. First with one "
+            "Beyond the guarantees: false claims “behind” among equal encodings (50 %), in percent. First with one "
             "training of each, if claims are read as being about encodings and not about these models; then with "
             "several seeds, where one encoding varies four times as much between trainings as the others.",
             _table(limits, beyond),
@@ -355,9 +355,9 @@ def main() -> int:
         parser.error(f"--repeats must be above 0, got {repeats}")
     cases = list(few()) if options.check else [case for make in SCENARIOS.values() for case in make()]
     measured = measure_all(cases, repeats, options.seed, lambda line: print(line, flush=True))
-    failures = broken(measured)
+    failures = violated(measured)
     print(*failures, sep="\n", file=sys.stderr, end="\n" if failures else "")
-    print(f"{sum(one.runs for one in measured)} simulated runs, {len(failures)} promises broken")
+    print(f"{sum(one.runs for one in measured)} simulated runs, {len(failures)} guarantees violated")
     if options.check:
         return 1 if failures else 0
     command = shlex.join(["python", "benchmarks/calibration.py", *sys.argv[1:]])

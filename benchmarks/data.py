@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def measure(plan: Plan, command: str) -> DataSuite:
-    """All rows, told as they come."""
+    """Measure all rows and print each as it is measured."""
     torch.set_num_threads(plan.threads)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +160,7 @@ def _row(title: str, changes: AugmentConfig, loader: DataLoader, flops: int, rou
     return Loading(
         data=title,
         shape=shape,
-        augment=_told(changes),
+        augment=_describe(changes),
         batch=int(loader.batch_size or 0),
         workers=loader.num_workers,
         examples_per_second=quartiles(rates),
@@ -179,7 +179,7 @@ def _forward_flops(config: RunConfig, shape: tuple[int, ...]) -> int:
     return count_flops(lambda: build_model("none", config.model, data), torch.Size((1, *shape)))
 
 
-def _told(changes: AugmentConfig) -> str:
+def _describe(changes: AugmentConfig) -> str:
     """The settings that are on, as they are written in a recipe."""
     plain = asdict(NOTHING)
     on = {name: value for name, value in asdict(changes).items() if value != plain[name]}
@@ -274,7 +274,7 @@ def _slice(path: Path, stored: np.ndarray, study: str, place: int) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    told = {
+    meanings = {
         "pictures": "in memory",
         "files": "JPEG files, in folders and in shards",
         "videos": "videos",
@@ -287,7 +287,7 @@ def _options() -> argparse.Namespace:
         "threads": "threads of torch",
     }
     for name, default in asdict(Plan()).items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{told[name]} (default: {default})")
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meanings[name]} (default: {default})")
     parser.add_argument("--out", type=Path, default=RESULTS.with_name("data.json"), help="the JSON file")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of data.md")
     return parser.parse_args()

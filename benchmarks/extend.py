@@ -94,7 +94,7 @@ class Results:
 
 
 def measure(plan: Plan, command: str) -> Results:
-    """Train each seed and evaluate it in every way, told as it comes."""
+    """Train each seed and evaluate it at every size, and print each result."""
     torch.set_num_threads(plan.threads)
     data = make_data(KanjiConfig(size=plan.size))
     train, small = data.datasets()

@@ -88,11 +88,11 @@ def measure(plan: Plan) -> list[Row]:
         seconds = interleaved_seconds(works, rounds=plan.rounds, device="cpu")
         for kind, work in works.items():
             rows.append(Row(kind, tokens, milliseconds(seconds[kind]), peak_bytes(work, "cpu")))
-            print(told(rows[-1]), flush=True)
+            print(describe(rows[-1]), flush=True)
     return rows
 
 
-def told(row: Row) -> str:
+def describe(row: Row) -> str:
     time = f"{row.time.median:10.1f} ms [{row.time.low:.1f}, {row.time.high:.1f}]"
     return f"{row.kind:<16}{row.tokens:>9} tokens {time:<36}{row.peak / 2**20:10.1f} MiB"
 
@@ -121,9 +121,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--encoding", default="mixed")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=None)
-    told_to = vars(parser.parse_args(arguments))
-    count = told_to.pop("threads")
-    plan = Plan(**{**told_to, "tokens": tuple(sorted(told_to["tokens"]))})
+    options = vars(parser.parse_args(arguments))
+    count = options.pop("threads")
+    plan = Plan(**{**options, "tokens": tuple(sorted(options["tokens"]))})
     with threads(count):
         print(f"{plan}, torch {torch.__version__}, {torch.get_num_threads()} threads")
         rows = measure(plan)

@@ -48,7 +48,7 @@ def main() -> None:
     )
     fit(plain, data, lr=1e-3, epochs=options.pretrain_epochs, seed=options.seed)
     hits = {"trained": correct(plain, data)}
-    tell("trained", hits)
+    print_accuracy("trained", hits)
     for encoding in [None, *options.encodings.split(",")]:
         model = copy.deepcopy(plain)
         if encoding is not None:
@@ -57,7 +57,7 @@ def main() -> None:
         fit(model, data, lr=options.lr, epochs=options.epochs, seed=options.seed)
         name = encoding or "fine-tuned as it was"
         hits[name] = correct(model, data)
-        tell(name, hits)
+        print_accuracy(name, hits)
     rows = [
         {"model": name, "top1": float(hit.mean()), "interval": list(accuracy_interval(hit)[1:])}
         for name, hit in hits.items()
@@ -81,7 +81,7 @@ def correct(model: nn.Module, data: DataModule) -> np.ndarray:
     return (logits.argmax(dim=-1) == labels).double().numpy()
 
 
-def tell(name: str, hits: dict[str, np.ndarray]) -> None:
+def print_accuracy(name: str, hits: dict[str, np.ndarray]) -> None:
     """Print a row: accuracy, and what it gained over the trained model, with 95 % intervals."""
     _, low, high = accuracy_interval(hits[name])
     gain, less, more = difference_interval(hits[name], hits["trained"])

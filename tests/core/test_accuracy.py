@@ -23,7 +23,7 @@ def test_rotate_matches_float64_for_blocks_of_any_rank(b: int, family: type[tr.E
 
 @pytest.mark.slow
 def test_rotate_matches_float64_for_ten_thousand_blocks() -> None:
-    checked = accuracy.check_all(10_000, tell=lambda _: None)
+    checked = accuracy.check_all(10_000, log=lambda _: None)
     assert sum(one.blocks for one in checked) >= 10_000
     assert {(one.kind, one.block_size) for one in checked} == {(k, b) for k in accuracy.KINDS for b in accuracy.SIZES}
     assert [one for one in checked if one.failures] == []

@@ -210,7 +210,7 @@ def test_differences_at_the_edges_have_width_and_stay_in_range(seeds: int) -> No
     assert 0 < most.low < 0.8
 
 
-def test_pairs_on_the_same_examples_are_told_apart_that_intervals_do_not_separate() -> None:
+def test_paired_differences_are_significant_where_intervals_overlap() -> None:
     a, b = answers(180, 200), answers(174, 200)
     assert accuracy_interval(a).low < accuracy_interval(b).high
     assert difference_interval(a, b).low > 0
@@ -537,7 +537,7 @@ def test_cost_is_called_lower_only_if_its_interval_is(costs: dict[str, Any]) -> 
     assert (found.kind, found.cheapest) == ("tied", None)
 
 
-def test_equal_costs_are_rarely_told_apart() -> None:
+def test_equal_costs_rarely_differ_significantly() -> None:
     found = tied_with_costs()
     charged = [{name: rounds(1.0, 0.3, seed=3 * i + j) for j, name in enumerate(found.intervals)} for i in range(400)]
     claims = [statistics._with_costs(found, costs).kind == "cheaper" for costs in charged]
@@ -775,18 +775,18 @@ def test_equal_encodings_are_rarely_behind() -> None:
 
 
 @pytest.mark.slow
-def test_promises_hold_in_simulated_runs() -> None:
-    measured = calibration.measure_all(list(calibration.few()), 400, 0, tell=lambda _: None)
-    assert calibration.broken(measured) == []
+def test_guarantees_hold_in_simulated_runs() -> None:
+    measured = calibration.measure_all(list(calibration.few()), 400, 0, log=lambda _: None)
+    assert calibration.violated(measured) == []
     assert measured[-1].best > 0.8, "and 5 points are seen in 1,000 examples"
 
 
 @pytest.mark.slow
-def test_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violated_guarantee_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "ERROR_RATE", 0.5)
-    told = calibration.broken(calibration.measure_all(list(calibration.few()), 150, 0, tell=lambda _: None))
-    assert any("false 'behind'" in line for line in told)
-    assert any("covered" in line for line in told)
+    violations = calibration.violated(calibration.measure_all(list(calibration.few()), 150, 0, log=lambda _: None))
+    assert any("false 'behind'" in line for line in violations)
+    assert any("covered" in line for line in violations)
 
 
 def test_page_shows_the_committed_calibration() -> None:
@@ -795,7 +795,7 @@ def test_page_shows_the_committed_calibration() -> None:
         calibration.Measured(**one | {"case": calibration.Case(**{k: _tuple(v) for k, v in one["case"].items()})})
         for one in results["measured"]
     ]
-    assert calibration.broken(measured) == []
+    assert calibration.violated(measured) == []
     page = Path(calibration.PAGE).read_text(encoding="utf-8")
     assert calibration.render(page, measured) == page
 
