@@ -362,7 +362,7 @@ static __attribute__((noinline, cold, unused)) void cos_sin_far(const double *an
     }
 }
 
-/* ---- products ---- */
+/* ---- products and transposes ---- */
 
 /* C (+)= A B for R rows and NV vectors of columns; A[i][k] is a[i ai + k ak]. */
 #define DEFINE_TILE(NAME, V, WIDTH)                                                                                   \
@@ -423,6 +423,30 @@ INLINE void product(int64_t rows, int64_t depth, int64_t columns, const float *a
             columns -= VW, b += VW, c += VW;
         }
     }
+}
+
+/* Transpose a square of vectors. */
+INLINE void transpose_square(const float *from, int64_t from_width, float *to, int64_t to_width) {
+    vf rows[VW], next[VW];
+    for (int i = 0; i < VW; i++) rows[i] = *(const vf *)(from + i * from_width);
+    for (int step = 1; step < VW; step *= 2) { /* each perfect shuffle of rows moves one bit of the index */
+        for (int i = 0; i < VW / 2; i++) {
+#if VW == 16
+            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
+                                                  22, 7, 23);
+            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
+                                                      29, 14, 30, 15, 31);
+#elif VW == 8
+            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 2], 0, 4, 1, 5);
+            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 2], 2, 6, 3, 7);
+#endif
+        }
+        for (int i = 0; i < VW; i++) rows[i] = next[i];
+    }
+    for (int i = 0; i < VW; i++) *(vf *)(to + i * to_width) = rows[i];
 }
 
 #endif
