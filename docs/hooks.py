@@ -27,6 +27,7 @@ PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site that are files beside docs/."""
 
 PATH_AS_NAME = re.compile(r"\[(docs/[\w-]+\.md)\]\(\1\)")
+NOTEBOOK_LINK = re.compile(r"\]\(([\w-]+)\.ipynb\)(?!\{)")
 LONE_LINK = re.compile(r"^\[[^\]]*\]\(\.\./README\.md#([\w-]+)\)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -63,9 +64,10 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put sections of the README where a line is a link to one."""
+    """Put sections of the README where a line is a link to one, and link to pages of notebooks instead of files."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return LONE_LINK.sub(lambda found: section(readme, found[1], page.file.src_uri), markdown)
+    text = LONE_LINK.sub(lambda found: section(readme, found[1], page.file.src_uri), markdown)
+    return NOTEBOOK_LINK.sub(r"](\1.md)", text)
 
 
 def section(readme: str, anchor: str, where: str) -> str:

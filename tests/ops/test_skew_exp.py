@@ -40,6 +40,34 @@ def test_errors_are_within_twice_those_of_torch(b: int) -> None:
         assert largest(fast.mT @ fast - identity) <= 2 * largest(plain.mT @ plain - identity) + 4 * EPS, norm
 
 
+def degenerate_matrices(b: int) -> Tensor:
+    """Zero, one plane, half of the channels, equal frequencies, graded frequencies; spectral norms of about 1."""
+    zero = torch.zeros(b, b)
+    plane, half, equal = zero.clone(), zero.clone(), zero.clone()
+    plane[0, b - 1] = 1
+    half[: b // 2, : b // 2] = torch.randn(b // 2, b // 2).triu(1) / b**0.5
+    equal[range(0, b - 1, 2), range(1, b, 2)] = 1
+    graded = torch.ones(b, b).triu(1) / b
+    return torch.stack([x - x.mT for x in (zero, plane, half, equal, graded)])
+
+
+@pytest.mark.parametrize("b", [9, 10, 16, 31, 33, 64, 128])
+def test_large_blocks_are_accurate_at_any_norm(b: int) -> None:
+    """Angles of blocks of more than 8 are computed in double, whatever their planes."""
+    for norm in (1e-30, 1e-3, 1.0, 100.0, 1e4, 1e6):
+        generator = norm * torch.cat([degenerate_matrices(b), skew_matrices(4, b)])
+        exact = torch.linalg.matrix_exp(generator.double())
+        fast = tr.skew_exp(generator, backend="native").double()
+        assert largest(fast - exact) <= 16 * EPS + norm * 1e-13, norm
+        assert largest(fast.mT @ fast - torch.eye(b, dtype=torch.float64)) <= 32 * EPS, norm
+        assert torch.equal(fast[0], torch.eye(b, dtype=torch.float64))
+        exact, fast = (
+            skew_gradient(exp, generator.to(dtype), torch.ones(b, b).triu(1).to(dtype).expand_as(generator))
+            for exp, dtype in ((torch.linalg.matrix_exp, torch.float64), (native_exp, torch.float32))
+        )
+        assert largest(fast - exact) <= 128 * EPS * largest(exact), norm
+
+
 @pytest.mark.parametrize("b", BLOCKS)
 def test_gradients_are_within_twice_the_error_of_torchs(b: int) -> None:
     for norm in (0.0, 1e-6, 1e-2, 1.0, 30.0, 1e3):

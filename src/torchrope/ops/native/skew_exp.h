@@ -13,7 +13,8 @@ typedef struct {
     float *d_positions;      /* as positions, or NULL */
 } SkewExp;
 
-/* Layout of matrices: `lanes` of them interleaved, element (i, j) of lane l at (i width + j) lanes + l. */
+/* Layout of matrices: `lanes` of them interleaved, element (i, j) of lane l at (i width + j) lanes + l. Large matrices,
+   of more than 8 rows, are computed one at a time. */
 typedef struct {
     int64_t b, width, lanes, size;
 } Layout;
@@ -61,18 +62,9 @@ static const float *generator_of(const SkewExp *p, int64_t axis, const Group *g)
     return p->generators + ((axis * p->heads + g->head) * p->blocks + g->block) * p->b * p->b;
 }
 
+/* Exponents of small matrices. */
 INLINE void read_exponents(Layout y, const SkewExp *p, const Group *g, float *a) {
     int64_t b = y.b;
-    if (p->positions && y.lanes == 1) {
-        const float *position = p->positions + g->first * p->axes;
-        for (int64_t axis = 0; axis < p->axes; axis++) {
-            const float *generator = generator_of(p, axis, g);
-            for (int64_t i = 0; i < b; i++)
-                for (int64_t j = 0; j < b; j++)
-                    a[i * y.width + j] = position[axis] * generator[i * b + j] + (axis ? a[i * y.width + j] : 0);
-        }
-        return;
-    }
     if (p->positions) {
         for (int64_t axis = 0; axis < p->axes; axis++) {
             const float *generator = generator_of(p, axis, g);
@@ -90,6 +82,7 @@ INLINE void read_exponents(Layout y, const SkewExp *p, const Group *g, float *a)
                     l < g->count ? p->generators[((g->first + l) * b + i) * b + j] : 0;
 }
 
+/* 1 + E of small matrices. */
 INLINE void write_table(Layout y, const SkewExp *p, const Group *g, const float *e) {
     int64_t b = y.b;
     for (int64_t l = 0; l < g->count; l++) {

@@ -1,5 +1,5 @@
-/* exp of large skew matrices, and its gradient, by planes:  R = sum_i cos w_i (p_i p_i^T + r_i r_i^T)
-                                                                 + sin w_i (p_i r_i^T - r_i p_i^T).
+/* exp of large skew matrices, and its gradient, by planes:
+   R - 1 = sum_i (cos w_i - 1) (p_i p_i^T + r_i r_i^T) + sin w_i (p_i r_i^T - r_i p_i^T).
 
    The exponents of tokens at multiples g of one position have the same planes, at frequencies g w: on a lattice through
    the origin two of five tokens. In the basis of the planes the gradient  integral_0^1 e^(-uG) M e^(uG) du  is a product of
@@ -95,7 +95,7 @@ typedef struct {
 } Sizes;
 
 typedef struct {
-    double *a, *beta, *t, *y;             /* one tridiagonalisation */
+    double *a, *t, *y;                    /* one tridiagonalisation */
     Lanes *d, *e;                         /* the bidiagonals of VW rays */
     vf *u, *v;                            /* their singular vectors */
     float *transposed_q;                  /* (VW, width, width) */
@@ -121,8 +121,7 @@ static Large lay_out_large(const Job *job, Arena *arena) {
     int64_t widest = z.rank > z.width ? z.rank : z.width, m = z.planes;
     Large l;
     l.a = take(arena, 8 * z.n * z.stride);
-    double **vectors[] = {&l.beta, &l.t};
-    for (int i = 0; i < 2; i++) *vectors[i] = take(arena, 8 * z.n);
+    l.t = take(arena, 8 * z.n);
     l.y = take(arena, 8 * 3 * z.stride);
     Lanes **diagonals[] = {&l.d, &l.e};
     for (int i = 0; i < 2; i++) *diagonals[i] = take(arena, sizeof(Lanes) * m);
@@ -145,7 +144,7 @@ static Large lay_out_large(const Job *job, Arena *arena) {
 static const double LARGEST_NORM = 1099511627776; /* 2^40 */
 
 /* sum_a p_a A_a in double, or the block itself; an exponent that is not finite is replaced by zero. */
-static __attribute__((noinline)) int read_exponent(Sizes z, const SkewExp *p, const Group *g, double *a) {
+INLINE int read_exponent(Sizes z, const SkewExp *p, const Group *g, double *a) {
     memset(a, 0, 8 * z.n * z.stride);
     for (int64_t axis = 0; axis < (p->positions ? p->axes : 1); axis++) {
         double position = p->positions ? p->positions[g->first * p->axes + axis] : 1;
@@ -160,15 +159,14 @@ static __attribute__((noinline)) int read_exponent(Sizes z, const SkewExp *p, co
 }
 
 /* From the exponents of `count` rays to frequencies, planes in the coordinates of T, and Q^T of each. */
-static __attribute__((noinline)) void decompose_rays(Sizes z, const SkewExp *p, const Rays *rays, Group g, int64_t first,
-                                                     int64_t count, Large *l) {
+INLINE void decompose_rays(Sizes z, const SkewExp *p, const Rays *rays, Group g, int64_t first, int64_t count, Large *l) {
     memset(l->d, 0, sizeof(Lanes) * z.planes);
     memset(l->e, 0, sizeof(Lanes) * z.planes);
     for (int64_t lane = 0; lane < count; lane++) {
         g.first = rays->member[rays->first[first + lane]];
         l->bad[lane] = read_exponent(z, p, &g, l->a);
-        tridiagonalize(z.n, z.stride, l->a, l->beta, l->t, l->y);
-        multiply_reflections(z.n, z.stride, z.width, l->a, l->beta, l->x, l->product);
+        tridiagonalize(z.n, z.stride, l->a, l->t, l->y);
+        multiply_reflections(z.n, z.stride, z.width, l->a, l->x, l->product);
         float *q = l->transposed_q + lane * z.width * z.width;
         for (int64_t i = 0; i < z.n; i += VW)
             for (int64_t j = 0; j < z.width; j += VW)
@@ -186,7 +184,7 @@ INLINE void rotate_rows(Sizes z, const vf *vectors, int64_t lane, const float *q
 }
 
 /* Frequencies and basis of one lane. */
-static __attribute__((noinline)) void read_planes(Sizes z, Large *l, int64_t lane) {
+INLINE void read_planes(Sizes z, Large *l, int64_t lane) {
     const float *q = l->transposed_q + lane * z.width * z.width;
     memset(l->basis, 0, 4 * z.rank * z.width);
     rotate_rows(z, l->v, lane, q, l->x, l->basis);
@@ -206,13 +204,13 @@ INLINE void compute_angles(Sizes z, Large *l, int64_t g) {
 
 /* ---- the exponential ---- */
 
-/* R^T, b x b, of the ray's first token to the power of g. */
-static __attribute__((noinline)) void write_rotation(Sizes z, const SkewExp *p, const Group *token, int64_t g, int bad, Large *l) {
+/* R^T of the ray's first token, to the power of g. R - 1 is computed, whose error vanishes with the angles. */
+INLINE void write_rotation(Sizes z, const SkewExp *p, const Group *token, int64_t g, int bad, Large *l) {
     float *table = p->table + flat_of(p, token, 0) * z.b * z.b;
     compute_angles(z, l, g);
     for (int64_t i = 0; i < z.planes; i++) {
         const float *first = l->basis + i * z.width, *second = first + z.padded * z.width;
-        float *x = l->x + i * z.width, *y = x + z.padded * z.width, c = l->cosine[i], s = l->sine[i];
+        float *x = l->x + i * z.width, *y = x + z.padded * z.width, c = l->cosine[i] - 1, s = l->sine[i];
         for (int64_t j = 0; j < z.width; j += VW) {
             *(vf *)(x + j) = c * *(const vf *)(first + j) - s * *(const vf *)(second + j);
             *(vf *)(y + j) = c * *(const vf *)(second + j) + s * *(const vf *)(first + j);
@@ -224,7 +222,10 @@ static __attribute__((noinline)) void write_rotation(Sizes z, const SkewExp *p, 
     }
     float *out = z.width == z.b ? table : l->product;
     product(z.b, z.rank, z.width, l->basis, 1, z.width, l->x, z.width, out, z.width, 0);
-    for (int64_t i = 0; i < z.b && z.width != z.b; i++) memcpy(table + i * z.b, out + i * z.width, 4 * z.b);
+    for (int64_t i = 0; i < z.b; i++) {
+        if (z.width != z.b) memcpy(table + i * z.b, out + i * z.width, 4 * z.b);
+        table[i * z.b + i] += 1;
+    }
     for (int64_t i = 0; bad && i < z.b * z.b; i++) table[i] = NAN;
 }
 
@@ -264,7 +265,7 @@ INLINE void average_blocks(Sizes z, const Large *l, int64_t i, int64_t j, float 
 }
 
 /* Add  g integral_0^1 e^(-ugG) M e^(ugG) du  to l->sum, in the basis of the planes. */
-static __attribute__((noinline)) void add_gradient(Sizes z, Layout y, const SkewExp *p, const Group *token, int64_t g, Large *l) {
+INLINE void add_gradient(Sizes z, Layout y, const SkewExp *p, const Group *token, int64_t g, Large *l) {
     compute_angles(z, l, g);
     read_tangent(y, p, token, l->x);
     product(z.rank, z.b, z.width, l->basis, z.width, 1, l->x, z.width, l->product, z.width, 0);
@@ -273,7 +274,7 @@ static __attribute__((noinline)) void add_gradient(Sizes z, Layout y, const Skew
         for (int64_t j = 0; j < z.planes; j += VW) average_blocks(z, l, i, j, (float)g);
 }
 
-static __attribute__((noinline)) void backward_ray(Sizes z, Layout y, const Job *job, int64_t ray, Group g, int bad, Large *l) {
+INLINE void backward_ray(Sizes z, Layout y, const Job *job, int64_t ray, Group g, int bad, Large *l) {
     const Rays *rays = &job->rays;
     memset(l->sum, 0, 4 * z.rank * z.rank);
     for (int64_t i = 0; i < z.rank; i += VW)

@@ -56,9 +56,9 @@ INLINE double sum_of_squares(int64_t n, const double *x) {
     return sums[0];
 }
 
-/* a: (n, width), skew, zero from column n on. Row k becomes v of the reflection 1 - beta_k v v^T, t_k = T[k][k + 1].
-   y: three vectors of `width`. Conjugation by a reflection adds  beta (v y^T - y v^T)  with y = A v. */
-static __attribute__((noinline)) void tridiagonalize(int64_t n, int64_t width, double *a, double *beta, double *t, double *y) {
+/* a: (n, width), skew, zero from column n on. Row k becomes v of the reflection 1 - v v^T, t_k = T[k][k + 1].
+   y: three vectors of `width`. Conjugation by a reflection adds  v y^T - y v^T  with y = A v. */
+INLINE void tridiagonalize(int64_t n, int64_t width, double *a, double *t, double *y) {
     double *old_y = y + width, *zero = y + 2 * width;
     const double *old_v = zero;
     memset(y, 0, 8 * 3 * width);
@@ -68,21 +68,21 @@ static __attribute__((noinline)) void tridiagonalize(int64_t n, int64_t width, d
         double first = row[k + 1];
         memset(row, 0, 8 * (k + 2));
         double squares = sum_of_squares(width, row), norm = sqrt(first * first + squares);
-        beta[k] = squares > 0 ? 1 / (norm * (norm + fabs(first))) : 0;
         t[k] = squares > 0 ? (first > 0 ? -norm : norm) : first;
         row[k + 1] = squares > 0 ? first - t[k] : 0;
+        double scale = squares > 0 ? 1 / sqrt(norm * (norm + fabs(first))) : 0; /* v^T v = 2, or v = 0 */
+        for (int64_t j = k + 1; j < n; j++) row[j] *= scale;
         int64_t column = (k + 1) / DOUBLES * DOUBLES;
         for (; column + 4 * DOUBLES <= width; column += 4 * DOUBLES)
             reflect_columns(4, k + 1, n, width, a, old_v, old_y, row, y, column);
         for (; column < width; column += DOUBLES) reflect_columns(1, k + 1, n, width, a, old_v, old_y, row, y, column);
-        for (int64_t j = 0; j < width; j++) y[j] *= beta[k];
         double *spare = old_y;
         old_v = row, old_y = y, y = spare;
     }
 }
 
-/* Q <- H_0 H_1 H_2 H_3 Q for `vectors` of columns, H_r = 1 - beta_r v_r v_r^T;  dots[r][o] = v_r^T v_o. */
-INLINE void apply_reflections(int vectors, int64_t first, int64_t n, int64_t width, const float *v, const float *beta,
+/* Q <- H_0 H_1 H_2 H_3 Q for `vectors` of columns, H_r = 1 - v_r v_r^T;  dots[r][o] = v_r^T v_o. */
+INLINE void apply_reflections(int vectors, int64_t first, int64_t n, int64_t width, const float *v,
                               float (*dots)[REFLECTIONS], float *q, int64_t column) {
     vf sum[REFLECTIONS][2] = {{{0}}};
     for (int64_t i = first; i < n; i++)
@@ -91,10 +91,8 @@ INLINE void apply_reflections(int vectors, int64_t first, int64_t n, int64_t wid
             _Pragma("GCC unroll 4") for (int r = 0; r < REFLECTIONS; r++) sum[r][j] += v[r * width + i] * x;
         }
     _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++)
-        _Pragma("GCC unroll 4") for (int r = REFLECTIONS - 1; r >= 0; r--) {
+        _Pragma("GCC unroll 4") for (int r = REFLECTIONS - 1; r >= 0; r--)
             _Pragma("GCC unroll 4") for (int o = r + 1; o < REFLECTIONS; o++) sum[r][j] -= dots[r][o] * sum[o][j];
-            sum[r][j] *= beta[r];
-        }
     for (int64_t i = first; i < n; i++)
         _Pragma("GCC unroll 2") for (int j = 0; j < vectors; j++) {
             vf x = *(vf *)(q + i * width + column + j * VW);
@@ -104,15 +102,13 @@ INLINE void apply_reflections(int vectors, int64_t first, int64_t n, int64_t wid
 }
 
 /* Q (n, width), the product of the reflections that `tridiagonalize` left in a (n, stride). v: REFLECTIONS rows. */
-static __attribute__((noinline)) void multiply_reflections(int64_t n, int64_t stride, int64_t width, const double *a,
-                                                           const double *beta, float *v, float *q) {
+INLINE void multiply_reflections(int64_t n, int64_t stride, int64_t width, const double *a, float *v, float *q) {
     memset(q, 0, 4 * n * width);
     for (int64_t i = 0; i < n; i++) q[i * width + i] = 1;
     for (int64_t k = (n - 2) / REFLECTIONS * REFLECTIONS; k >= 0; k -= REFLECTIONS) {
-        float factor[REFLECTIONS], dots[REFLECTIONS][REFLECTIONS];
+        float dots[REFLECTIONS][REFLECTIONS];
         for (int r = 0; r < REFLECTIONS; r++) {
             int exists = k + r < n - 2;
-            factor[r] = exists ? (float)beta[k + r] : 0;
             for (int64_t j = 0; j < n; j++) v[r * width + j] = exists ? (float)a[(k + r) * stride + j] : 0;
             for (int o = 0; o < r; o++) {
                 vd dot = {0};
@@ -124,8 +120,8 @@ static __attribute__((noinline)) void multiply_reflections(int64_t n, int64_t st
         }
         int64_t column = (k + 1) / VW * VW;
         for (; column + 2 * VW <= width; column += 2 * VW)
-            apply_reflections(2, k + 1, n, width, v, factor, dots, q, column);
-        for (; column < width; column += VW) apply_reflections(1, k + 1, n, width, v, factor, dots, q, column);
+            apply_reflections(2, k + 1, n, width, v, dots, q, column);
+        for (; column < width; column += VW) apply_reflections(1, k + 1, n, width, v, dots, q, column);
     }
 }
 
