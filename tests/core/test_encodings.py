@@ -206,7 +206,7 @@ def test_init_follows_the_papers_or_is_zero(family: type) -> None:
         family(**sizes, init="ones")
 
 
-def test_fixed_frequencies_stay_float32_in_a_bfloat16_model() -> None:
+def test_fixed_frequencies_remain_float32_in_a_bfloat16_model() -> None:
     encoding = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=16)
     exact = encoding.frequencies.clone()
     assert torch.equal(encoding.to(torch.bfloat16).frequencies, exact)

@@ -195,7 +195,7 @@ def test_golden_refuses_invalid_frequencies(change: dict, message: str) -> None:
 @pytest.mark.parametrize(
     "family", [tr.AxialRoPE, tr.DINOv3RoPE, tr.GoldenGateRoPE, tr.MRoPE, tr.InterleavedMRoPE, tr.VisionLLaMARoPE]
 )
-def test_fixed_frequencies_stay_float32_in_a_bfloat16_model(family: type) -> None:
+def test_fixed_frequencies_remain_float32_in_a_bfloat16_model(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=16)
     exact = encoding.frequencies.clone()
     assert torch.equal(encoding.to(torch.bfloat16).frequencies, exact)

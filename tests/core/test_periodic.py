@@ -125,7 +125,7 @@ def test_periodic_gradients_match_an_equal_encoding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixed", "string", "comrope-ap2"])
-def test_periodic_turns_are_fixed_while_other_axes_learn(name: str) -> None:
+def test_periodic_cycles_are_fixed_while_other_axes_learn(name: str) -> None:
     encoding = periodic(name, (24.0, None))
     before = encoding.generators().detach().clone()
     optimizer = torch.optim.AdamW(encoding.parameters(), lr=0.3, weight_decay=0.5)
@@ -143,7 +143,7 @@ def test_periodic_turns_are_fixed_while_other_axes_learn(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixed", "string"])
-def test_periodic_turns_are_saved_and_loaded(name: str) -> None:
+def test_periodic_cycles_are_saved_and_loaded(name: str) -> None:
     encoding = periodic(name)
     with torch.no_grad():
         next(encoding.encoding.parameters()).add_(10.0)  # the turns do not change
@@ -152,7 +152,7 @@ def test_periodic_turns_are_saved_and_loaded(name: str) -> None:
     assert torch.equal(other.generators(), encoding.generators())
 
 
-def test_periodic_turns_match_the_encodings_of_a_model() -> None:
+def test_periodic_cycles_match_the_encodings_of_a_model() -> None:
     model = tr.Transformer(3, num_axes=1, dim=16, depth=2, num_heads=2, encoding="mixed", periods=(24.0,), scale=0.5)
     for encoding in model.encodings:
         drawn = distinct_turns(encoding.encoding.frequencies, encoding.periods)
@@ -165,7 +165,7 @@ def test_periodic_positions_have_gradients_on_every_axis() -> None:
     assert torch.autograd.gradcheck(partial(scores, encoding), (positions,))
 
 
-def test_periodic_set_generators_needs_integer_turns() -> None:
+def test_periodic_set_generators_needs_integer_cycles() -> None:
     encoding, other = periodic("mixed"), periodic("mixed")
     encoding.reset_parameters()
     other.set_generators(encoding.generators())

@@ -29,7 +29,7 @@ def test_trained_vit_is_swapped_and_fine_tuned(tmp_path: Path) -> None:
     assert told.count("top-1") == 3
 
 
-def test_page_tells_what_was_measured() -> None:
+def test_page_names_what_was_measured() -> None:
     page = (ROOT / "docs/use-it-in-your-model.md").read_text()
     for row in json.loads((ROOT / "docs/results/finetune/finetune.json").read_text())["rows"]:
         low, high = row["interval"]

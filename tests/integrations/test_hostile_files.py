@@ -328,7 +328,7 @@ def test_load_gives_a_file_no_more_than_its_bytes_by_empty_tensors(cases: dict[s
     _refused(case.write(tmp_path / "case", case.changed((*ARGUMENTS, "dim"), 10**9), tensors), "65536")
 
 
-def test_load_spends_the_budget_of_its_own_thread_alone() -> None:
+def test_load_limit_applies_per_thread() -> None:
     built: list[nn.Module] = []
     thread = threading.Thread(target=lambda: built.append(nn.Linear(20_000, 20_000, device="meta")))
     with budget({}):

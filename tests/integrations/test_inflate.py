@@ -336,7 +336,7 @@ def test_bad_arguments_get_one_line(arguments: dict, message: str) -> None:
 @pytest.mark.parametrize(
     "name", ["vit_small_patch16_rope_224.naver_in1k", "vit_small_patch16_rope_mixed_224.naver_in1k"]
 )
-def test_model_that_goes_on_from_its_own_rotation(name: str) -> None:
+def test_model_that_continues_its_rotation(name: str) -> None:
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model(name, depth=2, embed_dim=48, num_heads=2, img_size=64, num_classes=5).eval()

@@ -123,7 +123,7 @@ def test_images_of_mixed_sizes(name: str) -> None:
     assert (call() - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_naflex_without_a_rotation_stays_bit_for_bit_and_then_rotates_each_image_by_its_own_lattice() -> None:
+def test_naflex_without_rotation_is_bit_identical_and_rotates_each_image_by_its_lattice() -> None:
     model = strong("naflex")
     x = patches((4, 4), (2, 6))
     expected = model(x)
@@ -222,7 +222,7 @@ def test_layers_without_a_hook_compile(name: str) -> None:
         *((name, "mixed") for name in ("eva02", "rope_mixed_ape", "naflex_dinov3", "gemma4", "sam_rope")),
     ],
 )
-def test_saved_and_loaded_with_its_own_positions_and_pairs(name: str, encoding: str, tmp_path: Path) -> None:
+def test_save_and_load_keep_positions_and_pairs(name: str, encoding: str, tmp_path: Path) -> None:
     model = strong(name)
     x = images(model)
     expected = model(x)
@@ -248,7 +248,7 @@ def edited(path: Path, **changes: Any) -> Path:
     return path.with_name("edited")
 
 
-def test_files_written_before_there_were_own_rotations(tmp_path: Path) -> None:
+def test_files_written_before_rotations_of_models_were_stored_load(tmp_path: Path) -> None:
     model = tr.swap(strong("rope_axial", depth=1), "mixed")
     tr.save(model, tmp_path / "model")
     old = edited(tmp_path / "model", channels="left out", lattices=[{"spacing": 1.0, "origin": 0.0}])
@@ -362,7 +362,7 @@ def test_other_starts_are_said_and_warn_once(init: str) -> None:
     assert model.rotary.lattices[0] == Lattice()  # the paper's, not the model's
 
 
-def test_kept_rotation_needs_no_own_start() -> None:
+def test_kept_rotation_rejects_init_own() -> None:
     model = strong("dinov3")
     x = images(model)
     expected = model(x)

@@ -146,7 +146,7 @@ def test_layers_that_do_not_rotate_get_no_encoding() -> None:
     assert len(model.rotary.encodings) == 3
 
 
-def test_encoder_of_text_goes_on_too() -> None:
+def test_text_encoder_continues_its_rotation() -> None:
     config = transformers.ModernBertConfig(**{**TEXT, "num_hidden_layers": 3}, cls_token_id=1, sep_token_id=2)
     model, words = strong(transformers.ModernBertModel(config)), tokens()
     expected = model(words).last_hidden_state
@@ -166,7 +166,7 @@ def test_decoders_are_saved_and_loaded_into_one_built_the_same_way(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("name", "layer"), [("DeepseekV3", "DeepseekV3Attention"), ("Llama4", "Llama4TextAttention")])
-def test_attention_that_turns_otherwise_is_refused_with_the_way_by_hand(name: str, layer: str) -> None:
+def test_attention_with_another_rotation_is_rejected_with_the_manual_way(name: str, layer: str) -> None:
     experts = dict(num_local_experts=2, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1)
     heads = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
     message = (

@@ -12,7 +12,7 @@ import torchrope as tr
 
 
 @pytest.mark.parametrize("encoding", ["mixed", "liere:4", "string:8", "comrope-ap:4", "comrope-ld:2"])
-def test_dinov3_goes_on_from_its_own_rotation(encoding: str) -> None:
+def test_dinov3_continues_its_rotation(encoding: str) -> None:
     model, sizes = dinov3(num_register_tokens=2), ((32, 32), (48, 24))
     images = [torch.randn(2, 3, *size) for size in sizes]
     expected = [model(x).last_hidden_state for x in images]

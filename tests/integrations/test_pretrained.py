@@ -185,6 +185,6 @@ def test_fixed_frequencies_come_along() -> None:
     _agree(backbone, lambda x: trained.feature_maps(x, [1, 2, 3, 4], norm=False), SIZES[:2])
 
 
-def test_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_file_raises_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.pth"):
         tr.load_backbone(Features(tr.ViT((64, 64), **one)), tmp_path / "none.pth")

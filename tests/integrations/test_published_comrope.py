@@ -183,7 +183,7 @@ def test_backbone_starts_with_comrope_and_runs_past_its_lattice(tmp_path: Path) 
     )
 
 
-def test_blocks_that_comrope_ld_never_turned_stay_still(tmp_path: Path) -> None:
+def test_blocks_with_zero_generators_of_comrope_ld_are_unchanged(tmp_path: Path) -> None:
     state = _comrope_state("ld")
     state[FREQS] = torch.zeros_like(state[FREQS])
     x = torch.randn(2, 3, 32, 32)

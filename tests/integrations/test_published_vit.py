@@ -105,7 +105,7 @@ def test_rectangular_training_size_is_given(tmp_path: Path) -> None:
         tr.load_published(path, input_size=64)
 
 
-def test_deit_iii_is_told_from_rope_axial_by_its_reader(tmp_path: Path) -> None:
+def test_deit_iii_is_distinguished_from_rope_axial(tmp_path: Path) -> None:
     theirs = _timm("deit3_small_patch16_224")
     state = {name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): value for name, value in
              theirs.state_dict().items()}  # fmt: skip

@@ -97,7 +97,7 @@ def test_autocast_does_not_round_the_angles() -> None:
     assert torch.equal(cast, RoPE2D()(tokens, positions))
 
 
-def test_input_stays_and_gets_a_gradient() -> None:
+def test_input_is_unchanged_and_gets_a_gradient() -> None:
     tokens, positions = drawn(side=2, head_dim=8, dtype=torch.float64)
     before = tokens.clone()
     RoPE2D()(tokens, positions)
@@ -135,7 +135,7 @@ def test_positions_of_any_kind_and_no_tokens() -> None:
     assert torch.equal(rope(strided, positions), turned)
 
 
-def test_nan_stays_in_its_token() -> None:
+def test_nan_affects_its_token_only() -> None:
     tokens, positions = drawn(batch=1, side=2, head_dim=8)
     tokens[0, 1, 2] = torch.nan
     turned = RoPE2D()(tokens, positions)

@@ -17,7 +17,7 @@ import torchrope as tr
 
 @pytest.mark.parametrize("keep", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "vit_parallel"])
-def test_swapped_model_comes_back(name: str, keep: bool, tmp_path: Path) -> None:
+def test_swapped_model_is_restored(name: str, keep: bool, tmp_path: Path) -> None:
     model = made(name).eval()
     x = images(model)
     expected = model(x)
@@ -112,7 +112,7 @@ class Isotropic(tr.MixedRoPE):
     pass
 
 
-def test_encodings_of_ones_own_are_given_by_hand(tmp_path: Path) -> None:
+def test_encodings_of_users_are_passed_explicitly(tmp_path: Path) -> None:
     model = tr.swap(made("vit"), Isotropic, init="paper").eval()
     tr.save(model, tmp_path)
     x = images(model)

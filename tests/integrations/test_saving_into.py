@@ -144,7 +144,7 @@ def test_half_precision_keeps_its_dtypes(tmp_path: Path) -> None:
     assert again.backbone.rotary.encodings[0].upper.dtype == torch.float32  # as `swap` puts them in
 
 
-def test_encodings_of_ones_own_are_given_by_hand(tmp_path: Path) -> None:
+def test_encodings_of_users_are_passed_explicitly(tmp_path: Path) -> None:
     model = tr.swap(Detector(), OfOwn, init="paper").eval()
     tr.save(model, tmp_path)
     with pytest.raises(ValueError, match=r"passed as classes=\[\.\.\.\], got a model with OfOwn"):
@@ -160,7 +160,7 @@ def test_file_is_plain_data(tmp_path: Path) -> None:
     assert (head["library"], head["recipe"], list(head["swap"])) == (None, None, ["backbone"])
 
 
-def test_load_alone_says_what_is_needed(tmp_path: Path) -> None:
+def test_load_error_names_what_is_needed(tmp_path: Path) -> None:
     tr.save(detector(), tmp_path)
     with pytest.raises(ValueError, match=r"only weights and swaps: .* load\(path, into=model\)"):
         tr.load(tmp_path)
@@ -276,7 +276,7 @@ class Forgetful(tr.MixedRoPE):
         (Forgetful, "will reject this Detector: .* got Forgetful without scale"),
     ],
 )
-def test_swap_tells_what_cannot_be_saved(encoding: Any, message: str, tmp_path: Path) -> None:
+def test_swap_warns_of_what_cannot_be_saved(encoding: Any, message: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=message):
         model = tr.swap(Detector(), encoding)
     with pytest.raises(ValueError, match=r"JSON|without scale"):

@@ -193,7 +193,7 @@ def taken_over(rope: Any, layer: int) -> tr.Encoding:
     return encoding
 
 
-def test_rotation_of_the_models_own_may_stay_beside() -> None:
+def test_rotation_of_the_model_can_be_kept() -> None:
     model = made("rope_mixed_ape").eval()
     x = images(model)
     expected = model(x)
@@ -222,7 +222,7 @@ def test_swin_at_another_input_and_window() -> None:
     assert model.rotary.lattices[0] == lattice  # the spacing is that of the training size
 
 
-def test_windows_are_rotated_by_their_own_lattice() -> None:
+def test_windows_are_rotated_by_their_lattice() -> None:
     """A Swin of one window attends like a ViT layer does over that lattice."""
     model = tr.swap(made("swin", window_size=14), "liere:4", init="paper", keep_ape=False).eval().double()
     seen: dict[str, Tensor] = {}
@@ -238,7 +238,7 @@ def test_windows_are_rotated_by_their_own_lattice() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["vit", "rope_mixed_ape"])
-def test_checkpointing_finds_the_places_of_its_own_forward(name: str, shared: bool) -> None:
+def test_checkpointing_uses_the_positions_of_its_forward(name: str, shared: bool) -> None:
     """Two forwards of as many tokens elsewhere, then one backward, which computes both anew."""
     encoding: Any = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=4) if shared else "liere:4"
     model = awake(with_zeros(made(name, dynamic_img_size=True), encoding)).train()

@@ -182,7 +182,7 @@ def test_scores_are_those_of_rotated_queries_and_keys(name: str, encoding: str, 
         assert (seen[f"mixed{index}"] - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_dinov3s_own_rotation_is_replaced_or_kept() -> None:
+def test_dinov3_rotation_is_replaced_or_kept() -> None:
     model, pixels = TOWERS["dinov3"](), images(32, 48)
     own = run(model, pixels)
     still = copy.deepcopy(model)
@@ -272,9 +272,7 @@ def test_attention_is_chosen_afterwards_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_any_attention_of_the_registry_sees_the_models_own_name_for_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_of_the_registry_is_called_by_the_models_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = transformers.AttentionInterface()["sdpa"]
     names = []
 
@@ -325,7 +323,7 @@ def test_text_towers_are_left_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dinov2", "dinov2-registers", "dinov3"])
-def test_masked_patches_go_on_working(name: str) -> None:
+def test_masked_patches_work_after_swap(name: str) -> None:
     model, pixels, mask = TOWERS[name](), images(), torch.rand(2, 16) > 0.5
     before = run(model, pixels, bool_masked_pos=mask)
     assert same(run(swap(model, "mixed", keep_rotation=True), pixels, bool_masked_pos=mask), before)
@@ -333,7 +331,7 @@ def test_masked_patches_go_on_working(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_masks_go_on_working(name: str) -> None:
+def test_masks_work_after_swap(name: str) -> None:
     model, pixels = TOWERS[name](), images()
     tokens = 16 + PREFIX[name]
     mask = torch.zeros(2, 1, tokens, tokens)
@@ -350,7 +348,7 @@ def test_swapped_model_freezes() -> None:
     assert close(run(frozen, pixels), run(model, pixels))
 
 
-def test_part_of_a_model_of_ones_own_is_swapped() -> None:
+def test_part_of_a_users_model_is_swapped() -> None:
     model = nn.Sequential(TOWERS["vit"]())
     assert swap(model, "mixed") is model
     assert hasattr(model[0], "rotary")
@@ -359,7 +357,7 @@ def test_part_of_a_model_of_ones_own_is_swapped() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit", "siglip"])
-def test_layers_called_alone_have_no_place(name: str) -> None:
+def test_layers_called_alone_have_no_position(name: str) -> None:
     model = swap(TOWERS[name](), "mixed")
     layer = (model.layers if name == "vit" else model.encoder.layers)[0]
     with pytest.raises(

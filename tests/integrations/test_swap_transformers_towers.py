@@ -31,7 +31,7 @@ def rotary_of(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_stay_bit_for_bit_generators_learn_and_unswap_gives_the_model_back(name: str) -> None:
+def test_outputs_are_bit_identical_generators_learn_and_unswap_restores_the_model(name: str) -> None:
     tower = TOWERS[name]()
     expected, names = outputs(tower.model, tower.given), tower.model.state_dict().keys()
     model = swapped(tower)

@@ -108,7 +108,7 @@ def imported(folder: Path) -> bool:
     return (folder / "imported").exists()
 
 
-def test_names_of_own_classes_are_found_beside_the_librarys(package: Path) -> None:
+def test_names_of_users_classes_are_found_beside_the_librarys(package: Path) -> None:
     path = list(sys.path)
     load_modules(["mixed", "learned+own_package.turns:Blocks:4", "own_package.turns:Spiral"])
     assert sys.path == path

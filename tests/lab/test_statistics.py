@@ -199,7 +199,7 @@ def test_differences_are_antisymmetric(seeds: int) -> None:
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_differences_at_the_edges_have_width_and_stay_in_range(seeds: int) -> None:
+def test_differences_at_the_edges_have_width_and_are_in_range(seeds: int) -> None:
     ones, zeros = np.ones((seeds, 6)), np.zeros((seeds, 6))
     same = difference_interval(ones, ones)
     assert same.estimate == 0
@@ -219,7 +219,7 @@ def test_paired_differences_are_significant_where_intervals_overlap() -> None:
 # ---- medians and the bootstrap
 
 
-def test_interval_of_a_median_leaves_out_what_the_binomial_says() -> None:
+def test_interval_of_a_median_has_the_binomial_coverage() -> None:
     found = median_interval(range(1, 21))
     assert found == (10.5, 6, 15)  # Conover's table: ranks 6 and 15 of 20
     assert 2 * binom.cdf(5, 20, 0.5) <= 0.05 < 2 * binom.cdf(6, 20, 0.5)
@@ -298,7 +298,7 @@ def test_four_videos_at_chance_cannot_tell_whether_anything_was_learned() -> Non
     assert conclude({"none": [1] * 4, "mixed": [0] * 4}, chance=0.5).kind == "cannot-tell"
 
 
-def test_many_examples_at_chance_are_nothing_learned() -> None:
+def test_many_examples_at_chance_are_not_learned() -> None:
     found = conclude(noisy({"none": 0.1, "mixed": 0.1, "axial": 0.1}, 3, 60), chance=0.1)
     assert (found.kind, found.best, found.behind, found.gaps) == ("nothing-learned", None, (), {})
     assert set(found.tied) == {"none", "mixed", "axial"}

@@ -122,7 +122,7 @@ def test_feature_map_is_elu_plus_one_and_positive() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", [name for name in CASES if "N2" in name])
-def test_relative_encodings_stay_relative(name: str, causal: bool) -> None:
+def test_relative_encodings_remain_relative(name: str, causal: bool) -> None:
     encoding = CASES[name]().double()
     q, k, v = torch.randn(3, 1, encoding.num_heads, 6, encoding.head_dim, **WIDE)
     positions = torch.randn(6, 2, **WIDE)
@@ -171,7 +171,7 @@ def test_concatenated_samples_equal_separate_samples(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention])
-def test_concatenated_samples_attend_to_their_own_context(kind: type) -> None:
+def test_concatenated_samples_attend_to_their_context(kind: type) -> None:
     attention, encoding = kind(16, 2).double(), encoding_of("string")
     lengths, key_lengths = (2, 3), (4, 1)
     x, context = torch.randn(1, 5, 16, **WIDE), torch.randn(1, 5, 16, **WIDE)

@@ -154,7 +154,7 @@ def test_kernels_accept_any_leading_dimensions(
 
 
 @pytest.mark.parametrize(("family", "b"), KINDS)
-def test_queries_and_keys_keep_their_own_dtype(family: str, b: int) -> None:
+def test_queries_and_keys_keep_their_dtypes(family: str, b: int) -> None:
     encoding = build(family, b, 2)
     judge(encoding, mixed_dtypes(make_inputs(encoding, 9, F32), BF16))
 

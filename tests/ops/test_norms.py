@@ -108,7 +108,7 @@ def test_keys_may_have_other_positions(key_tokens: int) -> None:
     judge(encoding, with_norms(make_inputs(encoding, 9, key_tokens=key_tokens), nn.RMSNorm, nn.LayerNorm))
 
 
-def test_norm_alone_applies_without_rotated_channels() -> None:
+def test_norm_applies_without_rotated_channels() -> None:
     encoding = planar(8, True, turning=0)
     judge(encoding, with_norms(make_inputs(encoding, 9), nn.RMSNorm, nn.LayerNorm))
 

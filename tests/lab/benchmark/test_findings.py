@@ -134,7 +134,7 @@ def tuned(found: OfSet, rates: Mapping[str, float], own: Mapping[str, float]) ->
     return replace(found, encodings=encodings)
 
 
-def test_rates_of_their_own_can_change_the_order() -> None:
+def test_tuned_rates_can_change_the_order() -> None:
     found = tuned(measured({"none": 0.1, "axial": 0.5, "mixed": 0.6}), {"axial": 0.9, "mixed": 0.1}, {"axial": 0.95})
     order, gains = tables_of_rates([found])
     assert [(row["name"], row["common_place"], row["own_place"]) for row in order.rows] == [

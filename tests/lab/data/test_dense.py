@@ -274,7 +274,7 @@ def test_resize_keeps_objects_aligned_with_the_image(scale):
                 assert (mask & shown).sum() / (mask | shown).sum() > 0.7
 
 
-def test_scale_jitter_stays_in_its_range():
+def test_scale_jitter_is_in_its_range():
     config = AugmentConfig(scale_jitter=(0.25, 0.75))
     longest = [max(image.shape[1:]) for image, _ in Painted(compose(large_scale_jitter(config, 40)), count=300)]
     assert 10 <= min(longest) <= 11

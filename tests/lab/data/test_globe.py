@@ -1,4 +1,4 @@
-"""Land and sea: what an example holds, what is asked where, and that positions of all kinds are the same places."""
+"""The data set `globe`: contents of examples, places of training and validation, and the kinds of positions."""
 
 import io
 import math
@@ -36,7 +36,7 @@ def cells(places: Tensor) -> set[tuple[int, ...]]:
     return {tuple(each) for each in (places / CELL).floor().int().tolist()}
 
 
-def test_example_knows_all_but_the_place_that_is_asked(root: Path) -> None:
+def test_example_omits_the_value_of_the_queried_place(root: Path) -> None:
     data = load(root)
     land = land_map(str(root))
     for part in data._made_datasets():
@@ -49,7 +49,7 @@ def test_example_knows_all_but_the_place_that_is_asked(root: Path) -> None:
         assert sum(label for _, label in part.samples) == len(part.samples) // 2
 
 
-def test_validation_asks_where_training_does_not_and_draws_stay(root: Path) -> None:
+def test_validation_places_are_not_training_places_and_draws_are_fixed(root: Path) -> None:
     train, val = load(root)._made_datasets()
     of_train, of_val = (torch.stack([cloud.positions[0] for cloud in part.clouds]) for part in (train, val))
     assert not cells(of_train) & cells(of_val)
@@ -60,7 +60,7 @@ def test_validation_asks_where_training_does_not_and_draws_stay(root: Path) -> N
 
 
 @pytest.mark.parametrize("radius", [5.0, 80.0])
-def test_positions_of_all_kinds_are_the_same_places_within_the_radius(root: Path, radius: float) -> None:
+def test_positions_of_all_kinds_are_equal_places_within_the_radius(root: Path, radius: float) -> None:
     kinds = {kind: load(root, places=kind, radius=radius) for kind in ("degrees", "vectors", "plane")}
     of = {kind: data._made_datasets()[0].clouds for kind, data in kinds.items()}
     for degrees, vectors, plane in zip(*of.values(), strict=True):
@@ -83,7 +83,7 @@ def test_places_are_spread_evenly(root: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["none", "mixed", "sphere:4", "liere:4", "sinusoidal", "pape", "drope"])
-def test_models_read_it_and_the_seam_of_longitudes_is_no_edge(root: Path, encoding: str) -> None:
+def test_models_accept_the_data_and_the_date_line_is_no_edge(root: Path, encoding: str) -> None:
     data = load(root)
     config = ModelConfig(backbone="transformer", dim=16, depth=1, num_heads=2)
     model = build_model(encoding, config, data).double()
@@ -109,7 +109,7 @@ def test_invalid_map_raises_one_line(tmp_path: Path, content: bytes, message: st
     assert "\n" not in str(told.value)
 
 
-def test_file_that_ends_early_is_told(tmp_path: Path) -> None:
+def test_truncated_file_raises_one_line(tmp_path: Path) -> None:
     whole = io.BytesIO()
     np.lib.format.write_array(whole, np.zeros((6, 12), bool))
     from zipfile import ZipFile
@@ -129,6 +129,6 @@ def test_file_that_ends_early_is_told(tmp_path: Path) -> None:
         (dict(places="plane", radius=90.0), "at most 80 degrees for places of a plane, got 90.0"),
     ],
 )
-def test_settings_out_of_range_are_told(options: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_raise_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         data_config("globe", **options)

@@ -242,7 +242,7 @@ def test_degenerate_point_sets_have_a_unit() -> None:
     assert inputs.tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0]]
 
 
-def test_each_axis_has_its_own_unit_unless_it_is_given(tmp_path: Path) -> None:
+def test_each_axis_has_a_separate_unit_by_default(tmp_path: Path) -> None:
     data = load("points", points(tmp_path))
     wide, _, high = data.scale
     assert wide == pytest.approx(high, rel=0.3)
@@ -310,7 +310,7 @@ def changed(positions: Tensor, features: Tensor | None = None, **settings: Any) 
     return change(given, positions, augment, plane, (1.0, 1.0, 10.0), draws)
 
 
-def test_rotation_keeps_distances_the_third_axis_and_turns_normals() -> None:
+def test_rotation_preserves_distances_and_the_third_axis_and_rotates_normals() -> None:
     positions, normals = torch.rand(4, 10, 3), torch.rand(4, 10, 3)
     turned, with_them = changed(positions, normals, rotate=["x", "y"], degrees=180)[::-1]
     torch.testing.assert_close(torch.cdist(turned, turned), torch.cdist(positions, positions), rtol=1e-3, atol=1e-4)
@@ -342,7 +342,7 @@ def test_normal_numbers_are_normal() -> None:
     assert (drawn.abs() < 1.96).double().mean() == pytest.approx(0.95, abs=0.005)
 
 
-def test_shuffled_positions_stay_within_their_example_and_off_the_padding() -> None:
+def test_shuffled_positions_are_of_their_example_and_exclude_padding() -> None:
     made = cloud_set([cloud(n, seed=n) for n in (30, 50, 1)])
     inputs, _ = made.__getitems__([0, 1, 2])
     shuffled = shuffle_positions(inputs, 1, torch.Generator().manual_seed(0))

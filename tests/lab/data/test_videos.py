@@ -253,7 +253,7 @@ def test_time_and_space_lie_on_their_axes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flip", [False, True])
-def test_training_clips_are_mirrored_only_if_asked_for(tmp_path, flip):
+def test_training_clips_are_mirrored_only_if_set(tmp_path, flip):
     data = load("videos", video_folder(tmp_path, 2), augment=AugmentConfig(flip=flip))
     rises = []
     for clips in everything(data, epochs=range(12)):

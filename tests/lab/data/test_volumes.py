@@ -149,7 +149,7 @@ def test_windows_are_what_one_computes_by_hand():
     torch.testing.assert_close(tissue, torch.tensor([0, 130, 150, 190, 230, 330, 380, 380]) / 380)
 
 
-def test_volumes_without_windows_are_scaled_by_their_own_percentiles():
+def test_volumes_without_windows_are_scaled_by_their_percentiles():
     values = torch.linspace(-3, 997, 1001).reshape(7, 11, 13)
     centre, width = percentile_window(values)
     assert (centre - width / 2, centre + width / 2) == pytest.approx((2, 992))
@@ -172,7 +172,7 @@ def test_slices_are_grouped_into_studies_with_windows_as_channels(tmp_path):
     assert data.description.startswith("10 CT studies")
 
 
-def test_input_of_the_files_own_size_is_the_windowed_file(tmp_path):
+def test_input_of_the_size_of_the_file_is_the_windowed_file(tmp_path):
     rsna_folder(tmp_path, 10)
     data = load("rsna", tmp_path)
     train, _ = data.datasets()
@@ -245,7 +245,7 @@ def test_damaged_index_is_made_anew(tmp_path, content):
     assert again["a.dcm"].position == [1.0, 2.0, 3.0], "not from the index"
 
 
-def test_index_lies_elsewhere_where_the_data_cannot_be_written(tmp_path, monkeypatch):
+def test_index_is_in_the_cache_if_the_data_are_read_only(tmp_path, monkeypatch):
     write_slice(tmp_path / "data" / "a.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, 0), study="1.2")
     monkeypatch.setattr(dicom.os, "access", lambda *_: False)
     index_headers(tmp_path / "data", ["a.dcm"], folder=tmp_path / "cache")

@@ -271,7 +271,7 @@ def test_page_orders_studies_and_links_them(page):
     assert {*chapters, "on-accuracy-digits", "on-accuracy-motion", "on-kernel"} <= set(links) <= set(ids)
 
 
-def test_report_knows_the_order_of_every_study():
+def test_report_orders_every_study():
     assert [name for name in read.ORDER if name in NAMES] == list(NAMES)
 
 

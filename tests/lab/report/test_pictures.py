@@ -192,7 +192,7 @@ def test_page_and_markdown_show_pictures_and_their_files(page):
         assert all(re.fullmatch(r"data:image/png;base64,[A-Za-z0-9+/=]+", href) for href in hrefs)
 
 
-def test_hostile_names_stay_text(hostile_page):
+def test_hostile_names_are_escaped(hostile_page):
     tags = Tags(hostile_page.read_text(encoding="utf-8"))
     assert not [name for _, attributes in tags.found for name in attributes if name.startswith("on")]
     assert not tags.of("img")

@@ -154,7 +154,7 @@ def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Pat
     assert states["checkpoint, 4x4 tokens"] == states["digits, trained"]
 
 
-def test_file_without_rotation_alone_is_refused(tmp_path: Path, out: Path) -> None:
+def test_file_without_rotation_is_rejected(tmp_path: Path, out: Path) -> None:
     path = vit(tmp_path, "ape.safetensors", "learned")
     with pytest.raises(ValueError, match=r"^fourier needs rotary encodings, got ape\.safetensors$"):
         fourier.find(lab(out, checkpoint=[str(path)]))
@@ -176,7 +176,7 @@ def test_generators_of_a_run_are_those_of_its_folder_without_their_start(out: Pa
     assert {row["when"] for row in by_layer if row["name"] == "liere:8"} == {"At the start", "Trained"}
 
 
-def test_files_alone_train_nothing_and_are_told_apart(
+def test_files_without_runs_train_nothing_and_have_distinct_names(
     tmp_path: Path, out: Path, run: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [rope_vit(tmp_path), run.folder, vit(tmp_path, "axial.safetensors", "axial")]

@@ -21,7 +21,7 @@ def row(epoch: int, seconds: float = 10.0) -> dict[str, float]:
     return {"epoch": epoch, "val_top1": 0.5, "seconds": seconds}
 
 
-def test_work_that_was_timed_takes_its_own_rate_and_other_work_the_mean_of_all() -> None:
+def test_remaining_time_uses_measured_rates_and_their_mean_for_other_work() -> None:
     fast, slow = Part(left=3, done=2, seconds=2), Part(left=5, done=2, seconds=8)
     assert seconds_left([fast, slow]) == pytest.approx(3 * 1 + 5 * 4)
     assert seconds_left([fast, slow, Part(left=4)]) == pytest.approx(23 + 4 * 10 / 4)

@@ -107,7 +107,7 @@ def test_size_that_is_added_measures_itself_alone(out: Path, found: dict[str, An
         assert row["at4x4"] == rows(found, "Top-1 by inference size")[name]["at4x4"]
 
 
-def test_smaller_sizes_alone_are_answered_at_the_smallest(out: Path, found: dict[str, Any]) -> None:
+def test_only_smaller_sizes_are_answered_at_the_smallest(out: Path, found: dict[str, Any]) -> None:
     smaller = kept(resolution.find(lab(out, "learned", "comrope-ld", sizes=[4])))
     assert "4 × 4 (0.5 times the training size)" in smaller["answer"]
     assert "Effect of scaled frequencies" not in {table["title"] for table in smaller["tables"]}
@@ -170,7 +170,7 @@ def test_rescaling_at_larger_sizes_is_interpolation(encoding: str, pool: str) ->
     assert not torch.allclose(one, model(x), rtol=1e-3)
 
 
-def test_lattices_of_a_fixed_range_alone_are_rescaled() -> None:
+def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
     ends = {
         name: ends_of_lattice(vit(name), (8, 8))
         for name in ("comrope-ap:4", "liere", "dinov3", "mixed", "axial", "none")
@@ -249,7 +249,7 @@ def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
     assert note.count(". ") == 1  # two sentences
 
 
-def test_table_that_is_not_ahead_of_all_says_of_how_many() -> None:
+def test_table_that_is_not_ahead_of_all_reports_the_number() -> None:
     [note] = resolution.contradictions(rights(learned=0.5, axial=0.9, mixed=0.2, liere_8=0.49), {}, SIZES)
     assert "is ahead of 1 of 3 rotary encodings, of the closest, mixed, by 30.0 points" in note
 

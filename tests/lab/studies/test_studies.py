@@ -134,7 +134,7 @@ def test_runs_elsewhere_learn_the_same(tmp_path: Path, where: dict) -> None:
         assert mine.val_loss == pytest.approx(theirs.val_loss, rel=1e-5)
 
 
-def test_slurm_without_submitit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_without_submitit_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     here = lab(tmp_path, slurm="partition=gpu,time=5")
     with pytest.raises(ValueError, match="jobs are submitted with submitit"):
@@ -233,7 +233,7 @@ def test_encoding_that_diverged_is_a_result(tmp_path: Path, monkeypatch: pytest.
     assert {row["name"]: row["val_loss"] for row in table["rows"]} == {"mixed": 1.0, "liere": None}
 
 
-def test_files_that_a_run_could_not_read_are_told(tmp_path: Path) -> None:
+def test_files_that_a_run_could_not_read_are_listed(tmp_path: Path) -> None:
     here = lab(tmp_path)
     [trained] = here.train([here.run("none")])
     assert here.skipped == {}

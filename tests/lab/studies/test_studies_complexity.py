@@ -174,7 +174,7 @@ def test_sizes_that_an_encoding_refuses_are_left_out_with_a_note(found: Findings
 
 
 @pytest.mark.slow
-def test_answer_says_which_cells_are_reproduced(found: Findings) -> None:
+def test_answer_names_the_reproduced_cells(found: Findings) -> None:
     assert "32,256 parameters (comrope-ap" in found.answer
     assert "reproduce 13 of 15 cells of LieRE's table 5" in found.answer
     json.dumps(found.plain())

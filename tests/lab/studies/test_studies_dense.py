@@ -145,7 +145,7 @@ def test_differences_explained_by_noise_are_ties() -> None:
     assert list(rank({"a": apart, "b": close}).values()) == ["tied", "tied"]
 
 
-def test_measure_that_is_not_a_number_wins_nothing() -> None:
+def test_measure_of_nan_is_never_best() -> None:
     nan = Drawn(np.array([np.nan]), np.full((1, 10), np.nan), 10)
     assert verdict_of((nan - Drawn(np.array([0.5]), np.full((1, 10), 0.5), 10)).interval()) == "tied"
 
@@ -363,7 +363,7 @@ def test_reference_that_cannot_be_is_refused(tmp_path: Path) -> None:
         dense.find(lab(tmp_path, "mixed", reference="liere:5"))
 
 
-def test_measure_other_than_that_of_the_training_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_other_than_that_of_training_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "mixed")
     faked(here, monkeypatch, {"mixed": 1.0}, ends=0.9)
     found = dense.find(here)

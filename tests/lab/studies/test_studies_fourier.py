@@ -178,6 +178,6 @@ def test_fourier_shows_finished_runs_and_trains_none(tmp_path: Path, monkeypatch
     assert rows[1]["fit_width"] == pytest.approx(rows[2]["fit_width"], rel=0.1)
 
 
-def test_absolute_encoding_alone_is_refused(tmp_path: Path) -> None:
+def test_absolute_encoding_without_rotation_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^fourier needs rotary encodings, got learned$"):
         fourier.find(lab(tmp_path, ["learned"]))

@@ -98,7 +98,7 @@ def test_noncommuting_encodings_have_an_absolute_part_in_every_head(encoding: st
     assert min(shares) > 0.01
 
 
-def test_bias_is_relative_and_its_own_kernel() -> None:
+def test_bias_is_relative_and_equals_its_kernel() -> None:
     model = vit("bias")
     for bias, layer in zip(model.biases, kernels(model, (3, 4)), strict=True):
         for head, found in enumerate(layer):

@@ -175,7 +175,7 @@ def sized(out: Path) -> dict[str, Any]:
     return kept(resolution.find(here)) | {"lab": here}
 
 
-def test_resolution_trains_what_accuracy_trains_and_says_what_it_adds(out: Path, sized: dict[str, Any]) -> None:
+def test_resolution_trains_the_runs_of_accuracy_and_names_additional_ones(out: Path, sized: dict[str, Any]) -> None:
     here = sized["lab"]
     shared = {here.run(name).name for name in here.encodings}
     own = [path for path in out.glob("runs/*/config.yaml") if "jitter: 1.0" in path.read_text()]
@@ -258,7 +258,7 @@ def test_yarn_sharpens_attention_and_leaves_the_trained_model_alone(out: Path) -
 
 
 @pytest.mark.slow
-def test_time_stays_and_motion_has_no_second_stage(out: Path) -> None:
+def test_frames_are_kept_and_motion_has_no_second_stage(out: Path) -> None:
     here = moving(out, "mixed")
     found = kept(resolution.find(here))
     assert [column["title"] for column in found["tables"][0]["columns"][2:-2]] == [

@@ -266,7 +266,7 @@ class TestDataEfficiency:
         assert {run.config.data.train_size for run in lab.asked} == {10, 12, 14, 15}
         assert any("Left out: 30 %, 40 %, 50 % and 60 %" in note for note in findings.notes)
 
-    def test_lead_of_liere_with_the_papers_share_of_the_data_is_told(self) -> None:
+    def test_lead_of_liere_with_the_papers_share_of_the_data_is_reported(self) -> None:
         def hits(run: Run) -> float:
             share = {"learned": 0.3, "mixed": 0.5, "liere:8": 0.6, "liere:4": 0.4}[run.encoding]
             return share + 0.2 * (run.encoding == "liere:8" and run.config.data.train_size == 40)

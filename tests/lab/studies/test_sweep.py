@@ -108,7 +108,7 @@ def test_slurm_array_gets_the_signal_that_we_handle(
 
 
 @pytest.mark.slow
-def test_sweep_on_this_machine_runs_and_tells_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_on_this_machine_runs_and_reports_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("submitit")
     taken = tmp_path / "runs" / "seed=1"
     taken.mkdir(parents=True)
@@ -127,9 +127,7 @@ def test_sweep_on_this_machine_runs_and_tells_what_failed(tmp_path: Path, capsys
     assert weights[0] != weights[1]
 
 
-def test_missing_package_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_package_raises_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(__import__("sys").modules, "submitit", None)
     assert main(["submit", "--cluster=local", "--", *TINY]) == 2
     assert "jobs are submitted with submitit (pip install" in capsys.readouterr().err
