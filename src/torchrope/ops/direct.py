@@ -25,25 +25,31 @@ def rotate_directly(
     if torch.compiler.is_compiling() or is_observed() or not (is_plain(q) and is_plain(k)):
         return None
     checked = rotation.__dict__.get(_CACHED)
-    if checked is None or not checked.is_current(rotation):
+    if checked is None or not checked.is_current():
         checked = _CheckedPlanar.find(rotation)
         rotation.__dict__[_CACHED] = checked
-    if checked is None or not checked.supports(q, k):
+    layout = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype)
+    if checked is None or not checked.supports(q, k, layout):
         return None
     if norms is not None:
-        return _normalise_and_rotate(q, k, rotation, checked, norms)
+        return _normalise_and_rotate(q, k, rotation, checked, norms, layout)
     if not torch.is_grad_enabled():
-        return checked.kernel_for(q, k)(q, k)
+        return checked.kernel_for(q, k, layout)(q, k, layout)
     positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
     if table is not None and table.requires_grad:
         return None
     if not (q.requires_grad or k.requires_grad or positions.requires_grad or frequencies.requires_grad):
-        return checked.kernel_for(q, k)(q, k)
+        return checked.kernel_for(q, k, layout)(q, k, layout)
     return _Rotate.apply(q, k, with_batch_dim(positions, 3), frequencies, table, rotation.halves, checked.kernel)
 
 
 def _normalise_and_rotate(
-    q: Tensor, k: Tensor, rotation: Planar, checked: "_CheckedPlanar", norms: tuple[Norm | None, Norm | None]
+    q: Tensor,
+    k: Tensor,
+    rotation: Planar,
+    checked: "_CheckedPlanar",
+    norms: tuple[Norm | None, Norm | None],
+    layout: tuple,
 ) -> tuple[Tensor, Tensor] | None:
     weights, kinds, eps = as_arguments(norms)
     given = [x for x in weights if x is not None]
@@ -51,7 +57,7 @@ def _normalise_and_rotate(
         return None
     positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, positions, frequencies, *given))):
-        return checked.kernel_for(q, k).normed(q, k, weights, kinds, eps)
+        return checked.kernel_for(q, k, layout).normed(q, k, weights, kinds, eps)
     if table is not None and table.requires_grad:
         return None
     planar = (with_batch_dim(positions, 3), frequencies, table, rotation.halves)
@@ -74,7 +80,7 @@ class _Rotate(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, positions, frequencies, table)
         ctx.halves, ctx.kernel = halves, kernel
-        return kernel(q, k)
+        return kernel(q, k, (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
@@ -140,7 +146,9 @@ class _CheckedPlanar:
         sets: Sets of positions: 1, or one per sample.
         tokens: Tokens per set.
         head_dim: Channels per head.
-        state: Addresses and version counters of the rotation's tensors when it was checked.
+        supported: Layouts of q and k (shapes, strides, dtypes) that fit, with the kernel chosen from the second use on.
+        state: The rotation's tensors, with their addresses and version counters when it was checked; inference tensors
+            have no counter, and must not be modified in-place.
     """
 
     def __init__(self, rotation: Planar) -> None:
@@ -148,10 +156,12 @@ class _CheckedPlanar:
         self.kernel = _kernel_of(rotation)
         self.tabulated: dict[bool, PlanarCall] = {}
         self.uses = 0
+        self.supported: dict[tuple, PlanarCall | None] = {}
         *sets, self.tokens, _ = rotation.positions.shape
         self.sets, self.own_heads = sets[0] if sets else 1, rotation.frequencies.shape[1]
         self.heads, self.head_dim = rotation.heads, rotation.head_dim
-        self.state = _state(rotation)
+        tensors = (rotation.positions, rotation.frequencies, rotation.table)
+        self.state = [(x, x.data_ptr(), None if x.is_inference() else x._version) for x in tensors if x is not None]
 
     @classmethod
     def find(cls, rotation: Planar) -> "_CheckedPlanar | None":
@@ -163,12 +173,25 @@ class _CheckedPlanar:
             return None
         return cls(rotation)
 
-    def is_current(self, rotation: Planar) -> bool:
+    def is_current(self) -> bool:
         """Return whether the rotation's tensors are unchanged since it was checked."""
-        return _state(rotation) == self.state
+        for x, address, version in self.state:
+            if x.data_ptr() != address or (version is not None and x._version != version):
+                return False
+        return True
 
-    def supports(self, q: Tensor, k: Tensor) -> bool:
+    def supports(self, q: Tensor, k: Tensor, layout: tuple) -> bool:
         """Return whether the kernel supports q and k and their shapes fit the rotation."""
+        if layout in self.supported:
+            return True
+        if not self._fits(q, k):
+            return False
+        if len(self.supported) >= _MOST_LAYOUTS:
+            self.supported.clear()
+        self.supported[layout] = None
+        return True
+
+    def _fits(self, q: Tensor, k: Tensor) -> bool:
         shape, key_shape = q.shape, k.shape
         if len(shape) != 4 or len(key_shape) != 4 or q.dtype not in DTYPES or k.dtype not in DTYPES:
             return False
@@ -183,14 +206,21 @@ class _CheckedPlanar:
             and (self.sets == 1 or batch == key_batch == self.sets)
         )
 
-    def kernel_for(self, q: Tensor, k: Tensor) -> PlanarCall:
+    def kernel_for(self, q: Tensor, k: Tensor, layout: tuple) -> PlanarCall:
         """Return the kernel; from the second use on, the one with a table if each angle serves few rows."""
+        chosen = self.supported.get(layout)
+        if chosen is not None:
+            return chosen
         self.uses += 1
-        rows = (len(q) * q.shape[1] + len(k) * k.shape[1]) // max(self.sets * self.own_heads, 1)
-        if self.uses < 2 or rows > _FEW_ROWS:
+        if self.uses < 2:
             return self.kernel
+        self.supported[layout] = chosen = self._choose(q, k)
+        return chosen
+
+    def _choose(self, q: Tensor, k: Tensor) -> PlanarCall:
+        rows = (len(q) * q.shape[1] + len(k) * k.shape[1]) // max(self.sets * self.own_heads, 1)
         rotation = self.rotation()
-        if rotation is None or rotation.table is not None:
+        if rows > _FEW_ROWS or rotation is None or rotation.table is not None:
             return self.kernel
         split = rotation.halves or q.dtype == torch.bfloat16
         if split not in self.tabulated:
@@ -198,6 +228,7 @@ class _CheckedPlanar:
         return self.tabulated[split]
 
 
+_MOST_LAYOUTS = 256
 _FEW_ROWS = 16
 """Largest number of rows per angle for which reading cos and sin is faster than computing them."""
 
@@ -220,14 +251,3 @@ def _cos_and_sin(rotation: Planar, split: bool) -> Tensor:
     units = frequencies.new_zeros(len(positions), frequencies.shape[1], positions.shape[1], 2 * pairs)
     units[..., slice(pairs) if split else slice(None, None, 2)] = 1
     return native.rotate_planar(units, units[:0], positions, frequencies, halves=split)[0]
-
-
-def _state(rotation: Planar) -> tuple[int, ...]:
-    positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
-    of_table = (0, 0) if table is None else (table.data_ptr(), _version(table))
-    return positions.data_ptr(), frequencies.data_ptr(), _version(positions), _version(frequencies), *of_table
-
-
-def _version(x: Tensor) -> int:
-    """Return the version counter of a tensor; inference tensors have none, and must not be modified in-place."""
-    return 0 if x.is_inference() else x._version

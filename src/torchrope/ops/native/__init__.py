@@ -37,6 +37,10 @@ def _load() -> ctypes.CDLL | None:
 LIBRARY = _load()
 """The library for this processor, or None."""
 
+_PLANAR_AGAIN: Any = getattr(LIBRARY, "torchrope_planar_again", None)
+if LIBRARY is not None:
+    _PLANAR_AGAIN.argtypes = [_INTEGER] * 10
+
 
 class _Rows(ctypes.Structure):
     _fields_ = [("data", _ADDRESS), ("stride", _INTEGER * 3), ("dtype", _INTEGER)]
@@ -261,13 +265,32 @@ class PlanarCall:
         split: bool = False,
     ) -> None:
         self._arguments = _planar_arguments(positions, frequencies, table, halves, head_dim, split)
+        self._prepared: dict[tuple, tuple[int, _Planar]] = {}
 
-    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate channel pairs of q and k."""
+    def __call__(self, q: Tensor, k: Tensor, layout: tuple) -> tuple[Tensor, Tensor]:
+        """Rotate channel pairs of q and k, whose layout is their shapes, strides and dtypes."""
+        prepared = self._prepared.get(layout)
+        if prepared is None:
+            return self._prepare(layout, q, k)
+        out_q, out_k = torch.empty_like(q), torch.empty_like(k)
+        addresses = q.data_ptr(), k.data_ptr(), out_q.data_ptr(), out_k.data_ptr()
+        _run_again(prepared[0], *addresses, torch.get_num_threads(), 0, 0, 0, 0)
+        return out_q, out_k
+
+    def _prepare(self, layout: tuple, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate, and keep the arguments for the next tensors of this layout."""
         call = self._copy()
         out = call.set_sides(q, k)
         call.run("torchrope_planar", 0)
+        self._keep(layout, call)
         return out
+
+    def _keep(self, layout: tuple, call: _Planar) -> None:
+        """Keep the arguments of a call whose tensors are read and written in place."""
+        if layout in _LAYOUTS:
+            if len(self._prepared) >= _MOST_LAYOUTS:
+                self._prepared.clear()
+            self._prepared[layout] = (ctypes.addressof(call), call)
 
     def backward(
         self,
@@ -279,11 +302,21 @@ class PlanarCall:
         frequencies: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Compute gradients to q, k, and to positions and frequencies if these are given."""
+        layout: tuple = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype)
+        layout = (*layout, grad_q.shape, grad_q.stride(), grad_q.dtype, grad_k.shape, grad_k.stride(), grad_k.dtype)
+        d_positions, d_frequencies = (None if x is None else _gradient(x, True) for x in (positions, frequencies))
+        of_angles = _address_of(d_frequencies) or 0, _address_of(d_positions) or 0
+        prepared = self._prepared.get(layout)
+        if prepared is not None:
+            out = torch.empty_like(q), torch.empty_like(k)
+            addresses = q.data_ptr(), k.data_ptr(), out[0].data_ptr(), out[1].data_ptr(), torch.get_num_threads()
+            _run_again(prepared[0], *addresses, grad_q.data_ptr(), grad_k.data_ptr(), *of_angles)
+            return (*out, d_positions, d_frequencies)
         call = self._copy()
         out = call.set_sides(q, k, grad_q, grad_k)
-        d_positions, d_frequencies = (None if x is None else _gradient(x, True) for x in (positions, frequencies))
-        call.d_positions, call.d_frequencies = _address_of(d_positions), _address_of(d_frequencies)
+        call.d_frequencies, call.d_positions = of_angles
         call.run("torchrope_planar", 1)
+        self._keep(layout, call)
         return (*out, d_positions, d_frequencies)
 
     def normed(
@@ -572,6 +605,13 @@ def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
 
 def _kernel(name: str) -> Any:
     return getattr(LIBRARY, name)
+
+
+def _run_again(*arguments: int) -> None:
+    """Call the planar kernel with the address of prepared arguments, addresses of tensors and a number of threads."""
+    status = _PLANAR_AGAIN(*arguments)
+    if status:
+        _raise_for("torchrope_planar", status)
 
 
 def _raise_for(name: str, status: int) -> None:

@@ -561,3 +561,17 @@ API int64_t torchrope_planar(const Planar *p, int64_t backward) {
     free(partial);
     return status;
 }
+
+/* Rotate other tensors of the layout that p describes, or compute gradients if grad_q is given; p is not changed, so that
+   calls may be concurrent. */
+API int64_t torchrope_planar_again(const Planar *p, void *q, void *k, void *out_q, void *out_k, int64_t threads,
+                                   void *grad_q, void *grad_k, float *d_frequencies, float *d_positions) {
+    CHECK_LAYOUT(p);
+    Planar call = *p;
+    call.sides[0].x.data = q, call.sides[1].x.data = k;
+    call.sides[0].out.data = out_q, call.sides[1].out.data = out_k;
+    call.sides[0].grad.data = grad_q, call.sides[1].grad.data = grad_k;
+    call.d_frequencies = d_frequencies, call.d_positions = d_positions;
+    call.threads = threads;
+    return torchrope_planar(&call, grad_q != NULL);
+}
