@@ -1,6 +1,5 @@
 """Every test starts from the same random state, with nothing compiled."""
 
-import ctypes
 import sys
 
 import pytest
@@ -16,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--kernels")
     if path is not None:
-        native.LIBRARY = ctypes.CDLL(path)
+        native.LIBRARY = native.load(path)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ import torch
 from building import KERNELS, compile_sources
 from torch import Tensor, nn
 
+from torchrope.ops import native
+
 CROSS_COMPILER = shutil.which("aarch64-linux-gnu-gcc")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 
@@ -39,6 +41,8 @@ class EmulatedLibrary:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
+        if name == "torchrope_planar_again":
+            return self._call_again
         if name not in _NAMES:
             raise AttributeError(name)
         return lambda arguments, *settings: self._call(name, arguments._obj, *(int(s.value) for s in settings))
@@ -58,6 +62,15 @@ class EmulatedLibrary:
             at += size
         assert at == len(left)
         return int(struct.unpack_from("q", left)[0])
+
+    def _call_again(self, prepared: int, q: int, k: int, out_q: int, out_k: int, threads: int, *gradients: int) -> int:
+        """Run a call of prepared arguments with other tensors, as the kernel does it."""
+        arguments = native._Planar.from_buffer_copy(native._Planar.from_address(prepared))
+        grad_q, grad_k, arguments.d_frequencies, arguments.d_positions = gradients
+        for side, x, out, grad in zip(arguments.sides, (q, k), (out_q, out_k), (grad_q, grad_k), strict=True):
+            side.x.data, side.out.data, side.grad.data = x, out, grad
+        arguments.threads = threads
+        return self._call("torchrope_planar", arguments, int(grad_q != 0))
 
 
 def _find_memory(arguments: ctypes.Structure) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:

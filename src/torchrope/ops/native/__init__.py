@@ -23,23 +23,26 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CAPABILITY = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generic")}
 
 
-def _load() -> ctypes.CDLL | None:
+def load(path: str) -> ctypes.CDLL:
+    """Load a library of kernels, to be assigned to `LIBRARY`."""
+    library = ctypes.CDLL(path)
+    library.torchrope_planar_again.argtypes = [_INTEGER] * 10
+    return library
+
+
+def _load_fastest() -> ctypes.CDLL | None:
     for name in _CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ("generic",)):
         spec = find_spec(f"{__name__}._{name}")
         if spec is not None and spec.origin is not None:
             try:
-                return ctypes.CDLL(spec.origin)
-            except OSError:  # built for another system
+                return load(spec.origin)
+            except (OSError, AttributeError):  # built for another system, or from other sources
                 continue
     return None
 
 
-LIBRARY = _load()
+LIBRARY = _load_fastest()
 """The library for this processor, or None."""
-
-_PLANAR_AGAIN: Any = getattr(LIBRARY, "torchrope_planar_again", None)
-if LIBRARY is not None:
-    _PLANAR_AGAIN.argtypes = [_INTEGER] * 10
 
 
 class _Rows(ctypes.Structure):
@@ -609,7 +612,7 @@ def _kernel(name: str) -> Any:
 
 def _run_again(*arguments: int) -> None:
     """Call the planar kernel with the address of prepared arguments, addresses of tensors and a number of threads."""
-    status = _PLANAR_AGAIN(*arguments)
+    status = _kernel("torchrope_planar_again")(*arguments)
     if status:
         _raise_for("torchrope_planar", status)
 
