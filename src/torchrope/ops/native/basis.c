@@ -38,25 +38,30 @@ typedef struct {
     float *half_cosine, *half_sine;   /* of half the angles */
     float *moment;                    /* gradients of the angles */
     float *gaps;                      /* blocks of eight: 1 / (w_j + w_k) and 1 / (w_j - w_k) */
+    float *turns;                     /* blocks of eight: coefficients of the rotation, (tokens, blocks, 2, 8) */
     double *scale;                    /* s of every block */
     int64_t *returns;                 /* whether U is applied last to a block: it must be if the block never rotates */
-    int64_t row, width;
+    int64_t row, width, planes;       /* planes: floats between tokens */
 } Workspace;
+
+enum { GROUP_TOKENS = 8, GROUP_ROWS = 4, GROUP = GROUP_TOKENS * GROUP_ROWS };
 
 static Workspace lay_out(const Basis *p, Arena *arena) {
     Workspace w;
-    int64_t b = p->b, planes = p->blocks * b / 2;
+    int64_t b = p->b, planes = p->blocks * b / 2, tokens = b == 8 ? GROUP_TOKENS : 1;
     w.width = padded(b);
+    w.planes = planes + 64;
     w.row = round_up(p->blocks * b + w.width, 16);
     float **panels[] = {&w.x, &w.grad, &w.y, &w.h, &w.raw};
     for (int i = 0; i < 5; i++) *panels[i] = take(arena, 4 * ROWS * w.row);
-    w.products = take(arena, 4 * p->blocks * b * w.width);
+    w.products = take(arena, 4 * tokens * p->blocks * b * w.width);
     float **rows[] = {&w.less, &w.sine, &w.half_cosine, &w.half_sine, &w.moment};
-    for (int i = 0; i < 5; i++) *rows[i] = take(arena, 4 * (planes + 64));
+    for (int i = 0; i < 5; i++) *rows[i] = take(arena, 4 * tokens * w.planes);
     w.gaps = take(arena, 4 * 32 * (b == 8 ? p->blocks : 0));
+    w.turns = take(arena, 4 * 16 * (b == 8 ? tokens * p->blocks : 0));
     w.spill = take(arena, 4 * ROWS * w.width);
     w.sums = take(arena, 4 * 2 * planes * b);
-    w.scale = take(arena, 8 * p->blocks);
+    w.scale = take(arena, 8 * tokens * p->blocks);
     w.returns = take(arena, 8 * p->blocks);
     return w;
 }
@@ -308,31 +313,53 @@ INLINE void rotate_token_back(int64_t b, const Job *job, int64_t set, int64_t he
 
 /* ---- blocks of eight, the most frequent size: a row of a block is one vector, U stays in registers ---- */
 
-enum { MANY = 8 }; /* rows of a panel that are prefetched */
-
 typedef int32_t vi8 __attribute__((vector_size(32), aligned(4), may_alias));
 
 INLINE v8 halves(v4 low, v4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE v8 swap_halves(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
 
-/* Where the rows of a panel are read and written: in their tensors if those are float32, else in scratch. Many rows are
-   prefetched, because the hardware prefetcher follows fewer streams; few are not, because it finds them itself. */
+/* Some rows of a panel, at neighbouring tokens: memory is read in order, and U is loaded once for all of them. */
 typedef struct {
-    const float *x[ROWS], *grad[ROWS];
-    float *out[ROWS];
+    const Panel *panel;
+    int64_t from, rows, first, tokens; /* rows of the panel; tokens of the set */
+} Group;
+
+/* Where the rows of a group are read and written, token by token: in their tensors if those are float32, else in
+   scratch. */
+typedef struct {
+    const float *x[GROUP], *grad[GROUP];
+    float *out[GROUP];
 } Places;
 
-INLINE void find_places(const Panel *panel, int64_t token, int64_t n, int with_x, int with_grad, Workspace w,
-                        Places *places) {
-    for (int64_t i = 0; i < panel->count; i++) {
-        const Side *side = panel->side[i];
-        int64_t sample = panel->sample[i], head = panel->head[i];
-        if (with_x) places->x[i] = load_row(&side->x, row_offset(&side->x, sample, head, token), n, w.raw + i * w.row);
-        if (with_grad)
-            places->grad[i] = load_row(&side->grad, row_offset(&side->grad, sample, head, token), n, w.grad + i * w.row);
-        places->out[i] = side->out.dtype == FLOAT32
-                             ? (float *)side->out.data + row_offset(&side->out, sample, head, token)
-                             : w.y + i * w.row;
+INLINE void find_places(Group g, int64_t n, int with_x, int with_grad, Workspace w, Places *places) {
+    for (int64_t r = 0; r < g.rows; r++) {
+        const Side *side = g.panel->side[g.from + r];
+        int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
+        int64_t x = row_offset(&side->x, sample, head, g.first), grad = row_offset(&side->grad, sample, head, g.first);
+        int64_t out = row_offset(&side->out, sample, head, g.first);
+        for (int64_t t = 0; t < g.tokens; t++) {
+            int64_t i = t * g.rows + r;
+            if (with_x) places->x[i] = load_row(&side->x, x + t * side->x.stride[2], n, w.raw + i * w.row);
+            if (with_grad)
+                places->grad[i] = load_row(&side->grad, grad + t * side->grad.stride[2], n, w.grad + i * w.row);
+            places->out[i] = side->out.dtype == FLOAT32 ? (float *)side->out.data + out + t * side->out.stride[2]
+                                                        : w.y + i * w.row;
+        }
+    }
+}
+
+/* Rows rotated in scratch are rounded to their dtype; unrotated channels are copied. */
+INLINE void finish_rows(Group g, int64_t n, int64_t head_dim, int of_gradient, Workspace w) {
+    for (int64_t r = 0; r < g.rows; r++) {
+        const Side *side = g.panel->side[g.from + r];
+        const Rows *in = of_gradient ? &side->grad : &side->x;
+        if (side->out.dtype == FLOAT32 && n == head_dim) continue;
+        for (int64_t t = 0; t < g.tokens; t++) {
+            int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
+            int64_t target = row_offset(&side->out, sample, head, g.first + t);
+            if (side->out.dtype != FLOAT32) store_row(&side->out, target, n, w.y + (t * g.rows + r) * w.row);
+            copy_row(in, row_offset(in, sample, head, g.first + t), &side->out, target, n, head_dim - n);
+        }
     }
 }
 
@@ -347,43 +374,45 @@ INLINE v8 times_matrix(const float *x, const v8 *matrix) {
     return sum;
 }
 
-/* rot x, if `whole`, or (rot - 1) x, as  c x + s (x with its halves swapped). */
-typedef struct {
-    v8 c, s;
-} PlaneRotation;
-
-INLINE PlaneRotation rotation_of_block(int64_t block, float sign, int whole, Workspace w) {
-    v4 less = *(const v4 *)(w.less + 4 * block), sine = sign * *(const v4 *)(w.sine + 4 * block);
-    v4 c = less + (whole ? 1.0f : 0.0f);
-    return (PlaneRotation){halves(c, c), halves(-sine, sine)};
+/* Of a block and token, so that rot x, or (rot - 1) x if U is applied last, is  c x + s (x with its halves swapped). */
+INLINE void find_turns(const Basis *p, int64_t token, float sign, Workspace w) {
+    float *turn = w.turns + token * 16 * p->blocks;
+    for (int64_t block = 0; block < p->blocks; block++, turn += 16) {
+        v4 less = *(const v4 *)(w.less + 4 * block), sine = sign * *(const v4 *)(w.sine + 4 * block);
+        v4 c = less + (w.returns[block] ? 0.0f : 1.0f);
+        *(v8 *)turn = halves(c, c);
+        *(v8 *)(turn + 8) = halves(-sine, sine);
+    }
 }
 
-INLINE v8 rotated(PlaneRotation rotation, v8 x) { return rotation.c * x + rotation.s * swap_halves(x); }
+INLINE v8 rotated(v8 c, v8 s, v8 x) { return c * x + s * swap_halves(x); }
 
-/* R x or rot U^T x in one block of the rows of a panel. */
-INLINE void rotate_rows(const Places *places, int64_t count, int64_t block, Workspace w) {
-    float changes[ROWS][8];
+/* R x or rot U^T x in one block of the rows of a group. */
+INLINE void rotate_rows(const Places *places, Group g, int64_t blocks, int64_t block, Workspace w) {
+    float changes[GROUP][8];
+    int64_t returns = w.returns[block];
     v8 matrix[8];
-    PlaneRotation rotation = rotation_of_block(block, 1, !w.returns[block], w);
     load_matrix(w.inner + 64 * block, matrix);
-    if (!w.returns[block]) {
-        for (int64_t i = 0; i < count; i++)
-            *(v8 *)(places->out[i] + 8 * block) = rotated(rotation, times_matrix(places->x[i] + 8 * block, matrix));
-        return;
+    for (int64_t t = 0, i = 0; t < g.tokens; t++) {
+        const float *turn = w.turns + 16 * (t * blocks + block);
+        v8 c = *(const v8 *)turn, s = *(const v8 *)(turn + 8);
+        for (int64_t last = i + g.rows; i < last; i++) {
+            v8 y = rotated(c, s, times_matrix(places->x[i] + 8 * block, matrix));
+            *(v8 *)(returns ? changes[i] : places->out[i] + 8 * block) = y;
+        }
     }
-    for (int64_t i = 0; i < count; i++)
-        *(v8 *)changes[i] = rotated(rotation, times_matrix(places->x[i] + 8 * block, matrix));
+    if (!returns) return;
     load_matrix(w.outer + 64 * block, matrix);
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < g.tokens * g.rows; i++) {
         v8 x = *(const v8 *)(places->x[i] + 8 * block);
         *(v8 *)(places->out[i] + 8 * block) = x + times_matrix(changes[i], matrix);
     }
 }
 
-/* sum h x'^T over the rows of a panel, added to what earlier panels of the token left if `more`. */
-INLINE void multiply_rows(const float (*h)[8], const float (*inside)[8], int64_t count, float *products, int more) {
+/* sum h x'^T over rows of a token, added to those before. */
+INLINE void multiply_rows(const float (*h)[8], const float (*inside)[8], int64_t count, float *products) {
     v8 sum[8];
-    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) sum[j] = more ? *(const v8 *)(products + 8 * j) : (v8){0};
+    load_matrix(products, sum);
     for (int64_t i = 0; i < count; i++) {
         v8 row = *(const v8 *)inside[i];
         _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) sum[j] += h[i][j] * row;
@@ -391,22 +420,26 @@ INLINE void multiply_rows(const float (*h)[8], const float (*inside)[8], int64_t
     _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) *(v8 *)(products + 8 * j) = sum[j];
 }
 
-/* In one block of the rows of a panel: dx = gy + U (rot^T - 1) h or U rot^T h, and sum h x'^T. */
-INLINE void rotate_rows_back(const Places *places, int64_t count, int64_t block, int wanted, int more, Workspace w) {
-    float h[ROWS][8], inside[ROWS][8], changes[ROWS][8];
+/* In one block of the rows of a group: dx = gy + U (rot^T - 1) h or U rot^T h, and sum h x'^T of each token. */
+INLINE void rotate_rows_back(const Places *places, Group g, int64_t blocks, int64_t block, int wanted, Workspace w) {
+    float h[GROUP][8], inside[GROUP][8], changes[GROUP][8];
+    int64_t returns = w.returns[block], count = g.tokens * g.rows;
     v8 matrix[8];
-    int64_t returns = w.returns[block];
-    PlaneRotation rotation = rotation_of_block(block, -1, !returns, w);
     load_matrix(w.inner + 64 * block, matrix);
-    for (int64_t i = 0; i < count; i++) {
-        const float *grad = places->grad[i] + 8 * block;
-        v8 into = returns ? times_matrix(grad, matrix) : *(const v8 *)grad;
-        *(v8 *)h[i] = into;
-        *(v8 *)changes[i] = rotated(rotation, into);
+    for (int64_t t = 0, i = 0; t < g.tokens; t++) {
+        const float *turn = w.turns + 16 * (t * blocks + block);
+        v8 c = *(const v8 *)turn, s = *(const v8 *)(turn + 8);
+        for (int64_t last = i + g.rows; i < last; i++) {
+            const float *grad = places->grad[i] + 8 * block;
+            v8 into = returns ? times_matrix(grad, matrix) : *(const v8 *)grad;
+            *(v8 *)h[i] = into;
+            *(v8 *)changes[i] = rotated(c, s, into);
+        }
     }
     if (wanted) {
         for (int64_t i = 0; i < count; i++) *(v8 *)inside[i] = times_matrix(places->x[i] + 8 * block, matrix);
-        multiply_rows(h, inside, count, w.products + 64 * block, more);
+        for (int64_t t = 0; t < g.tokens; t++)
+            multiply_rows(h + t * g.rows, inside + t * g.rows, g.rows, w.products + 64 * (t * blocks + block));
     }
     load_matrix(w.outer + 64 * block, matrix);
     for (int64_t i = 0; i < count; i++) {
@@ -416,30 +449,40 @@ INLINE void rotate_rows_back(const Places *places, int64_t count, int64_t block,
     }
 }
 
-/* Rows rotated in scratch are rounded to their dtype; unrotated channels are copied. */
-INLINE void finish_rows(const Panel *panel, int64_t token, int64_t n, int64_t head_dim, int of_gradient, Workspace w) {
-    for (int64_t i = 0; i < panel->count; i++) {
-        const Side *side = panel->side[i];
-        const Rows *in = of_gradient ? &side->grad : &side->x;
-        if (side->out.dtype == FLOAT32 && n == head_dim) continue;
-        int64_t target = row_offset(&side->out, panel->sample[i], panel->head[i], token);
-        if (side->out.dtype != FLOAT32) store_row(&side->out, target, n, w.y + i * w.row);
-        copy_row(in, row_offset(in, panel->sample[i], panel->head[i], token), &side->out, target, n, head_dim - n);
-    }
+/* The workspace of a token of a group: its angles, their gradients and its products. */
+INLINE Workspace of_token(Workspace w, int64_t blocks, int64_t token) {
+    int64_t step = token * w.planes;
+    w.less += step, w.sine += step, w.half_cosine += step, w.half_sine += step, w.moment += step;
+    w.scale += token * blocks;
+    w.products += token * 64 * blocks;
+    return w;
 }
 
-static void rotate_token_8(const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
+/* Rotate all rows of some tokens, or compute their gradients. */
+INLINE void rotate_group_8(const Basis *p, int64_t set, int64_t head, int64_t first, int64_t tokens, int backward,
+                           Workspace w) {
     int64_t n = 8 * p->blocks;
+    int wanted = backward && p->d_base;
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     Places places;
-    find_rotation(8, p, set, head, token, w);
-    while (next_panel(&walk, &panel)) {
-        find_places(&panel, token, n, 1, 0, w, &places);
-        if (panel.count >= MANY && token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
-        for (int64_t block = 0; block < p->blocks; block++) rotate_rows(&places, panel.count, block, w);
-        finish_rows(&panel, token, n, p->head_dim, 0, w);
+    for (int64_t t = 0; t < tokens; t++) {
+        Workspace own = of_token(w, p->blocks, t);
+        find_rotation(8, p, set, head, first + t, own);
+        find_turns(p, t, backward ? -1 : 1, own);
     }
+    if (wanted) memset(w.products, 0, 4 * tokens * 64 * p->blocks);
+    while (next_panel(&walk, &panel))
+        for (int64_t from = 0; from < panel.count; from += GROUP_ROWS) {
+            Group g = {&panel, from, least(GROUP_ROWS, panel.count - from), first, tokens};
+            find_places(g, n, !backward || wanted, backward, w, &places);
+            for (int64_t block = 0; block < p->blocks; block++)
+                if (backward)
+                    rotate_rows_back(&places, g, p->blocks, block, wanted, w);
+                else
+                    rotate_rows(&places, g, p->blocks, block, w);
+            finish_rows(g, n, p->head_dim, backward, w);
+        }
 }
 
 /* As `add_products`, with [w_j + w_k, w_j - w_k] for the four k side by side: `gaps` are their reciprocals. The sums
@@ -477,28 +520,18 @@ INLINE void add_products_8(const Basis *p, int64_t head, Workspace w) {
     }
 }
 
-static void rotate_token_back_8(const Job *job, int64_t set, int64_t head, int64_t token, int64_t part, Workspace w) {
+INLINE void rotate_set_8(const Job *job, int64_t set, int64_t head, int64_t first, int64_t last, int64_t part,
+                         int backward, Workspace w) {
     const Basis *p = job->p;
-    int64_t n = 8 * p->blocks;
-    int wanted = p->d_base != NULL, more = 0;
-    Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
-    Panel panel;
-    Places places;
-    find_rotation(8, p, set, head, token, w);
-    while (next_panel(&walk, &panel)) {
-        find_places(&panel, token, n, wanted, 1, w, &places);
-        if (panel.count >= MANY && token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
-        for (int64_t block = 0; block < p->blocks; block++)
-            rotate_rows_back(&places, panel.count, block, wanted, more, w);
-        finish_rows(&panel, token, n, p->head_dim, 1, w);
-        more = 1;
+    for (int64_t token = first; token < last; token += GROUP_TOKENS) {
+        int64_t tokens = least(GROUP_TOKENS, last - token);
+        rotate_group_8(p, set, head, token, tokens, backward, w);
+        for (int64_t t = 0; backward && p->d_base && t < tokens; t++) {
+            Workspace own = of_token(w, p->blocks, t);
+            add_products_8(p, head, own);
+            reduce_angles(job, set, head, token + t, part, own);
+        }
     }
-    if (!wanted) return;
-    if (more)
-        add_products_8(p, head, w);
-    else
-        memset(w.moment, 0, 4 * 4 * p->blocks);
-    reduce_angles(job, set, head, token, part, w);
 }
 
 /* The gradient in the basis, as a real matrix: [[re a + re b, im b - im a], [im a + im b, re a - re b]] a pair. */
@@ -534,15 +567,14 @@ INLINE void basis_part(int64_t b, const Job *job, int64_t item, void *memory, in
             memset(job->coefficients + ((part * p->axes + axis) * p->heads + head) * p->blocks, 0, 4 * p->blocks);
     }
     for (int64_t set = 0; set < p->sets; set++)
-        for (int64_t token = first; token < last; token++)
-            if (b == 8 && backward)
-                rotate_token_back_8(job, set, head, token, part, w);
-            else if (b == 8)
-                rotate_token_8(p, set, head, token, w);
-            else if (backward)
-                rotate_token_back(b, job, set, head, token, part, w);
-            else
-                rotate_token(b, p, set, head, token, w);
+        if (b == 8)
+            rotate_set_8(job, set, head, first, last, part, backward, w);
+        else
+            for (int64_t token = first; token < last; token++)
+                if (backward)
+                    rotate_token_back(b, job, set, head, token, part, w);
+                else
+                    rotate_token(b, p, set, head, token, w);
     if (backward && p->d_base) write_sums(job, head, part, w);
 }
 
