@@ -63,14 +63,18 @@ class EmulatedLibrary:
         assert at == len(left)
         return int(struct.unpack_from("q", left)[0])
 
-    def _call_again(self, prepared: int, q: int, k: int, out_q: int, out_k: int, threads: int, *gradients: int) -> int:
-        """Run a call of prepared arguments with other tensors, as the kernel does it."""
-        arguments = native._Planar.from_buffer_copy(native._Planar.from_address(prepared))
-        grad_q, grad_k, arguments.d_frequencies, arguments.d_positions = gradients
-        for side, x, out, grad in zip(arguments.sides, (q, k), (out_q, out_k), (grad_q, grad_k), strict=True):
-            side.x.data, side.out.data, side.grad.data = x, out, grad
-        arguments.threads = threads
-        return self._call("torchrope_planar", arguments, int(grad_q != 0))
+    def _call_again(self, packed: bytes) -> int:
+        """Run a call whose layout is described elsewhere, as the kernel does it."""
+        call = native._PlanarCall.from_buffer_copy(packed)
+        arguments = native._Planar.from_buffer_copy(call.layout.contents)
+        for name in ("positions", "frequencies", "table"):
+            setattr(arguments.angles, name, getattr(call, name))
+        for side, name in zip(arguments.sides, ("q", "k"), strict=True):
+            side.x.data = getattr(call, name)
+            side.out.data, side.grad.data = getattr(call, f"out_{name}"), getattr(call, f"grad_{name}")
+        arguments.d_frequencies, arguments.d_positions = call.d_frequencies, call.d_positions
+        arguments.threads = call.threads
+        return self._call("torchrope_planar", arguments, int(call.grad_q is not None))
 
 
 def _find_memory(arguments: ctypes.Structure) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:

@@ -40,7 +40,8 @@ def rotate_directly(
         return None
     if not (q.requires_grad or k.requires_grad or positions.requires_grad or frequencies.requires_grad):
         return checked.kernel_for(q, k, layout)(q, k, layout)
-    return _Rotate.apply(q, k, with_batch_dim(positions, 3), frequencies, table, rotation.halves, checked.kernel)
+    positions = with_batch_dim(positions, 3) if positions.requires_grad else positions
+    return _Rotate.apply(q, k, positions, frequencies, table, rotation.halves, checked.kernel, layout)
 
 
 def _normalise_and_rotate(
@@ -77,19 +78,20 @@ class _Rotate(torch.autograd.Function):
         table: Tensor | None,
         halves: bool,
         kernel: PlanarCall,
+        layout: tuple,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, positions, frequencies, table)
         ctx.halves, ctx.kernel = halves, kernel
-        return kernel(q, k, (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype))
+        return kernel(q, k, layout)
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
         if torch.is_grad_enabled() or is_observed() or not (is_plain(grad_q) and is_plain(grad_k)):
-            return *planar_gradient(ctx, grad_q, grad_k), None
+            return *planar_gradient(ctx, grad_q, grad_k), None, None
         q, k, positions, frequencies, _ = ctx.saved_tensors
         _, _, needs_positions, needs_frequencies, *_ = ctx.needs_input_grad
         wanted = (positions if needs_positions else None, frequencies if needs_frequencies else None)
-        return *ctx.kernel.backward(grad_q, grad_k, q, k, *wanted), None, None, None
+        return *ctx.kernel.backward(grad_q, grad_k, q, k, *wanted), None, None, None, None
 
 
 class _NormaliseAndRotate(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from torchrope.tensors import empty_rows
+from torchrope.tensors import empty_rows, with_batch_dim
 
 OPS = torch.ops.torchrope
 """Namespace of the registered operators."""
@@ -188,9 +188,9 @@ def _save_planar(ctx: Any, inputs: tuple, output: tuple) -> None:
 def planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     """Gradients to the inputs of `rotate_planar`."""
     wanted = list(ctx.needs_input_grad[2:4])
-    dq, dk, d_positions, d_frequencies = call(
-        "rotate_planar_backward", grad_q, grad_k, *ctx.saved_tensors, ctx.halves, wanted
-    )
+    q, k, positions, *angles = ctx.saved_tensors
+    inputs = (q, k, with_batch_dim(positions, 3), *angles)
+    dq, dk, d_positions, d_frequencies = call("rotate_planar_backward", grad_q, grad_k, *inputs, ctx.halves, wanted)
     return dq, dk, _or_none(d_positions, wanted[0]), _or_none(d_frequencies, wanted[1]), None, None
 
 

@@ -26,7 +26,7 @@ _CAPABILITY = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generi
 def load(path: str) -> ctypes.CDLL:
     """Load a library of kernels, to be assigned to `LIBRARY`."""
     library = ctypes.CDLL(path)
-    library.torchrope_planar_again.argtypes = [_INTEGER] * 10
+    library.torchrope_planar_again.argtypes = [_ADDRESS]
     return library
 
 
@@ -77,10 +77,8 @@ class _Arguments(ctypes.Structure):
 
     def keep(self, tensor: Tensor) -> int:
         """Return the address of a tensor in contiguous float32, kept alive as long as this object."""
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            tensor = tensor.detach().to(torch.float32).contiguous()
-        self.kept.append(tensor)
-        return tensor.data_ptr()
+        self.kept.append(_contiguous_float(tensor))
+        return self.kept[-1].data_ptr()
 
     def run(self, name: str, *settings: int, items: int = 1) -> None:
         """Call a kernel, unless `items` is 0: empty tensors have no address.
@@ -107,9 +105,7 @@ class _Sides(_Arguments):
         Sizes and strides are kept for the next tensors with the same ones: describing them takes longer than a kernel
         on small inputs.
         """
-        layout: tuple = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype)
-        if grad_q is not None and grad_k is not None:
-            layout = (*layout, grad_q.shape, grad_q.stride(), grad_q.dtype, grad_k.shape, grad_k.stride(), grad_k.dtype)
+        layout = _layout_of(q, k) if grad_q is None or grad_k is None else _layout_of(q, k, grad_q, grad_k)
         sides = _LAYOUTS.get(layout)
         if sides is None:
             return self._describe_sides(layout, q, k, grad_q, grad_k)
@@ -246,8 +242,26 @@ class _SkewEig(_Arguments):
     _fields_ = _integers("size count b threads") + _addresses("base basis angular")
 
 
+class _PlanarCall(ctypes.Structure):
+    """A call of the planar kernel: its layout, and the tensors of this call."""
+
+    _fields_ = [
+        ("size", _INTEGER),
+        ("layout", ctypes.POINTER(_Planar)),
+        *_addresses("positions frequencies table q k out_q out_k grad_q grad_k d_frequencies d_positions"),
+        ("threads", _INTEGER),
+    ]
+
+
+_PACK_CALL = struct.Struct(f"{ctypes.sizeof(_PlanarCall) // 8}q").pack
+_CALL_SIZE = ctypes.sizeof(_PlanarCall)
+_DESCRIBED: dict[tuple, tuple[int, _Planar]] = {}
+"""Layouts of calls, with their addresses, by sizes, strides and dtypes; describing one takes longer than a kernel on
+small inputs."""
+
+
 class PlanarCall:
-    """Kernel of planar rotations, with the arguments that do not depend on q and k prepared.
+    """Kernel of planar rotations by given angles.
 
     Args:
         positions: `(tokens, axes)` or `(1 or batch, tokens, axes)`, float32.
@@ -267,33 +281,22 @@ class PlanarCall:
         head_dim: int,
         split: bool = False,
     ) -> None:
-        self._arguments = _planar_arguments(positions, frequencies, table, halves, head_dim, split)
-        self._prepared: dict[tuple, tuple[int, _Planar]] = {}
+        *sets, tokens, axes = positions.shape
+        _, heads, pairs = frequencies.shape
+        self._sizes = tokens, axes, heads, pairs, int(halves), int(split)
+        self._head_dim, self._sets = head_dim, sets[0] if sets else 1
+        self._kept = [x if x is None else _contiguous_float(x) for x in (positions, frequencies, table)]
+        self._addresses = tuple(_address_of(x) or 0 for x in self._kept)
+        self._key = (*self._sizes, head_dim, self._sets)
 
     def __call__(self, q: Tensor, k: Tensor, layout: tuple) -> tuple[Tensor, Tensor]:
         """Rotate channel pairs of q and k, whose layout is their shapes, strides and dtypes."""
-        prepared = self._prepared.get(layout)
-        if prepared is None:
-            return self._prepare(layout, q, k)
+        described = _DESCRIBED.get((layout, self._key))
+        if described is None:
+            return self._describe_and_run(layout, q, k)
         out_q, out_k = torch.empty_like(q), torch.empty_like(k)
-        addresses = q.data_ptr(), k.data_ptr(), out_q.data_ptr(), out_k.data_ptr()
-        _run_again(prepared[0], *addresses, torch.get_num_threads(), 0, 0, 0, 0)
+        self._run(described, q.data_ptr(), k.data_ptr(), out_q.data_ptr(), out_k.data_ptr(), 0, 0, 0, 0)
         return out_q, out_k
-
-    def _prepare(self, layout: tuple, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate, and keep the arguments for the next tensors of this layout."""
-        call = self._copy()
-        out = call.set_sides(q, k)
-        call.run("torchrope_planar", 0)
-        self._keep(layout, call)
-        return out
-
-    def _keep(self, layout: tuple, call: _Planar) -> None:
-        """Keep the arguments of a call whose tensors are read and written in place."""
-        if layout in _LAYOUTS:
-            if len(self._prepared) >= _MOST_LAYOUTS:
-                self._prepared.clear()
-            self._prepared[layout] = (ctypes.addressof(call), call)
 
     def backward(
         self,
@@ -305,28 +308,49 @@ class PlanarCall:
         frequencies: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Compute gradients to q, k, and to positions and frequencies if these are given."""
-        layout: tuple = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype)
-        layout = (*layout, grad_q.shape, grad_q.stride(), grad_q.dtype, grad_k.shape, grad_k.stride(), grad_k.dtype)
+        layout = _layout_of(q, k, grad_q, grad_k)
         d_positions, d_frequencies = (None if x is None else _gradient(x, True) for x in (positions, frequencies))
         of_angles = _address_of(d_frequencies) or 0, _address_of(d_positions) or 0
-        prepared = self._prepared.get(layout)
-        if prepared is not None:
+        described = _DESCRIBED.get((layout, self._key))
+        if described is None:
+            out = self._describe_and_run(layout, q, k, grad_q, grad_k, of_angles)
+        else:
             out = torch.empty_like(q), torch.empty_like(k)
-            addresses = q.data_ptr(), k.data_ptr(), out[0].data_ptr(), out[1].data_ptr(), torch.get_num_threads()
-            _run_again(prepared[0], *addresses, grad_q.data_ptr(), grad_k.data_ptr(), *of_angles)
-            return (*out, d_positions, d_frequencies)
-        call = self._copy()
+            sides = q.data_ptr(), k.data_ptr(), out[0].data_ptr(), out[1].data_ptr()
+            self._run(described, *sides, grad_q.data_ptr(), grad_k.data_ptr(), *of_angles)
+        return (*out, d_positions, d_frequencies)
+
+    def _run(self, described: tuple[int, _Planar], *addresses: int) -> None:
+        call = _PACK_CALL(_CALL_SIZE, described[0], *self._addresses, *addresses, torch.get_num_threads())
+        status = _kernel("torchrope_planar_again")(call)
+        if status:
+            _raise_for("torchrope_planar", status)
+
+    def _describe_and_run(
+        self,
+        layout: tuple,
+        q: Tensor,
+        k: Tensor,
+        grad_q: Tensor | None = None,
+        grad_k: Tensor | None = None,
+        of_angles: tuple[int, int] = (0, 0),
+    ) -> tuple[Tensor, Tensor]:
+        """Run the kernel, and keep the layout if its tensors are read and written in place."""
+        call = self._arguments()
         out = call.set_sides(q, k, grad_q, grad_k)
         call.d_frequencies, call.d_positions = of_angles
-        call.run("torchrope_planar", 1)
-        self._keep(layout, call)
-        return (*out, d_positions, d_frequencies)
+        call.run("torchrope_planar", int(grad_q is not None))
+        if layout in _LAYOUTS:
+            if len(_DESCRIBED) >= _MOST_LAYOUTS:
+                _DESCRIBED.clear()
+            _DESCRIBED[layout, self._key] = (ctypes.addressof(call), call)
+        return out
 
     def normed(
         self, q: Tensor, k: Tensor, weights: Sequence[Tensor | None], kinds: Sequence[int], eps: Sequence[float]
     ) -> tuple[Tensor, Tensor]:
         """Normalise q and k, then rotate them, as `rotate_normed`."""
-        call = self._copy()
+        call = self._arguments()
         call.set_norms(weights, kinds, eps, _NONE_WANTED)
         out = call.set_sides(q, k)
         call.run("torchrope_planar", 0)
@@ -346,7 +370,7 @@ class PlanarCall:
         wanted: Sequence[bool],
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """Compute gradients to q, k, to positions and frequencies if given, and to the weights that are wanted."""
-        call = self._copy()
+        call = self._arguments()
         of_weights = call.set_norms(weights, kinds, eps, wanted)
         out = call.set_sides(q, k, grad_q, grad_k)
         d_positions, d_frequencies = (None if x is None else _gradient(x, True) for x in (positions, frequencies))
@@ -354,27 +378,15 @@ class PlanarCall:
         call.run("torchrope_planar", 1)
         return (*out, [d_positions, d_frequencies, *of_weights])
 
-    def _copy(self) -> _Planar:
-        """Copy the arguments for one call: another thread may be calling concurrently."""
-        call = _Planar.from_buffer_copy(self._arguments)
-        call.kept = []
-        call.threads = torch.get_num_threads()
+    def _arguments(self) -> _Planar:
+        """Describe the angles to the kernel."""
+        call = _Planar()
+        call.head_dim, call.sets, call.threads = self._head_dim, self._sets, torch.get_num_threads()
+        _ANGLES.pack_into(call, _Planar.angles.offset, *self._sizes, *self._addresses)
         return call
 
 
 _NONE_WANTED = (False,) * 4
-
-
-def _planar_arguments(
-    positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool, head_dim: int, split: bool = False
-) -> _Planar:
-    call = _Planar()
-    axes, heads, pairs = frequencies.shape
-    *sets, tokens, _ = positions.shape
-    call.head_dim, call.sets, call.threads = head_dim, sets[0] if sets else 1, torch.get_num_threads()
-    addresses = call.keep(positions), call.keep(frequencies), 0 if table is None else call.keep(table)
-    _ANGLES.pack_into(call, _Planar.angles.offset, tokens, axes, heads, pairs, halves, split, *addresses)
-    return call
 
 
 _ANGLES = struct.Struct("9q")
@@ -392,10 +404,7 @@ def rotate_planar(
         table: cos and sin `(1 or batch, heads or 1, tokens, pairs, 2)`, read instead of computed if given.
         halves: Whether pair i is channels (i, i + pairs) instead of (2i, 2i + 1).
     """
-    call = _planar_arguments(positions, frequencies, table, halves, q.shape[3])
-    out = call.set_sides(q, k)
-    call.run("torchrope_planar", 0)
-    return out
+    return PlanarCall(positions, frequencies, table, halves, q.shape[3])(q, k, _layout_of(q, k))
 
 
 def rotate_planar_backward(
@@ -410,12 +419,9 @@ def rotate_planar_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute gradients to q, k, and if wanted to positions and frequencies."""
-    call = _planar_arguments(positions, frequencies, table, halves, q.shape[3])
-    out = call.set_sides(q, k, grad_q, grad_k)
-    d_positions, d_frequencies = _gradient(positions, wanted[0]), _gradient(frequencies, wanted[1])
-    call.set(d_positions=_address_of(d_positions), d_frequencies=_address_of(d_frequencies))
-    call.run("torchrope_planar", 1)
-    return (*out, d_positions, d_frequencies)
+    call = PlanarCall(positions, frequencies, table, halves, q.shape[3])
+    of_positions, of_frequencies = (positions if wanted[0] else None), (frequencies if wanted[1] else None)
+    return call.backward(grad_q, grad_k, q, k, of_positions, of_frequencies)
 
 
 def rotate_normed(
@@ -610,13 +616,6 @@ def _kernel(name: str) -> Any:
     return getattr(LIBRARY, name)
 
 
-def _run_again(*arguments: int) -> None:
-    """Call the planar kernel with the address of prepared arguments, addresses of tensors and a number of threads."""
-    status = _kernel("torchrope_planar_again")(*arguments)
-    if status:
-        _raise_for("torchrope_planar", status)
-
-
 def _raise_for(name: str, status: int) -> None:
     if status == _OTHER_LAYOUT:
         rule = "kernels must be built from the installed sources: rebuild torchrope"
@@ -635,6 +634,20 @@ def _gradient(like: Tensor, wanted: bool) -> Tensor | None:
 def _table(positions: Tensor, generators: Tensor) -> Tensor:
     (sets, tokens, _), (_, heads, blocks, b, _) = positions.shape, generators.shape
     return generators.new_empty((sets, heads, tokens, blocks, b, b), dtype=torch.float32)
+
+
+def _contiguous_float(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.float32 and tensor.is_contiguous():
+        return tensor
+    return tensor.detach().to(torch.float32).contiguous()
+
+
+def _layout_of(q: Tensor, k: Tensor, *gradients: Tensor) -> tuple:
+    """Return shapes, strides and dtypes: what the description of a call depends on."""
+    layout: tuple = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype)
+    for x in gradients:
+        layout = (*layout, x.shape, x.stride(), x.dtype)
+    return layout
 
 
 def _address_of(tensor: Tensor | None) -> int | None:

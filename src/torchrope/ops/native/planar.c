@@ -562,16 +562,26 @@ API int64_t torchrope_planar(const Planar *p, int64_t backward) {
     return status;
 }
 
-/* Rotate other tensors of the layout that p describes, or compute gradients if grad_q is given; p is not changed, so that
-   calls may be concurrent. */
-API int64_t torchrope_planar_again(const Planar *p, void *q, void *k, void *out_q, void *out_k, int64_t threads,
-                                   void *grad_q, void *grad_k, float *d_frequencies, float *d_positions) {
-    CHECK_LAYOUT(p);
-    Planar call = *p;
-    call.sides[0].x.data = q, call.sides[1].x.data = k;
-    call.sides[0].out.data = out_q, call.sides[1].out.data = out_k;
-    call.sides[0].grad.data = grad_q, call.sides[1].grad.data = grad_k;
-    call.d_frequencies = d_frequencies, call.d_positions = d_positions;
-    call.threads = threads;
-    return torchrope_planar(&call, grad_q != NULL);
+/* A call: its layout, which is not changed, so that calls may be concurrent, and the tensors of this call; gradients are
+   computed if grad_q is given. */
+typedef struct {
+    int64_t size;
+    const Planar *layout;
+    const float *positions, *frequencies, *table;
+    void *q, *k, *out_q, *out_k, *grad_q, *grad_k;
+    float *d_frequencies, *d_positions;
+    int64_t threads;
+} PlanarCall;
+
+API int64_t torchrope_planar_again(const PlanarCall *c) {
+    CHECK_LAYOUT(c);
+    CHECK_LAYOUT(c->layout);
+    Planar p = *c->layout;
+    p.angles.positions = c->positions, p.angles.frequencies = c->frequencies, p.angles.table = c->table;
+    p.sides[0].x.data = c->q, p.sides[1].x.data = c->k;
+    p.sides[0].out.data = c->out_q, p.sides[1].out.data = c->out_k;
+    p.sides[0].grad.data = c->grad_q, p.sides[1].grad.data = c->grad_k;
+    p.d_frequencies = c->d_frequencies, p.d_positions = c->d_positions;
+    p.threads = c->threads;
+    return torchrope_planar(&p, c->grad_q != NULL);
 }
