@@ -4,12 +4,14 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from functools import cache
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchrope.ops.backends import check_not_onnx, takes_kernels
+from torchrope.ops.library import runs_directly
 from torchrope.ops.skew_exp import exp_generators, fits_kernels, skew_eig, skew_exp
 from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal, combine
 from torchrope.tensors import can_read, wide_dtype
@@ -269,10 +271,48 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
     Returns:
         Blocks `(..., b, b)`.
     """
+    if runs_directly(upper):
+        return _Skew.apply(upper, block_size)
     rows, columns = torch.triu_indices(block_size, block_size, 1, device=upper.device)
     flat = upper.new_zeros(*upper.shape[:-1], block_size * block_size)
     square = flat.index_copy(-1, rows * block_size + columns, upper).unflatten(-1, (block_size, block_size))
     return square - square.mT
+
+
+class _Skew(torch.autograd.Function):
+    """`skew` of a plain CPU tensor with few operations, which take longer than the work on small blocks."""
+
+    @staticmethod
+    def forward(ctx: Any, upper: Tensor, block_size: int) -> Tensor:
+        ctx.block_size = block_size
+        cells = _cells(block_size)
+        entries = upper.index_select(-1, cells.entry) * cells.sign.to(upper.dtype)
+        return entries.view(*upper.shape[:-1], block_size, block_size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        cells, flat = _cells(ctx.block_size), grad.reshape(*grad.shape[:-2], -1)
+        return flat.index_select(-1, cells.above) - flat.index_select(-1, cells.below), None
+
+
+class _Cells(NamedTuple):
+    """For blocks of one size: the entry and the sign of each cell, and the cells above and below of each entry."""
+
+    entry: Tensor
+    sign: Tensor
+    above: Tensor
+    below: Tensor
+
+
+@cache
+@torch.inference_mode(False)
+def _cells(block_size: int) -> _Cells:
+    rows, columns = torch.triu_indices(block_size, block_size, 1, device="cpu")
+    above, below = rows * block_size + columns, columns * block_size + rows
+    entry, sign = torch.zeros(block_size**2, dtype=torch.long, device="cpu"), torch.zeros(block_size**2, device="cpu")
+    entry[above] = entry[below] = torch.arange(len(rows), device="cpu")
+    sign[above], sign[below] = 1.0, -1.0
+    return _Cells(entry, sign, above, below)
 
 
 def upper_triangle(blocks: Tensor) -> Tensor:

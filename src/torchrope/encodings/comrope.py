@@ -128,21 +128,22 @@ class ComRoPEAP(ComRoPE):
                 self.upper.normal_(0, self.init_scale * _STD)
 
     def factors_and_base(self) -> tuple[Tensor, Tensor]:
-        own_axis = self._own_axis(self.upper.device)  # (axes, 1, blocks)
-        return own_axis.to(self.upper.dtype).expand(-1, self.parameter_heads, -1), skew(self.upper, self.block_size)
+        own_axis = self._own_axis(self.upper)
+        return own_axis.expand(-1, self.parameter_heads, -1), skew(self.upper, self.block_size)
 
     def _take_generators(self, generators: Tensor) -> None:
-        other_axes = generators * ~self._own_axis(generators.device)[..., None, None]
+        other_axes = generators * (1 - self._own_axis(generators))[..., None, None]
         if other_axes.abs().max() > rounding(generators):
             raise ValueError(
                 f"ComRoPEAP rotates block j along axis j mod {self.num_axes}, got a block with another axis"
             )
         self.upper.copy_(upper_triangle((generators - other_axes).sum(dim=0)))
 
-    def _own_axis(self, device: torch.device) -> Tensor:
-        block = torch.arange(self.num_blocks, device=device)
-        axis = torch.arange(self.num_axes, device=device).unsqueeze(1)
-        return (block % self.num_axes == axis).unsqueeze(1)
+    def _own_axis(self, like: Tensor) -> Tensor:
+        """Return 1 where a block rotates along an axis, else 0, `(num_axes, 1, blocks)`."""
+        own = like.new_zeros(self.num_axes, self.num_blocks // self.num_axes, self.num_axes)
+        own.diagonal(dim1=0, dim2=2).fill_(1)
+        return own.view(self.num_axes, 1, self.num_blocks)
 
 
 class ComRoPELD(ComRoPE):
