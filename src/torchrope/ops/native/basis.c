@@ -44,8 +44,6 @@ typedef struct {
     int64_t row, width, planes;       /* planes: floats between tokens */
 } Workspace;
 
-enum { GROUP_TOKENS = 8, GROUP_ROWS = 4, GROUP = GROUP_TOKENS * GROUP_ROWS };
-
 static Workspace lay_out(const Basis *p, Arena *arena) {
     Workspace w;
     int64_t b = p->b, planes = p->blocks * b / 2, tokens = b == 8 ? GROUP_TOKENS : 1;
@@ -318,62 +316,6 @@ typedef int32_t vi8 __attribute__((vector_size(32), aligned(4), may_alias));
 INLINE v8 halves(v4 low, v4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE v8 swap_halves(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
 
-/* Some rows of a panel, at neighbouring tokens: memory is read in order, and U is loaded once for all of them. */
-typedef struct {
-    const Panel *panel;
-    int64_t from, rows, first, tokens; /* rows of the panel; tokens of the set */
-} Group;
-
-/* Where the rows of a group are read and written, token by token: in their tensors if those are float32, else in
-   scratch. */
-typedef struct {
-    const float *x[GROUP], *grad[GROUP];
-    float *out[GROUP];
-} Places;
-
-INLINE void find_places(Group g, int64_t n, int with_x, int with_grad, Workspace w, Places *places) {
-    for (int64_t r = 0; r < g.rows; r++) {
-        const Side *side = g.panel->side[g.from + r];
-        int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
-        int64_t x = row_offset(&side->x, sample, head, g.first), grad = row_offset(&side->grad, sample, head, g.first);
-        int64_t out = row_offset(&side->out, sample, head, g.first);
-        for (int64_t t = 0; t < g.tokens; t++) {
-            int64_t i = t * g.rows + r;
-            if (with_x) places->x[i] = load_row(&side->x, x + t * side->x.stride[2], n, w.raw + i * w.row);
-            if (with_grad)
-                places->grad[i] = load_row(&side->grad, grad + t * side->grad.stride[2], n, w.grad + i * w.row);
-            places->out[i] = side->out.dtype == FLOAT32 ? (float *)side->out.data + out + t * side->out.stride[2]
-                                                        : w.y + i * w.row;
-        }
-    }
-}
-
-/* Rows rotated in scratch are rounded to their dtype; unrotated channels are copied. */
-INLINE void finish_rows(Group g, int64_t n, int64_t head_dim, int of_gradient, Workspace w) {
-    for (int64_t r = 0; r < g.rows; r++) {
-        const Side *side = g.panel->side[g.from + r];
-        const Rows *in = of_gradient ? &side->grad : &side->x;
-        if (side->out.dtype == FLOAT32 && n == head_dim) continue;
-        for (int64_t t = 0; t < g.tokens; t++) {
-            int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
-            int64_t target = row_offset(&side->out, sample, head, g.first + t);
-            if (side->out.dtype != FLOAT32) store_row(&side->out, target, n, w.y + (t * g.rows + r) * w.row);
-            copy_row(in, row_offset(in, sample, head, g.first + t), &side->out, target, n, head_dim - n);
-        }
-    }
-}
-
-INLINE void load_matrix(const float *source, v8 *matrix) {
-    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) matrix[k] = *(const v8 *)(source + 8 * k);
-}
-
-/* x M for one row */
-INLINE v8 times_matrix(const float *x, const v8 *matrix) {
-    v8 sum = x[0] * matrix[0];
-    _Pragma("GCC unroll 8") for (int k = 1; k < 8; k++) sum += x[k] * matrix[k];
-    return sum;
-}
-
 /* Of a block and token, so that rot x, or (rot - 1) x if U is applied last, is  c x + s (x with its halves swapped). */
 INLINE void find_turns(const Basis *p, int64_t token, float sign, Workspace w) {
     float *turn = w.turns + token * 16 * p->blocks;
@@ -409,20 +351,10 @@ INLINE void rotate_rows(const Places *places, Group g, int64_t blocks, int64_t b
     }
 }
 
-/* sum h x'^T over rows of a token, added to those before. */
-INLINE void multiply_rows(const float (*h)[8], const float (*inside)[8], int64_t count, float *products) {
-    v8 sum[8];
-    load_matrix(products, sum);
-    for (int64_t i = 0; i < count; i++) {
-        v8 row = *(const v8 *)inside[i];
-        _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) sum[j] += h[i][j] * row;
-    }
-    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) *(v8 *)(products + 8 * j) = sum[j];
-}
-
-/* In one block of the rows of a group: dx = gy + U (rot^T - 1) h or U rot^T h, and sum h x'^T of each token. */
+/* In one block of the rows of a group: dx = gy + U (rot^T - 1) h or U rot^T h, and sum h x^T of each token. */
 INLINE void rotate_rows_back(const Places *places, Group g, int64_t blocks, int64_t block, int wanted, Workspace w) {
-    float h[GROUP][8], inside[GROUP][8], changes[GROUP][8];
+    float h[GROUP][8], changes[GROUP][8];
+    const float *rows[GROUP];
     int64_t returns = w.returns[block], count = g.tokens * g.rows;
     v8 matrix[8];
     load_matrix(w.inner + 64 * block, matrix);
@@ -430,17 +362,18 @@ INLINE void rotate_rows_back(const Places *places, Group g, int64_t blocks, int6
         const float *turn = w.turns + 16 * (t * blocks + block);
         v8 c = *(const v8 *)turn, s = *(const v8 *)(turn + 8);
         for (int64_t last = i + g.rows; i < last; i++) {
-            const float *grad = places->grad[i] + 8 * block;
-            v8 into = returns ? times_matrix(grad, matrix) : *(const v8 *)grad;
-            *(v8 *)h[i] = into;
+            rows[i] = places->grad[i] + 8 * block;
+            v8 into = *(const v8 *)rows[i];
+            if (returns) {
+                into = times_matrix(rows[i], matrix);
+                *(v8 *)h[i] = into;
+                rows[i] = h[i];
+            }
             *(v8 *)changes[i] = rotated(c, s, into);
         }
     }
-    if (wanted) {
-        for (int64_t i = 0; i < count; i++) *(v8 *)inside[i] = times_matrix(places->x[i] + 8 * block, matrix);
-        for (int64_t t = 0; t < g.tokens; t++)
-            multiply_rows(h + t * g.rows, inside + t * g.rows, g.rows, w.products + 64 * (t * blocks + block));
-    }
+    for (int64_t t = 0; wanted && t < g.tokens; t++)
+        add_outer(rows + t * g.rows, places->x + t * g.rows, 8 * block, g.rows, w.products + 64 * (t * blocks + block));
     load_matrix(w.outer + 64 * block, matrix);
     for (int64_t i = 0; i < count; i++) {
         v8 dx = times_matrix(changes[i], matrix);
@@ -466,6 +399,7 @@ INLINE void rotate_group_8(const Basis *p, int64_t set, int64_t head, int64_t fi
     Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     Places places;
+    Scratch scratch = {w.raw, w.grad, w.y, w.row};
     for (int64_t t = 0; t < tokens; t++) {
         Workspace own = of_token(w, p->blocks, t);
         find_rotation(8, p, set, head, first + t, own);
@@ -475,13 +409,13 @@ INLINE void rotate_group_8(const Basis *p, int64_t set, int64_t head, int64_t fi
     while (next_panel(&walk, &panel))
         for (int64_t from = 0; from < panel.count; from += GROUP_ROWS) {
             Group g = {&panel, from, least(GROUP_ROWS, panel.count - from), first, tokens};
-            find_places(g, n, !backward || wanted, backward, w, &places);
+            find_places(g, n, !backward || wanted, backward, scratch, &places);
             for (int64_t block = 0; block < p->blocks; block++)
                 if (backward)
                     rotate_rows_back(&places, g, p->blocks, block, wanted, w);
                 else
                     rotate_rows(&places, g, p->blocks, block, w);
-            finish_rows(g, n, p->head_dim, backward, w);
+            finish_rows(g, n, p->head_dim, backward, scratch);
         }
 }
 
@@ -528,6 +462,8 @@ INLINE void rotate_set_8(const Job *job, int64_t set, int64_t head, int64_t firs
         rotate_group_8(p, set, head, token, tokens, backward, w);
         for (int64_t t = 0; backward && p->d_base && t < tokens; t++) {
             Workspace own = of_token(w, p->blocks, t);
+            for (int64_t block = 0; block < p->blocks; block++)
+                multiply_matrix(own.products + 64 * block, w.inner + 64 * block);
             add_products_8(p, head, own);
             reduce_angles(job, set, head, token + t, part, own);
         }

@@ -33,7 +33,7 @@ INLINE void apply(int64_t rows, int64_t b, int64_t width, const float *x, int64_
 
 /* Buffers of a thread. */
 typedef struct {
-    float *x, *grad, *y, *back, *matrix, *transposed, *outer;
+    float *x, *grad, *y, *back, *matrix, *transposed, *outer; /* panels; blocks, of all tokens of a group if b is 8 */
     int64_t row, width; /* floats of a panel's row, and of a padded block's */
 } Workspace;
 
@@ -43,7 +43,8 @@ static Workspace lay_out(const Block *p, Arena *arena) {
     w.row = round_up(p->blocks * p->b + w.width, 16);
     float **panels[] = {&w.x, &w.grad, &w.y, &w.back}, **squares[] = {&w.matrix, &w.transposed, &w.outer};
     for (int i = 0; i < 4; i++) *panels[i] = take(arena, 4 * ROWS * w.row);
-    for (int i = 0; i < 3; i++) *squares[i] = take(arena, 4 * p->b * w.width);
+    int64_t matrices = p->b == 8 ? GROUP_TOKENS * p->blocks : 1;
+    for (int i = 0; i < 3; i++) *squares[i] = take(arena, 4 * matrices * p->b * w.width);
     return w;
 }
 
@@ -101,7 +102,64 @@ static void rotate_token_back(const Block *p, int64_t set, int64_t head, int64_t
     }
 }
 
-enum { TOKENS = 4 };
+/* ---- blocks of eight whose transposes are contiguous, as the exponential writes them ---- */
+
+INLINE int is_fast(const Block *p) { return p->b == 8 && p->table_stride[4] == 1 && p->table_stride[5] == 8; }
+
+INLINE void transpose(const float *from, float *to) {
+    for (int i = 0; i < 8; i++)
+        for (int j = 0; j < 8; j++) to[8 * j + i] = from[8 * i + j];
+}
+
+/* The gradient to the tangent from  sum gy x^T  of a token's block:  X - X^T  above the diagonal,  X = sum gy (R x)^T. */
+INLINE void write_tangent(float *outer, const float *transposed, float *entry) {
+    float flipped[64];
+    multiply_matrix(outer, transposed);
+    transpose(outer, flipped);
+    for (int r = 0; r < 8; r++)
+        for (int c = r + 1; c < 8; c++) *entry++ = outer[8 * r + c] - flipped[8 * r + c];
+}
+
+INLINE void rotate_group(const Block *p, int64_t set, int64_t head, int64_t first, int64_t tokens, int backward,
+                         Workspace w) {
+    int64_t n = p->blocks * 8;
+    int wanted = backward && p->d_tangent;
+    Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
+    Panel panel;
+    Places places;
+    Scratch scratch = {w.x, w.grad, w.y, w.row};
+    for (int64_t t = 0; backward && t < tokens; t++)
+        for (int64_t i = 0; i < p->blocks; i++)
+            transpose(block_of(p, set, head, first + t, i), w.matrix + 64 * (t * p->blocks + i));
+    if (wanted) memset(w.outer, 0, 4 * 64 * tokens * p->blocks);
+    while (next_panel(&walk, &panel))
+        for (int64_t from = 0; from < panel.count; from += GROUP_ROWS) {
+            Group g = {&panel, from, least(GROUP_ROWS, panel.count - from), first, tokens};
+            find_places(g, n, !backward || wanted, backward, scratch, &places);
+            for (int64_t i = 0; i < p->blocks; i++)
+                for (int64_t t = 0; t < tokens; t++) {
+                    const float *const *in = (backward ? places.grad : places.x) + t * g.rows;
+                    int64_t at = t * p->blocks + i;
+                    v8 matrix[8];
+                    load_matrix(backward ? w.matrix + 64 * at : block_of(p, set, head, first + t, i), matrix);
+                    for (int64_t r = 0; r < g.rows; r++)
+                        *(v8 *)(places.out[t * g.rows + r] + 8 * i) = times_matrix(in[r] + 8 * i, matrix);
+                    if (!wanted) continue;
+                    const float *rows[GROUP_ROWS];
+                    for (int64_t r = 0; r < g.rows; r++) rows[r] = in[r] + 8 * i;
+                    add_outer(rows, places.x + t * g.rows, 8 * i, g.rows, w.outer + 64 * at);
+                }
+            finish_rows(g, n, p->head_dim, backward, scratch);
+        }
+    for (int64_t t = 0; wanted && t < tokens; t++)
+        for (int64_t i = 0; i < p->blocks; i++) {
+            int64_t token = (set * p->heads + head) * p->tokens + first + t;
+            write_tangent(w.outer + 64 * (t * p->blocks + i), block_of(p, set, head, first + t, i),
+                          p->d_tangent + (token * p->blocks + i) * 28);
+        }
+}
+
+enum { TOKENS = GROUP_TOKENS }; /* of an item */
 
 INLINE void block_part(const Block *p, int64_t item, void *memory, int backward) {
     Arena arena = {memory, 0};
@@ -112,6 +170,10 @@ INLINE void block_part(const Block *p, int64_t item, void *memory, int backward)
     }
     int64_t tiles = (p->tokens + TOKENS - 1) / TOKENS;
     int64_t set = item / (tiles * p->heads), head = item / tiles % p->heads, first = item % tiles * TOKENS;
+    if (is_fast(p)) {
+        rotate_group(p, set, head, first, least(TOKENS, p->tokens - first), backward, w);
+        return;
+    }
     for (int64_t token = first; token < least(first + TOKENS, p->tokens); token++)
         if (backward)
             rotate_token_back(p, set, head, token, w);

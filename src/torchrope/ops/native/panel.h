@@ -100,4 +100,88 @@ INLINE void spread(const Panel *panel, int64_t token, int64_t n, int64_t head_di
     }
 }
 
+/* ---- blocks of eight, in place: a row of a block is one vector ---- */
+
+enum { GROUP_TOKENS = 8, GROUP_ROWS = 4, GROUP = GROUP_TOKENS * GROUP_ROWS };
+
+/* Some rows of a panel, at neighbouring tokens, so that memory is read in order. */
+typedef struct {
+    const Panel *panel;
+    int64_t from, rows, first, tokens; /* rows of the panel; tokens of the set */
+} Group;
+
+/* Where the rows of a group are read and written, token by token: in their tensors if those are float32, else in
+   scratch. */
+typedef struct {
+    const float *x[GROUP], *grad[GROUP];
+    float *out[GROUP];
+} Places;
+
+/* GROUP rows of each. */
+typedef struct {
+    float *x, *grad, *out;
+    int64_t row; /* floats */
+} Scratch;
+
+INLINE void find_places(Group g, int64_t n, int with_x, int with_grad, Scratch w, Places *places) {
+    for (int64_t r = 0; r < g.rows; r++) {
+        const Side *side = g.panel->side[g.from + r];
+        int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
+        int64_t x = row_offset(&side->x, sample, head, g.first), grad = row_offset(&side->grad, sample, head, g.first);
+        int64_t out = row_offset(&side->out, sample, head, g.first);
+        for (int64_t t = 0; t < g.tokens; t++) {
+            int64_t i = t * g.rows + r;
+            if (with_x) places->x[i] = load_row(&side->x, x + t * side->x.stride[2], n, w.x + i * w.row);
+            if (with_grad)
+                places->grad[i] = load_row(&side->grad, grad + t * side->grad.stride[2], n, w.grad + i * w.row);
+            places->out[i] = side->out.dtype == FLOAT32 ? (float *)side->out.data + out + t * side->out.stride[2]
+                                                        : w.out + i * w.row;
+        }
+    }
+}
+
+/* Rows computed in scratch are rounded to their dtype; unrotated channels are copied. */
+INLINE void finish_rows(Group g, int64_t n, int64_t head_dim, int of_gradient, Scratch w) {
+    for (int64_t r = 0; r < g.rows; r++) {
+        const Side *side = g.panel->side[g.from + r];
+        const Rows *in = of_gradient ? &side->grad : &side->x;
+        if (side->out.dtype == FLOAT32 && n == head_dim) continue;
+        for (int64_t t = 0; t < g.tokens; t++) {
+            int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
+            int64_t target = row_offset(&side->out, sample, head, g.first + t);
+            if (side->out.dtype != FLOAT32) store_row(&side->out, target, n, w.out + (t * g.rows + r) * w.row);
+            copy_row(in, row_offset(in, sample, head, g.first + t), &side->out, target, n, head_dim - n);
+        }
+    }
+}
+
+INLINE void load_matrix(const float *source, v8 *matrix) {
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) matrix[k] = *(const v8 *)(source + 8 * k);
+}
+
+/* x M for one row */
+INLINE v8 times_matrix(const float *x, const v8 *matrix) {
+    v8 sum = x[0] * matrix[0];
+    _Pragma("GCC unroll 8") for (int k = 1; k < 8; k++) sum += x[k] * matrix[k];
+    return sum;
+}
+
+/* Replace an 8 x 8 matrix by its product with another. */
+INLINE void multiply_matrix(float *left, const float *right) {
+    v8 matrix[8];
+    load_matrix(right, matrix);
+    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) *(v8 *)(left + 8 * j) = times_matrix(left + 8 * j, matrix);
+}
+
+/* Add  sum a b^T  over rows of a token, whose block begins at `at` in b, to a matrix. */
+INLINE void add_outer(const float *const *a, const float *const *b, int64_t at, int64_t rows, float *matrix) {
+    v8 sum[8];
+    load_matrix(matrix, sum);
+    for (int64_t i = 0; i < rows; i++) {
+        v8 row = *(const v8 *)(b[i] + at);
+        _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) sum[j] += a[i][j] * row;
+    }
+    _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) *(v8 *)(matrix + 8 * j) = sum[j];
+}
+
 #endif
